@@ -47,6 +47,8 @@ class Bfloat16Embedding(Pass):
 
 def _lookups(graph: fx.Graph) -> list[fx.Node]:
     """Lookups in float32 tables that only lookups read."""
+    # By name, because several nodes may read one parameter. A head that is tied to the table and not quantised reads it
+    # as a float32 weight, so that table stays.
     readers: dict[str, list[fx.Node]] = {}
     for node in graph.find_nodes(op="get_attr"):
         readers.setdefault(str(node.target), []).extend(node.users)
@@ -64,6 +66,7 @@ def _is_bfloat16(module: fx.GraphModule, target: str, lazy: LazyWeights | None) 
     if value.is_meta and lazy is None:
         hint = "leave bfloat16-embedding out, or run it on a graph with weights"
         raise CompileError(f"bfloat16-embedding needs the values of {target}, which are not there", hint=hint)
+    # A value is a bfloat16 number if rounding it to bfloat16 gives it back.
     for rows in blocks_of_rows(value.shape):
         part = lazy.source.read(target, rows) if lazy is not None and value.is_meta else value[slice(*rows)]
         if not torch.equal(part.to(torch.bfloat16).float(), part):
@@ -73,6 +76,7 @@ def _is_bfloat16(module: fx.GraphModule, target: str, lazy: LazyWeights | None) 
 
 def _store(module: fx.GraphModule, node: fx.Node, edit: Edit) -> None:
     """Put the float32 rows of the bfloat16 table in the place of the lookup."""
+    # Rows are widened behind the lookup: B * T rows of bfloat16, and never the whole table.
     graph = module.graph
     with graph.inserting_before(node):
         (table,) = derived_parameters(module, node_arg(node, 0), (SUFFIX,), to_bfloat16, edit, origin=node)

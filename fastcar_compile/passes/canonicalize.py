@@ -49,12 +49,14 @@ def _clean(module: fx.GraphModule) -> bool:
     before = len(graph.nodes)
     for node in list(graph.nodes):
         if taken := rewrite_index(module, node, Canonicalize.name) or _repeated(graph, node):
+            # Nothing reads the node any more, so it goes as dead code below.
             node.replace_all_uses_with(taken)
             modified = True
         if is_op(node, *_ASSERTS):
             graph.erase_node(node)
         elif _is_identity(node):
             source = node_arg(node, 0)
+            # Views behind the copy were recorded for its layout. They now stand on the source, whose layout is another.
             if is_op(node, aten.contiguous) and value_of(node).stride() != value_of(source).stride():
                 free_views(node)
             node.replace_all_uses_with(source)
@@ -71,6 +73,7 @@ def _repeated(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     if not isinstance(count, int) or not isinstance(axis, int):
         return None
     axis %= len(shape_of(x))
+    # `reshape(expand(unsqueeze(x)))`: the new axis behind `axis` repeats each row `count` times in a row.
     wide = [*shape_of(x)[: axis + 1], count, *shape_of(x)[axis + 1 :]]
     with graph.inserting_before(node):
         for target, argument in ((aten.unsqueeze.default, axis + 1), (aten.expand.default, wide)):
@@ -79,6 +82,7 @@ def _repeated(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _is_identity(node: fx.Node) -> bool:
+    # The third argument of `dropout` is `train`: off, it returns its input.
     if is_op(node, *_IDENTITIES) or (is_op(node, aten.dropout) and node.args[2] is False):
         return True
     if not is_op(node, aten.to, aten._to_copy, aten.contiguous):

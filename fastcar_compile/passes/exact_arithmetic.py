@@ -41,10 +41,12 @@ class ExactArithmetic(Pass):
     def apply(self, program: DecoderProgram) -> bool:
         """Raise CompileError with every operation that has no exact form, and why."""
         modified = any(rotations(module.graph) for module in program.graphs())
+        # Rotary embeddings go first: both graphs must share one list of tables.
         problems = list(_rotate(program))
         for module in program.graphs():
             for part in with_branches(module):
                 modified = _norms(part.graph) | _attentions(part.graph) | modified
+            # The sines and cosines that a table replaced must be gone before `inexact` looks for what is not exact.
             module.graph.eliminate_dead_code()
             module.recompile()
         problems += inexact(program.graphs())
@@ -65,6 +67,7 @@ def _norms(graph: fx.Graph) -> bool:
 
 
 def _attentions(graph: fx.Graph) -> bool:
+    # An attention without an exact form stays, and `inexact` reports it with its reason.
     found = [n for n in graph.nodes if is_op(n, fastcar.attention, fastcar.window_attention) and _has_exact_form(n)]
     for node in found:
         window, operands = window_of(node), node.args[:5]
@@ -87,6 +90,7 @@ def _rotate(program: DecoderProgram) -> Iterator[CompileError]:
     modules = [m for m in (program.prefill, program.graph_module) if m is not None]
     tables: list[Tensor] = []
     for module in modules:
+        # All layers mostly share one pair of cosines and sines, whose table is evaluated once.
         found, known = rotations(module.graph), dict[tuple[fx.Node, fx.Node], Tensor | str]()
         for rotation in found:
             pair = (rotation.cos, rotation.sin)
@@ -104,11 +108,13 @@ def _rotate(program: DecoderProgram) -> Iterator[CompileError]:
 def _table(program: DecoderProgram, module: fx.GraphModule, rotation: Rotation, tables: list[Tensor]) -> Tensor | str:
     """Return the table of a rotation: a known one with the same angles, or a new one, which is added to `tables`."""
     rows = program.config.max_seq_len
+    # Angles of single positions may differ from those of a chunk in the last bit. Both graphs get the chunk's.
     if module is program.graph_module and program.prefill is not None:
         return _known_table(module, rotation, tables, rows)
     table = position_table(module, rotation, rows)
     if isinstance(table, str):
         return table
+    # Two pairs of nodes with the same angles share one table, and so one parameter.
     for other in tables:
         if torch.equal(other, table):
             return other

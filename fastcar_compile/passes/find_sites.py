@@ -35,6 +35,7 @@ class FindSites(Pass):
     def apply(self, program: DecoderProgram) -> bool:
         """Raise CompileError with every layer that cannot be matched: what was found and what was expected."""
         matches = [(module.graph, match_layers(module.graph)) for module in program.graphs()]
+        # A second run writes what is there already, and must report that it modified nothing.
         before = [_marks(graph) for graph, _ in matches]
         for graph, layers in matches:
             mark_layers(graph, layers)

@@ -56,6 +56,7 @@ class FuseActivations(Pass):
 def _fuse(module: fx.GraphModule) -> bool:
     modified = False
     for seed in [n for n in module.graph.nodes if is_op(n, *_SEEDS)]:
+        # An earlier match may have contained this seed, which dead-code elimination then took.
         match = _match(module, seed) if seed.graph is module.graph and seed.users else None
         if match is None:
             continue
@@ -82,6 +83,7 @@ def _multiply_out(graph: fx.Graph) -> bool:
 def _match(module: fx.GraphModule, seed: fx.Node) -> tuple[fx.Node, fx.Node, Any, dict[str, Any]] | None:
     """(x, y, operator, options) of the largest activation around the seed."""
     points = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([0.0])])
+    # The nearest source and the furthest result are tried first, so that `x * sigmoid(x)` is one SiLU.
     for source in _sources(seed):
         inside = _functions_of(source)
         for result in reversed(in_order(module.graph, inside & descendants(seed))):
@@ -100,6 +102,7 @@ def _sources(seed: fx.Node) -> list[fx.Node]:
     queue = [seed]
     while queue:
         for node in queue.pop(0).all_input_nodes:
+            # The search goes on through pointwise operators only: what another operator makes can just be a source.
             if node.op != "get_attr" and node not in found:
                 found.append(node)
                 queue += [node] if is_op(node, *_POINTWISE) else []
@@ -110,6 +113,7 @@ def _functions_of(source: fx.Node) -> set[fx.Node]:
     """Nodes that are elementwise functions of the source alone."""
     inside = {source}
     for node in in_order(source.graph, descendants(source) - {source}):
+        # A node with an input from elsewhere, such as `silu(gate) * up`, is no function of the source alone.
         inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
         if is_op(node, *_POINTWISE) and inputs and set(inputs) <= inside and _constants_are_scalars(node):
             inside.add(node)

@@ -56,6 +56,7 @@ class InsertReplay(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """Raise CompileError when the options do not fit the program, or when replay is there already."""
+        # All layers are read first: an insertion moves the nodes of its MLP into a branch.
         layers = role_nodes(program.graph_module)
         self._check(program, [attention_site(nodes[Role.ATTENTION]) for nodes in layers.values()])
         rules = GateRules(self.max_chain, self.couple_cfg, self.refresh_every)

@@ -42,6 +42,7 @@ class LegalizeLinears(Pass):
         """Return whether there was a product to rewrite."""
         modified = False
         for module in program.all_graphs():
+            # Products go first: a parameter that is added to a product is then one that is added to a linear.
             for node in [n for n in module.graph.nodes if _matches(n)]:
                 _replace(module, node, Edit(self.name, program.lazy))
                 modified = True
@@ -71,6 +72,7 @@ def _transposed_parameter(node: fx.Node) -> fx.Node | None:
     """The parameter that the node transposes; None where it does something else."""
     if not is_op(node, *_TRANSPOSES) or value_of(node).dim() != 2:
         return None
+    # The strides tell a swap of the two axes from a permutation that moves nothing.
     source = node_arg(node, 0)
     swaps = value_of(node).stride() == value_of(source).stride()[::-1]
     return source if source.op == "get_attr" and swaps else None
@@ -81,8 +83,10 @@ def _replace(module: fx.GraphModule, node: fx.Node, edit: Edit) -> None:
     if weight is None:
         raise InternalError(f"{node.name} is no product with a parameter")
     is_linear = is_op(node, aten.linear)
+    # `addmm(bias, x, w)`, `mm(x, w)`, `matmul(x, w)`: x is the last argument but one.
     x = node_arg(node, 0 if is_linear else len(node.args) - 2)
     bias = [node_arg(node, 0)] if is_op(node, aten.addmm) else list(node.args[2:]) if is_linear else []
+    # `view(addmm(bias, view(x, [-1, K]), w), [B, T, N])` becomes `linear(x, v, bias)` over [B, T, K].
     unfolded = None if is_linear else _unfolded(node, x)
     with graph.inserting_before(node):
         rows = weight
@@ -98,6 +102,7 @@ def _is_bias(node: fx.Node) -> bool:
     """Return whether the node adds a parameter [N] to a linear that has no bias and no other reader."""
     if not is_op(node, aten.add) or node.kwargs or len(node.all_input_nodes) != 2:
         return False
+    # The parameter comes last, in whatever order the sum has its operands.
     linear, bias = sorted(node.all_input_nodes, key=lambda n: n.op == "get_attr")
     plain = is_op(linear, aten.linear) and len(linear.users) == 1 and optional_arg(linear, 2) is None
     return plain and bias.op == "get_attr" and shape_of(bias) == shape_of(linear)[-1:]

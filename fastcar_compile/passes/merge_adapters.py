@@ -73,6 +73,7 @@ def _adapter(module: fx.GraphModule, node: fx.Node) -> Adapter | None:
     if not is_op(node, aten.add) or len(node.args) != 2 or len(node.all_input_nodes) != 2:
         return None
     for linear, branch in (node.all_input_nodes, reversed(node.all_input_nodes)):
+        # `add(linear, branch, alpha=2)` scales its second operand only.
         factor = node.kwargs.get("alpha", 1) if branch is node.args[1] else 1
         scale, up = _scaled(module, branch)
         down = node_arg(up, 0) if _is_plain(up, bias=False) else None
@@ -89,6 +90,7 @@ def _scaled(module: fx.GraphModule, node: fx.Node) -> tuple[float, fx.Node]:
     while is_op(node, aten.mul, aten.div) and len(node.users) == 1 and len(node.args) == 2:
         operands = [_constant(module, argument) for argument in node.args]
         inner = [a for a, value in zip(node.args, operands, strict=True) if value is None and isinstance(a, fx.Node)]
+        # `x / c` is a factor 1 / c. `c / x` is none, and ends the search.
         if len(inner) != 1 or (is_op(node, aten.div) and inner[0] is not node.args[0]):
             break
         (factor,) = (value for value in operands if value is not None)
@@ -117,10 +119,12 @@ def _merge(module: fx.GraphModule, adapter: Adapter) -> None:
     if w.is_meta or a.is_meta or b.is_meta:
         hint = "merge the adapters and save the folder again, or give the loaded model"
         raise CompileError("a LoRA adapter stands beside weights that are on disk", where=where(linear), hint=hint)
+    # The product and the sum are made in float64, so the weight is rounded once.
     merged = (w.double() + adapter.scale * (b.double() @ a.double())).to(w.dtype)
     with module.graph.inserting_before(adapter.closing):
         new_weight = attribute(module, f"{weight.target}{_SUFFIX}", merged, linear, MergeAdapters.name)
         arguments = (node_arg(linear, 0), new_weight, *linear.args[2:])
         new = call(module.graph, aten.linear.default, arguments, origin=linear, made_by=MergeAdapters.name)
+    # A sum that broadcasts to a larger shape is more than an adapter: it stays, and the new linear goes as dead code.
     if shape_of(new) == shape_of(adapter.closing):
         adapter.closing.replace_all_uses_with(new)

@@ -62,6 +62,7 @@ class NormalizeState(Pass):
         """Raise CompileError with every cache or attention that cannot be normalised."""
         modified = False
         for module in program.graphs():
+            # einsum goes first: attention is recognised by its matmuls.
             modified |= write_out_products(module.graph, self.name)
             if attention_calls(module.graph) or any(writes_in_place(n) for n in module.graph.nodes):
                 normalizer = _Normalizer(module, program.config.max_seq_len)
@@ -74,6 +75,7 @@ class NormalizeState(Pass):
                     program.context_outputs = [s.name for s in normalizer.context.states]
                 else:
                     program.prefill_outputs = names
+                    # Both graphs read one set of states, which one context graph makes.
                     if not same_graph(program.context, normalizer.context_graph):
                         raise CompileError("the prefill chunk reads another context than the decode step")
         return modified
@@ -89,21 +91,25 @@ class _Normalizer:
         self.context_graph: fx.GraphModule | None = None
 
     def run(self) -> list[StateSpec]:
+        # Writes go first: the attentions below are found by the functional writes that they read.
         self.functional.run()
         writes = {w.node: w for w in self.functional.writes}
         self._check_indices()
+        # Only the decode step is judged. The padding of a chunk passes the end of a table, see `limit_table_rows`.
         if self._tokens() == 1:
             self.problems += short_tables(self.module, self.position, self.max_seq_len)
         self.context = ContextStates(self.module, NormalizeState.name)
         used: list[tuple[CacheWrite, StateRole, int]] = []
         layer = -1
         for site in attention_calls(self.graph):
+            # Cross-attention belongs to the layer of the self-attention in front of it, and does not count as a layer.
             if self.context.reads(site):
                 self._attempt(lambda site=site, layer=layer: self.context.rewrite(site, layer))
                 continue
             layer += 1
             used += self._attention(layer, site, writes)
         if not self.problems:
+            # A refused attention leaves its caches without one, so they are only reported where nothing else was.
             read = ancestors(self.graph.output_node())
             lifted = {write.node for write, _, _ in used}
             self.problems += unrecognised(
@@ -113,8 +119,10 @@ class _Normalizer:
             self._attempt(self._take_out_context)
         if self.problems:
             raise CompileError.collect(self.problems)
+        # The signature changes last, when nothing can be refused any more.
         state = [self._lift(write, role, layer) for write, role, layer in used]
         self.graph.eliminate_dead_code()
+        # Masks and write indices are dead by now, and gone: their lookups need no limit.
         limit_table_rows(self.module, self.position, self.max_seq_len, NormalizeState.name)
         return state
 
@@ -134,6 +142,7 @@ class _Normalizer:
         return shape_of(first)[1]
 
     def _probe_positions(self, capacity: int, steps: int) -> list[int]:
+        # Both ends and the middle: an index that is constant, or off by one, differs at one of them.
         last = capacity - steps
         return sorted({min(start, last) for start in (0, 1, capacity // 2, last)})
 
@@ -175,12 +184,15 @@ class _Normalizer:
             return []
         arguments: tuple[Any, ...] = (query, keys.node, values.node, self.position, site.scale)
         target, softcap = torch.ops.fastcar.attention.default, () if site.softcap is None else (site.softcap,)
+        # A window as long as the cache hides nothing, and is plain causal attention.
         if window < shape_of(keys.node)[2]:
             target, arguments = torch.ops.fastcar.window_attention.default, (*arguments, 0, window)
+            # `sink_query` stands before `softcap` in the schema of `window_attention`.
             softcap = (None, *softcap) if softcap else ()
         arguments = (*arguments, *softcap)
         with self.graph.inserting_before(node):
             new = call(self.graph, target, arguments, origin=node, made_by=NormalizeState.name)
+        # The layout of PyTorch's own attention depends on its kernel; this operator's is contiguous.
         if value_of(new).stride() != value_of(node).stride():
             free_views(node)
         node.replace_all_uses_with(new)
@@ -201,6 +213,7 @@ class _Normalizer:
     def _cache_of(self, node: fx.Node, writes: dict[fx.Node, CacheWrite]) -> CacheWrite | None:
         """The write behind a key or value, seen through the views that share key/value heads among query heads."""
         current = node
+        # `repeat_kv` may stand between the write and attention: the views are proved below, all at once.
         while current not in writes:
             if not is_op(current, *HEAD_VIEWS) and not _is_same(current):
                 return None
@@ -227,6 +240,8 @@ class _Normalizer:
         )
         if window is None:
             return unknown
+        # Where the position reaches the window's length, the first
+        # key leaves it: a mask that is off by one differs there.
         for start in [*self._probe_positions(capacity, steps), window - 1, window, window + 1]:
             value = self._mask_at(mask, min(start, capacity - steps))
             if value is None:
@@ -250,6 +265,7 @@ class _Normalizer:
         val = write.buffer.meta["val"]
         node = add_placeholder(self.graph, name, val.shape, val.dtype, NormalizeState.name)
         mark(node, layer, role)
+        # The buffer is the module's attribute, or its transpose. The placeholder [B, heads, S, D] replaces both.
         write.node.replace_input_with(write.buffer, node)
         set_outputs(self.graph, [*output_nodes(self.graph), write.node])
         return StateSpec(name, tuple(val.shape), val.dtype, role, layer)
@@ -269,6 +285,7 @@ def _mask_problem(mask: Tensor, start: int, steps: int, window: int) -> str:
     expected = (columns <= rows) & (columns > rows - window)
     if not torch.equal(seen.expand(*seen.shape[:-2], steps, capacity), expected.expand(*seen.shape[:-2], -1, -1)):
         return f"the attention mask at position {start} is not causal over the cache, with or without a sliding window"
+    # An additive mask must add 0 where a query sees: ALiBi adds a slope there.
     if mask.dtype != torch.bool and bool((mask[seen] != 0).any()):
         return "the attention mask adds a bias, which is not supported"
     return ""

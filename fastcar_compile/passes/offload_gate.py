@@ -56,9 +56,11 @@ def _unit_has(gate: fx.Node) -> bool:
 
 def _offload(graph: fx.Graph, gate: fx.Node) -> None:
     score, step, chain = node_arg(gate, 0), node_arg(gate, 2), node_arg(gate, 3)
+    # insert-replay counts with `slot_write(chain, (count + 1) * replay, step)`, the one write of these counters.
     (counted,) = (n for n in chain.users if is_op(n, fastcar.slot_write))
     with graph.inserting_before(gate):
         replay, new_score, new_chain = _call(graph, gate, score)
+    # The gate goes before the score, which it reads: fx erases only nodes without users.
     replace(gate, replay)
     replace(score, new_score)
     counted.args = (chain, new_chain, step)
@@ -68,6 +70,7 @@ def _call(graph: fx.Graph, gate: fx.Node, score: fx.Node) -> list[fx.Node]:
     step, chain, made_by = node_arg(gate, 2), node_arg(gate, 3), OffloadGate.name
     given = dict(zip(argument_names(score), score.args, strict=False))
     operands = [given.get(name) for name in ("query", "key_cache", "x", "cached")]
+    # A gate that reads no key has no position, and the unit reads no row: `step` fills the place.
     row = (given["position"], given["stride"]) if reads_earlier_key(score) else (step, 0)
     counts = call(graph, fastcar.slot_read.default, (chain, step), origin=gate, made_by=made_by)
     arguments = (*operands, counts, row[0], step, row[1], layer_of(gate))

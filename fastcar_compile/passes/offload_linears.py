@@ -41,6 +41,7 @@ def _offload(graph: fx.Graph, item: LinearCall) -> None:
     linears = [node_named(graph, name) for name in item.nodes]
     first, made_by = linears[0], OffloadLinears.name
     x = node_arg(first, 0)
+    # T is 1 in a decode step, so the rows are those of the batch.
     batch, total = value_of(x).numel() // item.inputs, sum(item.channels)
     with graph.inserting_before(first):
         rows = call(graph, aten.reshape.default, (x, [batch, item.inputs]), origin=first, made_by=made_by)
@@ -48,6 +49,7 @@ def _offload(graph: fx.Graph, item: LinearCall) -> None:
     start = 0
     for linear, channels in zip(linears, item.channels, strict=True):
         with graph.inserting_before(linear):
+            # The call stands at the first linear. Each linear's own channels are sliced where the linear was.
             part, bounds = y, (1, start, start + channels)
             if channels != total:
                 part = call(graph, aten.slice.Tensor, (y, *bounds), origin=linear, made_by=made_by)

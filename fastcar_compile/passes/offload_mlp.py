@@ -46,12 +46,14 @@ def _projections(nodes: dict[str, fx.Node]) -> list[fx.Node]:
 
 
 def _offload(projections: list[fx.Node]) -> None:
+    # The norm stays on the host: the call takes what the first projection reads.
     x, output = node_arg(projections[0], 0), projections[-1]
     graph = output.graph
     with graph.inserting_before(output):
         new = _call(graph, x, output)
     output.replace_all_uses_with(new)
     graph.eliminate_dead_code()
+    # The graph may be that of a compute branch, and `run_pipeline` recompiles whole graphs only.
     if graph.owning_module is not None:
         graph.owning_module.recompile()
 

@@ -45,6 +45,7 @@ def _rewrite(graph: fx.Graph) -> bool:
         canonical = found.is_canonical()
         root = found.root if canonical else _reassociate(graph, found)
         early = _early(graph, found)
+        # In graph order, in front of the sum: each moved node still stands behind what it reads.
         for node in early:
             root.prepend(node)
         modified |= bool(early) or not canonical
@@ -55,6 +56,7 @@ def _reassociate(graph: fx.Graph, found: ParallelSum) -> fx.Node:
     """Replace the sum by (entry + attention) + MLP."""
     with graph.inserting_before(found.root):
         attention, mlp = (_sum(graph, parts, found.root) for parts in (found.attention, found.mlp))
+        # This is the sum that find-sites marks as the residual.
         residual = _sum(graph, (found.entry, attention), found.root)
         leave = _sum(graph, (residual, mlp), found.root)
     found.root.replace_all_uses_with(leave)
@@ -71,6 +73,7 @@ def _sum(graph: fx.Graph, parts: Sequence[fx.Node], origin: fx.Node) -> fx.Node:
 
 def _early(graph: fx.Graph, found: ParallelSum) -> list[fx.Node]:
     """The MLP's own operators in front of the attention, if nothing else reads what they make."""
+    # A norm that attention reads as well stays in front of attention.
     shared = ancestors_until([found.origin], {found.entry})
     own = {n for n in ancestors_until(found.mlp, {found.entry}) - shared if n.op == "call_function"}
     early = [n for n in in_order(graph, own) if n < found.origin]

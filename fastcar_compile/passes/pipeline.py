@@ -61,13 +61,17 @@ QUANTIZE: dict[str, Pass] = {"bf16": Bfloat16Weights(), "w8a8": QuantizeW8A8(), 
 def analysis_pipeline() -> list[Pass]:
     """Return the passes from a capture to the original graph with explicit state and known layers."""
     return [
+        # Every later pass may assume that no node writes in place, so that an alias is a second name and nothing more.
         NormalizeState(),
         Canonicalize(),
+        # From here on every product with a parameter is a linear: the next passes match linears.
         LegalizeLinears(),
         UnfoldRows(),
         MergeAdapters(),
+        # split-gate-up and find-sites look for one activation node.
         FuseActivations(),
         SplitGateUp(),
+        # find-sites, which comes next, knows one form of a layer.
         ParallelBlocks(),
         FindSites(),
     ]
@@ -77,15 +81,19 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     """Return the passes from the original graph to the rewritten graph that every backend is lowered from."""
     passes: list[Pass] = []
     if config.quant in QUANTIZE:
+        # Quantisation comes before replay, which moves MLPs into branches. It gives a head that is tied to the
+        # embedding a weight of its own, so that the table is then read by lookups alone.
         passes += [QUANTIZE[config.quant], Bfloat16Embedding()]
     if config.replay is not None:
         passes += [_replay(config.replay, num_layers), SkipRows(config.replay.couple_cfg)]
     if config.sparse_attention is not None:
         sparse = config.sparse_attention
         passes.append(SparsifyAttention(sparse.sinks, sparse.window, sparse.positions))
+    # Rings come behind replay: a score that reads the key of one frame earlier makes its ring longer.
     passes.append(WindowCaches())
     if config.kv != "float32":
         passes.append(QuantizeKvCache(config.kv))
+    # Last, because it judges every operator that is left.
     if config.numerics == "exact":
         passes.append(ExactArithmetic())
     return passes

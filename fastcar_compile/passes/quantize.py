@@ -55,6 +55,7 @@ class _Quantize(Pass):
         kernel, modified = KERNELS[kind.name], False
         edit = Edit(self.name, program.lazy)
         for module in program.graphs():
+            # The list is made before the first rewrite. Branches of replay are not searched: insert-replay runs later.
             linears = plain_linears(module.graph)
             for node in linears:
                 replace_linear(module, node, kernel.linear, (kind.suffix, "scale"), kernel.quantize, edit)
@@ -80,6 +81,7 @@ class QuantizeW4A8(_Quantize):
 
 
 def _replace_activations(graph: fx.Graph, made_by: str) -> bool:
+    # ReLU has no table: it rounds nothing.
     found = [n for n in graph.nodes if activation_of(n) in FACTORS]
     for node in found:
         x = node_arg(node, 0)

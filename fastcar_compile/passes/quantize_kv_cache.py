@@ -67,7 +67,9 @@ class QuantizeKvCache(Pass):
         for write in cache.users:
             if not is_op(write, fastcar.cache_write, fastcar.ring_write):
                 raise self._unknown(cache, write)
+            # What the write returns follows from its cache: another type, and longer rows for int8.
             write.meta["val"] = fake_value(graph, write)
+            # An ATen operator would take mantissas and exponents for keys.
             for reader in write.users:
                 if reader.op != "output" and getattr(reader.target, "namespace", "") != "fastcar":
                     raise self._unknown(write, reader)

@@ -59,10 +59,13 @@ class RepeatLayers(Pass):
     def _add_state(self, program: DecoderProgram, template: int, layer: int) -> None:
         """Give a copy its state and the recipes of its parameters."""
         own = [spec for spec in program.state if spec.layer == template]
+        # Layer by layer, as `LayerCopier.run` returns the state of its copies.
         added = [dataclasses.replace(spec, name=state_name(spec.name, template, layer), layer=layer) for spec in own]
         program.state += added
         program.outputs += [s.name for s in added]
         if program.prefill is not None:
             program.prefill_outputs += [s.name for s in added]
+        # Recipes made the captured layer's weights, where a pass
+        # transposed or split them. A copy gets the same recipes.
         if program.lazy is not None:
             program.lazy.repeat(f"{self.path}.{template}", f"{self.path}.{layer}")

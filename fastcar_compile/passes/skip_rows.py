@@ -41,6 +41,7 @@ class SkipRows(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a branch to rewrite."""
+        # With one decision, at batch 1 or for one coupled pair, the branch runs only when every row computes.
         decisions = program.config.batch_size // (2 if self.couple_cfg else 1)
         branches = branches_of(program.graph_module).items() if decisions > 1 else ()
         return any([_zero_rows(branch) for name, branch in branches if name.startswith("compute_branch_")])
@@ -52,15 +53,18 @@ def _zero_rows(branch: fx.GraphModule) -> bool:
     if any(node.meta.get("made_by") == SkipRows.name for node in graph.nodes):
         return False
     hidden, replay = placeholder(graph, "hidden"), placeholder(graph, "replay")
+    # The search comes first: it follows the readers of `hidden`, which all read the zeroed rows afterwards.
     again = _linears_after_a_bias(graph, hidden)
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         zero = call(graph, aten.full.default, ([1], 0.0), dtype=torch.float32, **_origin(next(iter(hidden.users))))
+    # The choice itself must go on reading the input of the branch.
     kept = _kept(graph, zero, replay, zero, hidden)
     hidden.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)
     known = {hidden: kept}
     for linear in again:
         x = node_arg(linear, 0)
+        # Gate and up read one value, which is zeroed once.
         if x not in known:
             known[x] = _kept(graph, x, replay, zero, x)
         linear.replace_input_with(x, known[x])
@@ -74,6 +78,7 @@ def _linears_after_a_bias(graph: fx.Graph, hidden: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     for node in in_order(graph, descendants(hidden) - {hidden}):
         if moved & set(node.all_input_nodes):
+            # The linear gets zeroed rows again, so from here on only its own bias makes them differ from zero.
             if _is_linear(node):
                 found.append(node)
             else:

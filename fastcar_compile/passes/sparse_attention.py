@@ -77,6 +77,7 @@ class _Rewriter:
     def __init__(self, module: fx.GraphModule, ring: Ring, config: DecoderConfig) -> None:
         self.graph, self.ring = module.graph, ring
         self.caches = RingRewriter(module, config, SparsifyAttention.name)
+        # Without sinks every key keeps its distance to the query, so positions in the cache change nothing.
         in_cache = ring.positions == "cache" and ring.sinks > 0
         self.queries = SinkQueries(module, ring.attended - 1, SparsifyAttention.name) if in_cache else None
 
@@ -86,6 +87,7 @@ class _Rewriter:
             self.caches.caches_of(node, RingRows(self.ring.sinks, self.ring.rows))
         for node in attentions:
             self._attention(node)
+        # Last, because the row of an earlier key follows from the ring that its cache has become.
         self.caches.find_keys()
 
     def _applies(self, node: fx.Node) -> bool:

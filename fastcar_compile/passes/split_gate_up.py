@@ -46,8 +46,10 @@ def _is_gate_up(node: fx.Node) -> bool:
     linear = node_arg(node, 0)
     if not is_op(linear, aten.linear) or len(linear.users) > 1:
         return False
+    # The default of `dim` is 0.
     _, size, dim = [*node.args, 0][:3]
     shape = shape_of(linear)
+    # `chunk` takes the number of parts, `split` the size of a part, and `split_with_sizes` all sizes.
     sizes: tuple[object, ...] = (2,) if is_op(node, aten.chunk) else (shape[-1] // 2, [shape[-1] // 2] * 2)
     halves = dim in (-1, len(shape) - 1) and shape[-1] % 2 == 0 and size in sizes
     taken = all(user.target is operator.getitem for user in node.users)
@@ -65,6 +67,7 @@ def _replace(module: fx.GraphModule, node: fx.Node, edit: Edit) -> None:
         names = ("first", "second")
         parts = [rearranged_parameters(module, n, names, _halves, edit, origin=linear) for n in _parameters(linear)]
     for half in list(node.users):
+        # `getitem(chunk, 0)` is the half of the first N / 2 outputs, whether the model calls it gate or up.
         own = [p[0] if half.args[1] == 0 else p[1] for p in parts]
         with graph.inserting_before(half):
             arguments = (node_arg(linear, 0), *own)

@@ -69,6 +69,7 @@ def _region(fold: fx.Node) -> set[fx.Node] | None:
                 return None
             found.add(user)
             stack.append(user)
+    # An activation from outside would keep its folded shape [B * T, H].
     others = {a for n in found - {fold} for a in n.all_input_nodes} - found
     return found if len(found) > 1 and all(a.op == "get_attr" for a in others) else None
 
@@ -84,6 +85,7 @@ def _treats_rows_alike(node: fx.Node) -> bool:
         return len(cast("list[int]", node.args[1])) == 1
     if is_op(node, aten.mean):
         return node.args[1] == [-1] and node.args[2:] == (True,)
+    # A parameter of two axes could have a row for each folded row, and would not broadcast over [B, T, H].
     small = all(n.op != "get_attr" or len(shape_of(n)) < 2 for n in node.all_input_nodes)
     return small and (is_op(node, *_POINTWISE) or activation_of(node) is not None)
 
@@ -97,6 +99,7 @@ def _unfold(graph: fx.Graph, fold: fx.Node, region: set[fx.Node]) -> None:
         target = cast("Callable[..., object]", node.target)
         with graph.inserting_before(node):
             values[node] = call(graph, target, args, origin=node, made_by=UnfoldRows.name, **kwargs)
+    # The view that gave [B, T, ...] back may also split the last axis into heads; then a reshape is left.
     for node in [u for n in values for u in n.users if _gives_back(u, leading) and u not in region]:
         whole, shape = values[node_arg(node, 0)], list(shape_of(node))
         if tuple(shape) != shape_of(whole):

@@ -54,6 +54,7 @@ class WindowCaches(Pass):
         window, write = window_of(attention), node_arg(attention, 1)
         if window is None or not is_op(write, fastcar.cache_write):
             return None
+        # A cache that sparse-attention made a ring is written by `ring_write`, and was left out above.
         cache = node_arg(write, 0)
         rows = rows_needed(program.config, window.window, scored=str(cache.target) in scored)
         return RingRows(window.sinks, rows) if window.sinks + rows < shape_of(cache)[2] else None

@@ -30,6 +30,7 @@ def factors(node: object) -> list[tuple[fx.Node, fx.Node]]:
 
 def terms(node: object) -> list[tuple[fx.Node, fx.Node]]:
     """Return both orders of the two terms of a plain sum; none where `node` is no sum of two nodes."""
+    # An `alpha` makes the sum `a + alpha * b`, which is no plain one.
     return _either_order(node, aten.add) if isinstance(node, fx.Node) and not node.kwargs else []
 
 
@@ -37,6 +38,7 @@ def _either_order(node: object, packet: Any) -> list[tuple[fx.Node, fx.Node]]:
     if not isinstance(node, fx.Node) or not is_op(node, packet):
         return []
     left, right = node.args[:2]
+    # A number beside the node, as in `x * 2.0`, makes no pair of nodes.
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return []
     return [(left, right), (right, left)]

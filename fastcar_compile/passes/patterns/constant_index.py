@@ -26,6 +26,7 @@ def rewrite_index(module: fx.GraphModule, node: fx.Node, made_by: str) -> fx.Nod
     with module.graph.inserting_before(node):
         target: Any = aten.slice.Tensor
         arguments: tuple[Any, ...] = (x, axis, first, first + len(rows))
+        # Consecutive rows are a slice. Other rows need a lookup, and their numbers become a buffer of the module.
         if not torch.equal(rows, torch.arange(first, first + len(rows))):
             place = attribute(module, _free_name(module), rows, node, made_by)
             target, arguments = aten.index_select.default, (x, axis, place)
@@ -36,9 +37,11 @@ def _axis(module: fx.GraphModule, node: fx.Node) -> tuple[int, Tensor] | None:
     """The axis and the rows, counted from the front."""
     if not is_op(node, aten.index):
         return None
+    # torch.export writes `x[:, rows]` as `index(x, [None, rows])`: None stands for an axis that stays whole.
     indices = cast("list[fx.Node | None]", node.args[1])
     axis = len(indices) - 1
     given = indices[axis] if not any(indices[:axis]) else None
+    # No input is known here, so the evaluation succeeds only for constants.
     rows = None if given is None else evaluate(module, given, {})
     if rows is None or rows.dim() != 1 or not rows.numel() or rows.dtype not in (torch.int64, torch.int32):
         return None

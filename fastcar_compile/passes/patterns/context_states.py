@@ -52,6 +52,8 @@ class ContextStates:
         self._module, self._graph, self._made_by = module, module.graph, made_by
         placeholders = self._graph.find_nodes(op="placeholder")
         self._inputs = [n for n in placeholders if n.target in CONTEXT_INPUTS]
+        # What follows from tokens or position changes with every step. `_fixed` holds what follows from the context
+        # alone; a node that follows from parameters alone is in neither set.
         varying = descendants(*(n for n in placeholders if n not in self._inputs))
         self._fixed = descendants(*self._inputs) - varying
         self._lifted: list[_Lifted] = []
@@ -71,6 +73,7 @@ class ContextStates:
         Raises:
             CompileError: it stands before the layer's self-attention, or has a mask that is none of the context.
         """
+        # States of the context are named after the layer of the self-attention in front of them.
         if layer < 0:
             raise _problem(site.node, "cross-attention before the first self-attention", "put it behind self-attention")
         if site.problem:
@@ -80,11 +83,14 @@ class ContextStates:
         keys = self._lift(self._unshared(site.key, heads), StateRole.CONTEXT_KEY, layer)
         values = self._lift(self._unshared(site.value, heads), StateRole.CONTEXT_VALUE, layer)
         arguments: tuple[Any, ...] = (site.query, keys, values, site.scale)
+        # Both trailing arguments have defaults in the schema, and stay out of a call that needs neither.
         if mask is not None or site.softcap is not None:
             arguments += (None if mask is None else self._lift(mask, StateRole.CONTEXT_MASK, layer), site.softcap)
         with self._graph.inserting_before(site.node):
             target = fastcar.context_attention.default
             new = call(self._graph, target, arguments, origin=site.node, made_by=self._made_by)
+        # torch.export recorded the views behind attention for the
+        # strides of the old node; other strides need a reshape.
         if value_of(new).stride() != value_of(site.node).stride():
             free_views(site.node)
         site.node.replace_all_uses_with(new)
@@ -99,16 +105,20 @@ class ContextStates:
         if not self._inputs:
             return None
         made = self._context_graph() if self._lifted else None
+        # The cross-attentions read states by now. A node that the output needs, and that still follows from the
+        # context, reads the context in another way.
         rest = in_order(self._graph, descendants(*self._inputs))
         needed = ancestors(self._graph.output_node())
         if elsewhere := [n for n in rest if n in needed and n.op == "call_function"]:
             what = "the context is read by more than the keys, values and masks of cross-attention"
             raise _problem(elsewhere[0], what, "give what else depends on it as a part of the prompt")
+        # Readers come before what they read: fx erases only nodes without users.
         for node in reversed(rest):
             self._graph.erase_node(node)
         return made
 
     def _context_graph(self) -> fx.GraphModule:
+        # No ancestor follows from tokens or position: `reads` and `_mask` have made sure of it.
         graph, copies, attributes = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any]()
         for node in in_order(self._graph, ancestors(*(lifted.node for lifted in self._lifted))):
             copies[node] = graph.node_copy(node, lambda n: copies[n])
@@ -119,6 +129,8 @@ class ContextStates:
 
     def _unshared(self, node: fx.Node, query_heads: int) -> fx.Node:
         """Return keys or values before they are repeated for the query heads that share them."""
+        # Sharing is written as `reshape(expand(unsqueeze(k)))` or `repeat_interleave(k)`. The walk goes back through
+        # views, and `best` keeps the node with the fewest heads that `is_shared` proves.
         best = current = node
         while is_op(current, *HEAD_VIEWS) and node_arg(current, 0) in self._fixed:
             current = node_arg(current, 0)
@@ -130,6 +142,7 @@ class ContextStates:
     def _mask(self, site: AttentionCall, mask: Mask, layer: int) -> fx.Node:
         """Return the mask as float32 [1 or B, 1, 1, L] to add to the logits."""
         node = mask.node
+        # The operator broadcasts the mask, so an expansion over heads and query rows would only enlarge the state.
         while is_op(node, aten.expand) and node in self._fixed:
             node = node_arg(node, 0)
         shape = (*(1,) * (4 - value_of(node).dim()), *shape_of(node))
@@ -154,6 +167,7 @@ class ContextStates:
         return call(self._graph, target, arguments, origin=origin, made_by=self._made_by)
 
     def _lift(self, node: fx.Node, role: StateRole, layer: int) -> fx.Node:
+        # A second cross-attention of one layer has a second state: its name ends in `_1`.
         number = sum(s.role is role and s.layer == layer for s in self.states)
         name = f"{role}_{layer}" if not number else f"{role}_{layer}_{number}"
         val = value_of(node)
@@ -168,6 +182,7 @@ def is_shared(module: fx.GraphModule, node: fx.Node, source: fx.Node, query_head
     batch, heads, rows, dim = shape_of(source)
     if query_heads % heads:
         return False
+    # Every element gets a label of its own. The labels that arrive tell which element each query head reads.
     count = batch * heads * rows * dim  # of a long cache: narrow labels, and no second copy of what is seen
     label = torch.arange(count, dtype=torch.int32 if count < 2**31 else torch.int64).view(batch, heads, rows, dim)
     seen = evaluate(module, node, {source: label})
@@ -186,6 +201,7 @@ def same_graph(first: fx.GraphModule | None, second: fx.GraphModule | None) -> b
 
 def _lines(graph: fx.Graph) -> list[tuple[object, ...]]:
     """Return a line per node; nodes are named by position."""
+    # Names of nodes differ between the two graphs. Names of parameters, which are targets, must not.
     number: dict[fx.Node, int] = {n: i for i, n in enumerate(graph.nodes)}
     return [(n.op, n.target, str(map_arg((n.args, dict(n.kwargs)), lambda a: number[a]))) for n in graph.nodes]
 

@@ -65,6 +65,8 @@ def match_layers(graph: fx.Graph) -> list[LayerMatch]:
     if not starts:
         hint = "write keys and values into caches and attend to them, as docs/reference/step_protocol.md has it"
         raise CompileError("no attention over a written cache was found", hint=hint)
+    # A layer's window begins at its attention and ends in front of the next one. So it holds this layer's adds, and at
+    # its end the next layer's norm and projections.
     matches: list[LayerMatch] = []
     problems: list[CompileError] = []
     for layer, (start, end) in enumerate(zip(starts, [*starts[1:], len(order)], strict=True)):
@@ -93,11 +95,14 @@ class _Matcher:
 
     def match(self) -> LayerMatch:
         residual, entry = self._residual_add()
+        # `h = h + attention; h = h + cross_attention(norm(h))`: the
+        # MLP reads the second sum, so that one is the residual.
         residual = self._after_context(residual)
         exit_add, output = self._closing_add(residual, entry)
         region = self._region(self._start(residual, entry, output), output)
         linears = [n for n in region if is_op(n, aten.linear)]
         self._check_shape(region, linears, output)
+        # Where the product is not that of a gated MLP, the order in the graph stands in for the roles.
         ordered = _by_role(linears) or linears
         activation = next(n for n in region if activation_of(n))
         return LayerMatch(entry, self.attention, residual, tuple(ordered), activation, exit_add)
@@ -108,6 +113,8 @@ class _Matcher:
         for node in self.window:
             if node not in reached or not is_op(node, aten.add):
                 continue
+            # `stream + o_proj(attention)`: exactly one operand does not follow from attention. A parameter there would
+            # be the bias of the output projection, and a number would be a shift.
             operands = [a for a in node.args if isinstance(a, fx.Node)]
             outside = [a for a in operands if a not in reached]
             if len(operands) != len(node.args) or len(outside) != 1:
@@ -133,8 +140,12 @@ class _Matcher:
             others = [a for a in node.all_input_nodes if a is not residual]
             if not is_op(node, aten.add) or residual not in node.all_input_nodes or len(others) != 1:
                 continue
+            # In a sequential block the MLP follows from the residual. In a parallel block it follows from the entry,
+            # and the residual does not reach it.
             if others[0] in reached or entry in ancestors_until(others, {entry}):
                 return node, others[0]
+        # No MLP was found. Where norms alone read the sum, and an
+        # add reads such a norm, the block is `h = norm(h + f(h))`.
         norms = list(residual.users)
         normed = all(is_op(n, aten.layer_norm, aten.rms_norm) for n in norms)
         if normed and any(is_op(user, aten.add) for norm in norms for user in norm.users):
@@ -152,9 +163,11 @@ class _Matcher:
         region = [n for n in between(start, output) if n is not start]
         inside = set(region)
         for node in region:
+            # When all rows replay, the region does not run. So nothing outside may read a value from its inside.
             escaping = [u for u in node.users if u not in inside]
             if node is not output and escaping:
                 raise self._error(node, f"{node.name} inside the MLP is also used by {escaping[0].name}", "one exit")
+            # Parameters, and what is computed of them alone, may enter anywhere; activations enter at the start only.
             outside = [a for a in node.all_input_nodes if a not in inside and a is not start]
             free = [a for a in outside if not _is_constant(a)]
             if free:
@@ -164,6 +177,7 @@ class _Matcher:
     def _check_shape(self, region: list[fx.Node], linears: list[fx.Node], output: fx.Node) -> None:
         found = [getattr(n.target, "overloadpacket", n.target) for n in region if n.op == "call_function"]
         activations = [n for n in region if activation_of(n)]
+        # All linears but the last one are gate and up, which read the same normed rows.
         shared = len({node_arg(n, 0) for n in linears[:-1]}) == 1
         if len(linears) not in (2, 3) or len(activations) != 1 or not shared:
             names = " -> ".join(getattr(t, "__name__", str(t)) for t in found)
@@ -185,6 +199,7 @@ def _by_role(linears: list[fx.Node]) -> list[fx.Node] | None:
     *first, down = linears
     inner = node_arg(down, 0)
     factors = inner.all_input_nodes if is_op(inner, aten.mul) else [inner]
+    # `relu(y) * relu(y)` counts as one activated factor: its ReLU stands for it.
     factors = [squared_relu(n) or n for n in factors]
     activated = [n for n in factors if activation_of(n)]
     if len(activated) != 1 or len(factors) != len(first):

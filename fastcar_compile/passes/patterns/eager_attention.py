@@ -71,11 +71,14 @@ def unrecognised(graph: fx.Graph, caches: dict[fx.Node, str]) -> list[CompileErr
     softmaxes = [n for n in graph.nodes if is_op(n, aten.softmax, aten._softmax)]
     alike: dict[tuple[object, ...], list[list[fx.Node]]] = defaultdict(list)
     for cache in caches:
+        # The operators between a write and the first softmax behind it are what was not recognised. Caches with equal
+        # operators there are one problem.
         first = next((n for n in softmaxes if n > cache and cache in ancestors(n)), cache)
         nodes = between(cache, first)
         if any(is_op(n, aten.linear) for n in nodes):  # a cache of values: the softmax is another layer's
             nodes = [cache]
         alike[tuple(n.target for n in nodes)].append(nodes)
+    # Caches with operators behind the write are reported. Where no cache has such operators, all of them are.
     keys = [found for kind, found in alike.items() if len(kind) > 1] or list(alike.values())
     return [_unrecognised(caches[found[0][0]], found) for found in keys]
 
@@ -97,14 +100,17 @@ def write_out_products(graph: fx.Graph, made_by: str) -> bool:
     """Write every `torch.einsum` of one product per row and head as transposes and a matmul; return whether any was."""
     found = [(node, terms) for node in graph.nodes if (terms := _terms(node)) is not None]
     for node, (left, right, result) in found:
+        # `bhqd,bhkd->bhqk`: `both` are b and h, `inner` is d, which is summed, `row` is q and `column` is k.
         both = [axis for axis in result if axis in left and axis in right]
         (inner,) = set(left) - set(result)
         row, column = (axis for axis in result if axis not in both)
         sides = dict(zip((left, right), cast("list[fx.Node]", node.args[1]), strict=True))
+        # einsum takes its operands in any order. A matmul takes the operand with the rows first.
         first, second = (left, right) if row in left else (right, left)
 
         def arranged(x: fx.Node, axes: str, wanted: list[str], node: fx.Node = node) -> fx.Node:
             """Return x with its axes as they are wanted: heads to the front first, then the last two swapped."""
+            # The swap of the last two axes is an operator of its own: `_transposed` recognises keys by it.
             pair = sorted(wanted[2:], key=axes.index)
             for have, want in ((list(axes), [*wanted[:2], *pair]), ([*wanted[:2], *pair], wanted)):
                 order = [have.index(axis) for axis in want]
@@ -120,6 +126,7 @@ def write_out_products(graph: fx.Graph, made_by: str) -> bool:
             y = arranged(sides[second], second, [*both, inner, column])
             product = call(graph, aten.matmul.default, (x, y), origin=node, made_by=made_by)
             new = arranged(product, "".join([*both, row, column]), list(result))
+        # Views behind the einsum were recorded for its strides; a matmul has others.
         if value_of(new).stride() != value_of(node).stride():
             free_views(node)
         node.replace_all_uses_with(new)
@@ -136,6 +143,7 @@ def _terms(node: fx.Node) -> tuple[str, str, str] | None:
     if len(parts) != 3 or "->" not in equation or any(len(part) != 4 or len(set(part)) != 4 for part in parts):
         return None
     left, right, result = parts
+    # Three axes are in both operands, and two of these in the result: the third one is summed.
     shared = set(left) & set(right)
     alike = len(shared & set(result)) == 2 and len(shared) == 3 and set(result) < set(left) | set(right)
     return (left, right, result) if alike else None
@@ -146,6 +154,8 @@ def _of_operator(node: fx.Node) -> AttentionCall:
     defaults = {"attn_mask": None, "dropout_p": 0.0, "scale": None}
     options = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
     query, key, value = (node_arg(node, i) for i in range(3))
+    # `is_causal` aligns query row 0 with row 0 of the cache, which is wrong behind position 0. It counts as no mask, so
+    # `_window` refuses the call over a cache.
     given, mask = options["scale"], options["attn_mask"]
     scale = float(given) if isinstance(given, int | float) else shape_of(query)[-1] ** -0.5
     problem = "" if options["dropout_p"] == 0.0 else f"attention dropout {options['dropout_p']} in a decode step"
@@ -156,6 +166,7 @@ def _of_operator(node: fx.Node) -> AttentionCall:
 
 def _written_out(softmax: fx.Node) -> AttentionCall | None:
     """Return the attention around a softmax; None: it is another softmax."""
+    # `matmul(dropout(softmax(mask(softcap(matmul(q, transpose(k)) * scale)))), v)`, with casts anywhere.
     product = _product_behind(softmax)
     if product is None or softmax.args[1] not in (-1, value_of(softmax).dim() - 1):
         return None
@@ -173,10 +184,12 @@ def _written_out(softmax: fx.Node) -> AttentionCall | None:
 def _product_behind(softmax: fx.Node) -> fx.Node | None:
     """Return the product of the weights and the values, past casts and dropout."""
     node = softmax
+    # torch.export writes an assert beside every cast; it is no second reader of the weights.
     while len(users := [u for u in node.users if not is_op(u, aten._assert_tensor_metadata)]) == 1:
         (user,) = users
         if is_op(user, aten.matmul) and node_arg(user, 0) is node:
             return user if value_of(user).dim() == 4 else None
+        # Dropout that is on in the decode step would make the weights random, so it ends the match.
         if not is_op(user, *_CASTS) or (is_op(user, aten.dropout) and user.args[2] is not False):
             return None
         node = user
@@ -214,6 +227,7 @@ class _Logits:
         self.product = self._read(node)
 
     def _read(self, node: fx.Node) -> fx.Node | None:
+        # From the softmax back, the mask comes first, then the soft-cap, then factors and casts in any number.
         unmasked = self._unmasked(node)
         capped = self._uncapped(unmasked)
         while not is_op(capped, aten.matmul):
@@ -237,11 +251,14 @@ class _Logits:
     def _unmasked(self, node: fx.Node) -> fx.Node:
         """Return the logits before the mask."""
         fill = node.args[2] if len(node.args) == 3 else None
+        # `logits + mask`: the mask may broadcast, so the logits
+        # have the shape of the sum, and the mask holds no product.
         if is_op(node, aten.add) and len(node.args) == 2 and not node.kwargs:
             for logits, mask in _pairs(node):
                 if value_of(logits).shape == value_of(node).shape and not _makes_logits(mask):
                     self.mask = Mask(mask)
                     return _before_casts(logits)
+        # `masked_fill(logits, mask, -inf)` hides where the mask is True; `where(mask, logits, -inf)` where it is False.
         if is_op(node, aten.masked_fill) and self._hides(fill):
             self.mask = Mask(node_arg(node, 1), hidden=True)
             return _before_casts(node_arg(node, 0))
@@ -259,6 +276,7 @@ class _Logits:
 
     def _uncapped(self, node: fx.Node) -> fx.Node:
         """Return the logits before the soft-cap, and take note of it."""
+        # `cap * tanh(logits / cap)`: the two factors must be inverse to each other.
         outer = _factor(node)
         if outer is None or not is_op(outer[0], aten.tanh):
             return node

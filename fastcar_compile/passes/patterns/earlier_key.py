@@ -24,11 +24,14 @@ def earlier_key(config: DecoderConfig, cache: fx.Node, origin: fx.Node, made_by:
     """
     graph = cache.graph
     position, ring = placeholder(graph, "position"), ring_of(cache)
+    # A full cache has one row per position, so one frame earlier is `tokens_per_frame` rows back.
     if ring is None:
         return position, config.tokens_per_frame
     arguments = (position, config.tokens_per_frame, ring.sinks, ring.rows)
     rows = [n for n in position.users if is_op(n, fastcar.ring_row) and n.args == arguments]
     if not rows:
+        # The row follows from the position alone. Right behind the
+        # inputs, it stands in front of every layer that reads it.
         last = [n for n in graph.nodes if n.op == "placeholder"][-1]
         with graph.inserting_after(last):
             rows = [call(graph, fastcar.ring_row.default, arguments, origin=origin, made_by=made_by)]
@@ -38,6 +41,7 @@ def earlier_key(config: DecoderConfig, cache: fx.Node, origin: fx.Node, made_by:
 
 def reads_earlier_key(node: fx.Node) -> bool:
     """Return whether the operator reads a key at row `position - stride` of a key cache that it is given."""
+    # An `offloaded_gate` whose gate compares no query has the argument `key_cache`, and None in it.
     names = argument_names(node)
     return {"key_cache", "position", "stride"} <= set(names) and node.args[names.index("key_cache")] is not None
 

@@ -66,9 +66,12 @@ class Functionalizer:
         """Returns whether the graph was modified."""
         modified = False
         for node in list(self.graph.nodes):
+            # In program order: a node first reads the last write in
+            # front of it, and then becomes the last write itself.
             self._read_current(node)
             if node.op == "get_attr":
                 self._root[node] = str(node.target)
+            # A write through an alias goes into the buffer, so the alias gets the buffer's name.
             elif _is_alias(node) and node.args[0] in self._root:
                 self._root[node] = self._root[node.args[0]]
             elif writes_in_place(node):
@@ -79,6 +82,8 @@ class Functionalizer:
 
     def _check_carried(self) -> None:
         """A step must not read what an earlier one wrote into a buffer that is no cache."""
+        # A `get_attr` that the output still needs after the rewrite reads what the previous step left. Caches become
+        # inputs later. Any other buffer is a constant of the artifact, so the written value would be lost.
         caches = {write.root for write in self.writes}
         read = ancestors(self.graph.output_node())
         for node in [n for n in self.graph.find_nodes(op="get_attr") if n in read]:
@@ -103,9 +108,11 @@ class Functionalizer:
     def _rewrite(self, node: fx.Node) -> None:
         buffer = optional_arg(node, 0)
         root = None if buffer is None else self._root.get(buffer)
+        # `aten._foreach` operators have a list of tensors in this place.
         if buffer is None:
             self._refuse(node, f"{node.target} writes into several tensors at once")
             return
+        # The target is no whole buffer: it is an activation, or a part of something, which `rewrite_write` looks into.
         if root is None:
             problem = rewrite_write(self.module, node)
             self.problems += [problem] if problem else []
@@ -114,6 +121,7 @@ class Functionalizer:
             value = self._functional(node, root, self._current.get(root, buffer))
         if value is None:
             return
+        # The first write of a buffer is the place that an error names.
         self._written.setdefault(root, where(node))
         self._current[root] = value
         self._root[value] = root
@@ -123,6 +131,7 @@ class Functionalizer:
     def _functional(self, node: fx.Node, root: str, current: fx.Node) -> fx.Node | None:
         if is_op(node, aten.index_copy_, aten.index_put_) and current.meta["val"].dim() == 4:
             return self._cache_write(node, root, current)
+        # A copy over the whole buffer leaves nothing of the old value, so the source is the new value.
         if is_op(node, aten.copy_) and node_arg(node, 1).meta["val"].shape == current.meta["val"].shape:
             return node_arg(node, 1)
         target = _FUNCTIONAL.get(node.target)
@@ -138,6 +147,8 @@ class Functionalizer:
             self._refuse(node, f"the write into '{root}' is not along the sequence axis ({what})")
             return None
         value = self._broadcast(node, current, axis, index, value)
+        # A cache [B, S, heads, D] is transposed before the write and back behind it. The transposes in front of the
+        # state go when normalize-state puts a placeholder [B, heads, S, D] in their place.
         buffer, rows = (self._heads_first(part, axis, node) for part in (current, value))
         arguments = (buffer, rows, self.position)
         written = call(self.graph, torch.ops.fastcar.cache_write.default, arguments, origin=node, made_by=MADE_BY)
@@ -149,6 +160,7 @@ class Functionalizer:
 
         Python drops the leading axes of size 1 of what is assigned: a value of batch 1 comes without its batch.
         """
+        # At batch 1, `buffer[:, :, position] = value` reaches the graph as a view of the value without its first axis.
         rows = list(shape_of(buffer))
         rows[axis] = value_of(index).numel()
         if is_op(value, aten.view) and shape_of(node_arg(value, 0)) == tuple(rows):
@@ -172,9 +184,11 @@ def _write_operands(node: fx.Node) -> tuple[int, fx.Node | None, fx.Node | None]
     """(axis, index, value) of a write along one axis."""
     if is_op(node, aten.index_copy_):
         return cast("int", node.args[1]) % 4, node_arg(node, 2), node_arg(node, 3)
+    # `buffer[:, :, position] = value` is `index_put_(buffer, [None, None, position], value)`.
     indices = cast("list[fx.Node | None]", node.args[1])
     accumulate = len(node.args) > 3 and bool(node.args[3])
     given = [axis for axis, index in enumerate(indices) if index is not None]
+    # Axis -1 makes `_cache_write` refuse a sum into rows, and a write by indices of two axes.
     if accumulate or len(given) != 1:
         return -1, None, None
     return given[0], indices[given[0]], node_arg(node, 2)

@@ -29,16 +29,19 @@ def rewrite_write(module: fx.GraphModule, node: fx.Node) -> CompileError | None:
     """
     target = node_arg(node, 0)
     steps = _views(target)
+    # The base owns the memory. Every other view of it changes with this write.
     base = node_arg(steps[0], 0) if steps else target
     if base.op == "get_attr":
         what = f"writes in place into a part of the buffer '{base.target}', which is no cache"
         return _problem(node, what, "write caches as buffer.index_copy_(2, cache_position, new)")
+    # `split` yields several views of one value. fx shows a getitem, from which the value cannot be put together.
     if base.target is operator.getitem:
         what = "writes in place into one of several views of a value (split, chunk, unbind)"
         return _problem(node, what, "write the result as a new value: torch.where, torch.cat or a sum")
     with module.graph.inserting_before(node):
         written = _functional(module, node, target)
         whole: fx.Node | None = written
+        # From the written view outwards: each step puts the new part into the view's source.
         for step in reversed(steps):
             whole = None if whole is None else _whole(step, whole)
     if written is None or whole is None:
@@ -67,6 +70,8 @@ def _is_view(node: fx.Node) -> bool:
     """Whether the node shares memory with its first argument: PyTorch is asked with the layout that the graph has."""
     if optional_arg(node, 0) is None or not isinstance(node.meta.get("val"), Tensor):
         return False
+    # `reshape`, `contiguous` and `to` return a view or a copy, as the strides want it. The schema only says "perhaps",
+    # so the operator runs on the meta device.
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable or not any(a.alias_info for a in schema.returns):
         return False
@@ -89,6 +94,7 @@ def _functional(module: fx.GraphModule, node: fx.Node, target: fx.Node) -> fx.No
         return _call(node, aten.add.Tensor, zeros, fill)
     if is_op(node, aten.index_put_):
         return _placed(module, node, target)
+    # `aten.add_.Tensor` has a functional twin, `aten.add.Tensor`.
     packet, _, overload = str(node.target).removeprefix("aten.").partition(".")
     functional = getattr(getattr(aten, packet.removesuffix("_"), None), overload, None)
     if functional is None:
@@ -102,11 +108,13 @@ def _placed(module: fx.GraphModule, node: fx.Node, target: fx.Node) -> fx.Node:
     value = node_arg(node, 2)
     known = [None if i is None else evaluate(module, i, {}) for i in indices]
     accumulate = len(node.args) > 3 and bool(node.args[3])
+    # `known` has a None for an axis that stays whole, and for an index that is not known; the latter has a node.
     found = all((i is None) == (k is None) for i, k in zip(indices, known, strict=True))
     if accumulate or not found or value_of(value).numel() != 1:
         return _call(node, aten.index_put.default, *node.args)
     shape = shape_of(target)
     sizes = [1 if i is None else d for i, d in zip(known, shape, strict=False)]
+    # Indices that are known make a constant mask, and a choice by a mask is an operator that all backends have.
     mask = torch.zeros([*sizes, *shape[len(known) :]], dtype=torch.bool)
     mask[tuple(slice(None) if k is None else k for k in known)] = True
     name = f"written_{len([n for n, _ in module.named_buffers() if n.startswith('written_')])}"
@@ -116,6 +124,7 @@ def _placed(module: fx.GraphModule, node: fx.Node, target: fx.Node) -> fx.Node:
 
 def _like(node: fx.Node, value: fx.Node, target: fx.Node) -> fx.Node:
     """The value in type and shape of what it is written into."""
+    # An in-place operator keeps type and shape of its target. The functional one promotes types instead.
     if value_of(value).dtype != value_of(target).dtype:
         value = _call(node, aten.to.dtype, value, value_of(target).dtype)
     if shape_of(value) != shape_of(target):
@@ -131,6 +140,7 @@ def _whole(view: fx.Node, part: fx.Node) -> fx.Node | None:
     if is_op(view, aten.transpose):
         return _call(view, aten.transpose.int, part, *view.args[1:])
     if is_op(view, aten.permute):
+        # The inverse permutation takes the part back to the axes of its source.
         order = cast("list[int]", view.args[1])
         return _call(view, aten.permute.default, part, [order.index(i) for i in range(len(order))])
     if is_op(view, aten.select):
@@ -157,6 +167,7 @@ def _joined_slice(view: fx.Node, part: fx.Node) -> fx.Node | None:
 def _joined(view: fx.Node, part: fx.Node, dim: int, rows: tuple[int, int]) -> fx.Node:
     """The view's source with `part` in the place of its rows [first, last)."""
     source, (first, last) = node_arg(view, 0), rows
+    # `cat(source[:first], part, source[last:])`; a side without rows is left out.
     bounds = [(0, first), (last, shape_of(source)[dim])]
     before, behind = (
         [_call(view, aten.slice.Tensor, source, dim, a, b)] if a < b else list[fx.Node]() for a, b in bounds
@@ -169,6 +180,7 @@ def _read_new(write: fx.Node, base: fx.Node, whole: fx.Node, known: dict[fx.Node
     stack = [base]
     while stack:
         old = stack.pop()
+        # A view that was taken before the write shows the new value to whoever reads it after the write.
         stack += [user for user in old.users if user < write and _is_view(user) and node_arg(user, 0) is old]
         readers = [user for user in old.users if user > write]
         if not readers:

@@ -62,6 +62,7 @@ def _problems(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
 
 def _problem(node: fx.Node) -> str | None:
     """Return why the node's bits depend on the backend; None: they do not."""
+    # The branches of a `cond` are judged on their own: `inexact` looks into them.
     if not _computes_floats(node) or is_op(node, *MOVES, torch.ops.higher_order.cond):
         return None
     for packet, reason in _REASONS.items():
@@ -69,6 +70,7 @@ def _problem(node: fx.Node) -> str | None:
             return reason
     if is_op(node, fastcar.attention, fastcar.window_attention):
         return _attention(node)
+    # Every other operator of `fastcar::` is defined bit for bit, and a single product is rounded once on any backend.
     if getattr(node.target, "namespace", "") == "fastcar" or is_op(node, aten.mul):
         return None
     if is_op(node, *SUMS):
@@ -79,6 +81,7 @@ def _problem(node: fx.Node) -> str | None:
 
 def _attention(node: fx.Node) -> str:
     """Return why an attention has no exact form."""
+    # exact-arithmetic ran before: an attention that is still here has one of three reasons.
     given = bound(node)
     if given["softcap"] is not None:
         return "attention with a soft-cap is not defined bit for bit"

@@ -42,6 +42,7 @@ class LayerCopier:
         Raises:
             CompileError: the last two blocks differ.
         """
+        # A layer may read operators of another layer of its block, so all layers are paired before the first is proved.
         layers = {n: self._nodes(n) for n in range(self.have - 2 * self.period, self.have)}
         templates = range(self.have - self.period, self.have)
         for layer in templates:
@@ -49,12 +50,14 @@ class LayerCopier:
         for layer in templates:
             self._prove(layer, layers[layer - self.period], layers[layer])
         outputs = output_nodes(self.graph)
+        # Until a template has a copy, it is its own last copy.
         latest = {node: node for layer in templates for node in layers[layer]}
         at, results = layers[self.have - 1][-1], list[fx.Node]()
         for index in range(self.have, count):
             template = template_of(index, self.have, self.period)
             made = self._copy(layers[template], at, index, latest)
             owned = set(layers[template])
+            # The state of copies is returned behind that of the captured layers, layer by layer.
             results += [made[n] for n in outputs if n in owned]
             at = made[layers[template][-1]]
             latest |= made
@@ -65,6 +68,8 @@ class LayerCopier:
         """Let what follows the layers read the last copy."""
         for node in layer:
             for user in list(node.users):
+                # Final norm and head belong to no layer. The outputs
+                # stay: a captured layer still returns its own state.
                 if layer_of(user) is None and user.op != "output":
                     user.replace_input_with(node, latest[node])
 
@@ -96,6 +101,7 @@ class LayerCopier:
 
     def _corresponds(self, before: fx.Node, node: fx.Node, number: int) -> bool:
         """Whether two inputs from outside are the same one, or each layer's own parameter or state."""
+        # Both layers read one node, such as the position, or each reads its own: `layers.0.w` and `layers.1.w`.
         if before is node:
             return True
         if _value(before) != _value(node) or before.op != node.op or node.op == "call_function":
@@ -117,6 +123,7 @@ class LayerCopier:
         for source in dict.fromkeys(source for node in layer for source in node.all_input_nodes):
             if source.op in ("get_attr", "placeholder"):
                 mapping[source] = self._input(source, index)
+            # An input from the block before is renamed to its twin in the last block, and then to that one's last copy.
             elif (twin := self.twins.get(source, source)) in latest:
                 mapping[source] = latest[twin]
         copies: Nodes = {}
@@ -153,6 +160,8 @@ class LayerCopier:
         return meta
 
     def _register(self, name: str, value: object, node: fx.Node) -> None:
+        # On the meta device a value comes from the checkpoint by its name, so a copy gets its own. A value in memory is
+        # that of the captured layer, and another layer's is not known.
         if not isinstance(value, Tensor) or not value.is_meta:
             what = f"{node.target} has a value of its own in its layer, which may be another in other layers"
             raise CompileError(what, where=where(node), hint=HINT)

@@ -69,6 +69,7 @@ def linear_calls(program: DecoderProgram, before: fx.Node | None = None) -> tupl
     groups: dict[tuple[fx.Node, str, bool], list[fx.Node]] = {}
     kept: list[HostLinear] = []
     for node in graph.nodes:
+        # Linears with a role are those of the MLPs, which offload-mlp has.
         if not is_op(node, *LINEARS) or role_of(node) is not None or node in skipped:
             continue
         if reason := _reason(node, program.config.batch_size):
@@ -76,9 +77,11 @@ def linear_calls(program: DecoderProgram, before: fx.Node | None = None) -> tupl
         else:
             layer = layer_of(node)
             place = places[node] if layer is None else f"layer_{layer}.{places[node]}"
+            # One call has one input, and biases for all of its linears or for none.
             groups.setdefault((node_arg(node, 0), place, node.args[3] is None), []).append(node)
     calls: list[LinearCall] = []
     for (_, place, _), nodes in groups.items():
+        # A second call of one place gets a suffix: `layer_0.o+1`.
         taken = sum(call.name.partition("+")[0] == place for call in calls)
         calls.append(_call(place if not taken else f"{place}+{taken}", nodes))
     return calls, kept
@@ -92,6 +95,7 @@ def _places(graph: fx.Graph) -> dict[fx.Node, str]:
     order = ("qkv", "o", "mlp", "input", "head")
     own: dict[str | None, str] = {Role.ATTENTION: "qkv", Role.RESIDUAL: "o", Role.EXIT: "mlp"}
     places: dict[fx.Node, str] = {}
+    # From the outputs back, so that the places of a node's readers are known.
     for node in reversed(graph.nodes):
         layer = layer_of(node)
         inside = [places[u] for u in node.users if layer is not None and layer_of(u) == layer]

@@ -14,6 +14,7 @@ aten = torch.ops.aten
 
 def rms_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
     """Return (x, weight, epsilon) where node is x * rsqrt(mean(x^2, last axis) + epsilon) * weight, weight [K]."""
+    # `(x * rsqrt(...)) * weight`, with both products in either order.
     for scaled, weight in factors(node):
         for x, inverse in factors(scaled):
             epsilon = _inverse_root(inverse, x)
@@ -29,6 +30,7 @@ def _inverse_root(node: fx.Node, x: fx.Node) -> float | None:
     if shifted is None or not isinstance(shifted["other"], float) or shifted["alpha"] != 1:
         return None
     mean = arguments(shifted["self"], aten.mean)
+    # A mean in a type of its own would round otherwise.
     if mean is None or not mean.get("keepdim") or mean["dtype"] is not None:
         return None
     last = mean["dim"] in ([-1], [len(shape(x)) - 1])

@@ -41,6 +41,7 @@ class ReplayCond:
         """
         graph, layer = module.graph, layer_of(self.output)
         constants = self._constants()
+        # One row that computes runs the branch for all rows. The rows that replay take the cached value inside of it.
         every = call(graph, aten.all.default, (self.replay,), origin=self.output, made_by=self.made_by)
         branches = {"replay": self._replay_branch(constants), "compute": self._compute_branch(constants)}
         nodes: list[fx.Node] = []
@@ -49,9 +50,11 @@ class ReplayCond:
             module.add_submodule(name, branch)
             nodes.append(graph.get_attr(name))
             mark(nodes[-1], layer)
+        # Both branches take the operands in this order: it is that of `_inputs`.
         operands = (self.entry, self.replay, self.cached, *constants)
         result = graph.call_function(torch.ops.higher_order.cond, (every, *nodes, operands))
         set_origin(result, self.output, self.made_by)
+        # A `cond` yields a tuple, also of one value.
         result.meta["val"] = (self.cached.meta["val"],)
         return call(graph, operator.getitem, (result, 0), origin=self.output, made_by=self.made_by)
 
@@ -93,6 +96,8 @@ class ReplayCond:
     def _replay_branch(self, constants: Sequence[fx.Node]) -> fx.GraphModule:
         """A copy of what was cached."""
         graph = fx.Graph()
+        # The branch takes parameters that it does not read, because `cond` gives both branches the same operands. It
+        # returns a copy, because an output of a branch must not alias an input.
         cached = self._inputs(graph, constants)[self.cached]
         graph.output((call(graph, aten.clone.default, (cached,), origin=self.output, made_by=self.made_by),))
         return graph_module(torch.nn.Module(), graph)

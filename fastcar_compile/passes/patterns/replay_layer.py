@@ -93,6 +93,7 @@ class ReplayInserter:
         cache = self._slots(StateRole.MLP_CACHE, layer, (width,), torch.float32)
         chain = self._slots(StateRole.CHAIN_COUNT, layer, (), torch.int32)
         inputs = self._slots(StateRole.GATE_CACHE, layer, (width,), torch.float32) if gate.caches_input else None
+        # Attention of this layer is done in front of the closing add, so the score may read its query and its keys.
         with self.graph.inserting_before(leave):
             x, cached_x = self._input(layer.entry(), inputs)
             score = gate.score(self.call, self._values(layer, x, cached_x))
@@ -103,10 +104,13 @@ class ReplayInserter:
             y = cond.insert(self.module)
             self._update(cache, StateRole.MLP_CACHE, layer, y)
             if inputs is not None:
+                # A row that replays keeps the input of its last computation:
+                # the gate compares with what made the cached output.
                 kept = self.call(aten.where.self, self.call(aten.unsqueeze.default, replay, 1), cached_x, x)
                 self._update(inputs, StateRole.GATE_CACHE, layer, kept)
             self._update(chain, StateRole.CHAIN_COUNT, layer, self._count(chain, replay))
             shaped = self.call(aten.view.default, y, list(shape_of(self.origin)))
+        # The branch holds a copy of the region. The original dies once the closing add reads the `cond`.
         leave.replace_input_with(self.origin, shaped)
         cond.erase_region()
         self.decisions[layer.number], self.scores[layer.number] = replay, score
@@ -177,6 +181,7 @@ class ReplayInserter:
 
     def _count(self, chain: fx.Node, replay: fx.Node) -> fx.Node:
         before = self.call(fastcar.slot_read.default, chain, self.step)
+        # (count + 1) * replay: a row that computes starts again at 0.
         more = self.call(aten.add.Tensor, before, 1)
         return self.call(aten.mul.Tensor, more, self.call(aten.to.dtype, replay, torch.int32))
 
@@ -187,6 +192,7 @@ class ReplayInserter:
         with self.graph.inserting_before(self.graph.output_node()):
             decisions = self._stack(self.decisions, torch.bool, False)
             scores = self._stack(self.scores, torch.float32, 0.0)
+        # The nodes here and the names below are in one order: logits, decisions, scores, old state, new state.
         set_outputs(self.graph, [outputs[0], decisions, scores, *outputs[1:], *[n for _, n in self.updates]])
         specs = [s for s, _ in self.updates]
         self.program.state += specs
@@ -195,6 +201,7 @@ class ReplayInserter:
 
     def _stack(self, rows: dict[int, fx.Node], dtype: torch.dtype, fill: float) -> fx.Node:
         batch, layers = self.config.batch_size, self.config.num_layers
+        # A layer without a gate has decisions False and scores 0.
         parts = [
             rows[i] if i in rows else self.shared(aten.full.default, [batch], fill, dtype=dtype) for i in range(layers)
         ]

@@ -64,6 +64,7 @@ def _parallel_sum(window: Sequence[fx.Node]) -> ParallelSum | None:
     """The sum that the attention at the start of the window joins, where an MLP joins it beside the attention."""
     origin = window[0]
     reached = reached_from(origin, window)
+    # The first sum that adds to attention what does not follow from it.
     joins = (n for n in window if n in reached and is_sum(n) and any(a not in reached for a in n.all_input_nodes))
     join = next(joins, None)
     if join is None:
@@ -73,6 +74,7 @@ def _parallel_sum(window: Sequence[fx.Node]) -> ParallelSum | None:
     attention = tuple(n for n in summands if n in reached)
     others = [n for n in summands if n not in reached]
     entry = _entry(others, origin)
+    # A sequential block adds nothing but the entry to its attention; there is no MLP in the same sum.
     if entry is None or len(others) < 2:
         return None
     return ParallelSum(origin, root, entry, attention, tuple(n for n in others if n is not entry))
@@ -88,6 +90,7 @@ def _root(join: fx.Node) -> fx.Node:
 def _summands(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     for operand in node.all_input_nodes:
+        # A sum with a second reader is a value of its own, such as the residual stream of a sequential block.
         inner = is_sum(operand) and len(operand.users) == 1
         found += _summands(operand) if inner else [operand]
     return found

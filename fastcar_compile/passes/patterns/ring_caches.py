@@ -61,6 +61,7 @@ class RingRewriter:
         if not is_op(node, fastcar.cache_write) or cache.op != "placeholder":
             what = "this cache is not written by fastcar.cache_write"
             raise CompileError(what, where=where(node), hint=f"run {self.made_by} after normalize-state")
+        # The placeholder keeps its name and its readers; its rows shrink from max_seq_len to those of the ring.
         old = value_of(cache)
         shape = (*old.shape[:2], ring.sinks + ring.rows, old.shape[3])
         cache.meta["val"] = fake_like(self.graph, torch.empty(shape, dtype=old.dtype, device="meta"))

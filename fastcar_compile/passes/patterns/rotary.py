@@ -15,6 +15,7 @@ def rotary(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
 
     x is [B, H, T, D], cos and sin are [1 or B, 1, T, D].
     """
+    # `x * cos + rotate_half(x) * sin`, with the sum and both products in either order.
     for straight, rotated in terms(node):
         for x, cos in factors(straight):
             for half, sin in factors(rotated):

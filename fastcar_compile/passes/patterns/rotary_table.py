@@ -36,14 +36,17 @@ def position_table(module: fx.GraphModule, rotation: Rotation, rows: int) -> Ten
     inputs = {n for n in ancestors(rotation.cos, rotation.sin) if n.op == "placeholder"}
     if inputs != {position}:
         return "its angles depend on more than the position"
+    # One call gives the angles of `steps` positions. The last call may pass the end of the table.
     steps = shape(rotation.cos)[2]
     parts = [_angles(module, rotation, position, start) for start in range(0, rows, steps)]
     if any(part is None for part in parts):
         return "its angles depend on a weight that is not in memory"
     table = torch.cat([part for part in parts if part is not None])[:rows]
+    # Elements c and c + R / 2 of a head are rotated by one angle, so the table keeps one half of each.
     cos, sin = table.chunk(2, 1)
     if not all(torch.equal(*part.chunk(2, 1)) for part in (cos, sin)):
         return "the two halves of a head have different angles"
+    # The calls above start at multiples of `steps`. Another start must give the same rows of the table.
     for start in {1 % rows, rows // 2}:
         again = _angles(module, rotation, position, start)
         if again is None or not _alike(again[: rows - start], table[start : start + steps]):
@@ -62,6 +65,7 @@ def _angles(module: fx.GraphModule, rotation: Rotation, position: fx.Node, start
     parts = [evaluate(module, node, known) for node in (rotation.cos, rotation.sin)]
     if any(part is None for part in parts):
         return None
+    # Batch row 0 stands for all rows: nothing but the position goes into the angles.
     return torch.cat([part[0, 0].float() for part in parts if part is not None], 1)
 
 

@@ -50,6 +50,7 @@ class SinkQueries:
             what = "positions='cache' needs rotary embeddings: this query does not depend on the position by itself"
             raise CompileError(what, where=where(attention), hint=_HINT)
         self._check_distance(attention, query, node_arg(write, 1))
+        # The projection is shared by both queries; only the rotation behind it is computed twice.
         copies: dict[fx.Node, fx.Node] = {}
         for node in [n for n in self.graph.nodes if n in rotated]:
             with self.graph.inserting_before(attention):
@@ -77,6 +78,7 @@ class SinkQueries:
             if node.op != "call_function" or _is_projection(node):
                 return False
             if node not in depends:
+                # A list and no generator: every input must be visited, so that `depends` holds all rotated nodes.
                 depends[node] = any([visit(n) for n in node.all_input_nodes])
             return depends[node]
 
@@ -94,6 +96,8 @@ class SinkQueries:
     def _limited_copy(self, node: fx.Node) -> fx.Node:
         if self._is_positions(node):
             return self._limited_positions(node)
+        # At T = 1 `_is_positions` has taken the input. In a chunk,
+        # the first position does not say where the others are.
         if node is self.position:
             what = "positions='cache': the positions of a chunk cannot be told from the position of its first token"
             raise CompileError(what, where=where(node), hint=_HINT)
@@ -134,6 +138,7 @@ class SinkQueries:
         """The product of a rotated query and a rotated key must stay when both positions move alike."""
         products: list[Tensor] = []
         for start in _PROBES:
+            # Query and key are 17 positions apart at each probe.
             query_at, key_at = self._value_at(query, start + 17), self._value_at(key, start)
             if query_at is None or key_at is None or query_at.shape[1] % key_at.shape[1]:
                 what = "positions='cache': the rotation of query and key cannot be evaluated"
@@ -151,6 +156,7 @@ class SinkQueries:
         rotated = self._rotated(value)
         inside = rotated | self._by_position
         free = {n for r in rotated for n in r.all_input_nodes if n not in inside and n.op == "call_function"}
+        # Only the first of the inputs get numbers. What follows from another input is computed.
         sources = [n for n in free if not (ancestors(n) - {n}) & free]
         known: dict[fx.Node, Tensor] = {n: _numbers(n) for n in sources} | {self.position: torch.tensor([start])}
         return evaluate(self.module, value, known) if rotated else None

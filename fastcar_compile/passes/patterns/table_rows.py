@@ -37,6 +37,7 @@ def short_tables(module: fx.GraphModule, position: fx.Node, max_seq_len: int) ->
     needed: dict[fx.Node, list[int]] = {position: list(range(max_seq_len))}
     short: dict[tuple[int, int, int], dict[str, fx.Node]] = defaultdict(dict)
     for lookup in _lookups(module.graph, position):
+        # Several tables may be read at one index, which is evaluated once.
         if lookup.index not in needed:
             values = (_largest(module, position, lookup.index, start) for start in range(max_seq_len))
             needed[lookup.index] = [-1 if value is None else value for value in values]
@@ -54,6 +55,7 @@ def limit_table_rows(module: fx.GraphModule, position: fx.Node, max_seq_len: int
     must not read out of bounds. `short_tables` has checked every other position.
     """
     for lookup in list(_lookups(module.graph, position)):
+        # A chunk that starts at the last position reads furthest: all of its other tokens are padding.
         largest = _largest(module, position, lookup.index, max_seq_len - 1)
         if largest is not None and largest < lookup.rows:
             continue
