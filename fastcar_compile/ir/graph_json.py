@@ -70,6 +70,7 @@ def _node_to_json(node: fx.Node) -> Json:
         entry["args"] = _encode(node.args)
     if node.kwargs:
         entry["kwargs"] = {k: _encode(v) for k, v in node.kwargs.items()}
+    # Only type and shape are kept. Strides are not: a read graph has contiguous values.
     if "val" in node.meta:
         entry["type"] = _type_to_json(node.meta["val"])
     origin = {"source": source_of(node), "module": module_path_of(node), "made_by": node.meta.get("made_by", "")}
@@ -98,6 +99,7 @@ def _encode(value: Any) -> Any:
         return {type(value).__name__: str(value)}
     if value is None or isinstance(value, bool | int | str):
         return value
+    # As hexadecimal text, which has every float64 exactly, and infinities.
     if isinstance(value, float):
         return {"float": value.hex()}
     raise InternalError(f"argument {value!r} cannot be written to a graph file")
@@ -108,6 +110,7 @@ def _decode(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
         return [_decode(v, nodes) for v in cast("list[Any]", value)]
     if not isinstance(value, dict):
         return value
+    # Every object among the arguments has one key, which says what its text is.
     ((kind, text),) = cast("dict[str, str]", value).items()
     if kind == "node":
         return nodes[text]
@@ -132,9 +135,11 @@ class _Reader:
     def graph(self, data: Json) -> fx.GraphModule:
         graph = fx.Graph()
         nodes: dict[str, fx.Node] = {}
+        # Branches come first: the `get_attr` nodes of the graph around them read them.
         root: Json = {name: self.graph(branch) for name, branch in data["branches"].items()}
         for entry in data["nodes"]:
             name, op, target = entry["name"], entry["op"], entry["target"]
+            # Before fx sees a name: fx writes it into source code that Python runs.
             self.check(entry)
             args = tuple(_decode(entry.get("args", []), nodes))
             kwargs = {k: _decode(v, nodes) for k, v in entry.get("kwargs", {}).items()}
@@ -173,6 +178,7 @@ class _Reader:
         if meta.get(LAYER) is not None and not isinstance(meta[LAYER], int):
             raise TypeError(f"layer {meta[LAYER]!r} of {entry['name']}")
         if REPLAY in meta:
+            # A threshold may be infinite, which JSON has only as text.
             facts = meta[REPLAY]
             meta[REPLAY] = _REPLAY.validate_python(facts | {"threshold": _decode(facts["threshold"], {})})
         if "type" in entry:

@@ -90,6 +90,7 @@ def mark(node: fx.Node, layer: int | None, role: StrEnum | None = None) -> None:
 
 def inherit_layer(node: fx.Node, origin: fx.Node) -> None:
     """Give an inserted node the layer of the node that it stands for; a role it gets by `move_role` only."""
+    # A copied node may bring the marks of what it was copied from.
     for key in LAYER_KEYS:
         node.meta.pop(key, None)
     if LAYER in origin.meta:
@@ -99,6 +100,7 @@ def inherit_layer(node: fx.Node, origin: fx.Node) -> None:
 def move_role(old: fx.Node, new: fx.Node) -> None:
     """Let `new` be what `old` was in its layer."""
     for key in (ROLE, REPLAY):
+        # `pop`, because a role is there once per layer: two nodes of one role are a defect.
         if key in old.meta:
             new.meta[key] = old.meta.pop(key)
 
@@ -136,8 +138,10 @@ def assign_layers(graph: fx.Graph, entry: fx.Node, exits: Sequence[fx.Node]) -> 
     Args:
         entry: what the first layer reads of the residual stream. exits: the node of role EXIT of each layer.
     """
+    # The borders are the residual stream between layers: what lies behind border l belongs to layer l.
     borders = [entry, *exits]
     rank = _ranks(graph, borders)
+    # Gathering comes first: a node that it moved behind the layers is no reader that a layer could own.
     _gather_last(graph, borders, rank)
     _sink_into_readers(graph, entry, len(exits), rank)
     for node in graph.nodes:
@@ -151,6 +155,7 @@ def _ranks(graph: fx.Graph, borders: Sequence[fx.Node]) -> dict[fx.Node, int]:
     number = {border: i for i, border in enumerate(borders, 1)}
     rank: dict[fx.Node, int] = {}
     for node in graph.nodes:
+        # A border itself belongs to the layer in front of it; only what reads it belongs to the next one.
         rank[node] = max((max(rank[a], number.get(a, 0)) for a in node.all_input_nodes), default=0)
     return rank
 
@@ -161,6 +166,7 @@ def _gather_last(graph: fx.Graph, borders: Sequence[fx.Node], rank: dict[fx.Node
     for node in graph.nodes:
         if node.op != "call_function" or node in needed:
             continue
+        # A border is no inner value: every layer reads the border in front of it.
         layers = {rank[a] for a in node.all_input_nodes if a not in ends} - {0}
         if len(layers) > 1 or len(borders) in layers:
             rank[node] = len(borders)
@@ -169,6 +175,7 @@ def _gather_last(graph: fx.Graph, borders: Sequence[fx.Node], rank: dict[fx.Node
 def _sink_into_readers(graph: fx.Graph, entry: fx.Node, layers: int, rank: dict[fx.Node, int]) -> None:
     """Move nodes in front of the first layer, which do not make its entry, into the one layer that reads them."""
     before = ancestors(entry)
+    # From the outputs back, so that a chain of nodes in front of a layer moves into it as a whole.
     for node in reversed(graph.nodes):
         if node.op not in ("call_function", "get_attr") or rank[node] != 0 or node in before:
             continue
@@ -194,6 +201,7 @@ def schedule(graph: fx.Graph) -> Schedule:
     """Return the operators of a graph, in order, by stage. A graph without layer metadata is all `before`."""
     sources = [n for n in graph.find_nodes(op="placeholder") if _varies_by_row(n)]
     varying = descendants(*sources)
+    # Stage 0 is in front of the layers, stage l + 1 is layer l, and the last stage is behind them.
     count = 1 + max((layer for n in graph.nodes if (layer := layer_of(n)) is not None), default=-1)
     stages: list[list[fx.Node]] = [[] for _ in range(count + 2)]
     stage: dict[fx.Node, int] = {}
@@ -204,6 +212,7 @@ def schedule(graph: fx.Graph) -> Schedule:
         elif layer is not None:
             stage[node] = layer + 1 if node in varying else 0
         else:
+            # An operator of no layer stands behind all layers once it reads what one of them makes.
             stage[node] = count + 1 if any(stage[a] for a in node.all_input_nodes) else 0
         if node.op == "call_function":
             stages[stage[node]].append(node)

@@ -31,6 +31,7 @@ class _GraphModule(_LazyGraphModule):
 
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
         """Return the code, without the releases of memory that fx writes behind a value's last use: `; x = None`."""
+        # `on_generate_code` is undone on exit, so code that runs keeps its releases of memory.
         with ExitStack() as stack:
             for part in self.modules():
                 if isinstance(part, fx.GraphModule):
@@ -82,6 +83,7 @@ def tensor_attributes(module: fx.GraphModule) -> dict[str, Tensor]:
 
 def branches_of(module: fx.GraphModule) -> dict[str, fx.GraphModule]:
     """Return the branches that `get_attr` nodes read, by attribute name."""
+    # A branch that no `cond` reads any more stays a submodule, but is no part of the program.
     used = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
     return {name: m for name, m in module.named_children() if isinstance(m, fx.GraphModule) and name in used}
 

@@ -26,6 +26,7 @@ def is_path(name: object) -> bool:
 def operator_named(namespace: str, packet: str, overload: str) -> Any:
     """Return a registered operator that computes and does nothing else; None: there is none of the name."""
     found: Any = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
+    # Packets, Python functions and higher-order operators are of other types, and refused.
     kind: type = OpOverload
     if not isinstance(found, kind):
         return None

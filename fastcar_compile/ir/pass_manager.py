@@ -77,6 +77,7 @@ def pipeline_from_string(text: str, registry: Mapping[str, type[Pass]]) -> list[
     """
     passes: list[Pass] = []
     end = 0
+    # After a pass the loop goes on at the end of the text, too: a comma with no name behind it is malformed.
     while end < len(text) or passes:
         match = _NAME.match(text, end)
         if match is None:
@@ -157,6 +158,7 @@ def run_pipeline(
         InternalError: a pass broke an invariant, or lied about having modified the program.
     """
     verify_program(program, "before the first pass")
+    # Fingerprints are compared by value: a pass must say truthfully whether it modified anything.
     before = _fingerprint(program)
     for item in passes:
         modified = item.apply(program)
@@ -172,6 +174,7 @@ def run_pipeline(
             after_each(item)
     if not verify_each:
         verify_program(program, "after the last pass")
+    # Passes edit graphs. The Python code of a module is generated anew once, at the end.
     for module in program.all_graphs():
         module.recompile()
     return program

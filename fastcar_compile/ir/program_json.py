@@ -152,6 +152,7 @@ def read_graph_file(path: Path, params: Mapping[str, Tensor], *, missing_on_meta
         raise ArtifactError("the graph file holds no JSON object", where=str(path), hint=_HINT)
     try:
         return program_from_json(cast("Json", data), params, missing_on_meta=missing_on_meta)
+    # The error of a part does not know the file, so the path is put into it here.
     except ArtifactError as error:
         raise ArtifactError(error.what, where=error.where or str(path), hint=error.hint or _HINT) from error
 

@@ -16,6 +16,7 @@ def source_of(node: fx.Node) -> str:
     """Return `file:line` of the innermost frame outside torch, without machine-specific folders; "" if unknown."""
     if node.meta.get("source"):
         return _text(node.meta["source"])
+    # The innermost frame comes last in a stack trace.
     for line in reversed(str(node.meta.get("stack_trace") or "").splitlines()):
         text = line.strip()
         if text.startswith('File "'):
@@ -43,6 +44,7 @@ def module_path_of(node: fx.Node) -> str:
     """Return the dotted path of the innermost nn.Module that made this node; "" if unknown."""
     if node.meta.get("module"):
         return _text(node.meta["module"])
+    # torch.export lists the modules around a node from the outside in.
     stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     return _text(list(stack.values())[-1][0]) if stack else ""
 

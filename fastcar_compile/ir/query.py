@@ -105,6 +105,7 @@ def activation_of(node: fx.Node) -> str | None:
 
 def squared_relu(node: fx.Node) -> fx.Node | None:
     """Return the ReLU whose product with itself the node is, else None."""
+    # `relu * relu` has one input node, which it reads twice.
     (base, *others) = node.all_input_nodes or [node]
     return base if is_op(node, aten.mul) and not others and is_op(base, aten.relu) else None
 
@@ -165,6 +166,7 @@ def between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
     number of layers.
     """
     reached = {first}
+    # Nodes compare by their place in the graph, so an input is looked at before its reader.
     for node in sorted(ancestors_until([last], {first})):
         if any(a in reached for a in node.all_input_nodes):
             reached.add(node)
@@ -177,6 +179,7 @@ def evaluate(module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Tensor]
     None: it depends on another input, or on a parameter whose value is not there (meta device).
     """
     values: dict[fx.Node, Any] = dict(known)
+    # Known nodes end the walk, so what they follow from may be unknown.
     needed = ancestors_until([node], set(known))
     for current in sorted(needed - set(known)):
         if current.op == "get_attr":
@@ -187,5 +190,6 @@ def evaluate(module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Tensor]
         if current.op != "call_function" or not callable(current.target):
             return None
         args, kwargs = map_arg((current.args, dict(current.kwargs)), lambda n: values[n])
+        # Operators run on real tensors here, those of `fastcar::` by their eager definitions.
         values[current] = current.target(*args, **kwargs)
     return values[node]

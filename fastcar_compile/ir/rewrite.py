@@ -73,6 +73,7 @@ def attribute(module: fx.GraphModule, target: str, value: Tensor, origin: fx.Nod
     """Insert a `get_attr` node for a new tensor attribute, which is registered at its first use."""
     path, _, leaf = target.rpartition(".")
     owner = module.get_submodule(path)
+    # A second node of one name, such as that of a table which layers share, reads what the first one registered.
     if not hasattr(owner, leaf):
         owner.register_buffer(leaf, value)
     node = module.graph.get_attr(target)
@@ -121,6 +122,7 @@ def _derived(
     by_rows: bool,
 ) -> tuple[fx.Node, ...]:
     target = str(parameter.target)
+    # On the meta device `make` gives shapes only, and the recipe runs when the value is asked for.
     value = tensor_attribute(module, target)
     names = tuple(f"{target}_{suffix}" for suffix in suffixes)
     if edit.lazy is not None and value.is_meta:
@@ -128,6 +130,8 @@ def _derived(
     made = quantized(make, value) if by_rows else make(value)
     nodes = tuple(attribute(module, n, t, origin, edit.made_by) for n, t in zip(names, made, strict=True))
     for node in nodes:
+        # `parameter_of` gives the old name for another format of a
+        # weight. A rearranged weight is a parameter of its own.
         if by_rows:
             node.meta[PARAMETER] = parameter_of(parameter)
     return nodes
@@ -159,6 +163,7 @@ def _signature(value: object) -> object:
 
 def add_placeholder(graph: fx.Graph, name: str, shape: Iterable[int], dtype: torch.dtype, made_by: str) -> fx.Node:
     """Insert a placeholder after the last one; its node name and target are `name`."""
+    # Inputs are paired with their names in order, so a new one goes behind all others.
     last = graph.find_nodes(op="placeholder")[-1]
     mode = fake_mode_of(graph)
     with graph.inserting_after(last):

@@ -52,5 +52,6 @@ def softcap_of(attention: fx.Node) -> float | None:
     names = argument_names(attention)
     if "softcap" not in names:
         return None
+    # A call leaves the soft-cap out where there is none.
     index = names.index("softcap")
     return cast("float | None", attention.args[index]) if len(attention.args) > index else None

@@ -120,6 +120,7 @@ def branch_operands(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
         _, *arms, operands = node.args
         for arm in arms:
             inner = branches[str(arm.target)].graph.find_nodes(op="placeholder")
+            # Both branches take all operands, so the zip pairs by place.
             found |= dict(zip(inner, operands, strict=True))
     return found
 
@@ -176,6 +177,7 @@ class _Reader:
     def parameters(self, linear: fx.Node) -> tuple[str, str | None]:
         """Weight and bias of a linear."""
         weight = node_arg(linear, 1)
+        # A quantised linear has its scales in front of the bias.
         bias = optional_arg(linear, 3 if is_op(linear, *QUANTISED_LINEARS) else 2)
         return self.parameter(weight), None if bias is None else self.parameter(bias)
 
@@ -185,14 +187,17 @@ class _Reader:
     def activation(self, linears: list[fx.Node]) -> str:
         """The name, and whether the activation stands where an MLP kernel expects it."""
         node = self.node(Role.ACTIVATION)
+        # Quantised, the activation is `x * activation_factor(x, name)`: the factor's second argument names it.
         name = activation_of(node) or str(node_arg(node, 1).args[1])
         inner = node_arg(linears[-1], 0)
         if is_op(inner, aten.where):  # rows that replay are zeroed before a linear with a bias
             inner = node_arg(inner, 2)
+        # A squared ReLU is the product behind the node of the role, so that product is the factor.
         squares = [user for user in node.users if squared_relu(user)]
         name, result = ("relu2", squares[0]) if len(squares) == 1 else (name, node)
         factors = [result, linears[-2]] if len(linears) == 3 else [result]
         found = inner.all_input_nodes if len(linears) == 3 and is_op(inner, aten.mul) else [inner]
+        # An MLP kernel computes `down(act(gate) * up)` and no other arrangement of the same nodes.
         direct = node_arg(node, 0) is linears[0] and set(found) == set(factors)
         return name if direct else f"{name}, not directly between two linears"
 
@@ -218,6 +223,7 @@ def entry_of(residual: fx.Node, attention: fx.Node) -> fx.Node:
     With cross-attention the residual is a second sum, of the first one and of what cross-attention makes of it.
     """
     layer = layer_of(residual)
+    # The stream is the operand of another layer, or the operand that does not follow from attention.
     for node in residual.all_input_nodes:
         if layer_of(node) != layer or not _depends_on(node, attention, layer):
             return node
@@ -242,6 +248,8 @@ def mlp_start(*, residual: fx.Node, entry: fx.Node, x: fx.Node, output: fx.Node)
     """
     if residual in ancestors_until([output], {residual, entry}):
         return residual
+    # In a parallel block attention may read the MLP's norm. That norm runs also when the MLP does not, so the MLP
+    # begins behind it.
     region = {n for n in between(entry, output) if n is not entry}
     shared = any(user not in region for node in region if node is not output for user in node.users)
     return x if shared else entry

@@ -37,6 +37,7 @@ def to_numpy(tensor: Tensor) -> NDArray[Any]:
     spec, flat = spec_of(tensor), tensor.detach().cpu().contiguous().reshape(-1)
     if not flat.numel():
         return np.empty(spec.shape, spec.dtype.numpy)
+    # By way of bytes: numpy knows bfloat16 only as a type of ml_dtypes, to which torch does not convert.
     return flat.view(torch.uint8).numpy().view(spec.dtype.numpy).reshape(spec.shape)
 
 
@@ -88,6 +89,7 @@ class WrittenTensors:
         place, spec = self.places[name], self.specs[name]
         if not place.length:
             return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype.name))
+        # Mode "c" is copy on write: the file stays as it is.
         data = np.memmap(self.root / place.file, np.uint8, "c", offset=place.offset, shape=place.length)
         whole = to_torch(np.asarray(data).view(spec.dtype.numpy).reshape(spec.shape))
         return whole if rows is None else whole[slice(*rows)]

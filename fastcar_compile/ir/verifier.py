@@ -78,6 +78,7 @@ def _signature_problems(program: DecoderProgram) -> Problems:
     nodes = {str(n.target): n for n in program.graph_module.graph.find_nodes(op="placeholder")}
     outputs = output_nodes(program.graph_module.graph)
     results = dict(zip(program.outputs, outputs, strict=False))
+    # A state of the context comes out of the context graph, all others out of the step itself.
     made = [] if program.context is None else output_nodes(program.context.graph)
     contexts = dict(zip(program.context_outputs, made, strict=False))
     for spec in program.state:
@@ -125,11 +126,13 @@ def _layer_problems(module: fx.GraphModule, count: int, label: str) -> Problems:
         allowed = _OPERATORS.get(Role(role))
         if allowed is not None and not is_op(node, *allowed):
             yield f"{label}: {node.name} has the role {role} of layer {layer}, but calls {node.target}"
+    # Before find-sites no node has a role, and there is nothing to check.
     if not found:
         return
     if sorted(found) != list(range(count)):
         yield f"{label}: layers {sorted(found)} have roles, but the decoder has {count_text(count, 'layer')}"
     for layer, roles in sorted(found.items()):
+        # offload-mlp leaves one node in the place of the linears and the activation.
         needed = [*_ALWAYS, Role.MLP] if Role.MLP in roles else [*_ALWAYS, *_COMPUTED]
         yield from (f"{label}: layer {layer} has no node of role {r}" for r in needed if r not in roles)
         twice = sorted({r for r in roles if roles.count(r) > 1})
@@ -151,6 +154,7 @@ def _order_problems(module: fx.GraphModule, count: int, label: str) -> Problems:
             continue
         layer = layer_of(node)
         if layer is None:
+            # A node of no layer is in front of all layers or behind all: behind, no layer may read it.
             last[node] = count if latest >= 0 else -1
             continue
         if latest > layer:
@@ -160,6 +164,7 @@ def _order_problems(module: fx.GraphModule, count: int, label: str) -> Problems:
 
 def _replay_problems(program: DecoderProgram) -> Problems:
     """Gate, facts, caches and the place of the MLP agree."""
+    # Nodes of a compute branch are in another graph, and so not in this set.
     own = set(program.graph_module.graph.nodes)
     roles: dict[int, dict[str, fx.Node]] = {}
     for layer, role, node in operators_with_roles(program.graph_module):
@@ -169,6 +174,7 @@ def _replay_problems(program: DecoderProgram) -> Problems:
         cached = {s.role for s in program.state if s.layer == layer}
         if gate is not None and replay_of(gate) is None:
             yield f"layer {layer}: {gate.name} is its gate, but has no facts of the replay"
+        # gate_cache is not among these: only a gate that compares the MLP's input has it.
         if any((role in cached) != (gate is not None) for role in _REPLAY_STATE):
             yield f"layer {layer}: {'a' if gate else 'no'} gate, but state {sorted(cached)}"
         computes = nodes.get(Role.DOWN_PROJ) or nodes.get(Role.MLP)

@@ -36,6 +36,7 @@ def _quantized_shapes(quantize: Make, shape: tuple[int, ...]) -> tuple[Tensor, .
 def blocks_of_rows(shape: Sequence[int]) -> list[tuple[int, int]]:
     """Rows [begin, end) of a weight, `BLOCK_ELEMENTS` at a time."""
     rows, *rest = shape
+    # A row that is longer than a block is a block of its own.
     step = max(1, BLOCK_ELEMENTS // max(1, torch.Size(rest).numel()))
     return [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
 
@@ -104,6 +105,7 @@ class LazyWeights:
         """Copy the recipes of names below the module path `old` for the same names below `new`."""
 
         def moved(name: str) -> str:
+            # A source outside of the layer, such as a shared weight, keeps its name.
             return f"{new}.{name.removeprefix(f'{old}.')}" if name.startswith(f"{old}.") else name
 
         for recipe in {id(r): r for n, r in self.recipes.items() if n.startswith(f"{old}.")}.values():
@@ -114,6 +116,7 @@ class LazyWeights:
         recipe = self.recipes.get(name)
         if recipe is None:
             return self.source.read(name)
+        # Names of one recipe are mostly asked for in turn: weight, then scales.
         if self._last is None or self._last[0] is not recipe:
             self._last = None  # before the next one is made, so that only one is in memory
             self._last = (recipe, self._cook(recipe))
@@ -127,6 +130,7 @@ class LazyWeights:
         """
         wanted = set(names)
         parts = dict.fromkeys(self.recipes.get(name) or name for name in names)  # in order, each once
+        # `groupby` joins neighbours only, so the order of the names is kept.
         for whole, some in groupby(parts, self._is_whole):
             if whole:
                 found = (n for part in some for n in (part.names if isinstance(part, Recipe) else (part,)))
@@ -156,6 +160,7 @@ class LazyWeights:
         if not recipe.by_rows or recipe.source in self.recipes:
             return recipe.make(self.load(recipe.source))
         shape = self.source.shape(recipe.source)
+        # Threads fill disjoint rows of tensors that are made once.
         results = tuple(torch.empty(t.shape, dtype=t.dtype) for t in _quantized_shapes(recipe.make, shape))
 
         def fill(block: tuple[int, int]) -> None:
@@ -198,6 +203,7 @@ class Parameters(Mapping[str, Tensor]):
                 yield name, 0, value
         for name, row, part in self._source(lazy[0]).blocks(lazy) if lazy else ():
             value = self._attributes[name]
+            # A scalar has no rows to slice.
             _require_same(name, part, value[row : row + len(part)] if value.dim() else value)
             yield name, row, part
 
