@@ -64,6 +64,7 @@ FACTORS = {
 def factor_table(activation: str) -> Tensor:
     """Return the knots of an activation, int32 [513]: round(factor(-limit + j * limit / 256) * 2**24)."""
     table = FACTORS[activation]
+    # In float64, rounded once: the table is data, and the same wherever it is made.
     knots = [table.factor(j * table.limit / 256 - table.limit) * 2.0**FRACTION_BITS for j in range(KNOTS)]
     return torch.from_numpy(np.rint(knots).astype(np.int32))
 
@@ -77,11 +78,14 @@ def activation_factor(x: Tensor, activation: str) -> Tensor:
     """
     table = FACTORS[activation]
     scaled = x.clamp(-table.limit, table.limit) * table.input_scale
+    # From 0 to 2 * INPUT_STEPS: bits 6 and up are the knot, the lower 6 bits the place between two knots.
     fixed = torch.round(scaled).to(torch.int32) + INPUT_STEPS
+    # At the upper end the last interval is taken with fraction 64, which is its right knot.
     index = (fixed >> 6).clamp(max=KNOTS - 2)
     fraction = fixed - (index << 6)
     knots = factor_table(activation).to(x.device)
     low, high = knots[index], knots[index + 1]
+    # A knot is at most about 2^24, so the blend stays below 2^31; adding 32 rounds the shift to nearest.
     return ((low * (64 - fraction) + high * fraction + 32) >> 6).float() * 2.0**-FRACTION_BITS
 
 

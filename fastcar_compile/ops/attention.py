@@ -19,7 +19,9 @@ def cache_write(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
     prefill chunk may reach past the end of the cache.
     """
     start = int(position)
+    # The padding of a prompt's last chunk may lie beyond the cache; nothing ever reads it.
     rows = max(0, min(value.shape[2], cache.shape[2] - start))
+    # The eager operator copies. The TVM backend writes in place, as nothing reads the old cache behind a write.
     out = cache.clone()
     out[:, :, start : start + rows] = stored(value[:, :, :rows], cache.dtype)
     return out
@@ -51,11 +53,13 @@ def attention(
     columns = torch.arange(filled, device=query.device)
     rows = torch.arange(start, start + steps, device=query.device)
     keys, values = (loaded(c[:, :, :filled], query.shape[3]) for c in (key_cache, value_cache))
+    # Bottom-right causal: row 0 is at `start`, so it sees everything that was filled before.
     seen = columns[None, :] <= rows[:, None]
     if softcap is not None:
         return capped_attention(query, keys, values, seen, scale, softcap)
     result = torch.nn.functional.scaled_dot_product_attention(
         *(query, keys, values),
+        # A single row sees every filled column.
         attn_mask=seen if steps > 1 else None,
         scale=scale,
         enable_gqa=query.shape[1] != key_cache.shape[1],
@@ -104,6 +108,7 @@ def tas(query: Tensor, key_cache: Tensor, position: Tensor, stride: int, scale: 
     """
     batch, heads, _, dim = query.shape
     kv_heads = key_cache.shape[1]
+    # Where there is no key one frame earlier, row 0 stands in: no row replays in the first frame.
     key = loaded(key_cache[:, :, max(int(position) - stride, 0)], dim).double()
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim).double()
     return fixed_sum(grouped * key[:, :, None], (1, 2, 3)).float() * score_factor(scale, heads)

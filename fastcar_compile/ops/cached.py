@@ -62,8 +62,10 @@ def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def loaded(rows: Tensor, dim: int) -> Tensor:
     """Return the exact float32 values [..., dim] of cached rows; `dim` is a head's dimension."""
+    # float16 widens exactly, and float32 stays.
     if rows.dtype != torch.int8:
         return rows.to(torch.float32)
+    # The last block may be cut: its scale is repeated 32 times, and the surplus is sliced off.
     scales = power_of_two(rows[..., dim:]).repeat_interleave(BLOCK, -1)
     return rows[..., :dim] * scales[..., :dim]
 
@@ -85,9 +87,12 @@ def blocks(value: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     padded = torch.nn.functional.pad(value.clamp(-INT8_MAX, INT8_MAX), (0, -value.shape[-1] % BLOCK))
     padded = padded.unflatten(-1, (-1, BLOCK))
+    # torch's maximum of a block with a NaN is NaN, which is what `unknown` finds below.
     top = padded.abs().amax(-1)
+    # Adding to the bits carries into the exponent exactly where the largest mantissa would round up to 2^(bits - 1).
     field = (top.view(torch.int32) + rounds_up(bits)) >> MANTISSA_BITS
     exponent = (field - excess(bits)).clamp(min=LEAST_EXPONENT)
+    # The product with a power of two is exact, or so small that it rounds to 0 either way: `round` rounds once.
     mantissas = torch.round(padded * power_of_two(-exponent)[..., None])
     unknown = top.isnan()
     return torch.where(unknown[..., None], 0, mantissas), torch.where(unknown, NOT_A_NUMBER, exponent)

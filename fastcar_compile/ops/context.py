@@ -32,6 +32,7 @@ def context_attention(
     """
     batch, heads, steps, dim = query.shape
     kv_heads = keys.shape[1]
+    # Heads that share keys are stacked as rows of one matmul, so that keys are not repeated.
     grouped = (query * scale).reshape(batch, kv_heads, heads // kv_heads * steps, dim)
     logits = capped(grouped @ keys.transpose(-1, -2), softcap)
     if mask is not None:

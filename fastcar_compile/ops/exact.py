@@ -32,12 +32,15 @@ def exact_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         float32 [..., H].
     """
     top = x.abs().amax(-1, keepdim=True)
+    # The sign is 0, so the bits above the mantissa are the exponent field of the row's largest magnitude.
     field = (top.view(torch.int32) >> MANTISSA_BITS).clamp(min=exact.NORM_FIELD)
     finite = field < exact.EXPONENT_BITS
     shift = torch.where(finite, field - (126 + exact.NORM_BITS), 0)
     whole = torch.round(x * power_of_two(-shift)).double()
+    # At most 65,536 squares of at most 2^36: the sum stays below 2^53, where float64 is exact.
     mean = whole.square().sum(-1, keepdim=True).float() * torch.tensor(1 / x.shape[-1], dtype=torch.float32)
     scale = power_of_two(shift)
+    # Twice, because scale^2 alone may overflow or underflow.
     variance = (mean * scale) * scale + torch.tensor(epsilon, dtype=torch.float32)
     root = variance.double().sqrt().float()  # that of MKL for float32 is not rounded to nearest
     y = (x * (torch.ones_like(root) / root)) * weight
@@ -61,6 +64,7 @@ def exact_rotary(x: Tensor, table: Tensor, position: Tensor) -> Tensor:
     Returns:
         float32 [B, heads, T, D].
     """
+    # The padding of a chunk may pass the table's end, and reads its last row.
     rows = (int(position) + torch.arange(x.shape[2], device=x.device)).clamp(max=table.shape[0] - 1)
     cos, sin = table[rows].chunk(2, -1)
     half = cos.shape[-1]
@@ -122,6 +126,7 @@ def exact_window_attention(
     """
     start, end = int(position), int(position) + query.shape[2]
     rows = min(end, key_cache.shape[2])
+    # By position and not by row: once the ring has wrapped, a row holds a later position than its number says.
     held = _held(rows, end - 1, sinks, key_cache.shape[2] - sinks)
     here = torch.arange(start, end)[:, None]
     seen = (held >= 0) & (held <= here) & ((held < sinks) | (held > here - window))
@@ -144,6 +149,7 @@ def _(
 
 def _held(rows: int, newest: int, sinks: int, ring: int) -> Tensor:
     """Return the position that each of the first rows of a ring cache holds, int64 [rows]; -1: none."""
+    # The last `ring` positions, and the sinks, which never leave; a sink is not held twice.
     positions = torch.arange(max(newest + 1 - ring, 0), newest + 1)
     positions = torch.cat([torch.arange(min(sinks, newest + 1)), positions[positions >= sinks]])
     held = torch.full((rows,), -1)
@@ -167,10 +173,13 @@ def _attend_head(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scal
     logits = _logits(query, keys, scale).masked_fill(~seen, -torch.inf)
     top = logits.amax(-1, keepdim=True)
     weights = torch.where(seen, _numerators(logits - top), 0)
+    # The sum of integers is exact, so the softmax's denominator has no order.
     total = weights.sum(-1, keepdim=True).float() * 2.0**-exact.EXP_BITS
+    # Rows that no query sees may hold anything, a NaN exponent among it: they are zeroed.
     used = torch.where(seen.any(0)[:, None], values, 0)
     y = _weighted_values(weights.float(), used, query.shape[-1]) * (torch.ones_like(total) / total)
     unknown = (values[:, query.shape[-1] :] == NOT_A_NUMBER).float()
+    # A block with a NaN makes its 32 columns NaN, for the queries that see its row only.
     columns = (seen.float() @ unknown).repeat_interleave(BLOCK, -1)[:, : query.shape[-1]] > 0
     return torch.where(top.isfinite() & ~columns, y, torch.nan)
 
@@ -184,6 +193,7 @@ def _logits(query: Tensor, keys: Tensor, scale: float) -> Tensor:
     for block in range(exponents.shape[-1]):
         sums = mantissas[..., block, :].double() @ others[:, block * BLOCK : (block + 1) * BLOCK].T
         power = exponents[..., block, None] + keys[:, dim + block].to(torch.int32)
+        # Each block's sum is rounded to float32 once, and blocks are added in ascending order.
         part = sums.float() * power_of_two(power.clamp(-126, 127))
         total = part if block == 0 else total + part
     unknown = (exponents == NOT_A_NUMBER).any(-1)[..., None] | (keys[:, dim:] == NOT_A_NUMBER).any(-1)
@@ -196,9 +206,11 @@ def _numerators(differences: Tensor) -> Tensor:
     limited = differences.nan_to_num(nan=exact.EXP_LIMIT).clamp(min=exact.EXP_LIMIT)
     units = torch.round(limited * float(1 << exact.EXP_INPUT_BITS)).to(torch.int32)
     shift, fraction = -(units >> exact.EXP_INPUT_BITS), units & ((1 << exact.EXP_INPUT_BITS) - 1)
+    # The fraction's upper bits choose the knot, and the lower 8 interpolate, rounded to nearest.
     knot, rest = fraction >> 8, fraction & 255
     table = _EXP_TABLE.to(differences.device)
     power = table[knot] + (((table[knot + 1] - table[knot]) * rest + 128) >> 8)
+    # Half of the last place is added before the shift: rounding to nearest. With shift 0 it is 0.
     return (power + ((1 << shift) >> 1)) >> shift
 
 
@@ -214,6 +226,7 @@ def _weighted_values(weights: Tensor, values: Tensor, dim: int) -> Tensor:
         tiles = rows[:, block * BLOCK : min((block + 1) * BLOCK, dim)].unflatten(0, (-1, BLOCK)).double()
         parts = torch.einsum("gtnj,njc->gtnc", mantissas.double(), tiles).float() * power_of_two(exponents)[..., None]
         total = torch.zeros_like(parts[:, :, 0])
+        # One tile after the other: this float32 sum has a stated order.
         for tile in range(parts.shape[2]):
             total = total + parts[:, :, tile]
         columns.append(total)

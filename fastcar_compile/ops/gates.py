@@ -52,6 +52,7 @@ def tas_heads(
     Returns:
         float32 [B].
     """
+    # A head that is not chosen has weight 0 and stays in the sum: one kernel serves every choice.
     factors = query.new_zeros(query.shape[1])
     factors[list(heads)] = query.new_tensor(list(weights))
     own, key = _grouped(query * factors[:, None, None], key_cache, position, stride)
@@ -87,6 +88,7 @@ def input_delta(x: Tensor, cached: Tensor) -> Tensor:
     x - cached is not finite has NaN, so that it does not replay. H is at most 65,536.
     """
     change = (x - cached).abs()
+    # The divisor is at least one unit of 2^-24, so a row of zeros divides by no zero.
     score = _size(change) / _size(x).clamp(min=1)
     return torch.where(change.isfinite().all(-1), score, torch.nan)
 
@@ -122,6 +124,7 @@ def output_bound(
     own, key = _grouped(query, key_cache, position, stride)
     dots, squares, others = (fixed_sum(v, (-1,)).float() for v in (own * key, own * own, key * key))
     cosines = dots / _root((squares * others).clamp(min=1))
+    # In integers again: the mean over heads then has no order.
     near = (cosines.clamp(-1, 1) * one).round().to(torch.int64).sum((1, 2))
     distance = _root((heads * (1 << COSINE_BITS) - near).float() * distance_factor(heads))
     finite = own.isfinite().all(-1).flatten(1).all(-1) & key.isfinite().all(-1).flatten(1).all(-1)
@@ -158,7 +161,9 @@ def learned_score(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor,
     """
     features = torch.cat([x, (x - cached).abs()], -1)
     largest = features.abs().amax(-1, keepdim=True)
+    # One exponent for the whole row, from the bits of its largest feature.
     field = (largest.view(torch.int32) >> MANTISSA_BITS).clamp(min=LEAST_EXPONENT)
+    # A product with a power of two only moves the exponent, so `round` is the one rounding.
     whole = (features * _power_of_two(SCALE_FIELD - field)).round().double()
     sums = torch.nn.functional.linear(whole, w1.double()).float()
     hidden = (sums * _power_of_two(field - SCALE_FIELD) + b1).relu()
@@ -194,6 +199,7 @@ def random_score(step: Tensor, rows: int, layer: int) -> Tensor:
     by_step, by_row, by_layer = HASH_FACTORS
     x = ((step[:, None] + 1) * by_step + (row + 1) * by_row + (layer + 1) * by_layer) % HASH_PRIME
     for constant in HASH_ROUNDS:
+        # Residues of a 31-bit prime: the product of two stays below 2^62, which int64 has.
         square = x * x % HASH_PRIME
         x = (square * square % HASH_PRIME * x + constant) % HASH_PRIME
     return ((x // 2 ** (31 - HASH_BITS) + 1).float() * 2.0**-HASH_BITS).flatten()

@@ -56,6 +56,7 @@ class GateCall:
     @property
     def inputs(self) -> GateInputs[Tensor]:
         """What the gate reads: of the key cache the row `position - stride`, clamped to 0."""
+        # A gate over the MLP's input alone reads no query.
         if self.query is None or self.key_cache is None:
             return GateInputs(None, None, self.x, self.cached)
         row = self.key_cache[:, :, max(self.position - self.stride, 0)]
@@ -131,5 +132,6 @@ def _(
     stride: int,
     layer: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # Three tensors of the counters' shape [B], of three types.
     rows = chain.new_empty(chain.shape)
     return torch.empty_like(rows, dtype=torch.bool), torch.empty_like(rows, dtype=torch.float32), rows

@@ -22,6 +22,7 @@ def operator(name: str, *, reason: str) -> Callable[[Callable[..., Any]], Custom
         reason: one sentence for the inspection page: what the operator is for.
     """
     REASONS[f"fastcar.{name}"] = reason
+    # No operator mutates: writes are functional, and a backend decides what happens in place.
     return custom_op(f"fastcar::{name}", mutates_args=())
 
 

@@ -19,6 +19,7 @@ _INV_127 = float(np.float32(1.0) / np.float32(127.0))
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return symmetric int8 weights per output channel: float32 [N, K] -> (int8 [N, K], float32 scale [N])."""
     scale = weight.abs().amax(1) / 127
+    # A row of zeros keeps scale 1, so nothing is divided by 0.
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return (weight / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
 
@@ -42,6 +43,7 @@ def quantize_weight_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     spare = groups * GROUP - inputs
     padded = torch.nn.functional.pad(weight.float(), (0, spare)) if spare else weight.float()
     padded = padded.reshape(channels, groups, GROUP)
+    # Rounded to float16 before the division below: weights are rounded to what the stored scale can give.
     scale = (padded.abs().amax(2) / 7).clamp(SMALLEST_GROUP_SCALE, LARGEST_GROUP_SCALE).to(torch.float16)
     quantized = (padded / scale.float()[..., None]).round_().clamp_(-7, 7).to(torch.int8)
     return pack_int4(quantized.reshape(channels, -1)), scale
@@ -50,12 +52,14 @@ def quantize_weight_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 def pack_int4(values: Tensor) -> Tensor:
     """Return int8 [N, 128 * G] of -8 .. 7 as uint8 [N, 64 * G]: byte i of a group has element i (low) and 64 + i."""
     low, high = values.reshape(len(values), -1, 2, GROUP // 2).unbind(2)
+    # Two's complement nibbles: `& 15` drops the sign bits that int8 repeats.
     return ((low & 15) | ((high & 15) << 4)).view(torch.uint8).reshape(len(values), -1)
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
     """Return uint8 [N, 64 * G] as int8 [N, 128 * G]: the inverse of `pack_int4`."""
     halves = packed.view(torch.int8).reshape(len(packed), -1, 1, GROUP // 2)
+    # int8 shifts are arithmetic, so they bring a nibble's sign back.
     return torch.cat([(halves << 4) >> 4, halves >> 4], 2).reshape(len(packed), -1)
 
 
@@ -96,6 +100,7 @@ def scaled_int8(quantized: Tensor, scale: Tensor, qweight: Tensor, wscale: Tenso
 
 def scaled_int4(quantized: Tensor, scale: Tensor, qweight: Tensor, wscale: Tensor) -> Tensor:
     """Return `linear_w4a8` of rows that are quantised, without the bias."""
+    # Groups are added in ascending order, each product rounded first: the order is part of the definition.
     total = None
     for acc, group_scale in zip(accumulate_groups(quantized, qweight), wscale.float().T, strict=True):
         part = acc.float() * group_scale

@@ -24,6 +24,7 @@ class ReplayRule:
 def decide(score: Tensor, threshold: Tensor, step: Tensor, chain: Tensor, rule: ReplayRule) -> Tensor:
     """Return the decisions of `gate` for scores [..., B]; `step` and `chain` broadcast against them."""
     replay = (score <= threshold) if rule.at_most else (score >= threshold)
+    # In the first frame no slot holds an output yet.
     replay = replay & (step >= rule.stride)
     if rule.refresh_every > 0:
         replay = replay & (step // rule.stride % rule.refresh_every != 0)
@@ -31,6 +32,7 @@ def decide(score: Tensor, threshold: Tensor, step: Tensor, chain: Tensor, rule: 
         replay = replay & (chain < rule.max_chain)
     if rule.couple_cfg:
         first, second = replay.chunk(2, -1)
+        # One row of a guidance pair that computes makes the other compute.
         replay = torch.cat([first & second] * 2, -1)
     return replay
 

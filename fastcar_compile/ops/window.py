@@ -87,19 +87,23 @@ def window_attention(
     Returns:
         float32 [B, Hq, T, D].
     """
+    # The chunk is written before it is attended to, so `end` positions are in the ring.
     start, end = int(position), int(position) + query.shape[2]
     ring = key_cache.shape[2] - sinks
     here = torch.arange(start, end, device=query.device)
     first = torch.arange(min(sinks, end), device=query.device)
     recent = torch.arange(min(max(sinks, start - window + 1), end), end, device=query.device)
+    # Sinks and window as positions; the two overlap nowhere, because `recent` starts behind the sinks.
     columns = torch.cat([first, recent])
     rows = row_of(columns, sinks, ring)
     group = query.shape[1] // key_cache.shape[1]
     dim = query.shape[3]
+    # Gathered in the order of positions, so the columns below are those of `columns`.
     keys, values = (loaded(c[:, :, rows], dim).repeat_interleave(group, 1) for c in (key_cache, value_cache))
     seen = (columns <= here[:, None]) & ((columns < sinks) | (columns > here[:, None] - window))
     logits = query @ keys.transpose(-1, -2)
     if sink_query is not None:
+        # Sinks come first among the columns, so theirs are replaced as one slice.
         logits[..., : len(first)] = sink_query @ keys[:, :, : len(first)].transpose(-1, -2)
     return torch.softmax(capped(logits * scale, softcap).masked_fill(~seen, -torch.inf), -1) @ values
 
