@@ -28,6 +28,7 @@ def fit_caches(recipe: TorchExportableModuleWithStaticCache, model: PreTrainedMo
     for number, (layer, shape) in enumerate(zip(recipe.static_cache.layers, _written(model, batch), strict=True)):
         if not isinstance(layer, StaticLayer) or shape is None:
             continue
+        # `lazy_initialization` takes batch, heads and head dimension from its arguments. No row is needed.
         row = torch.zeros(*shape[:2], 0, shape[3], dtype=model.dtype)
         layer.lazy_initialization(row, row)
         recipe.register_buffer(f"key_cache_{number}", layer.keys, persistent=False)
@@ -37,6 +38,7 @@ def fit_caches(recipe: TorchExportableModuleWithStaticCache, model: PreTrainedMo
 def _written(model: PreTrainedModel, batch: int) -> list[torch.Size | None]:
     """Return the shapes of one token's keys, per layer, from a forward that computes nothing."""
     cache = DynamicCache()
+    # Under a fake mode the forward knows shapes only.
     mode = detect_fake_mode(list(model.parameters())) or FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
         model(torch.zeros(batch, 1, dtype=torch.int64), use_cache=True, **{cache_argument(model): cache})

@@ -60,6 +60,7 @@ def capture(
         check_module_names(model)
         check_device(model)
     if isinstance(model, ExportedProgram):
+        # An export has one shape, that of a decode step, so it has no prefill graph.
         check_exported(model)
         graph = import_exported(model)
         chunk = None
@@ -72,6 +73,7 @@ def capture(
             chunk = None
             if prefill_chunk > 1:
                 chunk = import_exported(_export(step, facts, batch_size, prefill_chunk, headless), wrapper)
+    # The decode step stands for both graphs: one module made them.
     check_deterministic(graph.graph)
     config = _config(graph, chunk, max_seq_len, tokens_per_frame, prefill_chunk)
     return DecoderProgram(graph, chunk, config, outputs=["logits"], reasons=dict(REASONS), lazy=lazy)
@@ -80,6 +82,7 @@ def capture(
 @contextmanager
 def step_module(model: nn.Module, batch_size: int, max_seq_len: int) -> Generator[tuple[nn.Module, bool]]:
     """The model as a float32 step-protocol module, and whether it takes embeddings."""
+    # On a copy: the caller's model keeps its precision.
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters()):
         model = copy.deepcopy(model).float()
     headless = ModelFacts.of(model).takes_embeddings
@@ -93,6 +96,7 @@ def step_module(model: nn.Module, batch_size: int, max_seq_len: int) -> Generato
 
 
 def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddings: bool) -> ExportedProgram:
+    # The parameters of a checkpoint's model are fake tensors. Inputs of another fake mode could not meet them.
     with detect_fake_mode(list(step.parameters())) or nullcontext():
         arguments: dict[str, Any] = {"cache_position": torch.arange(tokens)}
         if embeddings:
@@ -103,6 +107,8 @@ def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddi
             arguments["context"] = torch.zeros(batch, facts.context_length, facts.context_size)
             if facts.takes_context_mask:
                 arguments["context_mask"] = torch.ones(batch, facts.context_length, dtype=torch.bool)
+    # A Hugging Face step is tried without explicit positions first. What the model works out from the cache's length
+    # may be a Python number: then it raises, or the export holds an `item` of the position.
     implicit = step if isinstance(step, StaticCacheStep) and step.can_be_explicit() else None
     try:
         exported = _exported(step, arguments)
@@ -114,6 +120,7 @@ def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddi
     else:
         if implicit is None or not _counts_in_python(exported):
             return exported
+    # Once only: `can_be_explicit` is False afterwards, so an error of the second export is reported.
     implicit.explicit = True
     return _export(step, facts, batch, tokens, embeddings)
 
@@ -146,6 +153,7 @@ def _config(graph: Any, chunk: Any, max_seq_len: int, tokens_per_frame: int, pre
         batch_size=int(tokens.meta["val"].shape[0]),
         max_seq_len=max_seq_len,
         tokens_per_frame=tokens_per_frame,
+        # find-sites counts the layers, and reads the hidden size off the residual stream.
         num_layers=0,
         hidden_size=int(tokens.meta["val"].shape[-1]) if embeddings else 0,
         vocab_size=None if embeddings else int(output.shape[-1]),
@@ -166,6 +174,7 @@ def _context(graph: fx.Graph) -> ContextInput | None:
     found = {name: value for name, value in inputs.items() if name in ("context", "context_mask")}
     if not found:
         return None
+    # A mask without a context is refused below: `context` is None then.
     context, mask = found.get("context"), found.get("context_mask")
     if context is not None and context.dim() == 3 and context.dtype == torch.float32:
         batch, length, size = (int(d) for d in context.shape)

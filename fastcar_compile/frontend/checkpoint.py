@@ -66,10 +66,12 @@ class Checkpoint:
         self.tensors = _headers(folder, files or [], problems)
         if skeleton is not None:
             self.skeleton = skeleton
+            # Tensors of a shard that is missing or damaged are missing for that reason, which is reported already.
             unreadable = {PurePosixPath(p.where).name for p in problems}
             gone = [tensor for tensor, file in (listed or {}).items() if file in unreadable]
             names = skeleton.stored_names(gone)
             lost = {*names.stored, *names.converted}
+            # Without an index, nobody knows which tensors an unreadable file held.
             if listed or not problems:
                 problems += self._tensor_problems(lost)
         if problems:
@@ -117,6 +119,7 @@ class Checkpoint:
         model = self.skeleton.model(self.skeleton.captured_layers)
         stored = model.state_dict().keys()
         for name, buffer in model.named_buffers():
+            # Buffers that are not saved, such as rotary frequencies, were computed when the model was built.
             if name in stored:
                 buffer.copy_(self.read(name))
         return model
@@ -154,6 +157,7 @@ class Checkpoint:
     def _excused(self, group: Iterable[str], skip: Iterable[str], problems: list[CompileError]) -> bool:
         """Whether something else is wrong than that the tensor is missing: its shard is lost, or it is converted."""
         converted = [self._names.converted[name] for name in group if name in self._names.converted]
+        # Transformers computes such a parameter when it loads it. Here a parameter is read as it is stored.
         if converted:
             what = f"transformers computes {next(iter(group))} out of {converted[0]} when it loads this checkpoint"
             hint = "load it with from_pretrained, and compile the module, or save it again in today's form"

@@ -62,6 +62,7 @@ def _place(step: nn.Module, trace: TracebackType | None) -> str:
     """Module path and source line of the deepest frame in the model's own code."""
     frames = [(frame, line) for frame, line in traceback.walk_tb(trace) if _is_theirs(frame)]
     paths = {id(module): path for path, module in step.named_modules()}
+    # The deepest frame with a module as `self` gives a path in the model, which says more than a line.
     for frame, line in reversed(frames):
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and paths.get(id(owner)):

@@ -45,6 +45,7 @@ def _shapes(exported: ExportedProgram) -> list[str]:
         if node.op != "placeholder" or node.name not in names or not isinstance(value, Tensor):
             continue
         shape: tuple[int | SymInt, ...] = tuple(value.shape)
+        # One shape error is enough for each input; later checks compare sizes as numbers.
         if any(isinstance(d, SymInt) for d in shape):
             found.append(f"input {node.name} has the dynamic shape [{', '.join(map(str, shape))}]")
         elif node.name in TOKEN_NAMES and (value.dim() < 2 or value.shape[1] != 1):

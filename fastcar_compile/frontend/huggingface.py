@@ -42,12 +42,14 @@ class StaticCacheStep(TorchExportableModuleWithStaticCache):
         tokens = inputs_embeds if input_ids is None else input_ids
         assert tokens is not None
         assert cache_position is not None
+        # The cache counts the tokens that it got. A step sets this count to its own position.
         for layer in self.static_cache.layers:
             length = cast("Tensor", layer.cumulative_length)  # pyright: ignore[reportAttributeAccessIssue]
             length.copy_(cache_position[:1] if length.dim() else cache_position[0])  # [1] until Transformers 5.12
         stated: dict[str, object] = {cache_argument(self.model): self.static_cache}
         if self.explicit:
             rows = tokens.shape[0]
+            # All ones, because rows have no padding.
             stated["attention_mask"] = torch.ones(rows, self.length, dtype=torch.int64)
             stated["position_ids"] = cache_position.expand(rows, -1)
         result = self.model(input_ids=input_ids, inputs_embeds=inputs_embeds, use_cache=True, **stated)
@@ -71,6 +73,7 @@ def static_cache_step(model: PreTrainedModel, batch_size: int, max_seq_len: int)
         CompileError: the model has neither the attention that is asked for nor another one that can be captured, or no
             static cache.
     """
+    # What the export needs is set on the caller's own model, and set back on exit.
     kept = (model.config._attn_implementation, getattr(model, "generation_config", None))
     if getattr(model.config, "add_cross_attention", False):
         raise CompileError("a decode step gets no other sequence for cross-attention to read")
@@ -109,6 +112,7 @@ def _choose_attention(model: PreTrainedModel) -> None:
 
     PyTorch's operator has no soft-cap: Transformers then refuses it.
     """
+    # Gemma 2, for one, has a soft-cap. Its eager attention writes the soft-cap out, and normalize-state recognises it.
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     try:
         model.set_attn_implementation("eager" if capped else "sdpa")

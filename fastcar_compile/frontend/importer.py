@@ -52,6 +52,7 @@ class _Importer:
 
     def run(self) -> fx.GraphModule:
         user = [n for n in self.exported.graph.nodes if n.op == "placeholder" and self._is_user(n)]
+        # An input that the step ignores is no part of the protocol. A position that it ignores still bounds attention.
         user = [n for n in user if n.users or n.name in POSITION_NAMES]
         self._check_inputs(user)
         tokens = next(n for n in user if n.name in TOKEN_NAMES)
@@ -59,6 +60,7 @@ class _Importer:
         token_node = self.graph.placeholder(TOKEN_NAMES[tokens.name])
         token_node.meta = dict(tokens.meta)
         self.values[tokens] = token_node
+        # The session gives the position of the first token as int64 [1], also to a chunk.
         position_node = self.graph.placeholder("position")
         start = torch.zeros(1, dtype=torch.int64)
         position_node.meta["val"] = fake_mode_of(self.exported.graph).from_tensor(start, static_shapes=True)
@@ -66,6 +68,7 @@ class _Importer:
             self.values[node] = self.graph.placeholder(node.name)
             self.values[node].meta = dict(node.meta)
         for node in self.exported.graph.nodes:
+            # torch.export lifts parameters, buffers and constants to inputs; here they become attributes again.
             if node.op == "placeholder" and not self._is_user(node) and node.users:
                 self.values[node] = self._attribute(node)
         self.values[position] = self._positions(position, position_node)
@@ -103,6 +106,7 @@ class _Importer:
         if not isinstance(value, Tensor):
             raise CompileError(f"the model reads {target}, a {type(value).__name__}; only tensors can be compiled")
         name = self._user_path(target)
+        # A fake parameter stands for one on disk. The meta device marks it for the passes.
         lazy = isinstance(value, FakeTensor)
         self.attributes[name] = torch.empty(value.shape, dtype=value.dtype, device="meta") if lazy else value.detach()
         attribute = self.graph.get_attr(name)
@@ -113,11 +117,13 @@ class _Importer:
         steps = int(original.meta["val"].numel())
         if steps == 1:
             return position
+        # cache_position [T] of a chunk is computed from its first position, so both graphs have one kind of input.
         offsets = call(self.graph, torch.ops.aten.arange.default, (steps,), origin=original, made_by=_MADE_BY)
         return call(self.graph, torch.ops.aten.add.Tensor, (offsets, position), origin=original, made_by=_MADE_BY)
 
     def _copy_body(self, owner: torch.nn.Module, nodes: Any) -> Any:
         for node in nodes:
+            # The graph of a wrapper is inlined at its call, so the node that reads it goes.
             if node.op == "placeholder" or (node.op == "get_attr" and self._is_submodule(owner, node)):
                 continue
             if node.op == "output" and owner is self.exported.graph_module:
@@ -133,6 +139,8 @@ class _Importer:
     def _output(self, node: fx.Node) -> None:
         results = [self.values[n] for n in output_nodes(node.graph)]
         kinds = self.exported.graph_signature.output_specs
+        # `run_decompositions` turns buffer writes into further
+        # outputs. Writes in place are what normalize-state expects.
         user = [r for r, s in zip(results, kinds, strict=True) if s.kind.name == "USER_OUTPUT"]
         if len(user) != 1 or len(results) != 1:
             raise CompileError(
@@ -146,6 +154,7 @@ class _Importer:
         if node.op == "call_function" and str(getattr(node.target, "_name", node.target)) in _WRAPPERS:
             return self._inline(owner, node)
         if node.target is operator.getitem:
+            # An inlined wrapper yields a Python tuple and no node.
             source, index = self.values[node_arg(node, 0)], node.args[1]
             if isinstance(source, tuple | list) and isinstance(index, int):
                 return source[index]

@@ -37,6 +37,7 @@ class ModelFacts:
         config = getattr(model, "config", None)
 
         def ask(*names: str) -> int | None:
+            # The config comes before the module, and the first name before the others.
             found = [getattr(place, n, None) for n in names for place in (config, model)]
             return next((int(v) for v in found if isinstance(v, int)), None)
 

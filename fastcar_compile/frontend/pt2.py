@@ -66,6 +66,7 @@ def _is_old(path: Path) -> bool:
 
 def _program(path: Path) -> ExportedProgram:
     reader = torch._C.PyTorchFileReader(os.fspath(path))
+    # Sizes are checked before any record is read.
     sizes = {name: int(reader.get_record_size(name)) for name in reader.get_all_records()}
     _check_total(path, sizes)
     models = [name for name in sizes if name.startswith("models/") and name.endswith(".json")]
@@ -100,6 +101,7 @@ Tensors = Callable[[], dict[str, Tensor]]
 
 def _built(program: bytes, weights: Tensors, constants: Tensors) -> ExportedProgram:
     data: Any = parse_json(program, size=limits.GRAPH_BYTES)
+    # Typed, but not built: torch has evaluated nothing of the file until `check_program` has passed.
     typed = _dict_to_dataclass(schema.ExportedProgram, data)
     if not isinstance(typed, schema.ExportedProgram):
         raise CompileError("the file holds no exported program", hint=_HINT)

@@ -33,8 +33,10 @@ def check_program(program: schema.ExportedProgram) -> None:
     Raises:
         CompileError: an operator, an expression, a pytree or a name is not allowed.
     """
+    # Guards are Python source. Nothing here needs them or the metadata.
     program.guards_code = []
     program.graph_module.metadata = {}
+    # Only symbols have ranges, so the shapes are not fixed.
     if program.range_constraints:
         raise _dynamic()
     for part in _parts(program):

@@ -58,6 +58,7 @@ class Payloads:
             return _plain(found, name)
         if meta.tensor_meta is None:
             raise CompileError(f"{name} of the exported program has no type", hint=_HINT)
+        # Tensors of one part share its memory, as tied parameters do.
         flat = stored.get(place)
         if flat is None:
             flat = stored[place] = self._flat(f"{folder}{place}", meta.tensor_meta)
@@ -114,6 +115,7 @@ def _plain(value: Any, name: str) -> Tensor:
 
 def _strided(flat: Tensor, meta: schema.TensorMeta, name: str) -> Tensor:
     sizes, strides = [_whole(s, name) for s in meta.sizes], [_whole(s, name) for s in meta.strides]
+    # Strides of 0 repeat elements: a few stored bytes could claim any size.
     repeated = (prod(sizes) - flat.numel()) * flat.element_size()
     if repeated > limits.EXPANDED_BYTES or (meta.device is not None and meta.device.type != "cpu"):
         raise CompileError(f"{name} of the exported program is no plain tensor", hint=_HINT)

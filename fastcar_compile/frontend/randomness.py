@@ -21,6 +21,7 @@ def check_deterministic(graph: fx.Graph) -> None:
     """Raise CompileError with every operator that draws random numbers."""
     problems: list[CompileError] = []
     for node in graph.nodes:
+        # The third argument is `train`; it must be False literally.
         if is_op(node, *_DROPOUT) and node.args[2:3] != (False,):
             what = "dropout is active in a model that is not training"
             hint = "use nn.Dropout, or give F.dropout training=self.training: its default is True"

@@ -49,6 +49,7 @@ def _kinds(module: Any) -> dict[str | None, str]:
 
 
 def _fix(module: Any, max_seq_len: int) -> None:
+    # A model with several types of layers has a table for each type, under a name of its own.
     kinds = _kinds(module)
     for layers, kind in kinds.items():
         if not _is_by_length(kind):
@@ -59,5 +60,6 @@ def _fix(module: Any, max_seq_len: int) -> None:
         length: Any = torch.tensor(max_seq_len)  # as in a forward, so that frequencies have the same bits
         new, _scaling = ROPE_INIT_FUNCTIONS[kind](module.config, torch.device("cpu"), seq_len=length, **options)
         module.register_buffer(name, new.to(old.dtype), persistent=False)
+        # Another kind would make the forward compute its frequencies anew from the positions.
         kinds[layers] = _FIXED
     module.rope_type = kinds if isinstance(module.rope_type, dict) else kinds[None]

@@ -85,6 +85,7 @@ class Skeleton:
         """Paths of every parameter and persistent buffer; those that are tied together are one group."""
         groups: dict[int, list[str]] = defaultdict(list)
         for name, tensor in self._tensors().items():
+            # Tied parameters are one object under several paths.
             groups[id(tensor)].append(name)
         return [tuple(names) for names in groups.values()]
 
@@ -132,14 +133,18 @@ class Skeleton:
         kinds = [self._kind(i, layer) for i, layer in enumerate(self._full.get_submodule(self.layers_path).children())]
         found = [(total, 1)]
         for period in range(1, total // 2 + 1):
+            # From the layer behind the last odd one on, every layer equals the one a period later.
             odd = [i for i in range(total - period) if kinds[i] != kinds[i + period]]
             start = odd[-1] + 1 if odd else 0
+            # Layers in front that are not alike, layers that leave
+            # whole blocks behind them, and two blocks for the proof.
             found.append((start + (total - start) % period + 2 * period, period))
         return min(found)
 
     def _kind(self, index: int, layer: nn.Module) -> Any:
         described = []
         for path, module in layer.named_modules():
+            # Plain attributes tell kinds apart that parameters do not, such as a sliding window or `is_causal`.
             plain = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and k != "layer_idx"}
             tensors = {k: tuple(t.shape) for k, t in module.named_parameters(recurse=False)}
             described.append((path, type(module), plain, tensors))
@@ -159,6 +164,7 @@ class Skeleton:
         made: dict[int, nn.Parameter] = {}
         for module in model.modules():
             for name, value in list(module.named_parameters(recurse=False)):
+                # Tied parameters stay tied: one fake tensor for both paths.
                 if id(value) not in made:
                     with mode:
                         made[id(value)] = nn.Parameter(torch.empty(value.shape), requires_grad=False)

@@ -38,6 +38,7 @@ class StoredNames:
         converted: dict[str, str] = {}
         for name in names:
             path, converter = rename_source_key(name, renamings, converters, prefix, known)
+            # The model has this name, and a rule would turn it into one that the model lacks: the name stays.
             if path not in known and name in known:
                 path, converter = rename_source_key(name, [], [], prefix, known)
             if converter is None:

@@ -50,6 +50,7 @@ def explained(model: nn.Module, error: CompileError) -> CompileError:
     found = structures_of(model)
     if not found:
         return error
+    # A symptom inside of a layer with such a structure follows from it. Others are reported beside it.
     places = {place for structure in found for place in structure.places}
     others = [p for p in error.problems or (error,) if _is_elsewhere(p, places)]
     return CompileError.collect([*(structure.problem(model) for structure in found), *others])
@@ -85,6 +86,7 @@ def _innermost(paths: list[str]) -> tuple[str, ...]:
 def _has_experts(module: nn.Module) -> bool:
     """Whether a router beside several alike MLPs, or beside stacked weights [E, N, K], has a row for each of them."""
     for name, child in module.named_children():
+        # A router is a matrix with one row for each expert.
         count = _alike(child)
         others = (p for n, p in module.named_parameters() if not n.startswith(f"{name}."))
         if count > 1 and any(p.dim() == 2 and p.shape[0] == count for p in others):
@@ -214,6 +216,7 @@ def check_device(model: nn.Module) -> None:
 def check_signature(model: nn.Module) -> None:
     """Raise CompileError where a plain module's forward is no step over one token per row."""
     taken = inspect.signature(model.forward).parameters
+    # `**kwargs` may take anything, so a signature says nothing.
     if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
         return
     if "cache_position" in taken and {"input_ids", "inputs_embeds"} & set(taken):

@@ -45,6 +45,7 @@ def _inner(model: nn.Module) -> nn.Module | None:
 @contextmanager
 def as_written(model: nn.Module) -> Generator[None]:
     """Put every module in evaluation mode, without compiled calls; on exit each gets back what it had."""
+    # `model.eval()` sets every module, and a caller may have left parts in training.
     modes = [(m, m.training) for m in model.modules()]
     calls = [(m, m._compiled_call_impl) for m in model.modules()]
     wrapped = [
