@@ -13,6 +13,7 @@ def reachable(function: relax.Function) -> set[relax.Var]:
     """Return variables whose memory a result may be in: through every operand, as a callee may return its argument."""
     values = dict(all_bindings(function.body))
     found: set[relax.Var] = set()
+    # From the results back: any operand of a call may be what the call returns.
     ahead = list(_variables(body_of(function).body))
     while ahead:
         var = ahead.pop()

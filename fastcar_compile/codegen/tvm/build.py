@@ -80,6 +80,7 @@ def lower(graphs: Mapping[str, HostGraph], isa: InstructionSet | None = None) ->
         CompileError: operators that TVM cannot import, all of them.
     """
     isa = isa or host_instruction_set()
+    # Before anything is imported, so that one error names every operator that has no lowering.
     _check_operators([graph.module for graph in graphs.values()], isa)
     entries = {name: Entry(graph.module, segment(graph.module)) for name, graph in graphs.items()}
     ir_module = import_graphs(entries, isa)
@@ -106,6 +107,7 @@ def _check_operators(modules: Sequence[fx.GraphModule], isa: InstructionSet) -> 
     importer = SegmentImporter(relax.BlockBuilder(), isa)
     graphs = [m.graph for module in modules for m in module.modules() if isinstance(m, fx.GraphModule)]
     nodes = [n for graph in graphs for n in graph.nodes if n.op == "call_function"]
+    # Quantised linears have no converter: the fusion `split_quantized_linears` replaces them before the import.
     unknown = [n for n in nodes if n.target not in QUANTIZED_LINEARS and not importer.knows(n.target)]
     if unknown:
         problems = [CompileError(f"operator {n.target} has no TVM lowering", where=where(n)) for n in unknown]

@@ -178,6 +178,8 @@ class Call:
     ) -> list[relax.Var]:
         """Emit a kernel of several results of these shapes and dtypes."""
         outs = [tensor_type(shape, dtype) for shape, dtype in types]
+        # A kernel of several results returns a tuple. Its elements
+        # are bound one by one, so that later passes see variables.
         both = self.emit(call_kernel(add_kernel(self._builder, function), args, outs))
         return [self.emit(relax.TupleGetItem(both, i)) for i in range(len(outs))]
 
@@ -191,6 +193,7 @@ class Call:
 
     def in_place(self, function: PrimFunc, args: Sequence[relax.Expr]) -> relax.Var:
         """Emit a kernel that writes into its first argument, which is also the result: nothing copies a cache."""
+        # Place 0: the result's memory is that of the cache, which the caller gave as state.
         out = tensor_type(self.shape, self.dtype)
         return self.emit(call_in_place(add_kernel(self._builder, function), args, [0], [out]))
 

@@ -80,6 +80,7 @@ class _Combiner(PyExprMutator):
         group = self._group_of.get(binding.var)
         if group is None:
             super().visit_var_binding_(binding)
+        # At the first matmul all rows and weights are known: the rows are its own, and weights are parameters.
         elif binding.var.same_as(group[0].variable):
             together = self.builder_.emit(self._call(group))
             for i, one in enumerate(group):
@@ -99,6 +100,7 @@ def _groups(module: tvm.IRModule, function: relax.Function) -> list[list[_Matmul
     groups: dict[tuple[object, ...], list[_Matmul]] = {}
     for variable, value in bindings_of(function.body):
         found = _matmul(module, variable, value)
+        # A weight that the function computes may be bound behind the first matmul, so it cannot join its call.
         if found is not None and parameters.issuperset(found.weights):
             groups.setdefault((found.kind, found.m, found.k, *found.rows), []).append(found)
     return [group for group in groups.values() if len(group) > 1]
@@ -112,8 +114,10 @@ def _matmul(module: tvm.IRModule, variable: relax.Var, call: relax.Expr) -> _Mat
     if not isinstance(kernel, PrimFunc) or kernel.attrs is None or str(kernel.attrs.get(KIND)) not in LINEARS:
         return None
     kind = str(kernel.attrs[KIND])
+    # Kernels carry their kind and options as attributes, by which another kernel is asked for.
     m, n, k = json.loads(str(kernel.attrs[OPTIONS]))
     linear, arguments = LINEARS[kind], tuple(cast(relax.Tuple, call.args[1]).fields)
+    # With more rows a kernel is more than one parallel loop, and only single loops are joined.
     if m > linear.max_rows:
         return None
     return _Matmul(variable, kind, m, n, k, arguments[: linear.activations], arguments[linear.activations :])

@@ -39,6 +39,7 @@ def schedule_elementwise() -> tvm.transform.Pass:
 def _scheduled(function: Any) -> Any:
     if not isinstance(function, PrimFunc) or _is_own(function) or not _is_large(function):
         return function
+    # A kernel with a reduction or another structure keeps TVM's schedule.
     schedule: Any = s_tir.Schedule(cast(Any, function))
     blocks = schedule.get_child_blocks(schedule.get_sblock("root"))
     if not all(_is_elementwise(schedule.get(block)) for block in blocks):
@@ -71,6 +72,7 @@ def _is_elementwise(block: Any) -> bool:
 def _can_move(schedule: Any, block: Any) -> bool:
     value = schedule.get(block).body.value
     users = [schedule.get(user).body.value for user in schedule.get_consumers(block)]
+    # A pure move, such as a reshape, costs nothing where its value is read, whoever reads it.
     if isinstance(value, TensorLoad):
         return bool(users)
     return len(users) == 1 and (not isinstance(value, tirx.Mul) or isinstance(users[0], TensorLoad | tirx.Mul))

@@ -25,6 +25,7 @@ def embedding_graph(program: DecoderProgram) -> HostGraph | None:
     needed, graph, made = ancestors(entry), fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         if node in needed:
+            # Only what leads to the entry is copied: the session gives this graph's inputs alone.
             made[node] = graph.node_copy(node, lambda old: made[old])
     graph.output(())
     set_outputs(graph, [made[entry]])

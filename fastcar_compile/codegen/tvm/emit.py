@@ -79,8 +79,10 @@ class TvmEmitter:
             host = copy.deepcopy(
                 program, {id(t): t for g in program.all_graphs() for t in tensor_attributes(g).values()}
             )
+            # On a copy: the library keeps the decode step without an accelerator, too.
             run_pipeline(host, offload_pipeline(context.options.offload))
             graphs["offload"] = HostGraph(host.graph_module, host.outputs)
+        # One import serves all libraries: only the kernels of another instruction set are exchanged.
         first = context.variants[0]
         lowered = lower(graphs, first)
         machine = f"{platform.machine()}-linux-gnu"

@@ -44,6 +44,7 @@ def add_entry(
     values: dict[Any, Any] = dict(zip(map(_identity, arguments), variables, strict=True))
     with builder.function(name, variables):
         for part in segments:
+            # What differs between equal layers, their number or name, is an argument: so they share one function.
             literals = [IntImm("int64", v) if isinstance(v, int) else StringImm(v) for v in part.literals]
             call = relax.Call(functions[part.key], [*(values[_identity(n)] for n in part.inputs), *literals])
             result = builder.emit(call)

@@ -39,6 +39,7 @@ def flatten(entries: Mapping[str, str]) -> tvm.transform.Pass:
 
     def run(module: tvm.IRModule) -> tvm.IRModule:
         inner = {v.name_hint: f for v, f in module.functions_items() if isinstance(f, relax.Function)}
+        # What is left in `inner` are layers and branches, which are called only from entries or from each other.
         wholes = {entry: inner.pop(entry) for entry in entries}
         kept = {v: f for v, f in module.functions_items() if v.name_hint not in inner}
         for entry, check in entries.items():
@@ -83,8 +84,10 @@ class _Flattener:
         return found
 
     def _statement(self, var: relax.Var, value: relax.Expr, values: Values) -> list[relax.VarBinding]:
+        # A buffer that calls share must outlive the call, so the kills of a function are dropped.
         if _operator(value) == _KILL:
             return []
+        # Names and tuples need no statement: their readers get what they stand for.
         if isinstance(value, relax.Var | relax.Tuple | relax.TupleGetItem):
             values[var] = _replaced(value, values)
             return []
@@ -97,6 +100,7 @@ class _Flattener:
             value = relax.If(_replaced(value.cond, values), then, otherwise)
         else:
             value = _replaced(value, values)
+        # A layer is inlined many times, and a variable may be bound once only.
         result = relax.Var(var.name, var.ty)
         values[var] = result
         return [relax.VarBinding(result, value)]
@@ -116,6 +120,7 @@ class _Flattener:
     def _call(self, name: str, arguments: list[relax.Expr]) -> tuple[list[relax.VarBinding], relax.Expr]:
         """Return the statements of one call, and its result."""
         function = self._functions[name]
+        # The first call makes the buffers; every further call of this function writes into the same ones.
         if name not in self._shared:
             self._shared[name] = self._share(function)
         values = {**self._shared[name], **dict(zip(function.params, arguments, strict=True)), **_checked(function)}
@@ -124,6 +129,7 @@ class _Flattener:
 
     def _share(self, function: relax.Function) -> Values:
         """Make the function's buffers, and views of them, that no result of it can share memory with."""
+        # A buffer with a result in it may still be read when the next call of the function writes.
         kept = reachable(function)
         shared: Values = {}
         for var, value in bindings_of(function.body):
@@ -145,6 +151,7 @@ def _checks(function: relax.Function, name: str) -> relax.Function:
     found = [relax.VarBinding(var, value) for var, value in all_bindings(function.body) if _is_check(value)]
     body = relax.SeqExpr([block(found)], relax.Tuple([]))
     only = relax.Function(function.params, body, relax.TupleType([]), function.is_pure, function.attrs)
+    # Both functions are in one module, so they must not share variables.
     named = relax.utils.copy_with_new_vars(only).with_attr("global_symbol", name)
     assert isinstance(named, relax.Function)
     return named

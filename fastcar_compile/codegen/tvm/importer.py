@@ -54,14 +54,17 @@ class SegmentImporter(ExportedProgramImporter):
         Raises:
             CompileError: TVM cannot import an operator.
         """
+        # The arms of an `If` are calls: a branch is a function of its own, which takes what `cond` passes.
         branches = {
             node: self.add_function(_branch(module, node), f"{name}_{node.target}", literals)
             for node in module.graph.find_nodes(op="get_attr")
         }
         placeholders = module.graph.find_nodes(op="placeholder")
         arguments = [relax.Var(n.name, type_of(n.meta["val"])) for n in placeholders]
+        # Literals are integers or texts, known when the entry calls the function.
         own = [relax.Var(f"literal_{i}", relax.AnyType()) for i in range(literals)]
         values: dict[fx.Node, Any] = {**branches, **dict(zip(placeholders, arguments, strict=True))}
+        # TVM's converters look up their operands in `env`.
         self.env = values
         with self.block_builder.function(name, [*arguments, *own]):
             for node in [n for n in module.graph.nodes if n.op == "call_function"]:
@@ -94,6 +97,7 @@ class SegmentImporter(ExportedProgramImporter):
         """Emit an `If` whose branches call the branches' functions."""
         condition, true, false, operands = cast("tuple[fx.Node, fx.Node, fx.Node, Sequence[fx.Node]]", node.args)
         arguments = [*(self.env[n] for n in operands), *literals]
+        # The condition is `replay.all()`: the true branch copies the cache, the false branch computes.
         then, otherwise = (relax.Call(self.env[branch], arguments) for branch in (true, false))
         return self.block_builder.emit(relax.If(self.env[condition], then, otherwise))
 

@@ -114,6 +114,7 @@ def instruction_sets(names: Sequence[str]) -> list[InstructionSet]:
 def runnable(sets: Iterable[InstructionSet], machine: str, flags: frozenset[str]) -> list[InstructionSet]:
     """Return those that a CPU with these flags runs, the best one first."""
     able = {isa.name for isa in sets if isa.machine == machine and isa.flags <= flags}
+    # In the order of the table, whatever order the sets came in.
     return [isa for isa in INSTRUCTION_SETS if isa.name in able]
 
 

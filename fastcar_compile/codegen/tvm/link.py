@@ -51,6 +51,7 @@ def pack_objects(executable: relax.VMExecutable, path: Path, scratch: Path | Non
         with tarfile.open(archive, "w", format=tarfile.USTAR_FORMAT) as stream:
             for name in sorted(objects):
                 data = Path(name).read_bytes()
+                # A new TarInfo has time 0 and no owner, so the same module gives the same bytes.
                 member = tarfile.TarInfo(Path(name).name)
                 member.size = len(data)
                 stream.addfile(member, io.BytesIO(data))
@@ -70,6 +71,7 @@ def _in_memory(folder: Path) -> Generator[None]:
         for name in _OBJECTS:
             descriptor = os.memfd_create(name)
             stack.callback(os.close, descriptor)
+            # LLVM opens the object by its name, follows the link, and so writes to memory.
             (folder / name).symlink_to(f"/proc/self/fd/{descriptor}")
         yield
 
@@ -93,6 +95,7 @@ def _link(compiler: str, library: str, objects: Sequence[str], scratch: Path) ->
     if done.returncode == 0:
         return
     text = f"{done.stdout}{done.stderr}".strip()
+    # A linker reports a full disk as text; callers expect an OSError.
     for message, code in _NO_ROOM.items():
         if message in text:
             raise OSError(code, os.strerror(code), library)

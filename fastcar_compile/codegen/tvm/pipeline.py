@@ -59,6 +59,7 @@ def check_of(entry: str) -> str:
 def relax_passes(isa: InstructionSet, entries: Sequence[str]) -> list[tvm.transform.Pass]:
     """Return the passes on the imported module."""
     return [
+        # Equal quantisations of one input are merged first: matmuls of it then have the very same rows.
         relax.transform.EliminateCommonSubexpr(),
         combine_parallel_matmuls(isa),
         relax.transform.DeadCodeElimination([*entries]),  # the single matmuls' kernels
@@ -68,10 +69,12 @@ def relax_passes(isa: InstructionSet, entries: Sequence[str]) -> list[tvm.transf
 def cpu_passes(isa: InstructionSet, entries: Sequence[str]) -> list[tvm.transform.Pass]:
     """Return the passes from the module of `relax_passes` to the virtual machine's instructions."""
     return [
+        # The import has the kernels of one instruction set. Those of `isa` take their places before TVM lowers them.
         specialise_kernels(isa),
         relax.transform.ConvertToDataflow(),  # TVM's passes look into dataflow blocks only
         relax.transform.DeadCodeElimination([*entries]),
         *tvm_passes(host_target(isa)),
+        # Behind TVM's own passes, when every buffer has a storage; `no_alias` marks the kernels that are left.
         flatten({entry: check_of(entry) for entry in entries}),
         no_alias(),
     ]
@@ -82,6 +85,7 @@ def tvm_passes(target: tvm.target.Target) -> list[tvm.transform.Pass]:
     return [
         *cpu.library_dispatch_passes(target),
         *cpu.legalize_passes(target),
+        # After legalisation, when elementwise operators are kernels, and before buffers are planned.
         schedule_elementwise(),
         *cpu.dataflow_lower_passes(target),
         *cpu.finalize_passes(target),
@@ -97,6 +101,7 @@ def import_graphs(entries: Mapping[str, Entry], isa: InstructionSet) -> tvm.IRMo
     importer = SegmentImporter(builder, isa)
     functions: dict[str, tvm.ir.GlobalVar] = {}
     for part in (part for entry in entries.values() for part in entry.segments):
+        # Equal layers have one key. The first of them is imported, on a copy that the fusions may rewrite.
         if part.key not in functions:
             fused = fuse(part.copy())
             functions[part.key] = importer.add_function(fused, f"segment_{len(functions)}", len(part.literals))
@@ -107,6 +112,7 @@ def import_graphs(entries: Mapping[str, Entry], isa: InstructionSet) -> tvm.IRMo
 
 def fuse(module: fx.GraphModule) -> fx.GraphModule:
     """Run the fusions on a graph and on its branches; returns the graph."""
+    # Branches of a `cond` hold the MLP, so the fusions run on them, too.
     for graph in [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]:
         for step in FUSIONS:
             step(graph)

@@ -27,12 +27,14 @@ def board_instruction_set(cpu: str, triple: str) -> InstructionSet:
     table = [isa for isa in INSTRUCTION_SETS if isa.machine == machine]
     if not table:
         raise TargetError(f"there are no kernels for {triple}", where="host.triple", hint=f"known: {_machines()}")
+    # LLVM would ignore the name of a CPU that it does not know.
     if cpu not in tvm.get_global_func("target.llvm_get_cpu_archlist")(_plain(triple)):
         raise TargetError(f"LLVM knows no CPU {cpu!r} for {triple}", where="host.cpu", hint="use LLVM's name of it")
     offers = tvm.get_global_func("target.target_has_feature")
     target = tvm.target.Target({"kind": "llvm", "mcpu": cpu, "mtriple": triple})
     for isa in table:
         if all(offers(feature, target) for feature in isa.llvm):
+            # The CPU's name implies its features; more of them could name what this CPU lacks.
             return replace(isa, cpu=cpu, triple=triple, features=())
     raise TargetError(
         f"{cpu} runs none of the instruction sets {', '.join(isa.name for isa in table)}",

@@ -21,6 +21,7 @@ def _softcap(call: Call) -> tuple[float, ...]:
 @converts(fastcar.attention.default)
 def _attention(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
+    # One row reads each key once; a chunk is tiled, so that keys are reused by its rows.
     kind = "attention" if query.shape[2] == 1 else "attention_chunk"
     kernel = call.dispatch(kind, query.shape, keys.shape, call.number("scale"), keys.dtype, *_softcap(call))
     return call.kernel(kernel, call.values("query", "key_cache", "value_cache", "position"))
@@ -48,6 +49,7 @@ def _exact_window_attention(call: Call) -> Value:
 def _exact(call: Call, window: tuple[tuple[int, int], ...]) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
     kernel = call.dispatch("exact_attention", query.shape, keys.shape, call.number("scale"), *window)
+    # Powers of two between whole exponents come from a table, because libraries round `exp2` in different ways.
     table = call.constant(EXP_TABLE.astype(np.int32))
     return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache", "position"), table])
 
@@ -72,6 +74,7 @@ def _tas(call: Call) -> Value:
 @converts(fastcar.tas_heads.default)
 def _tas_heads(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
+    # Heads and weights are data and not options: one kernel serves all layers.
     factors = np.zeros(query.shape[1], np.float32)
     factors[call.numbers("heads")] = call.numbers("weights")
     options = (call.integer("stride"), call.number("scale"), keys.dtype)

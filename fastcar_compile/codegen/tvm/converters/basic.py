@@ -19,6 +19,7 @@ aten = torch.ops.aten
 def _all(call: Call) -> Value:
     """Emit `all` of a bool vector as the minimum over int8: TVM has no converter for it. One element is a view."""
     x = call.tensor("self")
+    # At batch 1 the one decision is its own conjunction.
     if math.prod(x.shape) == 1:
         return call.reshape(x.value, ())
     smallest = relax.op.min(relax.op.astype(call.tensor("self").value, "int8"))
@@ -86,6 +87,7 @@ def _cat(call: Call) -> Value:
     parts = call.tensors("tensors")
     if len(parts) <= MAX_ROWS or len(call.shape) != 1 or any(part.dtype != call.dtype for part in parts):
         return call.stock()
+    # A kernel takes at most MAX_ROWS vectors, so joins of joins are made until one vector is left.
     rows = [(part.value, part.shape[0]) for part in parts]
     while len(rows) > 1:
         rows = [_joined(call, rows[i : i + MAX_ROWS]) for i in range(0, len(rows), MAX_ROWS)]

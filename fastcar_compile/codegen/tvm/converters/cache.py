@@ -59,6 +59,7 @@ def _slot_read(call: Call) -> Value:
 @converts(fastcar.slot_write.default)
 def _slot_write(call: Call) -> Value:
     slots, batch, *width = call.shape
+    # A chain counter [F, B] has no width, and a kernel of its own.
     kernel = slot_write((slots, batch, width[0])) if width else chain_write(slots, batch)
     return call.in_place(kernel, call.values("cache", "value", "step"))
 
@@ -66,5 +67,6 @@ def _slot_write(call: Call) -> Value:
 @converts(fastcar.keep_frame.default)
 def _keep_frame(call: Call) -> Value:
     slots, batch, width = call.tensor("cache").shape
+    # Both caches are written in place: results 0 and 1 are arguments 0 and 1.
     kernel = slots_write((slots, batch, width))
     return call.partly_in_place(kernel, call.values("cache", "inputs", "y", "x", "replay", "step"), (0, 1))

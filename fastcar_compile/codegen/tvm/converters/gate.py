@@ -27,6 +27,7 @@ def _gate_and_count(call: Call) -> Value:
     slots, batch = call.tensor("chain").shape
     limits = (call.integer("stride"), call.integer("max_chain"))
     rules = (bool(call.integer("couple_cfg")), call.integer("refresh_every"), bool(call.integer("at_most")))
+    # The decision is a new tensor; the counters are written in place.
     kernel = gate_and_count(batch, slots, *limits, *rules)
     return call.partly_in_place(kernel, call.values("chain", "score", "threshold", "step"), (FRESH, 0))
 
@@ -39,6 +40,7 @@ def _input_delta(call: Call) -> Value:
 @converts(fastcar.output_bound.default)
 def _output_bound(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
+    # The change of the input is a score of its own, and here one term of the bound.
     change = call.kernel(input_delta(*call.tensor("x").rows), call.values("x", "cached"))
     options = (call.integer("stride"), call.number("weight"), keys.dtype)
     kernel = call.dispatch("output_bound", query.shape, keys.shape, *options)

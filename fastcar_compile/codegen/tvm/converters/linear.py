@@ -29,6 +29,7 @@ def _linear_bf16(call: Call) -> Value:
 def _float_linear(call: Call, x: Operand) -> Value:
     weight, (m, k) = call.tensor("weight"), x.rows
     n = weight.shape[0]
+    # float32 and bfloat16 weights differ in the kernel only.
     kernel = call.dispatch(f"linear_{weight.dtype}", m, n, k)
     y = call.kernel(kernel, [call.reshape(x.value, (m, k)), weight.value], (m, n))
     return _biased(call, y)
@@ -66,6 +67,7 @@ def _gated_quantize(call: Call) -> Value:
 
 def quantized(call: Call, kernel: PrimFunc, args: list[relax.Expr], x: Operand) -> Value:
     """Emit a kernel whose results are int8 rows [M, K] and float32 scales [M], as rows and scales of x [..., K]."""
+    # The kernel sees a matrix [M, K]; rows and scales get the leading axes of x back.
     m, k = x.rows
     rows, scales = call.kernels(kernel, args, [((m, k), "int8"), ((m,), "float32")])
     return call.reshape(rows, x.shape), call.reshape(scales, x.shape[:-1])

@@ -72,6 +72,7 @@ def _layer_arguments(call: Call) -> list[relax.Expr]:
 def _rotary(call: Call) -> Value:
     x, cos, sin = (call.tensor(name) for name in ("x", "cos", "sin"))
     batch, heads, rows, width = x.shape
+    # Cosines and sines have one batch row for all, or one for each.
     kernel = rotary((batch, heads, rows, width), cos.shape[0])
     return call.kernel(kernel, [x.value, *(call.reshape(t.value, t.shape) for t in (cos, sin))])
 

@@ -15,6 +15,7 @@ NAME = "fuse-norms"
 def fuse_norms(graph: fx.Graph) -> None:
     """Replace every norm that has a kernel. A layer norm of another form stays TVM's own."""
     for node in list(graph.nodes):
+        # The nodes of the pattern stay where they are: without readers they go as dead code.
         if (found := rms_norm(node)) is not None:
             replace(node, fastcar.rms_norm.default, found, NAME)
         elif (found := layer_norm(node)) is not None:

@@ -28,6 +28,7 @@ def fuse_quantize(graph: fx.Graph) -> None:
         if quantize is None:
             continue
         x = quantize["x"]
+        # fuse-norms ran before, so a norm is one node by now.
         if x.target in _QUANTIZED_NORMS:
             replace(node, _QUANTIZED_NORMS[x.target], tuple(bound(x).values()), NAME)
         elif (found := gated_product(x)) is not None:
@@ -38,6 +39,7 @@ def gated_product(node: fx.Node) -> tuple[fx.Node, fx.Node, str] | None:
     """Return (gate, up, activation) where node is activation(gate) * up by a table's factor, all of one shape."""
     for product, up in factors(node):
         for gate, factor in factors(product):
+            # `(gate * activation_factor(gate)) * up`, with both products in either order.
             activation = arguments(factor, fastcar.activation_factor)
             if activation is None or activation["x"] is not gate:
                 continue

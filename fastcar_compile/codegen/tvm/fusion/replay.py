@@ -22,6 +22,7 @@ def fuse_replay(graph: fx.Graph) -> None:
     """Replace every gate together with its chain counter, and the two writes of a layer that caches the MLP's input."""
     for node in list(graph.nodes):
         if node.target is fastcar.gate.default and (counted := _counted(node)) is not None:
+            # The count follows from the decision, so one kernel makes both and reads the counters once.
             gate = bound(node)
             args = tuple(gate[name] for name in _GATE_ARGUMENTS)
             replace_all((node, counted), fastcar.gate_and_count.default, args, NAME)
@@ -40,6 +41,7 @@ def _counted(gate: fx.Node) -> fx.Node | None:
         write = arguments(node, fastcar.slot_write)
         if write is None or write["cache"] is not chain or write["step"] is not step:
             continue
+        # `slot_write(chain, (slot_read(chain, step) + 1) * to(gate, int32), step)`, as insert-replay writes it.
         product = arguments(write["value"], aten.mul)
         more = arguments(product["self"], aten.add) if product else None
         read = arguments(more["self"], fastcar.slot_read) if more and more["other"] == 1 else None
@@ -66,6 +68,7 @@ def _kept_input(node: fx.Node) -> dict[str, Any] | None:
 def _written_output(kept: dict[str, Any]) -> fx.Node | None:
     """Return the write of the result of the conditional on the same decision: a cache float32 of the same shape."""
     for cond in kept["replay"].users:
+        # The decision has other readers as well: the choice of the kept input, and the stacked decisions.
         if cond.target is not torch.ops.higher_order.cond:
             continue
         for result in cond.users:

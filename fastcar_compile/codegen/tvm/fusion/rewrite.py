@@ -29,6 +29,7 @@ def replace_all(nodes: Sequence[fx.Node], target: OpOverload, args: tuple[Any, .
 
     The call stands where its last argument is known. Every reader of a node has to stand behind that.
     """
+    # Nodes compare by their place in the graph: the call needs its last argument.
     after = max(argument for argument in args if isinstance(argument, fx.Node))
     with after.graph.inserting_after(after):
         new = after.graph.call_function(target, args)

@@ -28,6 +28,7 @@ def split_quantized_linears(graph: fx.Graph) -> None:
         arguments = bound(node)
         x = arguments.pop("x")
         assert isinstance(x, fx.Node)
+        # q, k and v, or gate and up, read one x: its rows are quantised once.
         if x not in rows:
             rows[x] = _quantized(node, x)
         replace(node, fastcar.integer_linear.default, (*rows[x], *arguments.values()), NAME)
