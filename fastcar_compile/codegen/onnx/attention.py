@@ -16,6 +16,7 @@ from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 def cache_write(cache: Value, value: Value, position: Value) -> Value:
     """Return the cache with one row written at `position`. The decode step never writes past the end."""
     batch, heads, _, size = shape(cache)
+    # `ScatterElements` takes an index for every element: all elements of the row have the row's number.
     index = op.Expand(op.Reshape(position, ints(1, 1, 1, 1)), ints(batch, heads, 1, size))
     return op.ScatterElements(cache, index, stored(value, cache), axis=2)
 
@@ -34,6 +35,7 @@ def attention(
     end = op.Add(position, ints(1))
     keys = loaded(op.Slice(key_cache, ints(0), end, ints(2)), key_cache, dim)
     values = loaded(op.Slice(value_cache, ints(0), end, ints(2)), value_cache, dim)
+    # Query heads that share keys are the rows of one matmul, which T = 1 makes possible.
     grouped = op.Reshape(query, ints(batch, kv_heads, heads // kv_heads, dim))
     logits = op.MatMul(op.Mul(grouped, floats(scale)), op.Transpose(keys, perm=[0, 1, 3, 2]))
     out = op.MatMul(op.Softmax(capped(logits, softcap), axis=-1), values)
@@ -66,6 +68,7 @@ def fixed_sum(products: Value, *axes: int) -> Value:
     """Return the exact sum of float64 products in units of 2^-24, each rounded and limited, as float32."""
     units = op.Mul(products, constant(1 << TAS_FRACTION_BITS, np.float64))
     least, most = (constant(limit, np.float64) for limit in (-TAS_LIMIT, TAS_LIMIT))
+    # A comparison with NaN is False, so NaN and infinities both count as the least value.
     finite = op.Less(op.Abs(units), constant(float("inf"), np.float64))
     whole = cast(op.Where(finite, op.Clip(op.Round(units), least, most), least), TensorProto.INT64)
     return cast(op.ReduceSum(whole, ints(*axes), keepdims=0), TensorProto.FLOAT)

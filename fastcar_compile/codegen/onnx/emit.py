@@ -28,6 +28,7 @@ class OnnxEmitter:
         with needs("compile"):  # not imported before, because builds without a model need none of its packages
             from fastcar_compile.codegen.onnx.export import export_onnx
 
+        # A large model reads its weights from the files of the artifact, so they are stored once.
         external = program.params.nbytes() >= EXTERNAL_DATA_FROM
         model = ONNX_EXTERNAL if external else ONNX_INLINE
         places = context.places if external else None

@@ -91,13 +91,17 @@ class _Builder:
         module = self.module
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         taken = {str(n.target) for n in placeholders}
+        # ONNX names its values once for the whole graph. A state that goes in and comes out has two names.
         names = [OnnxSection.output_name(n) if n in taken else n for n in self.outputs]
         returned = list(zip(names, output_nodes(module.graph), strict=True))
         self.values |= {n: str(n.target) for n in placeholders}
         for name, node in returned:
             if node.op == "call_function":
+                # An operator's value takes the name of the first output
+                # that it is. A second output of it becomes an Identity.
                 self.values.setdefault(node, name)
         read = tensor_attributes(module)
+        # The parameters of the program are those of all its graphs; the file has those that this graph reads.
         for name in (name for name in self.params if name in read):
             self._parameter(name, self.params.spec(name))
         self._calls(segment(module))
@@ -109,6 +113,7 @@ class _Builder:
         outputs = [_info(name, node, notes) for name, node in returned]
         graph = helper.make_graph(self.nodes, self.kind, inputs, outputs, self.initializers)
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
+        # Functions of onnxscript may stay in the model, and bring domains of their own.
         known = {o.domain for o in opsets}
         domains = {o.domain: o for f in self.functions for o in f.opset_import if o.domain not in known}
         model = helper.make_model(
@@ -124,6 +129,7 @@ class _Builder:
 
     def _calls(self, segments: Sequence[Segment]) -> None:
         """One node per segment; equal segments call one function."""
+        # Reversed, so that the first segment of each kind stays in the dictionary.
         distinct = {part.key: part for part in reversed(segments)}
         names = function_names(segments)
         self.functions = segment_functions({name: distinct[key] for key, name in names.items()})
@@ -146,6 +152,7 @@ class _Builder:
                 value = value.view(torch.uint8) ^ ZERO_POINT  # the byte of w with its top bit flipped is w + 128
             self.initializers.append(_inline(name, value))
             return
+        # The weight file is shared with the other backends, so its int8 bytes stay as they are.
         signed = spec.dtype == torch.int8
         stored = f"{name}.stored" if signed else name
         kind = TensorProto.UINT8 if signed else _TYPES[spec.dtype]
@@ -163,6 +170,7 @@ class _Builder:
 
 
 def _inline(name: str, value: Tensor) -> TensorProto:
+    # By way of bytes: numpy has no bfloat16.
     raw = value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
     return helper.make_tensor(name, _TYPES[value.dtype], tuple(value.shape), raw, raw=True)
 
@@ -181,6 +189,7 @@ def _info(name: str, node: fx.Node, notes: Mapping[str, str]) -> onnx.ValueInfoP
 
 def _export_error(module: fx.GraphModule, error: BaseException) -> CompileError:
     """Return the innermost cause as one line, and the first node whose operator it names."""
+    # The exporter wraps the error of an operator several times. The innermost one names the operator.
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error).splitlines()[0]

@@ -57,11 +57,15 @@ def _store_int8(value: Value) -> Value:
     *outer, dim = shape(value)
     count = -(-dim // BLOCK)
     limited = op.Clip(value, floats(-INT8_MAX), floats(INT8_MAX))
+    # `Pad` takes all begins, then all ends: only the end of the last axis grows.
     spare = ints(*([0] * (2 * len(outer) + 1)), count * BLOCK - dim)
     blocks = op.Reshape(op.Pad(limited, spare), ints(*outer, count, BLOCK))
+    # ONNX leaves open what the maximum of a NaN is, so a NaN is found first and then taken out.
     missing = op.IsNaN(blocks)
     unknown = op.Greater(op.ReduceMax(cast(missing, TensorProto.FLOAT), ints(-1)), floats(0.0))
     known = op.Where(missing, floats(0.0), blocks)
+    # A mantissa of 127.5 or more would round to 128. ONNX cannot read exponent bits, so the exponents that are too
+    # small for the block are counted.
     limits = constant(np.ldexp(127.5, _EXPONENTS[:-1]))
     too_small = op.GreaterOrEqual(op.ReduceMax(op.Abs(known), ints(-1)), limits)
     places = op.ReduceSum(cast(too_small, TensorProto.INT64), ints(-1))
@@ -76,6 +80,7 @@ def _store_int8(value: Value) -> Value:
 def _load_int8(rows: Value, dim: int) -> Value:
     last, end = ints(-1), ints(dim)
     mantissas = cast(op.Slice(rows, ints(0), end, last), TensorProto.FLOAT)
+    # The exponents of a row stand behind its mantissas.
     exponents = op.Slice(rows, end, ints(dim - (-dim // BLOCK)), last)
     scales = op.Gather(constant(_SCALES), op.Add(cast(exponents, TensorProto.INT64), ints(128)), axis=0)
     return op.Mul(mantissas, op.Gather(scales, constant(np.arange(dim) // BLOCK, np.int64), axis=-1))

@@ -21,8 +21,10 @@ every x86-64, while signed weights saturate at 16 bits where the CPU has no VNNI
 def _quantized_rows(x: Value) -> tuple[Value, Value, Value]:
     """Return uint8 rows with zero point 128, their scale [..., 1] in float32, and the zero point."""
     amax = op.Max(op.ReduceMax(op.Abs(x), ints(-1), keepdims=1), floats(1e-30))
+    # 127 / amax is one division, as in `ops.quant.quantize_rows`: its reciprocal times 127 would round twice.
     rounded = op.Round(op.Mul(x, op.Div(floats(127.0), amax)))
     clipped = op.Clip(rounded, floats(-127.0), floats(127.0))
+    # -127 .. 127 becomes 1 .. 255. The integer product takes the zero points off again, so it is the signed one.
     quantized = cast(op.Add(clipped, floats(ZERO_POINT)), TensorProto.UINT8)
     return quantized, op.Mul(amax, floats(quant._INV_127)), uint8(ZERO_POINT)
 
@@ -50,8 +52,10 @@ def linear_w4a8(x: Value, qweight: Value, wscale: Value, bias: Value | None) -> 
     groups, count = packed * 2 // quant.GROUP, int(np.prod(rows))
     quantized, row_scale, zero = _quantized_rows(op.Reshape(x, ints(count, inputs)))
     spare = ints(0, 0, 0, groups * quant.GROUP - inputs)
+    # Padded with the zero point, which counts as 0.
     left = op.Reshape(op.Pad(quantized, spare, zero), ints(count, groups, quant.GROUP))
     halves = op.Reshape(qweight, ints(channels, groups, quant.GROUP // 2))
+    # Byte i of a group holds element i in its low half, and element 64 + i in its high half.
     low, high = op.BitwiseAnd(halves, uint8(15)), op.BitShift(halves, uint8(4), direction="RIGHT")
     nibbles = op.Concat(low, high, axis=2)
     # Nibble + 8, mod 16, is the weight + 8: with 120 more its zero point is 128 too.

@@ -101,6 +101,7 @@ def input_names(part: Segment) -> list[str]:
     """Return an identifier for each input of a segment: its parameter inside of the module, or its node."""
     own, taken, names = module_path(part), Counter[str](), []
     for node in part.inputs:
+        # Layers share a function, so the names inside of it leave out the layer.
         path = str(node.target) if node.op == "get_attr" else _without_layer(node, part)
         name = _NO_IDENTIFIER.sub("_", path.removeprefix(f"{own}.") if own else path)
         taken[name] += 1
@@ -134,6 +135,7 @@ def function_origins(function: onnx.FunctionProto, part: Segment) -> None:
     names = _Names(module_path(part))
     origins = [_marked(proto, part.part.nodes) for proto in function.node]
     for proto, origin in zip(function.node, origins, strict=True):
+        # The operators of a branch are numbered by themselves, so their marks are looked up in that branch.
         if origin is None or proto.op_type != "If":
             continue
         branches = [part.part.branches[a] for a in origin.all_input_nodes if a in part.part.branches]
@@ -151,6 +153,7 @@ class _Names:
 
     def note(self, protos: Sequence[onnx.NodeProto], origins: Sequence[fx.Node | None]) -> None:
         """Name nodes and note where they come from; the last node of an operator has the operator's own name."""
+        # An operator may become several ONNX nodes. The last of them yields its value, and gets its name.
         last = {origin: number for number, origin in enumerate(origins)}
         for number, (proto, origin) in enumerate(zip(protos, origins, strict=True)):
             clear(proto)

@@ -31,6 +31,7 @@ def optimize(model: ir.Model) -> None:
         common.RemoveUnusedOpsetsPass(),
     )
     ir.passes.Sequential(
+        # The functions of onnxscript are inlined first; folding and rewriting look at single operators.
         common.InlinePass(),
         ir.passes.PassManager(again, steps=2, early_stop=True),
         common.RemoveUnusedNodesPass(),
@@ -50,6 +51,7 @@ def _rules() -> RewriteRuleSet:
 
 def _quick(rule: RewriteRule) -> RewriteRule:
     """Return a rule that compares its pattern only at nodes of the operator that the pattern begins with."""
+    # A copy, because the rules belong to onnxscript and serve other exports in this process.
     quick: Any = copy.copy(rule)
     kind = rule._target_pattern.output_nodes[0].op
 

@@ -23,8 +23,10 @@ def gate(
         phase = op.Mod(op.Div(step, ints(stride)), ints(refresh_every))
         replay = op.And(replay, op.Greater(phase, ints(0)))
     if max_chain >= 0:
+        # Counters are int32, and ONNX compares equal types only.
         replay = op.And(replay, op.Less(slot_read(chain, step), int32(max_chain)))
     if couple_cfg:
+        # Rows b and b + B / 2 are a pair, so the conjunction of the halves stands for both.
         half = shape(score)[0] // 2
         both = op.And(op.Slice(replay, ints(0), ints(half)), op.Slice(replay, ints(half), ints(2 * half)))
         replay = op.Concat(both, both, axis=0)
@@ -39,5 +41,6 @@ def slot_read(cache: Value, step: Value) -> Value:
 
 def slot_write(cache: Value, value: Value, step: Value) -> Value:
     """Return the cache with row step mod F replaced."""
+    # `ScatterND` with one index of one number replaces a whole row [B, ...].
     slot = op.Mod(step, ints(shape(cache)[0]))
     return op.ScatterND(cache, op.Reshape(slot, ints(1, 1)), op.Unsqueeze(value, ints(0)))

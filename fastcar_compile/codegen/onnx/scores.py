@@ -62,6 +62,7 @@ def input_delta(x: Value, cached: Value) -> Value:
 def _size(values: Value) -> Value:
     """Return the sum of absolute values in units of 2^-24, each rounded and limited, as float32."""
     units = op.Mul(op.Abs(values), floats(float(1 << TAS_FRACTION_BITS)))
+    # ONNX leaves a cast of NaN to an integer open. The row's score becomes NaN by its own test.
     known = op.Where(op.IsNaN(units), floats(0.0), units)
     whole = cast(op.Min(op.Round(known), floats(float(TAS_LIMIT))), TensorProto.INT64)
     return cast(op.ReduceSum(whole, ints(-1), keepdims=0), TensorProto.FLOAT)
@@ -69,6 +70,7 @@ def _size(values: Value) -> Value:
 
 def _finite(values: Value, *axes: int) -> Value:
     """Return whether all values are finite along the axes, or the last one."""
+    # `ReduceMin` takes no bool in this opset.
     finite = cast(op.Less(op.Abs(values), floats(float("inf"))), TensorProto.INT32)
     return cast(op.ReduceMin(finite, ints(*(axes or (-1,))), keepdims=0), TensorProto.BOOL)
 
@@ -106,6 +108,7 @@ def learned_score(x: Value, cached: Value, w1: Value, b1: Value, w2: Value, b2: 
         op.Gather(constant(np.ldexp(1.0, sign * (SCALE_FIELD - _FIELDS))), place, axis=0) for sign in (1, -1)
     )
     whole = cast(op.Round(op.Mul(features, scale)), TensorProto.DOUBLE)
+    # bfloat16 widens exactly, so the product in float64 is exact, too.
     first = cast(op.Transpose(cast(w1, TensorProto.FLOAT), perm=[1, 0]), TensorProto.DOUBLE)
     sums = cast(op.MatMul(whole, first), TensorProto.FLOAT)
     hidden = op.Relu(op.Add(op.Mul(sums, inverse), b1))

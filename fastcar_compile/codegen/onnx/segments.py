@@ -48,10 +48,12 @@ def segment_functions(parts: Mapping[str, Segment]) -> list[onnx.FunctionProto]:
         torch.onnx.errors.OnnxExporterError: an operator has no translation.
     """
     exported, inputs = _joined(parts)
+    # The graph is only traced again where an operator has to be decomposed.
     with quiet_exporter():
         proto = translate(exported, lambda: _traced(exported.graph_module))
     functions, first = [], 0
     for name, part in parts.items():
+        # The exporter renames values, so results are found by their place.
         outputs = [value.name for value in proto.graph.output[first : first + len(part.outputs)]]
         function = _function(proto, name, inputs[name], outputs)
         function_origins(function, part)
@@ -74,6 +76,7 @@ def _joined(parts: Mapping[str, Segment]) -> tuple[ExportedProgram, dict[str, li
     results: list[fx.Node] = []
     for name, part in parts.items():
         for place, node in zip(places[name], part.inputs, strict=True):
+            # An int8 parameter is uint8 in the model, and `MatMulInteger` of the definitions takes it so.
             place.meta["val"] = _stored(node)
         results += _inline(graph, root, part.copy(), places[name], name)
     graph.output(tuple(results))
@@ -98,6 +101,7 @@ def _inline(
     """Add a segment's nodes and its branches to a graph; return the segment's results."""
     values = dict(zip(module.graph.find_nodes(op="placeholder"), places, strict=True))
     for node in module.graph.find_nodes(op="get_attr"):
+        # Branches of all segments are in one module, so the segment's name keeps them apart.
         target = f"{prefix}_{node.target}"
         root.add_module(target, _branch(module.get_submodule(str(node.target))))
         values[node] = graph.get_attr(target)
@@ -127,6 +131,7 @@ def _operator(graph: fx.Graph, node: fx.Node, values: Mapping[fx.Node, fx.Node],
     name = target.overloadpacket.__name__ if isinstance(target, OpOverload) else target.__name__
     args, kwargs = fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
     made = graph.create_node("call_function", target, args, kwargs, name=name)
+    # The exporter copies the stack trace to every ONNX node that it makes: the mark leads back to the operator.
     made.meta = {"val": node.meta["val"], "nn_module_stack": {}, **mark(place)}
     return made
 
@@ -144,6 +149,7 @@ def _function(proto: onnx.ModelProto, name: str, inputs: list[str], outputs: lis
     """
     needed = set(outputs)
     body: list[onnx.NodeProto] = []
+    # From the results back: what no result of this segment needs is another segment's.
     for node in reversed(proto.graph.node):
         if needed.intersection(node.output):
             body.append(node)
@@ -152,6 +158,7 @@ def _function(proto: onnx.ModelProto, name: str, inputs: list[str], outputs: lis
     nodes += reversed(body)
     returned: list[str] = []
     for value in outputs:
+        # A function may not return its input, or one value twice.
         if value in inputs or value in returned:
             again = f"{value}_returned_{len(returned) + 1}"
             nodes.append(helper.make_node("Identity", [value], [again]))

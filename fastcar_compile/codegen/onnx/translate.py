@@ -47,13 +47,16 @@ def translate(exported: ExportedProgram, traced: Callable[[], ExportedProgram] |
     Raises:
         torch.onnx.errors.OnnxExporterError: an operator has no translation.
     """
+    # Asserts have no translation.
     _fx_passes.remove_assertion_nodes(exported.graph_module)
     graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, fx.GraphModule)]
     for graph in graphs:
         _plain_casts(graph)
+    # An operator without a translation is decomposed by the exporter, which needs a graph that torch.export traced.
     if not _targets(graphs) <= _translated():
         whole = exported if traced is None else traced()
         return _core.export(whole, registry=translations(), opset_version=OPSET, verbose=False).model_proto
+    # ATen promotes types inside of an operator, ONNX never does.
     _fx_passes.insert_type_promotion_nodes(exported.graph_module)
     table = translations(_targets(graphs))
     program = _core._exported_program_to_onnx_program(exported, registry=table)
@@ -69,6 +72,7 @@ def _targets(graphs: Sequence[fx.Graph]) -> frozenset[Operator]:
 def _plain_casts(graph: fx.Graph) -> None:
     """Replace `to`, which has no translation, by the cast that it is, or by nothing."""
     for node in graph.find_nodes(op="call_function", target=aten.to.dtype):
+        # `to` with a copy or a memory format is more than a cast.
         if len(node.args) != 2 or node.kwargs:
             continue
         value, dtype = node.args
@@ -102,6 +106,7 @@ def translations(targets: frozenset[Operator] | None = None) -> exporter.ONNXReg
             table._register(target, exporter.OnnxDecompMeta(function, target, None))
         for function in functions.complex:
             table._register(target, exporter.OnnxDecompMeta(function, target, None, is_complex=True))
+    # Of several versions of a translation the one for `OPSET` is kept.
     table._cleanup_registry_based_on_opset_version()
     for operator, definition in translation_table().items():
         if targets is None or operator in targets:

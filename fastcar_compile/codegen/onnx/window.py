@@ -49,6 +49,7 @@ def window_attention(
     end = op.Add(op.Reshape(position, ints()), scalar(1))
     first = op.Range(scalar(0), op.Min(end, scalar(sinks)), scalar(1))
     recent = op.Range(op.Max(op.Sub(end, scalar(window)), scalar(sinks)), end, scalar(1))
+    # Sinks are in the rows of their positions; the window's positions wrap around the ring.
     indices = [first, _row_of(recent, sinks, rows - sinks)] if sinks else [_row_of(recent, sinks, rows)]
     queries = [query if sink_query is None else sink_query, query] if sinks else [query]
 
@@ -58,6 +59,7 @@ def window_attention(
         return capped(op.MatMul(grouped, op.Transpose(keys, perm=[0, 1, 3, 2])), softcap)
 
     parts = [logits(one, index) for one, index in zip(queries, indices, strict=True)]
+    # One softmax over both parts: sinks and window share their denominator.
     weights = op.Softmax(op.Concat(*parts, axis=-1) if sinks else parts[0], axis=-1)
     values = op.Gather(value_cache, op.Concat(*indices, axis=0) if sinks else indices[0], axis=2)
     return op.Reshape(op.MatMul(weights, loaded(values, value_cache, dim)), ints(batch, heads, 1, dim))
