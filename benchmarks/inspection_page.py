@@ -76,18 +76,15 @@ def written(artifact: Path, page: Path) -> None:
 def written_with_large_calls(artifact: Path, page: Path) -> None:
     """Write the page with the time lines of a decoder of 7 billion parameters."""
     from fastcar_compile.artifact.reader import StoredArtifact
-    from fastcar_compile.estimate import Workload, load_shape
-    from fastcar_compile.estimate.question import ask
+    from fastcar_compile.estimate import Workload, estimate, load_shape
     from fastcar_compile.inspection.page import page_data, page_html
-    from fastcar_compile.inspection.time_line import step_lines
-    from fastcar_compile.simulation.time_line import time_lines
+    from fastcar_compile.inspection.speed import step_lines
     from fastcar_compile.targets import load_target
 
-    question = ask(Workload(load_shape("llama2-7b"), "w4a8", 1024, replay=0.5), load_target("zcu102"))
-    steps, calls = step_lines(time_lines(question), "Drawn.")
+    result = estimate(Workload(load_shape("llama2-7b"), "w4a8", 1024, replay=0.5), load_target("zcu102"))
     data = page_data(StoredArtifact(artifact))
-    lines = {"steps": steps, "calls": tuple(calls.kinds), "states": tuple(calls.states)}
-    page.write_text(page_html(data.model_copy(update={"speed": data.speed.model_copy(update=lines)})), "utf-8")
+    speed = data.speed.model_copy(update={"steps": tuple(step_lines(result, "drawn"))})
+    page.write_text(page_html(data.model_copy(update={"speed": speed})), "utf-8")
 
 
 def compiled(folder: Path) -> Path:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from fastcar_compile.inspection.page import inspect as inspect
     from fastcar_compile.runtime.sampling import Sampling as Sampling
     from fastcar_compile.runtime.session import Session as Session
-    from fastcar_compile.simulation.simulate import simulate as simulate
     from fastcar_compile.targets import Target as Target
     from fastcar_compile.targets import available_targets as available_targets
     from fastcar_compile.targets import load_target as load_target
@@ -73,13 +72,14 @@ _MODULES = {
     "inspection.page": ("inspect",),
     "runtime.sampling": ("Sampling",),
     "runtime.session": ("Session",),
-    "simulation.simulate": ("simulate",),
     "targets": ("Target", "available_targets", "load_target"),
     "training.train": ("TrainedGate", "train_gate"),
     "training.tune": ("TunedDecoder", "tune_decoder"),
     "trust": ("sign", "verify_signature"),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
+_REMOVED = {"simulate": "`fastcar estimate ARTIFACT --time-line FILE`"}
+"""Names that this minor version still knows -> what does their work now."""
 
 __all__ = [
     "Artifact",
@@ -113,7 +113,6 @@ __all__ = [
     "load",
     "load_target",
     "sign",
-    "simulate",
     "train_gate",
     "tune_decoder",
     "verify_signature",
@@ -124,6 +123,10 @@ def __getattr__(name: str) -> Any:
     """Import the module of a public name when the name is first used (PEP 562)."""
     if name == "__version__":
         return import_module(f"{__name__}.version").installed_version()
+    if name in _REMOVED:
+        from fastcar_compile.errors import UserError
+
+        raise UserError(f"fastcar_compile.{name} was removed", hint=f"use {_REMOVED[name]}")
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fastcar_compile.extras import needs

@@ -15,7 +15,7 @@ import numpy as np
 from fastcar_compile import limits
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import ArtifactError
-from fastcar_compile.estimate.artifact import design_of, workload_of
+from fastcar_compile.estimate.artifact import design_of, program_of, workload_of
 from fastcar_compile.estimate.system import estimate
 from fastcar_compile.strict_json import read_json
 from fastcar_compile.values import path_of
@@ -58,7 +58,8 @@ def _artifact(path: Path) -> dict[str, Any]:
     manifest, sections = artifact.manifest, artifact.manifest.model_dump(mode="json")
     figures: dict[str, Any] = {"bytes": sum(entry.size for entry in manifest.files.values())}
     if manifest.accelerator is not None:  # the share of replays is not known, so all MLPs are computed
-        found = estimate(workload_of(manifest), manifest.target, design=design_of(manifest, manifest.target)).to_json()
+        design, program = design_of(manifest, manifest.target), program_of(artifact)
+        found = estimate(workload_of(manifest), manifest.target, design=design, program=program).to_json()
         figures |= {name: found[name] for name in PREDICTED}
     return {
         "options": sections.pop("options"),

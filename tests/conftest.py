@@ -37,7 +37,6 @@ LONG = (
     "test_hls.py",
     "test_host_variants.py",
     "test_real_artifact.py",
-    "test_simulate.py",
     "test_offload_linears.py",
 )
 """Files that take minutes with few tests. They begin first and in this order, so that no worker ends alone with

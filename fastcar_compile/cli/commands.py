@@ -24,7 +24,6 @@ from fastcar_compile.cli.inspect import inspect_command
 from fastcar_compile.cli.opt import opt_command
 from fastcar_compile.cli.play import play_command
 from fastcar_compile.cli.run import run_command
-from fastcar_compile.cli.simulate import simulate_command
 from fastcar_compile.cli.targets import targets_command
 from fastcar_compile.cli.train_gate import train_gate_command
 from fastcar_compile.cli.trust import sign_command, verify_signature_command
@@ -47,14 +46,15 @@ COMMANDS = {
     "sign": sign_command,
     "verify-signature": verify_signature_command,
     "estimate": estimate_command,
-    "simulate": simulate_command,
     "targets": targets_command,
     "doctor": doctor_command,
 }
+REMOVED = {"simulate": "fastcar estimate ARTIFACT --time-line FILE"}
+"""Commands that this minor version still names -> what does their work now."""
 
 
 class FastcarGroup(TyperGroup):
-    """Reports usage errors as the commands report theirs, as JSON where --json is given."""
+    """Reports usage errors and removed commands as the commands report their errors, as JSON where --json is given."""
 
     def main(
         self,
@@ -69,13 +69,22 @@ class FastcarGroup(TyperGroup):
         words = sys.argv[1:] if args is None else list(args)
         try:
             code: Any = super().main(words, prog_name, complete_var, False, windows_expand_args, **extra)
-        except TyperException as error:
-            code = report_error(_usage_error(error), "--json" in words)
-        except UserError as error:  # of an option's callback
-            code = report_error(error, "--json" in words)
+        except (TyperException, UserError) as error:
+            user = error if isinstance(error, UserError) else _usage_error(error)
+            code = report_error(user, "--json" in words)
         if not standalone_mode:
             return code
         sys.exit(int(code or 0))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command of a command line.
+
+        Raises:
+            UserError: it was removed; the hint names its successor.
+        """
+        if args[0] in REMOVED and not ctx.resilient_parsing:
+            raise UserError(f"the command `fastcar {args[0]}` was removed", hint=f"use `{REMOVED[args[0]]}`")
+        return super().resolve_command(ctx, args)
 
 
 def _usage_error(error: TyperException) -> UserError:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastcar_compile.codegen.hls.design.design import Design
     from fastcar_compile.estimate.system import Estimate
     from fastcar_compile.estimate.workload import Workload
+    from fastcar_compile.step.program import StepProgram
     from fastcar_compile.targets import Target
 
 SHAPE_CONTEXT, SHAPE_QUANT = 512, "w8a8"
@@ -54,6 +55,9 @@ def estimate_command(
     plot: Annotated[
         Path | None, typer.Option(help="Draw the time line of one token into this file."), Writes("plot")
     ] = None,
+    time_line: Annotated[
+        Path | None, typer.Option(help="Write it in Chrome's trace format, call by call."), Writes("time line")
+    ] = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Predict speed, energy and resources on a board.
@@ -62,20 +66,16 @@ def estimate_command(
     """
     from fastcar_compile.estimate.gate import GateModel
     from fastcar_compile.estimate.system import default_offload, estimate
+    from fastcar_compile.estimate.time_line import plot_time_line, write_time_line
     from fastcar_compile.estimate.trace import load_trace
 
     require_one([("ARTIFACT", artifact is not None), ("--shape", shape is not None)])
     require_one([("--replay", replay is not None), ("--trace", trace is not None)])
     if artifact is None and shape is None:
         raise UserError("nothing to estimate", hint="give the folder of an artifact, or --shape NAME")
-    free = offload is None and artifact is None
-    if artifact is None:
-        work, board, design = of_shape(str(shape), target)
-    else:
-        work, board, design = of_artifact(artifact, target)
-        if design is None and offload is None:
-            given, work = work, as_compiled(artifact, work, board, kv)
-            free = work is not given
+    work, board, emitted = of_shape(str(shape), target) if artifact is None else of_artifact(artifact, target)
+    work, free = (work, False) if offload is not None else _free(artifact, work, board, emitted, kv)
+    design, program = emitted
     window = None if sink_window is None else parse_sink_window(sink_window)
     wishes = {"quant": quant, "context": context, "batch": batch, "replay": replay, "offload": offload}
     chosen = with_options(work, wishes | {"kv": kv, "sink_window": window})
@@ -85,39 +85,48 @@ def estimate_command(
         chosen = replace(chosen, offload=default_offload(chosen, board, what_if=what_if))
     if (chosen.quant, chosen.batch, chosen.offload) != (work.quant, work.batch, work.offload):
         design = None
+    if replace(chosen, context=work.context, replay=work.replay, memory=work.memory) != work:
+        program = None
     with stages(as_json, "estimate") as show:
         show("simulating one token")
         decisions = None if trace is None else load_trace(existing(trace, "trace"))
-        result = estimate(chosen, board, decisions=decisions, design=design, what_if=what_if)
-        if plot is not None:
-            from fastcar_compile.estimate.plot import plot_time_line
-
-            plot_time_line(result, plot)
+        result = estimate(chosen, board, decisions=decisions, design=design, program=program, what_if=what_if)
+        for path, write in ((plot, plot_time_line), (time_line, write_time_line)):
+            if path is not None:
+                write(result, path)
+    written = {"plot": plot, "time_line_file": time_line}
     if as_json:
-        print_json(result.to_json() | {"plot": None if plot is None else str(plot)})
-    else:
-        _show(result, plot)
+        print_json(result.to_json() | {name: None if path is None else str(path) for name, path in written.items()})
+        return ExitCode.OK
+    print_fields(_speed_fields(result) | _cost_fields(result))
+    for path in (p for p in written.values() if p is not None):
+        print_text(f"time line written: {path}")
     return ExitCode.OK
 
 
-def of_shape(name: str, target: str | None) -> tuple[Workload, Target, Design | None]:
-    """Return what a decoder shape asks of a board; there is no design yet."""
+Emitted = tuple["Design | None", "StepProgram | None"]
+"""The design of an artifact, and its step program, where it has them."""
+
+
+def of_shape(name: str, target: str | None) -> tuple[Workload, Target, Emitted]:
+    """Return what a decoder shape asks of a board; nothing is emitted for it."""
     from fastcar_compile.estimate.shapes import load_shape
     from fastcar_compile.estimate.workload import Workload
     from fastcar_compile.targets import load_target
 
-    return Workload(load_shape(name), SHAPE_QUANT, SHAPE_CONTEXT), load_target(target or "zcu102"), None
+    return Workload(load_shape(name), SHAPE_QUANT, SHAPE_CONTEXT), load_target(target or "zcu102"), (None, None)
 
 
-def of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Design | None]:
-    """Return what an artifact asks of its own board, or of another one, and the design that was emitted for it."""
+def of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Emitted]:
+    """Return what an artifact asks of its own board, or of another one, and what was emitted for that board."""
     import fastcar_compile as fc
-    from fastcar_compile.estimate.artifact import design_of, workload_of
+    from fastcar_compile.estimate.artifact import design_of, program_of, workload_of
     from fastcar_compile.targets import load_target
 
-    manifest = fc.load(str(path)).manifest
-    board = manifest.target if target is None else load_target(target)
-    return workload_of(manifest), board, design_of(manifest, board)
+    artifact = fc.load(str(path))
+    board = artifact.manifest.target if target is None else load_target(target)
+    design = design_of(artifact.manifest, board)
+    return workload_of(artifact.manifest), board, (design, None if design is None else program_of(artifact))
 
 
 def as_compiled(path: Path, work: Workload, board: Target, kv: str | None) -> Workload:
@@ -139,6 +148,14 @@ def as_compiled(path: Path, work: Workload, board: Target, kv: str | None) -> Wo
         return work
     config = wish.model_copy(update={"replay": manifest.options.replay})
     return replace(workload_of_sections(config, manifest.decoder, manifest.layers.layers), memory=None)
+
+
+def _free(path: Path | None, work: Workload, board: Target, emitted: Emitted, kv: str | None) -> tuple[Workload, bool]:
+    """Return what is estimated where no offload is asked for, and whether the offload follows from the board."""
+    if path is None:
+        return work, True
+    compiled = as_compiled(path, work, board, kv) if emitted == (None, None) else work
+    return compiled, compiled is not work
 
 
 def with_options(work: Workload, wishes: dict[str, Any]) -> Workload:
@@ -173,12 +190,6 @@ def parse_sink_window(text: str) -> tuple[int, int]:
     raise UserError(f"--sink-window {text!r} is not SINKS,WINDOW", hint="give two whole numbers, for example 4,256")
 
 
-def _show(result: Estimate, plot: Path | None) -> None:
-    print_fields(_speed_fields(result) | _cost_fields(result))
-    if plot is not None:
-        print_text(f"time line drawn in {plot}")
-
-
 def _speed_fields(result: Estimate) -> dict[str, str]:
     shares = ", ".join(f"{unit} {share:.1%}" for unit, share in sorted(result.shares.items(), key=lambda s: -s[1]))
     versus, speed = result.comparison, f"{result.unit}s/s"
@@ -207,8 +218,8 @@ def _cost_fields(result: Estimate) -> dict[str, str]:
         f"{count_text(design['spec']['cores'], 'core')}",
         "resources": ", ".join(f"{name} {r['used']} of {r['limit']}" for name, r in result.resources.items()),
     }
-    if result.prefill_positions_per_second is not None:
-        fields["prefill"] = prefill_text(result.prefill_positions_per_second)
+    if (rate := result.prefill_positions_per_second) is not None:
+        fields["prefill"] = f"{rate:.2f} positions/s: one launch and one weight stream per position of a prompt"
     if result.exploration:
         found = result.exploration
         why = f" (a faster design needs {', '.join(found['faster'])})" if found["faster"] else ""
@@ -216,11 +227,6 @@ def _cost_fields(result: Estimate) -> dict[str, str]:
             f"{count_text(found['tried'], 'design')}, {found['rejected']} too large; bound by {found['bound_by']}{why}"
         )
     return fields
-
-
-def prefill_text(positions_per_second: float) -> str:
-    """Return what a prompt costs on a kernel of whole steps."""
-    return f"{positions_per_second:.2f} positions/s: one launch and one weight stream per position of a prompt"
 
 
 def _gate_text(gate: dict[str, Any]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
-from fastcar_compile.artifact.sections import DecoderSection, LayersSection
+from fastcar_compile.artifact.sections import LayersSection
 from fastcar_compile.codegen.hls.control import controller_part
 from fastcar_compile.codegen.hls.plan import AcceleratorPlan, plan_accelerator, require_memory
 from fastcar_compile.codegen.hls.step_plan import require_step, step_program
@@ -19,6 +20,7 @@ from fastcar_compile.estimate.artifact import workload_of_sections
 from fastcar_compile.estimate.system import estimate
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.program_json import decoder_section, layers_section
+from fastcar_compile.step.program import StepProgram
 from fastcar_compile.targets import Target
 
 
@@ -41,14 +43,14 @@ def dry_run_of(rewritten: Rewritten) -> DryRun:
     """Return what code generation would be given, and what the hardware model says of it."""
     program, config, board = rewritten.program, rewritten.config, rewritten.board
     problems: list[CompileError] = []
-    plan, modelled = None, False
+    plan = step = None
     if has_accelerator(config, board):
         attempt(problems, lambda: require_memory(program, config, board))
         plan = attempt(problems, lambda: plan_accelerator(program, config, board))
-        modelled = plan is not None
-        if config.offload == "all":
-            step = attempt(problems, lambda: require_step(program) if plan is None else step_program(program, plan))
-            modelled = step is not None
+        if config.offload == "all" and plan is not None:
+            step = attempt(problems, partial(step_program, program, plan))
+        elif config.offload == "all":
+            attempt(problems, partial(require_step, program))
     decoder, layers = decoder_section(program), layers_section(program)
     return DryRun(
         options=config,
@@ -64,7 +66,7 @@ def dry_run_of(rewritten: Rewritten) -> DryRun:
         design=None if plan is None else plan.design.part,
         exploration=None if plan is None else plan.found.part,
         controller=None if plan is None else controller_part(plan.table),
-        speed=() if plan is None or not modelled else _speed(rewritten, decoder, layers, plan, what_if=bool(problems)),
+        speed=() if plan is None else tuple(_speed(rewritten, plan, step, what_if=bool(problems))),
     )
 
 
@@ -74,31 +76,28 @@ def _problems(errors: list[CompileError]) -> Iterator[Problem]:
         yield Problem(what=each.what, where=each.where, hint=each.hint)
 
 
-def _speed(
-    rewritten: Rewritten, decoder: DecoderSection, layers: LayersSection, plan: AcceleratorPlan, *, what_if: bool
-) -> tuple[Speed, ...]:
-    """Return the predictions, dense first; with `what_if` those of a decoder that does not fit, as if it did."""
-    config = rewritten.config
-    work = workload_of_sections(config, decoder, layers.layers)
+def _speed(rewritten: Rewritten, plan: AcceleratorPlan, step: StepProgram | None, *, what_if: bool) -> Iterator[Speed]:
+    """Yield the predictions, dense first; with `what_if` those of a decoder that does not fit, as if it did."""
+    config, layers = rewritten.config, layers_section(rewritten.program)
+    if config.offload == "all" and step is None:
+        return  # there is no program to predict
+    work = workload_of_sections(config, decoder_section(rewritten.program), layers.layers)
     most = replay_ceiling(config, layers)
     cases = {"dense": 0.0}
     if most > 0:
         cases |= {"half of what may replay": most / 2, "all that may replay": most}
-    found: list[Speed] = []
     for case, ratio in cases.items():
-        result = estimate(replace(work, replay=ratio), rewritten.board, design=plan.design, what_if=what_if)
-        found.append(
-            Speed(
-                case=case,
-                replay_ratio=ratio,
-                tokens_per_second=result.tokens_per_second,
-                seconds_per_step=result.seconds_per_step,
-                bandwidth_utilisation=result.bandwidth_utilisation,
-                energy_per_token_j=result.energy_per_token_j,
-                bound_by=result.bound_by,
-            )
+        asked = replace(work, replay=ratio)
+        result = estimate(asked, rewritten.board, design=plan.design, program=step, what_if=what_if)
+        yield Speed(
+            case=case,
+            replay_ratio=ratio,
+            tokens_per_second=result.tokens_per_second,
+            seconds_per_step=result.seconds_per_step,
+            bandwidth_utilisation=result.bandwidth_utilisation,
+            energy_per_token_j=result.energy_per_token_j,
+            bound_by=result.bound_by,
         )
-    return tuple(found)
 
 
 def replay_ceiling(config: CompileConfig, layers: LayersSection) -> float:

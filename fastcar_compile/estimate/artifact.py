@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from fastcar_compile.artifact.manifest import Manifest
+from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderSection, LayerPart
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.footprint import Footprint
@@ -61,10 +61,11 @@ def _sink_window(layers: Sequence[LayerPart], context: int) -> tuple[int, int] |
     return 0, round(seen / len(layers))
 
 
-def program_of(manifest: Manifest, folder: Path) -> StepProgram | None:
+def program_of(artifact: StoredArtifact) -> StepProgram | None:
     """Return the step program that was emitted; None: there is none."""
-    step = None if manifest.accelerator is None else manifest.accelerator.step
-    return None if step is None else read_program((folder / step.program).read_bytes())
+    accelerator = artifact.manifest.accelerator
+    step = None if accelerator is None else accelerator.step
+    return None if step is None else read_program(artifact.files.data(step.program))
 
 
 def design_of(manifest: Manifest, board: Target) -> Design | None:

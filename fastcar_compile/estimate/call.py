@@ -9,6 +9,7 @@ from fastcar_compile.codegen.hls.design.loops import Load
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork, Repeated
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS
+from fastcar_compile.errors import count_text
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,12 @@ class EngineCall:
     results_on_chip: bool = False
 
     @property
-    def tiles(self) -> int:
-        """Tiles of all products: the work of simulating it grows with them."""
-        return sum(named.product.tiles for named in self.products)
+    def title(self) -> str:
+        """What the call is for: its products, and the rows that compute."""
+        products = [named.name for named in self.products]
+        if not products:
+            return self.control_name
+        return f"{'MLP' if len(products) > 1 else products[0]}, {count_text(self.load.rows, 'row')}"
 
     @property
     def fifo_words(self) -> int:
@@ -83,9 +87,9 @@ class LoopCall:
     parts: tuple[Repeated, ...]
 
     @property
-    def tiles(self) -> int:
-        """None."""
-        return 0
+    def title(self) -> str:
+        """What the instruction does."""
+        return self.name
 
     @property
     def words(self) -> int:
@@ -101,9 +105,9 @@ class AttendCall:
     name: str = "attention"
 
     @property
-    def tiles(self) -> int:
-        """Tiles of keys and values."""
-        return self.work.turns * (self.work.layout.key_tiles + self.work.layout.value_tiles)
+    def title(self) -> str:
+        """What the instruction does, and the positions that it reads."""
+        return f"{self.name}, {self.work.positions} positions"
 
 
 Call = EngineCall | LoopCall | AttendCall

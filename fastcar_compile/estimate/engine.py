@@ -1,15 +1,13 @@
 """Time of one start of the emitted engine, in closed form.
 
-Loops come from the loop tables (codegen/hls/design/loops.py, control_loops.py). The cycle model
-(fastcar_compile.simulation) runs the same loops against each other; a test holds the two within 5 % of each other.
+Loops come from the loop tables (codegen/hls/design/loops.py, control_loops.py). The cycle model of the tests
+(tests/cycle_model) runs the same loops against each other; a test holds the two within 5 % of each other.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import NamedTuple
 
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
@@ -38,8 +36,11 @@ class RowLoad(NamedTuple):
     passes: int
 
 
-class EngineModel(ABC):
-    """The engine of a design on a board, and how long its calls take. control: sizes of its control table."""
+class Engine:
+    """The engine of a design on a board, and how long its calls take. control: sizes of its control table.
+
+    Stages of tiles overlap at the pace of the slowest, or of a weight stream that is slower than that.
+    """
 
     def __init__(self, design: Design, target: Target, control: ControlShape) -> None:
         self.design, self.target, self.control = design, target, control
@@ -55,11 +56,6 @@ class EngineModel(ABC):
     def cores(self) -> int:
         """Cores of the array."""
         return self.design.mlp.cores
-
-    @cached_property
-    def stream_rate(self) -> float:
-        """Bytes per second of an undisturbed weight stream."""
-        return min(float(self.design.ports), self.memory.rate) * WORD_BYTES * self.clock_hz
 
     def linear_call(self, linear: LinearShape, load: RowLoad) -> EngineCall:
         """Return one start for a linear: the host sequences them, so the controller only places the rows."""
@@ -104,10 +100,6 @@ class EngineModel(ABC):
             self._known[call] = self.parts(call)
         return self._known[call]
 
-    @abstractmethod
-    def parts(self, call: Call) -> tuple[CallPart, ...]:
-        """Return the spans of a call."""
-
     def moved(self, call: AttendCall | LoopCall) -> float:
         """Return the bytes that an instruction moves besides weights."""
         words = call.words if isinstance(call, LoopCall) else call.work.words * self.design.ports
@@ -119,10 +111,6 @@ class EngineModel(ABC):
         return own.get((linear.inputs, linear.outputs)) or self.design.fit(
             LinearSpec(linear.name, linear.inputs, linear.outputs)
         )
-
-
-class ClosedForm(EngineModel):
-    """Stages of tiles that overlap at the pace of the slowest, or a weight stream that is slower than that."""
 
     def parts(self, call: Call) -> tuple[CallPart, ...]:
         """Return the spans of a call."""

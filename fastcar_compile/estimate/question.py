@@ -13,7 +13,7 @@ from fastcar_compile.codegen.hls.design.exploration import Exploration, explore
 from fastcar_compile.codegen.hls.design.footprint import GB, bank_excess, capacity, require_banks, require_fit
 from fastcar_compile.codegen.hls.design.spec import StepBuffers
 from fastcar_compile.errors import InputError
-from fastcar_compile.estimate.engine import EngineModel
+from fastcar_compile.estimate.engine import Engine
 from fastcar_compile.estimate.host import host_of
 from fastcar_compile.estimate.rows import Decisions, Draw, coupled, draw_decisions
 from fastcar_compile.estimate.step import Board, StepKernel
@@ -53,8 +53,8 @@ class Question:
         spec = self.workload.step_spec()
         return None if spec is None or self.kernel is None else spec.buffers(self.design.mlp, self.design.group)
 
-    def board(self, model: type[EngineModel]) -> Board:
-        """Return the board with a model of its engine."""
+    def board(self, model: type[Engine] = Engine) -> Board:
+        """Return the board; the tests give it another model of its engine."""
         work = self.workload
         control = ControlShape.of(work.control_table(self.design.mlp.cores))
         return Board(
@@ -156,6 +156,6 @@ def _checked(decisions: Decisions, workload: Workload) -> Decisions:
     if workload.couple_cfg and (coupled(decisions) != decisions).any():
         raise InputError(
             "the decisions are not those of guidance pairs, which replay only together here",
-            hint="record them with this artifact, or couple them: fastcar simulate --pairs",
+            hint="record them with this artifact",
         )
     return decisions

@@ -82,11 +82,3 @@ def core_rows(computing: NDArray[np.bool_], cores: int, mapping: Mapping) -> NDA
 def passes_of(decisions: Decisions, cores: int, mapping: Mapping) -> NDArray[np.int64]:
     """Return the passes of every layer, int [forwards, layers]; 0: every row replays."""
     return core_rows(~decisions, cores, mapping).max(-1)
-
-
-def places_of(computing: NDArray[np.bool_], cores: int, mapping: Mapping) -> list[list[int]]:
-    """Return per core the rows that it computes, pass by pass, of computing rows bool [rows]."""
-    rows: list[list[int]] = [[] for _ in range(cores)]
-    for number, row in enumerate(np.flatnonzero(computing).tolist()):
-        rows[(number if mapping is Mapping.DRS else row) % cores].append(row)
-    return rows

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fastcar_compile.estimate.call import Call
-from fastcar_compile.estimate.engine import EngineModel, RowLoad
+from fastcar_compile.estimate.engine import Engine, RowLoad
 from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.host import HostModel
 from fastcar_compile.estimate.shapes import DecoderShape, LinearShape
@@ -55,7 +55,7 @@ class Board:
         kernel: of whole steps; None: the host sequences the calls.
     """
 
-    engine: EngineModel
+    engine: Engine
     host: HostModel
     shape: DecoderShape
     quant: str
@@ -78,14 +78,15 @@ class Board:
 
 @dataclass
 class Step:
-    """The time line of one step and its sums. `calls`: when the engine started with what."""
+    """The time line of one step and its sums. `calls`: the starts of the engine and the instructions, as spans of unit
+    `call` over their segments."""
 
     segments: list[Segment] = field(default_factory=list)
     seconds: float = 0.0
     bytes: float = 0.0
     weight_bytes: float = 0.0
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    calls: list[tuple[float, Call]] = field(default_factory=list)
+    calls: list[Segment] = field(default_factory=list)
 
     def add(self, name: str, layer: int, unit: str, seconds: float, moved: float = 0.0) -> None:
         """Append a segment."""
@@ -103,10 +104,11 @@ class Step:
 
     def instruction(self, layer: int, board: Board, call: Call) -> None:
         """Append what the engine does, without a launch."""
-        self.calls.append((self.seconds, call))
+        start, moved = self.seconds, self.bytes
         for part in board.engine.parts_of(call):
             self.weight_bytes += part.bytes if part.unit in STREAMING else 0.0
             self.add(part.name, layer, part.unit, part.seconds, part.bytes)
+        self.calls.append(Segment(call.title, layer, "call", start, self.seconds - start, self.bytes - moved))
 
 
 def simulate_step(board: Board, loads: Sequence[RowLoad], attended: float) -> Step:

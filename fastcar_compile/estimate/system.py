@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.dram import peak_bandwidth
+from fastcar_compile.codegen.hls.design.dram import measured_cap, peak_bandwidth
 from fastcar_compile.codegen.hls.design.exploration import resources_of
 from fastcar_compile.codegen.hls.design.footprint import capacity
 from fastcar_compile.errors import UserError
-from fastcar_compile.estimate.engine import ClosedForm
-from fastcar_compile.estimate.prediction import Prediction, Runs
 from fastcar_compile.estimate.question import Question, ask
-from fastcar_compile.estimate.rows import Decisions
+from fastcar_compile.estimate.rows import Decisions, Mapping, passes_of
+from fastcar_compile.estimate.run import Run
+from fastcar_compile.estimate.step import Step
 from fastcar_compile.estimate.workload import Offload, Workload
+from fastcar_compile.step.program import StepProgram
 from fastcar_compile.targets import Target
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate(Prediction):
-    """A prediction by the closed form. Sizes in bytes, energy in joules; shares of one.
+class Estimate:
+    """A prediction for one step, the mean of all forwards: seconds, bytes, joules, and shares of one.
 
     Attributes:
+        unit: what `tokens_per_second` counts: "token", or "backbone position" where the head is no part of the decoder.
+        what_if: what was asked for that the compiler does not emit, as texts; empty: this is an emitted design.
+        table_load_seconds: of loading the control table, once per session and not part of a step.
+        measured_utilisation: bytes moved over the whole step, against the measured bandwidth of the weight memories.
+        prefill_positions_per_second: of a kernel of whole steps, whose prompt is one launch and one weight stream per
+            position; None: the host sequences the calls.
+        speedup_over_dense: over `comparison["dense"]`.
+        comparison: tokens per second of others on the same board and array. dense: the decoder compiled without replay:
+            no gate, no caches. nothing_replays: as predicted, but every decision is to compute.
+            static_mapping: row b on core b mod C.
+        passes_by_mapping: mapping -> passes of the busiest core, mean over forwards and layers; 0 where all replay.
+        step, dense: the time line of one step whose replays are nearest to the mean, and of the decoder compiled
+            without replay.
         attended: positions that attention reads, at most `context`.
         bandwidth_utilisation: bytes moved over the whole step, against the peak of the weight memories.
         weight_stream_utilisation: the same of weights alone, over the time in which the engine works.
@@ -33,6 +49,25 @@ class Estimate(Prediction):
         exploration: what was compared to find the design; empty for a given design.
     """
 
+    what_if: tuple[str, ...]
+    target: str
+    shape: str
+    unit: str
+    quant: str
+    offload: str
+    batch: int
+    context: int
+    replay_ratio: float
+    tokens_per_second: float
+    seconds_per_step: float
+    table_load_seconds: float
+    measured_utilisation: float
+    prefill_positions_per_second: float | None
+    speedup_over_dense: float
+    comparison: dict[str, float]
+    passes_by_mapping: dict[str, float]
+    step: Step
+    dense: Step
     attended: int
     bytes_per_step: float
     macs_per_step: float
@@ -48,6 +83,16 @@ class Estimate(Prediction):
     design: dict[str, Any]
     exploration: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def time_line(self) -> list[dict[str, Any]]:
+        """The segments of `step`."""
+        return [asdict(segment) for segment in self.step.segments]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("step", "dense")}
+        return values | {"time_line": self.time_line}
+
 
 def estimate(
     workload: Workload,
@@ -55,6 +100,7 @@ def estimate(
     *,
     decisions: Decisions | None = None,
     design: Design | None = None,
+    program: StepProgram | None = None,
     what_if: bool = False,
 ) -> Estimate:
     """Predict the decode speed of a workload on a board.
@@ -62,7 +108,8 @@ def estimate(
     Args:
         decisions: bool [forwards, layers, rows], True where a row replayed (`session.stats.decisions`); forward t then
             attends to t + 1 positions, at most `context`. None: decisions drawn for `workload.replay`.
-        design: an emitted design; None: the best that fits the board.
+        design: an emitted design; None: the best that fits the board. program: the step program that was emitted with
+            it; None: the one that the compiler would write for the shape.
         what_if: predict also what the compiler does not emit; the result says what that is.
 
     Raises:
@@ -70,7 +117,8 @@ def estimate(
         TargetError: the target lacks what the model needs.
         CompileError: the decoder does not fit the board.
     """
-    return estimate_question(ask(workload, target, decisions=decisions, design=design, what_if=what_if))
+    question = ask(workload, target, decisions=decisions, design=design, program=program, what_if=what_if)
+    return estimate_question(question)
 
 
 def default_offload(workload: Workload, target: Target, *, what_if: bool = False) -> Offload:
@@ -93,26 +141,32 @@ def default_offload(workload: Workload, target: Target, *, what_if: bool = False
 
 def estimate_question(question: Question) -> Estimate:
     """Predict the decode speed that a question asks for."""
-    return _result(question, Runs.of(question, question.board(ClosedForm), static=True))
-
-
-def _macs(work: Workload, trace: Decisions) -> float:
-    """Return the multiply-accumulates of a mean step: every linear for every row, the MLP for the rows that compute."""
-    shape = work.shape
-    mlp = sum(x.macs for x in shape.mlp_linears) * float((~trace).sum(axis=(1, 2)).mean())
-    others = shape.layers * sum(x.macs for x in shape.attention_linears) + (shape.head.macs if shape.head else 0)
-    return mlp + others * work.batch
-
-
-def _result(question: Question, runs: Runs) -> Estimate:
-    work, target, design, run = question.workload, question.target, question.design, runs.step
-    power, peak = target.power, peak_bandwidth(target)
-    macs = _macs(work, question.decisions)
+    work, target, design, trace = question.workload, question.target, question.design, question.decisions
+    runs, power, peak = Runs.of(question), target.power, peak_bandwidth(target)
+    run, macs, footprint = runs.step, _macs(work, trace), work.footprint(target)
     joules = (run.bytes * power.dram_pj_per_byte + macs * power.mac_int8_pj) * 1e-12
     energy = (power.static_w * run.seconds + joules) / work.batch
-    footprint = work.footprint(target)
+    others = {"dense": runs.dense, "nothing_replays": runs.nothing_replays, "static_mapping": runs.static}
     return Estimate(
-        **runs.common(question, design.mlp.cores),
+        what_if=question.what_if,
+        target=target.name,
+        shape=work.shape.name,
+        unit=work.shape.unit,
+        quant=work.quant,
+        offload=work.offload,
+        batch=work.batch,
+        context=work.context,
+        replay_ratio=float(trace.mean()),
+        tokens_per_second=work.batch / run.seconds,
+        seconds_per_step=run.seconds,
+        table_load_seconds=runs.table,
+        measured_utilisation=run.bytes / run.seconds / measured_cap(target),
+        prefill_positions_per_second=1 / runs.dense.seconds if question.kernel else None,
+        speedup_over_dense=runs.dense.seconds / run.seconds,
+        comparison={name: work.batch / other.seconds for name, other in others.items()},
+        passes_by_mapping={m.value: float(passes_of(trace, design.mlp.cores, m).mean()) for m in Mapping},
+        step=run.typical,
+        dense=runs.dense.typical,
         attended=work.attended,
         bytes_per_step=run.bytes,
         macs_per_step=macs,
@@ -128,3 +182,42 @@ def _result(question: Question, runs: Runs) -> Estimate:
         design=design.part.model_dump(mode="json"),
         exploration=question.found.part.model_dump(mode="json") if question.found else {},
     )
+
+
+def _macs(work: Workload, trace: Decisions) -> float:
+    """Return the multiply-accumulates of a mean step: every linear for every row, the MLP for the rows that compute."""
+    shape = work.shape
+    mlp = sum(x.macs for x in shape.mlp_linears) * float((~trace).sum(axis=(1, 2)).mean())
+    others = shape.layers * sum(x.macs for x in shape.attention_linears) + (shape.head.macs if shape.head else 0)
+    return mlp + others * work.batch
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The forwards of a question, and the same ones on others that it is compared with.
+
+    Args:
+        step: as asked. dense: of the decoder compiled without replay. nothing_replays: every decision is to compute.
+        static: with the static mapping. table: seconds of loading the control table.
+    """
+
+    step: Run
+    dense: Run
+    nothing_replays: Run
+    static: Run
+    table: float
+
+    @classmethod
+    def of(cls, question: Question) -> Runs:
+        """Return the runs of a question on its board."""
+        board, trace, attended = question.board(), question.decisions, question.attended
+        computing = np.zeros_like(trace)
+        nothing, table = Run.of(board, computing, attended), Step()
+        table.call("load table", 0, board, board.engine.table_call())
+        return cls(
+            Run.of(board, trace, attended),
+            Run.of(board.dense, computing, attended) if board.gate is not None else nothing,
+            nothing,
+            Run.of(board, trace, attended, Mapping.STATIC),
+            table.seconds,
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -133,62 +133,19 @@ class ReplayPage(PagePart):
     heat: HeatMap | None
 
 
-class Span(PagePart):
-    """A span of the host's time line, seconds. unit: what it waits for."""
-
-    name: str
-    layer: int
-    unit: str
-    start: float
-    seconds: float
-    bytes: float
-
-
-class CallProcess(PagePart):
-    """What one process does in a call, whole clocks.
-
-    Args:
-        busy: clocks of work. stalls: cause -> clocks. spans: three numbers per span: clocks since the end of the one
-            before, its clocks, and its place in `SpeedPage.states`.
-    """
-
-    name: str
-    busy: int
-    stalls: dict[str, int]
-    spans: tuple[int, ...]
-
-
-class CallKind(PagePart):
-    """A call of the engine that was simulated. A step starts it several times: in every layer, as a rule."""
-
-    name: str
-    clocks: int
-    processes: tuple[CallProcess, ...]
-
-
-class CallStart(PagePart):
-    """A start of the engine, seconds. kind: place in `SpeedPage.calls`; None: it is in closed form."""
-
-    name: str
-    layer: int
-    start: float
-    seconds: float
-    kind: int | None
-
-
 class StepLine(PagePart):
     """The time line of one decode step.
 
     Args:
-        title: `dense`, or what replays. note: what decided. replay: share of all decisions. spans: host and engine.
+        title: `dense`, or what replays. note: what decided. replay: share of all decisions.
+        events: in Chrome's trace format, as `fastcar estimate --time-line` writes them.
     """
 
     title: str
     note: str
     replay: float
     seconds: float
-    spans: tuple[Span, ...]
-    calls: tuple[CallStart, ...]
+    events: tuple[dict[str, Any], ...]
 
 
 class OffloadLine(PagePart):
@@ -211,7 +168,7 @@ class SpeedPage(PagePart):
 
     Args:
         shares: unit -> share of the step. resources: name -> used and limit. offload: what the accelerator computes.
-        clock_hz, states, calls, steps: of the cycle model. states: loops, and causes of waiting: `cause: what`.
+        clock_hz: of the fabric. steps: of the decoder compiled without replay; then, where something replays, with it.
         unknown: nothing says how much replays.
     """
 
@@ -222,8 +179,6 @@ class SpeedPage(PagePart):
     resources: dict[str, tuple[float, float]] = {}
     offload: tuple[OffloadLine, ...] = ()
     clock_hz: float = 0.0
-    states: tuple[str, ...] = ()
-    calls: tuple[CallKind, ...] = ()
     steps: tuple[StepLine, ...] = ()
     unknown: bool = False
 

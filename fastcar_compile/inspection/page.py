@@ -30,7 +30,7 @@ BASE = "base.css"
 """What the pages of fastcar share, before the styles of this one."""
 SCRIPTS = (
     *("dagre.min.js", "core.js", "navigation.js", "layout.js", "draw.js", "overview.js", "graph.js", "details.js"),
-    *("search.js", "replay.js", "time_drawing.js", "time_line.js", "processes.js", "speed.js", "memory.js", "main.js"),
+    *("search.js", "replay.js", "time_drawing.js", "time_line.js", "speed.js", "memory.js", "main.js"),
 )
 """In the order in which the page runs them. dagre is a library (dagre.LICENSE.txt)."""
 
@@ -81,7 +81,7 @@ def page_data(artifact: StoredArtifact, decisions: Decisions | None = None) -> P
         prefill_after=prefill_after,
         reasons={key: manifest.pipeline.reason(*key.split(":", 1)) for key in sorted(keys - {""})},
         replay=replay_page(manifest, decisions),
-        speed=speed_page(manifest, decisions),
+        speed=speed_page(artifact, decisions),
         memory=memory_page(manifest, artifact.arrays(), layer_of, _link(artifact)),
         files=tuple(FileLine(name=n, bytes=f.size, sha256=f.sha256) for n, f in sorted(manifest.files.items())),
     )

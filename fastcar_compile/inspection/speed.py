@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from fastcar_compile.artifact.manifest import Manifest
+from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import UserError
-from fastcar_compile.estimate.artifact import design_of, workload_of
+from fastcar_compile.estimate.artifact import design_of, program_of, workload_of
 from fastcar_compile.estimate.question import SYNTHETIC_FORWARDS, ask
 from fastcar_compile.estimate.rows import Draw, draw_decisions
 from fastcar_compile.estimate.system import Estimate, estimate_question
-from fastcar_compile.inspection.models import Fact, OffloadLine, SpeedPage
+from fastcar_compile.estimate.time_line import trace_events
+from fastcar_compile.inspection.models import Fact, OffloadLine, SpeedPage, StepLine
 from fastcar_compile.inspection.replay import Decisions
-from fastcar_compile.inspection.time_line import step_lines
-from fastcar_compile.simulation.time_line import time_lines
 
 
 @dataclass(frozen=True)
@@ -43,40 +44,52 @@ def replays_of(manifest: Manifest, recorded: Decisions | None) -> Replays:
     return Replays(np.concatenate(layers, 1), False, "drawn for the shares of the calibration")
 
 
-def speed_page(manifest: Manifest, decisions: Decisions | None) -> SpeedPage:
+def speed_page(artifact: StoredArtifact, decisions: Decisions | None) -> SpeedPage:
     """Return what `fastcar estimate` says of an artifact on its own board; why not, where there is no prediction.
 
     Args:
         decisions: recorded, bool [forwards, layers, rows]; None: those of the calibration, where there was one.
     """
-    target, offload = manifest.target, tuple(offload_lines(manifest))
+    manifest, target = artifact.manifest, artifact.manifest.target
+    offload = tuple(offload_lines(manifest))
     if target.kind == "cpu":
         what = (
             f"The target {target.name} is a CPU, and the hardware model predicts boards: `fastcar estimate --target`."
         )
         return SpeedPage(missing=what)
-    replays, design = replays_of(manifest, decisions), design_of(manifest, target)
+    replays = replays_of(manifest, decisions)
     try:
         question = ask(
-            workload_of(manifest), target, decisions=replays.decisions, design=design, recorded=replays.recorded
+            workload_of(manifest),
+            target,
+            decisions=replays.decisions,
+            design=design_of(manifest, target),
+            recorded=replays.recorded,
+            program=program_of(artifact),
         )
         result = estimate_question(question)
     except UserError as error:
         return SpeedPage(missing=f"There is no prediction: {error.what}.", offload=offload)
-    text = replays.text
-    steps, calls = step_lines(time_lines(question), f"{text[0].upper()}{text[1:]}.")
     return SpeedPage(
-        facts=tuple(_facts(result, text)),
+        facts=tuple(_facts(result, replays.text)),
         seconds=result.seconds_per_step,
         shares=result.shares,
         resources={name: (float(r["used"]), float(r["limit"])) for name, r in result.resources.items()},
         offload=offload,
         clock_hz=question.design.budget.clock_mhz * 1e6,
-        states=tuple(calls.states),
-        calls=tuple(calls.kinds),
-        steps=steps,
+        steps=tuple(step_lines(result, replays.text)),
         unknown=replays.decisions is None and manifest.options.replay is not None,
     )
+
+
+def step_lines(result: Estimate, decided: str) -> Iterator[StepLine]:
+    """Yield the dense step; then, where something replays, the predicted one. decided: what decided what replays."""
+    lines = [("dense", "The decoder compiled without replay.", 0.0, result.dense)]
+    if ratio := result.replay_ratio:
+        note = f"{decided[0].upper()}{decided[1:]}. The step nearest to the mean is shown."
+        lines.append((f"{ratio:.1%} replay", note, ratio, result.step))
+    for title, note, replay, step in lines:
+        yield StepLine(title=title, note=note, replay=replay, seconds=step.seconds, events=tuple(trace_events(step)))
 
 
 def offload_lines(manifest: Manifest) -> list[OffloadLine]:

@@ -103,7 +103,7 @@ def test_text_of_a_shape_and_its_plot(fastcar: Fastcar, tmp_path: Path) -> None:
     picture = tmp_path / "line.png"
     result = fastcar(*KV260, "--replay", 0.5, "--plot", picture)
     assert result.exit_code == 0
-    for text in ("predicted", "50.0% replay", "bound by", "memory", "J per token", "time line drawn in"):
+    for text in ("predicted", "50.0% replay", "bound by", "memory", "J per token", "time line written: "):
         assert text in result.stdout
     assert re.search(r"\d+ designs, \d+ too large; bound by memory", result.stdout)
     assert "tas, decided on the accelerator; no cache of its own" in result.stdout

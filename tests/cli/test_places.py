@@ -20,8 +20,7 @@ WRITTEN = {
     "inspect": {"html"},
     "opt": {"output"},
     "run": {"output", "trace"},
-    "estimate": {"plot"},
-    "simulate": {"time_line", "report"},
+    "estimate": {"plot", "time_line"},
 }
 """Command -> parameters whose paths are written."""
 
@@ -72,7 +71,8 @@ COLLISIONS = [
     ("tune-decoder m --videos in.npy --target-replay 0.5 -o m", "--output would overwrite decoder"),
     ("opt g.json -p canonicalize -o g.json", "--output would overwrite path"),
     ("estimate --shape llama2-7b --target t.toml --plot t.toml", "--plot would overwrite target"),
-    ("simulate a --report a/hls", "--report would overwrite artifact"),
+    ("estimate a --time-line a/hls/step.json", "--time-line would overwrite artifact"),
+    ("estimate a --time-line in.npy --trace in.npy", "--time-line would overwrite trace"),
     ("compile m -o m", "--output would overwrite model"),
     ("compile m -o there/../m", "--output would overwrite model"),
 ]

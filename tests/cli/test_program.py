@@ -16,7 +16,7 @@ import pytest
 from typer.testing import Result
 
 import fastcar_compile as fc
-from fastcar_compile.cli.commands import COMMANDS
+from fastcar_compile.cli.commands import COMMANDS, REMOVED
 from fastcar_compile.cli.common import ExitCode
 
 PROGRAM = [sys.executable, "-m", "fastcar_compile"]
@@ -44,6 +44,25 @@ def test_every_command_has_help_and_json(fastcar: Callable[..., Result], name: s
     assert result.stdout.startswith(f"Usage: fastcar {name} ")
     assert "  --json " in result.stdout
     assert "Print one JSON value on stdout" in result.stdout
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_command_names_its_successor(fastcar: Callable[..., Result], name: str) -> None:
+    for words in ((), ("a", "--replay", "0.5"), ("--help",)):
+        result = fastcar(name, *words)
+        assert result.exit_code == ExitCode.USER_ERROR
+        assert f"the command `fastcar {name}` was removed" in result.stderr
+        assert f"use `{REMOVED[name]}`" in result.stderr
+    assert name not in COMMANDS
+    assert json.loads(fastcar(name, "--json").stdout)["error"]["hint"] == f"use `{REMOVED[name]}`"
+
+
+@pytest.mark.parametrize("name", fc._REMOVED)
+def test_a_removed_name_names_its_successor(name: str) -> None:
+    with pytest.raises(fc.UserError, match=rf"fastcar_compile\.{name} was removed") as caught:
+        getattr(fc, name)
+    assert fc._REMOVED[name] in str(caught.value)
+    assert name not in fc.__all__
 
 
 def test_no_command_shows_help(fastcar: Callable[..., Result]) -> None:

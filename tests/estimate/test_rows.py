@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,24 +13,25 @@ from hypothesis import strategies as st
 
 from fastcar_compile.drs.simulator import map_rows
 from fastcar_compile.errors import InputError
-from fastcar_compile.estimate.rows import Draw, Mapping, core_rows, coupled, draw_decisions, passes_of, places_of
-from fastcar_compile.simulation.pictures import draw_active_rows, draw_cores, typical_forward
+from fastcar_compile.estimate import Workload, load_shape
+from fastcar_compile.estimate.question import ask
+from fastcar_compile.estimate.rows import Draw, Mapping, core_rows, coupled, draw_decisions, passes_of
+from fastcar_compile.targets import load_target
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @given(register=st.integers(0, 2**32 - 1), rows=st.integers(1, 32), cores=st.integers(1, 8))
-def test_places_are_those_of_the_mapping_registers(register: int, rows: int, cores: int) -> None:
+def test_rows_of_a_core_are_those_of_the_mapping_registers(register: int, rows: int, cores: int) -> None:
     computing = np.array([bool(register >> row & 1) for row in range(rows)])
     mapped = map_rows(register & (1 << rows) - 1, rows, cores)
-    places = places_of(computing, cores, Mapping.DRS)
-    assert {row: core for core, own in enumerate(places) for row in own} == {
-        row: mapped[row].core for row in np.flatnonzero(computing).tolist()
-    }
-    assert all(mapped[row].pass_number == n for own in places for n, row in enumerate(own))
-    for mapping in Mapping:
-        places = places_of(computing, cores, mapping)
-        assert core_rows(computing, cores, mapping).tolist() == [len(own) for own in places]
-        assert sorted(row for own in places for row in own) == np.flatnonzero(computing).tolist()
-    assert passes_of(~computing[None, None], cores, Mapping.DRS).item() == -(-int(computing.sum()) // cores)
+    places = [mapped[row] for row in np.flatnonzero(computing).tolist()]
+    counted = [sum(place.core == core for place in places) for core in range(cores)]
+    assert core_rows(computing, cores, Mapping.DRS).tolist() == counted
+    passes = max((place.pass_number + 1 for place in places), default=0)
+    assert passes_of(~computing[None, None], cores, Mapping.DRS).item() == passes
+    static = [computing[core::cores].sum() for core in range(cores)]
+    assert core_rows(computing, cores, Mapping.STATIC).tolist() == static
 
 
 @pytest.mark.parametrize(("rows", "cores", "gain"), [(16, 4, 1.39), (32, 8, 1.70), (4, 4, 1.0)])
@@ -63,6 +65,20 @@ def test_guidance_pairs_share_their_decisions() -> None:
             wrong()
 
 
+def test_a_workload_of_pairs_draws_them() -> None:
+    shape = load_shape("tinyllama-1.1b").model_copy(update={"layers": 2})
+    work, board = Workload(shape, "w8a8", 8, 16, replay=0.5, couple_cfg=True), load_target("zcu102")
+    question = ask(work, board)
+    assert (coupled(question.decisions) == question.decisions).all()
+    assert work.control_table(4).couple_cfg
+    alone = np.zeros((1, 2, 16), bool)
+    alone[..., 0] = True
+    with pytest.raises(InputError, match="not those of guidance pairs"):
+        ask(work, board, decisions=alone)
+    with pytest.raises(InputError, match="guidance pairs of batch = 3"):
+        ask(replace(work, batch=3), board)
+
+
 def test_a_draw_meets_its_ratio_per_layer_and_row_and_depends_on_the_seed() -> None:
     decisions = draw_decisions((200, 3, 4), 0.35, seed=1)
     assert (decisions.mean(0) == 0.35).all()
@@ -72,8 +88,11 @@ def test_a_draw_meets_its_ratio_per_layer_and_row_and_depends_on_the_seed() -> N
         passes_of(decisions, 0, Mapping.DRS)
 
 
-def test_pictures(tmp_path: Path) -> None:
+def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_module("matplotlib")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from drs_pictures import draw_active_rows, draw_cores, typical_forward
+
     independent, alike = (draw_decisions((50, 3, 8), 0.8, kind) for kind in (Draw.INDEPENDENT, Draw.CORRELATED))
     draw_active_rows({"independent": independent, "alike": alike}, tmp_path / "rows.svg")
     forward = typical_forward(independent, 4)

@@ -50,7 +50,7 @@ def run(*words: object) -> Result:
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
-@pytest.mark.parametrize("words", [("inspect",), ("diff", "x"), ("opt",), ("compile",), ("simulate",), ("verify",)])
+@pytest.mark.parametrize("words", [("inspect",), ("diff", "x"), ("opt",), ("compile",), ("estimate",), ("verify",)])
 def test_a_path_in_an_error(words: tuple[str, ...], tmp_path: Path) -> None:
     result = run(*words, tmp_path / "a\x1b[2J\nerror: nothing is wrong\u202e")
     assert result.exit_code == 2, result.output
@@ -72,14 +72,13 @@ def test_a_usage_error(tmp_path: Path) -> None:
 OUTPUTS: dict[str, dict[str, list[str]]] = {
     "calibrate": {"output": [], "journal": ["-o", "{out}"]},
     "compile": {},
-    "estimate": {"plot": ["--shape", "x"]},
+    "estimate": {"plot": ["--shape", "x"], "time_line": ["--shape", "x"]},
     "evaluate": {
         option: ["--calibration-videos", "{videos}"] for option in ("output", "save_cases", "plots", "journal")
     },
     "inspect": {"html": []},
     "opt": {"output": []},
     "run": {"output": ["--prompt", "1"], "trace": ["--prompt", "1"]},
-    "simulate": {"time_line": [], "report": []},
     "train-gate": {"output": ["--target-replay", "0.5"], "checkpoint": ["--target-replay", "0.5", "-o", "{out}"]},
     "tune-decoder": {"output": ["--target-replay", "0.5"], "checkpoint": ["--target-replay", "0.5", "-o", "{out}"]},
 }

@@ -190,13 +190,6 @@ CALLS: dict[str, dict[str, Call]] = {
     },
     "diff": {"a": lambda v: fc.diff(v, "/nowhere"), "b": lambda v: fc.diff("/nowhere", v)},
     "load_target": {"target": lambda v: fc.load_target(v)},
-    "simulate": {
-        "artifact": lambda v: fc.simulate(v),
-        "replay": lambda v: fc.simulate("/nowhere", replay=v),
-        "seed": lambda v: fc.simulate("/nowhere", seed=v),
-        "draw": lambda v: fc.simulate("/nowhere", draw=v),
-        "mapping": lambda v: fc.simulate("/nowhere", mapping=v),
-    },
     "compile": {
         "model": lambda v: FC.compile(v, "cpu", dry_run=True),
         **{

@@ -8,21 +8,21 @@ from itertools import product
 from random import Random
 
 import pytest
+from cycle_model.call import engine_network
+from cycle_model.engine import CycleModel, bound_of, simulated
+from cycle_model.kernel import simulate_network
+from cycle_model.network import Network
 
 from fastcar_compile.codegen.hls.design.control_loops import control_loops
 from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.interface import weight_ports
 from fastcar_compile.errors import InternalError
 from fastcar_compile.estimate import DecoderShape, Workload, load_shape
-from fastcar_compile.estimate.engine import ClosedForm, EngineModel, RowLoad
+from fastcar_compile.estimate.engine import Engine, RowLoad
 from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.question import ask
 from fastcar_compile.estimate.rows import draw_decisions
 from fastcar_compile.estimate.run import Run
-from fastcar_compile.simulation.call import engine_network
-from fastcar_compile.simulation.engine import CycleModel, bound_of
-from fastcar_compile.simulation.kernel import simulate_network
-from fastcar_compile.simulation.network import Network
 from fastcar_compile.targets import load_target
 
 EXAMPLE = DecoderShape(
@@ -37,14 +37,6 @@ WIDE = Random(18).sample(list(product(("zcu102", "u280"), (EXAMPLE,), ("w8a8", "
 SEVEN_BILLION = [("zcu102", LARGE, "w4a8", 1, 0.0), ("kv260", LARGE, "w8a8", 1, 0.0), ("u280", LARGE, "w4a8", 1, 0.5)]
 
 
-def engine_seconds(model: type[EngineModel], work: Workload, board: str) -> float:
-    """Mean time of the engine's calls in a step."""
-    decisions = draw_decisions((4, work.shape.layers, work.batch), work.replay)
-    question = ask(work, load_target(board), decisions=decisions, recorded=False, what_if=True)
-    run = Run.of(question.board(model), question.decisions, question.attended)
-    return run.streaming + run.busy.get("drs", 0.0)
-
-
 @pytest.mark.parametrize(
     ("board", "shape", "quant", "batch", "replay"),
     [*POINTS, *WIDE, *SEVEN_BILLION],
@@ -54,8 +46,11 @@ def test_the_closed_form_is_within_five_per_cent(
     board: str, shape: DecoderShape, quant: str, batch: int, replay: float
 ) -> None:
     work = Workload(shape, quant, 64, batch, replay=replay)
-    cycles = engine_seconds(CycleModel, work, board)
-    assert engine_seconds(ClosedForm, work, board) == pytest.approx(cycles, rel=0.05)
+    decisions = draw_decisions((4, shape.layers, batch), replay)
+    question = ask(work, load_target(board), decisions=decisions, recorded=False, what_if=True)
+    runs = Run.of(question.board(), question.decisions, question.attended), simulated(question)[0]
+    closed, cycles = (run.streaming + run.busy.get("drs", 0.0) for run in runs)
+    assert closed == pytest.approx(cycles, rel=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +81,7 @@ def test_words_and_works_of_a_call_are_those_of_the_loop_table(cycles: CycleMode
 def test_calls_of_the_controller_are_within_five_per_cent(board: str, gate: str) -> None:
     """A decision, the load of the table, and the placing of an MLP's rows."""
     question = ask(Workload(TINY, "w8a8", 64, 4, replay=0.5, gate=GateModel.named(gate)), load_target(board))
-    closed, cycles = (question.board(model).engine for model in (ClosedForm, CycleModel))
+    closed, cycles = (question.board(model).engine for model in (Engine, CycleModel))
     for call in (closed.gate_call(), closed.table_call(), closed.mlp_call(TINY.mlp_linears, RowLoad(1, 1))):
         first, second = (model.parts_of(call) for model in (closed, cycles))
         assert first[0].unit == second[0].unit == "drs"

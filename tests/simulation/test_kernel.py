@@ -5,13 +5,8 @@ from __future__ import annotations
 from math import floor
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from fastcar_compile.errors import InternalError
-from fastcar_compile.estimate.memory import Memory
-from fastcar_compile.simulation.kernel import simulate_network
-from fastcar_compile.simulation.network import (
+from cycle_model.kernel import simulate_network
+from cycle_model.network import (
     Action,
     Blocks,
     Claim,
@@ -23,7 +18,12 @@ from fastcar_compile.simulation.network import (
     Run,
     Take,
 )
-from fastcar_compile.simulation.state import water_fill
+from cycle_model.state import water_fill
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastcar_compile.errors import InternalError
+from fastcar_compile.estimate.memory import Memory
 
 
 def pair(producer: Run, consumer: Run, depth: int) -> Network:

@@ -7,18 +7,19 @@ from dataclasses import replace
 from importlib.resources import files
 
 import pytest
+from cycle_model import attend
+from cycle_model.attend import attend_network
+from cycle_model.engine import simulated
+from cycle_model.kernel import simulate_network
+from cycle_model.network import Fifo, Network, Run
 
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork
 from fastcar_compile.codegen.hls.design.step_usage import VALUE_FIFO_WORDS
-from fastcar_compile.estimate import Workload, estimate, load_shape
+from fastcar_compile.estimate import Workload, load_shape
 from fastcar_compile.estimate.attend import attend_clocks
 from fastcar_compile.estimate.memory import Memory
 from fastcar_compile.estimate.question import ask
-from fastcar_compile.simulation import attend
-from fastcar_compile.simulation.attend import attend_network
-from fastcar_compile.simulation.kernel import simulate_network
-from fastcar_compile.simulation.network import Fifo, Network, Run
-from fastcar_compile.simulation.simulate import simulate_question
+from fastcar_compile.estimate.system import estimate_question
 from fastcar_compile.targets import load_target
 
 TINY = load_shape("tinyllama-1.1b").model_copy(update={"layers": 2, "vocab": 0})
@@ -47,11 +48,13 @@ def test_the_closed_form_is_within_five_per_cent(
 ) -> None:
     work = Workload(shape, quant, context, batch, "all", replay=replay)  # pyright: ignore[reportArgumentType]
     target = load_target(board)
-    simulated = simulate_question(ask(work, target, what_if=True))
-    assert estimate(work, target, what_if=True).seconds_per_step == pytest.approx(simulated.seconds_per_step, rel=0.05)
-    assert simulated.seconds["attend"] > 0
-    assert simulated.seconds["vector"] > 0
-    assert {"read_cache", "multiply_keys", "vector", "mac_tile"} <= set(simulated.processes)
+    question = ask(work, target, what_if=True)
+    run, cycles = simulated(question)
+    assert estimate_question(question).seconds_per_step == pytest.approx(run.seconds, rel=0.05)
+    assert run.busy["attend"] > 0
+    assert run.busy["vector"] > 0
+    processes = {name for result in cycles.results.values() for name in result.processes}
+    assert {"read_cache", "multiply_keys", "vector", "mac_tile"} <= processes
 
 
 @pytest.mark.parametrize("work", ATTENTIONS)

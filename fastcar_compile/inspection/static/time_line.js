@@ -2,61 +2,42 @@
 (() => {
   "use strict";
   const { el } = page;
-  const { modelOf, Drawing, first, lane: LANE, left: LEFT, right: RIGHT, forget } = page.timeDrawing;
-  const { names: KINDS, colours: COLOURS } = page.processKinds;
+  const { modelOf, Drawing, lane: LANE, left: LEFT, right: RIGHT, forget } = page.timeDrawing;
 
-  const clocks = (model, seconds) => `${Math.round(seconds * model.hz).toLocaleString("en")} clocks`;
-  const span = (model, seconds) => `${clocks(model, seconds)} = ${page.time(seconds)}`;
-
-  /* What lies at a time in a row. */
+  /* What lies at a time in a lane. */
   function under(model, view, time, row) {
-    if (row < 2) {
-      const found = view.step.lanes[row].find((s) => s.start <= time && time < s.start + s.seconds);
-      if (!found) return "";
-      const moved = found.bytes ? `, ${page.bytes(found.bytes)}` : "";
-      const text = `${found.name}, ${page.layerText(found.layer)}: ${span(model, found.seconds)}${moved}`;
-      return `${text}, from ${page.time(found.start)}. ${page.unitText(found.unit)}`;
-    }
-    const call = view.step.calls.find((c) => c.start <= time && time < c.start + c.seconds);
-    if (!call) return "";
-    const place = `${call.name}, ${page.layerText(call.layer)}`;
-    if (call.kind === null) return `${place}: in closed form, without processes`;
-    const process = model.calls[call.kind].by.get(model.names[row - 2]);
-    if (!process) return `${place}: this process has nothing to do`;
-    const clock = (time - call.start) * model.hz;
-    const n = first(process.end, clock);
-    if (n === process.end.length || process.start[n] > clock)
-      return `${place}: ${process.name} is done or has not begun`;
-    const state = model.states[process.state[n]];
-    const does = model.kinds[process.state[n]] ? `waits (${state})` : `works (${state})`;
-    const from = process.start[n];
-    const length = (process.end[n] - from) / model.hz;
-    return `${process.name} ${does}: ${span(model, length)}, from clock ${from.toLocaleString("en")} of ${place}`;
+    const found = view.step.lanes[row].spans.find((s) => s.start <= time && time < s.start + s.seconds);
+    if (!found) return "";
+    const clocks = `${Math.round(found.seconds * model.hz).toLocaleString("en")} clocks`;
+    const moved = found.bytes ? `, ${page.bytes(found.bytes)}` : "";
+    const text = `${found.name}, ${page.layerText(found.layer)}: ${clocks} = ${page.time(found.seconds)}${moved}`;
+    return `${text}, from ${page.time(found.start)}.${found.unit === "call" ? "" : ` ${page.unitText(found.unit)}`}`;
   }
 
+  const callsOf = (step) => step.spans.filter((span) => span.unit === "call");
+
   /* The choices of what is shown: the step, the first start of every call, every layer. */
-  function parts(model, view, show) {
-    const option = (text, start, end) => el("option", { "data-start": start, "data-end": end }, text);
-    const calls = [...new Map(view.step.calls.toReversed().map((call) => [call.name, call])).values()].reverse();
-    const layers = Map.groupBy(view.step.spans, (s) => s.layer);
-    const bounds = [...layers].map(([layer, own]) => [
-      page.layerText(layer),
-      own[0].start,
-      own.at(-1).start + own.at(-1).seconds,
-    ]);
+  function parts(view, show) {
+    const option = (text, spans) => {
+      const ends = spans.map((s) => s.start + s.seconds);
+      return el(
+        "option",
+        { "data-start": Math.min(...spans.map((s) => s.start)), "data-end": Math.max(...ends) },
+        text,
+      );
+    };
+    const first = (calls) => [calls[0]];
+    const calls = [...Map.groupBy(callsOf(view.step), (s) => s.name)].map(([name, own]) => option(name, first(own)));
+    const layers = [...Map.groupBy(view.step.spans, (s) => s.layer)].sort(([a], [b]) => a - b);
     const select = el(
       "select",
       { "aria-label": "Part of the step", onchange: () => show(select.selectedOptions[0].dataset) },
-      option("whole step", 0, view.step.seconds),
-      el(
-        "optgroup",
-        { label: "calls of the engine" },
-        calls.map((c) => option(c.name, c.start, c.start + c.seconds)),
-      ),
+      option("whole step", view.step.spans),
+      el("optgroup", { label: "calls of the engine" }, calls),
       el(
         "optgroup",
         { label: "layers" },
-        bounds.map((own) => option(...own)),
+        layers.map(([layer, own]) => option(page.layerText(layer), own)),
       ),
     );
     return select;
@@ -74,9 +55,7 @@
     choose(number) {
       const step = this.model.steps[number];
       Object.assign(this.view, { step, start: 0, end: step.seconds });
-      this.select.replaceChildren(
-        parts(this.model, this.view, (data) => this.show(Number(data.start), Number(data.end))),
-      );
+      this.select.replaceChildren(parts(this.view, (data) => this.show(Number(data.start), Number(data.end))));
       this.redraw();
     }
 
@@ -85,7 +64,7 @@
       const { start, end, step } = this.view;
       const label = `${step.title}: from ${page.time(start)} to ${page.time(end)}.`;
       this.canvas.setAttribute("aria-label", `${label} Arrow keys move, plus and minus zoom, 0 shows all.`);
-      new Drawing(this.model, this.view, this.canvas).all();
+      new Drawing(this.view, this.canvas).all();
     }
 
     show(start, end) {
@@ -126,7 +105,7 @@
       page.tip(canvas, (event) => {
         if (event.offsetX === undefined || event.offsetX < LEFT || event.buttons) return "";
         const row = Math.floor(event.offsetY / LANE);
-        return row < this.model.names.length + 2 ? under(this.model, this.view, this.time(event), row) : "";
+        return row < this.view.step.lanes.length ? under(this.model, this.view, this.time(event), row) : "";
       });
     }
 
@@ -148,23 +127,13 @@
     }
   }
 
-  function legend() {
-    const item = (colour, text) =>
-      el("li", {}, el("i", { class: "swatch", style: { background: `var(${colour})` } }), text);
-    return el(
-      "ul",
-      { class: "keys" },
-      KINDS.map((kind, n) => item(COLOURS[n], n ? `waits: ${kind}` : kind)),
-    );
-  }
-
   function figures(model, step) {
     const facts = [
       { label: "one step", value: page.time(step.seconds) },
       { label: "clocks", value: Math.round(step.seconds * model.hz).toLocaleString("en") },
       { label: "replay", value: page.percent(step.replay) },
       { label: "launches", value: String(step.spans.filter((span) => span.unit === "launch").length) },
-      { label: "calls and instructions", value: String(step.calls.length) },
+      { label: "calls and instructions", value: String(callsOf(step).length) },
     ];
     return page.figures(facts);
   }
@@ -173,13 +142,11 @@
   page.timeLines = (speed) => {
     const chart = new Chart(speed);
     const { model } = chart;
-    const [note, numbers, table] = [el("p", { class: "muted time-note" }), el("div", {}), el("div", {})];
+    const [note, numbers] = [el("p", { class: "muted time-note" }), el("div", {})];
     const choose = (number) => {
       const step = model.steps[number];
-      const closed = step.calls.filter((call) => call.kind === null).length;
-      note.textContent = `${step.note}${closed ? ` ${closed} of ${step.calls.length} calls are in closed form, without processes.` : ""}`;
+      note.textContent = step.note;
       numbers.replaceChildren(figures(model, step));
-      table.replaceChildren(page.processTable(model, step));
       buttons.forEach((button, n) => button.setAttribute("aria-pressed", String(n === number)));
       chart.choose(number);
     };
@@ -206,7 +173,7 @@
     addEventListener("resize", redraw);
     const element = page.card(
       "Time line of one decode step",
-      "By the cycle model: what host, engine and the processes of its calls do. Drag to move; double click or Ctrl and the wheel to zoom.",
+      "What the host and each unit of the engine do, call by call or instruction by instruction. Drag to move; double click or Ctrl and the wheel to zoom.",
       el(
         "div",
         { class: "toolbar" },
@@ -220,13 +187,7 @@
         : null,
       numbers,
       el("div", { class: "time-box" }, chart.canvas),
-      legend(),
     );
-    const processes = page.card(
-      "Processes of the engine",
-      "Clocks over all calls of the step. A process that is done waits for the others at the end of the call, the barrier.",
-      table,
-    );
-    return { redraw, elements: [element, processes] };
+    return { redraw, elements: [element] };
   };
 })();

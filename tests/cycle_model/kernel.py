@@ -12,9 +12,8 @@ from __future__ import annotations
 import heapq
 from math import inf
 
-from fastcar_compile.errors import InternalError
-from fastcar_compile.simulation.network import Network, ProcessResult, Result, Run
-from fastcar_compile.simulation.state import (
+from cycle_model.network import Network, ProcessResult, Result, Run
+from cycle_model.state import (
     MOMENT,
     TOKEN,
     FifoState,
@@ -25,6 +24,7 @@ from fastcar_compile.simulation.state import (
     wait_for,
     water_fill,
 )
+from fastcar_compile.errors import InternalError
 
 RATE = 1e-9
 """The difference of two rates that counts as none."""

@@ -10,6 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
+from cycle_model.network import (
+    Action,
+    Blocks,
+    Claim,
+    Fifo,
+    Free,
+    Network,
+    Post,
+    Run,
+    Take,
+)
 from fastcar_compile.codegen.hls.design.control_loops import control_loops
 from fastcar_compile.codegen.hls.design.loops import (
     SEND_DEPTH,
@@ -23,17 +34,6 @@ from fastcar_compile.codegen.hls.design.loops import (
 from fastcar_compile.codegen.hls.design.product import float_words
 from fastcar_compile.estimate.call import EngineCall, LoopCall
 from fastcar_compile.estimate.memory import Memory
-from fastcar_compile.simulation.network import (
-    Action,
-    Blocks,
-    Claim,
-    Fifo,
-    Free,
-    Network,
-    Post,
-    Run,
-    Take,
-)
 
 ARRAY = "mac_tile"
 """The process whose waiting is followed to its root: the multipliers."""

@@ -8,11 +8,11 @@ from functools import cache, cached_property
 from math import inf
 from typing import TYPE_CHECKING
 
+from cycle_model.network import Action, Claim, Fifo, Free, Pause, Post, Run, Span, Take
 from fastcar_compile.estimate.memory import Memory
-from fastcar_compile.simulation.network import Action, Claim, Fifo, Free, Pause, Post, Run, Span, Take
 
 if TYPE_CHECKING:
-    from fastcar_compile.simulation.kernel import _Simulator
+    from cycle_model.kernel import _Simulator
 
 MOMENT = 1e-6
 """Clocks that count as none: times go up to 1e8 clocks, which doubles hold to 1e-8."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from cycle_model.attend import ATTENTION, attend_network
+from cycle_model.call import ARRAY, CONTROL, engine_network, loop_network
+from cycle_model.kernel import simulate_network
+from cycle_model.network import Result
 from fastcar_compile.codegen.hls.design.control_loops import ControlShape
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.estimate.call import AttendCall, Call, CallPart, EngineCall, LoopCall
-from fastcar_compile.estimate.engine import EngineModel
-from fastcar_compile.simulation.attend import ATTENTION, attend_network
-from fastcar_compile.simulation.call import ARRAY, CONTROL, engine_network, loop_network
-from fastcar_compile.simulation.kernel import simulate_network
-from fastcar_compile.simulation.network import Result
+from fastcar_compile.estimate.engine import Engine
+from fastcar_compile.estimate.question import Question
+from fastcar_compile.estimate.run import Run
 from fastcar_compile.targets import Target
 
 
-class CycleModel(EngineModel):
+class CycleModel(Engine):
     """Runs a call's network once and remembers what it did.
 
     Attributes:
@@ -37,14 +39,14 @@ class CycleModel(EngineModel):
         decided = result.processes[CONTROL].end
         parts = [CallPart(call.control_name, "drs", decided / self.clock_hz)]
         if call.products:
-            parts += self._array(call, result, decided)
+            parts += self._products(call, result, decided)
         return tuple(part for part in parts if part.seconds > 0)
 
     def _whole(self, call: AttendCall | LoopCall, result: Result, unit: str) -> tuple[CallPart, ...]:
         self.results[call] = result
         return (CallPart(call.name, unit, result.clocks / self.clock_hz, self.moved(call)),)
 
-    def _array(self, call: EngineCall, result: Result, before: float) -> list[CallPart]:
+    def _products(self, call: EngineCall, result: Result, before: float) -> list[CallPart]:
         starts = [result.processes[ARRAY].starts[named.name] for named in call.products]
         ends = [*starts[1:], result.clocks]
         parts, unit = list[CallPart](), bound_of(result)
@@ -54,6 +56,13 @@ class CycleModel(EngineModel):
             parts.append(CallPart(name, unit, (end - start) / self.clock_hz, call.product_bytes(number)))
             before = end
         return parts
+
+
+def simulated(question: Question) -> tuple[Run, CycleModel]:
+    """Run all forwards of a question by the cycle model; return them and the engine, which has every call's result."""
+    board = question.board(CycleModel)
+    assert isinstance(board.engine, CycleModel)
+    return Run.of(board, question.decisions, question.attended), board.engine
 
 
 def stream_bound(result: Result) -> str:

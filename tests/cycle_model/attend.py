@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from cycle_model.network import Action, Blocks, Claim, Fifo, Free, Network, Post, Run, Take
 from fastcar_compile.codegen.hls.design.loops import STREAM_DEPTH, Loop
 from fastcar_compile.codegen.hls.design.step_loops import QUADS, AttendWork, attend_loops
 from fastcar_compile.codegen.hls.design.step_usage import VALUE_FIFO_WORDS
 from fastcar_compile.estimate.memory import Memory
-from fastcar_compile.simulation.network import Action, Blocks, Claim, Fifo, Free, Network, Post, Run, Take
 
 ATTENTION = "multiply_keys"
 """The process whose waiting is followed to its root."""

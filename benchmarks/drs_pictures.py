@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fastcar_compile.estimate.plot import pyplot
-from fastcar_compile.estimate.rows import Decisions, Mapping, passes_of, places_of
+from fastcar_compile.estimate.rows import Decisions, Mapping, passes_of
+from fastcar_compile.estimate.time_line import pyplot
 
 DPI = 110
 MAPPING_TITLES = {Mapping.STATIC: "static mapping", Mapping.DRS: "DRS"}
@@ -72,3 +73,11 @@ def typical_forward(decisions: Decisions, cores: int) -> int:
     """Return the forward whose passes under both mappings are nearest to the mean."""
     both = np.stack([passes_of(decisions, cores, mapping).sum(-1) for mapping in Mapping])
     return int(np.abs(both - both.mean(-1, keepdims=True)).sum(0).argmin())
+
+
+def places_of(computing: NDArray[np.bool_], cores: int, mapping: Mapping) -> list[list[int]]:
+    """Return per core the rows that it computes, pass by pass, of computing rows bool [rows]."""
+    rows: list[list[int]] = [[] for _ in range(cores)]
+    for number, row in enumerate(np.flatnonzero(computing).tolist()):
+        rows[(number if mapping is Mapping.DRS else row) % cores].append(row)
+    return rows
