@@ -15,8 +15,8 @@ import numpy as np
 from fastcar_compile import limits
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import ArtifactError
-from fastcar_compile.estimate.artifact import design_of, program_of, workload_of
 from fastcar_compile.estimate.system import estimate
+from fastcar_compile.estimate.workload import design_of, program_of, workload_of
 from fastcar_compile.strict_json import read_json
 from fastcar_compile.values import path_of
 

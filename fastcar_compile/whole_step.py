@@ -10,7 +10,7 @@ from fastcar_compile.config import CompileConfig
 from fastcar_compile.dry_run.report import Fallback
 from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.estimate import default_offload
-from fastcar_compile.estimate.artifact import workload_of_sections
+from fastcar_compile.estimate.workload import workload_of_sections
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.program_json import decoder_section, layers_section

@@ -65,9 +65,9 @@ def estimate_command(
     Nothing is run: the model of the hardware simulates one decode step.
     """
     from fastcar_compile.estimate.gate import GateModel
+    from fastcar_compile.estimate.rows import load_trace
     from fastcar_compile.estimate.system import default_offload, estimate
     from fastcar_compile.estimate.time_line import plot_time_line, write_time_line
-    from fastcar_compile.estimate.trace import load_trace
 
     require_one([("ARTIFACT", artifact is not None), ("--shape", shape is not None)])
     require_one([("--replay", replay is not None), ("--trace", trace is not None)])
@@ -120,7 +120,7 @@ def of_shape(name: str, target: str | None) -> tuple[Workload, Target, Emitted]:
 def of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Emitted]:
     """Return what an artifact asks of its own board, or of another one, and what was emitted for that board."""
     import fastcar_compile as fc
-    from fastcar_compile.estimate.artifact import design_of, program_of, workload_of
+    from fastcar_compile.estimate.workload import design_of, program_of, workload_of
     from fastcar_compile.targets import load_target
 
     artifact = fc.load(str(path))
@@ -132,7 +132,7 @@ def of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Emitt
 def as_compiled(path: Path, work: Workload, board: Target, kv: str | None) -> Workload:
     """Return the workload of an artifact without an accelerator as `compile` would offload it to this board."""
     import fastcar_compile as fc
-    from fastcar_compile.estimate.artifact import workload_of_sections
+    from fastcar_compile.estimate.workload import workload_of_sections
     from fastcar_compile.targets import whole_step
 
     manifest = fc.load(str(path)).manifest

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from fastcar_compile.artifact.sections import LayersSection
+from fastcar_compile.artifact.sections import LayersSection, StateRole
 from fastcar_compile.codegen.hls.control import controller_part
-from fastcar_compile.codegen.hls.plan import AcceleratorPlan, plan_accelerator, require_memory
+from fastcar_compile.codegen.hls.design.banks import bank_map
+from fastcar_compile.codegen.hls.design.footprint import capacity, shares_memory
+from fastcar_compile.codegen.hls.plan import AcceleratorPlan, footprint_of, plan_accelerator, require_memory
 from fastcar_compile.codegen.hls.step_plan import require_step, step_program
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.dry_run.fallbacks import has_accelerator
-from fastcar_compile.dry_run.memory import memory_of
-from fastcar_compile.dry_run.placement import placements_of
-from fastcar_compile.dry_run.report import DryRun, Fallback, Problem, Speed
+from fastcar_compile.dry_run.report import Bank, DryRun, Fallback, Memory, Placement, Problem, Speed
 from fastcar_compile.errors import CompileError, attempt
-from fastcar_compile.estimate.artifact import workload_of_sections
 from fastcar_compile.estimate.system import estimate
+from fastcar_compile.estimate.workload import workload_of_sections
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.program_json import decoder_section, layers_section
 from fastcar_compile.step.program import StepProgram
@@ -117,3 +117,100 @@ def replay_ceiling(config: CompileConfig, layers: LayersSection) -> float:
     if replay.refresh_every is not None:
         share *= 1 - 1 / replay.refresh_every
     return share
+
+
+def memory_of(program: DecoderProgram, config: CompileConfig, board: Target, plan: AcceleratorPlan | None) -> Memory:
+    """Return the bytes of weights and state, and where they are."""
+    totals = {str(role): sum(s.nbytes for s in program.state if s.role is role) for role in StateRole}
+    weights = program.params.nbytes()
+    return Memory(
+        weights=weights,
+        state={role: size for role, size in totals.items() if size},
+        banks=tuple(_banks(program, config, board, plan)),
+    )
+
+
+def _banks(
+    program: DecoderProgram, config: CompileConfig, board: Target, plan: AcceleratorPlan | None
+) -> Iterator[Bank]:
+    whole = shares_memory(board) or config.offload == "all"
+    own = program.params.nbytes() + sum(s.nbytes for s in program.state)
+    if plan is None or not whole:
+        yield Bank(memory="host", holds="parameters and state", used=own)
+    if plan is None:
+        return
+    name, footprint = " + ".join(m.name for m in board.weight_memories), footprint_of(program, config, board)
+    holds = "parameters and state" if whole else "weights"
+    yield Bank(memory=name, holds=holds, used=footprint.total, capacity=capacity(board))
+    ports = plan.design.axi_weight_ports
+    banks = bank_map(board, ports)
+    if banks is None or banks.bank_bytes is None:
+        return
+    section = -(-plan.design.weight_bytes // ports)
+    for port, tag in enumerate(banks.weights):
+        holds = f"weight streams of port {port}"
+        yield Bank(memory=name, tag=tag, holds=holds, used=section, capacity=banks.bank_bytes)
+
+
+REST = "attention, norms, embedding, residual adds"
+NO_KERNEL = "the accelerator has no kernel for them"
+WHOLE = "decode step: MLPs, gates, linears, attention, norms, residual adds"
+
+
+def placements_of(
+    program: DecoderProgram, config: CompileConfig, board: Target, plan: AcceleratorPlan | None, kept: list[Fallback]
+) -> list[Placement]:
+    """Return the parts, the accelerator's first. `kept`: the fallbacks, whose reasons the host's parts repeat."""
+    layers = tuple(site.layer for site in program.sites)
+    if plan is None:
+        return [Placement(what="every part", unit="host", layers=layers, reason=_why_host(board, kept))]
+    if config.offload == "all":
+        return _whole_step(layers)
+    own = tuple(layer for layer, factor in enumerate(plan.table.factors) if factor != 0)
+    found = [Placement(what="MLP", unit="accelerator", layers=layers, calls=len(layers), reason="offload")]
+    if own:
+        found.append(Placement(what="gate", unit="accelerator", layers=own, calls=len(own), reason="offload"))
+    found += _calls(plan)
+    found += [
+        Placement(what=f.what, unit="host", layers=f.layers, reason=f.reason)
+        for f in kept
+        if f.kind in ("gate", "linear")
+    ]
+    if config.offload == "mlp":
+        found.append(Placement(what="projections and head", unit="host", layers=layers, reason="offload is 'mlp'"))
+    found.append(Placement(what=REST, unit="host", layers=layers, reason=NO_KERNEL))
+    if program.prefill is not None:
+        found.append(Placement(what="prefill", unit="host", layers=layers, reason="the accelerator decodes only"))
+    return found
+
+
+def _whole_step(layers: tuple[int, ...]) -> list[Placement]:
+    """Return the parts with offload "all"."""
+    reason = "offload is 'all'"
+    return [
+        Placement(what=WHOLE, unit="accelerator", layers=layers, calls=1, reason=reason),
+        Placement(what="prefill", unit="accelerator", layers=layers, reason="a launch for every position of a prompt"),
+        Placement(what="embedding", unit="host", reason="it reads one row of a table per token"),
+    ]
+
+
+def _why_host(board: Target, kept: list[Fallback]) -> str:
+    """Return why nothing is offloaded."""
+    if board.kind != "fpga":
+        return f"target {board.name} has no accelerator"
+    return next((f.reason for f in kept if f.kind == "accelerator"), "no engine was found: see the problems")
+
+
+def _calls(plan: AcceleratorPlan) -> Iterator[Placement]:
+    """Yield the linear calls by their place in a layer."""
+    layers: dict[str, list[int]] = {}
+    counts: dict[str, int] = {}
+    for call in plan.calls:
+        place = call.name.rpartition(".")[2]
+        found = layers.setdefault(place, [])
+        counts[place] = counts.get(place, 0) + 1
+        if call.layer is not None:
+            found.append(call.layer)
+    for place, found in layers.items():
+        reason = "offload is 'linears'"
+        yield Placement(what=place, unit="accelerator", layers=tuple(found), calls=counts[place], reason=reason)

@@ -7,12 +7,14 @@ Loops come from the loop tables (codegen/hls/design/loops.py, control_loops.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.dram import memory_rate, timing_of
 from fastcar_compile.codegen.hls.design.loops import (
+    STREAM_DEPTH,
     Load,
     Loop,
     load_loop,
@@ -22,11 +24,82 @@ from fastcar_compile.codegen.hls.design.loops import (
 )
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
-from fastcar_compile.estimate.attend import attend_clocks
+from fastcar_compile.codegen.hls.design.step_loops import AttendWork, attend_loops
+from fastcar_compile.codegen.hls.design.usage import READS
 from fastcar_compile.estimate.call import AttendCall, Call, CallPart, EngineCall, LoopCall, NamedProduct
-from fastcar_compile.estimate.memory import Memory, memory_of
 from fastcar_compile.estimate.shapes import LinearShape
 from fastcar_compile.targets import Target
+
+READ_SECONDS = {"ddr4": 300e-9, "hbm2": 140e-9}
+"""From a request of the fabric to its first word. ddr4: estimate for the PS's memory behind its interconnect.
+hbm2: a page miss on a U280, 138 ns (Shuhai, Wang et al., FCCM 2020)."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A memory controller, or several that are used alike.
+
+    Args:
+        rate: words per clock that all its users together get, refresh included. latency: clocks from a request to its
+            first word. window: words that one user may have under way (outstanding requests times burst).
+        refresh_interval, refresh: clocks from one refresh to the next, and clocks of one, in which nothing moves.
+    """
+
+    rate: float
+    latency: int
+    window: int
+    refresh_interval: float = 0.0
+    refresh: float = 0.0
+
+    @property
+    def refreshing(self) -> float:
+        """Share of the time in which it refreshes, and a port that takes a word per clock gets none."""
+        return self.refresh / self.refresh_interval if self.refresh else 0.0
+
+    @property
+    def free_rate(self) -> float:
+        """Words per clock between two refreshes."""
+        return self.rate / (1 - self.refreshing)
+
+
+def memory_of(design: Design, target: Target) -> Memory:
+    """Return the memory that a design's weight ports read."""
+    clock, memory = design.budget.clock_mhz * 1e6, target.weight_memories[0]
+    timing = timing_of(memory)
+    return Memory(
+        rate=memory_rate(target, design.ports) / WORD_BYTES / clock,
+        latency=round(READ_SECONDS[memory.technology] * clock),
+        window=READS.length * READS.outstanding // WORD_BYTES,
+        refresh_interval=timing.t_refi * 1e-9 * clock,
+        refresh=timing.t_rfc * 1e-9 * clock,
+    )
+
+
+def attend_clocks(work: AttendWork, memory: Memory) -> float:
+    """Return the clocks: turns at the pace of the cache, the softmax or the queries, and the end of the last one."""
+    layout, loops = work.layout, attend_loops(work)
+    rate = min(1 - memory.refreshing, memory.rate / work.ports)
+    keys = memory.latency + max(layout.key_words / rate, loops.logits.trips)
+    tile = max(
+        layout.value_tile_words / rate,
+        loops.weigh.cycles,
+        loops.limbs.trips,
+        loops.multiply_values.trips,
+        loops.add.trips,
+    )
+    values = memory.latency + layout.value_tiles * tile
+    softmax = loops.keep.cycles + loops.soften.cycles + loops.invert.cycles
+    split = sum(loop.cycles for loop in loops.split)
+    # The values of the last turn wait until its softmax is done, and nothing else is read meanwhile.
+    wait = max(0.0, loops.logits.depth + loops.keep.depth + loops.soften.cycles - memory.latency)
+    first = STREAM_DEPTH + max(0.0, split - memory.latency)
+    last = loops.weigh.depth + loops.limbs.depth + loops.multiply_values.depth + loops.add.depth
+    turns = max(
+        work.turns * (keys + values) + wait,
+        keys + work.turns * softmax + values,
+        (work.turns - 1) * split + keys + values,
+    )
+    return first + turns + last + work.group * loops.finish.cycles
 
 
 class RowLoad(NamedTuple):

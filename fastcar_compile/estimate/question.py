@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,20 +11,33 @@ from fastcar_compile.codegen.hls.design.control_loops import ControlShape
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, explore
 from fastcar_compile.codegen.hls.design.footprint import GB, bank_excess, capacity, require_banks, require_fit
+from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.spec import StepBuffers
 from fastcar_compile.errors import InputError
 from fastcar_compile.estimate.engine import Engine
-from fastcar_compile.estimate.host import host_of
 from fastcar_compile.estimate.rows import Decisions, Draw, coupled, draw_decisions
-from fastcar_compile.estimate.step import Board, StepKernel
-from fastcar_compile.estimate.step_program import step_program, without_replay
+from fastcar_compile.estimate.step import Board, StepKernel, host_of
 from fastcar_compile.estimate.workload import Workload
-from fastcar_compile.step.instructions import Decide
+from fastcar_compile.exact import logit_factor
+from fastcar_compile.step import instructions as step
+from fastcar_compile.step.builder import (
+    NO_WINDOW,
+    AttentionPlan,
+    CachePlan,
+    LinearPlan,
+    ReplayPlan,
+    StepPlan,
+    build_step,
+)
+from fastcar_compile.step.instructions import Place
 from fastcar_compile.step.program import StepProgram
 from fastcar_compile.targets import Target
 
 SYNTHETIC_FORWARDS = 200
 """Forwards of the decisions made for a given replay ratio: it is met to half a percent."""
+
+EPSILON = 1e-5
+"""Of the norms of LLaMA-2-7B's config.json; the time of a step does not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,11 @@ def ask(
         held = bank_excess(target, ports=design.axi_weight_ports, stream_bytes=design.weight_bytes)
         require_banks(target, [held])
     gated = workload.replay > 0 if decisions is None else bool(decisions.any())
-    trace = synthetic_decisions(workload) if decisions is None else _checked(decisions, workload)
+    if decisions is None:
+        kind, size = Draw.PAIRS if workload.couple_cfg else Draw.INDEPENDENT, (workload.shape.layers, workload.batch)
+        trace = draw_decisions((SYNTHETIC_FORWARDS, *size), workload.replay, kind)
+    else:
+        trace = _checked(decisions, workload)
     attended = np.full(len(trace), workload.filled if workload.offload == "all" else workload.attended)
     if decisions is not None and recorded:
         attended = np.minimum(attended, np.arange(1, len(trace) + 1))
@@ -117,7 +134,7 @@ def ask(
 
 def _kernel(workload: Workload, design: Design, program: StepProgram | None, *, gated: bool) -> StepKernel:
     """Return a kernel with its program; one that decides nothing cannot say what a replay takes."""
-    if program is None or (gated and not any(isinstance(i, Decide) for i in program.instructions)):
+    if program is None or (gated and not any(isinstance(i, step.Decide) for i in program.instructions)):
         program = step_program(workload, design)
     return StepKernel(program, without_replay(program))
 
@@ -139,12 +156,6 @@ def _require_emitted(workload: Workload, target: Target, *, what_if: bool) -> tu
     return reasons
 
 
-def synthetic_decisions(workload: Workload) -> Decisions:
-    """Return decisions [200, layers, rows] of the workload's replay ratio, exact per layer and row."""
-    kind = Draw.PAIRS if workload.couple_cfg else Draw.INDEPENDENT
-    return draw_decisions((SYNTHETIC_FORWARDS, workload.shape.layers, workload.batch), workload.replay, kind)
-
-
 def _checked(decisions: Decisions, workload: Workload) -> Decisions:
     expected = (workload.shape.layers, workload.batch)
     if decisions.dtype != np.bool_ or decisions.ndim != 3 or decisions.shape[1:] != expected or not len(decisions):
@@ -159,3 +170,61 @@ def _checked(decisions: Decisions, workload: Workload) -> Decisions:
             hint="record them with this artifact",
         )
     return decisions
+
+
+def step_program(work: Workload, design: Design) -> StepProgram:
+    """Return the step program of a workload on a design.
+
+    Of a decoder without a head, the head is a module of its own: its linear is left out.
+
+    Raises:
+        UserError: sizes that no step program has.
+    """
+    shape, linears, gate = work.shape, design.linears, work.gate
+    units = (gate.units,) * shape.layers if gate.units else ()
+    head = _linear(linears["head" if shape.head else "layer_0.o"])
+    program = build_step(
+        StepPlan(
+            layers=shape.layers,
+            rows=work.batch,
+            ports=design.ports,
+            hidden=shape.hidden,
+            epsilon=EPSILON,
+            attention=_attention(work),
+            qkv=_linear(linears["layer_0.qkv"]),
+            o=_linear(linears["layer_0.o"]),
+            mlp_words=design.section_words,
+            head=head,
+            replay=ReplayPlan(shape.tokens_per_frame, (True,) * shape.layers, gate.kind, units),
+        )
+    )
+    return program if shape.head else replace(program, instructions=tuple(_without_head(program)))
+
+
+def without_replay(program: StepProgram) -> StepProgram:
+    """Return the program of the same decoder compiled without replay."""
+    found: list[step.Instruction] = []
+    for one in program.instructions:
+        if isinstance(one, step.Replay):
+            found.append(step.Add(one.layer, one.source, one.target, one.count))
+        elif not isinstance(one, step.Decide):
+            found.append(one)
+    return replace(program, instructions=tuple(found))
+
+
+def _without_head(program: StepProgram) -> list[step.Instruction]:
+    kept = program.instructions
+    return [i for i in kept if not (isinstance(i, step.Linear) and i.target is Place.OUTPUT)]
+
+
+def _linear(product: Product) -> LinearPlan:
+    words = product.section_words
+    return LinearPlan(product.inputs, product.channels, product.tile, product.tiles, words, bias=product.bias)
+
+
+def _attention(work: Workload) -> AttentionPlan:
+    shape, (sinks, window) = work.shape, work.sink_window or (0, NO_WINDOW)
+    cache = CachePlan(sinks, work.cached_rows - sinks, window)
+    factor = float(logit_factor(shape.head_dim**-0.5))
+    heads = (shape.heads, shape.kv_heads, shape.head_dim)
+    return AttentionPlan(*heads, shape.head_dim, work.cached_rows, factor, cache)

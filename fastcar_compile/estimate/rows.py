@@ -8,10 +8,12 @@ gives row b to core b mod C whatever computes.
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.array_files import read_arrays
 from fastcar_compile.errors import InputError
 
 Decisions = NDArray[np.bool_]
@@ -82,3 +84,21 @@ def core_rows(computing: NDArray[np.bool_], cores: int, mapping: Mapping) -> NDA
 def passes_of(decisions: Decisions, cores: int, mapping: Mapping) -> NDArray[np.int64]:
     """Return the passes of every layer, int [forwards, layers]; 0: every row replays."""
     return core_rows(~decisions, cores, mapping).max(-1)
+
+
+_HINT = "write it with `fastcar run --trace`, or np.save(path, session.stats.decisions)"
+
+
+def load_trace(path: Path) -> NDArray[np.bool_]:
+    """Return decisions bool [forwards, layers, rows], True where a row replayed.
+
+    Raises:
+        InputError: the file is missing, cannot be read, or holds something else.
+    """
+    arrays = read_arrays(path, "trace", _HINT)
+    decisions = arrays.get("", np.empty(0))
+    if decisions.dtype != np.bool_ or decisions.ndim != 3:
+        kind = f"{decisions.dtype} {list(decisions.shape)}" if "" in arrays else "an archive"
+        what = f"the trace holds {kind}, expected bool [forwards, layers, rows]"
+        raise InputError(what, where=str(path), hint=_HINT)
+    return decisions

@@ -6,16 +6,18 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.dram import measured_cap, peak_bandwidth
 from fastcar_compile.codegen.hls.design.exploration import resources_of
 from fastcar_compile.codegen.hls.design.footprint import capacity
 from fastcar_compile.errors import UserError
+from fastcar_compile.estimate.engine import RowLoad
+from fastcar_compile.estimate.instructions import run_program
 from fastcar_compile.estimate.question import Question, ask
 from fastcar_compile.estimate.rows import Decisions, Mapping, passes_of
-from fastcar_compile.estimate.run import Run
-from fastcar_compile.estimate.step import Step
+from fastcar_compile.estimate.step import STREAMING, Board, Step, simulate_step
 from fastcar_compile.estimate.workload import Offload, Workload
 from fastcar_compile.step.program import StepProgram
 from fastcar_compile.targets import Target
@@ -142,11 +144,16 @@ def default_offload(workload: Workload, target: Target, *, what_if: bool = False
 def estimate_question(question: Question) -> Estimate:
     """Predict the decode speed that a question asks for."""
     work, target, design, trace = question.workload, question.target, question.design, question.decisions
-    runs, power, peak = Runs.of(question), target.power, peak_bandwidth(target)
-    run, macs, footprint = runs.step, _macs(work, trace), work.footprint(target)
+    board, attended, computing = question.board(), question.attended, np.zeros_like(trace)
+    run, nothing = Run.of(board, trace, attended), Run.of(board, computing, attended)
+    dense = Run.of(board.dense, computing, attended) if board.gate is not None else nothing
+    static = Run.of(board, trace, attended, Mapping.STATIC)
+    others = {"dense": dense, "nothing_replays": nothing, "static_mapping": static}
+    table = Step()
+    table.call("load table", 0, board, board.engine.table_call())
+    power, peak, macs, footprint = target.power, peak_bandwidth(target), _macs(work, trace), work.footprint(target)
     joules = (run.bytes * power.dram_pj_per_byte + macs * power.mac_int8_pj) * 1e-12
     energy = (power.static_w * run.seconds + joules) / work.batch
-    others = {"dense": runs.dense, "nothing_replays": runs.nothing_replays, "static_mapping": runs.static}
     return Estimate(
         what_if=question.what_if,
         target=target.name,
@@ -159,14 +166,14 @@ def estimate_question(question: Question) -> Estimate:
         replay_ratio=float(trace.mean()),
         tokens_per_second=work.batch / run.seconds,
         seconds_per_step=run.seconds,
-        table_load_seconds=runs.table,
+        table_load_seconds=table.seconds,
         measured_utilisation=run.bytes / run.seconds / measured_cap(target),
-        prefill_positions_per_second=1 / runs.dense.seconds if question.kernel else None,
-        speedup_over_dense=runs.dense.seconds / run.seconds,
+        prefill_positions_per_second=1 / dense.seconds if question.kernel else None,
+        speedup_over_dense=dense.seconds / run.seconds,
         comparison={name: work.batch / other.seconds for name, other in others.items()},
         passes_by_mapping={m.value: float(passes_of(trace, design.mlp.cores, m).mean()) for m in Mapping},
         step=run.typical,
-        dense=runs.dense.typical,
+        dense=dense.typical,
         attended=work.attended,
         bytes_per_step=run.bytes,
         macs_per_step=macs,
@@ -193,31 +200,54 @@ def _macs(work: Workload, trace: Decisions) -> float:
 
 
 @dataclass(frozen=True)
-class Runs:
-    """The forwards of a question, and the same ones on others that it is compared with.
+class Run:
+    """All forwards of a trace: means per step, and the step nearest to the mean."""
 
-    Args:
-        step: as asked. dense: of the decoder compiled without replay. nothing_replays: every decision is to compute.
-        static: with the static mapping. table: seconds of loading the control table.
-    """
+    seconds: float
+    bytes: float
+    weight_bytes: float
+    busy: dict[str, float]
+    typical: Step
 
-    step: Run
-    dense: Run
-    nothing_replays: Run
-    static: Run
-    table: float
+    @property
+    def streaming(self) -> float:
+        """Seconds in which the array or the weight ports work."""
+        return sum(self.busy.get(unit, 0.0) for unit in STREAMING)
 
     @classmethod
-    def of(cls, question: Question) -> Runs:
-        """Return the runs of a question on its board."""
-        board, trace, attended = question.board(), question.decisions, question.attended
-        computing = np.zeros_like(trace)
-        nothing, table = Run.of(board, computing, attended), Step()
-        table.call("load table", 0, board, board.engine.table_call())
+    def of(
+        cls,
+        board: Board,
+        trace: Decisions,
+        attended: NDArray[np.integer],
+        mapping: Mapping = Mapping.DRS,
+    ) -> Run:
+        """Return the means; forwards of equal load are simulated once, at their mean of attended positions."""
+        loads = np.stack([(~trace).sum(-1), passes_of(trace, board.engine.cores, mapping)], axis=-1)
+        keys = loads.reshape(len(trace), -1)
+        kinds, kind_of, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
+        means = np.bincount(kind_of.reshape(-1), attended) / counts
+        steps = [_forward(board, kind, positions) for kind, positions in zip(kinds.tolist(), means, strict=True)]
+        share = counts / counts.sum()
+
+        def mean(values: list[float]) -> float:
+            return float(np.dot(share, values))
+
+        seconds = mean([s.seconds for s in steps])
+        typical = min(range(len(steps)), key=lambda n: abs(steps[n].seconds - seconds))
+        units = sorted({unit for s in steps for unit in s.busy})
         return cls(
-            Run.of(board, trace, attended),
-            Run.of(board.dense, computing, attended) if board.gate is not None else nothing,
-            nothing,
-            Run.of(board, trace, attended, Mapping.STATIC),
-            table.seconds,
+            seconds,
+            mean([s.bytes for s in steps]),
+            mean([s.weight_bytes for s in steps]),
+            {unit: mean([s.busy.get(unit, 0.0) for s in steps]) for unit in units},
+            steps[typical],
         )
+
+
+def _forward(board: Board, kind: list[int], attended: float) -> Step:
+    """Return one forward. kind: per layer the computing rows and the passes of the busiest core."""
+    loads = tuple(map(RowLoad, kind[::2], kind[1::2]))
+    if board.kernel is not None:
+        return run_program(board, board.kernel, loads, attended)
+    return simulate_step(board, loads, attended)

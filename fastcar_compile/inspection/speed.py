@@ -10,11 +10,11 @@ import numpy as np
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import UserError
-from fastcar_compile.estimate.artifact import design_of, program_of, workload_of
 from fastcar_compile.estimate.question import SYNTHETIC_FORWARDS, ask
 from fastcar_compile.estimate.rows import Draw, draw_decisions
 from fastcar_compile.estimate.system import Estimate, estimate_question
 from fastcar_compile.estimate.time_line import trace_events
+from fastcar_compile.estimate.workload import design_of, program_of, workload_of
 from fastcar_compile.inspection.models import Fact, OffloadLine, SpeedPage, StepLine
 from fastcar_compile.inspection.replay import Decisions
 

@@ -29,7 +29,7 @@ from fastcar_compile.codegen.hls.design.spec import MlpSpec
 from fastcar_compile.compiler import _analysed
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.drs.table import AttentionShape
-from fastcar_compile.estimate.artifact import workload_of
+from fastcar_compile.estimate.workload import workload_of
 from fastcar_compile.gates import GateWeights
 from fastcar_compile.targets import load_target
 

@@ -33,7 +33,7 @@ from fastcar_compile.codegen.hls.design.loops import (
 )
 from fastcar_compile.codegen.hls.design.product import float_words
 from fastcar_compile.estimate.call import EngineCall, LoopCall
-from fastcar_compile.estimate.memory import Memory
+from fastcar_compile.estimate.engine import Memory
 
 ARRAY = "mac_tile"
 """The process whose waiting is followed to its root: the multipliers."""

@@ -11,7 +11,7 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.estimate.call import AttendCall, Call, CallPart, EngineCall, LoopCall
 from fastcar_compile.estimate.engine import Engine
 from fastcar_compile.estimate.question import Question
-from fastcar_compile.estimate.run import Run
+from fastcar_compile.estimate.system import Run
 from fastcar_compile.targets import Target
 
 

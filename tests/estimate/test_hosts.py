@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastcar_compile.estimate.host import host_of
+from fastcar_compile.estimate.step import host_of
 from fastcar_compile.targets import available_targets, load_target
 
 REPORTED = (45e-6, 100e-6)

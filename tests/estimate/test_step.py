@@ -12,7 +12,7 @@ from fastcar_compile.codegen.hls.design.step_usage import StepParts, step_units
 from fastcar_compile.errors import CompileError, InputError
 from fastcar_compile.estimate import Estimate, Workload, estimate, load_shape
 from fastcar_compile.estimate.gate import GateModel
-from fastcar_compile.estimate.step_program import step_program, without_replay
+from fastcar_compile.estimate.question import step_program, without_replay
 from fastcar_compile.step import instructions as step
 from fastcar_compile.targets import load_target
 

@@ -16,8 +16,8 @@ from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import CompileError, InputError, TargetError
 from fastcar_compile.estimate import Estimate, Workload, default_offload, estimate, load_shape
 from fastcar_compile.estimate.gate import GateModel
-from fastcar_compile.estimate.host import host_of
 from fastcar_compile.estimate.rows import Mapping, passes_of
+from fastcar_compile.estimate.step import host_of
 from fastcar_compile.estimate.workload import Offload
 from fastcar_compile.formats import KV_TYPES
 from fastcar_compile.targets import Target, load_target

@@ -15,9 +15,9 @@ import fastcar_compile as fc
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.estimate import Estimate, Workload, estimate, load_shape
-from fastcar_compile.estimate.artifact import design_of, program_of, workload_of
-from fastcar_compile.estimate.step_program import step_program
+from fastcar_compile.estimate.question import step_program
 from fastcar_compile.estimate.time_line import trace_events, write_time_line
+from fastcar_compile.estimate.workload import design_of, program_of, workload_of
 from fastcar_compile.inspection.speed import speed_page
 from fastcar_compile.step import instructions as step
 from fastcar_compile.targets import load_target

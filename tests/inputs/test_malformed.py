@@ -25,7 +25,7 @@ from fastcar_compile.cli.options import read_tokens
 from fastcar_compile.comparison import diff
 from fastcar_compile.drs.reader import read_table
 from fastcar_compile.errors import UserError
-from fastcar_compile.estimate.trace import load_trace
+from fastcar_compile.estimate.rows import load_trace
 from fastcar_compile.evaluate.cases import load_cases
 from fastcar_compile.frontend.pt2 import load_exported
 from fastcar_compile.gates import GateWeights

@@ -22,7 +22,7 @@ from fastcar_compile.estimate.engine import Engine, RowLoad
 from fastcar_compile.estimate.gate import GateModel
 from fastcar_compile.estimate.question import ask
 from fastcar_compile.estimate.rows import draw_decisions
-from fastcar_compile.estimate.run import Run
+from fastcar_compile.estimate.system import Run
 from fastcar_compile.targets import load_target
 
 EXAMPLE = DecoderShape(

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcar_compile.errors import InternalError
-from fastcar_compile.estimate.memory import Memory
+from fastcar_compile.estimate.engine import Memory
 
 
 def pair(producer: Run, consumer: Run, depth: int) -> Network:

@@ -16,8 +16,7 @@ from cycle_model.network import Fifo, Network, Run
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork
 from fastcar_compile.codegen.hls.design.step_usage import VALUE_FIFO_WORDS
 from fastcar_compile.estimate import Workload, load_shape
-from fastcar_compile.estimate.attend import attend_clocks
-from fastcar_compile.estimate.memory import Memory
+from fastcar_compile.estimate.engine import Memory, attend_clocks
 from fastcar_compile.estimate.question import ask
 from fastcar_compile.estimate.system import estimate_question
 from fastcar_compile.targets import load_target
