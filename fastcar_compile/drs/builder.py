@@ -86,6 +86,7 @@ class GateScore:
     def _weights_of(self, layer: int, heads: int) -> tuple[float, ...]:
         chosen = self._chosen(layer)
         by_head = dict(chosen or ())
+        # All heads weigh 1 in a layer without chosen heads: its factor divides by the number of heads instead.
         return tuple(1.0 if chosen is None else float32(by_head.get(head, 0.0)) for head in range(heads))
 
     def _chosen(self, layer: int) -> Heads:
@@ -126,6 +127,7 @@ def build_table(
     wrong = _out_of_range(sizes | ({} if max_chain is None else {"max_chain": max_chain}))
     per_layer = {"thresholds": thresholds, "scales": scales}
     wrong += [f"{len(v)} {name} for {layers} layers" for name, v in per_layer.items() if len(v) != layers]
+    # A refresh shorter than a frame would refresh some slots and never others.
     if refresh_every is not None and not tokens_per_frame <= period <= MAX_WORD:
         wrong.append(f"a refresh every {period} forwards ({tokens_per_frame} to {MAX_WORD})")
     if couple_cfg and rows % 2:
@@ -134,7 +136,9 @@ def build_table(
     _require(wrong)
     table = DrsTable(
         *(rows, cores, tokens_per_frame, shape, max_chain, couple_cfg),
+        # The controller compares in float32, so a threshold is rounded once, here.
         thresholds=tuple(float32(threshold) for threshold in thresholds),
+        # The factor 0 marks a layer without a gate: `decide` never reads operands of such a layer.
         factors=tuple(0.0 if s is None else score.factor(layer, s, shape) for layer, s in enumerate(scales)),
         gate=score.kind,
         units=score.units,

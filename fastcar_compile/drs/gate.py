@@ -35,6 +35,7 @@ class Gate:
     def recomputes(self, step: int) -> bool:
         """Return whether every row computes in this forward: in the first frame, and in frames of the refresh."""
         first, refresh = step < self.tokens_per_frame, self.refresh_period
+        # A refresh lasts a whole frame: every one of the F slots computes once in it.
         return first or (refresh != 0 and step % refresh < self.tokens_per_frame)
 
 
@@ -118,8 +119,10 @@ def scores_of(gate: Gate, operands: Operands) -> Array:
 def _tas(gate: Gate, operands: Operands) -> Array:
     query, key = operands.heads(gate)
     with np.errstate(over="ignore", invalid="ignore"):  # a damaged factor or weight may be anything
+        # The product with a head weight rounds to float32 once, before the exact integer sum.
         if gate.head_weights is not None:
             query = query * np.array(gate.head_weights, np.float32)[None, :, None]
+        # The int64 sum rounds to float32 first, then the factor multiplies in float32: two roundings, in this order.
         return tas_sums(query, key, gate.rows, gate.attention).astype(np.float32) * np.float32(gate.factor)
 
 
@@ -155,12 +158,16 @@ def decide(gate: Gate, step: int, operands: Operands, chain: Array) -> Decision:
     """
     rows, threshold = gate.rows, np.float32(gate.threshold)
     if gate.factor == 0:
+        # Without a gate every row computes: all bits are set, and every chain starts again.
         return Decision(np.zeros(rows, np.float32), (1 << rows) - 1, np.zeros(rows, np.int32))
     scores = scores_of(gate, operands)
+    # A NaN score compares false, so its row computes. +inf is the value of "never", even for a score of +inf.
     replay = (scores >= threshold) & (not gate.recomputes(step)) & (threshold != np.float32(np.inf))
     if gate.max_chain is not None:
+        # `chain` is the count before this forward: a row that reached the limit has to compute.
         replay &= chain < gate.max_chain
     if gate.couple_cfg:
+        # Rows b and b + B / 2 are conditional and unconditional: one row of a pair that computes makes both compute.
         replay = np.tile(replay[: rows // 2] & replay[rows // 2 :], 2)
     register = sum(1 << row for row in range(rows) if not replay[row])
     return Decision(scores, register, np.where(replay, chain + 1, 0).astype(np.int32))

@@ -101,6 +101,7 @@ class Header(NamedTuple):
             and self._heads_are_valid(limits)
             and self.flags <= COUPLE_CFG | WEIGHTED
             and not (self.flags & COUPLE_CFG and self.rows % 2)
+            # UNLIMITED is 2^32 - 1. Every other limit fits int32, which the chain counts are.
             and (1 <= self.max_chain <= 0x7FFFFFFF or self.max_chain == UNLIMITED)
         )
 
@@ -113,6 +114,8 @@ class Header(NamedTuple):
         shape, kind = self.attention, GateKind(self.gate)
         if shape.problems():
             return False
+        # The derived fields spare the controller dividers.
+        # A reader recomputes them, so that fields cannot contradict each other.
         derived = (shape.group, shape.head_words)
         rows = (shape.query_words, shape.key_words) if kind.reads_query else (0, 0)
         return (
@@ -128,6 +131,7 @@ class Header(NamedTuple):
 
 def header_of(data: bytes) -> Header:
     """Return the header of a table that is long enough to have one."""
+    # Header() has one field per 32-bit word; the distance weight is kept as bits, and `_distance_weight` decodes it.
     return Header(*struct.unpack_from(f"<{HEADER_WORDS}I", data))
 
 
@@ -148,6 +152,7 @@ def check(data: bytes, limits: Limits | None = None) -> Status:
         return Status.BAD_VERSION
     if len(data) % 4 or header.words != len(data) // 4 or header.words > limits.table_words:
         return Status.BAD_LENGTH
+    # The CRC covers everything behind its own word: magic and version are checked before it.
     if zlib.crc32(data[12:]) != header.crc:
         return Status.BAD_CRC
     return Status.OK if header.is_valid(limits) else Status.BAD_HEADER
@@ -184,6 +189,7 @@ def _distance_weight(data: bytes) -> float:
 def _head_weights(data: bytes, layer: int) -> tuple[float, ...] | None:
     header = header_of(data)
     first = table_words(header.layers) + layer * header.weighted_heads
+    # An empty tuple means that heads have no weights.
     return _floats(data, first, header.weighted_heads) or None
 
 

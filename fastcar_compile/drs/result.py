@@ -19,6 +19,7 @@ RESULT_WORDS = CHAIN + MAX_ROWS
 def read_result(words: NDArray[Any], rows: int) -> LayerTrace:
     """Return what the controller decided for `rows` rows of the batch; words uint32."""
     status, register = (int(word) for word in words[:2])
+    # With another status nothing was decided: the words of scores and chain counts mean nothing then.
     decided = rows if Status(status) is Status.OK else 0
     return LayerTrace(
         status=Status(status),

@@ -41,6 +41,7 @@ BFLOATS_PER_WORD = 8
 
 def fixed_products(a: Array, b: Array) -> Array:
     """Return a * b of float32 in units of 2^-24, rounded half to even and limited, int64; -2^46 where not finite."""
+    # Two 24-bit mantissas multiply exactly in float64, and a power of two moves only the exponent: `rint` rounds once.
     with np.errstate(invalid="ignore", over="ignore"):
         products = a.astype(np.float64) * b.astype(np.float64) * (1 << TAS_FRACTION_BITS)
         limited = np.clip(np.rint(products), -TAS_LIMIT, TAS_LIMIT)
@@ -51,8 +52,10 @@ def input_delta(x: Array, cached: Array) -> Array:
     """Return the relative change of float32 [B, H], float32 [B]."""
     with np.errstate(invalid="ignore", over="ignore"):
         change = np.abs(x - cached)
+    # A product with 1 turns a float32 into the same fixed-point units that all other sums have.
     one = np.ones((), np.float32)
     sums = [fixed_products(np.abs(v), one).sum(-1).astype(np.float32) for v in (change, x)]
+    # The divisor is at least 1, so an input of zeros cannot divide by zero.
     return np.where(np.isfinite(change).all(-1), sums[0] / np.maximum(sums[1], one), np.float32(np.nan))
 
 
@@ -74,8 +77,10 @@ def output_bound(x: Array, cached: Array, query: Array, key: Array, scale: Dista
     own = query.reshape(rows, key.shape[1], -1, dim)
     other = key[:, :, None]
     dots, squares, others = (fixed_products(*pair).sum(-1) for pair in ((own, other), (own, own), (other, other)))
+    # The floor of 1 keeps a head of zeros from dividing by zero. Its cosine is then 0.
     lengths = np.sqrt(np.maximum(squares.astype(np.float32) * others.astype(np.float32), np.float32(1)))
     cosines = np.clip(dots.astype(np.float32) / lengths, np.float32(-1), np.float32(1))
+    # Cosines become integers before they are averaged: the sum over heads is exact in any order.
     near = np.rint(cosines * np.float32(1 << COSINE_BITS)).astype(np.int64)
     apart = (heads * (1 << COSINE_BITS) - near.sum((1, 2))).astype(np.float32)
     distance = np.sqrt(apart * np.float32(scale.factor))
@@ -88,8 +93,10 @@ def unit_exponents(w1: Array) -> Array:
 
     A unit of zeros has 0.
     """
+    # `frexp` gives magnitudes in [0.5, 1): times 2^24 they are whole numbers, for every float32.
     mantissas, exponents = np.frexp(w1)
     whole = np.abs(mantissas.astype(np.float64) * (1 << 24)).astype(np.int64)
+    # `whole & -whole` keeps the lowest set bit alone, and log2 of a power of two is exact.
     lowest = np.log2((whole & -whole).clip(min=1)).astype(np.int64)
     places = np.where(whole != 0, exponents - 24 + lowest, np.iinfo(np.int64).max).min(-1)
     return np.where((w1 != 0).any(-1), places, 0)
@@ -106,8 +113,10 @@ def pack_network(w1: Array, b1: Array, w2: Array, b2: Array) -> Array:
     """
     units, width = w1.shape[0], w1.shape[1] // 2
     halves = np.pad(w1.reshape(units, 2, width), [(0, 0), (0, 0), (0, -width % BFLOATS_PER_WORD)])
+    # A bfloat16 is the upper half of a float32: weights with values of bfloat16 lose nothing here.
     upper = (np.ascontiguousarray(halves, np.float32).view(np.uint32) >> 16).astype(np.uint16).reshape(units, -1)
     places = unit_exponents(w1).astype(np.int32)
+    # b2 belongs to the layer, but every unit repeats it: a unit's head is then one whole memory word.
     head = np.stack([b1.view(np.int32), w2.view(np.int32), places, b2.view(np.int32).repeat(units)], 1)
     words = np.concatenate([head.view(np.uint32), upper.view(np.uint32)], 1)
     first = np.array([units, 0, 0, 0], np.uint32)
@@ -153,13 +162,16 @@ def _network(features: Array, w1: Array, b1: Array, w2: Array, b2: np.float32) -
     largest = np.abs(features).max()
     if not np.isfinite(largest):
         return np.float32(np.nan)
+    # All features of a row share the largest one's exponent, as in block floating point.
     field = max(int(largest.view(np.uint32)) >> MANTISSA_BITS, LEAST_EXPONENT)
     whole = np.rint(np.ldexp(features.astype(np.float64), SCALE_FIELD - field)).astype(np.int64)
     hidden = []
     for weights, place, bias in zip(w1, unit_exponents(w1).tolist(), b1, strict=True):
         units = np.ldexp(weights.astype(np.float64), -place).astype(np.int64)
+        # Python integers never overflow, so this sum checks the 53-bit bound of the fabric instead of sharing it.
         total = sum(int(a) * int(b) for a, b in zip(units, whole, strict=True))
         with np.errstate(over="ignore"):
+            # The sum rounds to float32 once. Both factors that follow are powers of two.
             scaled = np.float32(math.ldexp(float(np.float32(total)), place)) * np.float32(2.0 ** (field - SCALE_FIELD))
             hidden.append(max(scaled + bias, np.float32(0)))
     if not np.isfinite(hidden).all():

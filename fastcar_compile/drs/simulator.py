@@ -57,6 +57,7 @@ def map_rows(index_register: int, rows: int, cores: int) -> tuple[Place, ...]:
     """
     mapping, computing = [Place(0, 0)] * rows, 0
     for row in range(rows):
+        # Rows that compute are dealt to the cores in turn, so the cores' loads differ by one row at most.
         if index_register >> row & 1:
             mapping[row] = Place(computing % cores, computing // cores)
             computing += 1
@@ -80,6 +81,7 @@ def run_layer(table: DrsTable | bytes, call: LayerCall, *, limits: Limits | None
     if not 0 <= call.layer < header.layers:
         return LayerTrace(Status.BAD_LAYER)
     gate = gate_of(data, call.layer)
+    # A layer without a gate has no operands to check: its factor is 0.
     if gate.factor != 0 and not _operands_fit(header, call):
         return LayerTrace(Status.BAD_OPERANDS)
     operands = Operands(call.query, call.key, call.network)
@@ -90,4 +92,5 @@ def run_layer(table: DrsTable | bytes, call: LayerCall, *, limits: Limits | None
 
 
 def _operands_fit(header: Header, call: LayerCall) -> bool:
+    # Lengths count 128-bit words, as the kernel's arguments do.
     return (header.query_words, header.key_words) == (len(call.query), len(call.key))

@@ -239,9 +239,11 @@ class DrsTable:
             *(self.row_query_words, self.row_key_words, self.query_words, self.key_words),
             *(self.units, self.refresh_period, self.input_words),
         )
+        # Head weights lie layer by layer behind the factors, so the table has no gap without them.
         weights = [weight for layer in self.head_weights or () for weight in layer]
         floats = (self.distance_weight, *self.thresholds, *self.factors, *weights)
         body = struct.pack(f"<{len(fields)}I{len(floats)}f", *fields, *floats)
+        # Magic, version and CRC stand in front of the body: the CRC covers the body alone.
         return struct.pack("<3I", MAGIC, VERSION, zlib.crc32(body)) + body
 
     def to_json(self) -> dict[str, Any]:
