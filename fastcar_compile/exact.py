@@ -57,14 +57,18 @@ def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
     """Return the root-mean-square norm of rows [..., H], weight [H]."""
     width = x.shape[-1]
     top = np.abs(x).max(-1, keepdims=True)
+    # The floor keeps the scale of the squares above float32's subnormal numbers.
     field = np.maximum(top.view(np.int32) >> MANTISSA_BITS, NORM_FIELD)
     finite = field < EXPONENT_BITS
+    # The largest magnitude of a row becomes an integer of at most 2^18, so 2^36 bounds its square.
     shift = np.where(finite, field - 126 - NORM_BITS, 0)
     with np.errstate(all="ignore"):
         integers = np.where(finite, np.rint(x * power_of_two(-shift)), np.float32(0)).astype(np.int64)
         squares = integers * integers
+        # The integer sum is exact in any order. It rounds to float32 once, here.
         mean = squares.sum(-1, keepdims=True).astype(np.float32) * np.float32(1 / width)
         scale = power_of_two(shift)
+        # The scale multiplies twice: its square alone may leave the range of float32.
         root = np.sqrt((mean * scale) * scale + np.float32(epsilon))
         y = (x * (np.float32(1) / root)) * weight
     return np.where(finite, y, np.float32(np.nan)).astype(np.float32)
@@ -102,6 +106,7 @@ def blocks(values: Floats, bits: int) -> Blocks:
     padded = padded.reshape(*values.shape[:-1], -1, BLOCK)
     top = np.abs(padded).max(-1)
     unknown = np.isnan(top)
+    # Adding half of a mantissa's last bit carries into the exponent exactly where rounding would reach 2^(bits - 1).
     exponents = ((top.view(np.int32) + (1 << (24 - bits))) >> MANTISSA_BITS) - (125 + bits)
     exponents = np.maximum(np.where(unknown, 0, exponents), LEAST_EXPONENT)
     scaled = np.where(unknown[..., None], np.float32(0), padded) * power_of_two(-exponents)[..., None]
@@ -110,6 +115,7 @@ def blocks(values: Floats, bits: int) -> Blocks:
 
 def limbs(mantissas: Integers) -> tuple[Bytes, Bytes]:
     """Return wide mantissas as (high, low): 128 * high + low, low from 0 to 127."""
+    # The shift rounds down for negative numbers too, so the low limb is never negative.
     return (mantissas >> LIMB_BITS).astype(np.int8), (mantissas & (1 << LIMB_BITS) - 1).astype(np.int8)
 
 
@@ -131,11 +137,14 @@ def cached_blocks(rows: Bytes, dim: int) -> Blocks:
 def logits(query: Floats, keys: Bytes, factor: np.float32) -> Floats:
     """Return the logits [S] of one query row [D] with cached rows [S, D + n], as exponents of two."""
     own, other = blocks(query, WIDE_BITS), cached_blocks(keys, len(query))
+    # A product has 21 bits and a block 32 of them: the int64 sum is exact.
     sums = (own.mantissas * other.mantissas).sum(-1)
+    # The sum of two exponents may leave float32's range; both ends are then taken for the limit.
     exponents = np.clip(own.exponents + other.exponents, -126, 127)
     with np.errstate(over="ignore"):
         parts = sums.astype(np.float32) * power_of_two(exponents)
         total = parts[:, 0]
+        # Float32 addition is not associative: the blocks are added in this order everywhere.
         for block in range(1, parts.shape[1]):
             total = total + parts[:, block]
     unknown = (own.exponents == NOT_A_NUMBER).any() | (other.exponents == NOT_A_NUMBER).any(-1)
@@ -148,7 +157,9 @@ def numerators(differences: Floats) -> Integers:
     units = np.rint(np.maximum(differences, np.float32(EXP_LIMIT)) * np.float32(1 << EXP_INPUT_BITS)).astype(np.int64)
     shift, fraction = -(units >> EXP_INPUT_BITS), units & (1 << EXP_INPUT_BITS) - 1
     knot, rest = fraction >> 8, fraction & 255
+    # Linear interpolation between two knots, rounded half up by the 128.
     power = EXP_TABLE[knot] + (((EXP_TABLE[knot + 1] - EXP_TABLE[knot]) * rest + 128) >> 8)
+    # The added half rounds to nearest. It is 0 for a shift of 0.
     return (power + ((1 << shift) >> 1)) >> shift
 
 
@@ -159,6 +170,7 @@ def weighted_values(weights: Integers, values: Bytes, dim: int) -> Floats:
     block of columns, are a wide block.
     """
     spare, own = -len(weights) % BLOCK, cached_blocks(values, dim)
+    # Weights count units of 2^-24, so 24 leaves the exponent; -126 is the least that is not subnormal.
     scaled = weights.astype(np.float32)[:, None] * power_of_two(np.maximum(own.exponents - 24, -126))
     total = np.zeros((own.exponents.shape[1], BLOCK), np.float32)
     scaled = np.pad(scaled, [(0, spare), (0, 0)])
@@ -179,11 +191,13 @@ def attention(query: Floats, keys: Bytes, values: Bytes, visible: Flags, factor:
     dim, seen = len(query), visible
     with np.errstate(over="ignore", invalid="ignore"):
         found = logits(query, keys, factor)
+        # Only visible rows count: a hidden row may hold a larger logit of an older sequence.
         top = found[seen].max()
         if not np.isfinite(top):
             return np.full(dim, np.nan, np.float32)
         weights = np.where(seen, numerators(np.where(seen, found - top, np.float32(0))), 0)
         inverse = np.float32(1) / (weights.sum().astype(np.float32) * np.float32(2.0**-EXP_BITS))
+        # Hidden rows become zeros with exponent 0, so a NaN in one of them cannot reach the sum.
         y = weighted_values(weights, np.where(seen[:, None], values, np.int8(0)), dim) * inverse
     unknown = (values[seen, dim:] == NOT_A_NUMBER).any(0)
     return np.where(np.repeat(unknown, BLOCK)[:dim], np.float32(np.nan), y)
@@ -201,6 +215,8 @@ def visible_rows(rows: int, position: int, window: tuple[int, int, int] | None =
         return row <= position
     sinks, size, newest = window
     ring = rows - sinks
+    # Row sinks + (newest - sinks) % ring holds the newest position. A row k places behind it is k positions older.
     held = np.where(row < sinks, row, newest - (newest - sinks - (row - sinks)) % ring)
+    # A row of the ring that was never written gets a position before the ring's first, so no window has it.
     recent = (held >= sinks) & (held > position - size)
     return (held <= position) & ((row < sinks) | recent)

@@ -170,9 +170,11 @@ class _Builder:
         self.layer_keys, self.layer_values = cached * layout.key_words, cached * layout.value_words
         self.last_norm = plan.layers * self.norm_words
         self.table = self.last_norm + self.words
+        # Element n is the first word of layer n's network; the last element is the end of the constants.
         self.networks = _networks(plan, self.table + heads.table_rows * heads.rotary // LANES)
         self.slots = 0 if plan.replay is None else plan.replay.stride
         self.layer_chains, self.layer_outputs = self.slots * step.CHAIN_WORDS, self.slots * plan.rows * self.words
+        # The replay buffer has the chain counts of all layers, then the MLP outputs, then the MLP inputs.
         self.outputs = plan.layers * self.layer_chains
         self.inputs = self.outputs + plan.layers * self.layer_outputs
         self.layer_inputs = self.layer_outputs if plan.replay is not None and plan.replay.gate.reads_input else 0
@@ -181,11 +183,13 @@ class _Builder:
         """Return the program; it is not checked yet."""
         plan, heads = self.plan, self.heads
         query_words = heads.heads * self.head_words
+        # A row of logits fills whole memory words, so the output may be up to three values wider than the vocabulary.
         output = -(-plan.head.channels // LANES)
         sizes = Sizes(
             rows=plan.rows,
             ports=plan.ports,
             positions=heads.cache.positions,
+            # A row on chip holds either the residual stream or q, k and v side by side.
             row_words=max(self.words, query_words + 2 * heads.key_heads * self.head_words),
             constant_words=self.networks[-1],
             weight_words=plan.layers * self.layer_weights + plan.head.words,
@@ -208,6 +212,7 @@ class _Builder:
         yield step.Add(layer, Place.Y, Place.X, self.words)
         yield self._norm(layer, norms + self.words)
         replay = plan.replay_of(layer)
+        # The norm has just put the MLP's input into A, and Decide needs it there before the MLP runs.
         if replay is not None and replay.gate.reads_input:
             yield self._decision(layer, replay)
         yield step.Mlp(layer, Place.A, Place.Y, weights + plan.qkv.words + plan.o.words)
@@ -215,6 +220,7 @@ class _Builder:
             yield step.Add(layer, Place.Y, Place.X, self.words)
         else:
             cache = self.outputs + layer * self.layer_outputs
+            # A row that replays has no new output in Y: Replay adds what its slot holds.
             yield step.Replay(layer, Place.Y, Place.X, self.words, self.slots, cache)
 
     def _attention(self, layer: int, norms: int) -> Iterator[step.Instruction]:
@@ -222,8 +228,10 @@ class _Builder:
         query, key, blocks = heads.heads * head_words, heads.key_heads * head_words, heads.head_dim // BLOCK
         ring = heads.cache.sinks, heads.cache.ring
         keys, values = layer * self.layer_keys, layer * self.layer_values
+        # Values are neither normed nor rotated, so they leave for the cache straight from Y.
         yield step.AppendValues(layer, Place.Y, query + key, heads.key_heads, blocks, values, *ring)
         q, k = self._places
+        # An instruction never writes the place that it reads. A is free here, because q/k/v is its last reader.
         normed = (Place.A, Place.A) if heads.rotary else (q, k)
         if heads.head_norm:
             sizes = (float32(1 / heads.head_dim), float32(self.plan.epsilon))
@@ -235,6 +243,7 @@ class _Builder:
             yield self._rotation(layer, (given, k), query, heads.key_heads)
         yield step.AppendKeys(layer, k, query, heads.key_heads, blocks, keys, *ring)
         replay = self.plan.replay_of(layer)
+        # Gate `tas` reads q and an earlier key alone. It decides now, while q is still in its place.
         if replay is not None and not replay.gate.reads_input:
             yield self._decision(layer, replay)
         cached = (keys, values, *ring, heads.cache.window)

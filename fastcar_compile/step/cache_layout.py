@@ -87,10 +87,12 @@ class CacheLayout:
         Position s is on port (s + number) mod ports, so that the heads of one position are on all ports.
         """
         mantissas, exponents = self._split(rows, self.key_tiles * LANES * self.ports)
+        # Position (tile * 16 + lane) * ports + p is row `lane` of a tile on port p.
         own = mantissas.reshape(self.key_tiles, LANES, self.ports, -1).transpose(2, 0, 1, 3)
         heads = exponents.reshape(self.key_tiles, LANES, self.ports, self.blocks).transpose(2, 0, 3, 1)
         words = own.reshape(self.ports, self.key_tiles, -1, LANES)
         sections = np.concatenate([heads, words], 2).reshape(self.ports, self.key_words, LANES)
+        # The roll moves each head by one port: the heads of one position are then written to different ports.
         return np.roll(sections, number, 0)
 
     def unpack_keys(self, words: Array, number: int) -> Array:
@@ -103,13 +105,16 @@ class CacheLayout:
 
     def pack_values(self, rows: Array, number: int) -> Array:
         """Return int8 [ports, value_words, 16] of int8 rows [positions, head_dim + blocks]; all heads lie alike."""
+        # Every port holds some elements of every head, so no roll is needed to spread the heads.
         del number
         tiles, blocks, ports = self.value_tiles, self.blocks, self.ports
         mantissas, exponents = self._split(rows, tiles * BLOCK)
         halves = mantissas.reshape(tiles, BLOCK_WORDS, LANES, blocks, BLOCK)
+        # Element slot * ports + p of a block is on port p. The padding is for ports that do not divide 32.
         padded = np.pad(halves, [(0, 0)] * 4 + [(0, self.slots * ports - BLOCK)])
         own = padded.reshape(tiles, BLOCK_WORDS, LANES, blocks, self.slots, ports).transpose(5, 0, 3, 4, 1, 2)
         heads = exponents.reshape(tiles, BLOCK_WORDS, LANES, blocks).transpose(0, 3, 1, 2)
+        # The exponents of a tile are dealt to the ports word by word; the last ports may hold a word of zeros.
         in_turn = np.zeros((tiles, self.value_head_words * ports, LANES), np.int8)
         in_turn[:, : BLOCK_WORDS * blocks] = heads.reshape(tiles, -1, LANES)
         spread = in_turn.reshape(tiles, -1, ports, LANES).transpose(2, 0, 1, 3)

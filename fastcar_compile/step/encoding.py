@@ -14,11 +14,13 @@ from fastcar_compile.step.instructions import INSTRUCTION_WORDS, KINDS, Instruct
 def decode(words: tuple[int, ...]) -> Instruction | None:
     """Return the instruction of these words; None: an unknown opcode, place or gate, or more words than its own."""
     kind = KINDS.get(words[0] & 0xFF)
+    # Byte 1 of the first word is reserved; a set bit there is from a newer format.
     if kind is None or words[0] >> 8 & 0xFF:
         return None
     types = _types(kind)
     given, rest = words[1 : len(types) + 1], words[len(types) + 1 :]
     named = [(wanted, word) for wanted, word in zip(types, given, strict=True) if issubclass(wanted, IntEnum)]
+    # Words behind the fields have to be zero: one instruction has one encoding, and so one CRC.
     if any(rest) or any(word not in list(wanted) for wanted, word in named):
         return None
     return kind(words[0] >> 16, *(_value(wanted, word) for wanted, word in zip(types, given, strict=True)))

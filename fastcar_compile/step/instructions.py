@@ -89,6 +89,8 @@ class Instruction:
 
 
 def _word(value: int | float) -> int:
+    # A Python float is a float32 word; an integer, a place or a gate is its value.
+    # An int in a float field would be encoded as an integer.
     return struct.unpack("<I", struct.pack("<f", value))[0] if isinstance(value, float) else int(value)
 
 
@@ -160,6 +162,7 @@ class Linear(Instruction):
         words = -(-self.channels // LANES)
         target = room.rows * words <= room.output_words if self.target == Place.OUTPUT else words <= room.row_words
         source = -(-self.inputs // LANES) <= room.row_words
+        # The last tile may reach beyond the channels, but no channel may be left without a tile.
         covered = self.tile * self.tiles * room.ports >= self.channels
         return (
             small and places and target and source and covered and self.bias <= 1 and self.weights < room.weight_words
@@ -220,6 +223,7 @@ class Append(Instruction):
     def _fits(self, room: Sizes, head_words: int, section: int) -> bool:
         small = on_chip(self.source) and counts(self.heads, self.blocks)
         inside = self.first + self.heads * self.blocks * BLOCK_WORDS <= room.row_words
+        # All layers share the layout of `room.positions` rows, even where a layer's ring is shorter.
         ring = self.ring >= 1 and self.sinks + self.ring <= room.positions
         return small and inside and ring and self.cache + room.rows * self.heads * head_words <= section
 
@@ -269,6 +273,7 @@ class Attend(Instruction):
         if not small or self.heads % self.key_heads:
             return False
         layout, heads = layout_of(room, self.blocks), room.rows * self.key_heads
+        # A window of 0 would hide a token from itself, and softmax needs one visible row.
         ring = self.ring >= 1 and self.sinks + self.ring <= room.positions and self.window >= 1
         inside = self.heads * self.blocks * BLOCK_WORDS <= room.row_words
         keys = self.keys + heads * layout.key_words <= room.key_words
@@ -326,11 +331,13 @@ class Decide(Instruction):
 
     def fits(self, room: Sizes) -> bool:
         """See Instruction.fits."""
+        # Every slot has 32 chain counts, whatever the batch is: a slot begins at a whole number of memory words.
         counted = counts(self.stride) and self.chain + self.stride * CHAIN_WORDS <= room.replay_words
         return counted and self._query_fits(room) and self._input_fits(room) and self._network_fits(room)
 
     def _query_fits(self, room: Sizes) -> bool:
         if not self.gate.reads_query:
+            # Fields that the gate does not read are zero, so that a program cannot hide data in them.
             return not any((self.source, self.heads, self.key_heads, self.blocks, self.keys, self.sinks, self.ring))
         small = on_chip(self.source) and counts(self.heads, self.key_heads, self.blocks)
         if not small or self.heads % self.key_heads:
@@ -344,6 +351,7 @@ class Decide(Instruction):
         if not self.gate.reads_input:
             return not any((self.input, self.count, self.inputs))
         small = on_chip(self.input) and counts(self.count) and self.count <= room.row_words
+        # The replay buffer keeps x of `stride` slots, each with all rows.
         return small and self.inputs + self.stride * room.rows * self.count <= room.replay_words
 
     def _network_fits(self, room: Sizes) -> bool:

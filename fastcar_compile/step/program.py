@@ -94,6 +94,7 @@ def check(data: bytes, capacity: int = MAX_INSTRUCTIONS) -> Status:
         return Status.BAD_MAGIC
     if version != VERSION:
         return Status.BAD_VERSION
+    # The length is checked before the CRC: the engine reads as many words for the CRC as the header says.
     if words * 4 != len(data) or words > HEADER_WORDS + capacity * INSTRUCTION_WORDS:
         return Status.BAD_LENGTH
     if zlib.crc32(data[12:]) != crc:
@@ -105,6 +106,7 @@ def check(data: bytes, capacity: int = MAX_INSTRUCTIONS) -> Status:
 
 
 def _sizes(data: bytes) -> Sizes:
+    # Byte 20 is word 5: magic, version, CRC, length and count stand before the sizes.
     return Sizes(*struct.unpack_from(f"<{len(fields(Sizes))}I", data, 20))
 
 
@@ -116,6 +118,7 @@ def _instructions(data: bytes) -> tuple[Instruction, ...] | None:
         if instruction is None or not instruction.fits(sizes):
             return None
         found.append(instruction)
+    # END stands last and nowhere else, so the engine always meets it.
     ends = [isinstance(instruction, End) for instruction in found]
     return tuple(found) if ends == [False] * (len(found) - 1) + [True] else None
 

@@ -55,11 +55,13 @@ class _Ring:
 
     def row(self, position: int) -> int:
         """Return the row of a position."""
+        # Sinks stay in their rows for ever. Later positions take the rows of the ring in turn.
         behind = position - self.sinks
         return self.sinks + behind % self.ring if behind >= 0 else position
 
     def visible(self, position: int, window: int) -> Array:
         """Return which rows the token at `position` sees, of those that are filled."""
+        # Rows are filled from row 0 on, so until the cache is full the first position + 1 rows are the filled ones.
         rows = min(position + 1, self.sinks + self.ring)
         return exact.visible_rows(self.sinks + self.ring, position, (self.sinks, window, position))[:rows]
 
@@ -117,6 +119,7 @@ class StepSimulator:
     @_execute.register
     def _(self, mlp: step.Mlp) -> None:
         y = self.memory.products[mlp.weights](self._rows[mlp.source])
+        # Rows that replay keep their old content here. Replay does not read it.
         self._rows[mlp.target, self._computing, : y.shape[1]] = y[self._computing]
 
     @_execute.register
@@ -150,6 +153,7 @@ class StepSimulator:
         at, dim = LANES * append.first, BLOCK * append.blocks
         heads = self._rows[append.source, :, at : at + append.heads * dim].reshape(-1, dim)
         row = _Ring(append.sinks, append.ring).row(self._position)
+        # Repacking all rows of a head for one position is slow. It checks the layout, and a test has few positions.
         for number, head in enumerate(exact.stored_rows(heads)):
             place = slice(append.cache + number * words, append.cache + (number + 1) * words)
             rows = unpack(cache[:, place], number)
@@ -179,6 +183,7 @@ class StepSimulator:
 
     @_execute.register
     def _(self, decide: step.Decide) -> None:
+        # Without a decision every row computes: a prompt never replays.
         self._computing[:] = True
         if self._step == NO_STEP:
             return
@@ -187,6 +192,7 @@ class StepSimulator:
         query, key = self._heads(decide)
         words = pack_inputs(GateInputs(query, key, x, kept))
         slot = decide.chain + self._step % decide.stride * step.CHAIN_WORDS
+        # A slice of whole words reshapes to a view, so the assignment below changes the memory itself.
         chain = self.memory.replay[slot : slot + step.CHAIN_WORDS].reshape(-1)
         call = LayerCall(decide.layer, self._step, *words, chain.view(np.int32), network=self._network(decide))
         trace = run_layer(self.memory.table, call)
@@ -195,6 +201,7 @@ class StepSimulator:
         chain[:rows] = trace.chain
         self._computing[:] = [bool(trace.index_register >> b & 1) for b in range(rows)]
         self.decided[decide.layer] = self._computing.copy()
+        # A row that replays keeps the x of its last computed forward: the change is measured from there.
         if x is not None and kept is not None:
             kept[self._computing] = x[self._computing]
 
@@ -203,6 +210,7 @@ class StepSimulator:
         if not decide.gate.reads_query:
             return None, None
         rows, layout = self.program.sizes.rows, step.layout_of(self.program.sizes, decide.blocks)
+        # The first frame has no earlier key. Row 0 then gives a score that the controller ignores: every row computes.
         row = _Ring(decide.sinks, decide.ring).row(max(self._position - decide.stride, 0))
         places = [decide.keys + n * layout.key_words for n in range(rows * decide.key_heads)]
         sections = (self.memory.keys[:, at : at + layout.key_words] for at in places)
@@ -237,9 +245,11 @@ class StepSimulator:
         added = own
         if self._step != NO_STEP:
             kept = self._slot(replay.cache, replay.slots, replay.count)
+            # Rows that compute refresh the slot first, so every row then adds what the slot holds.
             kept[self._computing] = own[self._computing]
             added = kept
         target[:, : LANES * replay.count] += added
+        # The next layer may have no gate, and then all of its rows compute.
         self._computing[:] = True
 
     @_execute.register
@@ -249,6 +259,7 @@ class StepSimulator:
 
 def loaded(rows: Array, head_dim: int) -> Array:
     """Return the float32 values [..., head_dim] of cached rows."""
+    # Exponent -128 becomes the bits of -infinity. The mantissas of its block are 0, and 0 times infinity is NaN.
     exponents = rows[..., head_dim:].astype(np.int32)
     with np.errstate(invalid="ignore"):
         return rows[..., :head_dim] * (exponents + 127 << 23).view(np.float32).repeat(BLOCK, -1)
