@@ -14,6 +14,7 @@ from fastcar_compile.errors import InputError
 
 def _is_torch(value: Any) -> bool:
     torch = sys.modules.get("torch")
+    # A process without torch has no torch tensors, so torch is never imported for the question.
     return torch is not None and isinstance(value, torch.Tensor)
 
 
@@ -25,6 +26,7 @@ def to_numpy(value: Any) -> NDArray[Any]:
     """
     try:
         if _is_torch(value):
+            # `force` detaches the tensor from autograd and copies it from a device to the host.
             return value.numpy(force=True)
         if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
             return np.asarray(cast(Any, value))

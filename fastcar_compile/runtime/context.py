@@ -38,6 +38,7 @@ def checked_context(config: DecoderConfig, context: Array, mask: Array | None) -
             raise InputError("the decoder takes no context mask", hint=hint)
         return GivenContext(np.ascontiguousarray(context), None)
     seen = _checked_mask(context.shape[:2], mask)
+    # The padding is zero for the tokens and False for the mask: padded tokens are hidden.
     padding = ((0, 0), (0, spec.length - context.shape[1]))
     return GivenContext(np.pad(context, (*padding, (0, 0))), np.pad(seen, padding))
 
@@ -60,6 +61,7 @@ def _checked_mask(shape: tuple[int, ...], mask: Array | None) -> Array:
         raise InputError(f"the context mask is {mask.dtype}, expected bool", hint="True is a token that is seen")
     if mask.shape != shape:
         raise InputError(f"the context mask has shape {list(mask.shape)}, expected {list(shape)}")
+    # Softmax over no visible token divides by zero.
     if hidden := [row for row, seen in enumerate(mask) if not seen.any()]:
         raise InputError(f"the context mask hides every token of row {hidden[0]}", hint="let it see at least one")
     return mask

@@ -81,6 +81,8 @@ class Guard:
         Raises:
             InputError: a call is running.
         """
+        # Entering first refuses to close during a call.
+        # A child process skips it: the fork may have copied a call that never ends here.
         if self._forks == _forks.count and not self._closed:
             with self.begun():
                 self._closed = True

@@ -94,6 +94,7 @@ class Sampling:
         Args:
             logits: float32 [B, V]. seen: token ids [B, T] that each row of the result holds already.
         """
+        # float64 keeps the rounding of what follows far below that of the float32 logits.
         scores = np.asarray(logits, np.float64)
         if self.guidance != 1:
             conditional, unconditional = np.split(_log_softmax(scores), 2)
@@ -103,6 +104,7 @@ class Sampling:
         if self.temperature > 0:
             scores = scores / self.temperature
         if self.top_k is not None and self.top_k < scores.shape[-1]:
+            # `partition` finds the k-th score without sorting the vocabulary. Scores equal to it all stay.
             least = np.partition(scores, -self.top_k, axis=-1)[:, -self.top_k, None]
             scores = np.where(scores < least, -np.inf, scores)
         return scores if self.top_p is None else self._nucleus(scores, self.top_p)
@@ -123,6 +125,7 @@ class Sampling:
         """Leave out the least probable tokens whose sum is at most 1 - share; the most probable one stays."""
         order = scores.argsort(-1, kind="stable")
         probabilities = np.exp(_log_softmax(np.take_along_axis(scores, order, -1)))
+        # Scores are in rising order here, so the sum begins with the least probable tokens.
         drop = probabilities.cumsum(-1) <= 1 - share
         drop[:, -1] = False
         dropped = np.empty_like(drop)
@@ -154,13 +157,16 @@ class TokenChoice:
 
     def _drawn(self, scores: Scores) -> Tokens:
         """Return the first token of every row whose cumulated probability exceeds a uniform number."""
+        # The largest exponent is 0, so no weight overflows.
         weights = np.exp(scores - scores.max(-1, keepdims=True)).cumsum(-1)
+        # Scaling the random number by the total costs one product. Normalising would divide every weight.
         reached = self._random.random((len(weights), 1)) * weights[:, -1:]
         return (weights > reached).argmax(-1)
 
     def _drawn_among(self, few: int, logits: NDArray[np.float32]) -> Tokens:
         """Return what `_drawn` does of one row, in half the time: tokens that are left out add zero to the sum."""
         scores = logits.astype(np.float64) / self._sampling.temperature
+        # `kept` is in the order of the ids, as the weights of `_drawn` are: the same number draws the same token.
         kept = np.flatnonzero(scores >= np.partition(scores, -few)[-few])
         chosen = scores[kept]
         weights = np.exp(chosen - chosen.max()).cumsum()

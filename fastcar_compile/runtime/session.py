@@ -234,15 +234,18 @@ class Session(Described):
         for start in range(0, length, chunk):
             logits = self._read_chunk(array[:, start : start + chunk], start, chunk)
         self._position = length
+        # The logits are a view of memory that the next forward writes, so the caller gets a copy.
         return like(inputs, np.array(logits))
 
     def _read_chunk(self, part: Array, start: int, chunk: int) -> Array:
         """Read at most `chunk` tokens from position `start` on; return the logits of the last one, [B, V]."""
         count = part.shape[1]
         if count <= self._stepper.single_tokens:
+            # The last token is apart: of the others only keys and values are wanted.
             for i in range(count - 1):
                 self._stepper.prefill(part[:, i : i + 1], start + i)
             return self._stepper.prefill(part[:, count - 1 :], start + count - 1)[:, 0]
+        # The logits of padded tokens are dropped.
         short = chunk - count
         padded = np.pad(part, [(0, 0), (0, short)] + [(0, 0)] * (part.ndim - 2)) if short else part
         return self._stepper.prefill(padded, start)[:, count - 1]
@@ -316,6 +319,7 @@ class Session(Described):
             self._reset()
             for _ in _steps(num_tokens, progress):
                 logits = self._decode(tokens[-1]) if tokens else self._prefill(ids)
+                # The guard refuses calls of this session while a function of the caller runs inside of it.
                 self._guard.calling = True
                 try:
                     tokens.append(choose(logits))
@@ -342,6 +346,7 @@ class Session(Described):
             )
             raise InputError("the decoder has cross-attention, and its context is not set", hint=hint)
         array = to_numpy(inputs)
+        # Most steps pass this comparison. The full check has the error texts.
         if steps != 1 or array.shape != self._step_shape or array.dtype != self._dtype:
             self._check_array(array, steps)
         if steps is None and array.shape[1] > config.max_seq_len:  # before its ids are read

@@ -30,6 +30,7 @@ class StateArena:
 
     def __init__(self, specs: Sequence[State]) -> None:
         places, at = list[int](), 0
+        # Each state begins a cache line, as TVM wants of a tensor that it uses in place.
         for spec in specs:
             places.append(at)
             at += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
@@ -41,11 +42,13 @@ class StateArena:
         self._specs = list(specs)
         self.arrays: dict[str, NDArray[Any]] = {}
         for spec, place in zip(specs, places, strict=True):
+            # The array keeps the mapping alive, so no address changes while TVM has a tensor over it.
             flat = np.frombuffer(self._memory, spec.format.numpy, prod(spec.shape), place)
             self.arrays[spec.name] = flat.reshape(spec.shape)
 
     def clear(self) -> None:
         """Set every state to zero, and give its memory back until it is written again."""
+        # Linux gives zero pages for a private anonymous mapping after MADV_DONTNEED. The addresses stay.
         self._memory.madvise(mmap.MADV_DONTNEED)
 
     @contextmanager
@@ -74,6 +77,7 @@ def _reserved(size: int) -> mmap.mmap:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise BackendError(f"the state of a session takes {size:,} bytes: {error}", hint=hint) from error
+    # Linux grants a mapping of more memory than there is. The process would be killed when the caches fill.
     free = available_memory()
     if free < size:
         text = f"the state of this session takes {size:,} bytes when its caches are full, and {free:,} are available"

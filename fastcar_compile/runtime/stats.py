@@ -27,6 +27,7 @@ class Stats:
 
     def add(self, decisions: np.ndarray) -> None:
         """Count one forward; decisions bool [L, B]."""
+        # The assignment copies: a backend's decisions are a view of memory that its next forward writes.
         self._latest[self.forwards % _KEPT] = decisions
         self.forwards += 1
         if self._trace is not None:

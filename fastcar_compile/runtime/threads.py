@@ -36,6 +36,7 @@ def thread_count(threads: SupportsIndex | None) -> int:
     """
     if threads is None:
         return usable_cores()
+    # The affinity mask counts, not the machine: a container or taskset may leave fewer cores.
     most = len(os.sched_getaffinity(0))
     try:
         count = -1 if isinstance(threads, bool) else operator.index(threads)
@@ -57,6 +58,7 @@ def use_threads(count: int) -> None:
         BackendError: the pool of this thread was made for fewer.
         InputError: this thread had a pool in the parent process, before a fork.
     """
+    # Threads do not survive a fork. The pool of the forking thread is copied without its workers.
     inherited = getattr(_pool, "forks", forks()) != forks()
     if inherited and count > 1:
         raise InputError(

@@ -67,6 +67,7 @@ def _ffi() -> Any:
         import tvm_ffi
     library = Path(spec.submodule_search_locations[0]) / "lib" / "libtvm_runtime.so"
     try:
+        # RTLD_GLOBAL makes the symbols visible to libraries that are loaded later.
         ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise BackendError(f"TVM's runtime cannot be loaded: {error}", where=str(library), hint=hint) from error
@@ -92,6 +93,7 @@ def aligned(array: Array) -> Array:
     """Return the array itself where TVM can use it in place, else a copy: whole cache lines, contiguous, writable."""
     if array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0:
         return array
+    # Numpy aligns less strictly than TVM asks, so the copy starts within a block that is one line longer.
     memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

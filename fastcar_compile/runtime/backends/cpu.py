@@ -91,6 +91,7 @@ def programs_for(host: HostSection, triple: str, flags: frozenset[str]) -> Progr
     Raises:
         BackendError: there are none for it.
     """
+    # The manifest lists the best variant of an architecture first.
     for variant in host.variants:
         if variant.triple == triple and flags >= set(variant.flags):
             return variant.programs
@@ -139,6 +140,7 @@ class _Program:
         The results are views of the VM's memory, which the VM uses again once they are gone.
         """
         results = self._run(*self.arguments)
+        # `as_array` makes no copy. Whoever keeps a result beyond the next call has to copy it.
         return [as_array(element(results, self._places[n])) if n in self._places else None for n in names]
 
 
@@ -240,6 +242,7 @@ class CpuStepper(Stepper):
         self._threads = thread_count(threads)
         use_threads(self._threads)
         self._config = decoder.config
+        # Two arenas: `reset` clears the first, and the context's states survive it.
         self._state = StateArena([s for s in decoder.state if s.role not in CONTEXT_ROLES])
         self._context_state = StateArena([s for s in decoder.state if s.role in CONTEXT_ROLES])
         known = {name: adopt(value) for name, value in params.items()}
@@ -251,6 +254,7 @@ class CpuStepper(Stepper):
         if programs.prefill is not None:
             self._prefill = _Program(machine, programs.prefill, known | self._chunk.tensors)
         self.prefill_chunk = self._config.prefill_chunk if self._prefill else 1
+        # An offload program launches kernels for every single token, so a padded chunk on the host reads a prompt.
         self.single_tokens = self.prefill_chunk // SINGLE_TOKENS if decode == "decode" else 0
         self._context, self._given = None, dict[str, Array]()
         if programs.context is not None:
@@ -270,6 +274,7 @@ class CpuStepper(Stepper):
         if mask is not None:
             self._given["context_mask"][...] = mask
         arrays = self._context_state.arrays
+        # The VM reuses the memory of its results. The states' addresses are fixed, so the values are copied there.
         for array, made in zip(arrays.values(), self._context(*arrays), strict=True):
             assert made is not None
             array[...] = made
@@ -281,6 +286,7 @@ class CpuStepper(Stepper):
         of slot 0 is put back.
         """
         if self._prefill is None or inputs.shape[1] == 1:
+            # Forward 0 is in the first frame, in which every row computes. It writes slot 0 of the replay state alone.
             with self._state.kept(REPLAY_ROLES, slot=0):
                 return self.decode(inputs, position, 0, np.full(self._config.num_layers, np.inf, np.float32)).logits
         use_threads(self._threads)

@@ -81,6 +81,7 @@ class EagerStepper(Stepper):
             for name, value in graph.named_buffers():
                 if value.dtype == torch.float32 and value.dim() == 1:
                     signs = torch.randint(0, 2, value.shape, generator=draw) * 2.0 - 1.0
+                    # Both graphs share a parameter's name, and get the same moved tensor.
                     value.data = moved.setdefault(name, torch.nextafter(value, signs * torch.inf))
 
     def reset(self) -> None:
@@ -102,6 +103,7 @@ class EagerStepper(Stepper):
         feeds = self._feeds(inputs, position)
         if self._prefill is not None:
             return self._run(self._prefill, self._prefill_outputs, feeds)["logits"].numpy()
+        # A forward binds new tensors to these names. So references keep the old replay state without a copy.
         kept = {s.name: self._state[s.name] for s in self._specs if s.role in REPLAY_ROLES}
         layers = next((self._width(n) for n in self._decode.graph.nodes if n.target == "thresholds"), 0)
         feeds |= {"step": torch.zeros(1, dtype=torch.int64), "thresholds": torch.full((layers,), torch.inf)}

@@ -114,6 +114,7 @@ class OrtStepper(Stepper):
 
     def prefill(self, inputs: Array, position: int) -> Array:
         """Run one token; see Stepper.prefill. The replay state that the decode step returns is dropped."""
+        # Every call returns new values, so references keep the replay state from before the call.
         kept = {s.name: self._state[s.name] for s in self._specs if s.role in REPLAY_ROLES}
         never = np.full(self._config.num_layers, np.inf, np.float32)
         logits = self._run(inputs, position, 0, never)["logits"]
@@ -138,6 +139,7 @@ class OrtStepper(Stepper):
         results: dict[str, Any] = dict(
             zip(self._outputs, self._session.run_with_ort_values(self._outputs, feeds), strict=True)
         )
+        # States stay OrtValues from call to call: no copy to numpy is made of a cache.
         self._state = {s.name: results.pop(OnnxSection.output_name(s.name)) for s in self._specs}
         return {name: value.numpy() for name, value in results.items()}
 
@@ -170,6 +172,7 @@ def _exit_at_once() -> None:
 
     Python itself has ended by then: its files are flushed, and the exit status stays.
     """
+    # `on_exit` passes the exit status to `_exit`. The handler that was registered last runs first.
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):
         libc.on_exit(libc._exit, None)

@@ -80,6 +80,7 @@ def _absent(operand: Any) -> bool:
 
 def _earlier(query: Any, keys: Any, row: int) -> tuple[Array, Array]:
     """Return q [B, Hq, D] and one row of the key cache [B, Hkv, D], both float32."""
+    # The first frame has no earlier key. Row 0 stands in, and its score is ignored: every row computes there.
     own, key = as_array(query), as_array(keys)[:, :, max(row, 0)]
     return own[:, :, 0], kv_type(key.dtype).widened(key, own.shape[3])
 

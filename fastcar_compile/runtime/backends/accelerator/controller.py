@@ -40,10 +40,12 @@ class Controller:
         Unless it is OK, there is no table on chip.
         """
         unit = self._unit
+        # The kernel reads whole memory words. `table_bytes` has the true length, which the CRC covers.
         unit.write("table", np.frombuffer(table + bytes(-len(table) % _WORD_BYTES), np.uint8))
         unit.fill("query", "key", "chain")
         unit.set({"op": Op.TABLE, "table_bytes": len(table)} | dict.fromkeys(_CALL, 0))
         unit.run()
+        # Bytes 8 to 11 of a table are its CRC. Every later call repeats it, so a table of another program is noticed.
         self._crc = int.from_bytes(table[8:12], "little")
         return Status(int(unit.read("result", _WORD_BYTES).view(np.uint32)[0]))
 
@@ -55,11 +57,13 @@ class Controller:
     def run(self, call: LayerCall, rows: int) -> LayerTrace:
         """Return the decision for one layer, for `rows` rows of the batch, with the table that was loaded."""
         unit = self._unit
+        # The argument has 32 counts, whatever the batch is.
         chain = np.zeros(MAX_ROWS, np.int32)
         chain[: len(call.chain)] = call.chain
         for name, words in (("query", call.query), ("key", call.key), ("chain", chain)):
             unit.fill(name)
             unit.write(name, np.ascontiguousarray(words).view(np.uint8).reshape(-1))
+        # A layer's buffer has the network behind the room for the cached rows. An update overwrites that room alone.
         if len(call.key) and call.layer in self._networks:
             unit.update(self._networks[call.layer], np.ascontiguousarray(call.key).view(np.uint8).reshape(-1))
             unit.bind("key", self._networks[call.layer])
@@ -111,6 +115,7 @@ class LiveTable:
         A threshold of a layer whose gate the host decides is not the controller's.
         """
         given = (self.sign * thresholds).tolist()
+        # A threshold of +inf keeps the controller from replaying a layer that the host decides.
         own = [t if self.decides(layer) else float("inf") for layer, t in enumerate(given)]
         if tuple(own) == self.table.thresholds:
             return None
@@ -163,6 +168,7 @@ class GateController:
             BackendError: the controller stopped with a status other than OK.
         """
         trace = self._run(layer, *pack_inputs(inputs), chain)
+        # A bit of the Index Register says that the row computes.
         replay = [not trace.index_register >> row & 1 for row in range(self._live.table.rows)]
         scores = self._live.sign * np.array(trace.scores, np.float32)
         return GateDecision(np.array(replay), scores, np.array(trace.chain, np.int32))

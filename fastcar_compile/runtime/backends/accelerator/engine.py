@@ -80,10 +80,12 @@ class Engine:
 
     def _run(self, x: Array, index_register: int, weights: Sequence[Buffer], inputs: int, outputs: int) -> Array:
         self.bind(weights)
+        # The kernel needs a buffer for every memory argument, also for those that this operation does not read.
         self.unit.fill(*_CONTROLLED)
         self._write_rows("x", x, inputs)
         self.unit.set({"index_register": index_register})
         self.unit.run()
+        # A row in memory ends with the lanes that fill its last word; they are cut off here.
         pitch = row_bytes(outputs)
         rows = self.unit.read("y", self.batch * pitch).reshape(self.batch, pitch)
         return np.ascontiguousarray(rows.view(np.float32)[:, :outputs])

@@ -80,6 +80,7 @@ class StepStepper(Stepper):
     def _check(self, program: StepProgram, file: str) -> None:
         """Raise ArtifactError where a program is of another decoder."""
         config, sizes = self._config, program.sizes
+        # A row of the hidden size is whole memory words: the builder refuses other sizes.
         words = config.batch_size * config.hidden_size * 4 // WORD_BYTES
         logits = config.batch_size * -(-(config.vocab_size or 0) * 4 // WORD_BYTES)
         if (sizes.rows, sizes.input_words, sizes.output_words) != (config.batch_size, words, logits):
@@ -119,6 +120,7 @@ class StatePlaces:
     def _rows(state: State, sections: Array, first: int, ports: int) -> Array:
         """Return the rows of keys or values of all heads."""
         batch, heads, positions, row = state.shape
+        # A row has an exponent byte per block of 32 elements: D + D / 32 bytes.
         layout = CacheLayout(ports, row * BLOCK // (BLOCK + 1), positions)
         keys = state.role is StateRole.KEY_CACHE
         words, unpack = (layout.key_words, layout.unpack_keys) if keys else (layout.value_words, layout.unpack_values)

@@ -99,6 +99,7 @@ class StepKernel:
         Raises:
             BackendError: it stopped in one of them.
         """
+        # The first memory word of the report is the status; an answer per layer follows.
         words = self._report[WORD_BYTES // 4 :].reshape(-1, RESULT_WORDS)
         return [self._answer(layer, words[layer]) for layer in layers]
 
@@ -107,6 +108,7 @@ class StepKernel:
         sizes, names = self._sizes, self._unit.kernel.caches()
         words, together = sizes.key_words + sizes.value_words, sizes.ports // len(names)
         parts = [self._unit.read(name, words * together * WORD_BYTES).view(np.int8) for name in names]
+        # An AXI port carries several logical ports word by word: the swap takes them apart.
         ports = np.stack(parts).reshape(len(names), words, together, WORD_BYTES).swapaxes(1, 2)
         whole = ports.reshape(sizes.ports, words, WORD_BYTES)
         return whole[:, : sizes.key_words], whole[:, sizes.key_words :]

@@ -60,6 +60,7 @@ class AcceleratorStepper(CpuStepper):
         streams = artifact.tensors(section.weights)
         weights = {name: stream for name, stream in streams.items() if not name.startswith(NETWORK)}
         self._weights = {name: self._engine.load(name, stream) for name, stream in weights.items()}
+        # The controller's calls need buffers on the weight ports, though they read none of them.
         self._engine.bind(self._weights["layer_0"])
         table = artifact.files.data(section.table)
         controller, words = Controller(unit), read_table(table).key_words

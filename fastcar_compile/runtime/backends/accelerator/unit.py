@@ -101,6 +101,7 @@ class ComputeUnit(ABC):
         Raises:
             InternalError: an argument was never filled. BackendError: the kernel did not complete.
         """
+        # Nobody fills outputs before a run, so they get their buffers here.
         self.fill(*(a.name for a in self.kernel.arguments if a.kind == "out"))
         lacking = [a.name for a in self.kernel.arguments if a.name not in self._filled]
         if lacking:

@@ -36,12 +36,14 @@ class Device:
         path, index = _xclbin(), _index()
         image = attempt("the xclbin cannot be read", str(path), lambda: self.xrt.xclbin(str(path)))
         for kernel in kernels:
+            # The names are compared before the load: a wrong file then changes nothing on the device.
             _check_kernel(image, kernel, path)
         hint = "load the XRT driver; `xbutil examine` lists the devices"
         where = f"device {index}"
         self.device = attempt("the device cannot be opened", where, lambda: self.xrt.device(index), hint)
         hint = "build it for this board's platform"
         self.uuid = attempt("the xclbin cannot be loaded", str(path), lambda: self.device.load_xclbin(image), hint)
+        # XRT may keep the xclbin of another process that has it open.
         if self.uuid.to_string() != image.get_uuid().to_string():
             what = f"the device holds the xclbin {self.uuid.to_string()}, not {image.get_uuid().to_string()}"
             raise BackendError(what, where=where, hint="another program has loaded its own: end it")
@@ -108,6 +110,7 @@ class XrtUnit(ComputeUnit):
         self._kernel = attempt(
             "the kernel cannot be opened",
             kernel.name,
+            # Exclusive access: the kernel keeps a table on chip, which a second program could replace.
             lambda: xrt.kernel(device.device, device.uuid, kernel.name, xrt.kernel.exclusive),
             "end other programs that use the board",
         )
@@ -125,6 +128,7 @@ class XrtUnit(ComputeUnit):
     def _upload(self, buffer: Buffer, data: Bytes) -> None:
         if data.size:
             buffer.write(np.ascontiguousarray(data), 0)
+            # Only the written bytes go to the device.
             buffer.sync(self._device.xrt.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE, data.size, 0)
 
     def _download(self, buffer: Buffer, size: int) -> Bytes:

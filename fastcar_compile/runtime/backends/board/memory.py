@@ -29,6 +29,7 @@ def buffer_bytes(section: AcceleratorSection) -> int:
         streams = [design.stream_bytes] * design.spec.layers + list(design.linear_stream_bytes.values())
         weights = {name for kernel in section.kernels for name in kernel.weights()}
     arguments = [a.bytes for k in section.kernels for a in k.arguments if a.kind != "scalar" and a.name not in weights]
+    # CMA hands out whole pages, so every buffer is rounded up to one.
     return sum(-(-size // PAGE) * PAGE for size in streams + arguments)
 
 

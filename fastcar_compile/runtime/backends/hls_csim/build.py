@@ -128,6 +128,7 @@ def build_library(
 def _digest(files: Mapping[str, bytes], command: Sequence[str]) -> str:
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
     digest = hashlib.sha256("\0".join([version, *command[1:]]).encode())
+    # Names go into the digest too: the same text under another name is another project.
     for name, data in sorted(files.items()):
         digest.update(name.encode() + b"\0" + data + b"\0")
     return digest.hexdigest()[:24]
