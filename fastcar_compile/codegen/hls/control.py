@@ -108,6 +108,7 @@ def control_table(program: DecoderProgram, config: CompileConfig, cores: int) ->
     """
     sites, replay, score = program.sites, config.replay, gate_score(program)
     own = {site.layer for site in decided_sites(program)}
+    # The controller compares in one direction alone: it replays where a score is at least the threshold.
     sign = -1.0 if score.kind.at_most else 1.0
     return build_table(
         *(len(sites), config.batch_size, cores, config.tokens_per_frame),

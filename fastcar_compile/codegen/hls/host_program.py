@@ -160,4 +160,5 @@ def _float(threshold: float | None) -> str:
     value = float("inf") if threshold is None else float(np.float32(threshold))
     if np.isinf(value):
         return "INFINITY" if value > 0 else "-INFINITY"
+    # A hexadecimal float is exact: no decimal rounding lies between the artifact and the host program.
     return f"{value.hex()}f"

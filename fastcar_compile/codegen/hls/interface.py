@@ -54,6 +54,7 @@ class KernelPort:
     @property
     def burst(self) -> str:
         """Burst options of the interface pragma; arguments of one AXI port have one element type, so equal options."""
+        # The pragma counts a burst in beats, and a wider port moves the same bytes in fewer of them.
         read, written = (bursts.beats(TYPE_BYTES[self.ctype]) for bursts in (READS, WRITES))
         return (
             f"max_read_burst_length={read} num_read_outstanding={READS.outstanding} "
@@ -86,6 +87,7 @@ class KernelPort:
         control = f"#pragma HLS INTERFACE mode=s_axilite port={self.name} bundle=control"
         if self.mode == "s_axilite":
             return [control]
+        # `offset=slave` takes the buffer's address from an AXI-Lite register, so the argument has a control pragma too.
         memory = (
             f"#pragma HLS INTERFACE mode=m_axi port={self.name} bundle={self.bundle} offset=slave "
             f"depth={self.mapped or self.depth}"
@@ -182,6 +184,7 @@ def engine_interface(design: Design, control: ControlSizes) -> KernelInterface:
         "fastcar_engine",
         (
             *weight_ports(design),
+            # `cached` and `y` share a port: reads and writes have separate AXI channels.
             KernelPort("x", WORD, "m_axi", "gmem_x", rows),
             KernelPort("cached", WORD, "m_axi", "gmem_y", rows),
             KernelPort("y", WORD, "m_axi", "gmem_y", rows, writable=True),

@@ -148,6 +148,7 @@ class _Channels:
             parts = [np.stack([a[begin // turns : last // turns] for a in arrays], 1).reshape(-1, *arrays[0].shape[1:])]
         else:
             ends = np.cumsum([len(a) for a in arrays])
+            # The linears follow each other: `ends` are the channels at which each of them ends.
             parts = [
                 a[max(0, begin - n + len(a)) : max(0, last - n + len(a))] for a, n in zip(arrays, ends, strict=True)
             ]
@@ -173,6 +174,7 @@ def _stream(parts: Sequence[tuple[_Channels, Product]], axi_words: int) -> Array
 def _place(channels: _Channels, product: Product, stream: Array) -> None:
     """Put a product into its words of the AXI ports, [AXI ports, words, words of one]; blocks of whole tiles at once."""
     ports, _, shared = stream.shape
+    # A row j of a tile is on every port, so a tile takes `tile * ports` channels.
     words, rows = product.head_words + product.tile_words, product.tile * product.ports
     step = max(1, _BLOCK_BYTES // (rows * product.channel_words * WORD_BYTES))
 
@@ -187,6 +189,7 @@ def _place(channels: _Channels, product: Product, stream: Array) -> None:
         planes = list(_planes(channels.values(begin * rows, end * rows), product))
         for k, plane in enumerate(planes):
             by_port = plane.reshape(count, product.tile, ports, shared, -1)
+            # Port p is word p % shared of AXI port p // shared.
             for i in range(shared):
                 body[..., k :: len(planes), i] = by_port[:, :, :, i].transpose(2, 0, 1, 3)
 
@@ -204,6 +207,7 @@ def _planes(values: Array, product: Product) -> Iterator[Array]:
         yield (np.pad(values, ((0, 0), (0, spare))) if spare else np.ascontiguousarray(values)).view(_WORD)
         return
     packed = values if values.dtype == np.uint8 else _packed(values)
+    # Integers of 64 bits move the halves of eight bytes at once.
     eights = np.ascontiguousarray(packed).view(np.uint64).reshape(-1)
     for halves in (eights & _LOW, (eights >> np.uint64(4)) & _LOW):
         halves[:-2] |= halves[2:] << np.uint64(4)  # what follows 16 bytes on; every second word is used

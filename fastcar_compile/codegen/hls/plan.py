@@ -60,6 +60,7 @@ def plan_accelerator(program: DecoderProgram, config: CompileConfig, board: Targ
     linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
     step = _step_spec(program) if config.offload == "all" else None
     wanted = KernelSpec(_mlp_spec(program, config), controller_spec(program), linears, step)
+    # A memory that is too small for the decoder is reported elsewhere: its banks would refuse every design.
     found = explore(wanted, board, banks=footprint_of(program, config, board).total <= capacity(board))
     table = control_table(program, config, found.design.mlp.cores)
     return AcceleratorPlan(calls, kept, found, table, kernel_interfaces(found.design, table))

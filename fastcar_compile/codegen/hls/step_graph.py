@@ -140,6 +140,7 @@ class _Reader:
     def computed(self, node: fx.Node) -> fx.Node:
         """Return what a node is where the row computes: rows that replay are zeroed, and the engine leaves them out."""
         node = self.resolved(node)
+        # The third operand of `where` is the value of rows that compute; the second is the zero of rows that replay.
         if is_op(node, aten.where) and is_op(self.resolved(node_arg(node, 0)), fastcar.gate):
             node = self.resolved(node_arg(node, 2))
         return node
@@ -210,6 +211,7 @@ class _Reader:
 
     def expect_sum(self, node: fx.Node, left: fx.Node, right: fx.Node) -> None:
         """Check that a node adds two others and nothing else."""
+        # A keyword of `add` is `alpha`, a factor that the engine's sum does not have.
         plain = is_op(node, aten.add) and len(node.all_input_nodes) == 2 and not node.kwargs
         if not plain or {self.resolved(n) for n in node.all_input_nodes} != {self.resolved(left), self.resolved(right)}:
             raise self.refused(node, f"the sum of {left.name} and {right.name}")
@@ -231,5 +233,6 @@ def _keeps_order(node: fx.Node) -> bool:
     else:
         order = node.args[1]
         numbers = [int(str(d)) % len(before) for d in order] if isinstance(order, list | tuple) else numbers
+    # An axis of one element may stand anywhere: it does not change the order in memory.
     large = [d for d in numbers if before[d] != 1]
     return large == sorted(large)

@@ -96,6 +96,7 @@ def connections(board: Target | None, kernels: Sequence[KernelInterface]) -> lis
     for kernel in kernels:
         for bundle in kernel.bundles():
             weight = _WEIGHT_BUNDLE.fullmatch(bundle)
+            # Weight ports of one number share their banks over all kernels; the other ports take what is left in turn.
             tag_of[kernel.name, bundle] = banks.weights[int(weight[1])] if weight else next(others)
     return [f"sp={k.name}_1.{p.name}:{tag_of[k.name, p.bundle]}" for k in kernels for p in k.ports if p.mode == "m_axi"]
 

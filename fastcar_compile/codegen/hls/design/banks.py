@@ -45,8 +45,10 @@ def bank_map(target: Target, ports: int) -> BankMap | None:
             hint="choose fewer weight ports",
         )
     if memory.bank_bytes is None:
+        # Streams on one port of the memory controller share it, so they are spread over these ports first.
         order = [connection.tag for connection in spread(memory)]
         return BankMap(tuple(order[:ports]), None, _others(order[ports:], order, target))
+    # Neighbouring banks go to one port, because the linker takes a range of banks and no list.
     tags, each = [connection.tag for connection in memory.connections], len(memory.connections) // max(ports, 1)
     weights = tuple(tag_range(tags[each * port], tags[each * port + each - 1]) for port in range(ports))
     return BankMap(weights, each * memory.bank_bytes, _others(tags[each * ports :], tags, target))

@@ -147,6 +147,7 @@ def _scores(shape: ControlShape) -> tuple[Loop, ...]:
     first = FIRST_LOOPS[shape.gate](shape) if shape.gate in FIRST_LOOPS else ()
     refresh = (Loop("remainder_of", "shift_bits", REMAINDER_BITS, COMPARE + INTEGER),) if shape.refreshes else ()
     compare = Loop("rows_that_pass", "compare_rows", shape.rows, READ + COMPARE + INTEGER)
+    # One unit scores the rows, one after the other: the loops of a row repeat.
     return *first, *SCORE_LOOPS[shape.gate](shape) * shape.rows, compare, *refresh
 
 
@@ -167,6 +168,7 @@ def _load_loops(shape: ControlShape) -> tuple[Loop, ...]:
         Loop("load_words", "read_table (header)", header, WRITE, TABLE_INTERVAL, moves=True),
         Loop("load_table", "copy_header", HEADER_WORDS, READ + WRITE),
         Loop("load_words", "read_table", shape.table_beats - header, WRITE, TABLE_INTERVAL, moves=True),
+        # A check waits for the product before it, so the interval is as long as the check.
         Loop("load_table", "checks", CHECKS, MULTIPLY, MULTIPLY + COMPARE),
     )
 
@@ -215,6 +217,7 @@ def _bound(shape: ControlShape) -> tuple[Loop, ...]:
 
 
 def _learned(shape: ControlShape) -> tuple[Loop, ...]:
+    # A word of weights has eight values, so the features of a row fill pairs of words of four.
     padded = shape.input_words + shape.input_words % 2
     # The first word of a network is its number of units; every row reads the others.
     weights = network_words(shape.units, FLOATS_PER_WORD * shape.input_words) - 1

@@ -139,6 +139,7 @@ def controller_traffic(table: DrsTable) -> Traffic:
     # The first word of a network is its number of units, read once; every row reads the others.
     network = network_words(table.units, width) - 1 if table.units else 0
     runs = (table.row_query_words, table.row_key_words, table.input_words, table.input_words, network)
+    # Every call reads the chain counts and writes an answer, a burst each.
     around = ceil(rows / FLOATS_PER_WORD) + RESULT_WORDS // FLOATS_PER_WORD
     beats = rows * sum(runs) + (1 if network else 0) + around
     return Traffic(rows * sum(ceil(words / BURST_BEATS) for words in runs) + 2 + (1 if network else 0), beats)
@@ -148,6 +149,7 @@ def controller_usage(limits: Limits) -> Usage:
     """Return the resources besides the AXI ports."""
     kind = limits.gate or GateKind.TAS
     unit = SCORE_UNITS[kind]
+    # Gate `learned` keeps x and its change as features, both padded to whole words of weights.
     features = 2 * limits.key_words + 2 if kind is GateKind.LEARNED else 0
     weighted = kind is GateKind.TAS and limits.heads > 0
     return Usage(

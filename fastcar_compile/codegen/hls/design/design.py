@@ -125,6 +125,7 @@ class Design:
     @property
     def max_head_words(self) -> int:
         """Most 128-bit words of one tile's scales and biases on one port; linears always have room for biases."""
+        # Biases are counted for every linear: a linear that `fit` adds later may have some.
         linears = [replace(p, bias=True) for p in self.linears.values()]
         return max(p.head_words for p in (self.gate_up, self.down, *linears))
 
@@ -208,8 +209,10 @@ class Design:
         """
         product = linear.product(self.ports, self.mlp.weight_bits)
         step = product.tile_step
+        # The longest tile is limited by the buffer of its rows, of its words and of its sums.
         rows = [self.max_tile, self.max_tile_words // product.channel_words, self.max_tile_sums // product.sums]
         largest = min(rows) // step * step
+        # Scales and biases share a buffer, whose words depend on the rows: the tile shrinks until they fit.
         while largest and replace(product, tile=largest).head_words > self.max_head_words:
             largest -= step
         if linear.inputs > self.max_inputs or not largest:

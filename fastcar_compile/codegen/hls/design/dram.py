@@ -44,9 +44,12 @@ class DramTiming:
             channel_bandwidth: bytes per second of one channel.
         """
         transfer = burst_bytes / channel_bandwidth * 1e9
+        # A burst within one row still opens that row once.
         activations = max(1.0, burst_bytes / self.row_bytes)
+        # The four-activate window lets one activation in every t_faw / 4 on average.
         busy = max(transfer, activations * self.t_faw / 4)
         conflict = (streams - 1) / streams / self.banks * (self.t_rp + self.t_rcd)
+        # During refresh, t_rfc of every t_refi, the channel moves nothing.
         return (1 - self.t_rfc / self.t_refi) * transfer / (busy + conflict)
 
 
@@ -73,6 +76,7 @@ def _rate_of(memory: Memory, ports: int) -> float:
     physical = ceil(STREAM_BITS * ports / memory.width_bits)
     channel = memory.peak_bandwidth / memory.channels
     used, streams = min(memory.channels, physical), ceil(physical / memory.channels)
+    # The reorder queue is shared, so more streams have shorter runs in one row.
     run = max(memory.burst_bytes, memory.reorder_bytes // streams)
     share = timing_of(memory).efficiency(run, streams, channel)
     return used * channel * min(share, memory.measured.share if memory.measured else 1.0)

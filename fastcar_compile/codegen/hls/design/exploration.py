@@ -121,15 +121,18 @@ def explore(
     budget = _beside(budget_of(target), controller_usage(wanted.controller.limits(mlp)))
     numbers = cores or core_choices(mlp.batch)
     room = _Room(target, wanted.step, banks=banks)
+    # One row on one core shows how many ports a single sequence can use.
     alone = [(step_seconds(d, target), d) for d in designs(replace(mlp, batch=1, cores=1), budget, linears)]
     ports = min(((s, _share(d), d.ports) for s, d in alone if not room.excess(d)), default=(0.0, 0.0, 1))[2]
     every = [d for n in numbers for d in designs(replace(mlp, cores=n), budget, linears)]
     fitting = [(step_seconds(d, target), d) for d in every if not room.excess(d)]
     if not fitting:
+        # Where no design fits the banks, the banks are the reason; else the least design shows what the fabric lacks.
         require_banks(target, [room.of_banks(d) for d in every if not room.of_fabric(d)])
         least = min(every, key=lambda d: (d.mlp.cores, d.ports, d.max_tile_words))
         raise _too_large(least, room.of_fabric(least), whole=wanted.step is not None)
     seconds, design = _best(fitting, ports, target)
+    # Designs with fewer ports were given up for one row's sake, so they are no reason why the chosen one is no faster.
     found = [(step_seconds(d, target), d) for d in every if d.ports >= design.ports]
     refused = [(s, texts) for s, d in found if (texts := room.excess(d))]
     faster = min(((s, t) for s, t in refused if s < seconds / AS_FAST), default=(0.0, []))[1]
@@ -174,6 +177,7 @@ class _Room:
         key = design.ports, design.mlp.batch, group
         if key not in self._units:
             self._units[key] = step_usage(StepParts.of(design, self._step.buffers(design.mlp, group)))
+        # The format of a step program has at most MAX_PORTS weight ports.
         ports = [f"ports {design.ports} of {MAX_PORTS}"] if design.ports > MAX_PORTS else []
         return ports + total([design.usage, self._units[key]]).over(design.budget)
 
@@ -216,6 +220,7 @@ def designs(mlp: MlpSpec, budget: BoardBudget, linears: Sequence[LinearSpec] = (
     memories = [(words, True) for words in URAM_TILE_WORD_CHOICES if budget.uram]
     memories += [(words, False) for words in TILE_WORD_CHOICES]
     for axi_ports in range(budget.axi_ports - ROW_PORTS, 0, -1):
+        # Beyond EVERY_COUNT one more port changes little, and every design costs time to try.
         if axi_ports > EVERY_COUNT and axi_ports % 2:
             continue
         ports = axi_ports * budget.axi_words
@@ -261,6 +266,7 @@ def step_seconds(design: Design, target: Target) -> float:
 def _seconds(design: Design, cycles: int, target: Target) -> float:
     clock, words = design.budget.clock_mhz * 1e6, design.step_words
     streamed = words * design.ports * WORD_BYTES / memory_rate(target, design.ports)
+    # The clocks already have a word per clock on every port. Memory adds only the time beyond that.
     return cycles / clock + max(0.0, streamed - words / clock)
 
 
@@ -304,6 +310,7 @@ def budget_of(target: Target) -> BoardBudget:
 
 
 def _beside(budget: BoardBudget, usage: Usage) -> BoardBudget:
+    # A controller that is larger than the board leaves nothing, and then no design fits.
     return replace(budget, **{name: max(0, getattr(budget, name) - used) for name, used in asdict(usage).items()})
 
 

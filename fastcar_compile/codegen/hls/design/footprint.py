@@ -115,6 +115,7 @@ def bank_excess(target: Target, *, ports: int, stream_bytes: int) -> str | None:
     banks = bank_map(target, ports)
     if banks is None or banks.bank_bytes is None:
         return None
+    # Every port reads an equal section of each stream, so the banks behind one port hold its part of all.
     section = -(-stream_bytes // ports)
     if section <= banks.bank_bytes:
         return None

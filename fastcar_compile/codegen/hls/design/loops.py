@@ -108,6 +108,7 @@ def tile_loops(product: Product, load: Load, *, inner: bool = False) -> TileLoop
         inner: its values stay in the cores, as those of an MLP's first product.
     """
     channels = product.tile * product.ports
+    # Short tiles have empty turns: a float32 total may be read again only after the adder has written it.
     turns = product.tile if product.sums == 1 else max(product.tile, load.scale_rows)
     scaled = load.passes * product.sums * turns * product.port_blocks
     sent = 0 if inner else load.rows * channels // FLOATS_PER_WORD
@@ -146,4 +147,5 @@ def product_cycles(product: Product, load: Load, *, inner: bool = False) -> int:
     """Return the clocks of one product: quantisation, then the tiles, which overlap at the pace of the slowest stage."""
     stages = [loop.cycles for loop in tile_loops(product, load, inner=inner).stages]
     edges = sum(loop.cycles for loop in quantize_loops(product, load))
+    # The first tile passes through all stages. Each further one adds the slowest stage alone.
     return edges + (product.tiles - 1) * max(stages) + sum(stages)

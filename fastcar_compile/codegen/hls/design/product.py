@@ -94,6 +94,7 @@ class Product:
     @property
     def tile_step(self) -> int:
         """Rows of a tile per port come in these steps: its channels are whole float32 words (and pairs)."""
+        # The channels of a tile, rows times ports, have to be a multiple of the four floats of a word.
         return FLOATS_PER_WORD // gcd(FLOATS_PER_WORD, self.ports)
 
     @property
@@ -109,12 +110,14 @@ class Product:
     def cut_rows(self, largest: int) -> Product:
         """Cut into the fewest equal tiles of at most `largest` rows per port, a multiple of `tile_step`."""
         per_port, step = ceil(self.channels / self.ports), self.tile_step
+        # The fewest tiles come first, then the least equal size that covers the channels with so many.
         tile = ceil(ceil(per_port / ceil(per_port / largest)) / step) * step
         return replace(self, tile=tile, tiles=ceil(per_port / tile))
 
 
 def section_words(words: int) -> int:
     """Return the length of a section that holds this many words."""
+    # Sections begin at multiples of 4 KiB, so bursts of 4 KiB from there never cross such a boundary.
     return ceil(words / SECTION_WORDS) * SECTION_WORDS
 
 

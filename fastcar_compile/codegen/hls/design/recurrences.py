@@ -57,6 +57,7 @@ def total_latency(clock_mhz: float) -> int:
 
 def scale_rows(port_blocks: int, clock_mhz: float) -> int:
     """Return the least rows that a tile takes in the loop over groups: a total rests until it is written."""
+    # A total is met again after all port blocks of all rows of the tile.
     return ceil(total_latency(clock_mhz) / port_blocks)
 
 
@@ -64,6 +65,7 @@ def recurrences(design: Design) -> list[Recurrence]:
     """Return every recurrence of the engine's loops for every product of the design; index counters are left out."""
     clock, found = design.budget.clock_mhz, []
     for product in design.products:
+        # A single sum per channel is scaled once and carries no total.
         if product.sums > 1:
             rows = max(product.tile, design.scale_rows)
             found.append(Recurrence("scale_tile.groups", "total", rows * product.port_blocks, total_latency(clock)))

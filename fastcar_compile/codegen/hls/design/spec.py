@@ -137,6 +137,7 @@ class StepSpec:
 
     def groups(self) -> list[int]:
         """Return the query heads that may run side by side, most first: a key head's heads in runs of equal length."""
+        # Equal runs waste no multiplier: every run fills the group.
         return [n for n in range(self.queries, 0, -1) if self.queries % n == 0]
 
     def cache_bytes(self, mlp: MlpSpec, ports: int) -> int:
@@ -223,4 +224,5 @@ class BoardBudget:
     @property
     def axi_words(self) -> int:
         """128-bit words of one port's beat that the engine takes: 1, 2 or 4."""
+        # A port of 128 bits carries one word; a narrower one is refused in `designs`.
         return max(words for words in (1, 2, 4) if words == 1 or words * 128 <= self.axi_bits)

@@ -141,6 +141,7 @@ def attend_loops(work: AttendWork) -> AttendLoops:
     """Return the loops of a turn."""
     layout, blocks, floats = work.layout, work.blocks, work.blocks * BLOCK_FLOATS
     tile_keys, logit_depth = work.ports * LANES, READ + TO_FLOAT + 2 * MULTIPLY + blocks * ADD_CLOCKS
+    # Few elements leave the loop empty turns: a total has to rest until the adder has written it.
     elements = max(blocks * layout.slots, TOTAL_DISTANCE)
     padded = layout.value_tiles * BLOCK
     head = (
@@ -226,6 +227,7 @@ def _norm(norm: step.Norm, work: VectorWork) -> tuple[Repeated, ...]:
         Loop("normalize", "inverse_root", 1, NORM_ROOT_DEPTH),
         Loop("normalize", "scale_words", norm.count, NORM_DEPTH),
     )
+    # The first pass reads the norm's weight from memory. It stays on chip for the other rows and pieces.
     done = work.computing * norm.pieces
     found = Repeated((weight, *rest), min(done, 1)), Repeated((largest, *rest), done - 1)
     return tuple(part for part in found if part.times > 0)
@@ -253,6 +255,7 @@ def _append(append: step.Append, work: VectorWork) -> tuple[Repeated, ...]:
         Loop("store_heads", "take_exponents", 1, WRITE),
     )
     if isinstance(append, step.AppendKeys):
+        # A beat of several ports' words is read before it is written: the other ports' words have to stay.
         read = (append.blocks, words) if work.axi_words > 1 else (append.blocks,)
         store = (
             *(Loop("append_key", "read_each_beat", beats, WRITE, moves=True) for beats in read),
@@ -260,6 +263,7 @@ def _append(append: step.Append, work: VectorWork) -> tuple[Repeated, ...]:
             Loop("append_key", "write_mantissas", words, REPLACE_DEPTH, moves=True),
         )
     else:
+        # A position is one lane of every word of its tile, so the whole tile is read and written.
         tile = CacheLayout(work.ports, append.blocks * BLOCK, BLOCK).value_tile_words
         store = (
             Loop("append_value", "begin_ports", work.axi_words, WRITE),
@@ -267,6 +271,7 @@ def _append(append: step.Append, work: VectorWork) -> tuple[Repeated, ...]:
             Loop("append_value", "write_values", tile, REPLACE_DEPTH, moves=True),
         )
     heads = work.rows * append.heads
+    # The heads of one position are on all ports for keys. For values every port stores a part of each head.
     own = ceil(heads * work.axi_words / work.ports) if isinstance(append, step.AppendKeys) else heads
     return Repeated(quantize), Repeated(take, heads), Repeated(store, own)
 

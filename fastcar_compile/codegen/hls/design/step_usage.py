@@ -247,6 +247,7 @@ def _store_units(parts: StepParts) -> tuple[Unit, ...]:
     operands = ((1, WORD_BITS, buffers.rows * words) for words in read)
     axi, beat = parts.ports // parts.axi_words, parts.axi_words * WORD_BITS
     fifos = (axi, beat, STEP_FIFO_WORDS // parts.axi_words)
+    # The negative count takes the array's FIFOs out of the sum.
     short = bram_blocks(beat, FIFO_WORDS // parts.axi_words, axi)
     program = (1, WORD_BITS, buffers.instructions * INSTRUCTION_WORDS // FLOATS_PER_WORD)
     return (

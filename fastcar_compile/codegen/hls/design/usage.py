@@ -84,7 +84,9 @@ class Bursts:
 
         Vitis HLS binds these buffers to block RAM, whatever their depth (UG1399, m_axi_buffer_impl).
         """
+        # Every byte of a write beat has a strobe bit in the buffer.
         bits = 8 * beat + (beat if self.strobes else 0)
+        # Two halves of a BRAM36 are independent, so the ports' odd halves are paired.
         return ceil(masters * _block_halves(bits, self.beats(beat) * self.outstanding) / 2)
 
 
@@ -146,16 +148,19 @@ def bram_halves(bits: int, depth: int) -> int:
 
 
 def _block_halves(bits: int, depth: int) -> int:
+    # The shape that needs the fewest blocks is taken; a wide memory is cut into columns, a deep one into rows.
     return min(ceil(bits / width) * ceil(depth / height) for width, height in HALF_SHAPES)
 
 
 def bram_blocks(bits: int, depth: int, copies: int = 1) -> int:
     """Return the BRAM36 of so many such memories."""
+    # Copies share blocks by halves: only the total is rounded up.
     return ceil(copies * bram_halves(bits, depth) / 2)
 
 
 def uram_blocks(bits: int, depth: int) -> int:
     """Return the URAM blocks of a memory of `depth` words of `bits` bits."""
+    # An UltraRAM block has one shape, 4096 x 72, so a shallow memory wastes most of it.
     return ceil(bits / 72) * ceil(depth / 4096)
 
 
@@ -177,6 +182,7 @@ def engine_usage(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffer
     # A block of four ports meets its scaler over one LUT6 per bit (UG574): sums of every core, and words of the head.
     select = product.port_lanes * (mlp.cores * SUM_BITS + WORD_BITS)
     around = sums + packs + select
+    # Tiles are double-buffered: one is fetched while the other is multiplied.
     tile_uram = 2 * ports * uram_blocks(WORD_BITS, buffers.tile_words) if buffers.uram else 0
     return Usage(
         lut=around
@@ -215,6 +221,7 @@ def adders(cores: int, ports: int, lanes: int) -> tuple[int, int]:
     """Return the LUTs of the adders around the multipliers: behind them, and before them (packed operands)."""
     parts = lanes // PRODUCTS_PER_SUM
     pair = parts * SPLIT_BITS + 2 * (parts - 1) * PART_BITS + 2 * SUM_BITS
+    # A pair of rows is packed once for all ports. An odd row packs the weights of two ports instead.
     packed = cores // 2 + (cores % 2) * (ports // 2)
     return multipliers(cores, ports) * pair, packed * lanes * PACK_BITS
 
