@@ -32,6 +32,7 @@ def replace_folder(source: Path, destination: Path, aside: Path) -> None:
     Raises:
         OSError: nothing was replaced.
     """
+    # rename() replaces an empty folder by itself; only a folder with files needs an exchange.
     if not destination.exists() or not any(destination.iterdir()):
         os.rename(source, destination)
         return
@@ -57,6 +58,7 @@ def exchange(first: Path, second: Path) -> bool:
     if function(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
+    # The kernel or the file system does not know the flag: every other error is about these files.
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     raise OSError(code, os.strerror(code), str(first), None, str(second))

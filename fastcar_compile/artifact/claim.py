@@ -60,6 +60,7 @@ class Claim:
     def __enter__(self) -> Self:
         parent = self.path.parent
         try:
+            # These parents are removed again if the build fails and leaves them empty.
             self._made_parents = [folder for folder in (parent, *parent.parents) if not folder.exists()]
             parent.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path)
@@ -129,6 +130,7 @@ def _leftovers(path: Path) -> Iterator[Path]:
 
 def _remove_folder(path: Path) -> None:
     """Remove a folder into which a linker that outlived its build may still put a file."""
+    # The linker may write between the listing and the removal, so a removal that failed is tried again.
     for _ in range(3):
         shutil.rmtree(path, ignore_errors=True)
         if not path.exists():
@@ -148,6 +150,7 @@ def _locked(path: Path) -> FileLock:
     """
     from filelock import FileLock, Timeout
 
+    # Another thread than the one that took the lock may release it.
     lock = FileLock(_lock_file(path), thread_local=False)
     try:
         lock.acquire(blocking=False)

@@ -70,6 +70,7 @@ def _sizes(config: DecoderConfig) -> Iterator[str]:
         yield f"decoder.config.num_layers is {config.num_layers}, more than {limits.LAYERS}"
     if config.prefill_chunk > config.max_seq_len:
         yield f"decoder.config.prefill_chunk is {config.prefill_chunk}, max_seq_len is {config.max_seq_len}"
+    # An embedding row has float32 values, a token is one int64.
     row = 4 * config.hidden_size if config.takes_embeddings else 8
     if config.batch_size * config.prefill_chunk * row > limits.ARRAYS_BYTES:
         yield "the input of a prefill call is larger than 1 GiB"

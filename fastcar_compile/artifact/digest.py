@@ -70,6 +70,7 @@ def blocks(descriptor: int) -> Generator[memoryview]:
     fetcher.start()
     at = asked = 0
     try:
+        # `preadv` does not move the file's position, so the fetcher can use the same descriptor.
         while count := os.preadv(descriptor, [buffer], at):
             while asked < min(at + _AHEAD, size):
                 wanted.put(asked)
@@ -114,6 +115,7 @@ class Digests:
         before = Identity.of(descriptor)
         if before in self.known:
             return self.known[before]
+        # The age counts from before the reading: a change during it is seen by the comparison below.
         settled = time.time_ns() - before.changed > SETTLED_NS
         hashing = hashlib.sha256()
         for block in blocks(descriptor):
@@ -157,6 +159,7 @@ class UserDigests(Digests):
         for place in (self._path, self._path.parent):
             with suppress(FileNotFoundError):
                 found = place.stat()
+                # Root may write anything anyway. Group and others must not.
                 if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
                     what = "other users may write the digests of files that are not read again"
                     raise UserError(what, where=str(place), hint=f"correct its permissions, or set ${CACHE}")
@@ -175,6 +178,7 @@ class UserDigests(Digests):
         text = _KnownFile(files=tuple(self.known.items())[-MOST_KNOWN:]).model_dump_json()
         with os_errors("the digests of checked files cannot be kept", self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # A rename is atomic within one file system only, so the new file is made beside the old one.
             descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=".digests-")
             with open(descriptor, "w", encoding="ascii") as stream:
                 stream.write(text)

@@ -71,6 +71,7 @@ class OpenedFiles:
         self._files: dict[str, _Checked] = {}
         self._descriptors = [os.open(root, _FOLDER)]
         self._closing = weakref.finalize(self, _close, self._descriptors)
+        # At exit the system closes the descriptors.
         self._closing.atexit = False
 
     def __enter__(self) -> Self:
@@ -158,13 +159,16 @@ class OpenedFiles:
         """
         file = self._checked(name)
         size = file.entry.size
+        # mmap refuses an empty file.
         if not size:
             return np.empty(0, np.uint8)
         if file.content is not None:
+            # An anonymous map is writable and page-aligned, as a map of the file is.
             memory = mmap.mmap(-1, size)
             memory.write(file.content)
         else:
             memory = self._attempt(name, lambda: mmap.mmap(file.descriptor, size, access=mmap.ACCESS_COPY))
+            # The check comes after the map: a change before it is seen here.
             self._check_again(name, file)
         return np.frombuffer(memory, np.uint8)
 
@@ -218,6 +222,7 @@ class OpenedFiles:
         self._descriptors.append(descriptor)
         try:
             identity = Identity.of(descriptor)
+            # The size is known without reading, and most damage changes it.
             if identity.size != entry.size:
                 return f"has {identity.size} bytes, not {entry.size}"
             content = None if digests else _read(descriptor, entry.size)
@@ -236,6 +241,8 @@ class OpenedFiles:
         """Return a descriptor of a plain file; no part of its name may be a link."""
         folder, _, last = name.rpartition("/")
         with self._folder(folder) as at:
+            # Opening a device may have effects, so the kind of file is asked first.
+            # O_NOFOLLOW covers a link that somebody puts there in between.
             if not stat.S_ISREG(os.stat(last, dir_fd=at, follow_symlinks=False).st_mode):
                 raise OSError(errno.ELOOP, "is a symbolic link or not a plain file")
             return os.open(last, _FILE, dir_fd=at)

@@ -144,6 +144,7 @@ def _opened(root: Path) -> OpenedFiles:
 
 def _manifest_bytes(files: OpenedFiles, root: Path) -> bytes:
     try:
+        # One byte more than is allowed lets the parser see that the file is too long.
         return files.unchecked(MANIFEST, limits.JSON_BYTES + 1)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP):
@@ -176,6 +177,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
             where=where,
             hint="compile the model again, or open it with the release that its manifest names as producer",
         )
+    # The writer gives one form for its fields, so a comparison of bytes covers order, spaces and checksum.
     if content != sealed(data):
         what = "the manifest is damaged: its checksum is not that of its content"
         raise ArtifactError(what, where=where, hint=_HINT)

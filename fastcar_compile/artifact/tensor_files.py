@@ -123,6 +123,7 @@ def write_pieces(
     names = list(specs)
     places, at = dict[str, int](), 0
     header: dict[str, Any] = {}
+    # Tensors of whole cache lines come first; one odd tensor would shift all behind it.
     for name in sorted(names, key=lambda n: _rank(specs[n])):
         spec, places[name] = specs[name], at
         at += spec.nbytes
@@ -132,6 +133,7 @@ def write_pieces(
             "data_offsets": [places[name], at],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The data begins behind 8 bytes of length and the header. Spaces move that place to a cache line.
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     start, written = 8 + len(text), dict.fromkeys(specs, 0)
     with (root / file).open("wb", buffering=0) as stream:
@@ -161,6 +163,7 @@ class _Chunks:
         self._stream, self._size = stream, size
         self._open: dict[int, tuple[bytearray, int]] = {}
         self._spare: list[bytearray] = []  # used again: the system clears every page that it gives
+        # The full size is set first, so chunks may be written in any order.
         stream.truncate(size)
 
     def write(self, at: int, data: memoryview) -> None:
@@ -291,6 +294,7 @@ def tensors_of(data: Array, where: str) -> dict[str, Array]:
     """
     try:
         end = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        # A corrupt length may be huge. One byte more than is allowed makes the parser refuse the text.
         header: Any = parse_json(data[8 : min(end, limits.JSON_BYTES + 9)].tobytes())
         header.pop("__metadata__", None)
         return {name: _view(data[end:], entry) for name, entry in _HEADER.validate_python(header).items()}

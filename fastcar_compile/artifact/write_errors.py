@@ -37,6 +37,7 @@ def free_text(path: Path) -> str:
     """Return what is left on the file system that `path` would be on: bytes, or that there are no more inodes."""
     place = existing_parent(path)
     figures = os.statvfs(place)
+    # File systems such as Btrfs report no number of inodes: there, zero free ones mean nothing.
     if figures.f_files and not figures.f_favail:
         return "no inode is free"
     return f"{shutil.disk_usage(place).free:,} bytes are free"

@@ -121,6 +121,7 @@ class ArtifactWriter:
             _check_destination(self.path)  # again: the claim may have put an artifact back
             root = self._claim.building / "artifact"
             root.mkdir(parents=True)
+            # The umask of the build does not decide who may read an artifact.
             root.chmod(0o755)
             self.scratch.mkdir()
             self._root = root
@@ -168,14 +169,17 @@ class ArtifactWriter:
             raise InternalError("the artifact has no sections")
         sections = {name: getattr(self._sections, name) for name in Sections.model_fields}
         data = Manifest(producer=producer_versions(), files=self._files(), **sections).to_bytes()
+        # A path inside JSON is escaped, so its escaped form is looked for.
         for place in (str(root), str(self.path)):
             if json.dumps(place, ensure_ascii=False)[1:-1].encode() in data:
                 raise InternalError(f"the manifest holds the absolute path {place}, so it would differ between folders")
         (root / MANIFEST).write_bytes(data)
+        # Contents reach the disk before names do: after a power failure a name never has half a file.
         for _, path in walk(root):
             sync(path)
         for folder, _, _ in os.walk(root):
             sync(Path(folder))
+        # The build took long, and somebody may have put files there meanwhile.
         _check_destination(self.path)
         replace_folder(root, self.path, self._claim.old)
         sync(self.path.parent)
@@ -230,6 +234,7 @@ def store_thresholds(path: Path, manifest: Manifest, thresholds: Thresholds | No
     data = changed.to_bytes()
     with Claim(root) as claim:
         try:
+            # A kill between these steps leaves an artifact without signature, never one with a wrong signature.
             (root / SIGNATURE).unlink(missing_ok=True)
             # Beside the artifact, not in it: a file left behind by a kill must not make the artifact invalid.
             with claim.manifest.open("xb") as stream:
