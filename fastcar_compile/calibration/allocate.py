@@ -36,8 +36,10 @@ def frontier(curves: Sequence[Sequence[Point]]) -> dict[int, tuple[float, tuple[
         grown: dict[int, tuple[float, tuple[int, ...]]] = {}
         for units, (loss, chosen) in best.items():
             for index, point in enumerate(curve):
+                # The ratio is rounded down, so a sum that reaches the target in units reaches it in fact.
                 key = units + int(point.ratio * UNITS)
                 candidate = (loss + point.loss, (*chosen, index))
+                # Equal losses are decided by the indices, so the result does not depend on the order of the dictionary.
                 if key not in grown or candidate < grown[key]:
                     grown[key] = candidate
         best = grown
@@ -51,6 +53,7 @@ def least_loss(curves: Sequence[Sequence[Point]], target_replay: float) -> float
         grown = np.full(len(best) + UNITS, np.inf)
         for point in curve:
             units = int(point.ratio * UNITS)
+            # `part` is a view: the minimum is written into `grown`.
             part = grown[units : units + len(best)]
             np.minimum(part, best + point.loss, out=part)
         best = grown
@@ -80,6 +83,7 @@ def allocate_budget(curves: Sequence[Sequence[Point]], max_loss: float) -> tuple
     within = [(units, -loss, chosen) for units, (loss, chosen) in frontier(curves).items() if loss <= max_loss]
     if not within:
         raise InputError(f"no choice keeps the increase of the log NLL within {max_loss:g}")
+    # More replay comes first. Of equal replay the smaller loss is taken.
     return _points(curves, max(within, key=lambda entry: entry[:2])[2])
 
 

@@ -110,6 +110,7 @@ def calibrate(
     if target_replay is not None:
         values, goal = search.for_replay(target_replay), f"target_replay={target_replay:g}"
     else:
+        # Losses are increases of the log NLL, so the relative limit becomes a logarithm.
         assert max_nll_increase is not None
         values, goal = search.for_loss(math.log1p(max_nll_increase)), f"max_nll_increase={max_nll_increase:g}"
     return _thresholds(search, values, given.replay.gate, goal, key)
@@ -175,6 +176,7 @@ def search_of(
 
     found, some = search(videos, book), some_of(videos, replay.couple_cfg, SEARCH_TOKENS, setting.search_videos)
     if len(some) < len(videos):
+        # The search on some videos is built at its first use, and once: building measures the dense decoder.
         found.few = cache(lambda: search(some, book.part(f"{len(some)} videos")))
     return found, key
 
@@ -188,6 +190,7 @@ def _told(progress: Callable[[str], None] | None, some: int, videos: int) -> Cal
 def batch_rows(videos: int, chunk: int, coupled: bool) -> int:
     """Return the rows of equal batches of about BATCH_TOKENS tokens per chunk; even where videos are pairs."""
     most = min(MOST_ROWS, max(1, round(BATCH_TOKENS / chunk)))
+    # Equal batches waste the fewest rows: the last batch is filled up with copies.
     rows = -(-videos // -(-videos // most))
     return rows + rows % 2 if coupled else rows
 
@@ -203,6 +206,7 @@ def some_of(videos: np.ndarray, coupled: bool, tokens: int, wanted: int | None =
     count = wanted or max(1, round(tokens / (parts * videos.shape[1])))
     if count >= units:
         return videos
+    # Even spacing takes videos from everywhere, also where the file is sorted by scene.
     chosen = np.arange(count) * units // count
     return np.concatenate([videos[part * units + chosen] for part in range(parts)])
 
@@ -238,6 +242,7 @@ def program_of(
     if frame is None or length is None:
         raise InputError("the model does not say its tokens_per_frame and max_seq_len", hint="give tokens_per_frame")
     frame = whole("tokens_per_frame", frame, 1)
+    # The last token of a video is a target and never an input.
     length = min(length, max(videos[1] - 1, frame))
     chunk = min(frame, length)
     rows = batch_rows(videos[0], chunk, coupled=False)
@@ -282,6 +287,7 @@ def program_key(program: DecoderProgram, options: dict[str, Any], videos: np.nda
     digest = hashlib.sha256()
     for name, tensor in sorted(program.params.items()):
         digest.update(name.encode())
+        # Bytes are hashed, because numpy knows no bfloat16.
         digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     digest.update(json.dumps(options, sort_keys=True).encode())
     digest.update(json.dumps([program.config.prefill_chunk, program.config.tokens_per_frame]).encode())

@@ -51,6 +51,7 @@ class LossCurves:
         """
         for layer, able in enumerate(self._able):
             for share in shares if able else ():
+                # A layer gains where replay lowers the loss; a closed layer has 0, so a gain is never positive.
                 gain = sum(min(p.loss for p in curve) for i, curve in enumerate(self.points) if i != layer)
                 if self.points[layer][-1].loss > min(HOPELESS, most() - gain):
                     self.ended.add(layer)

@@ -197,7 +197,9 @@ class Evaluator:
         gates = self._rules.gates
         self._rules = replace(self._rules, gates=(*gates[:layer], gate, *gates[layer + 1 :]))
         self._done = []
+        # A key has a threshold per layer. Longer keys include this layer's decisions, shorter ones do not.
         self._stage_store.drop(lambda key: len(key) > layer)
+        # Values before the decisions of this layer have a key without its threshold, so they stay.
         self._fresh_store.drop(lambda key: len(key) > layer)
 
     def scores(self, layer: int) -> Tensor:
@@ -226,6 +228,7 @@ class Evaluator:
 
     def _run_layer(self, thresholds: Thresholds) -> _Stage:
         earlier, layer = thresholds[:-1], len(thresholds) - 1
+        # Groups run at the same time, so each has an equal part of the limit.
         kept, limit = self._fresh_store.get(earlier), self._fresh_store.limit // len(self._rows)
 
         def run(group: int) -> _Part:
@@ -314,6 +317,7 @@ class Evaluator:
         found = self._stages.body(layer, self._known(group, number, start, layer) | self._caches(state))
         state |= {n: found[self._stages.results[n]] for n in state}
         end = min(start + self._config.prefill_chunk, self._length)
+        # Forward 0 decodes the first token behind the prompt.
         span = Span(torch.arange(start, end) - self._prompt, self._prompt)
         return Fresh.of(self._stages, layer, found, span, self._config.tokens_per_frame)
 
@@ -346,6 +350,7 @@ class Evaluator:
             return total, count
 
         totals, numbers = zip(*self._each(run), strict=True)
+        # Groups differ in how many tokens count, so sums are divided once and no means are averaged.
         nll = sum(totals) / sum(numbers)
         return nll if math.isfinite(nll) else math.inf
 
@@ -354,6 +359,7 @@ class Evaluator:
         node = self._stages.results["logits"]
         rows, valid = self._rows[group], torch.tensor(self._valid[group])
         for number, start in enumerate(self._starts()):
+            # Logits at position p predict token p + 1: the first decoded token is predicted by the prompt's last one.
             first = max(start, self._prompt - 1 + skip)
             end = min(start + self._config.prefill_chunk, self._end(start))
             if first < end:

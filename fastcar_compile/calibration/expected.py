@@ -31,6 +31,7 @@ def expected(search: Search, values: Values) -> Expected | None:
     left = np.array([_left_out(shares, video, distance) for video in range(count)])
     # A video's own share moves the thresholds of the fold that it judges, so it deviates by n / (n - 1) too much.
     error = float(left.std(ddof=1)) * (count - 1) / count / math.sqrt(count)
+    # Few videos give an uncertain deviation, so Student's t is used and not the normal distribution.
     half = error * student(count - 1)
     middle = float(left.mean())
     return Expected(
@@ -52,6 +53,7 @@ def _left_out(shares: np.ndarray, video: int, distance: float) -> float:
     """
     others = np.delete(shares, video, 1).mean(1)
     slope = (others[1] - others[0]) / distance
+    # Where the shift changes nothing, as with many equal scores, the video's own share stands.
     if slope <= 0:
         return float(shares[0, video])
     own = (shares[1] - shares[0])[video] / distance

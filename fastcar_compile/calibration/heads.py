@@ -38,6 +38,7 @@ def _layer(evaluator: Evaluator, layer: int, count: int, say: Say) -> Heads:
     while len(best[1]) < min(MOST_HEADS, count):
         taken = {head for head, _ in best[1]}
         free = [(head, sign) for head in range(count) if head not in taken for sign in (1.0, -1.0)]
+        # Equal NLLs are decided by the heads, so the choice is deterministic.
         tried = min((_nll(evaluator, layer, (*best[1], pair)), (*best[1], pair)) for pair in free)
         if tried[0] >= best[0]:
             break
@@ -50,6 +51,7 @@ def _nll(evaluator: Evaluator, layer: int, heads: Heads) -> float:
     """Return the NLL with SHARE of the layer's dense scores above the threshold."""
     evaluator.set_gate(layer, gate_named("tas", heads))
     scores = evaluator.scores(layer)
+    # TAS replays large scores: the share below the threshold computes.
     threshold = float(scores.kthvalue(max(1, round((1 - SHARE) * len(scores)))).values)
     closed = [None] * evaluator.layers
     return evaluator.measure([*closed[:layer], threshold, *closed[layer + 1 :]]).nll

@@ -45,6 +45,7 @@ class Journal:
         self.entries[self._prefix + name] = entry
         if self._path is not None:
             text = json.dumps({"key": self._key, "measurements": self.entries}, sort_keys=True, indent=0)
+            # A kill while writing leaves the old journal: the new one takes its name when it is whole.
             scratch = self._path.with_name(self._path.name + ".part")
             scratch.write_text(text + "\n", "utf-8")
             os.replace(scratch, self._path)

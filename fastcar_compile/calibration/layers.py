@@ -131,6 +131,7 @@ class Stages:
 def _write(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
     """Return the cache itself after the write of `fastcar::cache_write`."""
     start = int(position)
+    # Padding of the last chunk may reach beyond the cache.
     rows = max(0, min(value.shape[2], cache.shape[2] - start))
     cache[:, :, start : start + rows] = stored(value[:, :, :rows], cache.dtype)
     return cache

@@ -57,6 +57,7 @@ def _fit(program: DecoderProgram, wide: DecoderProgram) -> bool:
     Both run side by side, and a shape changes where the value that it is applied to has grown with the rows.
     """
     old, rows, chunk = program.config.batch_size, wide.config.batch_size, program.config.prefill_chunk
+    # The ids vary over rows and positions, so rows that were mixed up give other logits.
     ids = torch.arange(rows * chunk).view(rows, chunk) * 7 % (program.config.token_ids or 1)
     assert program.prefill is not None
     assert wide.prefill is not None
@@ -68,6 +69,7 @@ def _fit(program: DecoderProgram, wide: DecoderProgram) -> bool:
         if not isinstance(source, fx.Node) or not isinstance(sizes, list | tuple) or not isinstance(sizes[0], int):
             return
         grown = found[source].numel() * old == narrow[pairs[source]].numel() * rows
+        # A value of the rows grows with them; a constant does not, and its shape stays.
         if grown and sizes[0] > 0:
             node.args = (source, [sizes[0] * rows // old, *sizes[1:]], *node.args[2:])
 
@@ -76,6 +78,7 @@ def _fit(program: DecoderProgram, wide: DecoderProgram) -> bool:
         if isinstance(value, Tensor) and node.op != "get_attr":
             node.meta["val"] = torch.empty_like(value, device="meta")
     logits, last = _logits(wide, found), _logits(program, _run(program, ids[rows - old :]))
+    # The first and the last rows are compared: both ends would show a shape that mixes rows.
     both = ((logits[:old], _logits(program, narrow)), (logits[rows - old :], last))
     return all(float((a - b).abs().max()) <= AGREEMENT * float(b.abs().max()) for a, b in both)
 

@@ -80,6 +80,7 @@ class Fresh:
 
 def _earlier(layer: Layer, cache: Tensor, span: Span, frame: int) -> Tensor:
     """Return the keys [n * B, Hkv, 1, D] one frame before the tokens."""
+    # In the first frame there is no earlier token. Position 0 stands in, and no decision reads the score.
     earlier, ring = (span.steps + span.prompt - frame).clamp(min=0), ring_of(layer.key_cache)
     rows = earlier if ring is None else row_of(earlier, ring.sinks, ring.rows)
     return cache[:, :, rows].permute(2, 0, 1, 3).flatten(0, 1)[:, :, None]
@@ -87,6 +88,7 @@ def _earlier(layer: Layer, cache: Tensor, span: Span, frame: int) -> Tensor:
 
 def _slots(slots: Tensor) -> Tensor | slice:
     """Return consecutive slots as a slice, which copies nothing, and others as they are."""
+    # Slots that wrap around the frame are not consecutive.
     first, last = int(slots[0]), int(slots[-1])
     return slice(first, last + 1) if first <= last else slots
 
@@ -125,12 +127,15 @@ class LayerRule:
         score = self._score(fresh, inputs).reshape(count, rows)
         replay = decide(score, self._threshold, steps[:, None], chain, self._rule())
         y = torch.where(replay[..., None], self._outputs[slots], output)
+        # A row that replays writes back what it read: its slot stays.
         self._outputs[slots] = y
         self._inputs[slots] = torch.where(replay[..., None], inputs, now)
         self._chain[slots] = torch.where(replay, chain + 1, 0)
+        # Scores of the first frame decide nothing, so thresholds are not chosen from them.
         if int(steps[-1]) >= frame:
             self.scores.append(score[steps >= frame])
         self.replayed.append(replay)
+        # `fresh` is kept for other thresholds, so its output must not change.
         result = fresh.output.clone()
         result.view(rows, -1, width)[:, :count] = y.transpose(0, 1)
         return result

@@ -102,11 +102,13 @@ class Search:
         self.closed: Values = (None,) * len(able)
         dense = evaluator.measure(self.closed)
         self.dense_nll = dense.nll
+        # The scores that replay first come first, so a share of the layer is an index.
         flip = gate.comparison is Comparison.AT_LEAST
         self._scores = [torch.sort(s, descending=flip).values for s in dense.scores]
 
     def outcome(self, values: Values) -> Outcome:
         """Return the joint result of a threshold vector, measured or from the journal."""
+        # Hexadecimal names are exact: two thresholds never share a measurement.
         name = json.dumps([None if v is None else float(v).hex() for v in values])
         entry = self._journal.find(name)
         if entry is None:
@@ -224,15 +226,18 @@ class Search:
         for _ in range(TRIES):
             values = values_at(guess)
             ratio, before = self.outcome(values).replay, self.outcome(best).replay
+            # Reaching the target comes first, then the distance from it.
             if (ratio < target, abs(ratio - target)) <= (before < target, abs(before - target)):
                 best = values
             if 0 <= ratio - target <= TOLERANCE or low >= high:
                 break
             low, high = (guess, high) if ratio < target else (low, guess)
+            # Equal scores or noise can give a slope of the wrong sign. The last good slope is then kept.
             if last is not None and (ratio - last[1]) * (guess - last[0]) > 0:
                 growth = max((ratio - last[1]) / (guess - last[0]), LEAST_GROWTH)
             last = guess, ratio
             step = guess + (target + TOLERANCE / 2 - ratio) / growth
+            # A step beyond what is ruled out becomes a bisection.
             guess = step if low < step < high else (low + high) / 2
         self._growth = growth
         return best
@@ -319,6 +324,7 @@ class Search:
             if found.loss <= max_loss and found.replay > self.outcome(best).replay:
                 best = chosen
                 break
+            # Layers that replay together cost more than their curves say, so the budget of the curves shrinks.
             budget *= 0.6
         return self._grow(best, max_loss)
 
@@ -366,6 +372,7 @@ def _with(values: Values, layer: int, value: float | None) -> Values:
 
 
 def _most(curves: list[list[Point]]) -> float:
+    # Rounding down may cost every layer a unit, so the most that is sought is a unit less.
     return sum(max(p.ratio for p in curve) for curve in curves) / len(curves) - 0.001
 
 
