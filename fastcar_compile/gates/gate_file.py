@@ -48,6 +48,7 @@ def write_gate_file(path: str | Path, tensors: Mapping[str, Tensor], metadata: M
     """
     file = path_of("the file", path)
     try:
+        # safetensors refuses tensors that share memory, so each is copied.
         own = {name: tensor.detach().cpu().to_dense().contiguous().clone() for name, tensor in tensors.items()}
     except (RuntimeError, NotImplementedError) as error:
         text = str(error).partition("\n")[0]
@@ -76,5 +77,6 @@ def _ordered(data: bytes) -> bytes:
     """Return the file with a sorted header: safetensors writes metadata in any order."""
     size = int.from_bytes(data[:8], "little")
     header = json.dumps(json.loads(data[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
+    # Padding to 8 bytes keeps the alignment that safetensors gives its data.
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header + data[8 + size :]

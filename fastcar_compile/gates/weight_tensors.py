@@ -28,6 +28,7 @@ def exact_weights(w1: Tensor) -> Tensor:
     2^31 such multiples, and products with features of 22 bits to 2^53. Only weights below 2^(e - 22) change: by at most
     2^(e - 31) each. Rounding twice reaches the fixed point, because the first time may carry the sum beyond 2^e.
     """
+    # The first rounding is to bfloat16; what follows moves to a coarser grid where the sum needs it.
     rounded = w1.to(torch.bfloat16).double()
     for _ in range(2):
         _, exponents = torch.frexp(rounded.abs().sum(-1, keepdim=True))
@@ -38,6 +39,7 @@ def exact_weights(w1: Tensor) -> Tensor:
 
 def _power_of_two(exponents: Tensor) -> Tensor:
     """Return 2^exponent of integers, made of its bits: float64."""
+    # Powers are made of bits: `exp2` of a backend may be off by one unit.
     return ((exponents.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
@@ -80,5 +82,6 @@ def digest_of(layers: Mapping[int, LayerWeights]) -> str:
     for layer, weights in sorted(layers.items()):
         for name, tensor in weights.params().items():
             digest.update(f"{layer}.{name}.{tuple(tensor.shape)}".encode())
+            # Values are hashed as bytes, because numpy knows no bfloat16.
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -81,10 +81,12 @@ class Relaxation:
         if self.noise:
             edge = UNIFORM_EDGE
             uniform = torch.rand(score.shape, generator=self.random).clamp(edge, 1 - edge)
+            # The logit of a uniform number is logistic, so sigmoid(-score / noise) is the probability of a replay.
             score = score + self.noise * torch.logit(uniform)
         if self.softness:
             return torch.sigmoid(-score / self.softness)
         soft = torch.sigmoid(-score)
+        # Straight-through: the value is the hard decision, and the gradient is that of the sigmoid.
         return (score <= 0).to(score.dtype) + soft - soft.detach()
 
 
@@ -144,6 +146,7 @@ class RelaxedDecoder:
         self.frames = -(-used // tokens_per_frame)
         """Number of frames of decoded tokens. The last one may be incomplete."""
         self._padding = self.frames * tokens_per_frame - used
+        # The last frame may be incomplete. Its padding counts neither as replayed nor as computed.
         able = torch.arange(self.frames * tokens_per_frame) < used
         self._able = able.view(self.frames, tokens_per_frame)[1:].float()
 
@@ -159,6 +162,7 @@ class RelaxedDecoder:
         Raises:
             InternalError: the captured program holds none of the model's parameters.
         """
+        # Capture keeps the storage of a parameter, so an address and a shape identify it.
         known = {(p.data_ptr(), p.shape): (name, nn.Parameter(p.detach().clone())) for name, p in self._parameters}
         used: dict[str, nn.Parameter] = {}
         for node, tensor in self._stages.constants.items():
@@ -241,6 +245,7 @@ class _Replay:
         for frame in range(1, decoder.frames):
             replay = self._relaxation.decide(self._scorer.score(prepared[:, frame - 1], inputs[:, frame], cached))
             decisions.append(replay)
+            # A blend instead of `where`: the gradient reaches the decision through the difference of both outcomes.
             computed = 1 - replay[..., None]
             y = y + computed.to(y.dtype) * (fresh[:, frame] - y)
             cached = cached + computed * (inputs[:, frame] - cached)

@@ -38,6 +38,7 @@ class LearnedScorer(Scorer):
         super().__init__()
         width = sample.x.shape[-1]
         first, second, third = (torch.randn(*shape, generator=random) for shape in ((units, width),) * 2 + ((units,),))
+        # The scale of x differs by layer. Dividing by it lets one learning rate fit all layers.
         self._scale = float(sample.x.square().mean().sqrt().clamp(min=1e-12))
         self.by_input = nn.Parameter(SPREAD * first)
         self.by_change = nn.Parameter(CHANGE + SPREAD * second)
@@ -60,6 +61,7 @@ class LearnedScorer(Scorer):
 
     def weights(self) -> Weights:
         """Return the weights of gate `learned`, float32: w1 [units, 2 H], b1 [units], w2 [units], b2 [1]."""
+        # The scale moves into the weights: a compiled gate reads x as it is.
         w1 = torch.cat([self.by_input, self.by_change], 1) / self._scale
         found = {"w1": w1, "b1": self.b1, "w2": self.w2, "b2": self.b2[None]}
         return {name: tensor.detach().float().contiguous().clone() for name, tensor in found.items()}
@@ -139,5 +141,6 @@ def _regression(inputs: Tensor, wanted: Tensor) -> Tensor:
     x, y = inputs.flatten(0, -2).double(), wanted.flatten().double()
     x, y = x - x.mean(0), y - y.mean()
     moments = x.T @ x / len(x)
+    # Heads may be nearly dependent; the ridge keeps the system solvable.
     ridge = 1e-3 * moments.diagonal().mean().clamp(min=1e-12) * torch.eye(len(moments), dtype=x.dtype)
     return torch.linalg.solve(moments + ridge, x.T @ y / len(x)).float()

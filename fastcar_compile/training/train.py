@@ -227,6 +227,7 @@ class Training:
     ) -> None:
         self._decoder, self._videos, self._options, self.key = decoder, videos, options, key
         random = torch.Generator().manual_seed(options.seed)
+        # The first batch sets the scale of the inputs, and so the first weights.
         samples = decoder.samples(self._batch(0)[:, :-1])
         self.scorers = nn.ModuleList(SCORERS[options.gate](decoder, samples, options.units, random))
         self._price, rate, self._soft = FIRST_PRICE, RATES[options.gate], start is not None
@@ -273,15 +274,18 @@ class Training:
         found, loss, short = self._loss(self._batch(number), self._relaxation(number))
         self._optimizer.zero_grad()
         loss.backward()
+        # The decoder's gradients are much larger in number, so each group has its own norm.
         for group in self._groups:
             nn.utils.clip_grad_norm_(group["params"], 1.0)
         self._optimizer.step()
+        # The price is the multiplier of the constraint. It never rewards less replay.
         self._price = max(0.0, self._price + PRICE_GAIN * short)
         return found
 
     def _relaxation(self, number: int) -> Relaxation:
         options = self._options
         progress = number / options.steps
+        # The noise depends on the step's number alone, so a resumed training draws the same.
         random = torch.Generator().manual_seed(options.seed * options.steps + number)
         faded = max(0.0, 1 - progress / NOISE_ENDS)
         if not self._soft:
@@ -298,6 +302,7 @@ class Training:
         later = chosen[:, first:]
         logits, shares = decoder.replayed(inputs, self._list(), relaxation)
         now = torch.log_softmax(logits[:, first:][later], -1)
+        # The dense decoder is the teacher. It has a gradient only where its own weights are trained.
         whole = torch.log_softmax(decoder.dense(inputs), -1)
         dense = whole[:, first:][later].detach()
         wanted = targets[:, first:][later][:, None]
@@ -308,6 +313,7 @@ class Training:
             own = targets[:, decoder.prompt - 1 :][decoded][:, None]
             loss = loss - whole[:, decoder.prompt - 1 :][decoded].gather(-1, own).mean()
         short = self._options.target - shares.mean()
+        # The mean over all steps keeps one unusual batch from changing the price of replay.
         scale = float(np.mean([s.nll_dense for s in self.log] + [nll_dense]))
         price = max(0.0, self._price + SHORTFALL_GAIN * float(short.detach()))
         found = Step(nll, nll_dense, tuple(shares.detach().tolist()))
@@ -318,6 +324,7 @@ class Training:
         count, rows = len(self._videos), self._decoder.rows
         per_pass = count // rows
         random = torch.Generator().manual_seed(self._options.seed + number // per_pass)
+        # The order depends on the pass alone. Videos that fill no batch wait for another pass.
         order = torch.randperm(count, generator=random)
         start = number % per_pass * rows
         return self._videos[order[start : start + rows]]

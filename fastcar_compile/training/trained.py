@@ -145,6 +145,7 @@ class TrainingState:
         for name in (n for n in tensors if n.startswith("o/")):
             _, index, part = name.split("/")
             state.setdefault(int(index), {})[part] = tensors[name]
+        # Learning rates and groups come from the new optimiser; only the moments are restored.
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         return parse_json(metadata["log"].encode(), constants=True)
 
