@@ -127,6 +127,7 @@ def ssim_by_frame(made: np.ndarray, true: np.ndarray) -> np.ndarray:
         raise InputError(
             f"frames of {made.shape[2]}x{made.shape[3]} pixels are too small for SSIM", hint="enlarge them"
         )
+    # scikit-image takes odd windows only.
     options: dict[str, Any] = {"win_size": side - 1 + side % 2, "data_range": 1.0, "channel_axis": -1}
     pairs = zip(made.reshape(-1, *made.shape[2:]), true.reshape(-1, *true.shape[2:]), strict=True)
     return np.array([structural_similarity(a, b, **options) for a, b in pairs]).reshape(made.shape[:2])

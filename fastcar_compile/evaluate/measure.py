@@ -72,6 +72,7 @@ class Judge:
         self._detokenize = detokenize
         whole = self._whole(torch.from_numpy(held_out.videos)[:, held_out.setting.prompt :])
         self.truth = None if detokenize is None else self.pixels(whole.numpy())
+        # The first frame never replays, so no figure counts it.
         everything = torch.ones_like(self.dense.counted)
         everything[:, : self._frame] = False
         self._everything = everything
@@ -120,6 +121,7 @@ class Judge:
     def _details(self, case: Case) -> Details:
         rules = closed_rules(self._layers) if case.replay is None else rules_of(case.replay, self._layers)
         thresholds = (None,) * self._layers if case.replay is None else case.replay.thresholds(self._layers)
+        # Thresholds are no part of the key: the evaluator shares prompts between thresholds of one gate.
         kept = (None if case.replay is None else case.replay.model_copy(update={"threshold": None}), case.attention)
         if self._evaluator is None or self._evaluator[0] != kept:
             setting = self._held_out.setting

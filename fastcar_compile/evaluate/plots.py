@@ -23,6 +23,7 @@ def pyplot() -> Any:
         import matplotlib as mpl
     except ImportError as error:
         raise UserError("pictures need matplotlib", hint="pip install 'fastcar_compile[evaluate]'") from error
+    # Agg draws without a display.
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
