@@ -181,6 +181,7 @@ class Artifact(Described, StoredArtifact):
         check_kind("thresholds", thresholds, (Thresholds, type(None)), "Thresholds, or None")
         if thresholds is not None:
             thresholds.check(self.manifest.layers.gates, str(self.path))
+            # The estimate belongs to the calibration's file: an artifact stores the thresholds alone.
             thresholds = thresholds.model_copy(update={"expected": None})
         if not drop_signature:
             self._refuse_to_break_trust()

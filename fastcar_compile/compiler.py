@@ -179,10 +179,12 @@ def compile(
     _check_target(board, offload)
     config = CompileConfig(target=board.name, **options, offload="mlp" if offload is None else offload)
     wish = None if offload is not None else whole_step(board, options)
+    # The writer claims the folder first: a place that cannot be written is found before minutes of work.
     with collector_paused(), nullcontext() if dry_run else ArtifactWriter(path_of("output", output)) as writer:
         if writer is not None:
             require_memory(CODE_GENERATION_BYTES, "code generation")
         program, passes = _analysed(model, config, say)
+        # The passes change the program in place; a copy is what the artifact shows as the graph before.
         original = None if writer is None and wish is None else copy.deepcopy(program)
         say("rewriting the graph")
         program, config, refused = rewritten(program, original, config, wish, board)

@@ -128,6 +128,7 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
             raise InputError(what, where="input_ids", hint=hint)
         if first:
             self.session.reset()
+        # Transformers gives all ids so far in every call. The session holds all of them but the last column.
         logits = self.session.prefill(rows) if first else self.session.step(rows[:, -1])
         return CausalLMOutput(logits=self._guided(logits)[:, None])
 
@@ -137,6 +138,7 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
         if not first:
             return torch.cat([input_ids, input_ids])
         given = self._guidance.negative_ids
+        # Without unconditional prompts Transformers begins them with the prompt's last token.
         negative = input_ids[:, -1:] if given is None else given.to(input_ids)
         if negative.shape[1] != input_ids.shape[1] or input_ids.shape[0] % negative.shape[0]:
             what = f"the unconditional prompts are {list(negative.shape)}, the prompts {list(input_ids.shape)}"
@@ -184,6 +186,7 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
             raise InputError("negative_prompt_ids are given without guidance", hint="give guidance_scale too")
         if negative_prompt_attention_mask is not None and not bool((negative_prompt_attention_mask == 1).all()):
             raise InputError("the unconditional prompts are padded", hint="give prompts of one length")
+        # The caller's configuration stays as it is; the copy has no guidance, which `forward` applies.
         unguided = copy.copy(generation_config)
         unguided.guidance_scale = None
         mixin: Any = super()
@@ -211,6 +214,7 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
         mixin: Any = super()
         mixin._validate_generated_length(generation_config, input_ids_length, has_default_max_length)
         capacity, wanted = self.session.config.max_seq_len, generation_config.max_length
+        # The last new token is never read, so one token more than the cache holds may be given back.
         if wanted is not None and wanted - 1 > capacity:
             new = wanted - input_ids_length
             given = count_text(input_ids_length, "prompt token")

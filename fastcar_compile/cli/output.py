@@ -129,9 +129,11 @@ def _natural_width(table: Table) -> int:
 def _print_whole(table: Table) -> None:
     from rich.console import Console
 
+    # A pipe has no width: a table that is folded to 80 columns is hard to read for a program.
     console = stdout() if _bounded() else Console(file=sys.stdout, width=_natural_width(table))
     with console.capture() as captured:
         console.print(table)
+    # Trailing blanks of a table's last column are no part of a result.
     sys.stdout.writelines(line.rstrip() + "\n" for line in captured.get().splitlines())
 
 

@@ -66,8 +66,10 @@ def _overwrites(output: Path, other: Path, read: bool) -> bool:
     Args:
         read: it may be no file in an input's folder either, nor a new one in an artifact, which has no other files.
     """
+    # /dev/null and terminals may be named twice. A NUL is refused later, where the file is opened.
     if output.is_char_device() or "\0" in f"{output}{other}":
         return False
+    # Links are resolved first: an output may reach an input through one.
     output, other = Path(os.path.realpath(output)), Path(os.path.realpath(other))
     if output == other or (output.exists() and other.exists() and output.samefile(other)):
         return True
@@ -76,6 +78,7 @@ def _overwrites(output: Path, other: Path, read: bool) -> bool:
 
 def _check_folder(path: Path, mark: Writes) -> None:
     parent = path.absolute().parent
+    # A writer of a folder makes missing parents, so the nearest one that exists is checked.
     while mark.folder and not os.path.lexists(parent):
         parent = parent.parent
     with os_errors(f"the {mark.what} cannot be written", path):

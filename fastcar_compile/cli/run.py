@@ -145,6 +145,7 @@ def _write(array: Any, path: Path | None) -> None:
 def summary(session: Session, tokens: list[list[int]], start: float, first: float, end: float) -> dict[str, Any]:
     """Return replay ratio and speed. Times in seconds; tokens per second count all rows, over the decode steps only."""
     rows, count = len(tokens), len(tokens[0])
+    # The first token comes with the prompt, so count - 1 forwards took the decoding time.
     decoding = end - first
     speed = rows * (count - 1) / decoding if count > 1 and decoding > 0 else None
     return {
