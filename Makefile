@@ -1,11 +1,11 @@
-# make demo | play | test | pytest | families | fuzz | lint | docs | bench | lock | sbom | release | clean. Everything runs in .venv; nothing is
-# installed outside it.
+# make demo | play | test | pytest | families | fuzz | lint | lowest | docs | bench | lock | sbom | release | clean. Everything runs in .venv;
+# nothing is installed outside it, but for build/.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.dev
 
-.PHONY: demo play test pytest families fuzz lint docs bench lock sbom release clean
+.PHONY: demo play test pytest families fuzz lint lowest docs bench lock sbom release clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -43,6 +43,22 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# The lowest versions that pyproject.toml allows for what users install, in front of those of .venv, and a test of every part. torch stays
+# that of .venv: PyPI has no older build for CPUs.
+LOWEST := build/lowest
+SMOKE  := cli/test_compile_command.py::test_a_dry_run_of_a_config_as_text_and_as_json cli/test_estimate_command.py::test_json_of_a_shape \
+    cli/test_real_artifact.py::test_compile cli/test_real_artifact.py::test_inspect cli/test_real_artifact.py::test_run \
+    play/test_server.py::test_the_command_ends_with_130 trust/test_commands.py::test_sign_and_verify
+lowest: $(STAMP)
+	rm -rf $(LOWEST) $(LOWEST).txt
+	mkdir -p $(LOWEST)
+	$(BIN)/uv pip compile --quiet --resolution lowest-direct --python $(BIN)/python --extra compile --extra play --extra sign \
+	    --no-annotate --no-header --output-file $(LOWEST).txt pyproject.toml
+	sed -i -E '/^torch=/d; $(CUDA)' $(LOWEST).txt
+	$(BIN)/uv pip install --quiet --no-deps --python $(BIN)/python --target $(LOWEST) --requirement $(LOWEST).txt
+	PYTHONPATH=$(CURDIR)/$(LOWEST) $(BIN)/fastcar doctor
+	PYTHONPATH=$(CURDIR)/$(LOWEST) $(BIN)/python -m pytest -W default -n 2 --dist loadfile $(SMOKE:%=tests/%)
+
 # The notice that is switched off is about a successor of MkDocs.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -62,10 +78,11 @@ $(VENV)/.%: pyproject.toml constraints.txt
 	touch $@
 
 # The newest versions that pyproject.toml allows. CUDA's packages are left out: a torch that needs them names their versions.
+CUDA := /^(cuda|nvidia|triton)/d
 lock: $(STAMP)
 	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --extra dev --no-annotate --no-header \
 	    --output-file constraints.txt pyproject.toml
-	sed -i -E '/^(cuda|nvidia|triton)/d' constraints.txt
+	sed -i -E '$(CUDA)' constraints.txt
 
 # What an installation with EXTRAS brings (none: a device), as CycloneDX. Same packages, same bytes. pyproject.toml has no version,
 # so a copy gets the one that is installed. The environment has no pip, which a device does not need.

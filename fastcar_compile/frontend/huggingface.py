@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TypeGuard, cast
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +44,7 @@ class StaticCacheStep(TorchExportableModuleWithStaticCache):
         assert cache_position is not None
         # The cache counts the tokens that it got. A step sets this count to its own position.
         for layer in self.static_cache.layers:
-            length = cast("Tensor", layer.cumulative_length)  # pyright: ignore[reportAttributeAccessIssue]
-            length.copy_(cache_position[:1] if length.dim() else cache_position[0])  # [1] until Transformers 5.12
+            layer.cumulative_length.copy_(cache_position[0])  # pyright: ignore[reportAttributeAccessIssue]
         stated: dict[str, object] = {cache_argument(self.model): self.static_cache}
         if self.explicit:
             rows = tokens.shape[0]
