@@ -24,9 +24,9 @@ import torch
 from replay_quality.decoders import BY_NAME, CALIBRATION_SEED, ROOT, Decoder
 
 import fastcar_compile as fc
-from fastcar_compile.calibration.calibrate import program_of, rules_of, search_of
-from fastcar_compile.calibration.evaluator import Evaluator
-from fastcar_compile.calibration.search import Values
+from fastcar_compile.tune.calibrate import program_of, rules_of, search_of
+from fastcar_compile.tune.evaluator import Evaluator
+from fastcar_compile.tune.search import Values
 
 if TYPE_CHECKING:
     from replay_doom.played import Played

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.estimate.rows import Decisions, Mapping, passes_of
-from fastcar_compile.estimate.time_line import pyplot
+from fastcar_compile.codegen.hls.model.rows import Decisions, Mapping, passes_of
+from fastcar_compile.codegen.hls.model.time_line import pyplot
 
 DPI = 110
 MAPPING_TITLES = {Mapping.STATIC: "static mapping", Mapping.DRS: "DRS"}

@@ -25,13 +25,13 @@ from replay_quality.decoders import BY_NAME, HELD_OUT_SEED, ROOT
 from torch import Tensor
 
 import fastcar_compile as fc
-from fastcar_compile.calibration.calibrate import program_of, rules_of
-from fastcar_compile.calibration.evaluator import Evaluator
 from fastcar_compile.ir.pass_manager import Pass, run_pipeline
 from fastcar_compile.passes.exact_arithmetic import ExactArithmetic
 from fastcar_compile.passes.pipeline import QUANTIZE
 from fastcar_compile.passes.quantize_kv_cache import QuantizeKvCache
 from fastcar_compile.passes.window_caches import WindowCaches
+from fastcar_compile.tune.calibrate import program_of, rules_of
+from fastcar_compile.tune.evaluator import Evaluator
 
 QUANTS = ("w8a8", "w4a8")
 VIDEOS = {"moving_shapes": 2, "bouncing_digits": 32, "doom": 4}

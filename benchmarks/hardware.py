@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 import fastcar_compile as fc
-from fastcar_compile.codegen.hls.design.dram import measured_cap, peak_bandwidth
 from fastcar_compile.codegen.hls.design.exploration import explore
-from fastcar_compile.estimate import DecoderShape, Estimate, Workload, estimate, load_shape
-from fastcar_compile.estimate.rows import Decisions, Draw, draw_decisions
-from fastcar_compile.estimate.step import STREAMING
-from fastcar_compile.targets import load_target
+from fastcar_compile.codegen.hls.design.memory import measured_cap, peak_bandwidth
+from fastcar_compile.codegen.hls.model import DecoderShape, Estimate, Workload, estimate, load_shape
+from fastcar_compile.codegen.hls.model.rows import Decisions, Draw, draw_decisions
+from fastcar_compile.codegen.hls.model.step import STREAMING
+from fastcar_compile.config.targets import load_target
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "moving_shapes"))

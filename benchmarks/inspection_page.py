@@ -76,10 +76,10 @@ def written(artifact: Path, page: Path) -> None:
 def written_with_large_calls(artifact: Path, page: Path) -> None:
     """Write the page with the time lines of a decoder of 7 billion parameters."""
     from fastcar_compile.artifact.reader import StoredArtifact
-    from fastcar_compile.estimate import Workload, estimate, load_shape
-    from fastcar_compile.inspection.page import page_data, page_html
-    from fastcar_compile.inspection.speed import step_lines
-    from fastcar_compile.targets import load_target
+    from fastcar_compile.codegen.hls.model import Workload, estimate, load_shape
+    from fastcar_compile.config.targets import load_target
+    from fastcar_compile.report.page.page import page_data, page_html
+    from fastcar_compile.report.page.speed import step_lines
 
     result = estimate(Workload(load_shape("llama2-7b"), "w4a8", 1024, replay=0.5), load_target("zcu102"))
     data = page_data(StoredArtifact(artifact))

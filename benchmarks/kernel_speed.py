@@ -44,13 +44,13 @@ from fastcar_compile.codegen.tvm.isa import (
 )
 from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
 from fastcar_compile.codegen.tvm.kernels.attention.decode import decode_attention
-from fastcar_compile.codegen.tvm.kernels.gate.learned_score import learned_score
+from fastcar_compile.codegen.tvm.kernels.learned_score import learned_score
 from fastcar_compile.codegen.tvm.kernels.registry import KERNELS
 from fastcar_compile.codegen.tvm.target import host_target
-from fastcar_compile.ops.cached import stored
-from fastcar_compile.ops.quant import group_count
-from fastcar_compile.parallel import usable_cores
-from fastcar_compile.runtime.threads import use_threads
+from fastcar_compile.ir.ops.linear import group_count
+from fastcar_compile.ir.ops.operator import stored
+from fastcar_compile.runtime.guard import use_threads
+from fastcar_compile.support.machine import usable_cores
 
 KINDS = ("linear_w8a8", "linear_w4a8", "linear_float32", "linear_bfloat16")
 ATTENTION = {f"attention_{name}": getattr(torch, name) for name in ("int8", "float16", "float32")}

@@ -30,13 +30,14 @@ from render import write_strip  # noqa: E402
 from video import TOKENS_PER_FRAME, detokenize, make_videos, tokenize, with_bos  # noqa: E402
 
 import fastcar_compile as fc  # noqa: E402
-from fastcar_compile.calibration.calibrate import rules_of  # noqa: E402
-from fastcar_compile.calibration.evaluator import Evaluator  # noqa: E402
 from fastcar_compile.frontend.capture import capture  # noqa: E402
 from fastcar_compile.ir.pass_manager import run_pipeline  # noqa: E402
-from fastcar_compile.ir.program import DecoderProgram, StateRole  # noqa: E402
+from fastcar_compile.ir.program import DecoderProgram  # noqa: E402
+from fastcar_compile.ir.types import StateRole  # noqa: E402
 from fastcar_compile.passes.pipeline import analysis_pipeline  # noqa: E402
 from fastcar_compile.passes.sparse_attention import SparsifyAttention  # noqa: E402
+from fastcar_compile.tune.calibrate import rules_of  # noqa: E402
+from fastcar_compile.tune.evaluator import Evaluator  # noqa: E402
 
 SINKS = 16
 ATTENTIONS: dict[str, fc.SparseAttention | None] = {

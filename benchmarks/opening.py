@@ -26,9 +26,9 @@ from fastcar_compile.artifact.digest import CACHE, SETTLED_NS
 from fastcar_compile.artifact.layout import weight_file, weight_files
 from fastcar_compile.artifact.manifest import Sections
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.tensor_files import SHARD_BYTES
 from fastcar_compile.artifact.writer import ArtifactWriter
-from fastcar_compile.parallel import at_once, usable_cores
+from fastcar_compile.codegen.emit import SHARD_BYTES
+from fastcar_compile.support.machine import at_once, usable_cores
 
 CHUNK = 1 << 20
 REPORTING = 3

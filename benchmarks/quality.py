@@ -24,9 +24,9 @@ from replay_quality.document import write_document
 from replay_quality.training import train
 
 import fastcar_compile as fc
-from fastcar_compile.evaluate import Case, Study, load_cases, save_cases
-from fastcar_compile.evaluate.cases import random_case
-from fastcar_compile.evaluate.pictures import draw
+from fastcar_compile.tune.evaluate import Case, Study, load_cases, save_cases
+from fastcar_compile.tune.evaluate.cases import random_case
+from fastcar_compile.tune.evaluate.pictures import draw
 
 HINDSIGHT_RATIOS = (0.8,)
 WITH_WINDOW = (("tas", 0.5), ("learned", 0.5), ("learned", 0.8))

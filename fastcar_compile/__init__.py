@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastcar_compile.artifact.thresholds import Thresholds as Thresholds
-    from fastcar_compile.calibration.calibrate import calibrate as calibrate
-    from fastcar_compile.comparison import diff as diff
-    from fastcar_compile.compiled import Artifact as Artifact
-    from fastcar_compile.compiled import load as load
+    from fastcar_compile.artifact.trust import sign as sign
+    from fastcar_compile.artifact.trust import verify_signature as verify_signature
     from fastcar_compile.compiler import compile as compile
     from fastcar_compile.config import CompileConfig as CompileConfig
     from fastcar_compile.config import ReplayConfig as ReplayConfig
     from fastcar_compile.config import SparseAttention as SparseAttention
-    from fastcar_compile.dry_run.report import DryRun as DryRun
-    from fastcar_compile.environment import Check as Check
-    from fastcar_compile.environment import doctor as doctor
+    from fastcar_compile.config.targets import Target as Target
+    from fastcar_compile.config.targets import available_targets as available_targets
+    from fastcar_compile.config.targets import load_target as load_target
     from fastcar_compile.errors import ArtifactError as ArtifactError
     from fastcar_compile.errors import BackendError as BackendError
     from fastcar_compile.errors import CompileError as CompileError
@@ -31,32 +29,34 @@ if TYPE_CHECKING:
     from fastcar_compile.errors import SignatureError as SignatureError
     from fastcar_compile.errors import TargetError as TargetError
     from fastcar_compile.errors import UserError as UserError
-    from fastcar_compile.generation import TransformersDecoder as TransformersDecoder
-    from fastcar_compile.inspection.page import inspect as inspect
+    from fastcar_compile.report.comparison import diff as diff
+    from fastcar_compile.report.dry_run import DryRun as DryRun
+    from fastcar_compile.report.environment import Check as Check
+    from fastcar_compile.report.environment import doctor as doctor
+    from fastcar_compile.report.page.page import inspect as inspect
+    from fastcar_compile.runtime.compiled import Artifact as Artifact
+    from fastcar_compile.runtime.compiled import load as load
+    from fastcar_compile.runtime.generation import TransformersDecoder as TransformersDecoder
     from fastcar_compile.runtime.sampling import Sampling as Sampling
     from fastcar_compile.runtime.session import Session as Session
-    from fastcar_compile.targets import Target as Target
-    from fastcar_compile.targets import available_targets as available_targets
-    from fastcar_compile.targets import load_target as load_target
-    from fastcar_compile.training.train import TrainedGate as TrainedGate
-    from fastcar_compile.training.train import train_gate as train_gate
-    from fastcar_compile.training.tune import TunedDecoder as TunedDecoder
-    from fastcar_compile.training.tune import tune_decoder as tune_decoder
-    from fastcar_compile.trust import sign as sign
-    from fastcar_compile.trust import verify_signature as verify_signature
+    from fastcar_compile.tune.calibrate import calibrate as calibrate
+    from fastcar_compile.tune.training.train import TrainedGate as TrainedGate
+    from fastcar_compile.tune.training.train import train_gate as train_gate
+    from fastcar_compile.tune.training.tune import TunedDecoder as TunedDecoder
+    from fastcar_compile.tune.training.tune import tune_decoder as tune_decoder
 
 __version__: str
 """Of the installed distribution."""
 
 _MODULES = {
     "artifact.thresholds": ("Thresholds",),
-    "calibration.calibrate": ("calibrate",),
-    "comparison": ("diff",),
-    "compiled": ("Artifact", "load"),
+    "tune.calibrate": ("calibrate",),
+    "report.comparison": ("diff",),
+    "runtime.compiled": ("Artifact", "load"),
     "compiler": ("compile",),
     "config": ("CompileConfig", "ReplayConfig", "SparseAttention"),
-    "environment": ("Check", "doctor"),
-    "dry_run.report": ("DryRun",),
+    "report.environment": ("Check", "doctor"),
+    "report.dry_run": ("DryRun",),
     "errors": (
         "ArtifactError",
         "BackendError",
@@ -68,14 +68,14 @@ _MODULES = {
         "TargetError",
         "UserError",
     ),
-    "generation": ("TransformersDecoder",),
-    "inspection.page": ("inspect",),
+    "runtime.generation": ("TransformersDecoder",),
+    "report.page.page": ("inspect",),
     "runtime.sampling": ("Sampling",),
     "runtime.session": ("Session",),
-    "targets": ("Target", "available_targets", "load_target"),
-    "training.train": ("TrainedGate", "train_gate"),
-    "training.tune": ("TunedDecoder", "tune_decoder"),
-    "trust": ("sign", "verify_signature"),
+    "config.targets": ("Target", "available_targets", "load_target"),
+    "tune.training.train": ("TrainedGate", "train_gate"),
+    "tune.training.tune": ("TunedDecoder", "tune_decoder"),
+    "artifact.trust": ("sign", "verify_signature"),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
 _REMOVED = {"simulate": "`fastcar estimate ARTIFACT --time-line FILE`"}
@@ -122,17 +122,17 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import the module of a public name when the name is first used (PEP 562)."""
     if name == "__version__":
-        return import_module(f"{__name__}.version").installed_version()
+        return import_module(f"{__name__}.support.packages").installed_version()
     if name in _REMOVED:
         from fastcar_compile.errors import UserError
 
         raise UserError(f"fastcar_compile.{name} was removed", hint=f"use {_REMOVED[name]}")
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fastcar_compile.extras import needs
-    from fastcar_compile.memory import collector_paused
+    from fastcar_compile.support.machine import collector_paused
+    from fastcar_compile.support.packages import needs
 
-    with collector_paused(), needs("train" if _WHERE[name].startswith("training") else "compile"):
+    with collector_paused(), needs("train" if _WHERE[name].startswith("tune.training") else "compile"):
         value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
     globals()[name] = value
     return value

@@ -12,34 +12,39 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 from torch import nn
 from torch.export import ExportedProgram
 
-import fastcar_compile.ops  # noqa: F401  (registers the operators)
+import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.emit import Build, emit_artifact
 from fastcar_compile.codegen.hls.step_plan import require_step
 from fastcar_compile.codegen.tvm.emit import host_variants
 from fastcar_compile.codegen.tvm.isa import NATIVE
-from fastcar_compile.compiled import Artifact
 from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
-from fastcar_compile.dry_run.build import Rewritten, dry_run_of
-from fastcar_compile.dry_run.fallbacks import assumed_frame, fallbacks_of, refuse_fallbacks
-from fastcar_compile.dry_run.report import DryRun, Fallback
+from fastcar_compile.config.targets import Target, load_target, require_buildable, whole_step
 from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.config_folder import open_folder
 from fastcar_compile.frontend.huggingface import is_huggingface
-from fastcar_compile.frontend.inspect_model import ModelFacts
+from fastcar_compile.frontend.model_facts import ModelFacts, unwrapped
 from fastcar_compile.frontend.structures import check_signature, explained
-from fastcar_compile.frontend.unwrap import unwrapped
 from fastcar_compile.ir.pass_manager import Pass, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.memory import collector_paused, require_memory
 from fastcar_compile.passes.merge_adapters import merged_weights
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
-from fastcar_compile.targets import Target, load_target, require_buildable, whole_step
-from fastcar_compile.values import LOGGER, path_of, plain, reporter, shown
-from fastcar_compile.whole_step import rewritten
+from fastcar_compile.report.dry_run import (
+    DryRun,
+    Fallback,
+    Rewritten,
+    assumed_frame,
+    dry_run_of,
+    fallbacks_of,
+    refuse_fallbacks,
+)
+from fastcar_compile.report.whole_step import rewritten
+from fastcar_compile.runtime.compiled import Artifact
+from fastcar_compile.support.machine import collector_paused, require_memory
+from fastcar_compile.support.values import LOGGER, path_of, plain, reporter, shown
 
 DEFAULT_TOKENS_PER_FRAME = 256
 CODE_GENERATION_BYTES = 128 << 20

@@ -1,4 +1,4 @@
-// Activations, bit for bit as fastcar_compile.ops.activations defines them: act(x) = x * factor(x), where the factor is a
+// Activations, bit for bit as fastcar_compile.ir.ops.linear defines them: act(x) = x * factor(x), where the factor is a
 // table of 513 knots, linear in between, in integers. ReLU and its square need no table.
 #ifndef FASTCAR_ACTIVATION_HPP
 #define FASTCAR_ACTIVATION_HPP

@@ -1,5 +1,5 @@
 // Knots of the activation tables: round(factor(-L + j * L / 256) * 2^24), j = 0..512, computed in float64.
-// tests/hls holds them to fastcar_compile.ops.activations.
+// tests/hls holds them to fastcar_compile.ir.ops.linear.
 #ifndef FASTCAR_ACTIVATION_TABLES_HPP
 #define FASTCAR_ACTIVATION_TABLES_HPP
 

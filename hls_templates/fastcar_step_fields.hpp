@@ -1,4 +1,4 @@
-// Words of the instructions of a decode step. Written by fastcar_compile/step/encoding.py; a test compares them.
+// Words of the instructions of a decode step. Written by fastcar_compile/codegen/hls/step_program/program.py; a test compares them.
 #ifndef FASTCAR_STEP_FIELDS_HPP
 #define FASTCAR_STEP_FIELDS_HPP
 

@@ -102,7 +102,7 @@ def quick_simulations(precompiled: Precompiled) -> None:
     As users have them they are built by the test benches and by the commands of the documents."""
     if "PYTEST_XDIST_WORKER" not in os.environ or not shutil.which("g++") or not importlib.util.find_spec("hls4ml"):
         return
-    from fastcar_compile.runtime.backends.hls_csim import build
+    from fastcar_compile.runtime.backends import hls_csim as build
 
     # With -O1 g++ warns of variables of the types' own, which it cannot follow.
     build.FLAGS[:] = [*(flag.replace("-O2", "-O1") for flag in build.FLAGS), "-Wno-maybe-uninitialized"]

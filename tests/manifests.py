@@ -6,9 +6,7 @@ from typing import Any
 
 from fastcar_compile.artifact.manifest import Sections
 from fastcar_compile.artifact.sections import (
-    ATTENTION_ROLES,
     AttentionPart,
-    DecoderConfig,
     DecoderSection,
     HostSection,
     LayerPart,
@@ -19,7 +17,8 @@ from fastcar_compile.artifact.sections import (
     State,
 )
 from fastcar_compile.config import CompileConfig
-from fastcar_compile.targets import load_target
+from fastcar_compile.config.targets import load_target
+from fastcar_compile.ir.types import ATTENTION_ROLES, DecoderConfig
 
 
 def decoder_config(**changes: Any) -> DecoderConfig:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fastcar_compile.ops.activations import FACTORS, FRACTION_BITS, KNOTS, factor_table
+from fastcar_compile.ir.ops.linear import FACTORS, FRACTION_BITS, KNOTS, factor_table
 
 EXACT = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 

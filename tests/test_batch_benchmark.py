@@ -24,7 +24,7 @@ from speed.runner import Result
 from speed.sizes import BATCH, PREFILL, Job, Sizes, Traffic, tokens_of
 from speed.work import Part, Roofline, parts_of
 
-from fastcar_compile.artifact.sections import StateRole
+from fastcar_compile.ir.types import StateRole
 
 SMALL = Sizes(hidden=128, intermediate=256, layers=2, vocab=16, context=32, tokens_per_frame=16, longest=64)
 TRAFFIC = Traffic(weights=1000, mlp=400, per_position=10, state=7)

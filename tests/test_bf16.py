@@ -12,10 +12,10 @@ from decoders import llama
 from test_checkpoint import save
 
 import fastcar_compile as fc
+from fastcar_compile.codegen.hls.model.shapes import load_shape
+from fastcar_compile.codegen.hls.model.system import Workload, estimate
+from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import InputError, UserError
-from fastcar_compile.estimate.shapes import load_shape
-from fastcar_compile.estimate.system import Workload, estimate
-from fastcar_compile.targets import load_target
 
 FRAME, LENGTH = 8, 33
 

@@ -18,17 +18,18 @@ import torch
 from decoders import llama
 
 import fastcar_compile as fc
-from fastcar_compile.artifact import layout, tensor_files
+from fastcar_compile.artifact import layout
+from fastcar_compile.codegen import emit
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.skeleton import Skeleton
+from fastcar_compile.ir import tensor_files
+from fastcar_compile.ir.ops.linear import quantize_weight
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.tensors import ParameterSource, to_numpy, to_torch
 from fastcar_compile.ir.text import graph_to_text
-from fastcar_compile.ir.weights import LazyWeights, Parameters
-from fastcar_compile.ops.quant import quantize_weight
+from fastcar_compile.ir.weights import LazyWeights, Parameters, ParameterSource, to_numpy, to_torch
 from fastcar_compile.passes.bfloat16_embedding import Bfloat16Embedding
 from fastcar_compile.passes.pipeline import QUANTIZE, analysis_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
@@ -251,8 +252,8 @@ def test_artifact_of_a_folder_equals_that_of_the_model(
 ) -> None:
     """Bit for bit, also with the weights in several files and the ONNX model reading those."""
     whole = artifact(loaded(folder), tmp_path / "whole", quant)
-    monkeypatch.setattr(tensor_files, "SHARD_BYTES", 100_000)
-    monkeypatch.setattr("fastcar_compile.codegen.onnx.emit.EXTERNAL_DATA_FROM", 0)
+    monkeypatch.setattr(emit, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr("fastcar_compile.codegen.onnx.export.EXTERNAL_DATA_FROM", 0)
     lazy = artifact(folder, tmp_path / "lazy", quant)
     files = set(lazy.manifest.files)
     assert {"weights/model-00001.safetensors", "weights/model-00002.safetensors", layout.ONNX_EXTERNAL} <= files
@@ -300,9 +301,9 @@ def test_streamed_files_are_safetensors_on_cache_lines(tmp_path: Path) -> None:
 def test_shards_are_planned_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays: dict[str, Any] = {f"t{i}": np.zeros(10, np.uint8) for i in range(5)}
     source = tensor_files.Arrays(arrays | {"big": np.zeros(99, np.float32)})
-    assert tensor_files.plan_shards(source) == {"weights/model.safetensors": [*source]}
-    monkeypatch.setattr(tensor_files, "SHARD_BYTES", 25)
-    planned = tensor_files.plan_shards(source)
+    assert emit.plan_shards(source) == {"weights/model.safetensors": [*source]}
+    monkeypatch.setattr(emit, "SHARD_BYTES", 25)
+    planned = emit.plan_shards(source)
     assert list(planned.values()) == [["t0", "t1"], ["t2", "t3"], ["t4"], ["big"]]
     files = [*planned, "weights/models.safetensors", "weights/model-1.safetensors", "weights/accelerator.safetensors"]
     assert layout.weight_files(files) == list(planned)
@@ -384,8 +385,8 @@ from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8
 from fastcar_compile.passes.repeat_layers import RepeatLayers
-from fastcar_compile.artifact.tensor_files import write_streamed
-from fastcar_compile.ir.tensors import ParameterSource
+from fastcar_compile.ir.tensor_files import write_streamed
+from fastcar_compile.ir.weights import ParameterSource
 
 place = Path(sys.argv[1])
 program = capture(Checkpoint(place / "model"), batch_size=1, max_seq_len=64, tokens_per_frame=8, prefill_chunk=0)

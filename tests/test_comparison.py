@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 import fastcar_compile as fc
-from fastcar_compile.comparison import Change, changes, tensors
 from fastcar_compile.errors import ArtifactError
+from fastcar_compile.report.comparison import Change, changes, tensors
 
 SCALE = 0.125
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from conftest import check_module
 
-from fastcar_compile.evaluate import load_cases
 from fastcar_compile.gates import GateWeights
+from fastcar_compile.tune.evaluate import load_cases
 
 ROOT = Path(__file__).parents[1]
 NAMES = (

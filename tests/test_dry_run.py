@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.sections import LayersSection
-from fastcar_compile.dry_run.build import replay_ceiling
 from fastcar_compile.errors import CompileError
+from fastcar_compile.report.dry_run import replay_ceiling
 
 MODEL = Path(__file__).parents[1] / "examples" / "moving_shapes" / "model"
 FRAME, LAYERS, HIDDEN, ROWS = 256, 4, 128, 2049

@@ -15,10 +15,10 @@ from decoders import PlainBlock, PlainDecoder, llama
 from torch import Tensor, nn
 
 import fastcar_compile as fc
+from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import TargetError
-from fastcar_compile.ops.operator import REASONS
+from fastcar_compile.ir.ops.operator import REASONS
 from fastcar_compile.passes.insert_replay import InsertReplay
-from fastcar_compile.targets import load_target
 
 
 @pytest.fixture(scope="module")

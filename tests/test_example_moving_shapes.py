@@ -21,7 +21,7 @@ from hypothesis.extra.numpy import arrays
 from rich.console import Console
 
 import fastcar_compile as fc
-from fastcar_compile.values import LOGGER
+from fastcar_compile.support.values import LOGGER
 
 FOLDER = Path(__file__).parents[1] / "examples" / "moving_shapes"
 NAMES = ("video", "evaluate", "render", "train", "generate", "demo")

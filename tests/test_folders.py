@@ -32,7 +32,7 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 import fastcar_compile as fc
 from fastcar_compile.errors import CompileError
-from fastcar_compile.frontend import stored_names
+from fastcar_compile.frontend import skeleton as stored_names
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.ir.pass_manager import run_pipeline

@@ -15,7 +15,7 @@ from fastcar_compile.artifact.sections import ProgramsPart
 from fastcar_compile.cli.inspect import host_lines
 from fastcar_compile.codegen.tvm.isa import host_instruction_set, instruction_set
 from fastcar_compile.runtime.backends import cpu
-from fastcar_compile.runtime.cpu_flags import cpu_flags
+from fastcar_compile.support.machine import cpu_flags
 
 
 @pytest.fixture(scope="module")

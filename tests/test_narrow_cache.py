@@ -14,7 +14,7 @@ from decoders import llama
 
 import fastcar_compile as fc
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.program import StateRole
+from fastcar_compile.ir.types import StateRole
 
 FRAME, LENGTH, BATCH, PROMPT = 8, 65, 2, 21
 SPARSE = fc.SparseAttention(window=5, sinks=3, positions="cache")

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
-from fastcar_compile.artifact.tensor_files import load_tensors
+from fastcar_compile.codegen.hls.model.system import estimate
+from fastcar_compile.codegen.hls.model.workload import design_of, workload_of
 from fastcar_compile.errors import CompileError
-from fastcar_compile.estimate.system import estimate
-from fastcar_compile.estimate.workload import design_of, workload_of
-from fastcar_compile.inspection.speed import offload_lines
+from fastcar_compile.ir.tensor_files import load_tensors
+from fastcar_compile.report.page.speed import offload_lines
 from fastcar_compile.runtime.session import Session
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "moving_shapes"

@@ -15,9 +15,9 @@ import fastcar_compile as fc
 from fastcar_compile.artifact import digest, opened
 from fastcar_compile.artifact.layout import GRAPH_AFTER
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.tensor_files import save_tensors
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.errors import ArtifactError, InputError
+from fastcar_compile.ir.tensor_files import save_tensors
 
 WEIGHTS = "weights/model.safetensors"
 VALUES = np.arange(1 << 17, dtype=np.float32)

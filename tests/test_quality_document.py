@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import fastcar_compile as fc
-from fastcar_compile.evaluate import load_cases
 from fastcar_compile.gates import GateWeights
+from fastcar_compile.tune.evaluate import load_cases
 
 ROOT = Path(__file__).parents[1]
 

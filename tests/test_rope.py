@@ -9,7 +9,7 @@ import torch
 from families.case import Case
 from families.rope_cases import ROPE
 
-from fastcar_compile.frontend.rope import fixed_frequencies
+from fastcar_compile.frontend.huggingface import fixed_frequencies
 
 BY_LENGTH = [case for case in ROPE if "longrope" in case.name or "dynamic" in case.name]
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from manifests import sections
 
-from fastcar_compile.artifact.files import name_problem
+from fastcar_compile.artifact.digest import name_problem
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION, Manifest, sealed
 from fastcar_compile.artifact.reader import read_manifest, verify_files
 from fastcar_compile.artifact.sections import PipelineSection, Section
-from fastcar_compile.artifact.tensor_files import load_tensors, save_tensors
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.errors import ArtifactError, InternalError
+from fastcar_compile.ir.tensor_files import load_tensors, save_tensors
 
 TENSORS = {"b": np.arange(6).reshape(2, 3), "a": np.ones((2, 2), np.float32)}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import fastcar_compile as fc
-import fastcar_compile.targets as targets
+import fastcar_compile.config.targets as targets
+from fastcar_compile.config.targets import Target, available_targets, load_target, require_buildable
 from fastcar_compile.errors import TargetError
-from fastcar_compile.targets import Target, available_targets, load_target, require_buildable
 
 FOLDER = Path(targets.__file__).parent
 

@@ -14,8 +14,8 @@ from packaging.version import Version
 from test_wheel import FALLBACK
 
 import fastcar_compile as fc
-from fastcar_compile import version
 from fastcar_compile.artifact.manifest import producer_versions
+from fastcar_compile.support import packages as version
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import Cache, LlamaForCausalLM
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.frontend.cache_shapes import cache_argument
 from fastcar_compile.frontend.capture import capture
+from fastcar_compile.frontend.huggingface import cache_argument
+from fastcar_compile.frontend.model_facts import unwrapped
 from fastcar_compile.frontend.structures import structures_of
-from fastcar_compile.frontend.unwrap import unwrapped
 
 SIZES: dict[str, Any] = {"batch_size": 1, "max_seq_len": 33, "tokens_per_frame": 8, "prefill_chunk": 1}
 

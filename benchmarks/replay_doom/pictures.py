@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fastcar_compile.evaluate import plots
+from fastcar_compile.tune.evaluate import plots
 from replay_doom.curves import WHOLE, Row, curve
 from replay_doom.sequences import KINDS
 from replay_doom.setup import BOUND, DELTA, HEADS, LEARNED, LIMITS, MEAN, RANDOMLY, Variant

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import fastcar_compile as fc
-from fastcar_compile.calibration.calibrate import Setting
+from fastcar_compile.tune.calibrate import Setting
 from replay_doom.sequences import representative
 from replay_doom.setup import DELTA, DOOM, LEARNED, LIMITS, MEAN, ROOT, Counts, Decoder, Setup
 from replay_doom.stages import within

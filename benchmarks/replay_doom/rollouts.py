@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 import fastcar_compile as fc
-from fastcar_compile.compiled import Artifact
-from fastcar_compile.evaluate import Case, load_cases
-from fastcar_compile.evaluate.frames import likeness
+from fastcar_compile.runtime.compiled import Artifact
+from fastcar_compile.tune.evaluate import Case, load_cases
+from fastcar_compile.tune.evaluate.frames import likeness
 from replay_doom.sequences import flat_actions, spaced
 from replay_doom.setup import CODES, LEARNED, LIMITS, MEAN, TOKENS_PER_FRAME, Decoder, Setup
 from replay_doom.stages import within

@@ -19,8 +19,8 @@ from decoder import SCENARIOS, TokenSplit, load_decoder, load_tokens, tokenize_s
 from world_format import CODES, TOKENS_PER_FRAME  # noqa: E402
 
 import fastcar_compile as fc  # noqa: E402
-from fastcar_compile.calibration.calibrate import Setting  # noqa: E402
 from fastcar_compile.gates import GateWeights  # noqa: E402
+from fastcar_compile.tune.calibrate import Setting  # noqa: E402
 
 Say = Callable[[str], None]
 COUNTED = (0, CODES)

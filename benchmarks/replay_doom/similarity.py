@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 import fastcar_compile as fc
-from fastcar_compile.training.relaxed import RelaxedDecoder, Sample
+from fastcar_compile.tune.training.relaxed import RelaxedDecoder, Sample
 from replay_doom.sequences import KINDS, RICH, spaced
 from replay_doom.setup import TOKENS_PER_FRAME, Decoder, Setup
 

@@ -6,10 +6,10 @@ import numpy as np
 from torch import nn
 
 import fastcar_compile as fc
-from fastcar_compile.calibration.calibrate import program_of, rules_of
-from fastcar_compile.calibration.evaluator import Evaluator
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.passes.quantize_kv_cache import TYPES, QuantizeKvCache
+from fastcar_compile.tune.calibrate import program_of, rules_of
+from fastcar_compile.tune.evaluator import Evaluator
 
 
 def dense_nll(model: nn.Module, videos: np.ndarray) -> dict[str, float]:

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fastcar_compile as fc
-from fastcar_compile.calibration.calibrate import Setting
-from fastcar_compile.evaluate import SinkWindow
 from fastcar_compile.gates import GateWeights
+from fastcar_compile.tune.calibrate import Setting
+from fastcar_compile.tune.evaluate import SinkWindow
 
 ROOT = Path(__file__).parents[2]
 HELD_OUT_SEED, CALIBRATION_SEED, TRAINING_SEED = 1, 2, 3

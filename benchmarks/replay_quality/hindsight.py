@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import fastcar_compile as fc
-from fastcar_compile.frontend.inspect_model import ModelFacts
-from fastcar_compile.training.relaxed import Relaxation, RelaxedDecoder, Sample, Scorer
-from fastcar_compile.training.scorers import LearnedScorer
+from fastcar_compile.frontend.model_facts import ModelFacts
+from fastcar_compile.tune.training.relaxed import Relaxation, RelaxedDecoder, Sample, Scorer
+from fastcar_compile.tune.training.scorers import LearnedScorer
 
 HINDSIGHT_VIDEOS = 4
 STEPS, RATE, SAY_EVERY = 300, 0.1, 20
@@ -36,7 +36,7 @@ PARTS = 2000
 """Parts of all scores by which the threshold rises until it reaches the target: the last frame may be incomplete."""
 
 PRICE, PRICE_GAIN, SHORTFALL_GAIN = 2.0, 1.0, 60.0
-"""As in `fastcar_compile.training.train`, but steeper: every step has the same few videos."""
+"""As in `fastcar_compile.tune.training.train`, but steeper: every step has the same few videos."""
 
 
 @dataclass(frozen=True)

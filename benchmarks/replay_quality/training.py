@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import fastcar_compile as fc
-from fastcar_compile.calibration.calibrate import program_of, rules_of, search_of
-from fastcar_compile.calibration.evaluator import Evaluator
-from fastcar_compile.calibration.heads import choose_heads
-from fastcar_compile.training.train import FIRST_PRICE
+from fastcar_compile.tune.calibrate import program_of, rules_of, search_of
+from fastcar_compile.tune.evaluator import Evaluator
+from fastcar_compile.tune.heads import choose_heads
+from fastcar_compile.tune.training.train import FIRST_PRICE
 from replay_quality.decoders import BATCH, BY_NAME, CALIBRATION_SEED, TRAINING_SEED, Decoder
 
 

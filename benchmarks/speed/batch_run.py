@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 
-from fastcar_compile.memory import available_memory
+from fastcar_compile.support.machine import available_memory
 from speed.batch_plan import BatchPlan, Size, together
 from speed.batch_rows import Kept, rows_of
 from speed.runner import Result, Say, Worker, prepare, run_group

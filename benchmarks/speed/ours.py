@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 from torch import fx
 
 import fastcar_compile as fc
-from fastcar_compile.ir.program import DecoderProgram, StateRole
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.types import StateRole
 from fastcar_compile.runtime.backends import BackendOptions
 from fastcar_compile.runtime.backends.cpu import open_stepper
 from speed.base import Engine

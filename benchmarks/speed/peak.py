@@ -15,10 +15,10 @@ import tvm
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
-from fastcar_compile.codegen.tvm.kernels.linear.int8_dot import INT8_DOTS
-from fastcar_compile.codegen.tvm.kernels.simd.vectors import Expr
+from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import INT8_DOTS
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr
 from fastcar_compile.codegen.tvm.target import host_target
-from fastcar_compile.runtime.cpu_flags import cpu_flags
+from fastcar_compile.support.machine import cpu_flags
 
 CHAINS = 12
 """Accumulators: more than latency times the units that multiply, and not more than there are registers."""

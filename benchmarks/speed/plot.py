@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastcar_compile.estimate.time_line import pyplot
+from fastcar_compile.codegen.hls.model.time_line import pyplot
 from speed.engines import OURS
 from speed.plan import KV, PEERS
 from speed.report import Row

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastcar_compile.artifact.sections import StateRole
+from fastcar_compile.ir.types import StateRole
 from fastcar_compile.runtime.backends.cpu import CpuStepper
 from speed.sizes import Job
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from video import TOKENS_PER_FRAME, VOCAB_SIZE, detokenize, make_videos, tokenize, with_bos
 
 import fastcar_compile as fc
-from fastcar_compile.evaluate import load_cases
 from fastcar_compile.gates import GateWeights, gate_class
+from fastcar_compile.tune.evaluate import load_cases
 
 GIVEN_FRAMES = 2
 ROUNDS = 5

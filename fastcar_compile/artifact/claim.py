@@ -14,22 +14,134 @@ The lock is the kernel's and ends with its process. So whoever holds it knows th
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from fastcar_compile.artifact.layout import MANIFEST
-from fastcar_compile.artifact.write_errors import write_error
 from fastcar_compile.errors import ArtifactError
 
 if TYPE_CHECKING:
     from filelock import FileLock
+
+
+# What the system says about a file that cannot be written -> an error with a place and a hint.
+
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Only a write gives these."""
+
+_HINTS = {
+    errno.ENOSPC: "free some space, or choose an output folder on another file system",
+    errno.EDQUOT: "free some space of this user's quota, or choose an output folder on another file system",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or choose another file system",
+    errno.EROFS: "choose an output folder on a file system that can be written",
+    errno.EACCES: "choose an output folder that this user may write, or change its permissions",
+    errno.EPERM: "choose an output folder that this user may write, or change its permissions",
+    errno.ENAMETOOLONG: "choose an output folder with a shorter name",
+    errno.ENOTDIR: "choose an output folder whose parents are folders",
+}
+
+
+def write_error(error: OSError, path: Path) -> ArtifactError:
+    """Return the error for a file or folder at or below `path` that cannot be written."""
+    hint = _HINTS.get(error.errno or 0, "choose another output folder")
+    text = error.strerror or str(error)
+    if error.errno == errno.ENOSPC:
+        text += f" ({free_text(path)})"
+    return ArtifactError(f"the output folder cannot be written: {text}", where=str(path), hint=hint)
+
+
+def free_text(path: Path) -> str:
+    """Return what is left on the file system that `path` would be on: bytes, or that there are no more inodes."""
+    place = existing_parent(path)
+    figures = os.statvfs(place)
+    # File systems such as Btrfs report no number of inodes: there, zero free ones mean nothing.
+    if figures.f_files and not figures.f_favail:
+        return "no inode is free"
+    return f"{shutil.disk_usage(place).free:,} bytes are free"
+
+
+def existing_parent(path: Path) -> Path:
+    """Return the path itself, or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.parents) if os.path.exists(folder))  # False where it may not look
+
+
+# Folders that are there whole or not at all.
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+"""Of linux/fs.h: both names exist before and after, and at no moment is one of them missing."""
+
+
+def sync(path: Path) -> None:
+    """Write a file or folder entry through to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_folder(source: Path, destination: Path, aside: Path) -> None:
+    """Put the folder `source` in the place of `destination`, which is missing, empty, or a folder to replace.
+
+    The old folder is at `source` afterwards, or at `aside` where the file system cannot exchange two names. There, a
+    kill between the two renames leaves no `destination`: `aside` has to be renamed back.
+
+    Raises:
+        OSError: nothing was replaced.
+    """
+    # rename() replaces an empty folder by itself; only a folder with files needs an exchange.
+    if not destination.exists() or not any(destination.iterdir()):
+        os.rename(source, destination)
+        return
+    if exchange(source, destination):
+        return
+    os.rename(destination, aside)
+    try:
+        os.rename(source, destination)
+    except BaseException:
+        os.rename(aside, destination)
+        raise
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Exchange two names in one step; False where the file system or the C library cannot.
+
+    Raises:
+        OSError: it can, and failed.
+    """
+    function = _renameat2()
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    # The kernel or the file system does not know the flag: every other error is about these files.
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(first), None, str(second))
+
+
+@cache
+def _renameat2() -> Any:
+    """Return the C library's function (glibc 2.28, musl 1.2.4), or None."""
+    function: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+        function.restype = ctypes.c_int
+    return function
 
 
 class Claim:

@@ -8,12 +8,13 @@ from dataclasses import fields
 from math import prod
 from typing import Any, cast
 
-from fastcar_compile import limits
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.offload import EMBEDDED
-from fastcar_compile.artifact.sections import AcceleratorSection, DecoderConfig, LayerPart, State, StateRole
+from fastcar_compile.artifact.sections import AcceleratorSection, LayerPart, State
+from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.errors import ArtifactError
-from fastcar_compile.formats import KV_TYPES
+from fastcar_compile.ir.types import DecoderConfig, StateRole
+from fastcar_compile.support import limits
 
 _FEEDS = frozenset({"tokens", "inputs_embeds", "position", "step", "thresholds"})
 """What a session gives to a program besides the state."""

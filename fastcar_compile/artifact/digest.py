@@ -6,17 +6,55 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
 from threading import Thread
 from typing import NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fastcar_compile.errors import UserError, os_errors
-from fastcar_compile.strict_json import parse_json
+from fastcar_compile.support.strict_json import parse_json
+
+# Files of an artifact: which names are allowed, what is in a folder, and what a file must be.
+
+
+class FileEntry(BaseModel):
+    """What one file must be: SHA-256 as 64 hex digits, size in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    size: int = Field(ge=0, strict=True)
+
+
+def file_entry(path: Path, digests: Digests) -> FileEntry:
+    """Return checksum and size of a file."""
+    return FileEntry(sha256=digests.of_path(path), size=path.stat().st_size)
+
+
+def walk(root: Path) -> Iterator[tuple[str, Path]]:
+    """Return (relative POSIX name, path) of everything below root that is not a plain directory, sorted by name."""
+    found: list[tuple[str, Path]] = []
+    for folder, subfolders, files in os.walk(root, followlinks=False):
+        links = [name for name in subfolders if (Path(folder) / name).is_symlink()]
+        for name in [*files, *links]:
+            path = Path(folder) / name
+            found.append((path.relative_to(root).as_posix(), path))
+    return iter(sorted(found))
+
+
+def name_problem(name: str) -> str | None:
+    """Return why `name` may not be a file of an artifact, or None; names are relative POSIX paths without `..`."""
+    if not name or "\\" in name or "\0" in name:
+        return "is empty or has a backslash or NUL in it"
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or path.as_posix() != name or name == ".":
+        return "leaves the artifact's folder or is not in plain relative form"
+    return None
+
 
 SETTLED_NS = 1_000_000_000
 """A digest is remembered only of a file whose last change is this long past: file systems' clocks tick, and a change

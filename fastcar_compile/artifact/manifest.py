@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator
 
-from fastcar_compile.artifact.files import FileEntry
+from fastcar_compile.artifact.digest import FileEntry
 from fastcar_compile.artifact.sections import (
     AcceleratorSection,
     DecoderSection,
@@ -22,10 +22,10 @@ from fastcar_compile.artifact.sections import (
 )
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.config import CompileConfig, describe_validation
+from fastcar_compile.config.targets.model import Target
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.gates.weights import DIGEST
-from fastcar_compile.targets.model import Target
-from fastcar_compile.version import NAME, release
+from fastcar_compile.support.packages import NAME, release
 
 SCHEMA_VERSION = 5
 """Of the manifest's own fields; sections have versions of their own."""

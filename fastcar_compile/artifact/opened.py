@@ -17,12 +17,11 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile import limits
-from fastcar_compile.artifact.digest import Digests, Identity
-from fastcar_compile.artifact.files import FileEntry, name_problem
+from fastcar_compile.artifact.digest import Digests, FileEntry, Identity, name_problem
 from fastcar_compile.artifact.layout import MANIFEST, SIGNATURE
 from fastcar_compile.errors import ArtifactError, InputError
-from fastcar_compile.parallel import at_once, usable_cores
+from fastcar_compile.support import limits
+from fastcar_compile.support.machine import at_once, usable_cores
 
 Array = NDArray[Any]
 T = TypeVar("T")

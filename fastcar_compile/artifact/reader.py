@@ -9,18 +9,17 @@ from typing import Any, Protocol, Self, cast
 
 from pydantic import ValidationError
 
-from fastcar_compile import limits
 from fastcar_compile.artifact.claim import moved_artifact
 from fastcar_compile.artifact.consistency import inconsistencies, survives
-from fastcar_compile.artifact.digest import Digests, manifest_digest
-from fastcar_compile.artifact.files import name_problem
+from fastcar_compile.artifact.digest import Digests, manifest_digest, name_problem
 from fastcar_compile.artifact.layout import MANIFEST, RESERVED, weight_files
 from fastcar_compile.artifact.manifest import CHECKSUM, SCHEMA_VERSION, Manifest, sealed
 from fastcar_compile.artifact.opened import OpenedFiles
-from fastcar_compile.artifact.tensor_files import Array, tensors_of
 from fastcar_compile.config import describe_validation
 from fastcar_compile.errors import ArtifactError, UserError
-from fastcar_compile.strict_json import parse_json
+from fastcar_compile.ir.tensor_files import Array, tensors_of
+from fastcar_compile.support import limits
+from fastcar_compile.support.strict_json import parse_json
 
 _HINT = "compile the model again, or copy the artifact again"
 _MOST_PROBLEMS = 10

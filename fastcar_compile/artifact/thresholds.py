@@ -16,11 +16,10 @@ from pydantic import (
     model_serializer,
 )
 
-from fastcar_compile.checked import checked
 from fastcar_compile.config import Threshold, describe_validation
 from fastcar_compile.errors import ArtifactError, count_text, os_errors
-from fastcar_compile.strict_json import read_json
-from fastcar_compile.values import path_of
+from fastcar_compile.support.strict_json import read_json
+from fastcar_compile.support.values import checked, path_of
 
 _HINT = "give a file that `fastcar calibrate` wrote"
 

@@ -14,17 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fastcar_compile.artifact.atomic import replace_folder, sync
-from fastcar_compile.artifact.claim import Claim
-from fastcar_compile.artifact.digest import Digests, manifest_digest
-from fastcar_compile.artifact.files import FileEntry, file_entry, name_problem, walk
+from fastcar_compile.artifact.claim import NO_ROOM, Claim, replace_folder, sync, write_error
+from fastcar_compile.artifact.digest import Digests, FileEntry, file_entry, manifest_digest, name_problem, walk
 from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE
 from fastcar_compile.artifact.manifest import Manifest, Sections, producer_versions
-from fastcar_compile.artifact.tensor_files import Placement, TensorSource, TensorSpec, write_pieces, write_streamed
 from fastcar_compile.artifact.thresholds import Thresholds
-from fastcar_compile.artifact.write_errors import NO_ROOM, write_error
 from fastcar_compile.errors import ArtifactError, InternalError
-from fastcar_compile.parallel import at_once
+from fastcar_compile.ir.tensor_files import Placement, TensorSource, TensorSpec, write_pieces, write_streamed
+from fastcar_compile.support.machine import at_once
 
 
 class ArtifactWriter:

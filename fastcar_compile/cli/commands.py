@@ -25,9 +25,8 @@ from fastcar_compile.cli.opt import opt_command
 from fastcar_compile.cli.play import play_command
 from fastcar_compile.cli.run import run_command
 from fastcar_compile.cli.targets import targets_command
-from fastcar_compile.cli.train_gate import train_gate_command
+from fastcar_compile.cli.train import train_gate_command, tune_decoder_command
 from fastcar_compile.cli.trust import sign_command, verify_signature_command
-from fastcar_compile.cli.tune_decoder import tune_decoder_command
 from fastcar_compile.cli.verify import verify_command
 from fastcar_compile.errors import UserError
 

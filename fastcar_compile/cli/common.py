@@ -18,7 +18,7 @@ from fastcar_compile.cli import BROKEN_PIPE, INTERRUPTED, RECEIVED, TERMINATED
 from fastcar_compile.cli.output import interactive, print_json, stderr, visible
 from fastcar_compile.cli.places import check_places
 from fastcar_compile.errors import FastcarError, UserError
-from fastcar_compile.values import LOGGER
+from fastcar_compile.support.values import LOGGER
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -24,7 +24,7 @@ def diff_command(
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Show what differs between artifacts or graph files; exit with 1 if anything does."""
-    from fastcar_compile.comparison import diff
+    from fastcar_compile.report.comparison import diff
 
     wanted, known = {name.strip() for name in only.split(",")}, PARTS.split(",")
     if wanted - {*known}:

@@ -9,7 +9,7 @@ from fastcar_compile.cli.common import ExitCode, JsonOption, command
 from fastcar_compile.cli.output import Column, print_json, print_table, print_text
 
 if TYPE_CHECKING:
-    from fastcar_compile.environment import Check
+    from fastcar_compile.report.environment import Check
 
 ORDER = ("error", "warning", "info", "ok")
 
@@ -20,7 +20,7 @@ def doctor_command(as_json: JsonOption = False) -> ExitCode:
 
     The exit code is 2 where something needed is missing.
     """
-    from fastcar_compile.environment import doctor
+    from fastcar_compile.report.environment import doctor
 
     checks = doctor()
     if as_json:

@@ -17,10 +17,10 @@ from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
     from fastcar_compile.codegen.hls.design.design import Design
-    from fastcar_compile.estimate.system import Estimate
-    from fastcar_compile.estimate.workload import Workload
-    from fastcar_compile.step.program import StepProgram
-    from fastcar_compile.targets import Target
+    from fastcar_compile.codegen.hls.model.system import Estimate
+    from fastcar_compile.codegen.hls.model.workload import Workload
+    from fastcar_compile.codegen.hls.step_program.program import StepProgram
+    from fastcar_compile.config.targets import Target
 
 SHAPE_CONTEXT, SHAPE_QUANT = 512, "w8a8"
 OFFLOADS = ("mlp", "linears", "all")
@@ -64,10 +64,10 @@ def estimate_command(
 
     Nothing is run: the model of the hardware simulates one decode step.
     """
-    from fastcar_compile.estimate.gate import GateModel
-    from fastcar_compile.estimate.rows import load_trace
-    from fastcar_compile.estimate.system import default_offload, estimate
-    from fastcar_compile.estimate.time_line import plot_time_line, write_time_line
+    from fastcar_compile.codegen.hls.model.gate import GateModel
+    from fastcar_compile.codegen.hls.model.rows import load_trace
+    from fastcar_compile.codegen.hls.model.system import default_offload, estimate
+    from fastcar_compile.codegen.hls.model.time_line import plot_time_line, write_time_line
 
     require_one([("ARTIFACT", artifact is not None), ("--shape", shape is not None)])
     require_one([("--replay", replay is not None), ("--trace", trace is not None)])
@@ -110,9 +110,9 @@ Emitted = tuple["Design | None", "StepProgram | None"]
 
 def of_shape(name: str, target: str | None) -> tuple[Workload, Target, Emitted]:
     """Return what a decoder shape asks of a board; nothing is emitted for it."""
-    from fastcar_compile.estimate.shapes import load_shape
-    from fastcar_compile.estimate.workload import Workload
-    from fastcar_compile.targets import load_target
+    from fastcar_compile.codegen.hls.model.shapes import load_shape
+    from fastcar_compile.codegen.hls.model.workload import Workload
+    from fastcar_compile.config.targets import load_target
 
     return Workload(load_shape(name), SHAPE_QUANT, SHAPE_CONTEXT), load_target(target or "zcu102"), (None, None)
 
@@ -120,8 +120,8 @@ def of_shape(name: str, target: str | None) -> tuple[Workload, Target, Emitted]:
 def of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Emitted]:
     """Return what an artifact asks of its own board, or of another one, and what was emitted for that board."""
     import fastcar_compile as fc
-    from fastcar_compile.estimate.workload import design_of, program_of, workload_of
-    from fastcar_compile.targets import load_target
+    from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
+    from fastcar_compile.config.targets import load_target
 
     artifact = fc.load(str(path))
     board = artifact.manifest.target if target is None else load_target(target)
@@ -132,8 +132,8 @@ def of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Emitt
 def as_compiled(path: Path, work: Workload, board: Target, kv: str | None) -> Workload:
     """Return the workload of an artifact without an accelerator as `compile` would offload it to this board."""
     import fastcar_compile as fc
-    from fastcar_compile.estimate.workload import workload_of_sections
-    from fastcar_compile.targets import whole_step
+    from fastcar_compile.codegen.hls.model.workload import workload_of_sections
+    from fastcar_compile.config.targets import whole_step
 
     manifest = fc.load(str(path)).manifest
     names = ("tokens_per_frame", "max_seq_len", "batch_size", "sparse_attention")
@@ -142,7 +142,7 @@ def as_compiled(path: Path, work: Workload, board: Target, kv: str | None) -> Wo
     if manifest.accelerator is not None or wish is None or work.gate.on_host:
         return work
     from fastcar_compile.cli.opt import read_program
-    from fastcar_compile.whole_step import refusal
+    from fastcar_compile.report.whole_step import refusal
 
     if refusal(read_program(path), wish):
         return work
@@ -164,7 +164,7 @@ def with_options(work: Workload, wishes: dict[str, Any]) -> Workload:
     Raises:
         UserError: a quantisation or an offload that there is not.
     """
-    from fastcar_compile.formats.quant import ACCELERATED
+    from fastcar_compile.config.formats import ACCELERATED
 
     given = {name: value for name, value in wishes.items() if value is not None}
     if given.get("quant", SHAPE_QUANT) not in ACCELERATED:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fastcar_compile import Artifact, ReplayConfig
-    from fastcar_compile.evaluate import SinkWindow
     from fastcar_compile.gates import GateWeights
+    from fastcar_compile.tune.evaluate import SinkWindow
 
 
 @command
@@ -67,8 +67,8 @@ def evaluate_command(
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Measure replay against the dense decoder."""
-    from fastcar_compile import evaluate
-    from fastcar_compile.evaluate.pictures import draw
+    from fastcar_compile.tune import evaluate
+    from fastcar_compile.tune.evaluate.pictures import draw
 
     if (cases is None) == (calibration_videos is None):
         hint = "give the videos to choose thresholds on, or a file of --save-cases"
@@ -171,8 +171,8 @@ def read_gate_weights(path: Path | None, source: Artifact | nn.Module) -> GateWe
     Raises:
         UserError: the file cannot be read, or is malformed.
     """
-    from fastcar_compile.compiled import Artifact
     from fastcar_compile.gates.weights import GateWeights, weights_in
+    from fastcar_compile.runtime.compiled import Artifact
 
     if path is not None:
         return GateWeights.load(path)
@@ -201,7 +201,7 @@ def parse_attentions(text: str) -> list[SinkWindow | None]:
     Raises:
         UserError: a part is neither.
     """
-    from fastcar_compile.evaluate import SinkWindow
+    from fastcar_compile.tune.evaluate import SinkWindow
 
     found: list[SinkWindow | None] = []
     for part in (word.strip() for word in text.split(",")):

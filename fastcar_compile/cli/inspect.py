@@ -53,7 +53,7 @@ def inspect_command(
     With --html, write all of it as a page.
     """
     import fastcar_compile as fc
-    from fastcar_compile.estimate.rows import load_trace
+    from fastcar_compile.codegen.hls.model.rows import load_trace
 
     parts = [("--sites", sites), ("--before", before), ("--after", after), ("--explain", explain)]
     require_one([*parts, ("--html", html is not None)])

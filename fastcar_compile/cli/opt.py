@@ -73,7 +73,7 @@ def read_program(path: Path, graph: Graph = Graph.BEFORE) -> DecoderProgram:
     Raises:
         UserError: there is no such file, or it is malformed.
     """
-    from fastcar_compile.ir.program_json import read_graph_file
+    from fastcar_compile.artifact.programs import read_graph_file
 
     file = path / "graph" / f"{graph}.json" if path.is_dir() else path
     return read_graph_file(file, _constants(file.parent.parent / "weights"), missing_on_meta=True)
@@ -112,7 +112,7 @@ def _constants(folder: Path) -> dict[str, Tensor]:
 
 
 def _emit(program: DecoderProgram, output: Path | None, as_json: bool) -> None:
-    from fastcar_compile.ir.program_json import graph_file_text, program_to_json
+    from fastcar_compile.artifact.programs import graph_file_text, program_to_json
     from fastcar_compile.ir.text import program_to_text
 
     if output is not None:

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from fastcar_compile.array_files import read_arrays
 from fastcar_compile.errors import UserError
-from fastcar_compile.values import refuse_pipe
+from fastcar_compile.support.values import read_arrays, refuse_pipe
 
 if TYPE_CHECKING:
     import numpy as np

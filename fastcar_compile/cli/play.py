@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fastcar_compile import limits
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.output import interactive, print_fields, print_json, print_text
 from fastcar_compile.cli.run import backend_names
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
 from fastcar_compile.errors import count_text
-from fastcar_compile.extras import needs
-from fastcar_compile.parallel import usable_cores
+from fastcar_compile.support import limits
+from fastcar_compile.support.machine import usable_cores
+from fastcar_compile.support.packages import needs
 
 if TYPE_CHECKING:
     from fastcar_compile import Artifact

@@ -11,12 +11,12 @@ from fastcar_compile.cli.output import Column, print_fields, print_json, print_t
 from fastcar_compile.errors import count_text
 
 if TYPE_CHECKING:
-    from fastcar_compile.targets import Memory, Target
+    from fastcar_compile.config.targets import Memory, Target
 
 
 def target_names() -> list[str]:
     """Return the names of the targets, for shell completion."""
-    from fastcar_compile.targets import available_targets
+    from fastcar_compile.config.targets import available_targets
 
     return list(available_targets())
 
@@ -30,7 +30,7 @@ def targets_command(
     as_json: JsonOption = False,
 ) -> ExitCode:
     """List the targets, or show one with its sources."""
-    from fastcar_compile.targets import load_target
+    from fastcar_compile.config.targets import load_target
 
     if name is not None:
         target = load_target(name)

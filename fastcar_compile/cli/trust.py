@@ -15,7 +15,7 @@ from fastcar_compile.errors import InputError, UserError, count_text
 
 if TYPE_CHECKING:
     from fastcar_compile import Artifact
-    from fastcar_compile.trust import SignatureReport
+    from fastcar_compile.artifact.trust import SignatureReport
 
 PASSPHRASE = "FASTCAR_KEY_PASSPHRASE"
 """Environment variable with the passphrase of a private key."""
@@ -32,7 +32,7 @@ RereadOption = Annotated[
 def _gone(context: typer.Context, parameter: typer.CallbackParam, value: object) -> None:
     """Name the successor of an option that version 0.1 had."""
     if value:
-        from fastcar_compile.trust import SUCCESSOR
+        from fastcar_compile.artifact.trust import SUCCESSOR
 
         option = parameter.opts[0]
         kind = "key" if option == "--policy" else "certificate" if option in ("--certificate", "--root") else "sigstore"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from fastcar_compile import Artifact
     from fastcar_compile.artifact.manifest import Sections
-    from fastcar_compile.artifact.sections import ContextInput, DecoderConfig
+    from fastcar_compile.ir.types import ContextInput, DecoderConfig
     from fastcar_compile.runtime.backends.base import OpenStepper
 
 REFERENCE = "eager"
@@ -132,13 +132,13 @@ def default_backends(manifest: Sections) -> list[str]:
 
 def default_tolerance(manifest: Sections) -> float:
     """Return the largest difference of logits that the quantisation format explains."""
-    from fastcar_compile.formats import quant_format
+    from fastcar_compile.config.formats import quant_format
 
     return quant_format(manifest.options.quant).tolerance
 
 
 def _integer(manifest: Sections) -> bool:
-    from fastcar_compile.formats import quant_format
+    from fastcar_compile.config.formats import quant_format
 
     return quant_format(manifest.options.quant).integer
 

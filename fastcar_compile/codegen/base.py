@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from fastcar_compile.artifact.sections import Section
-from fastcar_compile.artifact.tensor_files import Placement
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.config import CompileConfig
+from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.registry import Registry
-from fastcar_compile.targets import Target
+from fastcar_compile.ir.tensor_files import Placement
+from fastcar_compile.support.packages import Registry
 
 Progress = Callable[[str], None]
 S = TypeVar("S", bound=Section)
@@ -61,7 +61,7 @@ EMITTERS = Registry(
     "emitter",
     "fastcar_compile.emitters",
     {
-        "onnx": "fastcar_compile.codegen.onnx.emit:OnnxEmitter",
+        "onnx": "fastcar_compile.codegen.onnx.export:OnnxEmitter",
         "hls": "fastcar_compile.codegen.hls.emit:HlsEmitter",
         "tvm": "fastcar_compile.codegen.tvm.emit:TvmEmitter",
         "host-program": "fastcar_compile.codegen.hls.host_program:HostProgramEmitter",

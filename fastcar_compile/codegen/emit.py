@@ -7,30 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fastcar_compile.artifact import layout
+from fastcar_compile.artifact.explain import write_report
+from fastcar_compile.artifact.layout import weight_file
 from fastcar_compile.artifact.manifest import Sections
-from fastcar_compile.artifact.report import write_report
-from fastcar_compile.artifact.sections import (
-    AcceleratorSection,
-    HostSection,
-    OnnxSection,
-    PipelineSection,
-    Section,
-)
-from fastcar_compile.artifact.tensor_files import Placement, plan_shards
+from fastcar_compile.artifact.programs import decoder_section, graph_file_text, layers_section
+from fastcar_compile.artifact.sections import AcceleratorSection, HostSection, OnnxSection, PipelineSection, Section
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EMITTERS, EmitContext, Emitter, Progress
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.config import CompileConfig
+from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import InternalError
-from fastcar_compile.ir.modules import with_branches
+from fastcar_compile.ir.ops.operator import operator_reasons
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.program_json import decoder_section, graph_file_text, layers_section
-from fastcar_compile.ir.tensors import ParameterSource, WrittenTensors
+from fastcar_compile.ir.query import with_branches
+from fastcar_compile.ir.tensor_files import Placement, TensorSource
 from fastcar_compile.ir.text import graph_to_text
-from fastcar_compile.ir.weights import LazyWeights
-from fastcar_compile.memory import require_memory
-from fastcar_compile.ops.operator import operator_reasons
-from fastcar_compile.targets import Target
+from fastcar_compile.ir.weights import LazyWeights, ParameterSource, WrittenTensors
+from fastcar_compile.support.machine import require_memory
 
 
 @dataclass(frozen=True)
@@ -120,3 +114,23 @@ def _emit_graphs(writer: ArtifactWriter, program: DecoderProgram, original: Deco
     writer.write_text(layout.TEXT_AFTER, graph_to_text(program.graph_module))
     writer.write_text(layout.GRAPH_BEFORE, graph_file_text(original))
     writer.write_text(layout.GRAPH_AFTER, graph_file_text(program))
+
+
+SHARD_BYTES = 1 << 30
+"""Weights above this go to several files of about this size."""
+
+
+def plan_shards(source: TensorSource, *, one_file: bool = False) -> dict[str, list[str]]:
+    """Return weight file -> tensor names, in the source's order; several files from `SHARD_BYTES` on."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name in source:
+        size = source.spec(name).nbytes
+        if shards[-1] and filled + size > SHARD_BYTES and not one_file:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    if len(shards) == 1:
+        return {weight_file(): shards[0]}
+    return {weight_file(i): names for i, names in enumerate(shards, 1)}

@@ -2,13 +2,132 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch.fx.node import Target, map_arg
 
-from fastcar_compile.codegen.part_graph import Part, branch_of, copy_part, part_key
 from fastcar_compile.ir.layers import schedule
-from fastcar_compile.ir.query import output_nodes
+from fastcar_compile.ir.query import get_attribute, index_of, output_nodes
+
+fastcar = torch.ops.fastcar
+
+
+# One part of a graph: as text, to compare it with others, and as a graph of its own.
+
+
+_LITERALS: dict[Target, int] = {
+    operator: index_of(operator, name)
+    for operator, name in (
+        (fastcar.offloaded_gate.default, "layer"),
+        (fastcar.offloaded_mlp.default, "layer"),
+        (fastcar.offloaded_linear.default, "name"),
+    )
+}
+"""Operator -> position of the argument that names its layer. Layers that differ in it alone are still equal."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Branches = Mapping[fx.Node, fx.GraphModule]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Operators of a graph, in order, with what they read and what is read of them.
+
+    Attributes:
+        nodes: the operators.
+        inputs: the graph's other nodes that they read.
+        outputs: those of them that others read.
+        branches: of their `cond`s, by the node that stands for each.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    branches: Branches
+
+
+def branch_of(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """Return the graph that the node stands for, if it is a branch of a `cond`."""
+    value = get_attribute(module, str(node.target)) if node.op == "get_attr" else None
+    return value if isinstance(value, fx.GraphModule) else None
+
+
+def part_key(part: Part) -> tuple[str, list[int | str]]:
+    """Return a text that equal parts share, and the part's literals.
+
+    The text says what `copy_part` would make: a copy of every layer would take longer than lowering one.
+    """
+    literals: list[int | str] = []
+    values: dict[fx.Node, Any] = {n: ("in", i) for i, n in enumerate(part.inputs)}
+    lines = [f"{n.op == 'get_attr'} {_type(n)}" for n in part.inputs]
+    for i, (node, branch) in enumerate(part.branches.items()):
+        values[node] = ("branch", i)
+        lines += ["branch", *_lines(branch.graph.nodes, {}, literals)]
+    lines += ["nodes", *_lines(part.nodes, values, literals), str([values[n] for n in part.outputs])]
+    return "\n".join(lines), literals
+
+
+def copy_part(part: Part) -> fx.GraphModule:
+    """Return the part as a graph; see Segment.copy. Literals are numbered in the order of `part_key`."""
+    graph, root = fx.Graph(), torch.nn.Module()
+    values: dict[fx.Node, fx.Node] = {}
+    literals: list[int | str] = []
+    for i, node in enumerate(part.inputs):
+        values[node] = graph.placeholder(f"in_{i}")
+        values[node].meta["val"] = node.meta["val"]
+    for i, (node, branch) in enumerate(part.branches.items()):
+        root.add_module(f"branch_{i}", _copy_branch(branch, literals))
+        values[node] = graph.get_attr(f"branch_{i}")
+    for i, node in enumerate(part.nodes):
+        args, kwargs = _arguments(node, values, literals)
+        values[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"n_{i}")
+        values[node].meta = dict(node.meta)
+    graph.output(tuple(values[n] for n in part.outputs))
+    return fx.GraphModule(root, graph)
+
+
+def _copy_branch(branch: fx.GraphModule, literals: list[int | str]) -> fx.GraphModule:
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(branch.graph.nodes):
+        args, kwargs = _arguments(node, values, literals)
+        if node.op == "output":
+            graph.output(args[0])
+            continue
+        target = f"b_{i}" if node.op == "placeholder" else node.target
+        values[node] = graph.create_node(node.op, target, args, kwargs, name=f"b_{i}")
+        values[node].meta = dict(node.meta)
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _arguments(node: fx.Node, values: Mapping[fx.Node, Any], literals: list[int | str]) -> Arguments:
+    """Return the node's arguments with nodes replaced by `values`, and move its literal to `literals`."""
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
+    at = _LITERALS.get(node.target)
+    if at is not None:
+        literal = cast("int | str", args[at])  # _LITERALS names where such a literal stands
+        args = (*args[:at], type(literal)(len(literals)), *args[at + 1 :])
+        literals.append(literal)
+    return args, kwargs
+
+
+def _lines(nodes: Iterable[fx.Node], values: dict[fx.Node, Any], literals: list[int | str]) -> list[str]:
+    """Return a line per node; nodes are named by position."""
+    lines = []
+    for i, node in enumerate(nodes):
+        target = node.op if node.op in ("placeholder", "output") else node.target
+        lines.append(f"{target} {_arguments(node, values, literals)} {_type(node)}")
+        values[node] = ("node", i)
+    return lines
+
+
+def _type(node: fx.Node) -> str:
+    val = node.meta.get("val")
+    return f"{val.dtype} {tuple(val.shape)}" if isinstance(val, Tensor) else ""
 
 
 @dataclass(frozen=True)

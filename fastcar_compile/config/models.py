@@ -5,16 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from fastcar_compile import limits
-from fastcar_compile.config.base import Config
+from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, QUANT_FORMATS, quant_format
 from fastcar_compile.config.parse import Heads, Threshold, Weights, parse_layers_of_heads, parse_thresholds
 from fastcar_compile.errors import CompileError, UserError, count_text
-from fastcar_compile.formats import KV_TYPES, QUANT_FORMATS, quant_format
-from fastcar_compile.formats.quant import ACCELERATED
 from fastcar_compile.gates import GATES, gate_named
 from fastcar_compile.gates.registry import weights_problem
+from fastcar_compile.support import limits
+from fastcar_compile.support.values import checked
+
+# What all configurations share: frozen fields, JSON, and errors that name every bad field.
+
+
+@checked(CompileError)
+class Config(BaseModel):
+    """Frozen, without unknown fields. A refused value raises CompileError, which names every field at fault."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-safe dict; infinite thresholds are the strings "inf" and "-inf"."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Return the configuration that `to_json` wrote.
+
+        Raises:
+            CompileError: a field is not valid.
+        """
+        return cls(**data)
+
 
 _WHOLE_STEP = {"kv": "int8", "numerics": "exact"}
 """Options that offload "all" implies."""
@@ -161,7 +183,7 @@ class CompileConfig(Config):
     """Everything that shapes a compiled artifact besides the model itself.
 
     Args:
-        target: name of the target (see `fastcar_compile.targets`).
+        target: name of the target (see `fastcar_compile.config.targets`).
         tokens_per_frame: stride F between a token and the same place in the previous frame; tokens.
         max_seq_len: positions of a sequence; tokens. Without sparse attention the KV cache has as many rows.
         batch_size: rows decoded together; at most 32 (the width of the DRS Index Register).

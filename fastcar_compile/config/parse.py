@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, PlainSerializer
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates import GateWeights
 from fastcar_compile.gates.weights import DIGEST
-from fastcar_compile.values import number, shown
+from fastcar_compile.support.values import number, shown
 
 Heads = tuple[tuple[int, float], ...]
 """(query head, weight) pairs."""

@@ -4,31 +4,127 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.frontend.checkpoint import Checkpoint
-from fastcar_compile.frontend.export_errors import depends_on_data, export_error, silenced
-from fastcar_compile.frontend.exported import check_exported
 from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, StaticCacheStep, is_huggingface, static_cache_step
-from fastcar_compile.frontend.importer import REASONS, import_exported
-from fastcar_compile.frontend.inspect_model import ModelFacts
-from fastcar_compile.frontend.module_names import check_module_names
-from fastcar_compile.frontend.randomness import check_deterministic
+from fastcar_compile.frontend.importer import REASONS, check_exported, check_module_names, import_exported
+from fastcar_compile.frontend.model_facts import ModelFacts, as_written, unwrapped
 from fastcar_compile.frontend.structures import check_device, check_signature
-from fastcar_compile.frontend.unwrap import as_written, unwrapped
-from fastcar_compile.ir.program import ContextInput, DecoderConfig, DecoderProgram
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.provenance import importable_path, where
 from fastcar_compile.ir.query import ancestors, is_op, node_arg, shape_of
+from fastcar_compile.ir.types import ContextInput, DecoderConfig
 from fastcar_compile.ir.weights import LazyWeights
+
+aten = torch.ops.aten
+
+
+# What torch.export says, as a sentence with the place in the user's model.
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parents[1])
+_LONGEST = 200
+_PROTOCOL = "docs/reference/step_protocol.md"
+
+
+def depends_on_data(error: BaseException) -> bool:
+    """Return whether Python asked for a value that only a run of the step knows."""
+    return isinstance(error, GuardOnDataDependentSymNode) or "data-dependent" in str(error)
+
+
+@contextmanager
+def silenced(*names: str) -> Generator[None]:
+    """Let loggers say nothing: torch logs the stack of an error that it raises too."""
+    logs = [logging.getLogger(name) for name in names]
+    kept = [log.disabled for log in logs]
+    for log in logs:
+        log.disabled = True
+    try:
+        yield
+    finally:
+        for log, disabled in zip(logs, kept, strict=True):
+            log.disabled = disabled
+
+
+def export_error(step: nn.Module, error: Exception) -> CompileError:
+    """Return the error as one sentence; the caller raises it from the original."""
+    place = _place(step, error.__traceback__)
+    if depends_on_data(error):
+        what = "Python control flow, a shape or an index depends on the value of a tensor"
+        hint = (
+            "compute it with tensor operators (torch.where, a mask, index_select), so that each step is the same graph"
+        )
+        return CompileError(what, where=place, hint=hint)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    what = f"the decode step cannot be traced: {type(error).__name__}: {lines[0][:_LONGEST]}"
+    hint = (
+        f"the forward must run on one token in each of batch_size rows, with static caches of as many; see {_PROTOCOL}"
+    )
+    return CompileError(what, where=place, hint=hint)
+
+
+def _place(step: nn.Module, trace: TracebackType | None) -> str:
+    """Module path and source line of the deepest frame in the model's own code."""
+    frames = [(frame, line) for frame, line in traceback.walk_tb(trace) if _is_theirs(frame)]
+    paths = {id(module): path for path, module in step.named_modules()}
+    # The deepest frame with a module as `self` gives a path in the model, which says more than a line.
+    for frame, line in reversed(frames):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and paths.get(id(owner)):
+            inner = paths[id(owner)].removeprefix("model.") if hasattr(step, "static_cache") else paths[id(owner)]
+            return f"{inner}, {importable_path(frame.f_code.co_filename)}:{line}"
+    if frames:
+        frame, line = frames[-1]
+        return f"{importable_path(frame.f_code.co_filename)}:{line}"
+    return type(step).__name__
+
+
+def _is_theirs(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return not file.startswith((_TORCH, _OWN, "<"))
+
+
+# A decode step must be a function of its inputs: what draws random numbers is refused.
+
+
+_DROPOUT = (aten.dropout, aten.native_dropout, aten.alpha_dropout, aten.feature_dropout)
+_DRAWS: tuple[Any, ...] = (aten.rand, aten.randn, aten.randint, aten.rand_like, aten.randn_like, aten.bernoulli)
+_DRAWS += (aten.multinomial, aten.normal, aten.uniform_, aten.bernoulli_, aten.normal_, aten.exponential_)
+
+
+def check_deterministic(graph: fx.Graph) -> None:
+    """Raise CompileError with every operator that draws random numbers."""
+    problems: list[CompileError] = []
+    for node in graph.nodes:
+        # The third argument is `train`; it must be False literally.
+        if is_op(node, *_DROPOUT) and node.args[2:3] != (False,):
+            what = "dropout is active in a model that is not training"
+            hint = "use nn.Dropout, or give F.dropout training=self.training: its default is True"
+            problems.append(CompileError(what, where=where(node), hint=hint))
+        elif is_op(node, *_DRAWS):
+            what = f"the decode step draws random numbers ({node.target})"
+            hint = "return logits from the step, and sample outside of it"
+            problems.append(CompileError(what, where=where(node), hint=hint))
+    if problems:
+        raise CompileError.collect(problems)
+
 
 _LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fastcar_compile import limits
 from fastcar_compile.errors import CompileError, count_text
-from fastcar_compile.frontend.config_json import CONFIG, read_config_json
-from fastcar_compile.frontend.skeleton import Skeleton, load_config
-from fastcar_compile.frontend.stored_names import StoredNames
-from fastcar_compile.strict_json import read_json
-from fastcar_compile.values import model_hint, refuse_pipe
+from fastcar_compile.frontend.skeleton import CONFIG, Skeleton, StoredNames, load_config, read_config_json
+from fastcar_compile.support import limits
+from fastcar_compile.support.strict_json import read_json
+from fastcar_compile.support.values import model_hint, refuse_pipe
 
 T = TypeVar("T")
 

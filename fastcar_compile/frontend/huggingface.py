@@ -6,16 +6,112 @@ import copy
 import inspect
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, StaticLayer
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.frontend.cache_shapes import cache_argument, fit_caches
-from fastcar_compile.frontend.rope import fixed_frequencies
+
+# Shapes of a Hugging Face decoder's key and value caches, where its config does not state them.
+
+
+def cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str:
+    """Return what the model's forward calls its cache: `past_key_values` until Transformers 5.23, `cache` after it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def fit_caches(recipe: TorchExportableModuleWithStaticCache, model: PreTrainedModel, batch: int) -> None:
+    """Give the recipe's caches the heads that the model writes.
+
+    Transformers reads them from `num_key_value_heads`, and takes all query heads where a config has no such field:
+    multi-query decoders such as Falcon then get caches that are too wide.
+    """
+    if getattr(model.config.get_text_config(), "num_key_value_heads", None) is not None:
+        return
+    for number, (layer, shape) in enumerate(zip(recipe.static_cache.layers, _written(model, batch), strict=True)):
+        if not isinstance(layer, StaticLayer) or shape is None:
+            continue
+        # `lazy_initialization` takes batch, heads and head dimension from its arguments. No row is needed.
+        row = torch.zeros(*shape[:2], 0, shape[3], dtype=model.dtype)
+        layer.lazy_initialization(row, row)
+        recipe.register_buffer(f"key_cache_{number}", layer.keys, persistent=False)
+        recipe.register_buffer(f"value_cache_{number}", layer.values, persistent=False)
+
+
+def _written(model: PreTrainedModel, batch: int) -> list[torch.Size | None]:
+    """Return the shapes of one token's keys, per layer, from a forward that computes nothing."""
+    cache = DynamicCache()
+    # Under a fake mode the forward knows shapes only.
+    mode = detect_fake_mode(list(model.parameters())) or FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.no_grad():
+        model(torch.zeros(batch, 1, dtype=torch.int64), use_cache=True, **{cache_argument(model): cache})
+    keys = [layer.keys if isinstance(layer, CacheLayerMixin) else None for layer in cache.layers]
+    return [None if k is None else k.shape for k in keys]
+
+
+# Rotary frequencies that depend on the length of the sequence, fixed for the length that is compiled.
+
+
+_FIXED = "default"
+
+
+@contextmanager
+def fixed_frequencies(model: nn.Module, max_seq_len: int) -> Generator[None]:
+    """Give every rotary embedding of the kinds "dynamic" and "longrope" its frequencies at this length.
+
+    Transformers chooses them anew from the largest position of every call: dynamic ones grow with it, longrope changes
+    from its short to its long factors at the original length. A decode step is one graph, and the keys of a cache all
+    need one table. So the table is that of a sequence of `max_seq_len` tokens. The model gets its own back on exit.
+    """
+    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules() if _depends(module)]
+    try:
+        for module, _, _ in kept:
+            _fix(module, max_seq_len)
+        yield
+    finally:
+        for module, attributes, buffers in kept:
+            vars(module).update(attributes)
+            module._buffers.update(buffers)
+
+
+def _depends(module: nn.Module) -> bool:
+    return any(_is_by_length(kind) for kind in _kinds(module).values())
+
+
+def _is_by_length(kind: str) -> bool:
+    return "dynamic" in kind or kind == "longrope"
+
+
+def _kinds(module: Any) -> dict[str | None, str]:
+    """Kind of RoPE by type of layer; None: the same for all layers."""
+    kind = getattr(module, "rope_type", None)
+    if isinstance(kind, dict):
+        return dict(kind)
+    return {None: kind} if isinstance(kind, str) and hasattr(module, "inv_freq") else {}
+
+
+def _fix(module: Any, max_seq_len: int) -> None:
+    # A model with several types of layers has a table for each type, under a name of its own.
+    kinds = _kinds(module)
+    for layers, kind in kinds.items():
+        if not _is_by_length(kind):
+            continue
+        name = "inv_freq" if layers is None else f"{layers}_inv_freq"
+        old: Tensor = getattr(module, name)
+        options = {} if layers is None else {"layer_type": layers}
+        length: Any = torch.tensor(max_seq_len)  # as in a forward, so that frequencies have the same bits
+        new, _scaling = ROPE_INIT_FUNCTIONS[kind](module.config, torch.device("cpu"), seq_len=length, **options)
+        module.register_buffer(name, new.to(old.dtype), persistent=False)
+        # Another kind would make the forward compute its frequencies anew from the positions.
+        kinds[layers] = _FIXED
+    module.rope_type = kinds if isinstance(module.rope_type, dict) else kinds[None]
 
 
 class StaticCacheStep(TorchExportableModuleWithStaticCache):

@@ -3,20 +3,93 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx, nn
 from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.node import map_arg
 
-from fastcar_compile.errors import CompileError
-from fastcar_compile.frontend.exported import POSITION_NAMES, TOKEN_NAMES
-from fastcar_compile.ir.modules import graph_module
-from fastcar_compile.ir.query import node_arg, output_nodes
+from fastcar_compile.errors import CompileError, count_text
+from fastcar_compile.ir.provenance import is_path
+from fastcar_compile.ir.query import graph_module, node_arg, output_nodes
 from fastcar_compile.ir.rewrite import call, fake_mode_of
+
+# Names of modules and tensors: torch.fx writes them into source code, and a graph file has to be readable again.
+
+
+_HINT = "rename it: letters, digits, blanks and . _ - + : / @ [ ], at most 1,000 in a whole path"
+
+
+def check_module_names(model: nn.Module) -> None:
+    """Raise CompileError unless every module, parameter and buffer has a name that a graph file can hold."""
+    named = (model.named_modules(), model.named_parameters(), model.named_buffers())
+    check_paths(name for pairs in named for name, _ in pairs if name)
+
+
+def check_paths(names: Iterable[str]) -> None:
+    """Raise CompileError for a name that a graph file cannot hold, with all such names."""
+    wrong = [name for name in names if not is_path(name)]
+    if wrong:
+        # Sorted by length: a module's name comes before those of its parameters.
+        first = min(wrong, key=len)
+        raise CompileError(
+            f"{count_text(len(wrong), 'name')} of the model cannot be written", where=f"{first!a:.200}", hint=_HINT
+        )
+
+
+# What an ExportedProgram must be before it can be imported: a module is brought there, an export is as it is.
+
+
+TOKEN_NAMES = {"input_ids": "tokens", "tokens": "tokens", "inputs_embeds": "inputs_embeds"}
+POSITION_NAMES = ("cache_position", "position")
+_MEND_SHAPE = "export the step for fixed shapes: one token per row [B, 1] (or [B, 1, H]) and cache_position [1]"
+
+
+def check_exported(exported: ExportedProgram) -> None:
+    """Check shapes and precision.
+
+    Raises:
+        CompileError: dynamic shapes, more than one token per step, or another precision than float32; all at once.
+    """
+    problems = [CompileError(t, where="inputs of the exported program", hint=_MEND_SHAPE) for t in _shapes(exported)]
+    tensors = {**exported.state_dict, **exported.constants}
+    check_paths(tensors)
+    other = {n: t.dtype for n, t in tensors.items() if isinstance(t, Tensor) and _is_other_precision(t)}
+    if other:
+        dtypes = sorted({str(dtype).removeprefix("torch.") for dtype in other.values()})
+        first = next(iter(other))
+        what = f"the exported program holds {count_text(len(other), 'tensor')} of {', '.join(dtypes)}, first {first}"
+        problems.append(CompileError(what, hint="export module.float(), or give the module itself"))
+    if problems:
+        raise CompileError.collect(problems)
+
+
+def _is_other_precision(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float32
+
+
+def _shapes(exported: ExportedProgram) -> list[str]:
+    found: list[str] = []
+    names = set(exported.graph_signature.user_inputs)
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" or node.name not in names or not isinstance(value, Tensor):
+            continue
+        shape: tuple[int | SymInt, ...] = tuple(value.shape)
+        # One shape error is enough for each input; later checks compare sizes as numbers.
+        if any(isinstance(d, SymInt) for d in shape):
+            found.append(f"input {node.name} has the dynamic shape [{', '.join(map(str, shape))}]")
+        elif node.name in TOKEN_NAMES and (value.dim() < 2 or value.shape[1] != 1):
+            found.append(f"input {node.name} has shape {list(value.shape)}, but a decode step takes one token per row")
+        elif node.name in POSITION_NAMES and (value.dim() != 1 or (value.numel() != 1 and not found)):
+            what = f"input {node.name} has shape {list(value.shape)}, but the rows of a step share one position, [1]"
+            found.append(f"{what}: rows with padding are not supported")
+    return found
+
 
 _MADE_BY = "import"
 REASONS = {_MADE_BY: "The capture gives the decode step its position as an input."}

@@ -17,29 +17,287 @@ tensors as source code, classes of a pytree as modules to import. So everything 
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._export.serde import schema
-from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_dataclass
+from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_dataclass, deserialize_scalar_type
 from torch.export import ExportedProgram
 
-from fastcar_compile import limits
 from fastcar_compile.errors import CompileError, UserError
-from fastcar_compile.frontend.pt2_checks import check_program
-from fastcar_compile.frontend.pt2_tensors import Payloads, only_tensors
-from fastcar_compile.strict_json import parse_json
-from fastcar_compile.values import refuse_pipe
+from fastcar_compile.ir.provenance import is_identifier, is_path, operator_named
+from fastcar_compile.support import limits
+from fastcar_compile.support.strict_json import parse_json
+from fastcar_compile.support.values import refuse_pipe
+
+# What an exported program from a file may say, checked on torch's own typed form of it before torch builds a graph.
+
+
+_KEPT_METADATA = ("stack_trace", "nn_module_stack")
+"""What is kept of a node's metadata: where it is in the model and in its source."""
+
+_MODES = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+"""Operators that take a graph; the importer puts its body in their place."""
+
+_BUILT_IN = ("_operator.getitem",)
+_PYTREES = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
+
+_HINT_SHAPE = "export the step for fixed shapes: one token per row [B, 1] (or [B, 1, H]) and cache_position [1]"
+_HINT_OPERATOR = "export without custom operators, or give the module itself to fastcar_compile.compile"
+_HINT_TREE = "give and return tensors, or tuples, lists and dicts of them"
+_HINT_FILE = "write the file with torch.export.save"
+
+
+def check_program(program: schema.ExportedProgram) -> None:
+    """Check everything that torch's deserialiser would evaluate, look up or import; drop what nothing here needs.
+
+    Raises:
+        CompileError: an operator, an expression, a pytree or a name is not allowed.
+    """
+    # Guards are Python source. Nothing here needs them or the metadata.
+    program.guards_code = []
+    program.graph_module.metadata = {}
+    # Only symbols have ranges, so the shapes are not fixed.
+    if program.range_constraints:
+        raise _dynamic()
+    for part in _parts(program):
+        _check_part(part)
+
+
+def check_name(name: Any) -> None:
+    """Raise CompileError unless torch.fx can write the name into source code."""
+    if not is_path(name):
+        raise CompileError(f"the exported program has a tensor of the name {name!r:.80}", hint=_HINT_FILE)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Return every typed part of the program, outermost first."""
+    if dataclasses.is_dataclass(value):
+        yield value
+        yield from (part for field in dataclasses.fields(value) for part in _parts(getattr(value, field.name, None)))
+    elif isinstance(value, list):
+        yield from (part for item in value for part in _parts(item))
+    elif isinstance(value, dict):
+        yield from (part for item in value.values() for part in _parts(item))
+
+
+def _check_part(part: Any) -> None:
+    _check_identifiers(_identifiers(part))
+    match part:
+        case schema.SymExpr():
+            raise _dynamic()
+        case schema.CustomObjArgument():
+            raise CompileError("the exported program holds an object that is no tensor", hint=_HINT_OPERATOR)
+        case schema.Node():
+            part.metadata = {k: str(v) for k, v in part.metadata.items() if k in _KEPT_METADATA}
+            _check_operator(part.target)
+        case schema.Argument() if part.type == "as_operator":
+            _check_operator(part.as_operator)
+        case schema.ModuleCallSignature():
+            _check_tree(part.in_spec)
+            _check_tree(part.out_spec)
+        case schema.InputSpec() | schema.OutputSpec():
+            for field in dataclasses.fields(part.value):
+                _check_target(field.name, getattr(part.value, field.name))
+        case _:
+            pass
+
+
+def _identifiers(part: Any) -> Iterable[Any]:
+    """Return the names in a part that torch.fx writes into source code as they are."""
+    match part:
+        case schema.Node():
+            return (part.name, *(i.name for i in part.inputs if i.name))
+        case schema.Graph():
+            values = (part.tensor_values, part.sym_int_values, part.sym_bool_values, part.sym_float_values)
+            return (name for names in (*values, part.custom_obj_values) for name in names)
+        case schema.TensorArgument() | schema.TokenArgument() | schema.GraphArgument():
+            return (part.name,)
+        case schema.SymIntArgument() | schema.SymFloatArgument() | schema.SymBoolArgument() if part.type == "as_name":
+            return (part.as_name,)
+        case schema.Argument() if part.type == "as_string_to_argument":
+            return part.as_string_to_argument
+        case schema.ModuleCallSignature():
+            return part.forward_arg_names or ()
+        case _:
+            return ()
+
+
+def _check_target(field: str, value: Any) -> None:
+    if field.endswith("_name") or isinstance(value, str):
+        check_name(value)
+
+
+def _check_identifiers(names: Iterable[Any]) -> None:
+    for name in names:
+        if name is not None and not is_identifier(name):
+            raise CompileError(f"the exported program has a value of the name {name!r:.80}", hint=_HINT_FILE)
+
+
+def _check_operator(target: Any) -> None:
+    """Raise unless `target` names an operator that computes: `torch.ops.aten.add.Tensor`, for example."""
+    if target in _BUILT_IN:
+        return
+    match target.split(".") if isinstance(target, str) else []:
+        case ["torch", "ops", "higher_order", name] if name in _MODES:
+            return
+        case ["torch", "ops", "aten", name, overload] if operator_named("aten", name, overload) is not None:
+            return
+        case _:
+            pass
+    raise CompileError(f"the exported program calls {target!r:.120}, which no file may ask for", hint=_HINT_OPERATOR)
+
+
+def _check_tree(text: Any) -> None:
+    data = parse_json(text.encode()) if isinstance(text, str) else None
+    if not (isinstance(data, list) and len(data) == 2 and isinstance(data[0], int)):
+        raise CompileError("the exported program has a malformed pytree", hint=_HINT_FILE)
+    _check_branch(data[1])
+
+
+def _check_branch(tree: Any) -> None:
+    if not isinstance(tree, dict) or tree.keys() - {"type", "context", "children_spec"}:
+        raise CompileError("the exported program has a malformed pytree", hint=_HINT_FILE)
+    if tree["type"] is not None and tree["type"] not in _PYTREES:
+        raise CompileError(f"the exported program takes or returns a {tree['type']!r:.80}", hint=_HINT_TREE)
+    context = parse_json(tree["context"].encode()) if isinstance(tree["context"], str) else tree["context"]
+    keys = context if isinstance(context, list) else [] if context is None else [context]
+    if not all(isinstance(key, str | int) for key in keys):
+        raise CompileError("the exported program takes or returns a dict whose keys are no texts", hint=_HINT_TREE)
+    for child in tree["children_spec"]:
+        _check_branch(child)
+
+
+def _dynamic() -> CompileError:
+    return CompileError("the exported program has dynamic shapes", hint=_HINT_SHAPE)
+
+
+# Weights and constants of a `.pt2` file: tensors, and nothing that would have to be unpickled freely.
+
+
+_WEIGHTS, _CONSTANTS = "data/weights/", "data/constants/"
+_TENSOR_FILES = {_WEIGHTS: "weight_", _CONSTANTS: "tensor_"}
+_HINT = "export a module whose parameters, buffers and constants are plain tensors on the CPU"
+
+
+class Payloads:
+    """The tensors of one program in an archive.
+
+    Args:
+        name: of the program. sizes: bytes of every part of the archive. reader: torch's of the archive.
+    """
+
+    def __init__(self, name: str, sizes: Mapping[str, int], reader: torch._C.PyTorchFileReader) -> None:
+        self._name, self._sizes, self._reader = name, sizes, reader
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return parameters and buffers by name."""
+        return self._tensors(_WEIGHTS, f"{_WEIGHTS}{self._name}_weights_config.json", "the weights")
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return constants by name."""
+        return self._tensors(_CONSTANTS, f"{_CONSTANTS}{self._name}_constants_config.json", "the constants")
+
+    def _tensors(self, folder: str, config: str, what: str) -> dict[str, Tensor]:
+        legacy = f"{folder}{self._name}.pt"
+        if legacy in self._sizes:
+            return only_tensors(self._reader.get_record(legacy), what)
+        typed: Any = _dict_to_dataclass(schema.PayloadConfig, parse_json(self._reader.get_record(config)))
+        stored: dict[str, Tensor] = {}
+        return {name: self._tensor(folder, name, meta, stored) for name, meta in typed.config.items()}
+
+    def _tensor(self, folder: str, name: str, meta: schema.PayloadMeta, stored: dict[str, Tensor]) -> Tensor:
+        check_name(name)
+        place = meta.path_name
+        if not place.startswith(_TENSOR_FILES[folder]) or f"{folder}{place}" not in self._sizes:
+            raise CompileError(f"{name} of the exported program is no tensor of the file", hint=_HINT)
+        if meta.use_pickle:
+            found = unpickled(self._reader.get_record(f"{folder}{place}"), name)
+            return _plain(found, name)
+        if meta.tensor_meta is None:
+            raise CompileError(f"{name} of the exported program has no type", hint=_HINT)
+        # Tensors of one part share its memory, as tied parameters do.
+        flat = stored.get(place)
+        if flat is None:
+            flat = stored[place] = self._flat(f"{folder}{place}", meta.tensor_meta)
+        value = _strided(flat, meta.tensor_meta, name)
+        return torch.nn.Parameter(value, requires_grad=False) if meta.is_param else value
+
+    def _flat(self, record: str, meta: schema.TensorMeta) -> Tensor:
+        """Return the elements of a part as they are stored."""
+        dtype = deserialize_scalar_type(meta.dtype)
+        size, element = self._sizes[record], dtype.itemsize
+        if size % element:
+            raise CompileError(f"{record} has {size} bytes, no multiple of the {element} of {dtype}", hint=_HINT)
+        flat = torch.empty(0, dtype=dtype)
+        if size:
+            raw = self._reader.get_storage_from_record(record, size // element, dtype)
+            flat.set_(raw.untyped_storage(), 0, (size // element,), (1,))
+        return flat
+
+
+def only_tensors(data: bytes, what: str) -> dict[str, Tensor]:
+    """Return a pickled dict of tensors.
+
+    Raises:
+        CompileError: it holds anything else.
+    """
+    found = unpickled(data, what)
+    if not isinstance(found, dict):
+        raise CompileError(f"{what} of the exported program are no dict of tensors", hint=_HINT)
+    for name, value in found.items():
+        check_name(name)
+        _plain(value, name)
+    return dict(found)
+
+
+def unpickled(data: bytes, what: str) -> Any:
+    """Return what torch's restricted unpickler makes of `data`.
+
+    Raises:
+        CompileError: it holds anything but tensors and plain containers.
+    """
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception as error:  # pickle, zip and torch raise many kinds; all of them mean that it is not only tensors
+        what = f"{what} of the exported program holds Python objects, which are not unpickled"
+        raise CompileError(what, hint=_HINT) from error
+
+
+def _plain(value: Any, name: str) -> Tensor:
+    kinds = (Tensor, torch.nn.Parameter)
+    if type(value) not in kinds or value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
+        raise CompileError(f"{name} of the exported program is no plain tensor", hint=_HINT)
+    return value
+
+
+def _strided(flat: Tensor, meta: schema.TensorMeta, name: str) -> Tensor:
+    sizes, strides = [_whole(s, name) for s in meta.sizes], [_whole(s, name) for s in meta.strides]
+    # Strides of 0 repeat elements: a few stored bytes could claim any size.
+    repeated = (prod(sizes) - flat.numel()) * flat.element_size()
+    if repeated > limits.EXPANDED_BYTES or (meta.device is not None and meta.device.type != "cpu"):
+        raise CompileError(f"{name} of the exported program is no plain tensor", hint=_HINT)
+    return torch.as_strided(flat, sizes, strides, _whole(meta.storage_offset, name))
+
+
+def _whole(size: schema.SymInt, name: str) -> int:
+    if size.type != "as_int" or type(size.value) is not int or size.value < 0:
+        raise CompileError(f"{name} of the exported program has no fixed shape", hint=_HINT)
+    return size.value
+
 
 _OLD = "serialized_exported_program.json"
 """In a file of torch 2.7 or older."""
 
-_HINT = "write it again with torch.export.save of torch 2.8 or later"
+_PT2_HINT = "write it again with torch.export.save of torch 2.8 or later"
 
 
 def load_exported(path: Path) -> ExportedProgram:
@@ -56,7 +314,7 @@ def load_exported(path: Path) -> ExportedProgram:
         raise type(error)(error.what, where=error.where or str(path), hint=error.hint) from error
     except Exception as error:  # torch raises many kinds here; all of them mean the file is not what it should be
         text = str(error).partition("\n")[0][: limits.TEXT_ERROR] or type(error).__name__
-        raise UserError(f"the exported program cannot be read: {text}", where=str(path), hint=_HINT) from error
+        raise UserError(f"the exported program cannot be read: {text}", where=str(path), hint=_PT2_HINT) from error
 
 
 def _is_old(path: Path) -> bool:
@@ -93,7 +351,7 @@ def _check_total(path: Path, sizes: Mapping[str, int]) -> None:
     total, length = sum(sizes.values()), path.stat().st_size
     if total > length or len(sizes) > limits.TENSORS:
         what = f"the file of {length} bytes claims to hold {total} bytes in {len(sizes)} parts"
-        raise UserError(what, hint=_HINT)
+        raise UserError(what, hint=_PT2_HINT)
 
 
 Tensors = Callable[[], dict[str, Tensor]]
@@ -104,6 +362,6 @@ def _built(program: bytes, weights: Tensors, constants: Tensors) -> ExportedProg
     # Typed, but not built: torch has evaluated nothing of the file until `check_program` has passed.
     typed = _dict_to_dataclass(schema.ExportedProgram, data)
     if not isinstance(typed, schema.ExportedProgram):
-        raise CompileError("the file holds no exported program", hint=_HINT)
+        raise CompileError("the file holds no exported program", hint=_PT2_HINT)
     check_program(typed)
     return ExportedProgramDeserializer().deserialize(typed, weights(), constants(), None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from fastcar_compile.gates.weights import LayerWeights
@@ -123,3 +123,42 @@ class Gate(ABC):
     @abstractmethod
     def describe(self) -> str:
         """Return the score in words, for `explain`."""
+
+
+class GateKind(IntEnum):
+    """The score that a table's controller computes; a kernel is built for one."""
+
+    TAS = 1
+    INPUT_DELTA = 2
+    BOUND = 3
+    LEARNED = 4
+
+    @property
+    def at_most(self) -> bool:
+        """Return whether small scores replay: the controller then compares minus score and minus threshold."""
+        return self is not GateKind.TAS
+
+    @property
+    def reads_query(self) -> bool:
+        """Return whether q and the cached key are operands."""
+        return self in (GateKind.TAS, GateKind.BOUND)
+
+    @property
+    def reads_input(self) -> bool:
+        """Return whether the MLP's input and its cached value are operands."""
+        return self in (GateKind.INPUT_DELTA, GateKind.BOUND, GateKind.LEARNED)
+
+
+@dataclass(frozen=True)
+class GateInputs(Generic[T]):
+    """What a gate compares; None: it does not read it.
+
+    Args:
+        query: float32 [B, Hq, D]. key: float32 [B, Hkv, D], the cached key one frame earlier.
+        x: float32 [B, H], the MLP's input. cached: float32 [B, H], that of the slot's last computed visit.
+    """
+
+    query: T | None = None
+    key: T | None = None
+    x: T | None = None
+    cached: T | None = None

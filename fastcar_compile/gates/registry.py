@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 
-from fastcar_compile.drs.table import GateKind
 from fastcar_compile.errors import CompileError
-from fastcar_compile.gates.base import Gate
+from fastcar_compile.gates.base import Gate, GateKind
 from fastcar_compile.gates.input_delta import BoundGate, InputDeltaGate
 from fastcar_compile.gates.learned import LearnedGate
 from fastcar_compile.gates.study import AlwaysGate, NeverGate, RandomGate

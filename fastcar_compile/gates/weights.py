@@ -78,7 +78,7 @@ class GateWeights:
         Raises:
             CompileError: missing or unknown tensors, shapes that do not fit, values that are not finite; all at once.
         """
-        from fastcar_compile.gates.weight_tensors import digest_of, layer_weights, problems_of
+        from fastcar_compile.gates.tensors import digest_of, layer_weights, problems_of
 
         problems = [p for layer, params in sorted(layers.items()) for p in problems_of(layer, params)]
         if not layers:
@@ -95,7 +95,7 @@ class GateWeights:
         Raises:
             UserError: it cannot be read. CompileError: format, version, tensors; all that is wrong at once.
         """
-        from fastcar_compile.gates.gate_file import read_gate_file
+        from fastcar_compile.gates.tensors import read_gate_file
 
         _, tensors = read_gate_file(path)
         layers: dict[int, dict[str, Tensor]] = {}
@@ -116,7 +116,7 @@ class GateWeights:
 
     def save(self, path: str | Path) -> None:
         """Write the file with all values in float32. The same weights give the same bytes."""
-        from fastcar_compile.gates.gate_file import write_gate_file
+        from fastcar_compile.gates.tensors import write_gate_file
 
         self.require()
         named = {layer: weights.params().items() for layer, weights in self.layers.items()}

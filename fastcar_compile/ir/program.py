@@ -8,14 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from fastcar_compile.artifact.sections.decoder import CONTEXT_ROLES as CONTEXT_ROLES
-from fastcar_compile.artifact.sections.decoder import ContextInput as ContextInput
-from fastcar_compile.artifact.sections.decoder import DecoderConfig as DecoderConfig
-from fastcar_compile.artifact.sections.decoder import Ring as Ring
-from fastcar_compile.artifact.sections.decoder import StateRole as StateRole
-from fastcar_compile.ir.modules import placeholder_names, tensor_attributes
-from fastcar_compile.ir.query import value_of
+import fastcar_compile.ir.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (it registers the operators)
+from fastcar_compile.ir.query import placeholder_names, tensor_attributes, value_of
 from fastcar_compile.ir.sites import LayerSite, layer_sites
+from fastcar_compile.ir.types import CONTEXT_ROLES, DecoderConfig, StateRole
 from fastcar_compile.ir.weights import LazyWeights, Parameters
 
 

@@ -12,8 +12,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 
 from fastcar_compile.ir.layers import PARAMETER, inherit_layer, move_role, parameter_of
-from fastcar_compile.ir.modules import tensor_attribute
 from fastcar_compile.ir.provenance import ORIGIN_KEYS
+from fastcar_compile.ir.query import tensor_attribute
 from fastcar_compile.ir.weights import LazyWeights, Make, quantized
 
 

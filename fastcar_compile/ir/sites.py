@@ -9,20 +9,28 @@ import torch
 from torch import fx
 
 from fastcar_compile.errors import InternalError
-from fastcar_compile.ir.layers import ReplayFacts, Role, layer_of, parameter_of, replay_of, role_nodes
-from fastcar_compile.ir.modules import branches_of
+from fastcar_compile.ir.layers import (
+    ReplayFacts,
+    Role,
+    layer_of,
+    parameter_of,
+    replay_of,
+    role_nodes,
+    softcap_of,
+    window_of,
+)
 from fastcar_compile.ir.provenance import module_path_of, source_of
 from fastcar_compile.ir.query import (
     activation_of,
     ancestors_until,
     between,
+    branches_of,
     is_op,
     node_arg,
     optional_arg,
     shape_of,
     squared_relu,
 )
-from fastcar_compile.ir.rings import softcap_of, window_of
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 LINEARS = (aten.linear, fastcar.linear_bf16, fastcar.linear_w8a8, fastcar.linear_w4a8)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from fastcar_compile.errors import InternalError
+from fastcar_compile.errors import InputError, InternalError
 from fastcar_compile.ir.layers import layer_of, role_of
-from fastcar_compile.ir.modules import branches_of
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import module_path_of, source_of
+from fastcar_compile.ir.query import branches_of
 
 NAMESPACES = ("aten", "fastcar")
 SPECIAL_OPERATORS: dict[str, Any] = {
@@ -88,3 +89,45 @@ def _type_text(node: fx.Node) -> str:
 
 def _dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# One node of a rewritten graph, as text for people.
+
+
+def explain_node(module: fx.GraphModule, name: str, reason: Callable[[str, str], str]) -> str:
+    """Return one node: its operator, shape, source line, module, the pass that made it, its inputs and users.
+
+    Args:
+        reason: takes the name of a pass and an operator without its overload, and says why the pass made it.
+
+    Raises:
+        InputError: there is no such node in the graph or its branches.
+    """
+    found = _find(module, name, "decode step")
+    if found is None:
+        raise InputError(f"there is no node {name!r}", hint="list the nodes with `fastcar inspect ARTIFACT --after`")
+    place, owner, node = found
+    made_by = str(node.meta.get("made_by", ""))
+    listing = next(line for line in graph_to_text(owner).splitlines() if line.startswith(f"{name}:"))
+    return "\n".join(
+        [
+            listing.partition("  #")[0],
+            f"  graph    {place}",
+            f"  source   {source_of(node) or 'none'}",
+            f"  module   {module_path_of(node) or 'none'}",
+            f"  made by  {made_by or 'the model'}",
+            *([f"  reason   {reason(made_by, str(node.target).removesuffix('.default'))}"] if made_by else []),
+            f"  reads    {', '.join(n.name for n in node.all_input_nodes) or 'nothing'}",
+            f"  read by  {', '.join(n.name for n in node.users) or 'nothing'}",
+        ]
+    )
+
+
+def _find(module: fx.GraphModule, name: str, place: str) -> tuple[str, fx.GraphModule, fx.Node] | None:
+    for node in module.graph.nodes:
+        if node.name == name and node.op != "output":
+            return place, module, node
+    for child_name, child in module.named_children():
+        if isinstance(child, fx.GraphModule) and (found := _find(child, name, child_name)):
+            return found
+    return None

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, fx
 
 from fastcar_compile.errors import InternalError, count_text
-from fastcar_compile.ir.layers import LAYER, Role, layer_of, operators_with_roles, replay_of, role_of
-from fastcar_compile.ir.modules import branches_of, get_attribute, placeholder_names, with_branches
-from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec
-from fastcar_compile.ir.query import is_op, output_nodes
-from fastcar_compile.ir.rings import ATTENTIONS
+from fastcar_compile.ir.layers import ATTENTIONS, LAYER, Role, layer_of, operators_with_roles, replay_of, role_of
+from fastcar_compile.ir.program import DecoderProgram, StateSpec
+from fastcar_compile.ir.query import branches_of, get_attribute, is_op, output_nodes, placeholder_names, with_branches
 from fastcar_compile.ir.sites import LINEARS
+from fastcar_compile.ir.types import StateRole
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 Problems = Iterator[str]

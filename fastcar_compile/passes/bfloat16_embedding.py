@@ -9,10 +9,9 @@ import torch
 from torch import fx
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.modules import tensor_attribute
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import is_op, node_arg, value_of
+from fastcar_compile.ir.query import is_op, node_arg, tensor_attribute, value_of
 from fastcar_compile.ir.rewrite import Edit, call, derived_parameters, replace
 from fastcar_compile.ir.weights import LazyWeights, blocks_of_rows
 from fastcar_compile.passes.bfloat16_weights import SUFFIX, to_bfloat16

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastcar_compile.formats import quant_format
+from fastcar_compile.config.formats import quant_format
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.rewrite import Edit
-from fastcar_compile.passes.patterns.weights import plain_linears, replace_linear
+from fastcar_compile.passes.patterns.linear_calls import plain_linears, replace_linear
 
 SUFFIX = quant_format("bf16").suffix
 

@@ -2,27 +2,191 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, fx
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.modules import with_branches
+from fastcar_compile.ir.layers import softcap_of, window_of
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import is_op, node_arg, placeholder, value_of
+from fastcar_compile.ir.query import (
+    ancestors,
+    bound,
+    evaluate,
+    in_order,
+    is_op,
+    node_arg,
+    placeholder,
+    value_of,
+    with_branches,
+)
 from fastcar_compile.ir.rewrite import attribute, call, replace
-from fastcar_compile.ir.rings import softcap_of, window_of
-from fastcar_compile.ir.schema import bound
-from fastcar_compile.passes.patterns.inexact import inexact
-from fastcar_compile.passes.patterns.norms import rms_norm
-from fastcar_compile.passes.patterns.rotary_table import Rotation, position_table, rotations, same_tables
+from fastcar_compile.passes.patterns.norms import rms_norm, rotary, shape
 
-fastcar = torch.ops.fastcar
+aten, fastcar = torch.ops.aten, torch.ops.fastcar
+
+
+# Operators without a definition bit for bit, and why each of them has none.
+
+
+MOVES = (
+    *(aten.view, aten.reshape, aten._unsafe_view, aten.transpose, aten.permute, aten.t, aten.unsqueeze, aten.squeeze),
+    *(aten.flatten, aten.unflatten, aten.movedim, aten.swapaxes, aten.roll, aten.flip),
+    *(aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.chunk, aten.unbind, aten.narrow),
+    *(aten.cat, aten.stack, aten.expand, aten.repeat, aten.clone, aten.contiguous, aten.alias, aten.detach),
+    *(aten.to, aten._to_copy, aten.embedding, aten.index, aten.index_select, aten.where, aten.full, aten.zeros),
+    *(aten.ones, aten.neg, aten.abs, aten.relu),
+)
+"""What moves, selects or widens values; none of it rounds."""
+SUMS = (aten.add, aten.sub)
+_LAYER_NORM = "only root-mean-square norms are defined bit for bit"
+_ANGLES = "rotary positions are defined for half-rotation by a table of positions"
+_REASONS = {
+    aten.linear: "its weight is not quantised, and a float32 sum has no order",
+    aten.layer_norm: _LAYER_NORM,
+    aten.native_layer_norm: _LAYER_NORM,
+    aten.cos: _ANGLES,
+    aten.sin: _ANGLES,
+    fastcar.context_attention: "cross-attention is not defined bit for bit",
+    fastcar.linear_bf16: "a float32 sum has no order",
+}
+
+
+def inexact(modules: Iterable[fx.GraphModule]) -> list[CompileError]:
+    """Return one error per kind of operator in graphs and their branches that backends may round differently."""
+    found: dict[tuple[str, str], list[fx.Node]] = {}
+    for part in (part for module in modules for part in with_branches(module)):
+        for node, reason in _problems(part.graph.nodes):
+            found.setdefault((str(node.target), reason), []).append(node)
+    return [_error(operator, reason, nodes) for (operator, reason), nodes in found.items()]
+
+
+def _error(operator: str, reason: str, nodes: list[fx.Node]) -> CompileError:
+    count = "" if len(nodes) == 1 else f" ({len(nodes)} times)"
+    hint = 'compile with numerics="native", which offload="mlp" and "linears" have'
+    return CompileError(f"numerics='exact': {operator}{count}: {reason}", where=where(nodes[0]), hint=hint)
+
+
+def _problems(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
+    for node in nodes:
+        if node.op == "call_function" and (reason := _problem(node)) is not None:
+            yield node, reason
+
+
+def _problem(node: fx.Node) -> str | None:
+    """Return why the node's bits depend on the backend; None: they do not."""
+    # The branches of a `cond` are judged on their own: `inexact` looks into them.
+    if not _computes_floats(node) or is_op(node, *MOVES, torch.ops.higher_order.cond):
+        return None
+    for packet, reason in _REASONS.items():
+        if is_op(node, packet):
+            return reason
+    if is_op(node, fastcar.attention, fastcar.window_attention):
+        return _attention(node)
+    # Every other operator of `fastcar::` is defined bit for bit, and a single product is rounded once on any backend.
+    if getattr(node.target, "namespace", "") == "fastcar" or is_op(node, aten.mul):
+        return None
+    if is_op(node, *SUMS):
+        product = any(is_op(a, aten.mul) and _is_float(a) for a in node.all_input_nodes)
+        return "a backend may fuse its product with the sum, which then rounds once" if product or node.kwargs else None
+    return None if getattr(node.target, "__name__", "") == "getitem" else "it has no definition bit for bit"
+
+
+def _attention(node: fx.Node) -> str:
+    """Return why an attention has no exact form."""
+    # exact-arithmetic ran before: an attention that is still here has one of three reasons.
+    given = bound(node)
+    if given["softcap"] is not None:
+        return "attention with a soft-cap is not defined bit for bit"
+    if given.get("sink_query") is not None:
+        return 'sparse attention with positions="cache" is not defined bit for bit'
+    return "its cache is not int8"
+
+
+def _computes_floats(node: fx.Node) -> bool:
+    """Return whether a float32 goes into the node or comes out of it."""
+    return any(_is_float(n) for n in [node, *node.all_input_nodes])
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    values = cast("Sequence[object]", value) if isinstance(value, list | tuple) else [value]
+    return any(isinstance(v, Tensor) and v.is_floating_point() for v in values)
+
+
+# The cosines and sines of every position, as a graph computes them.
+
+
+TOLERANCE = 1e-5
+"""Between the two graphs, and between two calls: their angles may differ in the last bit."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """One rotary embedding: its sum, what it rotates, and the nodes of its cosines and sines [1 or B, 1, T, R]."""
+
+    node: fx.Node
+    x: fx.Node
+    cos: fx.Node
+    sin: fx.Node
+
+
+def rotations(graph: fx.Graph) -> list[Rotation]:
+    """Return the rotary embeddings of a graph, in order."""
+    return [Rotation(node, *found) for node in graph.nodes if (found := rotary(node)) is not None]
+
+
+def position_table(module: fx.GraphModule, rotation: Rotation, rows: int) -> Tensor | str:
+    """Return float32 [rows, R]: of every position R / 2 cosines, then R / 2 sines; or why there is no such table."""
+    position = placeholder(module.graph, "position")
+    inputs = {n for n in ancestors(rotation.cos, rotation.sin) if n.op == "placeholder"}
+    if inputs != {position}:
+        return "its angles depend on more than the position"
+    # One call gives the angles of `steps` positions. The last call may pass the end of the table.
+    steps = shape(rotation.cos)[2]
+    parts = [_angles(module, rotation, position, start) for start in range(0, rows, steps)]
+    if any(part is None for part in parts):
+        return "its angles depend on a weight that is not in memory"
+    table = torch.cat([part for part in parts if part is not None])[:rows]
+    # Elements c and c + R / 2 of a head are rotated by one angle, so the table keeps one half of each.
+    cos, sin = table.chunk(2, 1)
+    if not all(torch.equal(*part.chunk(2, 1)) for part in (cos, sin)):
+        return "the two halves of a head have different angles"
+    # The calls above start at multiples of `steps`. Another start must give the same rows of the table.
+    for start in {1 % rows, rows // 2}:
+        again = _angles(module, rotation, position, start)
+        if again is None or not _alike(again[: rows - start], table[start : start + steps]):
+            return "its angles are no function of the position alone"
+    half = shape(rotation.cos)[3] // 2
+    return torch.cat([cos[:, :half], sin[:, :half]], 1).contiguous()
+
+
+def _angles(module: fx.GraphModule, rotation: Rotation, position: fx.Node, start: int) -> Tensor | None:
+    """Return cosines and sines float32 [T, 2 R] of a call at position `start`."""
+    known = {position: torch.tensor([start])}
+    shared = in_order(module.graph, ancestors(rotation.cos) & ancestors(rotation.sin))
+    for node in shared[-1:]:  # what both follow from is computed once
+        value = evaluate(module, node, known)
+        known |= {} if value is None else {node: value}
+    parts = [evaluate(module, node, known) for node in (rotation.cos, rotation.sin)]
+    if any(part is None for part in parts):
+        return None
+    # Batch row 0 stands for all rows: nothing but the position goes into the angles.
+    return torch.cat([part[0, 0].float() for part in parts if part is not None], 1)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=TOLERANCE)
+
+
+def same_tables(a: Tensor, b: Tensor) -> bool:
+    """Return whether two graphs have the same angles."""
+    return _alike(a, b)
 
 
 @dataclass(frozen=True)

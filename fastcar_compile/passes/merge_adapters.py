@@ -9,11 +9,10 @@ import torch
 from torch import fx
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.modules import tensor_attribute
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import evaluate, is_op, node_arg, optional_arg, shape_of, value_of
+from fastcar_compile.ir.query import evaluate, is_op, node_arg, optional_arg, shape_of, tensor_attribute, value_of
 from fastcar_compile.ir.rewrite import attribute, call
 
 aten = torch.ops.aten

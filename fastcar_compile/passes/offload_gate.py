@@ -15,7 +15,7 @@ from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import argument_names, is_op, node_arg
 from fastcar_compile.ir.rewrite import call, replace
-from fastcar_compile.passes.patterns.earlier_key import reads_earlier_key
+from fastcar_compile.passes.patterns.caches import reads_earlier_key
 
 fastcar = torch.ops.fastcar
 

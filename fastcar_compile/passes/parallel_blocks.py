@@ -13,7 +13,7 @@ from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import ancestors_until, in_order
 from fastcar_compile.ir.rewrite import call
-from fastcar_compile.passes.patterns.residual_sum import ParallelSum, parallel_sums
+from fastcar_compile.passes.patterns.decoder_layer import ParallelSum, parallel_sums
 
 aten = torch.ops.aten
 

@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fastcar_compile.formats import quant_format
+from fastcar_compile.config.formats import quant_format
+from fastcar_compile.ir.ops.linear import FACTORS, quantize_weight, quantize_weight_int4
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import activation_of, node_arg
 from fastcar_compile.ir.rewrite import Edit, call, replace
-from fastcar_compile.ops.activations import FACTORS
-from fastcar_compile.ops.quant import quantize_weight, quantize_weight_int4
-from fastcar_compile.passes.patterns.weights import plain_linears, replace_linear
+from fastcar_compile.passes.patterns.linear_calls import plain_linears, replace_linear
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 

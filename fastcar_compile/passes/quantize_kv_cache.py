@@ -9,14 +9,15 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.errors import CompileError
-from fastcar_compile.formats import KV_TYPES
+from fastcar_compile.ir.ops.operator import row_size
 from fastcar_compile.ir.pass_manager import Pass
-from fastcar_compile.ir.program import DecoderProgram, StateRole, StateSpec
+from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import is_op, placeholder, shape_of
 from fastcar_compile.ir.rewrite import fake_like, fake_value
-from fastcar_compile.ops.cached import row_size
+from fastcar_compile.ir.types import StateRole
 
 fastcar = torch.ops.fastcar
 CACHES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)

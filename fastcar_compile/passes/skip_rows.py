@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fastcar_compile.ir.modules import branches_of
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import descendants, in_order, is_op, node_arg, placeholder, shape_of
+from fastcar_compile.ir.query import branches_of, descendants, in_order, is_op, node_arg, placeholder, shape_of
 from fastcar_compile.ir.rewrite import call
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar

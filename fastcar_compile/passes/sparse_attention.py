@@ -3,22 +3,194 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.layers import role_nodes
+from fastcar_compile.ir.layers import RingRows, layer_of, mark, role_nodes, softcap_of, window_of
 from fastcar_compile.ir.pass_manager import Pass
-from fastcar_compile.ir.program import DecoderConfig, DecoderProgram, Ring
-from fastcar_compile.ir.query import is_op
-from fastcar_compile.ir.rings import RingRows, softcap_of, window_of
-from fastcar_compile.passes.patterns.ring_caches import RingRewriter, reads_keys, refresh_shapes, rows_needed
-from fastcar_compile.passes.patterns.sink_query import SinkQueries
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.query import ancestors, evaluate, is_op, node_arg, placeholder
+from fastcar_compile.ir.rewrite import call, set_origin
+from fastcar_compile.ir.types import DecoderConfig, Ring
+from fastcar_compile.passes.patterns.caches import RingRewriter, reads_keys, refresh_shapes, rows_needed
 
-fastcar = torch.ops.fastcar
+aten, fastcar = torch.ops.aten, torch.ops.fastcar
+
+
+# Rotary positions inside the cache: the query that meets the sinks, rotated for its position in the cache.
+#
+# With positions inside the cache (StreamingLLM), keys of the window keep their distance to the query; only the sinks
+# come
+# nearer: a query at p has position min(p, sinks + window - 1). Sinks are cached at their own positions already. So no
+# key
+# has to be cached before its rotation: the sinks meet a second query, rotated for the limited position.
+
+
+_HINT = "use positions='absolute', which needs no rotation"
+_PROBES = (3, 40)
+"""Positions at which the rotation is evaluated."""
+
+
+class SinkQueries:
+    """Adds the second query of each attention to one graph.
+
+    Args:
+        limit: the largest position in the cache, sinks + window - 1. made_by: name of the pass.
+    """
+
+    def __init__(self, module: fx.GraphModule, limit: int, made_by: str) -> None:
+        self.module, self.graph, self.limit, self.made_by = module, module.graph, limit, made_by
+        self.position = placeholder(module.graph, "position")
+        self._limited: dict[fx.Node, fx.Node] = {}
+        self._by_position = self._position_only()
+
+    def of(self, attention: fx.Node) -> fx.Node:
+        """The second query of an attention.
+
+        Raises:
+            CompileError: query and key are not rotated by the position alone, or the product of both depends on more
+                than their distance.
+        """
+        query, write = node_arg(attention, 0), node_arg(attention, 1)
+        rotated = self._rotated(query)
+        if not rotated:
+            what = "positions='cache' needs rotary embeddings: this query does not depend on the position by itself"
+            raise CompileError(what, where=where(attention), hint=_HINT)
+        self._check_distance(attention, query, node_arg(write, 1))
+        # The projection is shared by both queries; only the rotation behind it is computed twice.
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in [n for n in self.graph.nodes if n in rotated]:
+            with self.graph.inserting_before(attention):
+                copies[node] = self._copy(node, lambda n: copies[n] if n in copies else self._limit(n))
+        return copies[query]
+
+    def _position_only(self) -> set[fx.Node]:
+        """Nodes that follow from the position and from constants."""
+        found: set[fx.Node] = {self.position}
+        for node in self.graph.nodes:
+            inputs = node.all_input_nodes
+            if node.op != "call_function" or not any(n in found for n in inputs):
+                continue
+            if all(n in found or n.op == "get_attr" or _constant(n) for n in inputs):
+                found.add(node)
+        return found
+
+    def _rotated(self, value: fx.Node) -> set[fx.Node]:
+        """The nodes between a projection and `value` that depend on the position by themselves."""
+        depends: dict[fx.Node, bool] = {}
+
+        def visit(node: fx.Node) -> bool:
+            if node in self._by_position:
+                return True
+            if node.op != "call_function" or _is_projection(node):
+                return False
+            if node not in depends:
+                # A list and no generator: every input must be visited, so that `depends` holds all rotated nodes.
+                depends[node] = any([visit(n) for n in node.all_input_nodes])
+            return depends[node]
+
+        visit(value)
+        return {node for node, yes in depends.items() if yes}
+
+    def _limit(self, node: fx.Node) -> fx.Node:
+        """A node that follows from the position, with the position limited; any other as it is."""
+        if node not in self._by_position:
+            return node
+        if node not in self._limited:
+            self._limited[node] = self._limited_copy(node)
+        return self._limited[node]
+
+    def _limited_copy(self, node: fx.Node) -> fx.Node:
+        if self._is_positions(node):
+            return self._limited_positions(node)
+        # At T = 1 `_is_positions` has taken the input. In a chunk,
+        # the first position does not say where the others are.
+        if node is self.position:
+            what = "positions='cache': the positions of a chunk cannot be told from the position of its first token"
+            raise CompileError(what, where=where(node), hint=_HINT)
+        inputs = {n: self._limit(n) for n in node.all_input_nodes}
+        with self.graph.inserting_after(node):
+            return self._copy(node, lambda n: inputs[n])
+
+    def _limited_positions(self, node: fx.Node) -> fx.Node:
+        """Positions, limited. Where they have no source of their own, it is that of what reads them first."""
+        origin = next((n for n in (node, *node.users) if "stack_trace" in n.meta), node)
+        with self.graph.inserting_after(node):
+            limited = call(self.graph, fastcar.limit.default, (node, self.limit), origin=origin, made_by=self.made_by)
+        mark(limited, layer_of(node))
+        return limited
+
+    def _is_positions(self, node: fx.Node) -> bool:
+        """Whether the node holds the sequence positions of this call's tokens."""
+        val = node.meta["val"]
+        if val.dtype != torch.int64 or val.numel() != self._tokens():
+            return False
+        for start in _PROBES:
+            value = evaluate(self.module, node, {self.position: torch.tensor([start])})
+            if value is None or not torch.equal(value.reshape(-1), torch.arange(start, start + val.numel())):
+                return False
+        return True
+
+    def _tokens(self) -> int:
+        attention = next(n for n in self.graph.nodes if is_op(n, fastcar.attention, fastcar.window_attention))
+        return int(attention.meta["val"].shape[2])
+
+    def _copy(self, node: fx.Node, replace: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        copied = self.graph.node_copy(node, replace)
+        copied.meta = dict(node.meta)
+        set_origin(copied, node, self.made_by)
+        return copied
+
+    def _check_distance(self, attention: fx.Node, query: fx.Node, key: fx.Node) -> None:
+        """The product of a rotated query and a rotated key must stay when both positions move alike."""
+        products: list[Tensor] = []
+        for start in _PROBES:
+            # Query and key are 17 positions apart at each probe.
+            query_at, key_at = self._value_at(query, start + 17), self._value_at(key, start)
+            if query_at is None or key_at is None or query_at.shape[1] % key_at.shape[1]:
+                what = "positions='cache': the rotation of query and key cannot be evaluated"
+                raise CompileError(what, where=where(attention), hint=_HINT)
+            keys = key_at.repeat_interleave(query_at.shape[1] // key_at.shape[1], 1)
+            products.append((query_at * keys).sum(-1))
+        if not torch.allclose(*products, rtol=1e-3, atol=1e-3):
+            what = (
+                "positions='cache' needs rotary embeddings: the product of query and key depends on more than distance"
+            )
+            raise CompileError(what, where=where(attention), hint=_HINT)
+
+    def _value_at(self, value: fx.Node, start: int) -> Tensor | None:
+        """`value` with fixed numbers for what is rotated, at a position."""
+        rotated = self._rotated(value)
+        inside = rotated | self._by_position
+        free = {n for r in rotated for n in r.all_input_nodes if n not in inside and n.op == "call_function"}
+        # Only the first of the inputs get numbers. What follows from another input is computed.
+        sources = [n for n in free if not (ancestors(n) - {n}) & free]
+        known: dict[fx.Node, Tensor] = {n: _numbers(n) for n in sources} | {self.position: torch.tensor([start])}
+        return evaluate(self.module, value, known) if rotated else None
+
+
+def _numbers(node: fx.Node) -> Tensor:
+    """Fixed numbers of a node's shape, the same along the batch and the tokens, whose axes are not last."""
+    shape = tuple(node.meta["val"].shape)
+    return torch.sin(torch.arange(shape[-1], dtype=torch.float32) * 1.7 + 0.3).expand(shape).clone()
+
+
+def _constant(node: fx.Node) -> bool:
+    return all(n.op in ("get_attr", "call_function") for n in ancestors(node))
+
+
+def _is_projection(node: fx.Node) -> bool:
+    """A linear of any precision, an embedding, or an attention: what lies behind it is not this layer's rotation."""
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    return name.startswith(("linear", "offloaded", "embedding", "attention", "window_attention")) or is_op(
+        node, aten.addmm, aten.mm, aten.matmul
+    )
 
 
 @dataclass(frozen=True)

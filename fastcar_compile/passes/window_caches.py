@@ -8,16 +8,11 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from fastcar_compile.ir.layers import RingRows, window_of
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op, node_arg, shape_of
-from fastcar_compile.ir.rings import RingRows, window_of
-from fastcar_compile.passes.patterns.ring_caches import (
-    RingRewriter,
-    reads_keys,
-    refresh_shapes,
-    rows_needed,
-)
+from fastcar_compile.passes.patterns.caches import RingRewriter, reads_keys, refresh_shapes, rows_needed
 
 fastcar = torch.ops.fastcar
 

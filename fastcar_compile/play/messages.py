@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from fastcar_compile import limits
 from fastcar_compile.errors import InputError, describe_validation
 from fastcar_compile.play.game import Beginning, Mode, Side
-from fastcar_compile.strict_json import parse_json
+from fastcar_compile.support import limits
+from fastcar_compile.support.strict_json import parse_json
 
 DEPTH = 4
 """Brackets inside brackets of a message."""

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile import limits
 from fastcar_compile.errors import InputError
 from fastcar_compile.play.world import HINT, PIXELS, World
-from fastcar_compile.runtime.threads import thread_count
+from fastcar_compile.runtime.guard import thread_count
+from fastcar_compile.support import limits
 
 Picture = NDArray[np.uint8]
 """RGB, uint8 [height, width, 3]."""

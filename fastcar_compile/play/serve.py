@@ -12,10 +12,10 @@ from threading import Thread
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fastcar_compile import limits
 from fastcar_compile.errors import InputError, InternalError
 from fastcar_compile.play.game import Stage
 from fastcar_compile.play.server import application
+from fastcar_compile.support import limits
 
 SPARE = 32
 """Connections beyond those of players: pages, and visitors who are told that it is full."""

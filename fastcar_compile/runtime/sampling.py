@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile import limits
-from fastcar_compile.checked import checked
 from fastcar_compile.errors import InputError, count_text
-from fastcar_compile.values import number, whole
+from fastcar_compile.support import limits
+from fastcar_compile.support.values import checked, number, whole
 
 Sampler = Callable[[Any], Any]
 """logits float32 [B, V] -> token ids int64 [B]."""

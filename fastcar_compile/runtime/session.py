@@ -9,18 +9,15 @@ import numpy as np
 
 from fastcar_compile.artifact.explain import Described, Description, decoder_fields, gate_text
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import DecoderConfig
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.gates import gate_class
-from fastcar_compile.runtime.arrays import like, to_numpy
+from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.runtime.backends.base import BACKENDS, Array, BackendOptions, OpenStepper, Stepper
-from fastcar_compile.runtime.context import checked_context
-from fastcar_compile.runtime.guard import Guard
+from fastcar_compile.runtime.guard import Guard, thread_count
 from fastcar_compile.runtime.sampling import Sampler, Sampling, greedy
-from fastcar_compile.runtime.stats import Stats
-from fastcar_compile.runtime.threads import thread_count
-from fastcar_compile.values import check_function, number, plain, sequence, whole
+from fastcar_compile.runtime.state import Stats, checked_context, like, to_numpy
+from fastcar_compile.support.values import check_function, number, plain, sequence, whole
 
 
 def open_session(

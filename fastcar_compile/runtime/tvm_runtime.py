@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.artifact.tensor_files import ALIGNMENT
 from fastcar_compile.errors import BackendError
+from fastcar_compile.ir.tensor_files import ALIGNMENT
 
 if TYPE_CHECKING:
     from tvm_ffi import Tensor

@@ -173,7 +173,7 @@ public:
     std::string place(const std::string& name) const { return folder_.place(name); }
 
 private:
-    static constexpr uint64_t MAX_SMALL = 64u << 20;  // as fastcar_compile/limits.py
+    static constexpr uint64_t MAX_SMALL = 64u << 20;  // as fastcar_compile/support/limits.py
 
     template <class T>
     const T& checked(const std::map<std::string, T>& files, const std::string& name) const {

@@ -1,5 +1,5 @@
 // An accelerator that runs whole decode steps, a launch per token. Weights, caches, program and table stay on the device. The
-// same steps as fastcar_compile/runtime/backends/accelerator/step_kernel.py.
+// same steps as fastcar_compile/runtime/backends/accelerator/step.py.
 #ifndef FASTCAR_STEP_ACCELERATOR_HPP
 #define FASTCAR_STEP_ACCELERATOR_HPP
 

@@ -31,7 +31,7 @@ from fastcar_compile.artifact.digest import cache_folder
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import probe_interface
 from fastcar_compile.gates import GateWeights
-from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
+from fastcar_compile.runtime.backends.hls_csim import ap_types_folder
 
 FRAME, LENGTH, CHUNK = 8, 65, 16
 XRT_HEADERS = Path("/usr/include/xrt")

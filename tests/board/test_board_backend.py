@@ -18,11 +18,10 @@ from board.fake_pyxrt import FakeXrt
 from fastcar_compile.artifact.sections import ArgumentPart, KernelPart
 from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
 from fastcar_compile.errors import BackendError, InternalError
-from fastcar_compile.runtime.backends.accelerator.stepper import accelerator_of
-from fastcar_compile.runtime.backends.board.device import Device, XrtUnit
-from fastcar_compile.runtime.backends.board.memory import MEMINFO, buffer_bytes, require_contiguous
+from fastcar_compile.runtime.backends.accelerator.step import accelerator_of
+from fastcar_compile.runtime.backends.board import MEMINFO, Device, XrtUnit, buffer_bytes, require_contiguous
 from fastcar_compile.runtime.backends.cpu import programs_for
-from fastcar_compile.runtime.cpu_flags import cpu_flags
+from fastcar_compile.support.machine import cpu_flags
 
 Faulty = Callable[..., FakeXrt]
 

@@ -22,9 +22,9 @@ from trust.conftest import Keys
 import fastcar_compile as fc
 from board.conftest import Machine
 from fastcar_compile.artifact.manifest import sealed
-from fastcar_compile.drs.table import Status
-from fastcar_compile.runtime.backends.accelerator.stepper import accelerator_of
-from fastcar_compile.runtime.backends.board.memory import buffer_bytes
+from fastcar_compile.codegen.hls.control_table.table import Status
+from fastcar_compile.runtime.backends.accelerator.step import accelerator_of
+from fastcar_compile.runtime.backends.board import buffer_bytes
 
 Fake = Callable[[fc.Artifact], Path]
 

@@ -22,7 +22,7 @@ from fastcar_compile.codegen.tvm.build import LoweredModule
 from fastcar_compile.codegen.tvm.emit import cross_compiler, emit_board
 from fastcar_compile.codegen.tvm.isa import host_instruction_set
 from fastcar_compile.codegen.tvm.pipeline import check_of
-from fastcar_compile.targets import load_target
+from fastcar_compile.config.targets import load_target
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import fastcar_compile as fc
 from fastcar_compile.cli.commands import COMMANDS
-from fastcar_compile.codegen.hls.design.banks import bank_map
-from fastcar_compile.runtime.backends.board.device import DEVICE, XCLBIN
-from fastcar_compile.runtime.backends.board.memory import MEMINFO
-from fastcar_compile.targets import load_target
+from fastcar_compile.codegen.hls.design.memory import bank_map
+from fastcar_compile.config.targets import load_target
+from fastcar_compile.runtime.backends.board import DEVICE, MEMINFO, XCLBIN
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "tutorial" / "board.md").read_text()
 TEMPLATES = files("hls_templates")

@@ -11,8 +11,8 @@ from hls.library import DESIGNS
 
 from fastcar_compile.codegen.hls.interface import TYPE_BYTES, ControlSizes, engine_interface, probe_interface
 from fastcar_compile.codegen.hls.project import emit_hls
-from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
-from fastcar_compile.targets import load_target
+from fastcar_compile.config.targets import load_target
+from fastcar_compile.runtime.backends.hls_csim import ap_types_folder
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import check_tool
 
-from fastcar_compile.artifact.tensor_files import save_tensors
+from fastcar_compile.ir.tensor_files import save_tensors
 
 NAMES = ("a", 'b "x"')
 REAL = np.array([1.5], np.float32)

@@ -12,10 +12,10 @@ import torch
 import fastcar_compile as fc
 from board.conftest import Machine
 from board.test_board_program import Built, Fake, build
-from fastcar_compile.runtime.backends.accelerator.stepper import accelerator_of
-from fastcar_compile.runtime.backends.board.memory import buffer_bytes
-from fastcar_compile.step.program import StepOp
-from fastcar_compile.step.simulator import NO_STEP
+from fastcar_compile.codegen.hls.step_program.program import StepOp
+from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
+from fastcar_compile.runtime.backends.accelerator.step import accelerator_of
+from fastcar_compile.runtime.backends.board import buffer_bytes
 
 PROMPT, COUNT = [[16, 2, 11], [3, 4, 5]], 40
 WORDS = ("--prompt", "1", "--num-tokens", 9)

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 from hls.library import DESIGNS
 
-from fastcar_compile.codegen.hls.design.banks import bank_map, tag_range
-from fastcar_compile.codegen.hls.design.footprint import bank_excess, require_banks
+from fastcar_compile.codegen.hls.design.memory import bank_excess, bank_map, require_banks, tag_range
 from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
 from fastcar_compile.codegen.hls.project import emit_hls
-from fastcar_compile.codegen.hls.vitis import Bench, Benches, connections, vitis_files
+from fastcar_compile.codegen.hls.render import Bench, Benches, connections, vitis_files
+from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import CompileError
-from fastcar_compile.targets import load_target
 
 U280 = load_target("u280")
 

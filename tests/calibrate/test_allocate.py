@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcar_compile.calibration.allocate import UNITS, Point, allocate, allocate_budget, least_loss
-from fastcar_compile.calibration.curves import LossCurves
 from fastcar_compile.errors import InputError
+from fastcar_compile.tune.curves import UNITS, LossCurves, Point, allocate, allocate_budget, least_loss
 
 ratios = st.integers(0, UNITS).map(lambda n: n / UNITS)
 losses = st.integers(-3, 40).map(lambda n: n / 8)

@@ -15,20 +15,21 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fastcar_compile as fc
-from fastcar_compile.calibration.calibrate import rules_of
-from fastcar_compile.calibration.evaluator import Evaluator, _groups
-from fastcar_compile.calibration.heads import choose_heads
-from fastcar_compile.calibration.rows import with_rows
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.gates import GATES
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.program import DecoderProgram, StateRole
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import shape_of, value_of
+from fastcar_compile.ir.types import StateRole
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
+from fastcar_compile.tune.calibrate import rules_of
+from fastcar_compile.tune.evaluator import Evaluator, _groups
+from fastcar_compile.tune.heads import choose_heads
+from fastcar_compile.tune.rows import with_rows
 
 FRAME, LENGTH, LAYERS, ROWS, VIDEOS = 8, 33, 2, 2, 3
 

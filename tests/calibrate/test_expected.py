@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from fastcar_compile.calibration.calibrate import batch_rows, some_of
-from fastcar_compile.calibration.expected import expected, student
-from fastcar_compile.calibration.journal import Journal
-from fastcar_compile.calibration.kept import Kept
-from fastcar_compile.calibration.measurement import Measurement
-from fastcar_compile.calibration.search import Search
 from fastcar_compile.gates import GATES
+from fastcar_compile.tune.calibrate import batch_rows, expected, some_of, student
+from fastcar_compile.tune.evaluator import Kept
+from fastcar_compile.tune.rule import Measurement
+from fastcar_compile.tune.search import Journal, Search
 
 SCORES = torch.linspace(0, 1, 2001)
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fastcar_compile.calibration.curves import HOPELESS
-from fastcar_compile.calibration.journal import Journal
-from fastcar_compile.calibration.measurement import Measurement
-from fastcar_compile.calibration.search import BESIDE, QUANTILES, TOLERANCE, Search
 from fastcar_compile.gates import GATES
+from fastcar_compile.tune.curves import HOPELESS
+from fastcar_compile.tune.rule import Measurement
+from fastcar_compile.tune.search import BESIDE, QUANTILES, TOLERANCE, Journal, Search
 
 SCORES = (torch.linspace(0, 1, 1001), torch.linspace(0, 3, 1001))
 

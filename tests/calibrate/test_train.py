@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
-from fastcar_compile.calibration.calibrate import program_of, rules_of
-from fastcar_compile.calibration.evaluator import Evaluator
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, UserError
-from fastcar_compile.training.relaxed import Relaxation, RelaxedDecoder
-from fastcar_compile.training.scorers import TasScorer
-from fastcar_compile.training.train import Options, Training
+from fastcar_compile.tune.calibrate import program_of, rules_of
+from fastcar_compile.tune.evaluator import Evaluator
+from fastcar_compile.tune.training.relaxed import Relaxation, RelaxedDecoder
+from fastcar_compile.tune.training.scorers import TasScorer
+from fastcar_compile.tune.training.train import Options, Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import fastcar_compile as fc
 from fastcar_compile.cli import app
 from fastcar_compile.errors import InputError
-from fastcar_compile.training.relaxed import RelaxedDecoder
+from fastcar_compile.tune.training.relaxed import RelaxedDecoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from typer.testing import CliRunner, Result
 
 import fastcar_compile
-from fastcar_compile.artifact.files import FileEntry
+from fastcar_compile.artifact.digest import FileEntry
 from fastcar_compile.artifact.manifest import Manifest
-from fastcar_compile.artifact.sections import DecoderConfig
 from fastcar_compile.cli import app
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.errors import BackendError
+from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.runtime.sampling import Sampling
 
 ROWS, LAYERS, FRAME, LENGTH, VOCAB = 2, 3, 4, 32, 17

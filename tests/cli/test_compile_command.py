@@ -14,7 +14,7 @@ import torch
 from typer.testing import Result
 
 import fastcar_compile
-from fastcar_compile.values import LOGGER, reporter
+from fastcar_compile.support.values import LOGGER, reporter
 
 from .conftest import FakeArtifact
 

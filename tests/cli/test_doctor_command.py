@@ -15,7 +15,7 @@ import pytest
 from typer.testing import Result
 
 import fastcar_compile as fc
-from fastcar_compile import environment
+from fastcar_compile.report import environment
 
 
 def by_name() -> dict[str, fc.Check]:

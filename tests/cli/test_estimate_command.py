@@ -23,15 +23,15 @@ import fastcar_compile as fc
 from fastcar_compile.artifact.sections import AcceleratorSection, LayersSection, ReplayPart
 from fastcar_compile.cli import opt
 from fastcar_compile.cli.estimate import as_compiled
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape
 from fastcar_compile.codegen.hls.design.controller import ControllerSpec
 from fastcar_compile.codegen.hls.design.exploration import KernelSpec, explore
 from fastcar_compile.codegen.hls.design.spec import MlpSpec
+from fastcar_compile.codegen.hls.model.workload import workload_of
 from fastcar_compile.compiler import _analysed
 from fastcar_compile.config import CompileConfig, ReplayConfig
-from fastcar_compile.drs.table import AttentionShape
-from fastcar_compile.estimate.workload import workload_of
+from fastcar_compile.config.targets import load_target
 from fastcar_compile.gates import GateWeights
-from fastcar_compile.targets import load_target
 
 from .conftest import FakeArtifact
 

@@ -10,8 +10,8 @@ import pytest
 from passes.tiny import after, captured
 from typer.testing import Result
 
+from fastcar_compile.artifact.programs import graph_file_text
 from fastcar_compile.ir.pass_manager import pipeline_to_string
-from fastcar_compile.ir.program_json import graph_file_text
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
 
 Fastcar = Callable[..., Result]

@@ -24,8 +24,8 @@ from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.cli import app
-from fastcar_compile.inspection.models import PageData
-from fastcar_compile.inspection.page import page_data, page_html
+from fastcar_compile.report.page.models import PageData
+from fastcar_compile.report.page.page import page_data, page_html
 from fastcar_compile.runtime.backends.eager import open_perturbed
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028"

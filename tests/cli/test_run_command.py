@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import Result
 
-from fastcar_compile.artifact.tensor_files import save_tensors
+from fastcar_compile.ir.tensor_files import save_tensors
 
 from .conftest import VOCAB, FakeArtifact
 

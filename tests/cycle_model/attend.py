@@ -14,7 +14,7 @@ from cycle_model.network import Action, Blocks, Claim, Fifo, Free, Network, Post
 from fastcar_compile.codegen.hls.design.loops import STREAM_DEPTH, Loop
 from fastcar_compile.codegen.hls.design.step_loops import QUADS, AttendWork, attend_loops
 from fastcar_compile.codegen.hls.design.step_usage import VALUE_FIFO_WORDS
-from fastcar_compile.estimate.engine import Memory
+from fastcar_compile.codegen.hls.model.engine import Memory
 
 ATTENTION = "multiply_keys"
 """The process whose waiting is followed to its root."""

@@ -8,11 +8,11 @@ from cycle_model.kernel import simulate_network
 from cycle_model.network import Result
 from fastcar_compile.codegen.hls.design.control_loops import ControlShape
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.estimate.call import AttendCall, Call, CallPart, EngineCall, LoopCall
-from fastcar_compile.estimate.engine import Engine
-from fastcar_compile.estimate.question import Question
-from fastcar_compile.estimate.system import Run
-from fastcar_compile.targets import Target
+from fastcar_compile.codegen.hls.model.call import AttendCall, Call, CallPart, EngineCall, LoopCall
+from fastcar_compile.codegen.hls.model.engine import Engine
+from fastcar_compile.codegen.hls.model.question import Question
+from fastcar_compile.codegen.hls.model.system import Run
+from fastcar_compile.config.targets import Target
 
 
 class CycleModel(Engine):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from fastcar_compile.estimate.engine import Memory
+from fastcar_compile.codegen.hls.model.engine import Memory
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from cycle_model.network import Action, Claim, Fifo, Free, Pause, Post, Run, Span, Take
-from fastcar_compile.estimate.engine import Memory
+from fastcar_compile.codegen.hls.model.engine import Memory
 
 if TYPE_CHECKING:
     from cycle_model.kernel import _Simulator

@@ -14,8 +14,7 @@ from drs.tables import LIMITS, Controller, table_for
 from fastcar_compile.codegen.hls.controller_project import emit_drs
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
 from fastcar_compile.runtime.backends.accelerator import controller as kernels
-from fastcar_compile.runtime.backends.hls_csim.build import build_library, folder_sources
-from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit
+from fastcar_compile.runtime.backends.hls_csim import CsimUnit, build_library, folder_sources
 
 __all__ = ["csim_tools"]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from fastcar_compile.drs.builder import build_table
-from fastcar_compile.drs.gate import pack_heads
-from fastcar_compile.drs.reader import check, header_of
-from fastcar_compile.drs.simulator import LayerCall, LayerTrace, run_layer
-from fastcar_compile.drs.table import AttentionShape, DrsTable, Limits, Status
+from fastcar_compile.codegen.hls.control_table.builder import build_table
+from fastcar_compile.codegen.hls.control_table.gate import pack_heads
+from fastcar_compile.codegen.hls.control_table.reader import check, header_of
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status
 from fastcar_compile.runtime.backends.accelerator import controller
 
 LIMITS = Limits(cores=2, rows=32, table_words=4096, query_words=1024, key_words=64, heads=16)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from drs.oracle import Answer, Situation, decide
 from drs.tables import FRAME, LATER, Controller, call_for, numbers, table_for
-from fastcar_compile.drs.simulator import LayerCall, LayerTrace, map_rows
-from fastcar_compile.drs.table import DrsTable, Status
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, map_rows
+from fastcar_compile.codegen.hls.control_table.table import DrsTable, Status
 
 RANDOM_CALLS = 10_000
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fastcar_compile.drs.builder import build_table
-from fastcar_compile.drs.reader import Header
-from fastcar_compile.drs.table import AttentionShape, Status
+from fastcar_compile.codegen.hls.control_table.builder import build_table
+from fastcar_compile.codegen.hls.control_table.reader import Header
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, Status
 
 TEXT = (Path(__file__).parents[2] / "docs" / "reference" / "drs_table.md").read_text()
 EXAMPLE = build_table(

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from drs.tables import LIMITS, table_for
+from fastcar_compile.codegen.hls.control_table.builder import GateScore
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, Status
 from fastcar_compile.codegen.hls.controller_project import emit_drs
-from fastcar_compile.drs.builder import GateScore
-from fastcar_compile.drs.table import AttentionShape, GateKind, Status
-from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder, compiler
+from fastcar_compile.gates.base import GateKind
+from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, compiler
 
 ROUNDS = 20_000
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g"]

@@ -14,24 +14,23 @@ import pytest
 import torch
 from hls.conftest import csim_tools
 
-import fastcar_compile.ops  # noqa: F401  (registers the operators)
+import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from drs.tables import FRAME, LATER, Controller
+from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
+from fastcar_compile.codegen.hls.control_table.gate import pack_inputs, pack_network
+from fastcar_compile.codegen.hls.control_table.reader import check, read_table
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status
 from fastcar_compile.codegen.hls.controller_project import control_sizes, emit_drs, limits_of
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.controller import Traffic, controller_traffic
 from fastcar_compile.codegen.hls.interface import drs_interface
-from fastcar_compile.drs.builder import GateScore, build_table
-from fastcar_compile.drs.inputs import GateInputs, pack_inputs
-from fastcar_compile.drs.reader import check, read_table
-from fastcar_compile.drs.scores import pack_network
-from fastcar_compile.drs.simulator import LayerCall
-from fastcar_compile.drs.table import AttentionShape, DrsTable, GateKind, Limits, Status
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates import GATES, decided_on_accelerator
-from fastcar_compile.gates.weight_tensors import exact_weights
+from fastcar_compile.gates.base import GateInputs, GateKind
+from fastcar_compile.gates.tensors import exact_weights
 from fastcar_compile.runtime.backends.accelerator import controller as kernels
-from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder, build_library, compiler, folder_sources
-from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit
+from fastcar_compile.runtime.backends.hls_csim import CsimUnit, ap_types_folder, build_library, compiler, folder_sources
 
 fastcar = torch.ops.fastcar
 __all__ = ["csim_tools"]

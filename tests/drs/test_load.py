@@ -15,6 +15,17 @@ import pytest
 from drs.conftest import WORDS
 from drs.tables import FRAME, LATER, LIMITS, Controller, call_for, table_for
 from drs.test_document import TEXT
+from fastcar_compile.codegen.hls.control_table.builder import build_table
+from fastcar_compile.codegen.hls.control_table.gate import pack_heads
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
+from fastcar_compile.codegen.hls.control_table.table import (
+    HEADER_WORDS,
+    LAYER_FIELDS,
+    AttentionShape,
+    DrsTable,
+    Status,
+    table_words,
+)
 from fastcar_compile.codegen.hls.controller_project import emit_drs, limits_of
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.controller import (
@@ -26,13 +37,8 @@ from fastcar_compile.codegen.hls.design.controller import (
 )
 from fastcar_compile.codegen.hls.design.loops import Loop
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
-from fastcar_compile.drs.builder import build_table
-from fastcar_compile.drs.gate import pack_heads
-from fastcar_compile.drs.simulator import LayerCall, LayerTrace, run_layer
-from fastcar_compile.drs.table import HEADER_WORDS, LAYER_FIELDS, AttentionShape, DrsTable, Status, table_words
 from fastcar_compile.runtime.backends.accelerator import controller as kernels
-from fastcar_compile.runtime.backends.hls_csim.build import FLAGS, ap_types_folder, compiler
-from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit
+from fastcar_compile.runtime.backends.hls_csim import FLAGS, CsimUnit, ap_types_folder, compiler
 
 LLAMA = AttentionShape(32, 32, 128)
 ARGUMENTS = ("table", "query", "key", "chain", "result")

@@ -16,10 +16,10 @@ import pytest
 from hls import lint
 
 from drs.tables import LIMITS, table_for
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, table_words
 from fastcar_compile.codegen.hls.controller_project import emit_drs
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
-from fastcar_compile.drs.table import AttentionShape, table_words
-from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder, compiler
+from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, compiler
 
 SOURCES = ("fastcar_drs.hpp", "fastcar_drs_scores.hpp", "fastcar_drs_table.hpp", "fastcar_tas_core.hpp")
 STEPS = {"crc_step", "product_step", "remainder_step"}

@@ -12,16 +12,16 @@ from lowering.programs import FRAME, LAYERS, Case, program, tokens
 
 from drs.tables import Controller, table_for
 from fastcar_compile.codegen.hls.control import control_table, controller_part
+from fastcar_compile.codegen.hls.control_table.reader import read_table
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, table_words
 from fastcar_compile.config import CompileConfig, ReplayConfig
-from fastcar_compile.drs.inputs import GateInputs
-from fastcar_compile.drs.reader import read_table
-from fastcar_compile.drs.score import score_factor
-from fastcar_compile.drs.table import AttentionShape, DrsTable, table_words
 from fastcar_compile.errors import BackendError, CompileError, InternalError, UserError
+from fastcar_compile.gates.base import GateInputs
+from fastcar_compile.gates.scores import score_factor
 from fastcar_compile.ir.layers import Role, role_nodes
+from fastcar_compile.ir.ops.offload import GateDecision, bound_gate_unit
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.runtime.backends.accelerator.controller import GateController
 from fastcar_compile.runtime.backends.eager import EagerStepper

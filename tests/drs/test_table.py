@@ -13,19 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drs.tables import FRAME, LIMITS, ONE, Controller, call_for, changed, repaired, table_for
-from fastcar_compile.drs.builder import GateScore, build_table
-from fastcar_compile.drs.reader import Header, read_table
-from fastcar_compile.drs.simulator import LayerTrace
-from fastcar_compile.drs.table import (
+from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
+from fastcar_compile.codegen.hls.control_table.reader import Header, read_table
+from fastcar_compile.codegen.hls.control_table.simulator import LayerTrace
+from fastcar_compile.codegen.hls.control_table.table import (
     HEADER_WORDS,
     MAGIC,
     VERSION,
     WEIGHTED,
     AttentionShape,
-    GateKind,
     Status,
 )
 from fastcar_compile.errors import UserError
+from fastcar_compile.gates.base import GateKind
 
 INFINITY = float("inf")
 WORD = {name: i for i, name in enumerate(Header._fields)}

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 import fastcar_compile as fc
 from fastcar_compile.cli import app
-from fastcar_compile.codegen.hls.design.footprint import HOST_RESERVE, Footprint, capacity, require_fit
-from fastcar_compile.estimate.shapes import load_shape
-from fastcar_compile.estimate.system import estimate
-from fastcar_compile.estimate.workload import Workload, workload_of
+from fastcar_compile.codegen.hls.design.memory import HOST_RESERVE, Footprint, capacity, require_fit
+from fastcar_compile.codegen.hls.model.shapes import load_shape
+from fastcar_compile.codegen.hls.model.system import estimate
+from fastcar_compile.codegen.hls.model.workload import Workload, workload_of
 
 
 @pytest.mark.parametrize("offload", ["mlp", "linears"])

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcar_compile.codegen.hls.design.dram import measured_cap, memory_rate, timing_of
 from fastcar_compile.codegen.hls.design.exploration import explore
-from fastcar_compile.codegen.hls.design.footprint import bank_excess
-from fastcar_compile.estimate import Workload, load_shape
-from fastcar_compile.targets import load_target
+from fastcar_compile.codegen.hls.design.memory import bank_excess, measured_cap, memory_rate, timing_of
+from fastcar_compile.codegen.hls.model import Workload, load_shape
+from fastcar_compile.config.targets import load_target
 
 DDR4 = timing_of(load_target("kv260").memories[0])
 RATE = 19.2e9

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape
 from fastcar_compile.codegen.hls.design import exploration as module
 from fastcar_compile.codegen.hls.design.controller import ControllerSpec, controller_usage
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.dram import measured_cap, memory_rate
 from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, budget_of, explore, resources_of
+from fastcar_compile.codegen.hls.design.memory import measured_cap, memory_rate
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.model import Workload, load_shape
+from fastcar_compile.codegen.hls.model.gate import GateModel
 from fastcar_compile.codegen.hls.project import emit_hls
-from fastcar_compile.drs.table import AttentionShape
+from fastcar_compile.config.targets import Fabric, Target, available_targets, load_target
 from fastcar_compile.errors import CompileError, TargetError
-from fastcar_compile.estimate import Workload, load_shape
-from fastcar_compile.estimate.gate import GateModel
-from fastcar_compile.targets import Fabric, Target, available_targets, load_target
 
 BOARDS = [name for name in available_targets() if name != "cpu"]
 

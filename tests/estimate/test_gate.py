@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from fastcar_compile.codegen.hls.design.footprint import capacity, require_fit
+from fastcar_compile.codegen.hls.design.memory import capacity, require_fit
+from fastcar_compile.codegen.hls.model import Estimate, Workload, estimate, load_shape
+from fastcar_compile.codegen.hls.model.gate import GateModel
+from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import CompileError, InputError
-from fastcar_compile.estimate import Estimate, Workload, estimate, load_shape
-from fastcar_compile.estimate.gate import GateModel
-from fastcar_compile.targets import load_target
 
 SHAPE = load_shape("tinyllama-1.1b").model_copy(update={"layers": 2})
 ZCU102 = load_target("zcu102")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastcar_compile.estimate.step import host_of
-from fastcar_compile.targets import available_targets, load_target
+from fastcar_compile.codegen.hls.model.step import host_of
+from fastcar_compile.config.targets import available_targets, load_target
 
 REPORTED = (45e-6, 100e-6)
 """Seconds to start a kernel through XRT and to wait for it: XRT issues 9018 (an empty kernel) and 8687 (U55C)."""

@@ -11,12 +11,12 @@ from conftest import check_module
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcar_compile.drs.simulator import map_rows
+from fastcar_compile.codegen.hls.control_table.simulator import map_rows
+from fastcar_compile.codegen.hls.model import Workload, load_shape
+from fastcar_compile.codegen.hls.model.question import ask
+from fastcar_compile.codegen.hls.model.rows import Draw, Mapping, core_rows, coupled, draw_decisions, passes_of
+from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import InputError
-from fastcar_compile.estimate import Workload, load_shape
-from fastcar_compile.estimate.question import ask
-from fastcar_compile.estimate.rows import Draw, Mapping, core_rows, coupled, draw_decisions, passes_of
-from fastcar_compile.targets import load_target
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

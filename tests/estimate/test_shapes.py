@@ -9,10 +9,10 @@ from manifests import decoder_config, layer_part, sections
 
 from fastcar_compile.artifact.explain import explain, own_windows
 from fastcar_compile.artifact.sections import LayerPart, LayersSection
+from fastcar_compile.codegen.hls.model import available_shapes, load_shape
+from fastcar_compile.codegen.hls.model.shapes import LinearShape, shape_of_sections
+from fastcar_compile.codegen.hls.model.workload import workload_of_sections
 from fastcar_compile.errors import UserError
-from fastcar_compile.estimate import available_shapes, load_shape
-from fastcar_compile.estimate.shapes import LinearShape, shape_of_sections
-from fastcar_compile.estimate.workload import workload_of_sections
 
 SIZES: dict[str, Any] = {"hidden": 64, "intermediate": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 DECODER = decoder_config(tokens_per_frame=8, max_seq_len=33, vocab_size=None)

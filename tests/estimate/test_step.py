@@ -9,12 +9,12 @@ import pytest
 
 from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.codegen.hls.design.step_usage import StepParts, step_units
+from fastcar_compile.codegen.hls.model import Estimate, Workload, estimate, load_shape
+from fastcar_compile.codegen.hls.model.gate import GateModel
+from fastcar_compile.codegen.hls.model.question import step_program, without_replay
+from fastcar_compile.codegen.hls.step_program import instructions as step
+from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import CompileError, InputError
-from fastcar_compile.estimate import Estimate, Workload, estimate, load_shape
-from fastcar_compile.estimate.gate import GateModel
-from fastcar_compile.estimate.question import step_program, without_replay
-from fastcar_compile.step import instructions as step
-from fastcar_compile.targets import load_target
 
 TINY = load_shape("tinyllama-1.1b").model_copy(update={"layers": 3})
 ZCU102 = load_target("zcu102")

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcar_compile.codegen.hls.design.dram import measured_cap, peak_bandwidth
 from fastcar_compile.codegen.hls.design.exploration import explore
+from fastcar_compile.codegen.hls.design.memory import measured_cap, peak_bandwidth
+from fastcar_compile.codegen.hls.model import Estimate, Workload, default_offload, estimate, load_shape
+from fastcar_compile.codegen.hls.model.gate import GateModel
+from fastcar_compile.codegen.hls.model.rows import Mapping, passes_of
+from fastcar_compile.codegen.hls.model.step import host_of
+from fastcar_compile.codegen.hls.model.workload import Offload
 from fastcar_compile.config import CompileConfig
+from fastcar_compile.config.formats import KV_TYPES
+from fastcar_compile.config.targets import Target, load_target
 from fastcar_compile.errors import CompileError, InputError, TargetError
-from fastcar_compile.estimate import Estimate, Workload, default_offload, estimate, load_shape
-from fastcar_compile.estimate.gate import GateModel
-from fastcar_compile.estimate.rows import Mapping, passes_of
-from fastcar_compile.estimate.step import host_of
-from fastcar_compile.estimate.workload import Offload
-from fastcar_compile.formats import KV_TYPES
-from fastcar_compile.targets import Target, load_target
 
 TINY = load_shape("tinyllama-1.1b").model_copy(update={"layers": 3})
 ZCU102 = load_target("zcu102")

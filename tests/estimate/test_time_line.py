@@ -14,13 +14,13 @@ from decoders import llama
 import fastcar_compile as fc
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.codegen.hls.design.exploration import explore
-from fastcar_compile.estimate import Estimate, Workload, estimate, load_shape
-from fastcar_compile.estimate.question import step_program
-from fastcar_compile.estimate.time_line import trace_events, write_time_line
-from fastcar_compile.estimate.workload import design_of, program_of, workload_of
-from fastcar_compile.inspection.speed import speed_page
-from fastcar_compile.step import instructions as step
-from fastcar_compile.targets import load_target
+from fastcar_compile.codegen.hls.model import Estimate, Workload, estimate, load_shape
+from fastcar_compile.codegen.hls.model.question import step_program
+from fastcar_compile.codegen.hls.model.time_line import trace_events, write_time_line
+from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
+from fastcar_compile.codegen.hls.step_program import instructions as step
+from fastcar_compile.config.targets import load_target
+from fastcar_compile.report.page.speed import speed_page
 
 TINY = load_shape("tinyllama-1.1b").model_copy(update={"layers": 2})
 ZCU102 = load_target("zcu102")

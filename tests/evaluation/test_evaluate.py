@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 import fastcar_compile as fc
 from fastcar_compile.cli import app
 from fastcar_compile.errors import InputError
-from fastcar_compile.evaluate import Case, SinkWindow, Study, entry_point, load_cases, save_cases
-from fastcar_compile.evaluate.frames import psnr, ssim, to_frames
-from fastcar_compile.evaluate.pictures import shown
+from fastcar_compile.tune.evaluate import Case, SinkWindow, Study, entry_point, load_cases, save_cases
+from fastcar_compile.tune.evaluate.frames import psnr, ssim, to_frames
+from fastcar_compile.tune.evaluate.pictures import shown
 
 FRAME, LENGTH = 8, 33
 DETOKENIZER = '''

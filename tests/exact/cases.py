@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile import exact
+from fastcar_compile.ir import exact
 
 Array = NDArray[Any]
 KINDS = ("normal", "wide", "tiny", "huge", "outlier", "ties", "bits", "zero", "holes")

@@ -10,12 +10,12 @@ import torch
 import tvm
 from tvm.tirx import PrimFunc
 
-from fastcar_compile import exact
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
 from fastcar_compile.codegen.tvm.kernels.attention.exact import exact_attention
-from fastcar_compile.codegen.tvm.kernels.norm.exact import exact_norm, exact_norm_quantize, exact_rotary
+from fastcar_compile.codegen.tvm.kernels.norm import exact_norm, exact_norm_quantize, exact_rotary
 from fastcar_compile.codegen.tvm.target import host_target
-from fastcar_compile.ops.quant import quantize_rows
+from fastcar_compile.ir import exact
+from fastcar_compile.ir.ops.linear import quantize_rows
 
 from .cases import KINDS, Array, cache, same, values
 

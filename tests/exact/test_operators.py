@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fastcar_compile.ops  # noqa: F401  (registers the operators)
-from fastcar_compile import exact
-from fastcar_compile.ops.cached import stored
+import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.ir import exact
+from fastcar_compile.ir.ops.operator import stored
 
 from .cases import KINDS, attended, cache, same, values
 

@@ -18,16 +18,14 @@ from decoders import PlainDecoder, headless_llama, llama
 import fastcar_compile as fc
 from exact.conftest import BATCH, FRAME, LENGTH, PROMPT, token_ids
 from fastcar_compile.artifact.digest import cache_folder
-from fastcar_compile.artifact.tensor_files import load_tensors
+from fastcar_compile.codegen.hls.step_program.program import read_program
 from fastcar_compile.errors import ArtifactError, CompileError
-from fastcar_compile.runtime.backends.accelerator.step import StepStepper
-from fastcar_compile.runtime.backends.accelerator.stepper import accelerator_of
-from fastcar_compile.runtime.backends.board.memory import MEMINFO, buffer_bytes
+from fastcar_compile.ir.tensor_files import load_tensors
+from fastcar_compile.runtime.backends.accelerator.step import StepStepper, accelerator_of
+from fastcar_compile.runtime.backends.board import MEMINFO, buffer_bytes
 from fastcar_compile.runtime.backends.cpu import CpuStepper
-from fastcar_compile.runtime.backends.hls_csim import sources_of
-from fastcar_compile.runtime.backends.hls_csim.build import open_library
+from fastcar_compile.runtime.backends.hls_csim import open_library, sources_of
 from fastcar_compile.runtime.session import Session
-from fastcar_compile.step.program import read_program
 
 STEPS = 24
 

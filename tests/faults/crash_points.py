@@ -19,7 +19,7 @@ from pathlib import Path
 
 from manifests import sections
 
-from fastcar_compile.artifact import atomic
+from fastcar_compile.artifact import claim as atomic
 from fastcar_compile.artifact.claim import moved_artifact
 from fastcar_compile.artifact.reader import read_manifest, verify_files
 from fastcar_compile.artifact.sections import PipelineSection

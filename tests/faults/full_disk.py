@@ -20,7 +20,7 @@ from manifests import sections
 from tvm import relax
 
 from fastcar_compile.artifact.writer import ArtifactWriter
-from fastcar_compile.codegen.tvm.link import link_library
+from fastcar_compile.codegen.tvm.build import link_library
 from fastcar_compile.errors import ArtifactError, CompileError
 from faults.crash_points import build, content
 

@@ -129,7 +129,7 @@ def kill_one(path: Path, delay: float | None, event: int | None) -> Kill | None:
 
     None: the build had ended before.
     """
-    from fastcar_compile.artifact import atomic
+    from fastcar_compile.artifact import claim as atomic
     from faults.crash_points import build
 
     log = path.parent.parent / "stage"
@@ -163,7 +163,7 @@ def write(log: Path, text: str) -> None:
 
 def kill_at_event(folder: Path, number: int, log: Path) -> None:
     """Have this process killed at the n-th rename or removal of the artifact, or of what stands beside it."""
-    from fastcar_compile.artifact import atomic
+    from fastcar_compile.artifact import claim as atomic
 
     numbers = itertools.count()
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from manifests import sections
 
-from fastcar_compile.artifact import atomic
+from fastcar_compile.artifact import claim as atomic
 from fastcar_compile.artifact.reader import read_manifest
 from fastcar_compile.artifact.writer import ArtifactWriter, store_thresholds
 from fastcar_compile.errors import ArtifactError

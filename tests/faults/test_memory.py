@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastcar_compile import memory
-from fastcar_compile.artifact.sections import State, StateRole
+from fastcar_compile.artifact.sections import State
 from fastcar_compile.cli.common import ExitCode, report_error
 from fastcar_compile.errors import BackendError, UserError
-from fastcar_compile.memory import available_memory, collector_paused, require_memory
+from fastcar_compile.ir.types import StateRole
 from fastcar_compile.runtime import state as state_module
 from fastcar_compile.runtime.state import StateArena
+from fastcar_compile.support import machine as memory
+from fastcar_compile.support.machine import available_memory, collector_paused, require_memory
 
 
 @pytest.mark.parametrize(

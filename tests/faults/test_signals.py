@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fastcar_compile import processes
+from fastcar_compile.support import machine as processes
 
 BUILD = """
 import sys

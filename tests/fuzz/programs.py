@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import IO
 
-from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
+from fastcar_compile.runtime.backends.hls_csim import ap_types_folder
 from fuzz.seeds import PYTHON
 
 SOURCES = Path(__file__).with_name("cpp")

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from fastcar_compile.artifact.tensor_files import save_tensors
+from fastcar_compile.ir.tensor_files import save_tensors
 
 TARGETS = ("cpu.toml", "zcu102.toml", "u280.toml")
 CONFIG = {
@@ -74,8 +74,9 @@ def _manifest() -> dict[str, bytes]:
 def _table() -> dict[str, bytes]:
     from drs.tables import table_for
 
-    from fastcar_compile.drs.builder import GateScore
-    from fastcar_compile.drs.table import AttentionShape, GateKind
+    from fastcar_compile.codegen.hls.control_table.builder import GateScore
+    from fastcar_compile.codegen.hls.control_table.table import AttentionShape
+    from fastcar_compile.gates.base import GateKind
 
     heads = GateScore(heads=(None, ((0, 0.5), (3, -2.0)), None))
     made = {
@@ -87,7 +88,7 @@ def _table() -> dict[str, bytes]:
 
 
 def _toml() -> dict[str, bytes]:
-    folder = files("fastcar_compile.targets")
+    folder = files("fastcar_compile.config.targets")
     return {name: (folder / name).read_bytes() for name in TARGETS}
 
 

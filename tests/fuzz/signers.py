@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from manifests import sections
 
-from fastcar_compile.artifact.files import FileEntry
+from fastcar_compile.artifact.digest import FileEntry
 from fastcar_compile.artifact.manifest import Manifest
 
 _KEY = ec.derive_private_key(2027, ec.SECP256R1())

@@ -10,7 +10,7 @@ from ml_dtypes import bfloat16
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.gate.learned_score import learned_score
+from fastcar_compile.codegen.tvm.kernels.learned_score import learned_score
 
 
 @dataclass(frozen=True)

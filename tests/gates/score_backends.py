@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from onnx_export.test_ops import export
 from tvm.tirx import PrimFunc
 
-import fastcar_compile.ops  # noqa: F401  (registers the operators)
+import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.codegen.hls.control_table.gate import pack_heads, pack_network, pack_row
 from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
-from fastcar_compile.codegen.tvm.kernels.gate import scores as kernels
-from fastcar_compile.codegen.tvm.kernels.gate.learned_score import learned_score
-from fastcar_compile.codegen.tvm.kernels.gate.tas import tas_heads
+from fastcar_compile.codegen.tvm.kernels import gate as kernels
+from fastcar_compile.codegen.tvm.kernels.learned_score import learned_score
+from fastcar_compile.codegen.tvm.kernels.tas import tas_heads
 from fastcar_compile.codegen.tvm.target import host_target
-from fastcar_compile.drs import scores
-from fastcar_compile.drs.gate import pack_heads
-from fastcar_compile.drs.score import TAS_FRACTION_BITS, distance_factor, score_factor
+from fastcar_compile.gates import scores
+from fastcar_compile.gates.scores import TAS_FRACTION_BITS, distance_factor, score_factor
 
 fastcar = torch.ops.fastcar
 Array = NDArray[Any]
@@ -200,7 +200,7 @@ def call(function: Any, *arguments: Any) -> None:
 
 
 def _rows(arrays: dict[str, Array]) -> tuple[Array, Array, int, Array]:
-    x, cached = (_aligned(scores.pack_row(arrays[n])) for n in ("x", "cached"))
+    x, cached = (_aligned(pack_row(arrays[n])) for n in ("x", "cached"))
     rows = len(arrays["x"])
     return x, cached, x.size // 4 // rows, np.zeros(rows, np.float32)
 
@@ -224,7 +224,7 @@ def _bound_core(library: ctypes.CDLL, arrays: dict[str, Array]) -> Array:
 
 def _learned_core(library: ctypes.CDLL, arrays: dict[str, Array]) -> Array:
     x, cached, words, y = _rows(arrays)
-    network = scores.pack_network(*(arrays[n] for n in ("w1", "b1", "w2", "b2")))
+    network = pack_network(*(arrays[n] for n in ("w1", "b1", "w2", "b2")))
     behind = _aligned(np.concatenate([cached, network.reshape(-1)]))
     call(library.learned_scores, x, behind, np.array([len(y), words], np.uint32), y)
     return y

@@ -11,6 +11,7 @@ import torch
 from decoders import llama
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.programs import decoder_section
 from fastcar_compile.codegen.onnx.export import export_onnx
 from fastcar_compile.codegen.tvm.build import HostGraph, lower
 from fastcar_compile.config import CompileConfig
@@ -18,8 +19,7 @@ from fastcar_compile.frontend.capture import capture
 from fastcar_compile.gates import GATES, Comparison
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.program_json import decoder_section
-from fastcar_compile.ir.tensors import to_numpy
+from fastcar_compile.ir.weights import to_numpy
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.base import Stepper
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Library

@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, cpu_flags, runnable
-from fastcar_compile.drs import scores
-from fastcar_compile.gates.weight_tensors import exact_weights
-from fastcar_compile.runtime.backends.hls_csim.build import build_library, folder_sources
-from fastcar_compile.training.relaxed import Sample
-from fastcar_compile.training.scorers import LearnedScorer
+from fastcar_compile.gates import scores
+from fastcar_compile.gates.tensors import exact_weights
+from fastcar_compile.runtime.backends.hls_csim import build_library, folder_sources
+from fastcar_compile.tune.training.relaxed import Sample
+from fastcar_compile.tune.training.scorers import LearnedScorer
 
 from .score_backends import (
     ARGUMENTS,

@@ -17,9 +17,9 @@ from decoders import llama
 
 import fastcar_compile as fc
 from fastcar_compile.cli.estimate import of_artifact
-from fastcar_compile.estimate import estimate
+from fastcar_compile.codegen.hls.model import estimate
 from fastcar_compile.gates.weights import weight_bytes
-from fastcar_compile.runtime.backends.accelerator.stepper import AcceleratorStepper
+from fastcar_compile.runtime.backends.accelerator.step import AcceleratorStepper
 from fastcar_compile.runtime.backends.cpu import CpuStepper
 from fastcar_compile.runtime.backends.eager import EagerStepper
 

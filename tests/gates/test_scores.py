@@ -16,10 +16,10 @@ from onnx_export.test_ops import run_onnx
 from torch import Tensor
 from tvm.tirx import PrimFunc
 
-import fastcar_compile.ops  # noqa: F401  (registers the operators)
+import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
-from fastcar_compile.codegen.tvm.kernels.gate import scores
-from fastcar_compile.codegen.tvm.kernels.gate.replay_gate import gate
+from fastcar_compile.codegen.tvm.kernels import gate as scores
+from fastcar_compile.codegen.tvm.kernels.gate import gate
 from fastcar_compile.codegen.tvm.target import host_target
 
 from .cases import CASES as NETWORKS

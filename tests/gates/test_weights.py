@@ -14,12 +14,12 @@ from torch import Tensor
 
 import fastcar_compile as fc
 from fastcar_compile.errors import CompileError, UserError
-from fastcar_compile.evaluate import Case, load_cases, save_cases
 from fastcar_compile.gates import GATES, GateWeights, gate_named
 from fastcar_compile.gates.weights import weight_bytes, weights_in
 from fastcar_compile.ir.pass_manager import pipeline_from_string, pipeline_to_string
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import PASSES
+from fastcar_compile.tune.evaluate import Case, load_cases, save_cases
 
 from .networks import networks
 

@@ -15,7 +15,7 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import designs
 from fastcar_compile.codegen.hls.design.spec import ACTIVATIONS, WEIGHT_BITS, MlpSpec
 from fastcar_compile.codegen.hls.project import emit_hls
-from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
+from fastcar_compile.runtime.backends.hls_csim import ap_types_folder
 from hls.library import best, zcu102
 from hls.simulation import Simulation
 

@@ -16,7 +16,7 @@ from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
 from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear
-from fastcar_compile.targets import load_target
+from fastcar_compile.config.targets import load_target
 
 Array = NDArray[Any]
 

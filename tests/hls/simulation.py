@@ -15,8 +15,7 @@ from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.interface import engine_interface
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.runtime.backends.accelerator.engine import ALL_ROWS, Engine, padded_rows
-from fastcar_compile.runtime.backends.hls_csim.build import folder_sources, open_library
-from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit, aligned
+from fastcar_compile.runtime.backends.hls_csim import CsimUnit, aligned, folder_sources, open_library
 from hls.library import Array
 
 ROOM = 1 << 22

@@ -8,19 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fastcar_compile.codegen.hls.control_table.builder import build_table
+from fastcar_compile.codegen.hls.control_table.gate import pack_heads
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, map_rows, run_layer
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Status
 from fastcar_compile.codegen.hls.controller_project import control_sizes, limits_of
 from fastcar_compile.codegen.hls.interface import engine_interface
 from fastcar_compile.codegen.hls.packing import pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
-from fastcar_compile.drs.builder import build_table
-from fastcar_compile.drs.gate import pack_heads
-from fastcar_compile.drs.simulator import LayerCall, map_rows, run_layer
-from fastcar_compile.drs.table import AttentionShape, DrsTable, Status
+from fastcar_compile.runtime.backends.accelerator.calls import Buffer
 from fastcar_compile.runtime.backends.accelerator.controller import Controller
 from fastcar_compile.runtime.backends.accelerator.engine import Engine
-from fastcar_compile.runtime.backends.accelerator.unit import Buffer
-from fastcar_compile.runtime.backends.hls_csim.build import folder_sources, open_library
-from fastcar_compile.runtime.backends.hls_csim.unit import CsimUnit
+from fastcar_compile.runtime.backends.hls_csim import CsimUnit, folder_sources, open_library
 from hls.library import Array, assert_same_bits, design, random_layer, reference
 from hls.test_project import run_program
 

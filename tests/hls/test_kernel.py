@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_mlp
 from fastcar_compile.errors import UserError
-from fastcar_compile.ops import activations, quant
+from fastcar_compile.ir.ops import linear as activations
+from fastcar_compile.ir.ops import linear as quant
 from hls.library import DESIGNS, LIMITS, Array, assert_same_bits, factor, factor_table, random_layer, reference
 from hls.simulation import Simulation
 

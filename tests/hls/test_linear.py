@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear
 from fastcar_compile.errors import CompileError, UserError
-from fastcar_compile.ops.quant import pack_int4
+from fastcar_compile.ir.ops.linear import pack_int4
 from hls.library import DESIGNS, LINEARS, Array, Linear, assert_same_bits
 from hls.simulation import Simulation
 

@@ -12,16 +12,15 @@ import tvm
 from torch import Tensor
 from tvm.tirx import PrimFunc
 
-import fastcar_compile.ops  # noqa: F401  (registers the operators)
+import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.hls.design.spec import MlpSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_mlp
-from fastcar_compile.codegen.tvm.kernels.linear.activation_factor import activation_factor
-from fastcar_compile.codegen.tvm.kernels.linear.linear_w4a8 import linear_w4a8
-from fastcar_compile.codegen.tvm.kernels.linear.linear_w8a8 import linear_w8a8
-from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import quantize_rows
+from fastcar_compile.codegen.tvm.kernels.linear.activations import activation_factor, quantize_rows
+from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import linear_w4a8
+from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import linear_w8a8
 from fastcar_compile.codegen.tvm.target import host_target
-from fastcar_compile.ops import quant
-from fastcar_compile.ops.activations import factor_table
+from fastcar_compile.ir.ops import linear as quant
+from fastcar_compile.ir.ops.linear import factor_table
 from hls.library import DESIGNS, assert_same_bits, random_layer
 from hls.simulation import Simulation
 
@@ -44,7 +43,7 @@ def tensors(linear: LinearWeights) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def eager_linear(x: Tensor, linear: LinearWeights) -> tuple[Tensor, Tensor]:
-    """The operators of fastcar_compile.ops.quant."""
+    """The operators of fastcar_compile.ir.ops.linear."""
     weight, scale, bias = tensors(linear)
     q = quant.quantize_rows(x)[0]
     if weight.dtype == torch.int8:

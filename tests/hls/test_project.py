@@ -15,9 +15,9 @@ from conftest import Precompiled
 
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface, engine_interface
 from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import BackendError
-from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder, folder_sources, open_library
-from fastcar_compile.targets import load_target
+from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, folder_sources, open_library
 from hls.library import (
     DESIGNS,
     LIMITS,

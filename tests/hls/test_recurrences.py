@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
-from fastcar_compile.codegen.hls.design.recurrences import recurrences, total_latency
+from fastcar_compile.codegen.hls.design.loops import recurrences, total_latency
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.project import emit_hls
-from fastcar_compile.targets import available_targets, load_target
+from fastcar_compile.config.targets import available_targets, load_target
 from hls import lint
 from hls.library import design
 from hls.test_lint import ENGINE_FILES

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fastcar_compile.runtime.backends.hls_csim.build import ap_types_folder
+from fastcar_compile.runtime.backends.hls_csim import ap_types_folder
 
 PROGRAM = """
 #include <stdio.h>

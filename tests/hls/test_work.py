@@ -10,8 +10,14 @@ import pytest
 from fastcar_compile.codegen.hls.packing import pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.errors import BackendError
-from fastcar_compile.runtime.backends.hls_csim.build import folder_sources, open_library
-from fastcar_compile.runtime.backends.hls_csim.counters import COUNTERS, STATIC_MAPPING, Work, read_counters
+from fastcar_compile.runtime.backends.hls_csim import (
+    COUNTERS,
+    STATIC_MAPPING,
+    Work,
+    folder_sources,
+    open_library,
+    read_counters,
+)
 from hls.library import Array, assert_same_bits, design, random_layer
 from hls.simulation import Simulation
 

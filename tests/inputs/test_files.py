@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcar_compile.errors import ArtifactError
-from fastcar_compile.strict_json import parse_json, read_json
+from fastcar_compile.support.strict_json import parse_json, read_json
 
 REFUSED = {
     "a key twice": (b'{"a": 1, "a": 1}', "'a' is given twice"),

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from passes.tiny import after
 
-from fastcar_compile.comparison import diff
+from fastcar_compile.artifact.programs import graph_file_text, read_graph_file
 from fastcar_compile.errors import ArtifactError
-from fastcar_compile.ir.program_json import graph_file_text, read_graph_file
 from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.report.comparison import diff
 
 from . import evil
 

@@ -17,23 +17,23 @@ import pytest
 import torch
 from safetensors.torch import save as save_tensors
 
+from fastcar_compile.artifact.programs import read_graph_file
 from fastcar_compile.artifact.reader import parse_manifest
-from fastcar_compile.artifact.tensor_files import load_tensors
 from fastcar_compile.artifact.thresholds import Thresholds
-from fastcar_compile.calibration.search import Journal
 from fastcar_compile.cli.options import read_tokens
-from fastcar_compile.comparison import diff
-from fastcar_compile.drs.reader import read_table
+from fastcar_compile.codegen.hls.control_table.reader import read_table
+from fastcar_compile.codegen.hls.model.rows import load_trace
+from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import UserError
-from fastcar_compile.estimate.rows import load_trace
-from fastcar_compile.evaluate.cases import load_cases
 from fastcar_compile.frontend.pt2 import load_exported
 from fastcar_compile.gates import GateWeights
 from fastcar_compile.ir.pass_manager import pipeline_from_string
-from fastcar_compile.ir.program_json import read_graph_file
+from fastcar_compile.ir.tensor_files import load_tensors
 from fastcar_compile.passes.pipeline import PASSES
-from fastcar_compile.targets import load_target
-from fastcar_compile.training.trained import TrainedGate, TrainingState
+from fastcar_compile.report.comparison import diff
+from fastcar_compile.tune.evaluate.cases import load_cases
+from fastcar_compile.tune.search import Journal
+from fastcar_compile.tune.training.trained import TrainedGate, TrainingState
 
 from . import evil
 from .test_manifest import BYTES

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manifests import layer_part, sections
 
-from fastcar_compile.artifact.files import FileEntry
+from fastcar_compile.artifact.digest import FileEntry
 from fastcar_compile.artifact.manifest import Manifest, sealed
 from fastcar_compile.artifact.reader import parse_manifest
 from fastcar_compile.artifact.sections import (

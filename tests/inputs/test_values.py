@@ -16,10 +16,10 @@ from pydantic import BaseModel
 from torch import nn
 
 import fastcar_compile as fc
-from fastcar_compile.artifact.sections import DecoderConfig
 from fastcar_compile.config import CompileConfig
-from fastcar_compile.dry_run.report import Memory
 from fastcar_compile.errors import UserError
+from fastcar_compile.ir.types import DecoderConfig
+from fastcar_compile.report.dry_run import Memory
 from fastcar_compile.runtime.backends.base import Stepper, StepResult
 from fastcar_compile.runtime.session import Session, open_session
 

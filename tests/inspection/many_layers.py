@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any
 
-from fastcar_compile.inspection.graphs import page_graphs
-from fastcar_compile.inspection.models import PageData
+from fastcar_compile.report.page.graphs import page_graphs
+from fastcar_compile.report.page.models import PageData
 
 Json = dict[str, Any]
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from manifests import sections
 
-import fastcar_compile.ops  # noqa: F401  (registers the operators)
+import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.sections import PipelineSection
-from fastcar_compile.inspection.graphs import page_graphs, reason_key, type_text
-from fastcar_compile.inspection.models import MemoryPage, PageData, ReplayPage, SpeedPage
-from fastcar_compile.inspection.page import _facts, page_html
-from fastcar_compile.inspection.replay import heat_map
-from fastcar_compile.ops.operator import REASONS
+from fastcar_compile.ir.ops.operator import REASONS
 from fastcar_compile.passes.pipeline import PASSES
+from fastcar_compile.report.page.graphs import page_graphs, reason_key, type_text
+from fastcar_compile.report.page.models import MemoryPage, PageData, ReplayPage, SpeedPage
+from fastcar_compile.report.page.page import _facts, page_html
+from fastcar_compile.report.page.replay import heat_map
 
 HOSTILE = "</script><script>alert(1)</script>&\u2028\udcff"
 
@@ -137,7 +137,7 @@ def test_layers_of_equal_structure_share_a_key() -> None:
 
 def test_every_pass_and_every_operator_has_a_reason() -> None:
     assert [name for name, kind in PASSES.items() if not kind.reason.endswith(".")] == []
-    script = "import torch, fastcar_compile.ops; print(*torch._C._dispatch_get_all_op_names())"
+    script = "import torch, fastcar_compile.ir.ops; print(*torch._C._dispatch_get_all_op_names())"
     listed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     operators = {name for name in listed.split() if name.startswith("fastcar::")}  # of graphs; a lowering has others
     assert operators, "the operators are registered"

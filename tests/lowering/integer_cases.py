@@ -8,10 +8,10 @@ import numpy as np
 import torch
 import tvm
 
-import fastcar_compile.ops  # noqa: F401  (registers the operators)
+import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels.registry import KERNELS
-from fastcar_compile.ops.quant import quantize_rows, quantize_weight, quantize_weight_int4
+from fastcar_compile.ir.ops.linear import quantize_rows, quantize_weight, quantize_weight_int4
 
 fastcar = torch.ops.fastcar
 KINDS = ("linear_w8a8", "linear_w4a8")

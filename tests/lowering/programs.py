@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fastcar_compile.artifact.programs import decoder_section
 from fastcar_compile.codegen.tvm.build import HostGraph, LoweredModule, lower
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.program_json import decoder_section
-from fastcar_compile.ir.tensors import to_numpy
+from fastcar_compile.ir.weights import to_numpy
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Library
 from fastcar_compile.runtime.backends.eager import EagerStepper

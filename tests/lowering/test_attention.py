@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 from tvm.tirx import PrimFunc
 
-import fastcar_compile.ops  # noqa: F401  (registers the operators)
+import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, cpu_flags, host_instruction_set, instruction_set
-from fastcar_compile.codegen.tvm.kernels.attention import attend_heads, decode
-from fastcar_compile.codegen.tvm.kernels.attention.attend_int8 import suits
+from fastcar_compile.codegen.tvm.kernels.attention import decode
+from fastcar_compile.codegen.tvm.kernels.attention import heads as attend_heads
 from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
-from fastcar_compile.codegen.tvm.kernels.attention.context import context_attention
-from fastcar_compile.codegen.tvm.kernels.attention.decode import decode_attention
-from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import (
+from fastcar_compile.codegen.tvm.kernels.attention.decode import context_attention, decode_attention
+from fastcar_compile.codegen.tvm.kernels.attention.int8 import suits
+from fastcar_compile.codegen.tvm.kernels.attention.online import (
     PARALLEL_CACHE_ELEMENTS,
     SPLIT_CACHE_ELEMENTS,
     context_parts,
     head_splits,
 )
-from fastcar_compile.codegen.tvm.kernels.attention.softmax_block import KEY_BLOCK
-from fastcar_compile.ops.cached import loaded, stored
+from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK
+from fastcar_compile.ir.ops.operator import loaded, stored
 
 from .kernel_runs import few, run
 

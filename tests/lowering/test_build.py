@@ -19,18 +19,17 @@ from torch import fx, nn
 from tvm import relax
 
 import fastcar_compile.runtime.backends.hls_csim  # noqa: F401  registers the packed function that offloaded MLPs call
+from fastcar_compile.artifact.programs import decoder_section
 from fastcar_compile.codegen.tvm import build
 from fastcar_compile.codegen.tvm.build import HostGraph, lower
 from fastcar_compile.codegen.tvm.converters import CONVERTERS
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import PORTABLE
-from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.errors import BackendError, CompileError
+from fastcar_compile.gates.base import GateInputs
+from fastcar_compile.ir.ops.offload import GateDecision, bound_accelerator, bound_gate_unit
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.program_json import decoder_section
 from fastcar_compile.ir.query import output_nodes
-from fastcar_compile.ops.offload import bound_accelerator
-from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
 from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.runtime.backends.accelerator.calls import stepping
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Library

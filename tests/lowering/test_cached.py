@@ -17,10 +17,10 @@ from torch import Tensor
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
-from fastcar_compile.codegen.tvm.kernels.cache.cache_write import cache_write, ring_write
-from fastcar_compile.codegen.tvm.kernels.gate.tas import tas
+from fastcar_compile.codegen.tvm.kernels.cache import cache_write, ring_write
+from fastcar_compile.codegen.tvm.kernels.tas import tas
 from fastcar_compile.codegen.tvm.target import host_target
-from fastcar_compile.ops.cached import BLOCK, INT8_MAX, LEAST_EXPONENT, head_dim, loaded, row_size, stored
+from fastcar_compile.ir.ops.operator import BLOCK, INT8_MAX, LEAST_EXPONENT, head_dim, loaded, row_size, stored
 
 from .kernel_runs import few, run
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tvm import relax
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, host_instruction_set
-from fastcar_compile.codegen.tvm.kernels.linear.combine import combine
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemm import float_gemm
-from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import SMALL_BATCH
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import SMALL_BATCH, combine
 from fastcar_compile.codegen.tvm.kernels.registry import LINEARS, combined_linears
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import InternalError

@@ -12,7 +12,7 @@ from tvm import relax
 from tvm.relax.backend.cpu_generic import pipeline
 
 from fastcar_compile.codegen.tvm.target import host_target
-from fastcar_compile.ir.program import StateRole
+from fastcar_compile.ir.types import StateRole
 from fastcar_compile.runtime.backends.base import Stepper
 
 from .programs import FRAME, LAYERS, LENGTH, Case, cpu_backend, eager_backend, export, lowered, program, tokens

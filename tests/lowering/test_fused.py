@@ -11,19 +11,22 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from tvm.tirx import PrimFunc
 
-import fastcar_compile.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.codegen.tvm.fusion.quantize import gated_product
+import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.codegen.tvm.fusion import gated_product
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, host_instruction_set
-from fastcar_compile.codegen.tvm.kernels.linear.activate_quantize import activate_quantize
-from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import PARALLEL_ROW_ELEMENTS
-from fastcar_compile.codegen.tvm.kernels.norm.norm import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
-from fastcar_compile.codegen.tvm.kernels.norm.rotary import rotary
+from fastcar_compile.codegen.tvm.kernels.linear.activations import PARALLEL_ROW_ELEMENTS, activate_quantize
+from fastcar_compile.codegen.tvm.kernels.norm import (
+    layer_norm,
+    layer_norm_quantize,
+    rms_norm,
+    rms_norm_quantize,
+    rotary,
+)
+from fastcar_compile.ir.ops.linear import FACTORS, factor_table, quantize_rows
 from fastcar_compile.ir.query import output_nodes
-from fastcar_compile.ops.activations import FACTORS, factor_table
-from fastcar_compile.ops.quant import quantize_rows
 from fastcar_compile.passes.patterns.norms import layer_norm as layer_norm_of
 from fastcar_compile.passes.patterns.norms import rms_norm as rms_norm_of
-from fastcar_compile.passes.patterns.rotary import rotary as rotary_of
+from fastcar_compile.passes.patterns.norms import rotary as rotary_of
 
 from .kernel_runs import few, run
 from .programs import LAYERS, Case, lowered

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fastcar_compile.codegen.segment import segment
 from fastcar_compile.codegen.tvm.converters import CONVERTERS
-from fastcar_compile.codegen.tvm.fusion.split_linears import QUANTIZED_LINEARS
+from fastcar_compile.codegen.tvm.fusion import QUANTIZED_LINEARS
 from fastcar_compile.codegen.tvm.pipeline import fuse
 from fastcar_compile.ir.query import output_nodes
 from fastcar_compile.ir.rewrite import set_outputs

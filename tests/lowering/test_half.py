@@ -20,10 +20,10 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
-from fastcar_compile.codegen.tvm.kernels.cache.cache_write import cache_write
-from fastcar_compile.codegen.tvm.kernels.simd.float16 import from_float32, to_float32
+from fastcar_compile.codegen.tvm.kernels.cache import cache_write
+from fastcar_compile.codegen.tvm.kernels.vectors import from_float32, to_float32
 from fastcar_compile.codegen.tvm.target import host_target
-from fastcar_compile.ops.cached import stored
+from fastcar_compile.ir.ops.operator import stored
 
 COUNT, LANES = 1 << 16, 16
 HERE = runnable(INSTRUCTION_SETS, platform.machine(), cpu_flags())

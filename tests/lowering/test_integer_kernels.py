@@ -22,9 +22,10 @@ from fastcar_compile.codegen.tvm.isa import (
     host_instruction_set,
     instruction_set,
 )
-from fastcar_compile.codegen.tvm.kernels.linear import int4_tiles, linear_w8a8
-from fastcar_compile.codegen.tvm.kernels.linear.int4_dot import INT4_DOTS
-from fastcar_compile.codegen.tvm.kernels.linear.int8_dot import INT8_DOTS
+from fastcar_compile.codegen.tvm.kernels.linear import w4a8 as int4_tiles
+from fastcar_compile.codegen.tvm.kernels.linear import w8a8 as linear_w8a8
+from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import INT4_DOTS
+from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import INT8_DOTS
 from fastcar_compile.codegen.tvm.target import host_target
 
 from .integer_cases import CASES, KINDS, TOGETHER, IntegerCase, TogetherCase, module

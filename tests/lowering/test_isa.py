@@ -13,7 +13,7 @@ import tvm
 
 from fastcar_compile.codegen.tvm import isa as table
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, instruction_set, runnable
-from fastcar_compile.codegen.tvm.kernels.linear.linear_w8a8 import linear_w8a8
+from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import linear_w8a8
 from fastcar_compile.codegen.tvm.kernels.registry import KIND, dispatch, specialise
 from fastcar_compile.codegen.tvm.target import board_instruction_set, host_target
 from fastcar_compile.errors import CompileError, TargetError

@@ -8,24 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, host_instruction_set
-from fastcar_compile.codegen.tvm.kernels.cache.cache_write import cache_write
-from fastcar_compile.codegen.tvm.kernels.cache.frame_slot import (
+from fastcar_compile.codegen.tvm.kernels.cache import (
+    cache_write,
     chain_read,
     chain_write,
     slot_read,
     slot_write,
     slots_write,
 )
-from fastcar_compile.codegen.tvm.kernels.gate.replay_gate import gate, gate_and_count
-from fastcar_compile.codegen.tvm.kernels.gate.tas import tas
-from fastcar_compile.codegen.tvm.kernels.linear.activation_factor import activation_factor
-from fastcar_compile.codegen.tvm.kernels.linear.linear_w4a8 import linear_w4a8
-from fastcar_compile.codegen.tvm.kernels.linear.linear_w8a8 import linear_w8a8
-from fastcar_compile.codegen.tvm.kernels.linear.quantize_rows import quantize_rows
-from fastcar_compile.ops.activations import FACTORS, factor_table
-from fastcar_compile.ops.cached import stored
-from fastcar_compile.ops.quant import group_count, pack_int4
-from fastcar_compile.ops.quant import quantize_rows as eager_quantize_rows
+from fastcar_compile.codegen.tvm.kernels.gate import gate, gate_and_count
+from fastcar_compile.codegen.tvm.kernels.linear.activations import activation_factor, quantize_rows
+from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import linear_w4a8
+from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import linear_w8a8
+from fastcar_compile.codegen.tvm.kernels.tas import tas
+from fastcar_compile.ir.ops.linear import FACTORS, factor_table, group_count, pack_int4
+from fastcar_compile.ir.ops.linear import quantize_rows as eager_quantize_rows
+from fastcar_compile.ir.ops.operator import stored
 
 from .kernel_runs import few, run
 

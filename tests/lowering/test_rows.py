@@ -11,7 +11,7 @@ import tvm
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcar_compile.codegen.tvm.kernels.cache.concat import concat_rows, split_rows
+from fastcar_compile.codegen.tvm.kernels.cache import concat_rows, split_rows
 from fastcar_compile.codegen.tvm.target import host_target
 
 from .kernel_runs import few

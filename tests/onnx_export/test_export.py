@@ -11,16 +11,16 @@ import pytest
 from decoders import SIZES, llama
 from onnx import numpy_helper
 
+from fastcar_compile.artifact.programs import decoder_section
 from fastcar_compile.codegen.onnx.export import export_onnx
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.program_json import decoder_section
 from fastcar_compile.passes.pipeline import analysis_pipeline, offload_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.ort import OnnxModel, OrtStepper
-from fastcar_compile.version import release
+from fastcar_compile.support.packages import release
 
 FRAME, LENGTH = 4, 17
 

@@ -15,15 +15,14 @@ import torch
 from lowering.test_cached import many_rows
 from torch import Tensor, nn
 
-from fastcar_compile.codegen.onnx.kv import KV_TYPES as ONNX_KV_TYPES
+from fastcar_compile.codegen.onnx.attention import KV_TYPES as ONNX_KV_TYPES
 from fastcar_compile.codegen.onnx.linear import LINEARS, ZERO_POINT
-from fastcar_compile.codegen.onnx.ops import translation_table
 from fastcar_compile.codegen.onnx.segments import quiet_exporter
-from fastcar_compile.codegen.onnx.translate import translate
-from fastcar_compile.formats import KV_TYPES, QUANT_FORMATS
-from fastcar_compile.ops import quant
-from fastcar_compile.ops.activations import FACTORS
-from fastcar_compile.ops.cached import stored
+from fastcar_compile.codegen.onnx.translate import translate, translation_table
+from fastcar_compile.config.formats import KV_TYPES, QUANT_FORMATS
+from fastcar_compile.ir.ops import linear as quant
+from fastcar_compile.ir.ops.linear import FACTORS
+from fastcar_compile.ir.ops.operator import stored
 
 fastcar = torch.ops.fastcar
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import fx
 
-from fastcar_compile.ir.modules import get_attribute
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import is_op
+from fastcar_compile.ir.query import get_attribute, is_op
 from fastcar_compile.passes.bfloat16_embedding import Bfloat16Embedding
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8

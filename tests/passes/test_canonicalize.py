@@ -9,8 +9,9 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.node import Argument
 
-from fastcar_compile.ir.program import DecoderConfig, DecoderProgram
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op, node_arg
+from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.normalize_state import NormalizeState
 

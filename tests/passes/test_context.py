@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastcar_compile.artifact.sections import ContextInput, DecoderConfig
 from fastcar_compile.errors import CompileError, InputError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op, node_named
+from fastcar_compile.ir.types import ContextInput, DecoderConfig
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.runtime.backends.eager import EagerStepper

@@ -17,10 +17,10 @@ from filecheck.options import Options
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastcar_compile.artifact.programs import graph_file_text, read_graph_file
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import pipeline_from_string, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.program_json import graph_file_text, read_graph_file
 from fastcar_compile.ir.text import program_to_text
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
 

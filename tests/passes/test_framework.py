@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from torch import fx
 
 from fastcar_compile.errors import CompileError, InternalError
-from fastcar_compile.ir.modules import graph_module
 from fastcar_compile.ir.pass_manager import Pass, pipeline_from_string, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import output_nodes
+from fastcar_compile.ir.query import graph_module, output_nodes
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
 

@@ -10,7 +10,8 @@ from gates.networks import networks
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates import GateWeights
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.program import DecoderProgram, StateRole
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.types import StateRole
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.program import StateRole
 from fastcar_compile.ir.query import is_op
+from fastcar_compile.ir.types import StateRole
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.pipeline import analysis_pipeline

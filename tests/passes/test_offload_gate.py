@@ -11,11 +11,11 @@ import torch
 from gates import foreign
 from torch import Tensor
 
-from fastcar_compile.drs.inputs import GateInputs
 from fastcar_compile.errors import BackendError
+from fastcar_compile.gates.base import GateInputs
+from fastcar_compile.ir.ops.offload import GateDecision, bound_gate_unit
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
-from fastcar_compile.ops.offload_gate import GateDecision, bound_gate_unit
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.pipeline import analysis_pipeline

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fastcar_compile.errors import BackendError
+from fastcar_compile.ir.ops.offload import bound_linears
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
-from fastcar_compile.ops.offload_linear import bound_linears
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.patterns.linear_calls import LinearCall, linear_calls

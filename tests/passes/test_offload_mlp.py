@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fastcar_compile.errors import BackendError
+from fastcar_compile.ir.ops.offload import bound_accelerator
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
-from fastcar_compile.ops.offload import bound_accelerator
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.offload_mlp import OffloadMlp
 from fastcar_compile.passes.pipeline import analysis_pipeline

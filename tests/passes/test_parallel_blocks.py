@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastcar_compile.ir.layers import Role, role_nodes
-from fastcar_compile.ir.modules import branches_of
-from fastcar_compile.ir.query import is_op, node_arg
+from fastcar_compile.ir.query import branches_of, is_op, node_arg
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.insert_replay import InsertReplay

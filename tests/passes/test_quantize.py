@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastcar_compile.ir.modules import get_attribute
+from fastcar_compile.ir.ops.linear import GROUP, group_count, unpack_int4
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import is_op
-from fastcar_compile.ops.quant import GROUP, group_count, unpack_int4
+from fastcar_compile.ir.query import get_attribute, is_op
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import KERNELS, QuantizeW4A8, QuantizeW8A8
 

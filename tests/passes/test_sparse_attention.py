@@ -10,8 +10,9 @@ import torch
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.pass_manager import pipeline_from_string, pipeline_to_string, run_pipeline
-from fastcar_compile.ir.program import DecoderProgram, Ring, StateRole
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import argument_names, is_op, node_arg
+from fastcar_compile.ir.types import Ring, StateRole
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.offload_gate import OffloadGate
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastcar_compile.ir.program import DecoderProgram, StateRole
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.types import StateRole
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.sparse_attention import SparsifyAttention

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import fastcar_compile.ops  # noqa: F401  (registers the operators)
+import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import Pass, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram

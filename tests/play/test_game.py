@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
-from fastcar_compile import limits
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates.base import Comparison
 from fastcar_compile.play import visit
@@ -22,6 +21,7 @@ from fastcar_compile.play.messages import Keys, Request, Restart, Run, SetThresh
 from fastcar_compile.play.pace import IN_FLIGHT, Pace
 from fastcar_compile.play.recording import GAP, Recording, most_frames
 from fastcar_compile.play.visit import Visit
+from fastcar_compile.support import limits
 
 from .worlds import COLOURS
 

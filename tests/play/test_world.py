@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
-from fastcar_compile import limits
-from fastcar_compile.artifact.sections import DecoderConfig
 from fastcar_compile.errors import InputError
+from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.play.pixels import Pixels
 from fastcar_compile.play.world import World, load_world
+from fastcar_compile.support import limits
 
 from .worlds import COLOURS, FRAMES, WORLD, colour_model, save_starts, starts, write_world
 

@@ -15,7 +15,8 @@ from decoders import llama
 
 import fastcar_compile as fc
 
-HEAVY = "torch transformers onnx onnxruntime onnxscript jinja2 tvm fastcar_compile.ir fastcar_compile.codegen"
+HEAVY = "torch transformers onnx onnxruntime onnxscript jinja2 tvm "
+HEAVY += "fastcar_compile.ir.ops fastcar_compile.ir.program fastcar_compile.codegen"
 ROOT = Path(fc.__file__).parents[1]
 
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from fastcar_compile.errors import InputError
 from fastcar_compile.runtime import guard
 from fastcar_compile.runtime.backends import Stepper, StepResult
+from fastcar_compile.runtime.guard import thread_count
 from fastcar_compile.runtime.session import Session
-from fastcar_compile.runtime.threads import thread_count
 
 CASE = Case()
 ROWS = 2

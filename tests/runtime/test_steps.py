@@ -13,10 +13,11 @@ import pytest
 import torch
 from lowering.programs import FRAME, LAYERS, LENGTH, Case, cpu_backend, export, numpy_params, program, tokens
 
-from fastcar_compile.artifact.sections import State, StateRole
-from fastcar_compile.artifact.tensor_files import Arrays, load_tensors, write_streamed
+from fastcar_compile.artifact.programs import decoder_section
+from fastcar_compile.artifact.sections import State
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir.program_json import decoder_section
+from fastcar_compile.ir.tensor_files import Arrays, load_tensors, write_streamed
+from fastcar_compile.ir.types import StateRole
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Library
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.runtime.state import StateArena

@@ -13,8 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastcar_compile.artifact import tensor_files
-from fastcar_compile.artifact.tensor_files import (
+from fastcar_compile.errors import InternalError
+from fastcar_compile.ir import tensor_files
+from fastcar_compile.ir.tensor_files import (
     CHUNK,
     Arrays,
     Placement,
@@ -24,8 +25,7 @@ from fastcar_compile.artifact.tensor_files import (
     write_pieces,
     write_streamed,
 )
-from fastcar_compile.errors import InternalError
-from fastcar_compile.ir.tensors import dtype_name, to_torch
+from fastcar_compile.ir.weights import dtype_name, to_torch
 
 DTYPES = (np.float32, np.float16, np.int8, np.uint8, np.int64, ml_dtypes.bfloat16)
 

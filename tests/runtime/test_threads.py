@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fastcar_compile import parallel
 from fastcar_compile.errors import BackendError
-from fastcar_compile.parallel import at_once, cpu_quota, streamed, usable_cores
-from fastcar_compile.runtime.threads import use_threads
+from fastcar_compile.runtime.guard import use_threads
+from fastcar_compile.support import machine as parallel
+from fastcar_compile.support.machine import at_once, cpu_quota, streamed, usable_cores
 
 
 def root(tmp_path: Path, cgroup: str, **files: str) -> Path:
@@ -54,7 +54,7 @@ POOL = """
 import os, threading, time
 import numpy as np
 import tvm
-from fastcar_compile.runtime.threads import use_threads
+from fastcar_compile.runtime.guard import use_threads
 
 active = tvm.get_global_func("runtime.NumThreads")
 before = os.sched_getaffinity(0)

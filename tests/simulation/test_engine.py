@@ -16,14 +16,14 @@ from cycle_model.network import Network
 from fastcar_compile.codegen.hls.design.control_loops import control_loops
 from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.interface import weight_ports
+from fastcar_compile.codegen.hls.model import DecoderShape, Workload, load_shape
+from fastcar_compile.codegen.hls.model.engine import Engine, RowLoad
+from fastcar_compile.codegen.hls.model.gate import GateModel
+from fastcar_compile.codegen.hls.model.question import ask
+from fastcar_compile.codegen.hls.model.rows import draw_decisions
+from fastcar_compile.codegen.hls.model.system import Run
+from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import InternalError
-from fastcar_compile.estimate import DecoderShape, Workload, load_shape
-from fastcar_compile.estimate.engine import Engine, RowLoad
-from fastcar_compile.estimate.gate import GateModel
-from fastcar_compile.estimate.question import ask
-from fastcar_compile.estimate.rows import draw_decisions
-from fastcar_compile.estimate.system import Run
-from fastcar_compile.targets import load_target
 
 EXAMPLE = DecoderShape(
     name="moving-shapes", layers=4, hidden=128, intermediate=352, heads=4, kv_heads=4, head_dim=32, vocab=17,

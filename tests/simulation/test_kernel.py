@@ -22,8 +22,8 @@ from cycle_model.state import water_fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastcar_compile.codegen.hls.model.engine import Memory
 from fastcar_compile.errors import InternalError
-from fastcar_compile.estimate.engine import Memory
 
 
 def pair(producer: Run, consumer: Run, depth: int) -> Network:

@@ -15,11 +15,11 @@ from cycle_model.network import Fifo, Network, Run
 
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork
 from fastcar_compile.codegen.hls.design.step_usage import VALUE_FIFO_WORDS
-from fastcar_compile.estimate import Workload, load_shape
-from fastcar_compile.estimate.engine import Memory, attend_clocks
-from fastcar_compile.estimate.question import ask
-from fastcar_compile.estimate.system import estimate_question
-from fastcar_compile.targets import load_target
+from fastcar_compile.codegen.hls.model import Workload, load_shape
+from fastcar_compile.codegen.hls.model.engine import Memory, attend_clocks
+from fastcar_compile.codegen.hls.model.question import ask
+from fastcar_compile.codegen.hls.model.system import estimate_question
+from fastcar_compile.config.targets import load_target
 
 TINY = load_shape("tinyllama-1.1b").model_copy(update={"layers": 2, "vocab": 0})
 LARGE = load_shape("vila-u-7b").model_copy(update={"layers": 1})

@@ -18,9 +18,6 @@ from test_checkpoint import save
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
-from fastcar_compile.calibration.calibrate import rules_of
-from fastcar_compile.calibration.evaluator import Evaluator
-from fastcar_compile.evaluate.window import SinkWindow
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.ir.pass_manager import run_pipeline
@@ -31,6 +28,9 @@ from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.passes.sparse_attention import SparsifyAttention
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
+from fastcar_compile.tune.calibrate import rules_of
+from fastcar_compile.tune.evaluate.window import SinkWindow
+from fastcar_compile.tune.evaluator import Evaluator
 
 from .oracle import ROWS, VOCAB, RotaryDecoder, streaming
 

@@ -21,12 +21,12 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.onnx.segments import quiet_exporter
 from fastcar_compile.codegen.onnx.translate import translate
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, host_instruction_set
-from fastcar_compile.codegen.tvm.kernels.attention import window as kernels
-from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import context_parts
-from fastcar_compile.codegen.tvm.kernels.cache.cache_write import ring_write
+from fastcar_compile.codegen.tvm.kernels.attention import decode as kernels
+from fastcar_compile.codegen.tvm.kernels.attention.online import context_parts
+from fastcar_compile.codegen.tvm.kernels.cache import ring_write
 from fastcar_compile.codegen.tvm.target import host_target
-from fastcar_compile.ops.cached import stored
-from fastcar_compile.ops.window import row_of
+from fastcar_compile.ir.ops.attention import row_of
+from fastcar_compile.ir.ops.operator import stored
 
 from .oracle import seen
 

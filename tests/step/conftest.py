@@ -14,10 +14,9 @@ import pytest
 from conftest import shared_folder
 from filelock import FileLock
 
-from fastcar_compile.codegen.hls.design.step import StepDesign
-from fastcar_compile.codegen.hls.step_project import emit_step
-from fastcar_compile.runtime.backends.hls_csim.build import build_library, folder_sources, open_library
-from fastcar_compile.runtime.backends.hls_csim.unit import aligned
+from fastcar_compile.codegen.hls.design.step_usage import StepDesign
+from fastcar_compile.codegen.hls.project import emit_step
+from fastcar_compile.runtime.backends.hls_csim import aligned, build_library, folder_sources, open_library
 from step.decoder import Decoder
 from step.kernel import Kernel
 from step.values import Array

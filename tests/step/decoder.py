@@ -9,16 +9,24 @@ from gates.networks import networks
 from hls.library import design, linear, random_layer, random_linear, reference
 
 from fastcar_compile.codegen.hls.control import network_stream
+from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
-from fastcar_compile.drs.builder import GateScore, build_table
-from fastcar_compile.drs.score import float32
-from fastcar_compile.drs.table import AttentionShape, DrsTable, GateKind
-from fastcar_compile.step.builder import AttentionPlan, CachePlan, LinearPlan, ReplayPlan, StepPlan, build_step
-from fastcar_compile.step.cache_layout import LANES, CacheLayout
-from fastcar_compile.step.instructions import Attend, Linear, Mlp
-from fastcar_compile.step.program import StepProgram
-from fastcar_compile.step.simulator import Memory, Product
+from fastcar_compile.codegen.hls.step_program.builder import (
+    AttentionPlan,
+    CachePlan,
+    LinearPlan,
+    ReplayPlan,
+    StepPlan,
+    build_step,
+)
+from fastcar_compile.codegen.hls.step_program.cache_layout import LANES, CacheLayout
+from fastcar_compile.codegen.hls.step_program.instructions import Attend, Linear, Mlp
+from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.codegen.hls.step_program.simulator import Memory, Product
+from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.scores import float32
 from step.values import Array
 
 HIDDEN, VOCAB, LAYERS, ROWS, FRAME = 64, 17, 2, 2, 5

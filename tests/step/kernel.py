@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fastcar_compile.codegen.hls.design.step import StepDesign
+from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import REPORT_LAYER_WORDS, KernelInterface, step_interface
-from fastcar_compile.runtime.backends.hls_csim.unit import aligned
-from fastcar_compile.step.program import StepOp
-from fastcar_compile.step.simulator import NO_STEP
+from fastcar_compile.codegen.hls.step_program.program import StepOp
+from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
+from fastcar_compile.runtime.backends.hls_csim import aligned
 from step.decoder import VOCAB, Decoder
 from step.values import Array
 

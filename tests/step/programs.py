@@ -6,7 +6,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 
-from fastcar_compile.step.builder import AttentionPlan, CachePlan, LinearPlan, ReplayPlan, StepPlan
+from fastcar_compile.codegen.hls.step_program.builder import AttentionPlan, CachePlan, LinearPlan, ReplayPlan, StepPlan
 
 HEADS = AttentionPlan(4, 2, 32, rotary=32, table_rows=40, factor=0.25, cache=CachePlan(0, 40))
 

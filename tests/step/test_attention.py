@@ -10,8 +10,8 @@ from importlib.resources import files
 import numpy as np
 import pytest
 
-from fastcar_compile.exact import EXP_TABLE, attention, logit_factor, numerators, stored_rows, visible_rows
-from fastcar_compile.step.cache_layout import CacheLayout
+from fastcar_compile.codegen.hls.step_program.cache_layout import CacheLayout
+from fastcar_compile.ir.exact import EXP_TABLE, attention, logit_factor, numerators, stored_rows, visible_rows
 from step.conftest import Cores
 from step.values import Array, assert_same, random_row
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fastcar_compile.ops.cached import stored
-from fastcar_compile.step.cache_layout import CacheLayout
+from fastcar_compile.codegen.hls.step_program.cache_layout import CacheLayout
+from fastcar_compile.ir.ops.operator import stored
 from step.conftest import Cores
 from step.values import Array, random_row
 

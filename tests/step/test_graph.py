@@ -21,19 +21,19 @@ from fastcar_compile.codegen.hls.emit import linear_weights
 from fastcar_compile.codegen.hls.packing import LinearWeights
 from fastcar_compile.codegen.hls.plan import AcceleratorPlan, plan_accelerator
 from fastcar_compile.codegen.hls.step_plan import step_sources
+from fastcar_compile.codegen.hls.step_program.cache_layout import LANES
+from fastcar_compile.codegen.hls.step_program.instructions import Decide
+from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.codegen.hls.step_program.simulator import Memory, Product, StepSimulator
 from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
+from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
+from fastcar_compile.ir.ops.linear import unpack_int4
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import node_named
-from fastcar_compile.ops.quant import unpack_int4
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
-from fastcar_compile.step.cache_layout import LANES
-from fastcar_compile.step.instructions import Decide
-from fastcar_compile.step.program import StepProgram
-from fastcar_compile.step.simulator import Memory, Product, StepSimulator
-from fastcar_compile.targets import load_target
 from step.values import Array, assert_same
 
 FRAME, LENGTH, BATCH = 8, 25, 2

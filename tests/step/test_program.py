@@ -12,13 +12,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastcar_compile.drs.scores import network_words
-from fastcar_compile.drs.table import GateKind
+from fastcar_compile.codegen.hls.control_table.gate import network_words
+from fastcar_compile.codegen.hls.step_program.builder import CachePlan, ReplayPlan, build_step
+from fastcar_compile.codegen.hls.step_program.instructions import (
+    KINDS,
+    Add,
+    Attend,
+    Decide,
+    End,
+    Load,
+    Norm,
+    Opcode,
+    Place,
+    Rotate,
+)
+from fastcar_compile.codegen.hls.step_program.program import Status, StepProgram, check, cpp_constants, read_program
 from fastcar_compile.errors import UserError
-from fastcar_compile.step.builder import CachePlan, ReplayPlan, build_step
-from fastcar_compile.step.encoding import cpp_constants
-from fastcar_compile.step.instructions import KINDS, Add, Attend, Decide, End, Load, Norm, Opcode, Place, Rotate
-from fastcar_compile.step.program import Status, StepProgram, check, read_program
+from fastcar_compile.gates.base import GateKind
 from step.conftest import Cores
 from step.programs import HEADS, plan, repaired
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastcar_compile.drs.table import GateKind
-from fastcar_compile.drs.table import Status as TableStatus
-from fastcar_compile.step.instructions import Attend, Decide, Instruction, Linear, Mlp, Place
-from fastcar_compile.step.program import Status, StepOp, StepProgram, StepStatus
-from fastcar_compile.step.simulator import NO_STEP, StepSimulator
+from fastcar_compile.codegen.hls.control_table.table import Status as TableStatus
+from fastcar_compile.codegen.hls.step_program.instructions import Attend, Decide, Instruction, Linear, Mlp, Place
+from fastcar_compile.codegen.hls.step_program.program import Status, StepOp, StepProgram, StepStatus
+from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP, StepSimulator
+from fastcar_compile.gates.base import GateKind
 from step.conftest import BuildKernel
 from step.decoder import HIDDEN, LAYERS, NORMED, ROTATED, ROWS, Decoder, Gates, cached, decoder
 from step.kernel import Kernel

@@ -10,13 +10,13 @@ import pytest
 from conftest import Precompiled
 from hls.test_project import SANITIZED, fast_build, run
 
-from fastcar_compile.codegen.hls.design.step import StepDesign
+from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import step_interface
-from fastcar_compile.codegen.hls.step_project import emit_step
+from fastcar_compile.codegen.hls.project import emit_step
+from fastcar_compile.codegen.hls.step_program.instructions import Add, Attend, Decide
+from fastcar_compile.codegen.hls.step_program.program import read_program
 from fastcar_compile.codegen.hls.step_sample import sample_program
-from fastcar_compile.step.instructions import Add, Attend, Decide
-from fastcar_compile.step.program import read_program
-from fastcar_compile.targets import load_target
+from fastcar_compile.config.targets import load_target
 from step.test_step import DECODERS
 
 MADE = DECODERS["bound"]

@@ -9,9 +9,9 @@ import pytest
 from hls import lint
 from hls.test_lint import AXI_PORTS, CORES, NOT_SYNTHESISED
 
-from fastcar_compile.codegen.hls.design.recurrences import step_recurrences
-from fastcar_compile.codegen.hls.design.step import StepDesign
-from fastcar_compile.codegen.hls.step_project import emit_step
+from fastcar_compile.codegen.hls.design.loops import step_recurrences
+from fastcar_compile.codegen.hls.design.step_usage import StepDesign
+from fastcar_compile.codegen.hls.project import emit_step
 from step.test_step import DECODERS
 
 STREAM_FILES = (

@@ -17,7 +17,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
 import fastcar_compile as fc
-import fastcar_compile.trust
+import fastcar_compile.artifact.trust
 from trust.conftest import FILES, Keys, write_artifact, write_key
 
 
@@ -261,6 +261,6 @@ def test_what_is_gone_names_its_successor(artifact: Path, keys: Keys) -> None:
         ("SigningKey", "give the key's path to fc.sign"),
     ):
         with pytest.raises(AttributeError, match=successor):
-            getattr(fastcar_compile.trust, name)
+            getattr(fastcar_compile.artifact.trust, name)
     with pytest.raises(fc.InputError, match="policies are gone"):
         fc.load(artifact, policy="policy.toml")  # pyright: ignore[reportArgumentType]

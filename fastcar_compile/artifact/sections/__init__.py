@@ -7,33 +7,32 @@ from fastcar_compile.artifact.sections.accelerator import (
     KernelPart,
     ProductPart,
 )
-from fastcar_compile.artifact.sections.base import Part, Section
-from fastcar_compile.artifact.sections.decoder import (
-    ATTENTION_ROLES,
-    CONTEXT_ROLES,
-    REPLAY_ROLES,
-    ContextInput,
-    DecoderConfig,
-    DecoderSection,
-    Ring,
-    State,
-    StateRole,
+from fastcar_compile.artifact.sections.build import (
+    BoardPart,
+    HostSection,
+    OnnxSection,
+    PipelineSection,
+    ProgramPart,
+    ProgramsPart,
+    VariantPart,
 )
-from fastcar_compile.artifact.sections.host import BoardPart, HostSection, ProgramPart, ProgramsPart, VariantPart
-from fastcar_compile.artifact.sections.layers import AttentionPart, LayerPart, LayersSection, MlpPart, ReplayPart
-from fastcar_compile.artifact.sections.onnx import OnnxSection
-from fastcar_compile.artifact.sections.pipeline import PipelineSection
+from fastcar_compile.artifact.sections.decoder import (
+    AttentionPart,
+    DecoderSection,
+    LayerPart,
+    LayersSection,
+    MlpPart,
+    Part,
+    ReplayPart,
+    Section,
+    State,
+)
 
 __all__ = [
-    "ATTENTION_ROLES",
-    "CONTEXT_ROLES",
-    "REPLAY_ROLES",
     "AcceleratorSection",
     "ArgumentPart",
     "AttentionPart",
     "BoardPart",
-    "ContextInput",
-    "DecoderConfig",
     "DecoderSection",
     "DesignPart",
     "HostSection",
@@ -48,9 +47,7 @@ __all__ = [
     "ProgramPart",
     "ProgramsPart",
     "ReplayPart",
-    "Ring",
     "Section",
     "State",
-    "StateRole",
     "VariantPart",
 ]

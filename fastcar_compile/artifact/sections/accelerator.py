@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from fastcar_compile.artifact.sections.base import Part, Section
+from fastcar_compile.artifact.sections.decoder import Part, Section
 from fastcar_compile.errors import InternalError
 
 

@@ -2,116 +2,51 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from math import prod
-from typing import Literal
+from typing import Annotated, Any, ClassVar, cast
 
-from pydantic import ConfigDict, field_validator
-from pydantic.dataclasses import dataclass
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, field_validator, model_validator
 
-from fastcar_compile.artifact.sections.base import Part, Section
-from fastcar_compile.formats.dtypes import DTYPES, DType
+from fastcar_compile.config.formats import DTYPES, DType
+from fastcar_compile.ir.types import DecoderConfig, StateRole
 
-
-class StateRole(StrEnum):
-    """What a state tensor is for."""
-
-    KEY_CACHE = "key_cache"
-    VALUE_CACHE = "value_cache"
-    MLP_CACHE = "mlp_cache"
-    GATE_CACHE = "gate_cache"
-    CHAIN_COUNT = "chain_count"
-    CONTEXT_KEY = "context_key"
-    CONTEXT_VALUE = "context_value"
-    CONTEXT_MASK = "context_mask"
+# What every part of a manifest is: frozen, typed, without unknown fields.
 
 
-ATTENTION_ROLES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
-"""The state that prefill writes."""
-
-CONTEXT_ROLES = (StateRole.CONTEXT_KEY, StateRole.CONTEXT_VALUE, StateRole.CONTEXT_MASK)
-"""The state that forwards only read: what cross-attention sees of the context. The context graph writes it."""
-
-REPLAY_ROLES = (StateRole.MLP_CACHE, StateRole.GATE_CACHE, StateRole.CHAIN_COUNT)
-"""The state that belongs to replay."""
+def _parse_float(value: Any) -> Any:
+    return float(value) if value in ("inf", "-inf") else value
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Ring:
-    """Sparse attention over ring caches [B, Hkv, sinks + rows, D] (docs/explanation/sparse_attention.md), in tokens.
-
-    A query at position p sees keys 0 .. sinks - 1 and p - window + 1 .. p. Position p >= sinks is at row
-    sinks + (p - sinks) mod rows. `positions`: "absolute", or "cache": rotary positions inside the cache, as if the
-    tokens between sinks and window did not exist.
-    """
-
-    sinks: int
-    window: int
-    rows: int
-    positions: Literal["absolute", "cache"] = "absolute"
-
-    @property
-    def capacity(self) -> int:
-        """Rows of a key or value cache."""
-        return self.sinks + self.rows
-
-    @property
-    def attended(self) -> int:
-        """Most keys that one query sees."""
-        return self.sinks + self.window
+def _dump_float(value: float) -> float | str:
+    return str(value) if value in (float("inf"), -float("inf")) else value
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class ContextInput:
-    """The context that cross-attention reads: float32 [B, length, size], the same for a whole video.
-
-    masked: the decoder takes a mask bool [B, length] too, True where a token of the context is seen.
-    """
-
-    length: int
-    size: int
-    masked: bool
+Float = Annotated[float, BeforeValidator(_parse_float), PlainSerializer(_dump_float, when_used="json")]
+"""A float that JSON holds also where it is infinite, as "inf" or "-inf"."""
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class DecoderConfig:
-    """Sizes and options that fix the graph.
+class Part(BaseModel):
+    """Something inside a section."""
 
-    Args:
-        batch_size: rows B.
-        max_seq_len: positions S, in tokens.
-        tokens_per_frame: stride F between a token and the same place in the previous frame, in tokens.
-        hidden_size: H.
-        vocab_size: V; None: the decoder has no head.
-        takes_embeddings: the input is float32 [B, T, H], not token ids.
-        prefill_chunk: tokens of one prefill call; 0: there is no prefill graph.
-        ring: sparse attention; None: attention to all positions, over caches of S rows.
-        embedding_rows: token ids that the embedding has, where their number is known: more than V where a prefix of
-            classes or text has ids of its own.
-        context: what cross-attention reads; None: there is no cross-attention.
-    """
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    batch_size: int
-    max_seq_len: int
-    tokens_per_frame: int
-    num_layers: int
-    hidden_size: int
-    vocab_size: int | None
-    takes_embeddings: bool
-    prefill_chunk: int
-    ring: Ring | None = None
-    embedding_rows: int | None = None
-    context: ContextInput | None = None
 
-    @property
-    def token_ids(self) -> int | None:
-        """Token ids that the input may hold: 0 .. this - 1. None: it takes embeddings."""
-        return None if self.takes_embeddings else self.embedding_rows or self.vocab_size
+class Section(Part):
+    """A part of the manifest with a version of its own. A change of a section's fields raises `VERSION`."""
 
-    @property
-    def input_name(self) -> str:
-        """Name of the token or embedding input."""
-        return "inputs_embeds" if self.takes_embeddings else "tokens"
+    VERSION: ClassVar[int] = 1
+    version: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_this_version(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        fields = cast("dict[str, Any]", data)
+        found = fields.get("version", cls.VERSION)
+        if found != cls.VERSION:
+            raise ValueError(f"version {found}; this fastcar_compile reads version {cls.VERSION}")
+        return {**fields, "version": found}
 
 
 class State(Part):
@@ -163,3 +98,106 @@ class DecoderSection(Section):
     prefill_outputs: tuple[str, ...]
     context_outputs: tuple[str, ...] = ()
     weight_bytes: int
+
+
+# The decoder's layers: where attention and MLP are in the rewritten graph, and what replay was inserted.
+
+
+class AttentionPart(Part):
+    """Attention of one layer. `node`, `query` and the caches are node names; `scale` is the softmax scale.
+
+    Args:
+        cache_rows: positions that a cache has room for.
+        window, sinks: a query sees the first `sinks` positions and the last `window` ones, itself included; `window`
+            None: all of them.
+        softcap: a logit becomes softcap * tanh(logit / softcap); None: it stays.
+    """
+
+    node: str
+    query: str
+    key_cache: str
+    value_cache: str
+    scale: float
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    cache_rows: int
+    window: int | None = None
+    sinks: int = 0
+    softcap: float | None = None
+
+
+class MlpPart(Part):
+    """MLP of one layer, from node `input` to node `output`.
+
+    Args:
+        linears: nodes, in the order gate, up, down, or up, down. weights: their parameters. biases: the same, None
+            where there is none.
+        gated: the MLP is down(act(gate(x)) * up(x)), not down(act(up(x))).
+        hidden: H, inputs and outputs. intermediate: outputs of up.
+    """
+
+    input: str
+    output: str
+    linears: tuple[str, ...]
+    weights: tuple[str, ...]
+    biases: tuple[str | None, ...]
+    activation: str
+    gated: bool
+    hidden: int
+    intermediate: int
+
+
+class ReplayPart(Part):
+    """The gate of one layer.
+
+    Args:
+        heads: (query head, weight) pairs of a gate that averages over chosen heads; None: over all.
+        gate_units: hidden units of a gate that is a network; None: it is none.
+    """
+
+    gate: str
+    threshold: Float
+    heads: tuple[tuple[int, float], ...] | None = None
+    gate_units: int | None = None
+
+
+class LayerPart(Part):
+    """One decoder layer. The graph order is entry, attention, residual, norm, MLP, region_output, exit.
+
+    `exit` adds `residual` and `region_output`; `residual` adds entry and attention.
+
+    Args:
+        module_path, source: where the layer is in the model and in its source.
+        region_output: what the closing add `exit` adds to `residual`.
+        parallel: the MLP reads the entry, as attention does, and not `residual`.
+        replay: None: the layer never replays.
+    """
+
+    layer: int
+    module_path: str
+    source: str
+    entry: str
+    residual: str
+    region_output: str
+    exit: str
+    attention: AttentionPart
+    mlp: MlpPart
+    replay: ReplayPart | None
+    parallel: bool = False
+
+
+class LayersSection(Section):
+    """Every layer, in order."""
+
+    layers: tuple[LayerPart, ...]
+
+    @property
+    def thresholds(self) -> list[float | None]:
+        """The compiled threshold of every layer; None: the layer never replays."""
+        return [None if layer.replay is None else layer.replay.threshold for layer in self.layers]
+
+    @property
+    def gates(self) -> list[str | None]:
+        """The gate of every layer; None: the layer never replays."""
+        return [None if layer.replay is None else layer.replay.gate for layer in self.layers]

@@ -9,14 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.sections.accelerator import ControllerPart, LimitsPart
+from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
+from fastcar_compile.codegen.hls.control_table.gate import pack_network
+from fastcar_compile.codegen.hls.control_table.table import VERSION, AttentionShape, DrsTable, Limits
 from fastcar_compile.codegen.hls.controller_project import limits_of
 from fastcar_compile.codegen.hls.design.controller import ControllerSpec, controller_cycles, controller_usage
 from fastcar_compile.config import CompileConfig
-from fastcar_compile.drs.builder import GateScore, build_table
-from fastcar_compile.drs.scores import pack_network
-from fastcar_compile.drs.table import VERSION, AttentionShape, DrsTable, GateKind, Limits
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates import LayerWeights, decided_on_accelerator
+from fastcar_compile.gates.base import GateKind
 from fastcar_compile.gates.input_delta import BOUND_WEIGHT
 from fastcar_compile.gates.weights import PARAMETERS, weights_in
 from fastcar_compile.ir.program import DecoderProgram

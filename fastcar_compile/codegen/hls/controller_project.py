@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
+from fastcar_compile.codegen.hls.control_table.gate import Array, network_words, pack_inputs, pack_network
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
+from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, AttentionShape, DrsTable, Limits
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import ControlSizes, KernelInterface, drs_interface
 from fastcar_compile.codegen.hls.render import render
-from fastcar_compile.drs.builder import GateScore, build_table
-from fastcar_compile.drs.inputs import Array, GateInputs, pack_inputs
-from fastcar_compile.drs.scores import network_words, pack_network
-from fastcar_compile.drs.simulator import LayerCall, LayerTrace, run_layer
-from fastcar_compile.drs.table import FLOATS_PER_WORD, AttentionShape, DrsTable, GateKind, Limits
+from fastcar_compile.gates.base import GateInputs, GateKind
 
 BENCH_PATTERNS = 64
 """Values of the Index Register that the test bench tries at most."""

@@ -10,20 +10,20 @@ import torch
 from fastcar_compile.artifact.layout import HOST_SOURCES, README, weight_file
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
 from fastcar_compile.artifact.offload import CONSTANTS, FUNCTIONS, GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION, Op
-from fastcar_compile.artifact.sections import REPLAY_ROLES, AcceleratorSection, BoardPart, HostSection
+from fastcar_compile.artifact.sections import AcceleratorSection, BoardPart, HostSection
 from fastcar_compile.codegen.base import EmitContext
+from fastcar_compile.codegen.hls.control_table.table import Status as TableStatus
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import probe_interface
-from fastcar_compile.codegen.hls.probe_project import probe_word_bytes
-from fastcar_compile.codegen.hls.render import render
-from fastcar_compile.drs.table import GateKind
-from fastcar_compile.drs.table import Status as TableStatus
+from fastcar_compile.codegen.hls.render import probe_word_bytes, render
+from fastcar_compile.codegen.hls.step_program.program import Status as ProgramStatus
+from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus
+from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
+from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import InternalError
+from fastcar_compile.gates.base import GateKind
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.step.program import Status as ProgramStatus
-from fastcar_compile.step.program import StepOp, StepStatus
-from fastcar_compile.step.simulator import NO_STEP
-from fastcar_compile.targets import Target
+from fastcar_compile.ir.types import REPLAY_ROLES
 
 BOARD_SOURCES = ("fastcar_memory.hpp", "fastcar_probe.cpp", "fastcar_xrt.hpp")
 ENGINE_SOURCES = ("fastcar_accelerator.hpp", "fastcar_offload.hpp")

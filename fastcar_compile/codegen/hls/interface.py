@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fastcar_compile.artifact.sections import ArgumentPart, KernelPart
+from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
+from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, MAX_ROWS, DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.step import StepDesign
+from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import READS, WRITES
 from fastcar_compile.codegen.hls.step_sample import sample_program
-from fastcar_compile.drs.result import RESULT_WORDS
-from fastcar_compile.drs.table import FLOATS_PER_WORD, MAX_ROWS, DrsTable
 from fastcar_compile.errors import InternalError
 
 WORD = "fastcar::word_t"

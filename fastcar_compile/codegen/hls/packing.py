@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, section_words
+from fastcar_compile.config.formats import GROUP
 from fastcar_compile.errors import UserError
-from fastcar_compile.formats import GROUP
-from fastcar_compile.parallel import at_once
+from fastcar_compile.support.machine import at_once
 
 Array = NDArray[Any]
 

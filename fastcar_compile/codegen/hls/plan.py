@@ -6,21 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastcar_compile.codegen.hls.control import control_table, controller_spec
+from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, explore
-from fastcar_compile.codegen.hls.design.footprint import Footprint, capacity, held, require_fit
+from fastcar_compile.codegen.hls.design.memory import Footprint, capacity, held, require_fit
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec, StepSpec
 from fastcar_compile.codegen.hls.interface import KernelInterface
 from fastcar_compile.codegen.hls.project import kernel_interfaces
 from fastcar_compile.config import CompileConfig
-from fastcar_compile.drs.table import DrsTable
+from fastcar_compile.config.formats import quant_format
+from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError
-from fastcar_compile.formats import quant_format
-from fastcar_compile.ir.program import DecoderProgram, StateRole
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import node_named
 from fastcar_compile.ir.sites import LayerSite
+from fastcar_compile.ir.types import StateRole
 from fastcar_compile.passes.patterns.linear_calls import HostLinear, LinearCall, linear_calls
-from fastcar_compile.targets import Target
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from torch import fx
 
 from fastcar_compile.errors import CompileError, attempt
 from fastcar_compile.ir.layers import Role, parameter_of, role_nodes
-from fastcar_compile.ir.modules import with_branches
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import argument_names, is_op, node_arg, node_named, output_nodes, shape_of
+from fastcar_compile.ir.query import argument_names, is_op, node_arg, node_named, output_nodes, shape_of, with_branches
 from fastcar_compile.ir.sites import QUANTISED_LINEARS, LayerSite, branch_operands
 from fastcar_compile.passes.patterns.linear_calls import LinearCall
 

@@ -13,12 +13,7 @@ from fastcar_compile.codegen.hls.control import gate_kind, network_stream, netwo
 from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.plan import AcceleratorPlan, step_linears
 from fastcar_compile.codegen.hls.step_graph import HEAD, LayerParts, StepParts, step_parts
-from fastcar_compile.errors import CompileError, UserError, attempt
-from fastcar_compile.exact import logit_factor
-from fastcar_compile.gates import decided_on_accelerator
-from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.passes.patterns.linear_calls import HostLinear, LinearCall
-from fastcar_compile.step.builder import (
+from fastcar_compile.codegen.hls.step_program.builder import (
     NO_WINDOW,
     AttentionPlan,
     CachePlan,
@@ -27,7 +22,12 @@ from fastcar_compile.step.builder import (
     StepPlan,
     build_step,
 )
-from fastcar_compile.step.program import StepProgram
+from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.errors import CompileError, UserError, attempt
+from fastcar_compile.gates import decided_on_accelerator
+from fastcar_compile.ir.exact import logit_factor
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.passes.patterns.linear_calls import HostLinear, LinearCall
 
 T = TypeVar("T")
 

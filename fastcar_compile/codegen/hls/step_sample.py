@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import Product
-from fastcar_compile.step import instructions as step
-from fastcar_compile.step.program import StepProgram
+from fastcar_compile.codegen.hls.step_program import instructions as step
+from fastcar_compile.codegen.hls.step_program.program import StepProgram
 
 
 def sample_program(program: StepProgram, design: Design) -> StepProgram:

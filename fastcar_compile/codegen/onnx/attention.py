@@ -5,12 +5,111 @@ B batch rows, S cache capacity.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 from onnx import TensorProto
 
-from fastcar_compile.codegen.onnx.kv import loaded, stored
-from fastcar_compile.codegen.onnx.values import Value, cast, constant, floats, ints, op, shape
-from fastcar_compile.drs.score import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
+from fastcar_compile.codegen.onnx.linear import Value, cast, constant, dtype_name, floats, ints, op, scalar, shape
+from fastcar_compile.gates.scores import (
+    COSINE_BITS,
+    HASH_BITS,
+    HASH_FACTORS,
+    HASH_PRIME,
+    HASH_ROUNDS,
+    SCALE_FIELD,
+    TAS_FRACTION_BITS,
+    TAS_LIMIT,
+    distance_factor,
+    score_factor,
+)
+from fastcar_compile.gates.scores import LEAST_EXPONENT as SCORE_LEAST_EXPONENT
+from fastcar_compile.ir.ops.operator import BLOCK, FLOAT16_MAX, INT8_MAX, LEAST_EXPONENT, NOT_A_NUMBER
+
+# KV types in ONNX: how a cache stores float32 rows, and how it reads them back, as ops/cached.py defines it.
+
+
+@dataclass(frozen=True)
+class OnnxKvType:
+    """One KV type.
+
+    Attributes:
+        store: float32 rows -> rows of the cache.
+        load: rows of the cache, a head's dimension -> float32 rows.
+    """
+
+    store: Callable[[Value], Value]
+    load: Callable[[Value, int], Value]
+
+
+def stored(value: Value, cache: Value) -> Value:
+    """Return what the cache keeps of float32 rows."""
+    return KV_TYPES[dtype_name(cache)].store(value)
+
+
+def loaded(rows: Value, cache: Value, dim: int) -> Value:
+    """Return rows of the cache as float32 [..., dim], `dim` a head's dimension."""
+    return KV_TYPES[dtype_name(cache)].load(rows, dim)
+
+
+def _store_float16(value: Value) -> Value:
+    """Cast rounds half to even."""
+    return cast(op.Clip(value, floats(-FLOAT16_MAX), floats(FLOAT16_MAX)), TensorProto.FLOAT16)
+
+
+def _load_float16(rows: Value, _dim: int) -> Value:
+    return cast(rows, TensorProto.FLOAT)
+
+
+_EXPONENTS = np.arange(LEAST_EXPONENT, 122)
+"""Of the blocks of an int8 cache. The last one is that of INT8_MAX."""
+
+_SCALES = np.ldexp(np.float32(1), np.arange(-128, 127)).astype(np.float32)
+_SCALES[0] = np.nan
+"""By exponent + 128: ONNX cannot make a float32 of its bits. The first one is NOT_A_NUMBER."""
+
+
+def _store_int8(value: Value) -> Value:
+    """Round half to even; a block's exponent counts the exponents that are too small for it, from the least one."""
+    *outer, dim = shape(value)
+    count = -(-dim // BLOCK)
+    limited = op.Clip(value, floats(-INT8_MAX), floats(INT8_MAX))
+    # `Pad` takes all begins, then all ends: only the end of the last axis grows.
+    spare = ints(*([0] * (2 * len(outer) + 1)), count * BLOCK - dim)
+    blocks = op.Reshape(op.Pad(limited, spare), ints(*outer, count, BLOCK))
+    # ONNX leaves open what the maximum of a NaN is, so a NaN is found first and then taken out.
+    missing = op.IsNaN(blocks)
+    unknown = op.Greater(op.ReduceMax(cast(missing, TensorProto.FLOAT), ints(-1)), floats(0.0))
+    known = op.Where(missing, floats(0.0), blocks)
+    # A mantissa of 127.5 or more would round to 128. ONNX cannot read exponent bits, so the exponents that are too
+    # small for the block are counted.
+    limits = constant(np.ldexp(127.5, _EXPONENTS[:-1]))
+    too_small = op.GreaterOrEqual(op.ReduceMax(op.Abs(known), ints(-1)), limits)
+    places = op.ReduceSum(cast(too_small, TensorProto.INT64), ints(-1))
+    inverse = op.Gather(constant(np.ldexp(1.0, -_EXPONENTS)), places, axis=0)
+    mantissas = op.Where(unknown, floats(0.0), op.Round(op.Mul(known, inverse)))
+    flat = op.Reshape(cast(mantissas, TensorProto.INT8), ints(*outer, count * BLOCK))
+    counted = op.Where(unknown, ints(NOT_A_NUMBER), op.Add(places, ints(LEAST_EXPONENT)))
+    exponents = op.Squeeze(cast(counted, TensorProto.INT8), ints(-1))
+    return op.Concat(op.Slice(flat, ints(0), ints(dim), ints(-1)), exponents, axis=-1)
+
+
+def _load_int8(rows: Value, dim: int) -> Value:
+    last, end = ints(-1), ints(dim)
+    mantissas = cast(op.Slice(rows, ints(0), end, last), TensorProto.FLOAT)
+    # The exponents of a row stand behind its mantissas.
+    exponents = op.Slice(rows, end, ints(dim - (-dim // BLOCK)), last)
+    scales = op.Gather(constant(_SCALES), op.Add(cast(exponents, TensorProto.INT64), ints(128)), axis=0)
+    return op.Mul(mantissas, op.Gather(scales, constant(np.arange(dim) // BLOCK, np.int64), axis=-1))
+
+
+KV_TYPES: dict[str, OnnxKvType] = {
+    "float32": OnnxKvType(store=lambda value: value, load=lambda rows, _dim: rows),
+    "float16": OnnxKvType(_store_float16, _load_float16),
+    "int8": OnnxKvType(_store_int8, _load_int8),
+}
+"""By the name of the type in formats.KV_TYPES, which is the dtype of the cache."""
 
 
 def cache_write(cache: Value, value: Value, position: Value) -> Value:
@@ -79,3 +178,182 @@ def tas(query: Value, key_cache: Value, position: Value, stride: int, scale: flo
     key, grouped = (cast(v, TensorProto.DOUBLE) for v in earlier_key(query, key_cache, position, stride))
     total = fixed_sum(op.Mul(grouped, key), 1, 2, 3)
     return op.Mul(total, floats(score_factor(scale, shape(query)[1])))
+
+
+# The gates' scores beside `tas`; each mirrors the eager definition of the same name in ops/gates.py.
+
+
+_FIELDS = np.arange(SCORE_LEAST_EXPONENT, 255)
+"""Exponent fields of a row of finite features."""
+
+
+def tas_heads(
+    query: Value,
+    key_cache: Value,
+    position: Value,
+    stride: int,
+    scale: float,
+    heads: Sequence[int],
+    weights: Sequence[float],
+) -> Value:
+    """Return a weighted sum over query heads. A head that is not chosen has weight 0."""
+    total = shape(query)[1]
+    factors = np.zeros((total, 1, 1), np.float32)
+    factors[list(heads), 0, 0] = weights
+    weighted = op.Mul(query, constant(factors))
+    key = earlier_key(query, key_cache, position, stride)[0]
+    grouped = op.Reshape(weighted, ints(*_grouped_shape(query, key_cache)))
+    products = op.Mul(cast(grouped, TensorProto.DOUBLE), cast(key, TensorProto.DOUBLE))
+    return op.Mul(fixed_sum(products, 1, 2, 3), floats(score_factor(scale, 1)))
+
+
+def _grouped_shape(query: Value, key_cache: Value) -> tuple[int, int, int, int]:
+    batch, heads, _, dim = shape(query)
+    kv_heads = shape(key_cache)[1]
+    return batch, kv_heads, heads // kv_heads, dim
+
+
+def input_delta(x: Value, cached: Value) -> Value:
+    """Return ||x - cached|| / ||x||, NaN where the change is not finite."""
+    change = op.Abs(op.Sub(x, cached))
+    score = op.Div(_size(change), op.Max(_size(x), floats(1.0)))
+    return op.Where(_finite(change), score, floats(float("nan")))
+
+
+def _size(values: Value) -> Value:
+    """Return the sum of absolute values in units of 2^-24, each rounded and limited, as float32."""
+    units = op.Mul(op.Abs(values), floats(float(1 << TAS_FRACTION_BITS)))
+    # ONNX leaves a cast of NaN to an integer open. The row's score becomes NaN by its own test.
+    known = op.Where(op.IsNaN(units), floats(0.0), units)
+    whole = cast(op.Min(op.Round(known), floats(float(TAS_LIMIT))), TensorProto.INT64)
+    return cast(op.ReduceSum(whole, ints(-1), keepdims=0), TensorProto.FLOAT)
+
+
+def _finite(values: Value, *axes: int) -> Value:
+    """Return whether all values are finite along the axes, or the last one."""
+    # `ReduceMin` takes no bool in this opset.
+    finite = cast(op.Less(op.Abs(values), floats(float("inf"))), TensorProto.INT32)
+    return cast(op.ReduceMin(finite, ints(*(axes or (-1,))), keepdims=0), TensorProto.BOOL)
+
+
+def output_bound(
+    x: Value, cached: Value, query: Value, key_cache: Value, position: Value, stride: int, weight: float
+) -> Value:
+    """Return the input change plus weight * sqrt(1 - cosine of query and earlier key)."""
+    heads, one = shape(query)[1], 1 << COSINE_BITS
+    key, grouped = earlier_key(query, key_cache, position, stride)
+    own, other = (cast(v, TensorProto.DOUBLE) for v in (grouped, key))
+    dots, squares, others = (fixed_sum(op.Mul(*pair), -1) for pair in ((own, other), (own, own), (other, other)))
+    cosines = op.Div(dots, _root(op.Max(op.Mul(squares, others), floats(1.0))))
+    near = cast(op.Round(op.Mul(op.Clip(cosines, floats(-1.0), floats(1.0)), floats(float(one)))), TensorProto.INT64)
+    apart = op.Sub(ints(heads * one), op.ReduceSum(near, ints(1, 2), keepdims=0))
+    distance = _root(op.Mul(cast(apart, TensorProto.FLOAT), floats(distance_factor(heads))))
+    score = op.Add(input_delta(x, cached), op.Mul(floats(weight), distance))
+    finite = op.And(_finite(grouped, 1, 2, 3), _finite(key, 1, 2, 3))
+    return op.Where(finite, score, floats(float("nan")))
+
+
+def _root(values: Value) -> Value:
+    """Return the square root of float32, rounded once. By float64: onnxruntime may approximate that of float32."""
+    return cast(op.Sqrt(cast(values, TensorProto.DOUBLE)), TensorProto.FLOAT)
+
+
+def learned_score(x: Value, cached: Value, w1: Value, b1: Value, w2: Value, b2: Value) -> Value:
+    """Return w2 . relu(w1 @ [x ; |x - cached|] + b1) + b2. The sums of the first layer are exact in float64."""
+    features = op.Concat(x, op.Abs(op.Sub(x, cached)), axis=1)
+    largest = op.ReduceMax(op.Abs(features), ints(-1), keepdims=1)
+    # ONNX cannot read the bits of a float32, so the powers of two up to the largest magnitude are counted.
+    reached = cast(op.GreaterOrEqual(largest, constant(np.ldexp(1.0, _FIELDS[1:] - 127))), TensorProto.INT64)
+    place = op.ReduceSum(reached, ints(-1), keepdims=1)
+    scale, inverse = (
+        op.Gather(constant(np.ldexp(1.0, sign * (SCALE_FIELD - _FIELDS))), place, axis=0) for sign in (1, -1)
+    )
+    whole = cast(op.Round(op.Mul(features, scale)), TensorProto.DOUBLE)
+    # bfloat16 widens exactly, so the product in float64 is exact, too.
+    first = cast(op.Transpose(cast(w1, TensorProto.FLOAT), perm=[1, 0]), TensorProto.DOUBLE)
+    sums = cast(op.MatMul(whole, first), TensorProto.FLOAT)
+    hidden = op.Relu(op.Add(op.Mul(sums, inverse), b1))
+    total = fixed_sum(op.Mul(cast(hidden, TensorProto.DOUBLE), cast(w2, TensorProto.DOUBLE)), -1)
+    score = op.Add(op.Mul(total, floats(2.0**-TAS_FRACTION_BITS)), b2)
+    finite = op.And(_finite(features), _finite(hidden))
+    return op.Where(finite, score, floats(float("nan")))
+
+
+def constant_score(step: Value, rows: int, value: float) -> Value:
+    """Return the value for every row."""
+    return op.Expand(floats(value), ints(shape(step)[0] * rows))
+
+
+def random_score(step: Value, rows: int, layer: int) -> Value:
+    """Return the hash, made in int64. Every operand is non-negative, so integer division and Mod are exact."""
+    by_step, by_row, by_layer = HASH_FACTORS
+    prime = ints(HASH_PRIME)
+    offsets = ints(*((row + 1) * by_row + (layer + 1) * by_layer for row in range(rows)))
+    x = op.Mod(op.Add(op.Mul(op.Add(step, ints(1)), ints(by_step)), offsets), prime)
+    for offset in HASH_ROUNDS:
+        square = op.Mod(op.Mul(x, x), prime)
+        fourth = op.Mod(op.Mul(square, square), prime)
+        x = op.Mod(op.Add(op.Mul(fourth, x), ints(offset)), prime)
+    number = op.Add(op.Div(x, ints(2 ** (31 - HASH_BITS))), ints(1))
+    return op.Mul(cast(number, TensorProto.FLOAT), floats(2.0**-HASH_BITS))
+
+
+# Sparse attention over a ring cache, for one new row; each mirrors the eager definition in ops/window.py.
+
+
+def _row_of(position: Value, sinks: int, ring: int) -> Value:
+    """Return the rows of positions. Below `sinks` the remainder is not used; its operand stays non-negative."""
+    past = op.Max(op.Sub(position, ints(sinks)), ints(0))
+    inside = op.Add(op.Mod(past, ints(ring)), ints(sinks))
+    return op.Where(op.Less(position, ints(sinks)), position, inside)
+
+
+def ring_row(position: Value, back: int, sinks: int, ring: int) -> Value:
+    """Return the row of the position `back` earlier, clamped to 0."""
+    return _row_of(op.Max(op.Sub(position, ints(back)), ints(0)), sinks, ring)
+
+
+def limit(positions: Value, most: int) -> Value:
+    """Return the smaller of both."""
+    return op.Min(positions, scalar(most))
+
+
+def ring_write(cache: Value, value: Value, position: Value, sinks: int) -> Value:
+    """Return the cache with one row written, that of `position`."""
+    batch, heads, rows, size = shape(cache)
+    row = _row_of(position, sinks, rows - sinks)
+    index = op.Expand(op.Reshape(row, ints(1, 1, 1, 1)), ints(batch, heads, 1, size))
+    return op.ScatterElements(cache, index, stored(value, cache), axis=2)
+
+
+def window_attention(
+    query: Value,
+    key_cache: Value,
+    value_cache: Value,
+    position: Value,
+    scale: float,
+    sinks: int,
+    window: int,
+    sink_query: Value | None = None,
+    softcap: float | None = None,
+) -> Value:
+    """Return softmax attention over the sinks that are there and the window's rows, which are gathered."""
+    batch, heads, _, dim = shape(query)
+    kv_heads, rows = shape(key_cache)[1:3]
+    end = op.Add(op.Reshape(position, ints()), scalar(1))
+    first = op.Range(scalar(0), op.Min(end, scalar(sinks)), scalar(1))
+    recent = op.Range(op.Max(op.Sub(end, scalar(window)), scalar(sinks)), end, scalar(1))
+    # Sinks are in the rows of their positions; the window's positions wrap around the ring.
+    indices = [first, _row_of(recent, sinks, rows - sinks)] if sinks else [_row_of(recent, sinks, rows)]
+    queries = [query if sink_query is None else sink_query, query] if sinks else [query]
+
+    def logits(one: Value, index: Value) -> Value:
+        grouped = op.Mul(op.Reshape(one, ints(batch, kv_heads, heads // kv_heads, dim)), floats(scale))
+        keys = loaded(op.Gather(key_cache, index, axis=2), key_cache, dim)
+        return capped(op.MatMul(grouped, op.Transpose(keys, perm=[0, 1, 3, 2])), softcap)
+
+    parts = [logits(one, index) for one, index in zip(queries, indices, strict=True)]
+    # One softmax over both parts: sinks and window share their denominator.
+    weights = op.Softmax(op.Concat(*parts, axis=-1) if sinks else parts[0], axis=-1)
+    values = op.Gather(value_cache, op.Concat(*indices, axis=0) if sinks else indices[0], axis=2)
+    return op.Reshape(op.MatMul(weights, loaded(values, value_cache, dim)), ints(batch, heads, 1, dim))

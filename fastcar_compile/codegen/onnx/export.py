@@ -16,19 +16,21 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, fx
 
+from fastcar_compile.artifact.layout import ONNX_CONTEXT_EXTERNAL, ONNX_CONTEXT_INLINE, ONNX_EXTERNAL, ONNX_INLINE
 from fastcar_compile.artifact.manifest import producer_versions
 from fastcar_compile.artifact.sections import OnnxSection
-from fastcar_compile.artifact.tensor_files import Placement
+from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.onnx.linear import ZERO_POINT
 from fastcar_compile.codegen.onnx.names import PRODUCER, call_origin, function_names, model_notes, value_notes
 from fastcar_compile.codegen.onnx.segments import DOMAIN, segment_functions
 from fastcar_compile.codegen.onnx.translate import OPSET
 from fastcar_compile.codegen.segment import Segment, segment
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.modules import tensor_attributes
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import output_nodes
+from fastcar_compile.ir.query import output_nodes, tensor_attributes
+from fastcar_compile.ir.tensor_files import Placement
+from fastcar_compile.support.packages import needs
 
 IR_VERSION = 10
 _TYPES = {
@@ -197,3 +199,33 @@ def _export_error(module: fx.GraphModule, error: BaseException) -> CompileError:
     nodes = [n for graph in graphs for n in graph.nodes if n.op == "call_function" and repr(n.target) in text]
     place = where(nodes[0]) if nodes else "the decode step"
     return CompileError(f"the graph cannot be exported to ONNX: {text}", where=place)
+
+
+# The ONNX part of an artifact.
+
+
+EXTERNAL_DATA_FROM = 1 << 26
+"""Bytes of parameters from which they stay in the weight files; below, the model stands alone."""
+
+
+class OnnxEmitter:
+    """Writes the decode step as one ONNX model, and with cross-attention the context graph as a second one."""
+
+    def emit(self, program: DecoderProgram, context: EmitContext) -> OnnxSection | None:
+        """Write the model; see Emitter.emit. Exact numerics have none: onnxruntime rounds linears in its own way."""
+        if context.options.numerics == "exact":
+            return None
+        context.say("exporting to ONNX")
+        with needs("compile"):  # not imported before, because builds without a model need none of its packages
+            pass
+
+        # A large model reads its weights from the files of the artifact, so they are stored once.
+        external = program.params.nbytes() >= EXTERNAL_DATA_FROM
+        model = ONNX_EXTERNAL if external else ONNX_INLINE
+        places = context.places if external else None
+        export_onnx(program, context.writer.file(model), places)
+        if program.context is None:
+            return OnnxSection(model=model)
+        second = ONNX_CONTEXT_EXTERNAL if external else ONNX_CONTEXT_INLINE
+        export_onnx(program, context.writer.file(second), places, context=True)
+        return OnnxSection(model=model, context=second)

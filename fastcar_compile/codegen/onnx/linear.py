@@ -5,13 +5,75 @@ Each mirrors the eager definition of the same name in ops/.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 from onnx import TensorProto
+from onnxscript import opset18
 
-from fastcar_compile.codegen.onnx.values import Value, cast, constant, floats, int32, ints, op, shape, uint8
-from fastcar_compile.ops import activations, quant
+from fastcar_compile.ir.ops import linear as activations
+from fastcar_compile.ir.ops import linear as quant
+
+# What the ONNX definitions share: the operators, the type of a traced value, and constants.
+
+
+if TYPE_CHECKING:
+    from onnxscript.ir import Value
+else:
+    Value = Any  # torch's exporter reads the annotations, and takes a class with a `dtype` for one tensor type
+
+op: Any = opset18
+"""The operators. While a definition is traced, each takes and returns a `Value`, which its annotations do not say."""
+
+
+def constant(value: object, dtype: type = np.float32) -> Value:
+    """Return a constant of this shape and dtype."""
+    return op.Constant(value=onnx.numpy_helper.from_array(np.array(value, dtype)))
+
+
+def ints(*values: int) -> Value:
+    """Return an int64 vector."""
+    return constant(values, np.int64)
+
+
+def scalar(value: int) -> Value:
+    """Return one int64 without an axis."""
+    return constant(value, np.int64)
+
+
+def int32(value: int) -> Value:
+    """Return one int32."""
+    return constant(value, np.int32)
+
+
+def uint8(value: int) -> Value:
+    """Return one uint8."""
+    return constant(value, np.uint8)
+
+
+def floats(value: float | Sequence[float]) -> Value:
+    """Return float32 values."""
+    return constant(value)
+
+
+def shape(value: Value) -> list[int]:
+    """Return the shape of a traced value; every shape is static."""
+    assert value.shape is not None
+    return list(value.shape.numpy())
+
+
+def dtype_name(value: Value) -> str:
+    """Return numpy's name of the type of a traced value."""
+    assert value.dtype is not None
+    return value.dtype.numpy().name
+
+
+def cast(value: Value, to: int) -> Value:
+    """Return the value as another type, a member of TensorProto."""
+    return op.Cast(value, to=to)
+
 
 ZERO_POINT = 128
 """Of weights and activations. Both are unsigned here: the unsigned-by-unsigned kernels of onnxruntime are exact on
@@ -84,3 +146,47 @@ def activation_factor(x: Value, activation: str) -> Value:
 
 LINEARS: dict[str, Callable[..., Value]] = {"bf16": linear_bf16, "w8a8": linear_w8a8, "w4a8": linear_w4a8}
 """By the name of the format in formats.QUANT_FORMATS. A float32 linear is PyTorch's own operator."""
+
+
+# The gate and the slots of one frame; each mirrors the eager definition of the same name in ops/replay.py.
+
+
+def gate(
+    score: Value,
+    threshold: Value,
+    step: Value,
+    chain: Value,
+    stride: int,
+    max_chain: int,
+    couple_cfg: bool,
+    refresh_every: int = 0,
+    at_most: bool = False,
+) -> Value:
+    """Return which rows replay, by threshold, first frame, refresh, chain limit and guidance coupling."""
+    passes = op.LessOrEqual(score, threshold) if at_most else op.GreaterOrEqual(score, threshold)
+    replay = op.And(passes, op.GreaterOrEqual(step, ints(stride)))
+    if refresh_every > 0:
+        phase = op.Mod(op.Div(step, ints(stride)), ints(refresh_every))
+        replay = op.And(replay, op.Greater(phase, ints(0)))
+    if max_chain >= 0:
+        # Counters are int32, and ONNX compares equal types only.
+        replay = op.And(replay, op.Less(slot_read(chain, step), int32(max_chain)))
+    if couple_cfg:
+        # Rows b and b + B / 2 are a pair, so the conjunction of the halves stands for both.
+        half = shape(score)[0] // 2
+        both = op.And(op.Slice(replay, ints(0), ints(half)), op.Slice(replay, ints(half), ints(2 * half)))
+        replay = op.Concat(both, both, axis=0)
+    return replay
+
+
+def slot_read(cache: Value, step: Value) -> Value:
+    """Return row step mod F."""
+    slot = op.Mod(step, ints(shape(cache)[0]))
+    return op.Squeeze(op.Gather(cache, slot, axis=0), ints(0))
+
+
+def slot_write(cache: Value, value: Value, step: Value) -> Value:
+    """Return the cache with row step mod F replaced."""
+    # `ScatterND` with one index of one number replaces a whole row [B, ...].
+    slot = op.Mod(step, ints(shape(cache)[0]))
+    return op.ScatterND(cache, op.Reshape(slot, ints(1, 1)), op.Unsqueeze(value, ints(0)))

@@ -15,11 +15,12 @@ import onnx
 from onnx import helper
 from torch import fx
 
-from fastcar_compile.artifact.sections import DecoderConfig, OnnxSection
+from fastcar_compile.artifact.sections import OnnxSection
 from fastcar_compile.codegen.segment import Segment
 from fastcar_compile.ir.layers import layer_of
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import module_path_of, source_of
+from fastcar_compile.ir.types import DecoderConfig
 
 _TRACE = "pkg.torch.onnx.stack_trace"
 _MARK = re.compile(r"operator (\d+)")

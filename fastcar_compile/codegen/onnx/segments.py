@@ -26,8 +26,7 @@ from torch.export.graph_signature import (
 from fastcar_compile.codegen.onnx.names import function_origins, input_names, mark
 from fastcar_compile.codegen.onnx.translate import translate
 from fastcar_compile.codegen.segment import Segment
-from fastcar_compile.ir.modules import graph_module
-from fastcar_compile.ir.query import output_nodes
+from fastcar_compile.ir.query import graph_module, output_nodes
 
 DOMAIN = "fastcar"
 """Of the functions."""

@@ -7,24 +7,122 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import getitem
 from typing import Any, cast
 
 import onnx
+import onnx_ir as ir
 import torch
+from onnx_ir.passes import common
+from onnxscript import rewriter
 from onnxscript.function_libs.torch_lib import ops, registration
+from onnxscript.optimizer import _constant_folding
+from onnxscript.rewriter.pattern import RewriteRule, RewriteRuleSet
 from torch import fx
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.onnx._internal.exporter import _core, _fx_passes
 from torch.onnx._internal.exporter import _registration as exporter
 from torch.onnx._internal.exporter._torchlib import _torchlib_registry
 
-from fastcar_compile.codegen.onnx.ops import translation_table
-from fastcar_compile.codegen.onnx.optimize import optimize
+from fastcar_compile.codegen.onnx import attention, linear
+from fastcar_compile.codegen.onnx import attention as scores
+from fastcar_compile.codegen.onnx import attention as window
+from fastcar_compile.codegen.onnx import linear as replay
+from fastcar_compile.codegen.onnx.linear import Value
 
 aten = torch.ops.aten
+
+
+# The ONNX definitions of the `fastcar::` operators, for `torch.onnx.export(custom_translation_table=…)`.
+
+
+Definition = Callable[..., Value]
+"""Takes the operator's arguments by the names of its schema."""
+
+_DEFINITIONS: tuple[Definition, ...] = (
+    attention.cache_write,
+    attention.attention,
+    attention.context_attention,
+    attention.tas,
+    window.ring_row,
+    window.limit,
+    window.ring_write,
+    window.window_attention,
+    replay.gate,
+    replay.slot_read,
+    replay.slot_write,
+    scores.tas_heads,
+    scores.input_delta,
+    scores.output_bound,
+    scores.learned_score,
+    scores.constant_score,
+    scores.random_score,
+    *linear.LINEARS.values(),
+    linear.activation_factor,
+)
+
+
+def translation_table() -> dict[OpOverload, Definition]:
+    """Return the definition of every operator; each has the operator's name."""
+    return {getattr(torch.ops.fastcar, f.__name__).default: f for f in _DEFINITIONS}
+
+
+# onnxscript's optimiser with rewrite rules that look at the kind of a node first.
+#
+# Its own rules compare whole patterns at every node, nearly all of which are for other operators. That took a third
+# of
+# the time of an export. The passes and what they make are the same.
+
+
+def optimize(model: ir.Model) -> None:
+    """Run the passes of `onnxscript.optimizer.optimize_ir`, in its order."""
+    again = (
+        _constant_folding.FoldConstantsPass(
+            shape_inference=True,
+            input_size_limit=_constant_folding.DEFAULT_CONSTANT_FOLD_INPUT_SIZE_LIMIT,
+            output_size_limit=_constant_folding.DEFAULT_CONSTANT_FOLD_OUTPUT_SIZE_LIMIT,
+        ),
+        rewriter.RewritePass(_rules()),
+        common.RemoveUnusedNodesPass(),
+        common.RemoveUnusedFunctionsPass(),
+        common.RemoveUnusedOpsetsPass(),
+    )
+    ir.passes.Sequential(
+        # The functions of onnxscript are inlined first; folding and rewriting look at single operators.
+        common.InlinePass(),
+        ir.passes.PassManager(again, steps=2, early_stop=True),
+        common.RemoveUnusedNodesPass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.LiftSubgraphInitializersToMainGraphPass(),
+        common.DeduplicateInitializersPass(),
+        common.CommonSubexpressionEliminationPass(),
+        common.OutputFixPass(),
+        common.NameFixPass(),
+    )(model)
+
+
+@cache
+def _rules() -> RewriteRuleSet:
+    return RewriteRuleSet([_quick(rule) for rule in rewriter._DEFAULT_REWRITE_RULES])
+
+
+def _quick(rule: RewriteRule) -> RewriteRule:
+    """Return a rule that compares its pattern only at nodes of the operator that the pattern begins with."""
+    # A copy, because the rules belong to onnxscript and serve other exports in this process.
+    quick: Any = copy.copy(rule)
+    kind = rule._target_pattern.output_nodes[0].op
+
+    def try_rewrite(model: ir.Model, place: ir.Graph | ir.Function, node: ir.Node, **options: Any) -> Any:
+        return rule.try_rewrite(model, place, node, **options) if kind.matches(node.op_type) else None
+
+    quick.try_rewrite = try_rewrite
+    return quick
+
+
 Operator = Callable[..., Any]
 """An ATen operator, or a function of Python."""
 

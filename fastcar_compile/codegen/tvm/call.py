@@ -29,7 +29,7 @@ from fastcar_compile.codegen.tvm.relax_api import (
     type_of,
 )
 from fastcar_compile.errors import InternalError
-from fastcar_compile.ir.schema import bound
+from fastcar_compile.ir.query import bound
 
 Value = relax.Expr | tuple[relax.Expr, ...]
 """What a converter returns: the operator's result, or its results."""

@@ -13,8 +13,16 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.registry import KIND, LINEARS, OPTIONS, dispatch
+from fastcar_compile.codegen.tvm.kernels.registry import KIND, LINEARS, OPTIONS, dispatch, specialise
 from fastcar_compile.codegen.tvm.relax_api import add_kernel, bindings_of, call_kernel, module_pass, tensor_type
+
+# specialise-kernels: kernels that depend on the instruction set are replaced by those of another.
+
+
+def specialise_kernels(isa: InstructionSet) -> tvm.transform.Pass:
+    """Return the pass that gives a module the kernels of `isa`, so that one import serves every library."""
+    return module_pass("specialise-kernels", lambda module: specialise(module, isa))
+
 
 _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 

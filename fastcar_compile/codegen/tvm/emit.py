@@ -8,26 +8,49 @@ import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torch import fx
+
 from fastcar_compile.artifact.layout import board_library, host_library
-from fastcar_compile.artifact.sections import (
-    AcceleratorSection,
-    BoardPart,
-    HostSection,
-    VariantPart,
-)
+from fastcar_compile.artifact.offload import EMBEDDED
+from fastcar_compile.artifact.sections import AcceleratorSection, BoardPart, HostSection, VariantPart
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EmitContext
+from fastcar_compile.codegen.tvm.build import HostGraph
 from fastcar_compile.codegen.tvm.isa import InstructionSet, instruction_sets
+from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.modules import tensor_attributes
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.query import ancestors, graph_module, node_named, tensor_attributes
+from fastcar_compile.ir.rewrite import set_outputs
 from fastcar_compile.passes.pipeline import offload_pipeline
-from fastcar_compile.targets import Target
-from fastcar_compile.values import LOGGER
+from fastcar_compile.support.values import LOGGER
 
 if TYPE_CHECKING:
     from fastcar_compile.codegen.tvm.build import LoweredModule
+
+
+# What the host computes for an accelerator that runs whole decode steps: the rows that the first layer reads.
+
+
+def embedding_graph(program: DecoderProgram) -> HostGraph | None:
+    """Return the part of the decode step that makes the input of the first layer; None: it is the decoder's own input.
+
+    Args:
+        program: rewritten; it is not changed.
+    """
+    module = program.graph_module
+    entry = node_named(module.graph, program.sites[0].entry)
+    if entry.op == "placeholder":
+        return None
+    needed, graph, made = ancestors(entry), fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        if node in needed:
+            # Only what leads to the entry is copied: the session gives this graph's inputs alone.
+            made[node] = graph.node_copy(node, lambda old: made[old])
+    graph.output(())
+    set_outputs(graph, [made[entry]])
+    return HostGraph(graph_module(module, graph), [EMBEDDED])
 
 
 def host_variants(names: Sequence[str]) -> list[InstructionSet]:
@@ -63,7 +86,6 @@ class TvmEmitter:
         """Write the libraries; see Emitter.emit."""
         context.say("lowering with TVM")
         from fastcar_compile.codegen.tvm.build import HostGraph, lower
-        from fastcar_compile.codegen.tvm.embedding import embedding_graph
 
         graphs = {"decode": HostGraph(program.graph_module, program.outputs)}
         if program.prefill is not None:

@@ -17,9 +17,8 @@ from fastcar_compile.codegen.tvm.converters import CONVERTERS
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.relax_api import type_of
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.modules import get_attribute
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import output_nodes
+from fastcar_compile.ir.query import get_attribute, output_nodes
 
 _COND = torch.ops.higher_order.cond
 

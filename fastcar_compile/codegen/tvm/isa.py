@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.runtime.cpu_flags import CPUINFO, cpu_flags
+from fastcar_compile.support.machine import CPUINFO, cpu_flags
 
 Int8 = Literal["portable", "vnni512", "vnni256", "madd", "sdot", "smull"]
 """How int8 products are summed: plain vectors; vpdpbusd on 512 or 256 bits; vpmaddwd; sdot; smull and sadalp."""

@@ -11,20 +11,20 @@ from tvm import relax
 from tvm.relax.backend.cpu_generic import pipeline as cpu
 
 from fastcar_compile.codegen.segment import Segment
-from fastcar_compile.codegen.tvm.combine_matmuls import combine_parallel_matmuls
+from fastcar_compile.codegen.tvm.combine_matmuls import combine_parallel_matmuls, specialise_kernels
 from fastcar_compile.codegen.tvm.elementwise import schedule_elementwise
-from fastcar_compile.codegen.tvm.entry import add_entry
 from fastcar_compile.codegen.tvm.flatten import flatten
-from fastcar_compile.codegen.tvm.fusion.norms import fuse_norms
-from fastcar_compile.codegen.tvm.fusion.quantize import fuse_quantize
-from fastcar_compile.codegen.tvm.fusion.replay import fuse_replay
-from fastcar_compile.codegen.tvm.fusion.rewrite import GraphStep
-from fastcar_compile.codegen.tvm.fusion.rotary import fuse_rotary
-from fastcar_compile.codegen.tvm.fusion.split_linears import split_quantized_linears
+from fastcar_compile.codegen.tvm.fusion import (
+    GraphStep,
+    fuse_norms,
+    fuse_quantize,
+    fuse_replay,
+    fuse_rotary,
+    split_quantized_linears,
+)
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.no_alias import no_alias
-from fastcar_compile.codegen.tvm.specialise import specialise_kernels
+from fastcar_compile.codegen.tvm.relax_api import add_entry, no_alias
 from fastcar_compile.codegen.tvm.target import host_target
 
 

@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import tvm
-from torch import Tensor
+from torch import Tensor, fx
 from tvm import relax
-from tvm.tirx import PrimFunc
+from tvm.ir import GlobalVar, StringImm
+from tvm.tirx import IntImm, PrimFunc
+
+from fastcar_compile.codegen.segment import Segment
+from fastcar_compile.ir.query import output_nodes
 
 Shape = tuple[int, ...]
 Types = relax.TensorType | list[relax.TensorType]
@@ -98,3 +102,73 @@ def module_pass(name: str, run: Callable[[tvm.IRModule], tvm.IRModule]) -> tvm.t
 def with_functions(module: tvm.IRModule, functions: Mapping[tvm.ir.GlobalVar, Any]) -> tvm.IRModule:
     """Return a module of these functions with the attributes of another."""
     return tvm.IRModule(dict(functions), attrs=cast(Any, module).attrs)
+
+
+# The module's entry: a function that calls prologue, layers and epilogue.
+
+
+def parameters(segments: Sequence[Segment]) -> dict[str, fx.Node]:
+    """Return a node for every parameter, by its attribute path. Several nodes may read one parameter."""
+    found: dict[str, fx.Node] = {}
+    for node in (n for part in segments for n in part.inputs if n.op == "get_attr"):
+        found.setdefault(str(node.target), node)
+    return found
+
+
+def add_entry(
+    builder: relax.BlockBuilder,
+    name: str,
+    module: fx.GraphModule,
+    segments: Sequence[Segment],
+    functions: Mapping[str, GlobalVar],
+) -> None:
+    """Add the entry. Its arguments are the graph's placeholders, then the parameters.
+
+    Args:
+        builder: the module.
+        name: of the entry.
+        module: the graph that the segments are parts of.
+        segments: in order.
+        functions: the function of every segment's key.
+    """
+    arguments = [*module.graph.find_nodes(op="placeholder"), *parameters(segments).values()]
+    variables = [relax.Var(f"argument_{i}", type_of(n.meta["val"])) for i, n in enumerate(arguments)]
+    values: dict[Any, Any] = dict(zip(map(_identity, arguments), variables, strict=True))
+    with builder.function(name, variables):
+        for part in segments:
+            # What differs between equal layers, their number or name, is an argument: so they share one function.
+            literals = [IntImm("int64", v) if isinstance(v, int) else StringImm(v) for v in part.literals]
+            call = relax.Call(functions[part.key], [*(values[_identity(n)] for n in part.inputs), *literals])
+            result = builder.emit(call)
+            for i, node in enumerate(part.outputs):
+                values[node] = result if len(part.outputs) == 1 else builder.emit(relax.TupleGetItem(result, i))
+        builder.emit_func_output(relax.Tuple([values[n] for n in output_nodes(module.graph)]))
+
+
+def _identity(node: fx.Node) -> object:
+    """Return what a value is known by: a parameter is one value however many nodes read it."""
+    return str(node.target) if node.op == "get_attr" else node
+
+
+# no-alias: every kernel's arguments are buffers of their own, and its code may rely on it.
+
+
+_NO_ALIAS = "tirx.noalias"
+
+
+def no_alias() -> tvm.transform.Pass:
+    """Return the pass that marks every kernel.
+
+    Nothing calls a kernel with one buffer twice if the kernel writes to it: an in-place kernel has one argument for
+    what it reads and writes. TVM's code generator asks the last kernel of a library, and treats all others like it. So
+    one kernel without the mark makes a whole library larger, and slower to compile.
+    """
+
+    def run(module: tvm.IRModule) -> tvm.IRModule:
+        return with_functions(module, {v: _marked(f) for v, f in module.functions_items()})
+
+    return module_pass("no-alias", run)
+
+
+def _marked(function: Any) -> Any:
+    return cast(Any, function).with_attr(_NO_ALIAS, True) if isinstance(function, PrimFunc) else function

@@ -11,13 +11,24 @@ from torch.fx.node import map_arg
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.layers import mark
-from fastcar_compile.ir.modules import graph_module, tensor_attribute
-from fastcar_compile.ir.program import StateRole, StateSpec
+from fastcar_compile.ir.program import StateSpec
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import ancestors, descendants, evaluate, in_order, is_op, node_arg, shape_of, value_of
+from fastcar_compile.ir.query import (
+    ancestors,
+    descendants,
+    evaluate,
+    graph_module,
+    in_order,
+    is_op,
+    node_arg,
+    shape_of,
+    tensor_attribute,
+    value_of,
+)
 from fastcar_compile.ir.rewrite import add_placeholder, call
+from fastcar_compile.ir.types import StateRole
+from fastcar_compile.passes.patterns.caches import free_views
 from fastcar_compile.passes.patterns.eager_attention import AttentionCall, Mask
-from fastcar_compile.passes.patterns.layouts import free_views
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 CONTEXT_INPUTS = ("context", "context_mask")

@@ -14,7 +14,7 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import ancestors, between, is_op, node_arg, optional_arg, shape_of, value_of
 from fastcar_compile.ir.rewrite import call
-from fastcar_compile.passes.patterns.layouts import free_views
+from fastcar_compile.passes.patterns.caches import free_views
 
 aten = torch.ops.aten
 MASKED = -1e9

@@ -5,11 +5,50 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from fastcar_compile.passes.patterns.algebra import arguments, factors, shape, tensor
+from fastcar_compile.ir.query import bound, is_op
 
 aten = torch.ops.aten
+
+
+# Products, sums and calls in a graph, as the matchers of norms and rotary embeddings read them.
+
+
+def tensor(node: fx.Node) -> Tensor:
+    """Return the fake value of a node."""
+    return node.meta["val"]
+
+
+def shape(node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of a node's tensor."""
+    return tuple(int(d) for d in tensor(node).shape)
+
+
+def factors(node: object) -> list[tuple[fx.Node, fx.Node]]:
+    """Return both orders of the two factors of a product; none where `node` is no product of two nodes."""
+    return _either_order(node, aten.mul)
+
+
+def terms(node: object) -> list[tuple[fx.Node, fx.Node]]:
+    """Return both orders of the two terms of a plain sum; none where `node` is no sum of two nodes."""
+    # An `alpha` makes the sum `a + alpha * b`, which is no plain one.
+    return _either_order(node, aten.add) if isinstance(node, fx.Node) and not node.kwargs else []
+
+
+def _either_order(node: object, packet: Any) -> list[tuple[fx.Node, fx.Node]]:
+    if not isinstance(node, fx.Node) or not is_op(node, packet):
+        return []
+    left, right = node.args[:2]
+    # A number beside the node, as in `x * 2.0`, makes no pair of nodes.
+    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+        return []
+    return [(left, right), (right, left)]
+
+
+def arguments(node: object, packet: Any) -> dict[str, Any] | None:
+    """Return the arguments of a call of this operator, by name; None where `node` is no such call."""
+    return bound(node) if isinstance(node, fx.Node) and is_op(node, packet) else None
 
 
 def rms_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
@@ -53,3 +92,46 @@ def layer_norm(node: fx.Node) -> tuple[Any, ...] | None:
     if list(norm["normalized_shape"]) != [shape(x)[-1]] or tensor(x).dtype != torch.float32:
         return None
     return x, norm["weight"], norm["bias"], float(norm["eps"])
+
+
+# A rotary position embedding that is written out.
+
+
+def rotary(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """Return (x, cos, sin) where node is x * cos + cat(-x[..., D/2:], x[..., :D/2]) * sin.
+
+    x is [B, H, T, D], cos and sin are [1 or B, 1, T, D].
+    """
+    # `x * cos + rotate_half(x) * sin`, with the sum and both products in either order.
+    for straight, rotated in terms(node):
+        for x, cos in factors(straight):
+            for half, sin in factors(rotated):
+                if _is_half_turn(half, x) and _fits(cos, x) and _fits(sin, x):
+                    return x, cos, sin
+    return None
+
+
+def _is_half_turn(node: fx.Node, x: fx.Node) -> bool:
+    """Whether node is cat(-x[..., D/2:], x[..., :D/2])."""
+    whole, cat = shape(x), arguments(node, aten.cat)
+    if cat is None or len(whole) != 4 or whole[3] % 2 or cat["dim"] not in (-1, 3) or len(cat["tensors"]) != 2:
+        return False
+    minus, low = cat["tensors"]
+    high = arguments(minus, aten.neg)
+    if high is None:
+        return False
+    return _is_slice(high["self"], x, whole[3] // 2, whole[3]) and _is_slice(low, x, 0, whole[3] // 2)
+
+
+def _is_slice(node: object, x: fx.Node, begin: int, end: int) -> bool:
+    """Whether node is x[..., begin:end]; an end beyond the last element means the last one."""
+    part = arguments(node, aten.slice)
+    if part is None or part["self"] is not x or part["dim"] not in (-1, 3) or part["step"] != 1:
+        return False
+    last = part["end"]
+    return part["start"] == begin and isinstance(last, int) and min(last, shape(x)[3]) == end
+
+
+def _fits(table: fx.Node, x: fx.Node) -> bool:
+    batch, _, rows, width = shape(x)
+    return shape(table) in {(1, 1, rows, width), (batch, 1, rows, width)}

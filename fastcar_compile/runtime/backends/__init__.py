@@ -1,12 +1,5 @@
 """Backends by name; each is one module or folder here, or an entry point of another package."""
 
-from fastcar_compile.runtime.backends.base import (
-    BACKENDS,
-    Array,
-    BackendOptions,
-    OpenStepper,
-    Stepper,
-    StepResult,
-)
+from fastcar_compile.runtime.backends.base import BACKENDS, Array, BackendOptions, OpenStepper, Stepper, StepResult
 
 __all__ = ["BACKENDS", "Array", "BackendOptions", "OpenStepper", "StepResult", "Stepper"]

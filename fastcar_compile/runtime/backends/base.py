@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import BackendError
-from fastcar_compile.registry import Registry
+from fastcar_compile.support.packages import Registry
 
 Array = NDArray[Any]
 

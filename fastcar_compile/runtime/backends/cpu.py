@@ -12,22 +12,15 @@ import numpy as np
 
 from fastcar_compile.artifact.offload import EMBEDDED
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import (
-    CONTEXT_ROLES,
-    REPLAY_ROLES,
-    DecoderConfig,
-    DecoderSection,
-    HostSection,
-    ProgramPart,
-    ProgramsPart,
-)
+from fastcar_compile.artifact.sections import DecoderSection, HostSection, ProgramPart, ProgramsPart
 from fastcar_compile.errors import BackendError
+from fastcar_compile.ir.types import CONTEXT_ROLES, REPLAY_ROLES, DecoderConfig
 from fastcar_compile.runtime.backends.accelerator.calls import register_functions
 from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
-from fastcar_compile.runtime.cpu_flags import cpu_flags
+from fastcar_compile.runtime.guard import thread_count, use_threads
 from fastcar_compile.runtime.state import StateArena
-from fastcar_compile.runtime.threads import thread_count, use_threads
 from fastcar_compile.runtime.tvm_runtime import Machine, adopt, aligned, as_array, element
+from fastcar_compile.support.machine import cpu_flags
 
 SINGLE_TOKENS = 16
 """A prefill chunk takes as long as decode steps for a 16th of its tokens: w8a8, chunks of 64 and 256."""

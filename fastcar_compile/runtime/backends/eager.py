@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-import fastcar_compile.ops as _ops  # registers the operators  # noqa: F401  # pyright: ignore[reportUnusedImport]
+import fastcar_compile.ir.ops as _ops  # registers the operators  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from fastcar_compile.artifact.programs import read_program
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import REPLAY_ROLES
-from fastcar_compile.ir.modules import placeholder_names
 from fastcar_compile.ir.program import StateSpec
-from fastcar_compile.ir.program_json import read_program
+from fastcar_compile.ir.query import placeholder_names
+from fastcar_compile.ir.types import REPLAY_ROLES
 from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
 from fastcar_compile.runtime.guard import forks
 

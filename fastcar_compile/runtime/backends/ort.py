@@ -14,10 +14,11 @@ import numpy as np
 
 from fastcar_compile.artifact.layout import weight_files
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import CONTEXT_ROLES, REPLAY_ROLES, DecoderSection, OnnxSection, State
+from fastcar_compile.artifact.sections import DecoderSection, OnnxSection, State
 from fastcar_compile.errors import BackendError
+from fastcar_compile.ir.types import CONTEXT_ROLES, REPLAY_ROLES
 from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
-from fastcar_compile.runtime.threads import thread_count
+from fastcar_compile.runtime.guard import thread_count
 
 onnxruntime: Any = import_module("onnxruntime")  # it has no types
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastcar_compile.artifact.manifest import CHECKSUM, sealed
 from fastcar_compile.artifact.reader import parse_manifest
 from fastcar_compile.errors import ArtifactError
-from fastcar_compile.strict_json import parse_json
+from fastcar_compile.support.strict_json import parse_json
 from fuzz.expect import accepted, same
 
 

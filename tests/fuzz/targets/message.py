@@ -8,8 +8,8 @@ import numpy as np
 from play.worlds import FRAME, write_world
 from starlette.datastructures import Headers
 
-from fastcar_compile.artifact.sections import DecoderConfig
 from fastcar_compile.errors import InputError
+from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.play.game import Replay, Stage
 from fastcar_compile.play.messages import Request, parse_request
 from fastcar_compile.play.pixels import Pixels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.errors import ArtifactError, CompileError
-from fastcar_compile.frontend.config_json import CONFIG, read_config_json
+from fastcar_compile.frontend.skeleton import CONFIG, read_config_json
 from fastcar_compile.ir.pass_manager import pipeline_from_string, pipeline_to_string
 from fastcar_compile.passes.pipeline import PASSES
 from fuzz.expect import accepted, as_file, folder, same

@@ -7,8 +7,8 @@ from base64 import b64decode, b64encode
 from hashlib import sha256
 
 from fastcar_compile.artifact.layout import SIGNATURE
+from fastcar_compile.artifact.trust import Requirements
 from fastcar_compile.errors import SignatureError
-from fastcar_compile.trust import Requirements
 from fuzz import signers
 from fuzz.expect import accepted, as_file, folder
 

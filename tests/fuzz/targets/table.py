@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 import zlib
 
-from fastcar_compile.drs.reader import read_table
-from fastcar_compile.drs.table import HEADER_WORDS
+from fastcar_compile.codegen.hls.control_table.reader import read_table
+from fastcar_compile.codegen.hls.control_table.table import HEADER_WORDS
 from fastcar_compile.errors import UserError
 from fuzz.expect import accepted, same
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from fastcar_compile.artifact.tensor_files import load_tensors, save_tensors
 from fastcar_compile.errors import ArtifactError, UserError
 from fastcar_compile.gates.weights import GateWeights
+from fastcar_compile.ir.tensor_files import load_tensors, save_tensors
 from fuzz.expect import accepted, as_file, folder, same
 
 

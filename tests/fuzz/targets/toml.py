@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import TargetError
-from fastcar_compile.targets import load_target
 from fuzz.expect import accepted, as_file
 
 

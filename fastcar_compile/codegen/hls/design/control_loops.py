@@ -12,7 +12,17 @@ from enum import StrEnum
 from functools import lru_cache
 from math import ceil
 
+from fastcar_compile.codegen.hls.control_table.gate import network_words
+from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
+from fastcar_compile.codegen.hls.control_table.table import (
+    FLOATS_PER_WORD,
+    HEADER_WORDS,
+    LAYER_FIELDS,
+    MAX_ROWS,
+    DrsTable,
+)
 from fastcar_compile.codegen.hls.design.loops import (
+    ADD_CLOCKS,
     COMPARE,
     DIVIDE,
     INTEGER,
@@ -22,17 +32,7 @@ from fastcar_compile.codegen.hls.design.loops import (
     WRITE,
     Loop,
 )
-from fastcar_compile.codegen.hls.design.recurrences import ADD_CLOCKS
-from fastcar_compile.drs.result import RESULT_WORDS
-from fastcar_compile.drs.scores import network_words
-from fastcar_compile.drs.table import (
-    FLOATS_PER_WORD,
-    HEADER_WORDS,
-    LAYER_FIELDS,
-    MAX_ROWS,
-    DrsTable,
-    GateKind,
-)
+from fastcar_compile.gates.base import GateKind
 
 ROOT_DEPTH = 25 * INTEGER
 """A square root, a bit of the result per stage (square_root of fastcar_gate_core.hpp)."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import ceil
 
-from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
-from fastcar_compile.codegen.hls.design.spec import MlpSpec
-from fastcar_compile.codegen.hls.design.usage import Usage, bram_blocks
-from fastcar_compile.drs.builder import GateScore
-from fastcar_compile.drs.result import RESULT_WORDS
-from fastcar_compile.drs.scores import BFLOATS_PER_WORD, network_words
-from fastcar_compile.drs.table import (
+from fastcar_compile.codegen.hls.control_table.builder import GateScore
+from fastcar_compile.codegen.hls.control_table.gate import BFLOATS_PER_WORD, network_words
+from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
+from fastcar_compile.codegen.hls.control_table.table import (
     FLOATS_PER_WORD,
     AttentionShape,
     DrsTable,
-    GateKind,
     Limits,
     table_words,
 )
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
+from fastcar_compile.codegen.hls.design.spec import MlpSpec
+from fastcar_compile.codegen.hls.design.usage import Usage, bram_blocks
+from fastcar_compile.gates.base import GateKind
 
 PRODUCT_DSP = 2
 """24 by 24 bits unsigned in the 27 x 18 multipliers of a DSP48E2 (UG579): two of them."""

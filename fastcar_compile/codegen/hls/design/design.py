@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from fastcar_compile.artifact.sections.accelerator import BudgetPart, DesignPart, MlpSpecPart
-from fastcar_compile.codegen.hls.design.loops import Load, load_loop, product_cycles
+from fastcar_compile.codegen.hls.design.loops import Load, load_loop, product_cycles, scale_rows
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words, section_words
-from fastcar_compile.codegen.hls.design.recurrences import scale_rows
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.design.usage import STEP_FIFO_WORDS, Buffers, Usage, engine_usage
 from fastcar_compile.errors import CompileError

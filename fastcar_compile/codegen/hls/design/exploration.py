@@ -10,9 +10,8 @@ from typing import Any
 from fastcar_compile.artifact.sections.accelerator import ExplorationPart
 from fastcar_compile.codegen.hls.design.controller import ControllerSpec, controller_usage
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.dram import memory_rate
-from fastcar_compile.codegen.hls.design.footprint import bank_excess, require_banks
 from fastcar_compile.codegen.hls.design.loops import tile_loops
+from fastcar_compile.codegen.hls.design.memory import bank_excess, memory_rate, require_banks
 from fastcar_compile.codegen.hls.design.product import WORD_BITS, WORD_BYTES, Product
 from fastcar_compile.codegen.hls.design.spec import (
     BoardBudget,
@@ -24,9 +23,9 @@ from fastcar_compile.codegen.hls.design.spec import (
 )
 from fastcar_compile.codegen.hls.design.step_usage import StepParts, step_usage, total
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS, Usage
+from fastcar_compile.codegen.hls.step_program.instructions import MAX_PORTS
+from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError, TargetError
-from fastcar_compile.step.sizes import MAX_PORTS
-from fastcar_compile.targets import Target
 
 MAX_CORES = 16
 """Cores of the array, at most. Design choice: half of the most rows, so that a dense step of them takes two passes."""

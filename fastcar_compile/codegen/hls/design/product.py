@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil, gcd
 
 from fastcar_compile.artifact.sections import ProductPart
-from fastcar_compile.formats import GROUP
+from fastcar_compile.config.formats import GROUP
 
 WORD_BITS, WORD_BYTES, FLOATS_PER_WORD = 128, 16, 4
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
+from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout
+from fastcar_compile.config.formats import ACCELERATED, QUANT_FORMATS
 from fastcar_compile.errors import CompileError
-from fastcar_compile.formats.quant import ACCELERATED, QUANT_FORMATS
-from fastcar_compile.step.cache_layout import BLOCK, CacheLayout
 
 MAX_ROWS = 32
 """Bits of the Index Register."""

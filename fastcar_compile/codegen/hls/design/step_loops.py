@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
+from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
+from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD
 from fastcar_compile.codegen.hls.design.control_loops import (
     ROOT_DEPTH,
     SHIFT,
@@ -19,6 +21,7 @@ from fastcar_compile.codegen.hls.design.control_loops import (
     control_loops,
 )
 from fastcar_compile.codegen.hls.design.loops import (
+    ADD_CLOCKS,
     COMPARE,
     DIVIDE,
     INTEGER,
@@ -30,12 +33,9 @@ from fastcar_compile.codegen.hls.design.loops import (
     WRITE,
     Loop,
 )
-from fastcar_compile.codegen.hls.design.recurrences import ADD_CLOCKS
-from fastcar_compile.drs.result import RESULT_WORDS
-from fastcar_compile.drs.table import FLOATS_PER_WORD
-from fastcar_compile.step import instructions as step
-from fastcar_compile.step.cache_layout import BLOCK, BLOCK_WORDS, LANES, CacheLayout
-from fastcar_compile.step.instructions import CHAIN_WORDS
+from fastcar_compile.codegen.hls.step_program import instructions as step
+from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, LANES, CacheLayout
+from fastcar_compile.codegen.hls.step_program.instructions import CHAIN_WORDS
 
 BLOCK_FLOATS = BLOCK // FLOATS_PER_WORD
 """128-bit words of a block of float32 values."""

@@ -18,24 +18,19 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
-from fastcar_compile.codegen.tvm.kernels.attention.decode import decode_attention
+from fastcar_compile.codegen.tvm.kernels.attention.decode import decode_attention, window_attention
 from fastcar_compile.codegen.tvm.kernels.attention.exact import exact_attention
-from fastcar_compile.codegen.tvm.kernels.attention.window import window_attention
-from fastcar_compile.codegen.tvm.kernels.cache.cache_write import cache_write, ring_write
-from fastcar_compile.codegen.tvm.kernels.gate.scores import output_bound
-from fastcar_compile.codegen.tvm.kernels.gate.tas import tas, tas_heads
-from fastcar_compile.codegen.tvm.kernels.linear.activate_quantize import activate_quantize
-from fastcar_compile.codegen.tvm.kernels.linear.activation_factor import activation_factor
-from fastcar_compile.codegen.tvm.kernels.linear.combine import combine
+from fastcar_compile.codegen.tvm.kernels.cache import cache_write, ring_write
+from fastcar_compile.codegen.tvm.kernels.gate import output_bound
+from fastcar_compile.codegen.tvm.kernels.linear.activations import activate_quantize, activation_factor
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemm import float_gemm
-from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import SMALL_BATCH, float_gemv
-from fastcar_compile.codegen.tvm.kernels.linear.gemm_w4a8 import gemm_w4a8
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import SMALL_BATCH, WeightType, combine, float_gemv
+from fastcar_compile.codegen.tvm.kernels.linear.gemm_w4a8 import FEW, TILE, gemm_w4a8, pairs_w4a8
 from fastcar_compile.codegen.tvm.kernels.linear.gemm_w8a8 import gemm_w8a8
-from fastcar_compile.codegen.tvm.kernels.linear.linear_w4a8 import linear_w4a8
-from fastcar_compile.codegen.tvm.kernels.linear.linear_w8a8 import linear_w8a8
-from fastcar_compile.codegen.tvm.kernels.linear.pairs_w4a8 import FEW, TILE, pairs_w4a8
-from fastcar_compile.codegen.tvm.kernels.linear.row_vectors import holds
-from fastcar_compile.codegen.tvm.kernels.linear.weight_type import WeightType
+from fastcar_compile.codegen.tvm.kernels.linear.rows import holds
+from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import linear_w4a8
+from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import linear_w8a8
+from fastcar_compile.codegen.tvm.kernels.tas import tas, tas_heads
 
 Kernel = Callable[..., PrimFunc]
 """`kernel(*options, isa=...)`. Options are numbers, texts and tuples of these. The kernel takes the same arguments for

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.offload import Op
-from fastcar_compile.drs.inputs import GateInputs, pack_inputs
-from fastcar_compile.drs.reader import read_table
-from fastcar_compile.drs.result import RESULT_WORDS, read_result
-from fastcar_compile.drs.simulator import LayerCall, LayerTrace
-from fastcar_compile.drs.table import MAX_ROWS, Status
+from fastcar_compile.codegen.hls.control_table.gate import pack_inputs
+from fastcar_compile.codegen.hls.control_table.reader import read_table
+from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS, LayerCall, LayerTrace, read_result
+from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS, Status
 from fastcar_compile.errors import BackendError, InternalError
-from fastcar_compile.runtime.backends.accelerator.unit import Buffer, ComputeUnit
+from fastcar_compile.gates.base import GateInputs
+from fastcar_compile.runtime.backends.accelerator.calls import Buffer, ComputeUnit
 
 Array = NDArray[Any]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fastcar_compile.artifact.offload import Op
 from fastcar_compile.artifact.sections import ProductPart
 from fastcar_compile.errors import InputError, UserError
-from fastcar_compile.runtime.backends.accelerator.unit import Buffer, ComputeUnit
+from fastcar_compile.runtime.backends.accelerator.calls import Buffer, ComputeUnit
 
 Array = NDArray[Any]
 ALL_ROWS = 0xFFFFFFFF

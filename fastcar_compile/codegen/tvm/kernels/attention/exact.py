@@ -1,35 +1,369 @@
-"""Attention of `numerics="exact"`, bit for bit as fastcar_compile.ops.exact defines it.
+"""Attention of `numerics="exact"`, bit for bit as fastcar_compile.ir.ops.exact defines it.
 
 Two passes over the cached rows: one over the keys, whose logits are kept, and one over the values. Integer products are
 in int32 lanes on every instruction set; a fence stands where LLVM could contract a product with the sum behind it.
 """
 
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile import exact
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
-from fastcar_compile.codegen.tvm.kernels.attention.exact_logits import multiply_keys_of, round_query_of
-from fastcar_compile.codegen.tvm.kernels.attention.exact_state import (
-    ExactOperands,
-    ExactShape,
-    RoundedQuery,
-    RowSums,
-    not_a_number,
-    tiles_of,
+from fastcar_compile.codegen.tvm.kernels.attention.online import PARALLEL_CACHE_ELEMENTS
+from fastcar_compile.codegen.tvm.kernels.cache import power_of_two
+from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.tas import INFINITY, NOT_A_NUMBER
+from fastcar_compile.codegen.tvm.kernels.vectors import (
+    Expr,
+    broadcast,
+    cast,
+    fence,
+    intrinsic,
+    magnitude_bits,
+    ramp,
+    reduce_add,
+    vector_lanes,
 )
-from fastcar_compile.codegen.tvm.kernels.attention.exact_values import add_values_of, weigh
-from fastcar_compile.codegen.tvm.kernels.attention.online_softmax import PARALLEL_CACHE_ELEMENTS
-from fastcar_compile.codegen.tvm.kernels.gate.fixed_point import INFINITY
-from fastcar_compile.codegen.tvm.kernels.script import kernel
-from fastcar_compile.codegen.tvm.kernels.simd.vectors import magnitude_bits
-from fastcar_compile.ops.cached import BLOCK
+from fastcar_compile.ir import exact
+from fastcar_compile.ir.ops.operator import BLOCK, INT8_MAX, LEAST_EXPONENT, MANTISSA_BITS, excess, rounds_up
+from fastcar_compile.ir.ops.operator import NOT_A_NUMBER as NAN_EXPONENT
+
+# What the parts of exact attention share: the shape, the operands, and the temporaries of one query row.
+
+
+UNSEEN = -1
+"""Numerator of a cache row that the query does not see."""
+
+
+def tiles_of(rows: Any) -> Any:
+    """Return the tiles that hold so many rows."""
+    return (rows + BLOCK - 1) // BLOCK
+
+
+@dataclass(frozen=True)
+class ExactShape:
+    """D, S, and (sinks, window) of a ring cache."""
+
+    d: int
+    s: int
+    window: tuple[int, int] | None
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row."""
+        return -(-self.d // BLOCK)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of vectors that no block's end cuts."""
+        return vector_lanes(self.d)
+
+    def sees(self, row: Expr, position: Expr, newest: Expr) -> Expr:
+        """Return whether the token at `position` sees a cache row, in a cache written up to `newest`."""
+        if self.window is None:
+            return row <= position
+        sinks, size = self.window
+        ring = self.s - sinks
+        # last: the ring's row of the newest position. Rows behind it are one turn older.
+        last = T.truncmod(T.max(newest - sinks, 0), ring)
+        held = newest - (last - (row - sinks)) - T.Select(row - sinks > last, ring, 0)
+        # A row that holds a position below `sinks` was never written in the ring.
+        # Positions up to position - size are outside the window.
+        recent = T.And(T.And(held >= sinks, held > position - size), held <= position)
+        return T.Or(T.And(row < sinks, row <= position), T.And(row >= sinks, recent))
+
+
+@dataclass(frozen=True)
+class ExactOperands:
+    """The arguments of the kernel, and b, query head, key/value head, query row."""
+
+    q: Any
+    keys: Any
+    values: Any
+    table: Any
+    y: Any
+    at: tuple[Expr, Expr, Expr, Expr]
+
+
+@dataclass(frozen=True)
+class RoundedQuery:
+    """mantissas int32 [D], exponents int32 [n], and int32 [1]: whether it holds a NaN."""
+
+    mantissas: Any
+    exponents: Any
+    unknown: Any
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Temporaries of one query row.
+
+    Attributes:
+        logits: float32 [S] and whole tiles. weights: int32, alike, the numerators.
+        scaled: float32 [32], numerators of a tile times powers of two. integers: int32 [33], these as a wide block, and
+            its exponent.
+        acc: int32 [32], sums. total: float32 [1], of a logit.
+    """
+
+    logits: Any
+    weights: Any
+    scaled: Any
+    integers: Any
+    acc: Any
+    total: Any
+
+
+def wide_exponent(bits: Expr) -> Expr:
+    """Return the exponent of a wide block whose largest magnitude has these bits."""
+    # The carry is where the largest mantissa would round up to 2^14.
+    field = T.shift_right(bits + T.int32(rounds_up(exact.WIDE_BITS)), T.int32(MANTISSA_BITS))
+    return T.max(field - T.int32(excess(exact.WIDE_BITS)), T.int32(LEAST_EXPONENT))
+
+
+def not_a_number() -> Expr:
+    return T.reinterpret("float32", T.int32(NOT_A_NUMBER))
+
+
+# Exact attention: the query in wide blocks, and its logits with the rows of an int8 cache.
+
+
+MINUS_INFINITY = -0x800000
+"""The bits of minus infinity, as TVM takes no such literal."""
+
+
+def _bounded(value: Expr) -> Expr:
+    return T.max(T.min(value, T.float32(INT8_MAX)), T.float32(-INT8_MAX))
+
+
+def round_query_of(shape: ExactShape) -> Callable[..., None]:
+    """Return the macro (o, query): the query's row in wide blocks."""
+    d = shape.d
+
+    @inlined
+    def round_query(o, query):
+        top = T.alloc_buffer((1,), "int32")
+        query.unknown[0] = 0
+        # Scalar, because the query is rounded once for all cached rows.
+        for e in range(shape.blocks):
+            top[0] = 0
+            for c in range(T.min(BLOCK, d - e * BLOCK)):
+                top[0] = T.max(top[0], magnitude_bits(o.q[o.at[0], o.at[1], o.at[3], e * BLOCK + c], 1))
+            # Magnitude bits above infinity's are a NaN.
+            query.unknown[0] = T.max(query.unknown[0], T.Cast("int32", top[0] > T.int32(INFINITY)))
+            query.exponents[e] = wide_exponent(T.min(top[0], T.reinterpret("int32", T.float32(INT8_MAX))))
+            for c in range(T.min(BLOCK, d - e * BLOCK)):
+                query.mantissas[e * BLOCK + c] = T.Cast(
+                    "int32",
+                    T.nearbyint(
+                        _bounded(o.q[o.at[0], o.at[1], o.at[3], e * BLOCK + c]) * power_of_two(0 - query.exponents[e])
+                    ),
+                )
+
+    return round_query
+
+
+def multiply_keys_of(shape: ExactShape, scale: float) -> Callable[..., None]:
+    """Return the macro (o, query, sums, rows, position, newest, stat): the logits, and stat[0] their maximum.
+
+    The logit of a row that is not seen is NaN, up to the end of the last tile. query.unknown[0] becomes 1 where that of
+    one that is seen is NaN.
+    """
+    d, lanes, factor = shape.d, shape.lanes, float(exact.logit_factor(scale))
+    # Whole blocks have a fixed number of vectors, which are unrolled.
+    loop = T.unroll if d % BLOCK == 0 else T.serial
+
+    def vectors_of(e: Expr) -> Expr:
+        return BLOCK // lanes if d % BLOCK == 0 else T.min(BLOCK, d - e * BLOCK) // lanes
+
+    def total_of(acc: Any) -> Expr:
+        return reduce_add(acc[ramp(0, lanes)], lanes) if lanes > 1 else acc[0]
+
+    @inlined
+    def multiply_row(o, query, sums, j):
+        sums.total[0] = T.float32(0)
+        # e: blocks in order, whose sums are added in float32. c: vectors of a block, in registers.
+        for e in T.unroll(shape.blocks):
+            # 32 products of at most 2^14 * 2^7: a block's sum is at most 2^26, exact in int32. The cast rounds it once.
+            sums.acc[ramp(0, lanes)] = broadcast(T.int32(0), lanes)
+            for c in loop(vectors_of(e)):
+                sums.acc[ramp(0, lanes)] = sums.acc[ramp(0, lanes)] + query.mantissas[
+                    ramp(e * BLOCK + c * lanes, lanes)
+                ] * cast("int32", o.keys[o.at[0], o.at[2], j, ramp(e * BLOCK + c * lanes, lanes)], lanes)
+            # The product's exponent is the sum of both, limited to those of normal powers of two.
+            power: T.let = query.exponents[e] + T.Cast("int32", o.keys[o.at[0], o.at[2], j, d + e])
+            sums.total[0] = sums.total[0] + fence(
+                "float32", T.Cast("float32", total_of(sums.acc)) * power_of_two(T.max(T.min(power, 127), -126))
+            )
+            # A key's block with a NaN has zero mantissas, so its product does not show the NaN.
+            if o.keys[o.at[0], o.at[2], j, d + e] == T.int8(NAN_EXPONENT):
+                query.unknown[0] = 1
+        sums.logits[j] = sums.total[0] * T.float32(factor)
+
+    @inlined
+    def multiply_keys(o, query, sums, rows, position, newest, stat):
+        stat[0] = T.reinterpret("float32", T.int32(MINUS_INFINITY))
+        for j in range(tiles_of(rows) * BLOCK):
+            # NaN marks a row that is not seen, and `weigh` turns it into UNSEEN.
+            sums.logits[j] = not_a_number()
+            if T.And(j < rows, shape.sees(j, position, newest)):
+                multiply_row(o, query, sums, j)
+                if magnitude_bits(sums.logits[j], 1) > T.int32(INFINITY):  # TVM takes x != x for false
+                    query.unknown[0] = 1
+                # T.max may lose a NaN. query.unknown[0] remembers it.
+                stat[0] = T.max(stat[0], sums.logits[j])
+
+    return multiply_keys
+
+
+# Exact attention: the numerators of the softmax, and the values of an int8 cache that they weigh.
+
+
+LANES = 16
+"""Numerators of a vector."""
+
+
+def _knot(units: Expr) -> Expr:
+    # Bits 8 to 15 of the fraction choose one of 256 knots. The lower 8 bits interpolate behind it.
+    return T.bitwise_and(T.shift_right(units, 8), exact.EXP_KNOTS - 1)
+
+
+def _power(low: Expr, high: Expr, units: Expr) -> Expr:
+    """Return 2^(units / 65536) as integers of 2^-24, from the knots around the fraction."""
+
+    def each(value: int) -> Expr:
+        return T.Broadcast(T.int32(value), LANES)
+
+    # The shift is minus the integer part, 0 to 30. The mask keeps it legal for lanes that are not used.
+    shift = T.bitwise_and(each(0) - T.shift_right(units, each(exact.EXP_INPUT_BITS)), each(31))
+    # Linear between two knots, rounded half up. The product is below 2^31: neighbours differ by less than 2^17.
+    power = low + T.shift_right((high - low) * T.bitwise_and(units, each(255)) + each(128), each(8))
+    # The shift rounds half up too: half of 2^shift is added first, and nothing for a shift of 0.
+    return T.shift_right(power + T.shift_right(T.shift_left(each(1), shift), each(1)), shift)
+
+
+@inlined
+def weigh(o, sums, rows, stat, count):
+    """Write the numerators of whole tiles, UNSEEN where the logit is NaN, and their sum to count[0]."""
+    units = T.alloc_buffer((LANES,), "int32")
+    low = T.alloc_buffer((LANES,), "int32")
+    high = T.alloc_buffer((LANES,), "int32")
+    count[0] = T.int64(0)
+    # part: 16 logits. The arithmetic is in vectors, and only the table is read one lane at a time.
+    for part in range(tiles_of(rows) * (BLOCK // LANES)):
+        # T.max gives its second operand where the first is a NaN.
+        units[ramp(0, LANES)] = cast(
+            "int32",
+            T.nearbyint(
+                T.max(
+                    sums.logits[ramp(part * LANES, LANES)] - T.Broadcast(stat[0], LANES),
+                    T.Broadcast(T.float32(exact.EXP_LIMIT), LANES),
+                )
+                * T.Broadcast(T.float32(1 << exact.EXP_INPUT_BITS), LANES)
+            ),
+            LANES,
+        )
+        for v in T.unroll(LANES):
+            low[v] = o.table[_knot(units[v])]
+            high[v] = o.table[_knot(units[v]) + 1]
+        sums.weights[ramp(part * LANES, LANES)] = T.Select(
+            magnitude_bits(sums.logits[ramp(part * LANES, LANES)], LANES) <= T.Broadcast(T.int32(INFINITY), LANES),
+            _power(low[ramp(0, LANES)], high[ramp(0, LANES)], units[ramp(0, LANES)]),
+            T.Broadcast(T.int32(UNSEEN), LANES),
+        )
+        # The maximum with 0 takes UNSEEN out of the sum. 16 numerators of at most 2^24 fit int32.
+        count[0] = count[0] + T.Cast(
+            "int64",
+            reduce_add(T.max(sums.weights[ramp(part * LANES, LANES)], T.Broadcast(T.int32(0), LANES)), LANES),
+        )
+
+
+def add_values_of(shape: ExactShape) -> Callable[..., None]:
+    """Return the macro (o, sums, rows, out, unknown): out float32 [n * 32] becomes the weighted values.
+
+    unknown int32 [n] becomes 1 where a block of a row that is seen holds a NaN.
+    """
+    d, lanes = shape.d, shape.lanes
+    vectors = BLOCK // lanes
+    whole = ramp(0, BLOCK)
+
+    def largest(values: Expr) -> Expr:
+        return intrinsic("int32", f"llvm.vector.reduce.smax.v{BLOCK}i32", values)
+
+    @inlined
+    def scale_weights(o, sums, start, count, e, unknown):
+        # Exponents of the tile's rows in this block of columns. Rows past the last one get 0.
+        sums.integers[ramp(0, BLOCK)] = T.Broadcast(T.int32(0), BLOCK)
+        for j in range(count):
+            sums.integers[j] = T.Cast("int32", o.values[o.at[0], o.at[2], start + j, d + e])
+        # weight - UNSEEN is 0 for a row that is not seen and positive for one that is.
+        unknown[e] = T.max(
+            unknown[e],
+            largest(
+                T.Select(
+                    sums.integers[whole] == T.Broadcast(T.int32(NAN_EXPONENT), BLOCK),
+                    sums.weights[ramp(start, BLOCK)] - T.Broadcast(T.int32(UNSEEN), BLOCK),
+                    T.Broadcast(T.int32(0), BLOCK),
+                )
+            ),
+        )
+        # Numerators are integers of 2^-24, so EXP_BITS leaves the exponent. From -126 on the power is normal.
+        sums.scaled[whole] = cast(
+            "float32", T.max(sums.weights[ramp(start, BLOCK)], T.Broadcast(T.int32(0), BLOCK)), BLOCK
+        ) * power_of_two(
+            T.max(
+                sums.integers[whole] - T.Broadcast(T.int32(exact.EXP_BITS), BLOCK),
+                T.Broadcast(T.int32(-126), BLOCK),
+            ),
+            BLOCK,
+        )
+        # The 32 scaled numerators become one wide block, so that the products with mantissas are integers.
+        sums.integers[BLOCK] = wide_exponent(largest(magnitude_bits(sums.scaled[whole], BLOCK)))
+        sums.integers[whole] = cast(
+            "int32",
+            T.nearbyint(sums.scaled[whole] * T.Broadcast(power_of_two(0 - sums.integers[BLOCK]), BLOCK)),
+            BLOCK,
+        )
+
+    @inlined
+    def add_tile(o, sums, start, count, e, out):
+        sums.acc[whole] = T.Broadcast(T.int32(0), BLOCK)
+        # j: rows of the tile. v: vectors of the block's columns, whose sums are in registers.
+        # 32 products of at most 2^14 * 2^7 are exact in int32.
+        for j in range(count):
+            for v in T.unroll(vectors):
+                # The last block of columns may be shorter than 32.
+                if e * BLOCK + v * lanes < d:
+                    sums.acc[ramp(v * lanes, lanes)] = sums.acc[ramp(v * lanes, lanes)] + broadcast(
+                        sums.integers[j], lanes
+                    ) * cast("int32", o.values[o.at[0], o.at[2], start + j, ramp(e * BLOCK + v * lanes, lanes)], lanes)
+        # Tiles are added in float32 in the order of the cache. The fence rounds the product before the addition.
+        out[ramp(e * BLOCK, BLOCK)] = out[ramp(e * BLOCK, BLOCK)] + fence(
+            f"float32x{BLOCK}",
+            cast("float32", sums.acc[whole], BLOCK) * T.Broadcast(power_of_two(sums.integers[BLOCK]), BLOCK),
+        )
+
+    @inlined
+    def add_values(o, sums, rows, out, unknown):
+        for e in range(shape.blocks):
+            unknown[e] = 0
+            out[ramp(e * BLOCK, BLOCK)] = T.Broadcast(T.float32(0), BLOCK)
+        # tile: 32 rows in the order of the memory. e: blocks of columns, each with an exponent of its own.
+        for tile in range(tiles_of(rows)):
+            for e in range(shape.blocks):
+                scale_weights(o, sums, tile * BLOCK, T.min(rows - tile * BLOCK, BLOCK), e, unknown)
+                add_tile(o, sums, tile * BLOCK, T.min(rows - tile * BLOCK, BLOCK), e, out)
+
+    return add_values
+
+
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
 
 
 @kernel

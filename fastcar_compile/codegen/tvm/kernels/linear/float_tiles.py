@@ -11,10 +11,10 @@ from typing import Any, Literal
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.linear.active_rows import ActiveRows
-from fastcar_compile.codegen.tvm.kernels.linear.weight_type import WeightType, widen_weight
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import WeightType, widen_weight
+from fastcar_compile.codegen.tvm.kernels.linear.rows import ActiveRows
 from fastcar_compile.codegen.tvm.kernels.script import inlined
-from fastcar_compile.codegen.tvm.kernels.simd.vectors import LINE, Expr, prefetch, ramp, vector
+from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, prefetch, ramp, vector
 
 FLOATS = 16
 """float32 of a cache line."""

@@ -14,10 +14,8 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
-from fastcar_compile.codegen.tvm.kernels.linear.active_rows import ActiveRows, ZeroRows, find_active
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS
-from fastcar_compile.codegen.tvm.kernels.linear.linear_w8a8 import Few
-from fastcar_compile.codegen.tvm.kernels.linear.row_vectors import (
+from fastcar_compile.codegen.tvm.kernels.linear.rows import (
     FOUR,
     LANES,
     PANEL,
@@ -25,17 +23,21 @@ from fastcar_compile.codegen.tvm.kernels.linear.row_vectors import (
     SUMS,
     VECTORS,
     WEIGHT_ROWS,
+    ActiveRows,
     Rows,
     Sums,
     TileMacros,
+    ZeroRows,
+    find_active,
     first_row,
     for_panel,
     move_rows,
     spread,
     store_blocks,
 )
+from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import Few
 from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
-from fastcar_compile.codegen.tvm.kernels.simd.vectors import prefetch, ramp, reduce_add, vector, vpdpbusd
+from fastcar_compile.codegen.tvm.kernels.vectors import prefetch, ramp, reduce_add, vector, vpdpbusd
 
 WIDTH = 64
 

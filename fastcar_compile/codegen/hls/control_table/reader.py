@@ -1,0 +1,230 @@
+"""Reading and checking a DRS control table, in the order of the HLS controller (docs/reference/drs_table.md)."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from functools import lru_cache
+from typing import NamedTuple
+
+from fastcar_compile.codegen.hls.control_table.gate import Gate
+from fastcar_compile.codegen.hls.control_table.table import (
+    COUPLE_CFG,
+    HEADER_WORDS,
+    MAGIC,
+    MAX_CORES,
+    MAX_COUNT,
+    MAX_LAYERS,
+    MAX_UNITS,
+    UNLIMITED,
+    VERSION,
+    WEIGHTED,
+    AttentionShape,
+    DrsTable,
+    Limits,
+    Status,
+    table_words,
+)
+from fastcar_compile.errors import UserError
+from fastcar_compile.gates.base import GateKind
+
+_EXPLAINED = {
+    Status.TOO_SHORT: f"it is shorter than its header of {4 * HEADER_WORDS} bytes",
+    Status.BAD_MAGIC: 'it does not begin with "FDRS"',
+    Status.BAD_LENGTH: "its length is not the one in its header",
+    Status.BAD_CRC: "its CRC-32 does not match its content",
+    Status.BAD_HEADER: "a header field is out of range",
+}
+
+
+class Header(NamedTuple):
+    """The words of the header, in order."""
+
+    magic: int
+    version: int
+    crc: int
+    words: int
+    layers: int
+    rows: int
+    cores: int
+    tokens_per_frame: int
+    gate: int
+    flags: int
+    max_chain: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    group: int
+    head_words: int
+    row_query_words: int
+    row_key_words: int
+    query_words: int
+    key_words: int
+    units: int
+    refresh_period: int
+    input_words: int
+    distance_weight: int
+
+    @property
+    def weighted_heads(self) -> int:
+        """Query heads that have a weight each; 0: they count alike."""
+        return self.heads if self.flags & WEIGHTED else 0
+
+    @property
+    def attention(self) -> AttentionShape:
+        """Heads of q and k."""
+        return AttentionShape(self.heads, self.kv_heads, self.head_dim)
+
+    def is_valid(self, limits: Limits) -> bool:
+        """Return whether every field is in range, for hardware of these limits."""
+        return (
+            self._counts_are_valid(limits)
+            and self._gate_is_valid(limits)
+            and self._attention_is_valid(limits)
+            and self.words == table_words(self.layers, self.weighted_heads)
+        )
+
+    def _counts_are_valid(self, limits: Limits) -> bool:
+        return (
+            1 <= self.layers <= MAX_LAYERS
+            and 1 <= self.rows <= limits.rows
+            and (1 <= self.cores <= MAX_CORES if limits.cores is None else self.cores == limits.cores)
+            and self.tokens_per_frame != 0
+        )
+
+    def _gate_is_valid(self, limits: Limits) -> bool:
+        return (
+            self.gate in (list(GateKind) if limits.gate is None else [limits.gate])
+            and (1 <= self.units <= limits.units if self.gate == GateKind.LEARNED else self.units == 0)
+            and (self.distance_weight != 0) == (self.gate == GateKind.BOUND)
+            and (self.refresh_period == 0 or self.refresh_period >= self.tokens_per_frame)
+            and self._heads_are_valid(limits)
+            and self.flags <= COUPLE_CFG | WEIGHTED
+            and not (self.flags & COUPLE_CFG and self.rows % 2)
+            # UNLIMITED is 2^32 - 1. Every other limit fits int32, which the chain counts are.
+            and (1 <= self.max_chain <= 0x7FFFFFFF or self.max_chain == UNLIMITED)
+        )
+
+    def _heads_are_valid(self, limits: Limits) -> bool:
+        """Return whether what is kept per query head fits: weights of gate `tas`, sums of gate `bound`."""
+        weighted, bound = self.flags & WEIGHTED != 0, self.gate == GateKind.BOUND
+        return (self.gate == GateKind.TAS or not weighted) and (self.heads <= limits.heads or not (weighted or bound))
+
+    def _attention_is_valid(self, limits: Limits) -> bool:
+        shape, kind = self.attention, GateKind(self.gate)
+        if shape.problems():
+            return False
+        # The derived fields spare the controller dividers.
+        # A reader recomputes them, so that fields cannot contradict each other.
+        derived = (shape.group, shape.head_words)
+        rows = (shape.query_words, shape.key_words) if kind.reads_query else (0, 0)
+        return (
+            (self.group, self.head_words) == derived
+            and (self.row_query_words, self.row_key_words) == rows
+            and (1 <= self.input_words <= MAX_COUNT if kind.reads_input else self.input_words == 0)
+            and self.query_words == self.rows * (self.row_query_words + self.input_words)
+            and self.key_words == self.rows * (self.row_key_words + self.input_words)
+            and self.row_query_words <= limits.query_words
+            and max(self.row_key_words, self.input_words) <= limits.key_words
+        )
+
+
+def header_of(data: bytes) -> Header:
+    """Return the header of a table that is long enough to have one."""
+    # Header() has one field per 32-bit word; the distance weight is kept as bits, and `_distance_weight` decodes it.
+    return Header(*struct.unpack_from(f"<{HEADER_WORDS}I", data))
+
+
+@lru_cache(maxsize=64)
+def check(data: bytes, limits: Limits | None = None) -> Status:
+    """Return the first check of a table that fails, or OK: what a controller answers when it loads the table.
+
+    Args:
+        limits: of the hardware. None: those of the format.
+    """
+    limits = limits or Limits(gate=None, units=MAX_UNITS, heads=MAX_COUNT)
+    if len(data) < 4 * HEADER_WORDS:
+        return Status.TOO_SHORT
+    header = header_of(data)
+    if header.magic != MAGIC:
+        return Status.BAD_MAGIC
+    if header.version != VERSION:
+        return Status.BAD_VERSION
+    if len(data) % 4 or header.words != len(data) // 4 or header.words > limits.table_words:
+        return Status.BAD_LENGTH
+    # The CRC covers everything behind its own word: magic and version are checked before it.
+    if zlib.crc32(data[12:]) != header.crc:
+        return Status.BAD_CRC
+    return Status.OK if header.is_valid(limits) else Status.BAD_HEADER
+
+
+def gate_of(data: bytes, layer: int) -> Gate:
+    """Return the gate of a layer of a checked table."""
+    header = header_of(data)
+    (threshold,) = _floats(data, HEADER_WORDS + layer, 1)
+    (factor,) = _floats(data, HEADER_WORDS + header.layers + layer, 1)
+    return Gate(
+        rows=header.rows,
+        tokens_per_frame=header.tokens_per_frame,
+        attention=header.attention,
+        max_chain=None if header.max_chain == UNLIMITED else header.max_chain,
+        couple_cfg=bool(header.flags & COUPLE_CFG),
+        threshold=threshold,
+        factor=factor,
+        kind=GateKind(header.gate),
+        refresh_period=header.refresh_period,
+        distance_weight=_distance_weight(data),
+        head_weights=_head_weights(data, layer),
+    )
+
+
+def _floats(data: bytes, at: int, count: int) -> tuple[float, ...]:
+    return struct.unpack_from(f"<{count}f", data, 4 * at)
+
+
+def _distance_weight(data: bytes) -> float:
+    return _floats(data, Header._fields.index("distance_weight"), 1)[0]
+
+
+def _head_weights(data: bytes, layer: int) -> tuple[float, ...] | None:
+    header = header_of(data)
+    first = table_words(header.layers) + layer * header.weighted_heads
+    # An empty tuple means that heads have no weights.
+    return _floats(data, first, header.weighted_heads) or None
+
+
+def _explained(data: bytes, status: Status) -> str:
+    """Return what a check found, with the version of a table of another one."""
+    if status is Status.BAD_VERSION:
+        return f"its version is {header_of(data).version}, and this program reads version {VERSION}"
+    return _EXPLAINED[status]
+
+
+def read_table(data: bytes) -> DrsTable:
+    """Read and check a binary table.
+
+    Raises:
+        UserError: the table is damaged or of another version; the text names the check that failed.
+    """
+    status = check(data)
+    if status is not Status.OK:
+        hint = "compile the model again"
+        raise UserError(f"the DRS table is not valid: {status.name}, {_explained(data, status)}", hint=hint)
+    header = header_of(data)
+    weights = [_head_weights(data, layer) for layer in range(header.layers)]
+    return DrsTable(
+        rows=header.rows,
+        cores=header.cores,
+        tokens_per_frame=header.tokens_per_frame,
+        attention=header.attention,
+        max_chain=None if header.max_chain == UNLIMITED else header.max_chain,
+        couple_cfg=bool(header.flags & COUPLE_CFG),
+        thresholds=_floats(data, HEADER_WORDS, header.layers),
+        factors=_floats(data, HEADER_WORDS + header.layers, header.layers),
+        gate=GateKind(header.gate),
+        units=header.units,
+        input_words=header.input_words,
+        distance_weight=_distance_weight(data),
+        refresh_period=header.refresh_period,
+        head_weights=tuple(w for w in weights if w is not None) or None,
+    )

@@ -1,0 +1,252 @@
+"""The DRS control table: a little-endian binary of 32-bit words, and its JSON twin (docs/reference/drs_table.md)."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.scores import float32
+
+MAGIC = 0x53524446
+"""The bytes "FDRS"."""
+
+VERSION = 5
+HEADER_WORDS = 24
+MAX_ROWS = 32
+MAX_CORES = 32
+MAX_LAYERS = 65535
+MAX_TABLE_WORDS = 65536
+MAX_PRODUCTS = 65536
+"""heads * head_dim: as many products as one score may sum (fastcar_compile.ir.ops.attention)."""
+
+MAX_COUNT = 65535
+"""Heads, elements of a head, and words of a row."""
+
+LAYER_FIELDS = 2
+"""Words of a layer besides its head weights: threshold and factor."""
+
+MAX_UNITS = 4096
+"""Hidden units of a network of gate `learned`."""
+
+FLOATS_PER_WORD = 4
+"""float32 values in a memory word of 128 bits; every head of q and k begins a word."""
+
+UNLIMITED = 0xFFFFFFFF
+"""max_chain of a table whose chains have no limit."""
+
+
+COUPLE_CFG = 1
+"""Bit 0 of the flags: rows b and b + B / 2 replay only together."""
+
+WEIGHTED = 2
+"""Bit 1 of the flags: every query head has a weight."""
+
+
+class Status(IntEnum):
+    """Result of loading a table (up to BAD_HEADER) or of deciding a layer.
+
+    The checks run in this order; the first that fails is reported.
+    """
+
+    OK = 0
+    TOO_SHORT = 1
+    BAD_MAGIC = 2
+    BAD_VERSION = 3
+    BAD_LENGTH = 4
+    BAD_CRC = 5
+    BAD_HEADER = 6
+    NO_TABLE = 7
+    BAD_LAYER = 8
+    BAD_OPERANDS = 9
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the hardware of a controller can hold.
+
+    A longer table has status BAD_LENGTH, one that needs more of the others BAD_HEADER.
+
+    Args:
+        cores: of the array, which a table has to name. None: any, for a reader of tables. rows: of the batch.
+        table_words: 32-bit words of a table.
+        query_words: 128-bit words of one row of q, all heads.
+        key_words: of one row of the key, all heads, and of one row of the MLP's input.
+        gate: the score that it computes. None: any, for a reader of tables. units: of the largest network.
+        heads: query heads that it keeps something of: weights of chosen heads, or sums of gate `bound`.
+    """
+
+    cores: int | None = None
+    rows: int = MAX_ROWS
+    table_words: int = MAX_TABLE_WORDS
+    query_words: int = MAX_PRODUCTS
+    key_words: int = MAX_PRODUCTS
+    gate: GateKind | None = GateKind.TAS
+    units: int = 1
+    heads: int = 0
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads of q and of the cached key, and elements of one head."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def head_words(self) -> int:
+        """128-bit words of one head; spare lanes are zero."""
+        return -(-self.head_dim // FLOATS_PER_WORD)
+
+    @property
+    def query_words(self) -> int:
+        """128-bit words of one row of q."""
+        return self.heads * self.head_words
+
+    @property
+    def key_words(self) -> int:
+        """128-bit words of one row's cached key."""
+        return self.kv_heads * self.head_words
+
+    def problems(self) -> list[str]:
+        """Return what is out of the format's range, as texts."""
+        pairs = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        wrong = [f"{name} = {value} (1 to 65535)" for name, value in pairs.items() if not 1 <= value <= MAX_COUNT]
+        if not wrong and self.heads % self.kv_heads:
+            wrong.append(f"{self.heads} heads are no multiple of {self.kv_heads} kv_heads")
+        if not wrong and self.heads * self.head_dim > MAX_PRODUCTS:
+            wrong.append(f"heads * head_dim = {self.heads * self.head_dim} (at most {MAX_PRODUCTS})")
+        return wrong
+
+
+@dataclass(frozen=True)
+class DrsTable:
+    """A control table.
+
+    Args:
+        rows: B, rows of the batch, at most 32.
+        cores: C, cores the rows are mapped to.
+        tokens_per_frame: F, the replay stride in tokens.
+        attention: heads of q and k; of a gate that reads neither, one head of one element.
+        max_chain: replays in a row after which a row computes; None: unlimited.
+        couple_cfg: rows b and b + B / 2 replay only together.
+        thresholds: float32 per layer; +inf: the layer never replays.
+        factors: float32 per layer, what the integer sum is multiplied with; 0: the layer has no gate.
+        gate: the score. Thresholds of one with `at_most` are minus those of the gate.
+        units: of the largest network of gate `learned`; 0: another gate.
+        input_words: 128-bit words of one row of the MLP's input; 0: the gate does not read it.
+        distance_weight: float32, of the distance of q and k in gate `bound`; 0: another gate.
+        refresh_period: forwards from one frame in which every row computes to the next; 0: there is none.
+        head_weights: float32 per layer and query head, which q is multiplied with; None: all heads count alike.
+    """
+
+    rows: int
+    cores: int
+    tokens_per_frame: int
+    attention: AttentionShape
+    max_chain: int | None
+    couple_cfg: bool
+    thresholds: tuple[float, ...]
+    factors: tuple[float, ...]
+    gate: GateKind = GateKind.TAS
+    units: int = 0
+    input_words: int = 0
+    distance_weight: float = 0.0
+    refresh_period: int = 0
+    head_weights: tuple[tuple[float, ...], ...] | None = None
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.thresholds)
+
+    @property
+    def row_query_words(self) -> int:
+        """128-bit words of one row of q that the gate reads."""
+        return self.attention.query_words if self.gate.reads_query else 0
+
+    @property
+    def row_key_words(self) -> int:
+        """128-bit words of one row's cached key that the gate reads."""
+        return self.attention.key_words if self.gate.reads_query else 0
+
+    @property
+    def query_words(self) -> int:
+        """128-bit words of the operand `query`: q of all rows, then x of all rows."""
+        return self.rows * (self.row_query_words + self.input_words)
+
+    @property
+    def key_words(self) -> int:
+        """128-bit words of the operand `key`: the cached keys of all rows, then the cached x of all rows."""
+        return self.rows * (self.row_key_words + self.input_words)
+
+    @property
+    def words(self) -> int:
+        """32-bit words of the table."""
+        return table_words(self.layers, self.weighted_heads)
+
+    @property
+    def weighted_heads(self) -> int:
+        """Query heads that have a weight each; 0: they count alike."""
+        return 0 if self.head_weights is None else self.attention.heads
+
+    def with_thresholds(self, thresholds: Sequence[float]) -> DrsTable:
+        """Return the same table with other thresholds (they are run-time inputs: a host writes a new table)."""
+        return replace(self, thresholds=tuple(float32(t) for t in thresholds))
+
+    def to_bytes(self) -> bytes:
+        """Return the binary form; same table, same bytes."""
+        shape = self.attention
+        flags = (COUPLE_CFG if self.couple_cfg else 0) | (0 if self.head_weights is None else WEIGHTED)
+        fields = (
+            *(self.words, self.layers, self.rows, self.cores, self.tokens_per_frame, self.gate, flags),
+            UNLIMITED if self.max_chain is None else self.max_chain,
+            *(shape.heads, shape.kv_heads, shape.head_dim, shape.group, shape.head_words),
+            *(self.row_query_words, self.row_key_words, self.query_words, self.key_words),
+            *(self.units, self.refresh_period, self.input_words),
+        )
+        # Head weights lie layer by layer behind the factors, so the table has no gap without them.
+        weights = [weight for layer in self.head_weights or () for weight in layer]
+        floats = (self.distance_weight, *self.thresholds, *self.factors, *weights)
+        body = struct.pack(f"<{len(fields)}I{len(floats)}f", *fields, *floats)
+        # Magic, version and CRC stand in front of the body: the CRC covers the body alone.
+        return struct.pack("<3I", MAGIC, VERSION, zlib.crc32(body)) + body
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same content as plain values; infinite thresholds are "inf" and "-inf" (JSON has no infinity)."""
+        return {
+            "version": VERSION,
+            "layers": self.layers,
+            "rows": self.rows,
+            "cores": self.cores,
+            "tokens_per_frame": self.tokens_per_frame,
+            "gate": self.gate.name.lower(),
+            "units": self.units,
+            "input_words": self.input_words,
+            "distance_weight": self.distance_weight,
+            "couple_cfg": self.couple_cfg,
+            "max_chain": self.max_chain,
+            "refresh_period": self.refresh_period,
+            "heads": self.attention.heads,
+            "kv_heads": self.attention.kv_heads,
+            "head_dim": self.attention.head_dim,
+            "thresholds": [t if math.isfinite(t) else str(t) for t in self.thresholds],
+            "factors": list(self.factors),
+            "head_weights": None if self.head_weights is None else [list(layer) for layer in self.head_weights],
+        }
+
+
+def table_words(layers: int, weighted_heads: int = 0) -> int:
+    """Return the words of a table of these sizes."""
+    return HEADER_WORDS + layers * (LAYER_FIELDS + weighted_heads)

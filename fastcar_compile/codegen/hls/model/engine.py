@@ -1,0 +1,257 @@
+"""Time of one start of the emitted engine, in closed form.
+
+Loops come from the loop tables (codegen/hls/design/loops.py, control_loops.py). The cycle model of the tests
+(tests/cycle_model) runs the same loops against each other; a test holds the two within 5 % of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.loops import (
+    STREAM_DEPTH,
+    Load,
+    Loop,
+    load_loop,
+    places_loop,
+    quantize_loops,
+    tile_loops,
+)
+from fastcar_compile.codegen.hls.design.memory import memory_rate, timing_of
+from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
+from fastcar_compile.codegen.hls.design.spec import LinearSpec
+from fastcar_compile.codegen.hls.design.step_loops import AttendWork, attend_loops
+from fastcar_compile.codegen.hls.design.usage import READS
+from fastcar_compile.codegen.hls.model.call import AttendCall, Call, CallPart, EngineCall, LoopCall, NamedProduct
+from fastcar_compile.codegen.hls.model.shapes import LinearShape
+from fastcar_compile.config.targets import Target
+
+READ_SECONDS = {"ddr4": 300e-9, "hbm2": 140e-9}
+"""From a request of the fabric to its first word. ddr4: estimate for the PS's memory behind its interconnect.
+hbm2: a page miss on a U280, 138 ns (Shuhai, Wang et al., FCCM 2020)."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A memory controller, or several that are used alike.
+
+    Args:
+        rate: words per clock that all its users together get, refresh included. latency: clocks from a request to its
+            first word. window: words that one user may have under way (outstanding requests times burst).
+        refresh_interval, refresh: clocks from one refresh to the next, and clocks of one, in which nothing moves.
+    """
+
+    rate: float
+    latency: int
+    window: int
+    refresh_interval: float = 0.0
+    refresh: float = 0.0
+
+    @property
+    def refreshing(self) -> float:
+        """Share of the time in which it refreshes, and a port that takes a word per clock gets none."""
+        return self.refresh / self.refresh_interval if self.refresh else 0.0
+
+    @property
+    def free_rate(self) -> float:
+        """Words per clock between two refreshes."""
+        return self.rate / (1 - self.refreshing)
+
+
+def memory_of(design: Design, target: Target) -> Memory:
+    """Return the memory that a design's weight ports read."""
+    clock, memory = design.budget.clock_mhz * 1e6, target.weight_memories[0]
+    timing = timing_of(memory)
+    return Memory(
+        rate=memory_rate(target, design.ports) / WORD_BYTES / clock,
+        latency=round(READ_SECONDS[memory.technology] * clock),
+        window=READS.length * READS.outstanding // WORD_BYTES,
+        refresh_interval=timing.t_refi * 1e-9 * clock,
+        refresh=timing.t_rfc * 1e-9 * clock,
+    )
+
+
+def attend_clocks(work: AttendWork, memory: Memory) -> float:
+    """Return the clocks: turns at the pace of the cache, the softmax or the queries, and the end of the last one."""
+    layout, loops = work.layout, attend_loops(work)
+    rate = min(1 - memory.refreshing, memory.rate / work.ports)
+    keys = memory.latency + max(layout.key_words / rate, loops.logits.trips)
+    tile = max(
+        layout.value_tile_words / rate,
+        loops.weigh.cycles,
+        loops.limbs.trips,
+        loops.multiply_values.trips,
+        loops.add.trips,
+    )
+    values = memory.latency + layout.value_tiles * tile
+    softmax = loops.keep.cycles + loops.soften.cycles + loops.invert.cycles
+    split = sum(loop.cycles for loop in loops.split)
+    # The values of the last turn wait until its softmax is done, and nothing else is read meanwhile.
+    wait = max(0.0, loops.logits.depth + loops.keep.depth + loops.soften.cycles - memory.latency)
+    first = STREAM_DEPTH + max(0.0, split - memory.latency)
+    last = loops.weigh.depth + loops.limbs.depth + loops.multiply_values.depth + loops.add.depth
+    turns = max(
+        work.turns * (keys + values) + wait,
+        keys + work.turns * softmax + values,
+        (work.turns - 1) * split + keys + values,
+    )
+    return first + turns + last + work.group * loops.finish.cycles
+
+
+class RowLoad(NamedTuple):
+    """Rows that compute in a layer, and passes of the core that has most of them."""
+
+    rows: int
+    passes: int
+
+
+class Engine:
+    """The engine of a design on a board, and how long its calls take. control: sizes of its control table.
+
+    Stages of tiles overlap at the pace of the slowest, or of a weight stream that is slower than that.
+    """
+
+    def __init__(self, design: Design, target: Target, control: ControlShape) -> None:
+        self.design, self.target, self.control = design, target, control
+        self.memory = memory_of(design, target)
+        self._known: dict[Call, tuple[CallPart, ...]] = {}
+
+    @property
+    def clock_hz(self) -> float:
+        """Clocks per second."""
+        return self.design.budget.clock_mhz * 1e6
+
+    @property
+    def cores(self) -> int:
+        """Cores of the array."""
+        return self.design.mlp.cores
+
+    def linear_call(self, linear: LinearShape, load: RowLoad) -> EngineCall:
+        """Return one start for a linear: the host sequences them, so the controller only places the rows."""
+        product = NamedProduct(linear.name, self._product(linear))
+        return EngineCall(self._work(ControlOp.PLACE), (product,), self._load(load), self.design.ports)
+
+    def instruction_call(self, linears: Sequence[LinearShape], load: RowLoad, *, stays: bool = True) -> EngineCall:
+        """Return an instruction LINEAR or MLP of a step program. stays: whether the results stay on the chip."""
+        last = len(linears) - 1
+        products = tuple(NamedProduct(x.name, self._product(x), i < last) for i, x in enumerate(linears))
+        call = EngineCall(self._work(ControlOp.PLACE), products, self._load(load), self.design.ports)
+        return replace(call, rows_on_chip=True, results_on_chip=stays)
+
+    def mlp_call(self, linears: Sequence[LinearShape], load: RowLoad) -> EngineCall:
+        """Return one start for an MLP, whose Index Register the host gives."""
+        first, last = (NamedProduct(x.name, self._product(x), i == 0) for i, x in enumerate(linears))
+        return EngineCall(
+            self._work(ControlOp.PLACE),
+            (first, last),
+            self._load(load),
+            self.design.ports,
+            copied=self.design.mlp.batch - load.rows,
+        )
+
+    def gate_call(self) -> EngineCall:
+        """Return one start for a decision."""
+        return EngineCall(self._work(ControlOp.GATE), (), self._load(RowLoad(0, 0)), self.design.ports)
+
+    def table_call(self) -> EngineCall:
+        """Return the start that loads the control table, once."""
+        return EngineCall(self._work(ControlOp.TABLE), (), self._load(RowLoad(0, 0)), self.design.ports)
+
+    def _work(self, op: ControlOp) -> ControlWork:
+        return ControlWork(op, self.control)
+
+    def _load(self, load: RowLoad) -> Load:
+        return Load(load.rows, load.passes, self.design.mlp.cores, self.design.scale_rows)
+
+    def parts_of(self, call: Call) -> tuple[CallPart, ...]:
+        """Return the spans of a call; a call that is known is not timed again."""
+        if call not in self._known:
+            self._known[call] = self.parts(call)
+        return self._known[call]
+
+    def moved(self, call: AttendCall | LoopCall) -> float:
+        """Return the bytes that an instruction moves besides weights."""
+        words = call.words if isinstance(call, LoopCall) else call.work.words * self.design.ports
+        return float(words * WORD_BYTES)
+
+    def _product(self, linear: LinearShape) -> Product:
+        """Return how this engine computes a linear: as it is emitted, else with the tiles that its buffers hold."""
+        own = {(p.inputs, p.channels): p for p in self.design.products}
+        return own.get((linear.inputs, linear.outputs)) or self.design.fit(
+            LinearSpec(linear.name, linear.inputs, linear.outputs)
+        )
+
+    def parts(self, call: Call) -> tuple[CallPart, ...]:
+        """Return the spans of a call."""
+        if isinstance(call, AttendCall):
+            clocks = attend_clocks(call.work, self.memory)
+            return (CallPart(call.name, "attend", clocks / self.clock_hz, self.moved(call)),)
+        if isinstance(call, LoopCall):
+            clocks = sum(part.times * loop_clocks(part.loops, self.memory) for part in call.parts)
+            return (CallPart(call.name, "vector", clocks / self.clock_hz, self.moved(call)),)
+        decided = control_clocks(call.control, self.memory) / self.clock_hz
+        return CallPart(call.control_name, "drs", decided), *(self._array(call) if call.products else ())
+
+    def _array(self, call: EngineCall) -> tuple[CallPart, ...]:
+        parts, gap = list[CallPart](), _load_clocks(call, self.memory)
+        left = _write_clocks(call, self.memory)
+        for number, named in enumerate(call.products):
+            gap += sum(loop.cycles for loop in quantize_loops(named.product, call.load))
+            clocks, unit = _product_clocks(call, named, self.memory, gap)
+            parts.append(CallPart(f"{named.name} rows", "edge", gap / self.clock_hz))
+            parts.append(CallPart(named.name, unit, clocks / self.clock_hz, call.product_bytes(number)))
+            left, gap = left - gap - clocks, 0.0
+        if left > 0:
+            parts.append(CallPart("rows out", "edge", left / self.clock_hz))
+        return tuple(parts)
+
+
+def control_clocks(work: ControlWork, memory: Memory) -> float:
+    """Return the clocks of the controller's loops."""
+    return loop_clocks(control_loops(work), memory)
+
+
+def loop_clocks(loops: Iterable[Loop], memory: Memory) -> float:
+    """Return the clocks of loops that run one after the other; one that moves words waits for the first."""
+    free = 1 - memory.refreshing
+    return sum(
+        loop.cycles if not loop.moves else loop.interval * loop.trips / free + loop.depth + memory.latency
+        for loop in loops
+    )
+
+
+def _load_clocks(call: EngineCall, memory: Memory) -> float:
+    """Return the clocks until the rows of x are in the cores; each is a burst that waits for the memory."""
+    inputs, rows, ready = call.products[0].product.inputs, call.load.rows, max(places_loop().cycles, memory.latency)
+    if call.rows_on_chip:
+        return float(places_loop().cycles + load_loop(inputs, call.load).cycles)
+    return float(max(ready + load_loop(inputs, call.load).cycles, rows * (float_words(inputs) + memory.latency)))
+
+
+def _write_clocks(call: EngineCall, memory: Memory) -> float:
+    """Return the clocks that the process works that writes y: copied rows first, then those of every tile."""
+    last = call.products[-1]
+    copies = call.copied * (call.results + memory.latency)
+    return float(copies + last.product.tiles * tile_loops(last.product, call.load).send.trips)
+
+
+def _product_clocks(call: EngineCall, named: NamedProduct, memory: Memory, gap: float) -> tuple[float, str]:
+    """Return the clocks of a product's tiles, and what bounds them.
+
+    Args:
+        gap: clocks before the first tile, in which the FIFOs fill.
+    """
+    product = named.product
+    rate = min(1 - memory.refreshing, memory.rate / call.ports)
+    stages = [loop.cycles for loop in tile_loops(product, call.load, inner=named.inner).stages]
+    pace, tail = max(stages), float(sum(stages[1:]))
+    ahead = min(gap * rate, call.fifo_words + memory.window)
+    streamed = max(0.0, product.port_words - ahead) / rate + tail
+    flowing = float((product.tiles - 1) * pace + sum(stages))
+    if streamed > flowing:
+        return streamed, "memory"
+    return flowing, "ports" if pace == stages[0] else "compute"

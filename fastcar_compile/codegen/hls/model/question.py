@@ -1,0 +1,230 @@
+"""What a model is asked: a workload on a board, its design, and the decisions of its forwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastcar_compile.codegen.hls.design.control_loops import ControlShape
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.exploration import Exploration, explore
+from fastcar_compile.codegen.hls.design.memory import GB, bank_excess, capacity, require_banks, require_fit
+from fastcar_compile.codegen.hls.design.product import Product
+from fastcar_compile.codegen.hls.design.spec import StepBuffers
+from fastcar_compile.codegen.hls.model.engine import Engine
+from fastcar_compile.codegen.hls.model.rows import Decisions, Draw, coupled, draw_decisions
+from fastcar_compile.codegen.hls.model.step import Board, StepKernel, host_of
+from fastcar_compile.codegen.hls.model.workload import Workload
+from fastcar_compile.codegen.hls.step_program import instructions as step
+from fastcar_compile.codegen.hls.step_program.builder import (
+    NO_WINDOW,
+    AttentionPlan,
+    CachePlan,
+    LinearPlan,
+    ReplayPlan,
+    StepPlan,
+    build_step,
+)
+from fastcar_compile.codegen.hls.step_program.instructions import Place
+from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.config.targets import Target
+from fastcar_compile.errors import InputError
+from fastcar_compile.ir.exact import logit_factor
+
+SYNTHETIC_FORWARDS = 200
+"""Forwards of the decisions made for a given replay ratio: it is met to half a percent."""
+
+EPSILON = 1e-5
+"""Of the norms of LLaMA-2-7B's config.json; the time of a step does not depend on it."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A workload whose figures are checked.
+
+    Args:
+        what_if: what the compiler does not emit of it. found: why this design; None: it was given.
+        decisions: bool [forwards, layers, rows], True where a row replays. attended: positions per forward.
+        gated: whether something decides. kernel: of whole steps; None: the host sequences the calls.
+    """
+
+    workload: Workload
+    target: Target
+    design: Design
+    what_if: tuple[str, ...]
+    found: Exploration | None
+    decisions: Decisions
+    attended: NDArray[np.integer]
+    gated: bool
+    kernel: StepKernel | None = None
+
+    @property
+    def buffers(self) -> StepBuffers | None:
+        """What a kernel of whole steps keeps on chip."""
+        spec = self.workload.step_spec()
+        return None if spec is None or self.kernel is None else spec.buffers(self.design.mlp, self.design.group)
+
+    def board(self, model: type[Engine] = Engine) -> Board:
+        """Return the board; the tests give it another model of its engine."""
+        work = self.workload
+        control = ControlShape.of(work.control_table(self.design.mlp.cores))
+        return Board(
+            model(self.design, self.target, control),
+            host_of(self.target),
+            work.shape,
+            work.quant,
+            work.batch,
+            fabric_linears=work.offload in ("linears", "all"),
+            kv_bytes=work.kv_bytes(1) // work.shape.layers,
+            gate=work.gate if self.gated else None,
+            kernel=self.kernel,
+        )
+
+
+def ask(
+    workload: Workload,
+    target: Target,
+    *,
+    decisions: Decisions | None = None,
+    design: Design | None = None,
+    what_if: bool = False,
+    recorded: bool = True,
+    program: StepProgram | None = None,
+) -> Question:
+    """Check a workload and find its design.
+
+    Args:
+        decisions: bool [forwards, layers, rows], True where a row replays; None: drawn for `workload.replay`.
+        design: an emitted design; None: the best that fits the board.
+        what_if: accept also what the compiler does not emit.
+        recorded: whether the decisions are those of a session from its first forward on (`session.stats.decisions`):
+            forward t then attends to t + 1 positions, at most `context`.
+        program: the step program of the design; None: the one that the compiler would write for the shape.
+
+    Raises:
+        InputError: a figure or the decisions do not fit the workload, or it is not emitted.
+        TargetError: the target lacks what the model needs.
+        CompileError: the decoder does not fit the board.
+    """
+    workload.check()
+    reasons = _require_emitted(workload, target, what_if=what_if)
+    found = None
+    if design is None:
+        found = explore(workload.kernel_spec(), target, banks=not what_if)
+        design = found.design
+    elif not what_if:
+        held = bank_excess(target, ports=design.axi_weight_ports, stream_bytes=design.weight_bytes)
+        require_banks(target, [held])
+    gated = workload.replay > 0 if decisions is None else bool(decisions.any())
+    if decisions is None:
+        kind, size = Draw.PAIRS if workload.couple_cfg else Draw.INDEPENDENT, (workload.shape.layers, workload.batch)
+        trace = draw_decisions((SYNTHETIC_FORWARDS, *size), workload.replay, kind)
+    else:
+        trace = _checked(decisions, workload)
+    attended = np.full(len(trace), workload.filled if workload.offload == "all" else workload.attended)
+    if decisions is not None and recorded:
+        attended = np.minimum(attended, np.arange(1, len(trace) + 1))
+    kernel = None
+    if workload.offload == "all":
+        kernel = _kernel(workload, design, program, gated=gated)
+    return Question(workload, target, design, reasons, found, trace, attended, gated, kernel)
+
+
+def _kernel(workload: Workload, design: Design, program: StepProgram | None, *, gated: bool) -> StepKernel:
+    """Return a kernel with its program; one that decides nothing cannot say what a replay takes."""
+    if program is None or (gated and not any(isinstance(i, step.Decide) for i in program.instructions)):
+        program = step_program(workload, design)
+    return StepKernel(program, without_replay(program))
+
+
+def _require_emitted(workload: Workload, target: Target, *, what_if: bool) -> tuple[str, ...]:
+    """Return what the workload asks for that the compiler does not emit; refuse it unless `what_if`."""
+    reasons, footprint = tuple[str, ...](), workload.footprint(target)
+    if target.estimate_only is not None:
+        reasons = (f"an artifact for {target.name}: {target.estimate_only}",)
+    if reasons and not what_if:
+        raise InputError(
+            f"the compiler does not emit this: {'; '.join(reasons)}",
+            hint="choose a board that artifacts are built for, or ask with what_if=True (--what-if)",
+        )
+    if not what_if:
+        require_fit(footprint, target, quant=workload.quant, positions=workload.cached_rows)
+    if footprint.total > (room := capacity(target)):
+        return *reasons, f"memory of {footprint.total / GB:.2f} GB: the board has room for {room / GB:.2f} GB"
+    return reasons
+
+
+def _checked(decisions: Decisions, workload: Workload) -> Decisions:
+    expected = (workload.shape.layers, workload.batch)
+    if decisions.dtype != np.bool_ or decisions.ndim != 3 or decisions.shape[1:] != expected or not len(decisions):
+        raise InputError(
+            f"the decisions are {decisions.dtype} {list(decisions.shape)}, "
+            f"expected bool [forwards, {expected[0]} layers, {expected[1]} rows]",
+            hint="give session.stats.decisions of a session of this decoder with record=True",
+        )
+    if workload.couple_cfg and (coupled(decisions) != decisions).any():
+        raise InputError(
+            "the decisions are not those of guidance pairs, which replay only together here",
+            hint="record them with this artifact",
+        )
+    return decisions
+
+
+def step_program(work: Workload, design: Design) -> StepProgram:
+    """Return the step program of a workload on a design.
+
+    Of a decoder without a head, the head is a module of its own: its linear is left out.
+
+    Raises:
+        UserError: sizes that no step program has.
+    """
+    shape, linears, gate = work.shape, design.linears, work.gate
+    units = (gate.units,) * shape.layers if gate.units else ()
+    head = _linear(linears["head" if shape.head else "layer_0.o"])
+    program = build_step(
+        StepPlan(
+            layers=shape.layers,
+            rows=work.batch,
+            ports=design.ports,
+            hidden=shape.hidden,
+            epsilon=EPSILON,
+            attention=_attention(work),
+            qkv=_linear(linears["layer_0.qkv"]),
+            o=_linear(linears["layer_0.o"]),
+            mlp_words=design.section_words,
+            head=head,
+            replay=ReplayPlan(shape.tokens_per_frame, (True,) * shape.layers, gate.kind, units),
+        )
+    )
+    return program if shape.head else replace(program, instructions=tuple(_without_head(program)))
+
+
+def without_replay(program: StepProgram) -> StepProgram:
+    """Return the program of the same decoder compiled without replay."""
+    found: list[step.Instruction] = []
+    for one in program.instructions:
+        if isinstance(one, step.Replay):
+            found.append(step.Add(one.layer, one.source, one.target, one.count))
+        elif not isinstance(one, step.Decide):
+            found.append(one)
+    return replace(program, instructions=tuple(found))
+
+
+def _without_head(program: StepProgram) -> list[step.Instruction]:
+    kept = program.instructions
+    return [i for i in kept if not (isinstance(i, step.Linear) and i.target is Place.OUTPUT)]
+
+
+def _linear(product: Product) -> LinearPlan:
+    words = product.section_words
+    return LinearPlan(product.inputs, product.channels, product.tile, product.tiles, words, bias=product.bias)
+
+
+def _attention(work: Workload) -> AttentionPlan:
+    shape, (sinks, window) = work.shape, work.sink_window or (0, NO_WINDOW)
+    cache = CachePlan(sinks, work.cached_rows - sinks, window)
+    factor = float(logit_factor(shape.head_dim**-0.5))
+    heads = (shape.heads, shape.kv_heads, shape.head_dim)
+    return AttentionPlan(*heads, shape.head_dim, work.cached_rows, factor, cache)

@@ -1,0 +1,267 @@
+"""One decode step on a board, segment by segment."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+
+from fastcar_compile.codegen.hls.model.call import Call
+from fastcar_compile.codegen.hls.model.engine import Engine, RowLoad
+from fastcar_compile.codegen.hls.model.gate import GateModel
+from fastcar_compile.codegen.hls.model.shapes import DecoderShape, LinearShape
+from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.config.targets import Target
+from fastcar_compile.errors import TargetError
+
+SERVER_CORES = 8
+"""Cores of a server host whose target says "as many as there are"."""
+
+
+@dataclass(frozen=True)
+class HostModel:
+    """Rates of a host CPU.
+
+    Args:
+        stream_bandwidth: bytes per second that all cores together read of memory.
+        int8_macs_per_cycle, flops_per_cycle: of one core.
+        row_bytes_per_cycle: that one core loads and stores of rows in its first-level cache.
+        call_seconds: of starting a kernel and seeing its end.
+    """
+
+    clock_ghz: float
+    stream_bandwidth: float
+    int8_macs_per_cycle: float
+    flops_per_cycle: float
+    row_bytes_per_cycle: float
+    call_seconds: float
+    source: str
+    cores: int = 1
+
+    def seconds(self, *, bytes_read: float = 0.0, int8_macs: float = 0.0, flops: float = 0.0) -> float:
+        """Return the time of one piece of work over all cores: reading or computing, whichever is longer."""
+        rate = self.cores * self.clock_ghz * 1e9
+        compute = int8_macs / (rate * self.int8_macs_per_cycle) + flops / (rate * self.flops_per_cycle)
+        return max(bytes_read / self.stream_bandwidth, compute)
+
+    def row_seconds(self, moved: float) -> float:
+        """Return the time of moving so many bytes of rows through one core.
+
+        Norms and rotary embeddings are serial loops, whose loads and stores take longer than their arithmetic
+        (codegen/tvm/kernels/norm).
+        """
+        return moved / (self.clock_ghz * 1e9 * self.row_bytes_per_cycle)
+
+
+def host_of(target: Target) -> HostModel:
+    """Return the model of a target's host.
+
+    Raises:
+        TargetError: there are no figures for its CPU.
+    """
+    table = tomllib.loads((files("fastcar_compile.codegen.hls.model") / "hosts.toml").read_text())
+    if target.host.cpu not in table:
+        raise TargetError(
+            f"there are no figures for the host {target.host.cpu} of {target.name}",
+            hint=f"known hosts: {', '.join(sorted(table))}",
+        )
+    return HostModel(**table[target.host.cpu], cores=target.host.cores or SERVER_CORES)
+
+
+NORM_BYTES = 28
+"""What a norm and the residual add before it load and store per element, float32: two summands and their sum; the row
+for the sum of squares; the row, its weight and the result (codegen/tvm/kernels/norm/norm.py)."""
+
+ROPE_BYTES = 16
+"""The same per element of q and k: the element, cosine, sine, result (codegen/tvm/kernels/norm/rotary.py)."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A span of the time line. `unit` is what it waits for."""
+
+    name: str
+    layer: int
+    unit: str
+    start: float
+    seconds: float
+    bytes: float
+
+
+STREAMING = ("memory", "ports", "compute", "edge")
+"""Units of calls of the array, whose bytes are weights."""
+
+
+@dataclass(frozen=True)
+class StepKernel:
+    """A kernel of whole steps: its program, and that of the same decoder compiled without replay."""
+
+    program: StepProgram
+    dense: StepProgram
+
+
+@dataclass(frozen=True)
+class Board:
+    """What runs the step.
+
+    Args:
+        kv_bytes: of one position of one layer's key and value caches, all rows.
+        gate: of every layer; None: the decoder is compiled without replay.
+        kernel: of whole steps; None: the host sequences the calls.
+    """
+
+    engine: Engine
+    host: HostModel
+    shape: DecoderShape
+    quant: str
+    batch: int
+    fabric_linears: bool
+    kv_bytes: int
+    gate: GateModel | None = None
+    kernel: StepKernel | None = None
+
+    @property
+    def unit_decides(self) -> bool:
+        """Whether the TAS unit decides; else there is no gate, or the host decides."""
+        return self.gate is not None and not self.gate.on_host
+
+    @property
+    def dense(self) -> Board:
+        """The same board and array, and the same decoder compiled without replay: no gate, no cache."""
+        return replace(self, gate=None)
+
+
+@dataclass
+class Step:
+    """The time line of one step and its sums. `calls`: the starts of the engine and the instructions, as spans of unit
+    `call` over their segments."""
+
+    segments: list[Segment] = field(default_factory=list)
+    seconds: float = 0.0
+    bytes: float = 0.0
+    weight_bytes: float = 0.0
+    busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    calls: list[Segment] = field(default_factory=list)
+
+    def add(self, name: str, layer: int, unit: str, seconds: float, moved: float = 0.0) -> None:
+        """Append a segment."""
+        if seconds <= 0:
+            return
+        self.segments.append(Segment(name, layer, unit, self.seconds, seconds, moved))
+        self.seconds += seconds
+        self.bytes += moved
+        self.busy[unit] += seconds
+
+    def call(self, name: str, layer: int, board: Board, call: Call) -> None:
+        """Append one start of the engine: its launch, the controller, its rows, its weights."""
+        self.add(f"start {name}", layer, "launch", board.host.call_seconds)
+        self.instruction(layer, board, call)
+
+    def instruction(self, layer: int, board: Board, call: Call) -> None:
+        """Append what the engine does, without a launch."""
+        start, moved = self.seconds, self.bytes
+        for part in board.engine.parts_of(call):
+            self.weight_bytes += part.bytes if part.unit in STREAMING else 0.0
+            self.add(part.name, layer, part.unit, part.seconds, part.bytes)
+        self.calls.append(Segment(call.title, layer, "call", start, self.seconds - start, self.bytes - moved))
+
+
+def simulate_step(board: Board, loads: Sequence[RowLoad], attended: float) -> Step:
+    """Return the time line of one forward. The host waits for every call of a kernel.
+
+    Args:
+        loads: per layer the rows that compute in the MLP; none: every row replays.
+        attended: positions that attention reads.
+    """
+    run = _Simulation(board)
+    for layer, load in enumerate(loads):
+        run.layer(layer, load, attended)
+    run.head()
+    return run.step
+
+
+class _Simulation:
+    def __init__(self, board: Board) -> None:
+        self.board, self.step = board, Step()
+
+    def layer(self, layer: int, load: RowLoad, attended: float) -> None:
+        board, shape = self.board, self.board.shape
+        qkv, o = shape.attention_linears
+        self._norm(layer)
+        self._linear(qkv, layer)
+        width = (shape.heads + shape.kv_heads) * shape.head_dim
+        self._rows("rope", layer, ROPE_BYTES * width)
+        if board.gate is not None and board.unit_decides and not board.gate.caches_input:
+            self._decide(layer)
+        self._attention(layer, attended)
+        self._linear(o, layer)
+        norm_done = self._gate(layer)
+        if load.rows == 0:
+            self._rows_of_cache("replay", layer, 1)
+        else:
+            if not norm_done:
+                self._norm(layer)
+            self._mlp(layer, load)
+        if board.gate is not None:
+            self._rows_of_cache("cache", layer, 2 if self.board.unit_decides and board.gate.caches_input else 1)
+
+    def head(self) -> None:
+        shape = self.board.shape
+        self._norm(shape.layers)
+        if shape.head is not None:
+            self._linear(shape.head, shape.layers)
+
+    def _gate(self, layer: int) -> bool:
+        """Add a decision that follows attention; return whether the MLP's norm was computed for it."""
+        board, shape = self.board, self.board.shape
+        if board.gate is None:
+            return False
+        if board.gate.caches_input:
+            self._norm(layer)
+        if board.gate.on_host:
+            moved = board.gate.moved_bytes(shape, board.batch)
+            seconds = board.host.seconds(bytes_read=moved, flops=board.gate.flops(shape, board.batch))
+            self.step.add("gate", layer, "host", seconds, moved)
+        elif board.gate.caches_input:
+            self._decide(layer)
+        return board.gate.caches_input
+
+    def _norm(self, layer: int) -> None:
+        self._rows("norm", layer, NORM_BYTES * self.board.shape.hidden)
+
+    def _rows(self, name: str, layer: int, moved: float) -> None:
+        """Add work of the host on every row of the batch; it is in a cache, so it counts as no traffic."""
+        self.step.add(name, layer, "host", self.board.host.row_seconds(moved * self.board.batch))
+
+    def _linear(self, linear: LinearShape, layer: int) -> None:
+        board = self.board
+        if board.fabric_linears:
+            load = RowLoad(board.batch, -(-board.batch // board.engine.cores))
+            self._call(linear.name, layer, board.engine.linear_call(linear, load))
+            return
+        size = linear.weight_bytes(board.quant)
+        seconds = board.host.seconds(bytes_read=size, int8_macs=linear.macs * board.batch)
+        self.step.add(linear.name, layer, "host", seconds, size)
+
+    def _decide(self, layer: int) -> None:
+        """Add a call of the TAS unit and DRS controller."""
+        self._call("DRS", layer, self.board.engine.gate_call())
+
+    def _mlp(self, layer: int, load: RowLoad) -> None:
+        self._call("mlp", layer, self.board.engine.mlp_call(self.board.shape.mlp_linears, load))
+
+    def _rows_of_cache(self, name: str, layer: int, times: int) -> None:
+        """Add a copy of all rows on the host: out of the MLP cache, or into the slots of this forward."""
+        moved = times * 2 * 4 * self.board.shape.hidden * self.board.batch
+        self.step.add(name, layer, "host", self.board.host.seconds(bytes_read=moved), moved)
+
+    def _call(self, name: str, layer: int, call: Call) -> None:
+        self.step.call(name, layer, self.board, call)
+
+    def _attention(self, layer: int, attended: float) -> None:
+        board, shape = self.board, self.board.shape
+        moved = board.kv_bytes * attended
+        flops = 4 * attended * shape.heads * shape.head_dim * board.batch
+        self.step.add("attention", layer, "attention", board.host.seconds(bytes_read=moved, flops=flops), moved)

@@ -1,0 +1,252 @@
+"""The system simulator: one decode step of a board as a time line of engine, host and attention."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.exploration import resources_of
+from fastcar_compile.codegen.hls.design.memory import capacity, measured_cap, peak_bandwidth
+from fastcar_compile.codegen.hls.model.engine import RowLoad
+from fastcar_compile.codegen.hls.model.instructions import run_program
+from fastcar_compile.codegen.hls.model.question import Question, ask
+from fastcar_compile.codegen.hls.model.rows import Decisions, Mapping, passes_of
+from fastcar_compile.codegen.hls.model.step import STREAMING, Board, Step, simulate_step
+from fastcar_compile.codegen.hls.model.workload import Offload, Workload
+from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.config.targets import Target
+from fastcar_compile.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A prediction for one step, the mean of all forwards: seconds, bytes, joules, and shares of one.
+
+    Attributes:
+        unit: what `tokens_per_second` counts: "token", or "backbone position" where the head is no part of the decoder.
+        what_if: what was asked for that the compiler does not emit, as texts; empty: this is an emitted design.
+        table_load_seconds: of loading the control table, once per session and not part of a step.
+        measured_utilisation: bytes moved over the whole step, against the measured bandwidth of the weight memories.
+        prefill_positions_per_second: of a kernel of whole steps, whose prompt is one launch and one weight stream per
+            position; None: the host sequences the calls.
+        speedup_over_dense: over `comparison["dense"]`.
+        comparison: tokens per second of others on the same board and array. dense: the decoder compiled without replay:
+            no gate, no caches. nothing_replays: as predicted, but every decision is to compute.
+            static_mapping: row b on core b mod C.
+        passes_by_mapping: mapping -> passes of the busiest core, mean over forwards and layers; 0 where all replay.
+        step, dense: the time line of one step whose replays are nearest to the mean, and of the decoder compiled
+            without replay.
+        attended: positions that attention reads, at most `context`.
+        bandwidth_utilisation: bytes moved over the whole step, against the peak of the weight memories.
+        weight_stream_utilisation: the same of weights alone, over the time in which the engine works.
+        bound_by: memory, ports, compute, drs, launch, host, attention (on the host), attend (in the fabric) or vector:
+            what takes the largest share of the step.
+        shares: unit -> share of the step.
+        gate: name, what decides, units of its network, bytes of its cache and of its weights, all layers.
+        exploration: what was compared to find the design; empty for a given design.
+    """
+
+    what_if: tuple[str, ...]
+    target: str
+    shape: str
+    unit: str
+    quant: str
+    offload: str
+    batch: int
+    context: int
+    replay_ratio: float
+    tokens_per_second: float
+    seconds_per_step: float
+    table_load_seconds: float
+    measured_utilisation: float
+    prefill_positions_per_second: float | None
+    speedup_over_dense: float
+    comparison: dict[str, float]
+    passes_by_mapping: dict[str, float]
+    step: Step
+    dense: Step
+    attended: int
+    bytes_per_step: float
+    macs_per_step: float
+    bandwidth_utilisation: float
+    weight_stream_utilisation: float
+    energy_per_token_j: float
+    power_w: float
+    bound_by: str
+    shares: dict[str, float]
+    memory: dict[str, int]
+    gate: dict[str, Any]
+    resources: dict[str, Any]
+    design: dict[str, Any]
+    exploration: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def time_line(self) -> list[dict[str, Any]]:
+        """The segments of `step`."""
+        return [asdict(segment) for segment in self.step.segments]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("step", "dense")}
+        return values | {"time_line": self.time_line}
+
+
+def estimate(
+    workload: Workload,
+    target: Target,
+    *,
+    decisions: Decisions | None = None,
+    design: Design | None = None,
+    program: StepProgram | None = None,
+    what_if: bool = False,
+) -> Estimate:
+    """Predict the decode speed of a workload on a board.
+
+    Args:
+        decisions: bool [forwards, layers, rows], True where a row replayed (`session.stats.decisions`); forward t then
+            attends to t + 1 positions, at most `context`. None: decisions drawn for `workload.replay`.
+        design: an emitted design; None: the best that fits the board. program: the step program that was emitted with
+            it; None: the one that the compiler would write for the shape.
+        what_if: predict also what the compiler does not emit; the result says what that is.
+
+    Raises:
+        InputError: a figure or the decisions do not fit the workload, or it is not emitted.
+        TargetError: the target lacks what the model needs.
+        CompileError: the decoder does not fit the board.
+    """
+    question = ask(workload, target, decisions=decisions, design=design, program=program, what_if=what_if)
+    return estimate_question(question)
+
+
+def default_offload(workload: Workload, target: Target, *, what_if: bool = False) -> Offload:
+    """Return what the accelerator computes where nobody says: "all", or "linears" where that takes less time; or "mlp".
+
+    A whole step has int8 keys and values and decides in the fabric; other decoders have "mlp". The times are those of a
+    dense step, so the workload's replay plays no part. A form that does not fit the board is left out.
+    """
+    if workload.kv != "int8" or workload.gate.on_host:
+        return "mlp"
+    seconds = dict[Offload, float]()
+    for offload in ("all", "linears"):
+        work = replace(workload, offload=offload, replay=0.0)
+        try:
+            seconds[offload] = estimate(work, target, what_if=what_if).seconds_per_step
+        except UserError:
+            continue
+    return min(seconds, key=seconds.__getitem__) if seconds else "all"
+
+
+def estimate_question(question: Question) -> Estimate:
+    """Predict the decode speed that a question asks for."""
+    work, target, design, trace = question.workload, question.target, question.design, question.decisions
+    board, attended, computing = question.board(), question.attended, np.zeros_like(trace)
+    run, nothing = Run.of(board, trace, attended), Run.of(board, computing, attended)
+    dense = Run.of(board.dense, computing, attended) if board.gate is not None else nothing
+    static = Run.of(board, trace, attended, Mapping.STATIC)
+    others = {"dense": dense, "nothing_replays": nothing, "static_mapping": static}
+    table = Step()
+    table.call("load table", 0, board, board.engine.table_call())
+    power, peak, macs, footprint = target.power, peak_bandwidth(target), _macs(work, trace), work.footprint(target)
+    joules = (run.bytes * power.dram_pj_per_byte + macs * power.mac_int8_pj) * 1e-12
+    energy = (power.static_w * run.seconds + joules) / work.batch
+    return Estimate(
+        what_if=question.what_if,
+        target=target.name,
+        shape=work.shape.name,
+        unit=work.shape.unit,
+        quant=work.quant,
+        offload=work.offload,
+        batch=work.batch,
+        context=work.context,
+        replay_ratio=float(trace.mean()),
+        tokens_per_second=work.batch / run.seconds,
+        seconds_per_step=run.seconds,
+        table_load_seconds=table.seconds,
+        measured_utilisation=run.bytes / run.seconds / measured_cap(target),
+        prefill_positions_per_second=1 / dense.seconds if question.kernel else None,
+        speedup_over_dense=dense.seconds / run.seconds,
+        comparison={name: work.batch / other.seconds for name, other in others.items()},
+        passes_by_mapping={m.value: float(passes_of(trace, design.mlp.cores, m).mean()) for m in Mapping},
+        step=run.typical,
+        dense=dense.typical,
+        attended=work.attended,
+        bytes_per_step=run.bytes,
+        macs_per_step=macs,
+        bandwidth_utilisation=run.bytes / run.seconds / peak,
+        weight_stream_utilisation=run.weight_bytes / run.streaming / peak if run.streaming else 0.0,
+        energy_per_token_j=energy,
+        power_w=energy * work.batch / run.seconds,
+        bound_by=max(run.busy, key=lambda unit: run.busy[unit]),
+        shares={unit: value / run.seconds for unit, value in run.busy.items()},
+        gate=work.gate.to_json(work.shape, work.batch),
+        memory={**asdict(footprint), "total": footprint.total, "capacity": capacity(target)},
+        resources=resources_of(design, work.kernel_spec().controller, target, question.buffers),
+        design=design.part.model_dump(mode="json"),
+        exploration=question.found.part.model_dump(mode="json") if question.found else {},
+    )
+
+
+def _macs(work: Workload, trace: Decisions) -> float:
+    """Return the multiply-accumulates of a mean step: every linear for every row, the MLP for the rows that compute."""
+    shape = work.shape
+    mlp = sum(x.macs for x in shape.mlp_linears) * float((~trace).sum(axis=(1, 2)).mean())
+    others = shape.layers * sum(x.macs for x in shape.attention_linears) + (shape.head.macs if shape.head else 0)
+    return mlp + others * work.batch
+
+
+@dataclass(frozen=True)
+class Run:
+    """All forwards of a trace: means per step, and the step nearest to the mean."""
+
+    seconds: float
+    bytes: float
+    weight_bytes: float
+    busy: dict[str, float]
+    typical: Step
+
+    @property
+    def streaming(self) -> float:
+        """Seconds in which the array or the weight ports work."""
+        return sum(self.busy.get(unit, 0.0) for unit in STREAMING)
+
+    @classmethod
+    def of(
+        cls,
+        board: Board,
+        trace: Decisions,
+        attended: NDArray[np.integer],
+        mapping: Mapping = Mapping.DRS,
+    ) -> Run:
+        """Return the means; forwards of equal load are simulated once, at their mean of attended positions."""
+        loads = np.stack([(~trace).sum(-1), passes_of(trace, board.engine.cores, mapping)], axis=-1)
+        keys = loads.reshape(len(trace), -1)
+        kinds, kind_of, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
+        means = np.bincount(kind_of.reshape(-1), attended) / counts
+        steps = [_forward(board, kind, positions) for kind, positions in zip(kinds.tolist(), means, strict=True)]
+        share = counts / counts.sum()
+
+        def mean(values: list[float]) -> float:
+            return float(np.dot(share, values))
+
+        seconds = mean([s.seconds for s in steps])
+        typical = min(range(len(steps)), key=lambda n: abs(steps[n].seconds - seconds))
+        units = sorted({unit for s in steps for unit in s.busy})
+        return cls(
+            seconds,
+            mean([s.bytes for s in steps]),
+            mean([s.weight_bytes for s in steps]),
+            {unit: mean([s.busy.get(unit, 0.0) for s in steps]) for unit in units},
+            steps[typical],
+        )
+
+
+def _forward(board: Board, kind: list[int], attended: float) -> Step:
+    """Return one forward. kind: per layer the computing rows and the passes of the busiest core."""
+    loads = tuple(map(RowLoad, kind[::2], kind[1::2]))
+    if board.kernel is not None:
+        return run_program(board, board.kernel, loads, attended)
+    return simulate_step(board, loads, attended)

@@ -1,0 +1,235 @@
+"""What is decoded and how: the question that the hardware model answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fastcar_compile.artifact.manifest import Manifest
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.artifact.sections import DecoderSection, LayerPart
+from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable
+from fastcar_compile.codegen.hls.design.controller import ControllerSpec
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.exploration import KernelSpec
+from fastcar_compile.codegen.hls.design.memory import Footprint, held
+from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec, StepSpec
+from fastcar_compile.codegen.hls.model.gate import TAS, GateModel
+from fastcar_compile.codegen.hls.model.shapes import DecoderShape, shape_of_sections
+from fastcar_compile.codegen.hls.step_program.program import StepProgram, read_program
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, kv_type
+from fastcar_compile.config.targets import Target
+from fastcar_compile.errors import InputError
+from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.input_delta import BOUND_WEIGHT
+
+Offload = Literal["mlp", "linears", "all"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is decoded and how.
+
+    Args:
+        context: positions that attention reads.
+        batch: rows B.
+        offload: what the fabric computes: the MLPs; every linear; or, "all", the whole step.
+        kv: what keys and values are cached as, a name of `fastcar_compile.config.formats.KV_TYPES`.
+        replay: share of (forward, layer, row) that replays, all forwards counted.
+        sink_window: sinks and window of sparse attention, tokens; None: attention over the whole context.
+        kv_rows: rows of a key or value cache; None: as many as attention reads.
+        gate: what decides, where something replays.
+        couple_cfg: rows b and b + batch / 2 are a guidance pair, which replays only together.
+        memory: of the compiled decoder; None: that of the shape.
+    """
+
+    shape: DecoderShape
+    quant: str
+    context: int
+    batch: int = 1
+    offload: Offload = "linears"
+    kv: str = "int8"
+    replay: float = 0.0
+    sink_window: tuple[int, int] | None = None
+    kv_rows: int | None = None
+    gate: GateModel = TAS
+    couple_cfg: bool = False
+    memory: Footprint | None = None
+
+    def check(self) -> None:
+        """Raise InputError when a figure is out of range."""
+        wrong = []
+        if not 0 <= self.replay <= 1:
+            wrong.append(f"replay = {self.replay} (0 to 1)")
+        if self.context < 1:
+            wrong.append(f"context = {self.context} (at least 1)")
+        if not 1 <= self.batch <= 32:
+            wrong.append(f"batch = {self.batch} (1 to 32)")
+        if self.quant not in ACCELERATED:
+            wrong.append(f'quant = "{self.quant}" (the engine is int8: {" or ".join(ACCELERATED)})')
+        if self.kv not in KV_TYPES:
+            wrong.append(f'kv = "{self.kv}" ({", ".join(KV_TYPES)})')
+        if self.offload == "all" and self.kv != "int8":
+            wrong.append(f'kv = "{self.kv}" with offload = "all" (int8)')
+        if self.offload == "all" and self.gate.on_host and self.replay:
+            wrong.append(f'gate {self.gate.name} with offload = "all" (it decides on the host)')
+        if self.couple_cfg and self.batch % 2:
+            wrong.append(f"guidance pairs of batch = {self.batch} (an even number of rows)")
+        if wrong:
+            raise InputError(f"the estimate cannot be made: {'; '.join(wrong)}", hint="change the values named")
+
+    @property
+    def attended(self) -> int:
+        """Positions that attention reads."""
+        return self.context if self.sink_window is None else min(self.context, sum(self.sink_window))
+
+    @property
+    def cached_rows(self) -> int:
+        """Rows of a key or value cache."""
+        return self.kv_rows or self.attended
+
+    @property
+    def filled(self) -> int:
+        """Rows of the cache that hold a position: a kernel of whole steps reads them all."""
+        return min(self.context, self.cached_rows)
+
+    def heads(self) -> AttentionShape:
+        """Return the heads of q and k that the controller reads; one head of one element where it reads neither."""
+        if not self.gate.kind.reads_query:
+            return AttentionShape(1, 1, 1)
+        return AttentionShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
+
+    def score(self) -> GateScore:
+        """Return the score that the controller computes."""
+        kind = self.gate.kind
+        return GateScore(
+            kind,
+            width=self.shape.hidden if kind.reads_input else 0,
+            units=self.gate.units if kind is GateKind.LEARNED else 0,
+            distance_weight=BOUND_WEIGHT if kind is GateKind.BOUND else 0.0,
+        )
+
+    def kernel_spec(self) -> KernelSpec:
+        """Return what the kernel has to do."""
+        controller = ControllerSpec(self.heads(), self.score())
+        return KernelSpec(self.mlp_spec(), controller, self.linear_specs(), self.step_spec())
+
+    def control_table(self, cores: int) -> DrsTable:
+        """Return a control table of these sizes, every layer with a gate."""
+        layers = self.shape.layers
+        return build_table(
+            *(layers, self.batch, cores, self.shape.tokens_per_frame),
+            [0.0] * layers,
+            attention=self.heads(),
+            scales=[1.0] * layers,
+            gate=self.score(),
+            couple_cfg=self.couple_cfg,
+        )
+
+    def mlp_spec(self) -> MlpSpec:
+        """Return the MLP that the engine is built for."""
+        shape = self.shape
+        return MlpSpec(
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            batch=self.batch,
+            layers=shape.layers,
+            cores=1,
+            activation=shape.activation,
+            gated=shape.gated,
+            quant=self.quant,
+        )
+
+    def linear_specs(self) -> list[LinearSpec]:
+        """Return the other linears that the engine computes; none where only MLPs are offloaded."""
+        if self.offload == "mlp":
+            return []
+        shape, layers = self.shape, range(self.shape.layers)
+        specs = [
+            LinearSpec(f"layer_{n}.{x.name}", x.inputs, x.outputs) for n in layers for x in shape.attention_linears
+        ]
+        return specs + ([LinearSpec("head", shape.head.inputs, shape.head.outputs)] if shape.head else [])
+
+    def step_spec(self) -> StepSpec | None:
+        """Return the rest of a step, where the engine computes it."""
+        if self.offload != "all":
+            return None
+        return StepSpec(self.shape.heads, self.shape.kv_heads, self.shape.head_dim, self.cached_rows)
+
+    def kv_bytes(self, positions: int) -> int:
+        """Return the bytes of this many cached positions, all layers and rows."""
+        kept = KV_TYPES[self.kv]
+        return self.shape.kv_bytes(positions, self.batch, kept.bits, kept.block)
+
+    def footprint(self, target: Target) -> Footprint:
+        """Return what the weight memories of a board hold of it."""
+        return held(self.memory or self._memory_of_shape(), target, attends=self.offload == "all")
+
+    def _memory_of_shape(self) -> Footprint:
+        """Return the memory of the shape, without embeddings and norms."""
+        return Footprint(
+            self.shape.weight_bytes(self.quant) + self.gate.weight_bytes(self.shape),
+            self.kv_bytes(self.cached_rows),
+            self.shape.mlp_cache_bytes(self.batch),
+            self.gate.cache_bytes(self.shape, self.batch),
+        )
+
+
+DEFAULT_QUANT = "w8a8"
+"""Of an artifact without an engine, which a board is asked about all the same."""
+
+
+def workload_of(manifest: Manifest) -> Workload:
+    """Return what an artifact decodes; attention reads half of the cache, the mean of a video."""
+    return workload_of_sections(manifest.options, manifest.decoder, manifest.layers.layers)
+
+
+def workload_of_sections(options: CompileConfig, decoder: DecoderSection, layers: Sequence[LayerPart]) -> Workload:
+    """Return the same of a decoder that may not have been written.
+
+    Raises:
+        UserError: the layers differ in size; the model has one size for all.
+    """
+    accelerated = options.quant in ACCELERATED
+    rows = round(sum(s.attention.cache_rows for s in layers) / len(layers))
+    return Workload(
+        shape_of_sections(decoder.config, layers),
+        options.quant if accelerated else DEFAULT_QUANT,
+        max(1, options.max_seq_len // 2),
+        batch=options.batch_size,
+        offload=options.offload,
+        kv=kv_type(options.kv).dtype,
+        sink_window=_sink_window(layers, max(1, options.max_seq_len // 2)),
+        kv_rows=None if rows == options.max_seq_len and options.offload != "all" else rows,
+        gate=GateModel.of_sections(options.replay, layers),
+        couple_cfg=options.replay is not None and options.replay.couple_cfg,
+        memory=Footprint.of(decoder.weight_bytes, decoder.state) if accelerated else None,
+    )
+
+
+def _sink_window(layers: Sequence[LayerPart], context: int) -> tuple[int, int] | None:
+    """Return sinks and window of the layers; where they differ, one window of their mean. None: no layer has one."""
+    own = [(a.sinks, a.window) for a in (s.attention for s in layers) if a.window is not None]
+    if not own:
+        return None
+    if len(set(own)) == 1 and len(own) == len(layers):
+        return own[0]
+    seen = sum(min(context, sinks + window) for sinks, window in own) + (len(layers) - len(own)) * context
+    return 0, round(seen / len(layers))
+
+
+def program_of(artifact: StoredArtifact) -> StepProgram | None:
+    """Return the step program that was emitted; None: there is none."""
+    accelerator = artifact.manifest.accelerator
+    step = None if accelerator is None else accelerator.step
+    return None if step is None else read_program(artifact.files.data(step.program))
+
+
+def design_of(manifest: Manifest, board: Target) -> Design | None:
+    """Return the design that was emitted for this board; None: there is none."""
+    if manifest.accelerator is None or board != manifest.target:
+        return None
+    return Design.of(manifest.accelerator.design)

@@ -1,0 +1,446 @@
+"""Instructions of a decode step, a class each: its fields are its words (docs/reference/step_program.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, ClassVar
+
+from fastcar_compile.codegen.hls.control_table.gate import network_words
+from fastcar_compile.codegen.hls.control_table.table import MAX_UNITS
+from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout
+from fastcar_compile.gates.base import GateKind
+
+# What a step program needs of an engine and its memory.
+
+
+MAX_ROWS = 32
+MAX_PORTS = 64
+
+MAX_COUNT = 65535
+"""Most of anything that is counted, besides channels, words of a buffer and rows of a table."""
+
+MAX_WORDS = 1 << 30
+"""Memory words of a buffer."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a program needs: words 5 to 15 of its header.
+
+    Args:
+        rows: of the batch. ports: weight ports. positions: that the key/value cache holds.
+        row_words: memory words of a row on chip. constant_words: of norm weights, RoPE tables and networks.
+        weight_words, key_words, value_words: of the section of one port. input_words, output_words: of all rows.
+        replay_words: of chain counts, and outputs and inputs of MLPs.
+    """
+
+    rows: int
+    ports: int
+    positions: int
+    row_words: int
+    constant_words: int
+    weight_words: int
+    key_words: int
+    value_words: int
+    input_words: int
+    output_words: int
+    replay_words: int = 0
+
+    def is_valid(self) -> bool:
+        """Return whether every size is in the format's range."""
+        small = 1 <= self.rows <= MAX_ROWS and 1 <= self.ports <= MAX_PORTS and 1 <= self.row_words <= MAX_COUNT
+        words = (self.constant_words, self.weight_words, self.key_words, self.value_words, self.input_words)
+        return (
+            small
+            and 1 <= self.positions <= MAX_COUNT
+            and max(*words, self.output_words, self.replay_words) <= MAX_WORDS
+        )
+
+
+INSTRUCTION_WORDS = 16
+"""32-bit words of an instruction: four memory words."""
+
+LANES = 4
+"""float32 values in a memory word of 128 bits."""
+
+BLOCK_WORDS = BLOCK // LANES
+"""Memory words of a block of float32 values."""
+
+CHAIN_WORDS = 8
+"""Memory words of the chain counts of a slot: 32 rows."""
+
+MAX_CHANNELS = 1 << 18
+
+
+class Place(IntEnum):
+    """Where rows are: on chip, or in the output buffer."""
+
+    X = 0
+    """The residual stream."""
+    A = 1
+    """What the next product reads."""
+    Y = 2
+    """What a product gives."""
+    Q = 3
+    K = 4
+    OUTPUT = 5
+
+
+ROWS_ON_CHIP = 5
+"""Places on chip."""
+
+
+class Opcode(IntEnum):
+    """The first byte of an instruction."""
+
+    LOAD = 1
+    NORM = 2
+    LINEAR = 3
+    MLP = 4
+    ROTATE = 5
+    APPEND_KEYS = 6
+    APPEND_VALUES = 7
+    ATTEND = 8
+    ADD = 9
+    DECIDE = 10
+    REPLAY = 11
+    END = 12
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction; `layer` is for reports. Fields follow in order, a word each; a float is a float32."""
+
+    opcode: ClassVar[Opcode]
+    layer: int
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """The 32-bit words: opcode and layer, then the fields, then zeros."""
+        values = [getattr(self, field.name) for field in dataclasses.fields(self)[1:]]
+        words = [self.opcode | self.layer << 16, *map(_word, values)]
+        return (*words, *[0] * (INSTRUCTION_WORDS - len(words)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields by name; a place and a gate by their names."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        named = {key: value.name if isinstance(value, IntEnum) else value for key, value in fields.items()}
+        return {"opcode": self.opcode.name, **named}
+
+    def fits(self, room: Sizes) -> bool:
+        """Return whether the fields are in range, and nothing is read or written outside of its buffer."""
+        raise NotImplementedError
+
+
+def _word(value: int | float) -> int:
+    # A Python float is a float32 word; an integer, a place or a gate is its value.
+    # An int in a float field would be encoded as an integer.
+    return struct.unpack("<I", struct.pack("<f", value))[0] if isinstance(value, float) else int(value)
+
+
+def counts(*values: int) -> bool:
+    """Return whether each is 1 to MAX_COUNT."""
+    return all(1 <= value <= MAX_COUNT for value in values)
+
+
+def on_chip(*places: int) -> bool:
+    """Return whether these are places on chip, all of them different."""
+    return all(place < ROWS_ON_CHIP for place in places) and len(set(places)) == len(places)
+
+
+@dataclass(frozen=True)
+class Load(Instruction):
+    """The rows of the input -> target."""
+
+    opcode = Opcode.LOAD
+    target: Place
+    count: int
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        small = on_chip(self.target) and counts(self.count)
+        return small and self.count <= room.row_words and room.rows * self.count <= room.input_words
+
+
+@dataclass(frozen=True)
+class Norm(Instruction):
+    """RMSNorm of `pieces` times `count` words from `first` on; `inverse_size`: 1 / values of a piece."""
+
+    opcode = Opcode.NORM
+    source: Place
+    target: Place
+    first: int
+    count: int
+    pieces: int
+    weight: int
+    inverse_size: float
+    epsilon: float
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        small = on_chip(self.source, self.target) and counts(self.count, self.pieces)
+        inside = self.first + self.count * self.pieces <= room.row_words
+        return small and inside and self.weight + self.count <= room.constant_words
+
+
+@dataclass(frozen=True)
+class Linear(Instruction):
+    """A linear of the rows; its weights begin at word `weights` of every port (docs/reference/accelerator.md)."""
+
+    opcode = Opcode.LINEAR
+    source: Place
+    target: Place
+    inputs: int
+    channels: int
+    tile: int
+    tiles: int
+    bias: int
+    weights: int
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        small = (
+            counts(self.inputs, self.tile) and 1 <= self.channels <= MAX_CHANNELS and 1 <= self.tiles <= self.channels
+        )
+        places = on_chip(self.source) and self.target <= Place.OUTPUT and self.source != self.target
+        words = -(-self.channels // LANES)
+        target = room.rows * words <= room.output_words if self.target == Place.OUTPUT else words <= room.row_words
+        source = -(-self.inputs // LANES) <= room.row_words
+        # The last tile may reach beyond the channels, but no channel may be left without a tile.
+        covered = self.tile * self.tiles * room.ports >= self.channels
+        return (
+            small and places and target and source and covered and self.bias <= 1 and self.weights < room.weight_words
+        )
+
+
+@dataclass(frozen=True)
+class Mlp(Instruction):
+    """The MLP of the rows, of the size that the engine is built for."""
+
+    opcode = Opcode.MLP
+    source: Place
+    target: Place
+    weights: int
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        return on_chip(self.source, self.target) and self.weights < room.weight_words
+
+
+@dataclass(frozen=True)
+class Rotate(Instruction):
+    """RoPE of the heads from word `first` on. A row of the table: cos, then sin, `half_words` words each."""
+
+    opcode = Opcode.ROTATE
+    source: Place
+    target: Place
+    first: int
+    heads: int
+    head_words: int
+    half_words: int
+    table: int
+    table_rows: int
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        small = on_chip(self.source, self.target) and counts(self.heads, self.head_words, self.half_words)
+        inside = 2 * self.half_words <= self.head_words and self.first + self.heads * self.head_words <= room.row_words
+        table = 1 <= self.table_rows <= MAX_WORDS
+        return small and inside and table and self.table + 2 * self.half_words * self.table_rows <= room.constant_words
+
+
+@dataclass(frozen=True)
+class Append(Instruction):
+    """Heads of `blocks` blocks from word `first` on -> the cache from word `cache` of every port on.
+
+    Position p is in row p of the cache, but from `sinks` on in a ring of `ring` rows.
+    """
+
+    source: Place
+    first: int
+    heads: int
+    blocks: int
+    cache: int
+    sinks: int
+    ring: int
+
+    def _fits(self, room: Sizes, head_words: int, section: int) -> bool:
+        small = on_chip(self.source) and counts(self.heads, self.blocks)
+        inside = self.first + self.heads * self.blocks * BLOCK_WORDS <= room.row_words
+        # All layers share the layout of `room.positions` rows, even where a layer's ring is shorter.
+        ring = self.ring >= 1 and self.sinks + self.ring <= room.positions
+        return small and inside and ring and self.cache + room.rows * self.heads * head_words <= section
+
+
+@dataclass(frozen=True)
+class AppendKeys(Append):
+    """Store the rows' keys."""
+
+    opcode = Opcode.APPEND_KEYS
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        return self._fits(room, layout_of(room, self.blocks).key_words, room.key_words)
+
+
+@dataclass(frozen=True)
+class AppendValues(Append):
+    """Store the rows' values."""
+
+    opcode = Opcode.APPEND_VALUES
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        return self._fits(room, layout_of(room, self.blocks).value_words, room.value_words)
+
+
+@dataclass(frozen=True)
+class Attend(Instruction):
+    """Attention of the query heads over the cache. `factor`: of the logits. `window`: positions behind the sinks."""
+
+    opcode = Opcode.ATTEND
+    source: Place
+    target: Place
+    heads: int
+    key_heads: int
+    blocks: int
+    keys: int
+    values: int
+    sinks: int
+    ring: int
+    window: int
+    factor: float
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        small = on_chip(self.source, self.target) and counts(self.heads, self.key_heads, self.blocks)
+        if not small or self.heads % self.key_heads:
+            return False
+        layout, heads = layout_of(room, self.blocks), room.rows * self.key_heads
+        # A window of 0 would hide a token from itself, and softmax needs one visible row.
+        ring = self.ring >= 1 and self.sinks + self.ring <= room.positions and self.window >= 1
+        inside = self.heads * self.blocks * BLOCK_WORDS <= room.row_words
+        keys = self.keys + heads * layout.key_words <= room.key_words
+        return ring and inside and keys and self.values + heads * layout.value_words <= room.value_words
+
+
+@dataclass(frozen=True)
+class Add(Instruction):
+    """target + source -> target."""
+
+    opcode = Opcode.ADD
+    source: Place
+    target: Place
+    count: int
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        return on_chip(self.source, self.target) and counts(self.count) and self.count <= room.row_words
+
+
+@dataclass(frozen=True)
+class Decide(Instruction):
+    """The layer's gate by the control table. Fields of what the gate does not read are 0.
+
+    The replay buffer has 32 chain counts per slot, those of the layer from word `chain` on.
+
+    Args:
+        source .. ring: q in `source`, and the cached key of position - stride, of a gate that reads q.
+        input, count, inputs: x in `input`, `count` words a row, of a gate that reads the MLP's input. The x of the last
+            forward that computed is kept in the replay buffer from word `inputs` on, slot after slot, row after row.
+        network, units: of gate `learned`; the word of the layer's network in the constants, and its hidden units.
+    """
+
+    opcode = Opcode.DECIDE
+    gate: GateKind
+    stride: int
+    chain: int
+    source: Place = Place.X
+    heads: int = 0
+    key_heads: int = 0
+    blocks: int = 0
+    keys: int = 0
+    sinks: int = 0
+    ring: int = 0
+    input: Place = Place.X
+    count: int = 0
+    inputs: int = 0
+    network: int = 0
+    units: int = 0
+
+    @property
+    def network_words(self) -> int:
+        """Memory words of the network."""
+        return network_words(self.units, LANES * self.count)
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        # Every slot has 32 chain counts, whatever the batch is: a slot begins at a whole number of memory words.
+        counted = counts(self.stride) and self.chain + self.stride * CHAIN_WORDS <= room.replay_words
+        return counted and self._query_fits(room) and self._input_fits(room) and self._network_fits(room)
+
+    def _query_fits(self, room: Sizes) -> bool:
+        if not self.gate.reads_query:
+            # Fields that the gate does not read are zero, so that a program cannot hide data in them.
+            return not any((self.source, self.heads, self.key_heads, self.blocks, self.keys, self.sinks, self.ring))
+        small = on_chip(self.source) and counts(self.heads, self.key_heads, self.blocks)
+        if not small or self.heads % self.key_heads:
+            return False
+        ring = self.ring >= 1 and self.sinks + self.ring <= room.positions
+        inside = self.heads * self.blocks * BLOCK_WORDS <= room.row_words
+        cached = room.rows * self.key_heads * layout_of(room, self.blocks).key_words
+        return ring and inside and self.keys + cached <= room.key_words
+
+    def _input_fits(self, room: Sizes) -> bool:
+        if not self.gate.reads_input:
+            return not any((self.input, self.count, self.inputs))
+        small = on_chip(self.input) and counts(self.count) and self.count <= room.row_words
+        # The replay buffer keeps x of `stride` slots, each with all rows.
+        return small and self.inputs + self.stride * room.rows * self.count <= room.replay_words
+
+    def _network_fits(self, room: Sizes) -> bool:
+        if self.gate is not GateKind.LEARNED:
+            return not self.network and not self.units
+        return 1 <= self.units <= MAX_UNITS and self.network + self.network_words <= room.constant_words
+
+
+@dataclass(frozen=True)
+class Replay(Instruction):
+    """Adds the source where a row computes, and keeps it in the slot; elsewhere adds what the slot holds."""
+
+    opcode = Opcode.REPLAY
+    source: Place
+    target: Place
+    count: int
+    slots: int
+    cache: int
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        small = on_chip(self.source, self.target) and counts(self.count, self.slots) and self.count <= room.row_words
+        return small and self.cache + self.slots * room.rows * self.count <= room.replay_words
+
+
+@dataclass(frozen=True)
+class End(Instruction):
+    """The step is done."""
+
+    opcode = Opcode.END
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        return True
+
+
+KINDS: dict[int, type[Instruction]] = {
+    kind.opcode: kind
+    for kind in (Load, Norm, Linear, Mlp, Rotate, AppendKeys, AppendValues, Attend, Add, Decide, Replay, End)
+}
+
+
+def layout_of(room: Sizes, blocks: int) -> CacheLayout:
+    """Return how a head of so many blocks is cached."""
+    return CacheLayout(room.ports, blocks * BLOCK, room.positions)

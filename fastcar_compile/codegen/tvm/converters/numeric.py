@@ -1,0 +1,330 @@
+"""Converters by operator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch._ops import OpOverload
+from torch.fx.node import Target
+from tvm import relax
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.tvm.call import Call, Operand, Value
+from fastcar_compile.codegen.tvm.kernels.cache import MAX_ROWS, concat_rows, split_rows
+from fastcar_compile.codegen.tvm.kernels.linear.activations import quantize_rows
+from fastcar_compile.codegen.tvm.kernels.norm import (
+    exact_norm,
+    exact_norm_quantize,
+    exact_rotary,
+    layer_norm,
+    layer_norm_quantize,
+    rms_norm,
+    rms_norm_quantize,
+    rotary,
+)
+from fastcar_compile.codegen.tvm.kernels.vectors import gelu, gelu_tanh, sigmoid, silu, tanh
+from fastcar_compile.codegen.tvm.relax_api import broadcast
+from fastcar_compile.ir.ops.linear import factor_table
+
+aten, fastcar = torch.ops.aten, torch.ops.fastcar
+
+
+Converter = Callable[[Call], Value]
+CONVERTERS: dict[Target, Converter] = {}
+"""Operator -> what lowers it. TVM's importer lowers the operators that are not here."""
+
+
+def converts(*operators: OpOverload) -> Callable[[Converter], Converter]:
+    """Register a function as the converter of these operators."""
+
+    def register(converter: Converter) -> Converter:
+        CONVERTERS.update(dict.fromkeys(operators, converter))
+        return converter
+
+    return register
+
+
+# PyTorch's own operators where TVM's converter is missing, unsafe or slow.
+
+
+@converts(aten.all.default)
+def _all(call: Call) -> Value:
+    """Emit `all` of a bool vector as the minimum over int8: TVM has no converter for it. One element is a view."""
+    x = call.tensor("self")
+    # At batch 1 the one decision is its own conjunction.
+    if math.prod(x.shape) == 1:
+        return call.reshape(x.value, ())
+    smallest = relax.op.min(relax.op.astype(call.tensor("self").value, "int8"))
+    return call.emit(relax.op.astype(call.emit(smallest), "bool"))
+
+
+@converts(aten.transpose.int)
+def _transpose(call: Call) -> Value:
+    """Emit a view where no element moves: at most one axis from the first to the last is longer than 1."""
+    x = call.tensor("self")
+    first, last = sorted(call.integer(name) % len(x.shape) for name in ("dim0", "dim1"))
+    if sum(n > 1 for n in x.shape[first : last + 1]) <= 1:
+        return call.reshape(x.value, call.shape)
+    axes = list(range(len(x.shape)))
+    axes[first], axes[last] = last, first
+    return call.emit(relax.op.permute_dims(x.value, axes))
+
+
+@converts(aten.embedding.default)
+def _embedding(call: Call) -> Value:
+    """Emit a clipping lookup: TVM's own reads out of bounds for an id outside the vocabulary."""
+    return call.emit(relax.op.take(*call.values("weight", "indices"), axis=0, mode="clip"))
+
+
+@converts(aten.full.default)
+def _full(call: Call) -> Value:
+    """Emit a constant, spread over the shape, for infinities: TVM's own fails for them."""
+    value = call.number("fill_value")
+    if not math.isinf(value):
+        return call.stock()
+    return call.emit(broadcast(relax.const(value, call.dtype), call.shape))
+
+
+@converts(aten.masked_fill.Scalar)
+def _masked_fill(call: Call) -> Value:
+    """Emit a choice for infinities, for the same reason."""
+    value = call.number("value")
+    if not math.isinf(value):
+        return call.stock()
+    filling = relax.const(value, call.dtype)
+    return call.emit(relax.op.where(call.tensor("mask").value, filling, call.tensor("self").value))
+
+
+@converts(aten.select.int)
+def _select(call: Call) -> Value:
+    """Emit a clipping lookup, as for the embedding: TVM's own does not check the index."""
+    index = relax.const(call.integer("index"), "int64")
+    return call.emit(relax.op.take(call.tensor("self").value, index, axis=call.integer("dim"), mode="clip"))
+
+
+@converts(aten.index.Tensor)
+def _index(call: Call) -> Value:
+    """Emit a clipping lookup for one index of int64, such as rows by position; else TVM's own."""
+    x, given = call.tensor("self"), call.optionals("indices")
+    axes = [axis for axis, index in enumerate(given) if index is not None]
+    index = given[axes[0]] if len(axes) == 1 else None
+    if index is None or index.dtype != "int64":
+        return call.stock()
+    return call.emit(relax.op.take(x.value, index.value, axis=axes[0], mode="clip"))
+
+
+@converts(aten.cat.default)
+def _cat(call: Call) -> Value:
+    """Emit a tree of joins for many vectors, such as the decisions of all layers; else TVM's own."""
+    parts = call.tensors("tensors")
+    if len(parts) <= MAX_ROWS or len(call.shape) != 1 or any(part.dtype != call.dtype for part in parts):
+        return call.stock()
+    # A kernel takes at most MAX_ROWS vectors, so joins of joins are made until one vector is left.
+    rows = [(part.value, part.shape[0]) for part in parts]
+    while len(rows) > 1:
+        rows = [_joined(call, rows[i : i + MAX_ROWS]) for i in range(0, len(rows), MAX_ROWS)]
+    return rows[0][0]
+
+
+def _joined(call: Call, rows: list[tuple[relax.Expr, int]]) -> tuple[relax.Expr, int]:
+    sizes = tuple(size for _, size in rows)
+    kernel = concat_rows(sizes, call.dtype)
+    return call.kernel(kernel, [row for row, _ in rows], (sum(sizes),)), sum(sizes)
+
+
+@converts(aten.split.Tensor)
+def _split(call: Call) -> Value:
+    """Emit a tree of splits for a vector of many equal parts, such as the thresholds; else TVM's own."""
+    parts = [tuple(int(d) for d in part.shape) for part in call.results]
+    if len(parts) <= MAX_ROWS or any(shape != parts[0] or len(shape) != 1 for shape in parts):
+        return call.stock()
+    whole = call.tensor("self")
+    return tuple(_parted(call, whole.value, len(parts), parts[0][0], whole.dtype))
+
+
+def _parted(call: Call, whole: relax.Expr, count: int, size: int, dtype: str) -> list[relax.Expr]:
+    """Return `count` parts of `size` elements. Each kernel makes at most MAX_ROWS parts, which are split in turn."""
+    if count == 1:
+        return [whole]
+    inner = next((n for n in range(min(MAX_ROWS, count - 1), 0, -1) if count % n == 0), 1) if count > MAX_ROWS else 1
+    outer = count // inner
+    rows = call.kernels(split_rows(outer, inner * size, dtype), [whole], [((inner * size,), dtype)] * outer)
+    return [part for row in rows for part in _parted(call, row, inner, size, dtype)]
+
+
+# Activations in float32 as plain arithmetic, which LLVM vectorises. TVM's own call libm for each element.
+
+
+@converts(aten.sigmoid.default)
+def _sigmoid(call: Call) -> Value:
+    return _elementwise(call, sigmoid)
+
+
+@converts(aten.tanh.default)
+def _tanh(call: Call) -> Value:
+    return _elementwise(call, tanh)
+
+
+@converts(aten.silu.default)
+def _silu(call: Call) -> Value:
+    return _elementwise(call, silu)
+
+
+@converts(aten.gelu.default)
+def _gelu(call: Call) -> Value:
+    return _elementwise(call, gelu_tanh if call.text("approximate") == "tanh" else gelu)
+
+
+def _elementwise(call: Call, function: Callable[[Any], Any]) -> relax.Expr:
+    """Emit a kernel that TVM fuses with its neighbours; other types than float32 are left to TVM's converter."""
+    if call.dtype != "float32":
+        return call.stock()
+    return call.elementwise(function.__name__, function, "self")
+
+
+# Linears, the quantisation of their rows, and the activations between them.
+
+
+@converts(aten.linear.default)
+def _linear(call: Call) -> Value:
+    return _float_linear(call, call.tensor("input"))
+
+
+@converts(fastcar.linear_bf16.default)
+def _linear_bf16(call: Call) -> Value:
+    return _float_linear(call, call.tensor("x"))
+
+
+def _float_linear(call: Call, x: Operand) -> Value:
+    weight, (m, k) = call.tensor("weight"), x.rows
+    n = weight.shape[0]
+    # float32 and bfloat16 weights differ in the kernel only.
+    kernel = call.dispatch(f"linear_{weight.dtype}", m, n, k)
+    y = call.kernel(kernel, [call.reshape(x.value, (m, k)), weight.value], (m, n))
+    return _biased(call, y)
+
+
+@converts(fastcar.integer_linear.default)
+def _integer_linear(call: Call) -> Value:
+    rows, weight = call.tensor("rows"), call.tensor("qweight")
+    (m, k), n = rows.rows, weight.shape[0]
+    kernel = call.dispatch("linear_w8a8" if weight.dtype == "int8" else "linear_w4a8", m, n, k)
+    quantized = [call.reshape(rows.value, (m, k)), call.reshape(call.tensor("scales").value, (m,))]
+    return _biased(call, call.kernel(kernel, [*quantized, weight.value, call.tensor("wscale").value], (m, n)))
+
+
+def _biased(call: Call, y: relax.Expr) -> Value:
+    """Emit the bias as an operator of its own, so that the product before it keeps its own rounding."""
+    bias = call.optional("bias")
+    if bias is not None:
+        y = call.emit(relax.op.add(y, bias.value))
+    return call.reshape(y, call.shape)
+
+
+@converts(fastcar.quantize_rows.default)
+def _quantize_rows(call: Call) -> Value:
+    x = call.tensor("x")
+    return quantized(call, quantize_rows(*x.rows), [call.reshape(x.value, x.rows)], x)
+
+
+@converts(fastcar.gated_quantize.default)
+def _gated_quantize(call: Call) -> Value:
+    gate, up, activation = call.tensor("gate"), call.tensor("up"), call.text("activation")
+    values = [*(call.reshape(x.value, x.rows) for x in (gate, up)), _table(call, activation)]
+    return quantized(call, call.dispatch("activate_quantize", *gate.rows, activation), values, gate)
+
+
+def quantized(call: Call, kernel: PrimFunc, args: list[relax.Expr], x: Operand) -> Value:
+    """Emit a kernel whose results are int8 rows [M, K] and float32 scales [M], as rows and scales of x [..., K]."""
+    # The kernel sees a matrix [M, K]; rows and scales get the leading axes of x back.
+    m, k = x.rows
+    rows, scales = call.kernels(kernel, args, [((m, k), "int8"), ((m,), "float32")])
+    return call.reshape(rows, x.shape), call.reshape(scales, x.shape[:-1])
+
+
+@converts(fastcar.activation_factor.default)
+def _activation_factor(call: Call) -> Value:
+    x, activation = call.tensor("x"), call.text("activation")
+    size = math.prod(x.shape)
+    args = [call.reshape(x.value, (size,)), _table(call, activation)]
+    return call.reshape(call.kernel(call.dispatch("activation_factor", size, activation), args, (size,)), x.shape)
+
+
+def _table(call: Call, activation: str) -> relax.Expr:
+    return call.constant(factor_table(activation).numpy())
+
+
+# Norms, alone and with the quantisation of their rows, and the rotary embedding.
+
+
+@converts(fastcar.rms_norm.default)
+def _rms_norm(call: Call) -> Value:
+    x = call.tensor("x")
+    y = call.kernel(rms_norm(*x.rows, call.number("epsilon")), _rms_arguments(call), x.rows)
+    return call.reshape(y, x.shape)
+
+
+@converts(fastcar.rms_norm_quantize.default)
+def _rms_norm_quantize(call: Call) -> Value:
+    x = call.tensor("x")
+    return quantized(call, rms_norm_quantize(*x.rows, call.number("epsilon")), _rms_arguments(call), x)
+
+
+@converts(fastcar.exact_norm.default)
+def _exact_norm(call: Call) -> Value:
+    x = call.tensor("x")
+    y = call.kernel(exact_norm(*x.rows, call.number("epsilon")), _rms_arguments(call), x.rows)
+    return call.reshape(y, x.shape)
+
+
+@converts(fastcar.exact_norm_quantize.default)
+def _exact_norm_quantize(call: Call) -> Value:
+    x = call.tensor("x")
+    return quantized(call, exact_norm_quantize(*x.rows, call.number("epsilon")), _rms_arguments(call), x)
+
+
+def _rms_arguments(call: Call) -> list[relax.Expr]:
+    x = call.tensor("x")
+    return [call.reshape(x.value, x.rows), call.tensor("weight").value]
+
+
+@converts(fastcar.layer_norm.default)
+def _layer_norm(call: Call) -> Value:
+    x = call.tensor("x")
+    y = call.kernel(layer_norm(*x.rows, call.number("epsilon")), _layer_arguments(call), x.rows)
+    return call.reshape(y, x.shape)
+
+
+@converts(fastcar.layer_norm_quantize.default)
+def _layer_norm_quantize(call: Call) -> Value:
+    x = call.tensor("x")
+    return quantized(call, layer_norm_quantize(*x.rows, call.number("epsilon")), _layer_arguments(call), x)
+
+
+def _layer_arguments(call: Call) -> list[relax.Expr]:
+    """Return rows, weight and bias; a missing weight is ones, a missing bias zeros."""
+    x, weight, bias = call.tensor("x"), call.optional("weight"), call.optional("bias")
+    ones, zeros = np.ones(x.shape[-1], np.float32), np.zeros(x.shape[-1], np.float32)
+    scale = call.constant(ones) if weight is None else weight.value
+    return [call.reshape(x.value, x.rows), scale, call.constant(zeros) if bias is None else bias.value]
+
+
+@converts(fastcar.rotary.default)
+def _rotary(call: Call) -> Value:
+    x, cos, sin = (call.tensor(name) for name in ("x", "cos", "sin"))
+    batch, heads, rows, width = x.shape
+    # Cosines and sines have one batch row for all, or one for each.
+    kernel = rotary((batch, heads, rows, width), cos.shape[0])
+    return call.kernel(kernel, [x.value, *(call.reshape(t.value, t.shape) for t in (cos, sin))])
+
+
+@converts(fastcar.exact_rotary.default)
+def _exact_rotary(call: Call) -> Value:
+    batch, heads, rows, width = call.tensor("x").shape
+    size, angles = call.tensor("table").rows
+    kernel = exact_rotary((batch, heads, rows, width), (size, angles))
+    return call.kernel(kernel, call.values("x", "table", "position"))

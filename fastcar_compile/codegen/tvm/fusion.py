@@ -1,0 +1,227 @@
+"""What the fusion steps share: replacing a node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+import fastcar_compile.codegen.tvm.fused_operators  # noqa: F401  (it registers them)
+from fastcar_compile.ir.query import bound
+from fastcar_compile.ir.rewrite import call, set_origin
+from fastcar_compile.passes.patterns.norms import arguments, factors, layer_norm, rms_norm, rotary, shape
+
+aten, fastcar = torch.ops.aten, torch.ops.fastcar
+
+
+GraphStep = Callable[[fx.Graph], None]
+"""A rewrite of one graph. A step finds its own pattern and leaves everything else as it is."""
+
+
+def replace(node: fx.Node, operator: OpOverload, args: tuple[Any, ...], made_by: str) -> None:
+    """Put a call of `operator`, which yields the same value, in the place of a node."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(operator, args)
+    set_origin(new, node, made_by)
+    new.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(new)
+
+
+def replace_all(nodes: Sequence[fx.Node], target: OpOverload, args: tuple[Any, ...], made_by: str) -> None:
+    """Put the results of one call, which are the same values, in the places of several nodes.
+
+    The call stands where its last argument is known. Every reader of a node has to stand behind that.
+    """
+    # Nodes compare by their place in the graph: the call needs its last argument.
+    after = max(argument for argument in args if isinstance(argument, fx.Node))
+    with after.graph.inserting_after(after):
+        new = after.graph.call_function(target, args)
+    set_origin(new, nodes[0], made_by)
+    new.meta["val"] = tuple(node.meta["val"] for node in nodes)
+    place = new
+    for index, node in enumerate(nodes):
+        with new.graph.inserting_after(place):
+            place = new.graph.call_function(operator.getitem, (new, index))
+        set_origin(place, node, made_by)
+        place.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(place)
+
+
+# fuse-norms: a root-mean-square norm that is written out, and a layer norm over the last axis, become one operator.
+
+
+NORMS = "fuse-norms"
+
+
+def fuse_norms(graph: fx.Graph) -> None:
+    """Replace every norm that has a kernel. A layer norm of another form stays TVM's own."""
+    for node in list(graph.nodes):
+        # The nodes of the pattern stay where they are: without readers they go as dead code.
+        if (found := rms_norm(node)) is not None:
+            replace(node, fastcar.rms_norm.default, found, NORMS)
+        elif (found := layer_norm(node)) is not None:
+            replace(node, fastcar.layer_norm.default, found, NORMS)
+
+
+# fuse-quantize: the quantisation of rows joins the norm, or the product of a gated MLP, that makes them.
+
+
+QUANTIZE = "fuse-quantize"
+_QUANTIZED_NORMS = {
+    fastcar.rms_norm.default: fastcar.rms_norm_quantize.default,
+    fastcar.exact_norm.default: fastcar.exact_norm_quantize.default,
+    fastcar.layer_norm.default: fastcar.layer_norm_quantize.default,
+}
+
+
+def fuse_quantize(graph: fx.Graph) -> None:
+    """Replace every `quantize_rows` whose rows one kernel can make and quantise.
+
+    The rows stay where another operator reads them too.
+    """
+    for node in list(graph.nodes):
+        quantize = arguments(node, fastcar.quantize_rows)
+        if quantize is None:
+            continue
+        x = quantize["x"]
+        # fuse-norms ran before, so a norm is one node by now.
+        if x.target in _QUANTIZED_NORMS:
+            replace(node, _QUANTIZED_NORMS[x.target], tuple(bound(x).values()), QUANTIZE)
+        elif (found := gated_product(x)) is not None:
+            replace(node, fastcar.gated_quantize.default, found, QUANTIZE)
+
+
+def gated_product(node: fx.Node) -> tuple[fx.Node, fx.Node, str] | None:
+    """Return (gate, up, activation) where node is activation(gate) * up by a table's factor, all of one shape."""
+    for product, up in factors(node):
+        for gate, factor in factors(product):
+            # `(gate * activation_factor(gate)) * up`, with both products in either order.
+            activation = arguments(factor, fastcar.activation_factor)
+            if activation is None or activation["x"] is not gate:
+                continue
+            if shape(node) == shape(gate) == shape(up):
+                return gate, up, str(activation["activation"])
+    return None
+
+
+# fuse-replay: what a layer decides and counts is one kernel, what it keeps for the next frame another.
+
+
+REPLAY = "fuse-replay"
+_RULES = ("stride", "max_chain", "couple_cfg", "refresh_every", "at_most")
+_GATE_ARGUMENTS = ("chain", "score", "threshold", "step", *_RULES)
+
+
+def fuse_replay(graph: fx.Graph) -> None:
+    """Replace every gate together with its chain counter, and the two writes of a layer that caches the MLP's input."""
+    for node in list(graph.nodes):
+        if node.target is fastcar.gate.default and (counted := _counted(node)) is not None:
+            # The count follows from the decision, so one kernel makes both and reads the counters once.
+            gate = bound(node)
+            args = tuple(gate[name] for name in _GATE_ARGUMENTS)
+            replace_all((node, counted), fastcar.gate_and_count.default, args, REPLAY)
+    for node in list(graph.nodes):
+        if (kept := _kept_input(node)) is not None and (output := _written_output(kept)) is not None:
+            cached = arguments(output, fastcar.slot_write)
+            assert cached is not None
+            args = (cached["cache"], kept["cache"], cached["value"], kept["x"], kept["replay"], kept["step"])
+            replace_all((output, node), fastcar.keep_frame.default, args, REPLAY)
+
+
+def _counted(gate: fx.Node) -> fx.Node | None:
+    """Return the write of (slot_read(chain) + 1) * gate to the gate's chain counters; None where there is none."""
+    chain, step = bound(gate)["chain"], bound(gate)["step"]
+    for node in chain.users:
+        write = arguments(node, fastcar.slot_write)
+        if write is None or write["cache"] is not chain or write["step"] is not step:
+            continue
+        # `slot_write(chain, (slot_read(chain, step) + 1) * to(gate, int32), step)`, as insert-replay writes it.
+        product = arguments(write["value"], aten.mul)
+        more = arguments(product["self"], aten.add) if product else None
+        read = arguments(more["self"], fastcar.slot_read) if more and more["other"] == 1 else None
+        factor = arguments(product["other"], aten.to) if product else None
+        alone = len(chain.users) == 3  # the gate, the read and the write: nobody else reads what the kernel changes
+        if read and factor and factor["self"] is gate and read["cache"] is chain and read["step"] is step and alone:
+            return node
+    return None
+
+
+def _kept_input(node: fx.Node) -> dict[str, Any] | None:
+    """Return cache, x, replay and step where node writes where(replay, slot_read(cache), x) to the cache, else None."""
+    write = arguments(node, fastcar.slot_write)
+    choice = arguments(write["value"], aten.where) if write else None
+    mask = arguments(choice["condition"], aten.unsqueeze) if choice else None
+    read = arguments(choice["self"], fastcar.slot_read) if choice else None
+    if write is None or choice is None or mask is None or read is None or mask["dim"] != 1:
+        return None
+    if read["cache"] is not write["cache"] or read["step"] is not write["step"]:
+        return None
+    return {**write, "x": choice["other"], "replay": mask["self"]}
+
+
+def _written_output(kept: dict[str, Any]) -> fx.Node | None:
+    """Return the write of the result of the conditional on the same decision: a cache float32 of the same shape."""
+    for cond in kept["replay"].users:
+        # The decision has other readers as well: the choice of the kept input, and the stacked decisions.
+        if cond.target is not torch.ops.higher_order.cond:
+            continue
+        for result in cond.users:
+            assert result.target is operator.getitem
+            for user in result.users:
+                write = arguments(user, fastcar.slot_write)
+                if write and write["value"] is result and write["step"] is kept["step"]:
+                    return user
+    return None
+
+
+# fuse-rotary: a rotary position embedding that is written out becomes one operator.
+
+
+ROTARY = "fuse-rotary"
+
+
+def fuse_rotary(graph: fx.Graph) -> None:
+    """Replace every rotary embedding of four axes."""
+    for node in list(graph.nodes):
+        if (found := rotary(node)) is not None:
+            replace(node, fastcar.rotary.default, found, ROTARY)
+
+
+# split-quantized-linears: a quantised linear becomes the quantisation of its rows and an integer product.
+#
+# Linears that share their rows share one quantisation, and the steps after this one can fuse it with what makes the
+# rows.
+
+
+SPLIT_LINEARS = "split-quantized-linears"
+QUANTIZED_LINEARS = frozenset({fastcar.linear_w8a8.default, fastcar.linear_w4a8.default})
+
+
+def split_quantized_linears(graph: fx.Graph) -> None:
+    """Replace every `linear_w8a8` and `linear_w4a8`."""
+    rows: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+    for node in list(graph.nodes):
+        if node.target not in QUANTIZED_LINEARS:
+            continue
+        arguments = bound(node)
+        x = arguments.pop("x")
+        assert isinstance(x, fx.Node)
+        # q, k and v, or gate and up, read one x: its rows are quantised once.
+        if x not in rows:
+            rows[x] = _quantized(node, x)
+        replace(node, fastcar.integer_linear.default, (*rows[x], *arguments.values()), SPLIT_LINEARS)
+
+
+def _quantized(linear: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Return rows and scales of x, placed before the first linear that reads them."""
+    graph = linear.graph
+    with graph.inserting_before(linear):
+        both = call(graph, fastcar.quantize_rows.default, (x,), origin=linear, made_by=SPLIT_LINEARS)
+        rows, scales = (
+            call(graph, operator.getitem, (both, i), origin=linear, made_by=SPLIT_LINEARS) for i in range(2)
+        )
+    return rows, scales

@@ -1,0 +1,423 @@
+"""Elements of cached rows as float32, whatever type the cache has. ops/cached.py defines them bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tvm import te, topi
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.vectors import (
+    Expr,
+    broadcast,
+    cast,
+    from_float32,
+    intrinsic,
+    magnitude_bits,
+    ramp,
+    to_float32,
+    vector,
+    vector_lanes,
+    vector_type,
+)
+from fastcar_compile.config.formats import kv_type
+from fastcar_compile.ir.ops import operator as cached
+from fastcar_compile.ir.ops.operator import BIAS, MANTISSA_BITS, row_size
+
+Row = Callable[[Expr], Expr]
+"""Row of a buffer: index along the last axis -> element."""
+
+
+def row_at(rows: Any, *index: Expr) -> Row:
+    """Return the row of a buffer at an index."""
+    return lambda c: rows[(*index, c)]
+
+
+def power_of_two(exponent: Expr, lanes: int = 1) -> Expr:
+    """Return 2^exponent of int32, by its bits. -128 (NaN) gives minus infinity, whose product with 0 is a NaN."""
+    biased = exponent + broadcast(T.int32(BIAS), lanes)
+    return T.reinterpret(vector_type("float32", lanes), T.shift_left(biased, broadcast(T.int32(MANTISSA_BITS), lanes)))
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How a kernel for `isa` reads rows of heads of `dim` elements from a cache of `dtype`.
+
+    An element is at start + offset. A vector's lane is in `offset`, and start and start + offset are in one block of
+    the exponents, so that the lanes share one exponent.
+    """
+
+    dim: int
+    dtype: str
+    isa: InstructionSet
+
+    @property
+    def size(self) -> int:
+        """Elements of a cached row, exponents included."""
+        return kv_type(self.dtype).row_size(self.dim)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a cached row."""
+        return kv_type(self.dtype).row_bytes(self.dim)
+
+    def elements_of(self, size: int) -> int:
+        """Return how many elements `size` bytes hold."""
+        return size * 8 // kv_type(self.dtype).bits
+
+    def vectors_of_block(self, lanes: int) -> int:
+        """Return the vectors of a row that share an exponent, 1 where rows have none or end within a block."""
+        block = kv_type(self.dtype).block
+        return max(1, block // lanes) if block and self.dim % block == 0 else 1
+
+    def element(self, row: Row, start: Expr, offset: Expr) -> Expr:
+        """Return an element as float32."""
+        value = row(start + offset)
+        if not kv_type(self.dtype).block:
+            return to_float32(value, self.dtype, self.isa)
+        return T.Cast("float32", value) * self._scale(row, start)
+
+    def weighted(self, weight: Expr, row: Row, start: Expr, offset: Expr) -> Expr:
+        """Return weight * element. The exponent meets the weight, once for all lanes."""
+        if not kv_type(self.dtype).block:
+            return weight * self.element(row, start, offset)
+        scale = self._scale(row, start)
+        return T.Cast("float32", row(start + offset)) * (weight * scale)
+
+    def product(self, query: Row, row: Row, start: Expr, offset: Expr, lanes: int) -> Expr:
+        """Return lane `offset` of query * row, summed over the `vectors_of_block` vectors from `start` on."""
+        vectors = self.vectors_of_block(lanes)
+        if vectors == 1:
+            return query(start + offset) * self.element(row, start, offset)
+        # All vectors of the block share an exponent: their products are summed first and scaled once.
+        first, *rest = [start + i * lanes + offset for i in range(vectors)]
+        total = query(first) * T.Cast("float32", row(first))
+        for at in rest:
+            total = total + query(at) * T.Cast("float32", row(at))
+        return total * self._scale(row, start)
+
+    def _scale(self, row: Row, start: Expr) -> Expr:
+        return power_of_two(T.Cast("int32", row(self.dim + start // kv_type(self.dtype).block)))
+
+
+# The append to a key/value cache: rows rounded to the KV type, bit for bit as ops/cached.py defines it.
+
+
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
+
+_INFINITY = 0xFF << 23
+"""Bits of a float32."""
+
+PARALLEL_VALUES = 1 << 15
+"""Values from which a second thread pays for launching and awaiting a parallel region."""
+
+_LARGEST = (254 << 23) | (0x7E << 16)
+"""Bits of `cached.INT8_MAX`."""
+
+
+@kernel
+def cache_write(cache: HeadShape, rows: int, dtype: str = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
+    """Write value float32 [B, H, rows, D] to cache [B, H, S, D] of `dtype` from row `position` on, in place.
+
+    Rows beyond S are dropped.
+    """
+    return _append(cache, rows, lambda position: position, dtype, isa)
+
+
+@kernel
+def ring_write(
+    cache: HeadShape, rows: int, sinks: int, dtype: str = "float32", isa: InstructionSet = PORTABLE
+) -> PrimFunc:
+    """Write value float32 [B, H, rows, D] to the ring cache [B, H, sinks + R, D] from `position` on, in place."""
+
+    def row_of(position: Expr) -> Expr:
+        # Sinks keep their rows. A later position wraps around the ring behind them.
+        return T.if_then_else(position < sinks, position, sinks + (position - sinks) % (cache[2] - sinks))
+
+    return _append(cache, rows, row_of, dtype, isa)
+
+
+def _append(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr], dtype: str, isa: InstructionSet) -> PrimFunc:
+    """Return the kernel. `row_of` gives the cache's row of a position."""
+    if dtype == "int8":
+        return _append_blocks(cache, rows, row_of)
+    b, h, s, d = cache
+    loop = _loop(cache, rows)
+
+    @script.prim_func(private=True, s_tir=True)
+    def append(
+        keys: T.Buffer((b, h, s, d), dtype),
+        value: T.Buffer((b, h, rows, d), "float32"),
+        position: T.Buffer((1,), "int64"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        # head: batch rows times key/value heads. r: appended rows. c: one row, vectorised along D.
+        for head in loop(b * h):
+            for r in range(rows):
+                with T.sblock("row"):
+                    T.reads(value[0:b, 0:h, 0:rows, 0:d], position[0:1])
+                    T.writes(keys[0:b, 0:h, 0:s, 0:d])
+                    i: T.let = head // h
+                    j: T.let = head % h
+                    p: T.let = T.Cast("int32", position[0]) + r
+                    at: T.let = row_of(p)
+                    # A chunk may reach past the cache. Row S would be row 0 of the next head.
+                    if at < s:
+                        for c in T.vectorized(d):
+                            keys[i, j, at, c] = from_float32(value[i, j, r, c], dtype, isa)
+
+    return append
+
+
+def _loop(cache: HeadShape, rows: int) -> Any:
+    """Return the loop over the heads of all rows of the batch: parallel where a second thread pays."""
+    b, h, _, d = cache
+    return T.parallel if b * h > 1 and b * h * rows * d >= PARALLEL_VALUES else T.serial
+
+
+def _append_blocks(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr]) -> PrimFunc:
+    """Return the kernel for int8: per block the exponent from its largest magnitude's bits, then the mantissas."""
+    b, h, s, d = cache
+    width = row_size(d, "int8")
+    write_row, loop = _write_row(d), _loop(cache, rows)
+
+    @script.prim_func(private=True, s_tir=True)
+    def append_blocks(
+        keys: T.Buffer((b, h, s, width), "int8"),
+        value: T.Buffer((b, h, rows, d), "float32"),
+        position: T.Buffer((1,), "int64"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for head in loop(b * h):
+            for r in range(rows):
+                with T.sblock("row"):
+                    T.reads(value[0:b, 0:h, 0:rows, 0:d], position[0:1])
+                    T.writes(keys[0:b, 0:h, 0:s, 0:width])
+                    i: T.let = head // h
+                    j: T.let = head % h
+                    p: T.let = T.Cast("int32", position[0]) + r
+                    at: T.let = row_of(p)
+                    # Row S would be row 0 of the next head.
+                    if at < s:
+                        write_row(keys, (i, j, at), value, (i, j, r))
+
+    return append_blocks
+
+
+def _write_row(d: int) -> Callable[..., None]:
+    """Return the macro (keys, index of the cached row, value, index of its row): a row of d elements in int8 blocks."""
+    lanes, block = vector_lanes(d), cached.BLOCK
+
+    @inlined
+    def largest_magnitude(value, source, e, top):
+        # c: vectors of the block, whose magnitudes compare as integers. v: one vector.
+        for v in T.vectorized(lanes):
+            top[v] = 0
+        for c in range(T.min(block, d - e * block) // lanes):
+            for v in T.vectorized(lanes):
+                top[v] = T.max(top[v], magnitude_bits(value[(*source, e * block + c * lanes + v)], 1))
+        # The intrinsic takes a vector. A single lane is the maximum already.
+        if lanes > 1:
+            top[0] = intrinsic("int32", f"llvm.vector.reduce.smax.v{lanes}i32", top[vector(0, lanes)])
+
+    @inlined
+    def write_mantissas(keys, target, value, source, e, inverse):
+        # c: vectors of the block. nearbyint rounds half to even, and a ramp keeps it a vector instruction.
+        # The inverse is a power of two, so its product is exact and only nearbyint rounds.
+        for c in range(T.min(block, d - e * block) // lanes):
+            keys[(*target, ramp(e * block + c * lanes, lanes))] = cast(
+                "int8",
+                T.nearbyint(_bounded(value[(*source, ramp(e * block + c * lanes, lanes))]) * inverse[0]),
+                lanes,
+            )
+
+    @inlined
+    def write_row(keys, target, value, source):
+        top = T.alloc_buffer((lanes,), "int32")
+        exponent = T.alloc_buffer((1,), "int32")
+        inverse = T.alloc_buffer((1,), "float32")
+        # e: blocks of 32 elements. The last one is shorter where 32 does not divide D.
+        for e in range(-(-d // block)):
+            largest_magnitude(value, source, e, top)
+            # The exponent is that of limited magnitudes, because the mantissas are made from limited values.
+            exponent[0] = T.max(_exponent(T.min(top[0], _LARGEST)), cached.LEAST_EXPONENT)
+            # Above infinity only NaN is left. Its block has mantissas of 0 and the exponent NOT_A_NUMBER.
+            inverse[0] = T.Select(top[0] > _INFINITY, T.float32(0), power_of_two(-exponent[0]))
+            # Exponents stand behind all D mantissas, so mantissas are whole vectors.
+            keys[(*target, d + e)] = T.Cast("int8", T.Select(top[0] > _INFINITY, cached.NOT_A_NUMBER, exponent[0]))
+            write_mantissas(keys, target, value, source, e, inverse)
+
+    return write_row
+
+
+def _exponent(bits: Expr) -> Expr:
+    """Return the exponent of the least scale with which a float32 of these bits rounds to at most 127."""
+    # The addition carries into the exponent field just where a mantissa of 127.5 or more would round to 128.
+    return T.shift_right(bits + T.int32(cached.rounds_up(cached.CACHE_BITS)), T.int32(cached.MANTISSA_BITS)) - T.int32(
+        cached.excess(cached.CACHE_BITS)
+    )
+
+
+def _bounded(value: Expr) -> Expr:
+    """Return the value within what an int8 cache keeps. T.min gives its second operand where the first is a NaN."""
+    return T.max(T.min(value, T.float32(cached.INT8_MAX)), T.float32(-cached.INT8_MAX))
+
+
+# Vectors, one per layer, concatenated and split a few at a time: a kernel of many arguments compiles slowly.
+
+
+MAX_ROWS = 8
+"""Vectors that one kernel concatenates or splits."""
+
+
+@cache
+def concat_rows(sizes: tuple[int, ...], dtype: str) -> PrimFunc:
+    """Return the concatenation of vectors of these sizes."""
+    rows = [te.placeholder((size,), dtype, f"row_{i}") for i, size in enumerate(sizes)]
+    return _opaque([*rows, topi.concatenate(rows, 0)], "concat_rows")
+
+
+@cache
+def split_rows(count: int, size: int, dtype: str) -> PrimFunc:
+    """Return a vector of count * size elements as `count` vectors."""
+    whole = te.placeholder((count * size,), dtype, "whole")
+    return _opaque([whole, *topi.split(whole, count, 0)], "split_rows")
+
+
+def _opaque(tensors: list[Any], name: str) -> PrimFunc:
+    # Without the mark TVM would fuse several of them into one.
+    kernel: Any = te.create_prim_func(tensors).without_attr("global_symbol").with_attr({"op_pattern": OPAQUE})
+    kernel.__name__ = name
+    return kernel
+
+
+# Reads and in-place writes of a frame slot: MLP caches float32 [F, B, H] and chain counters int32 [F, B].
+#
+# The slot of a forward is step mod F.
+
+
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
+
+@kernel
+def slot_read(shape: tuple[int, int, int]) -> PrimFunc:
+    """Return the slot of `step` of a cache float32 [F, B, H]: float32 [B, H]."""
+    slots, rows, width = shape
+
+    @script.prim_func(private=True, s_tir=True)
+    def read_slot(
+        cache: T.Buffer((slots, rows, width), "float32"),
+        step: T.Buffer((1,), "int64"),
+        y: T.Buffer((rows, width), "float32"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        # One contiguous copy of B * H elements, because the slot is the outermost axis.
+        for i, c in T.grid(rows, width):
+            with T.sblock("copy"):
+                T.reads(cache[0:slots, 0:rows, 0:width], step[0:1])
+                T.writes(y[0:rows, 0:width])
+                y[i, c] = cache[T.Cast("int32", step[0]) % slots, i, c]
+
+    return read_slot
+
+
+@kernel
+def slot_write(shape: tuple[int, int, int]) -> PrimFunc:
+    """Write value float32 [B, H] to the slot of `step` of a cache float32 [F, B, H], in place."""
+    slots, rows, width = shape
+
+    @script.prim_func(private=True, s_tir=True)
+    def write_slot(
+        cache: T.Buffer((slots, rows, width), "float32"),
+        value: T.Buffer((rows, width), "float32"),
+        step: T.Buffer((1,), "int64"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i, c in T.grid(rows, width):
+            with T.sblock("copy"):
+                T.reads(value[0:rows, 0:width], step[0:1])
+                T.writes(cache[0:slots, 0:rows, 0:width])
+                cache[T.Cast("int32", step[0]) % slots, i, c] = value[i, c]
+
+    return write_slot
+
+
+@kernel
+def slots_write(shape: tuple[int, int, int]) -> PrimFunc:
+    """Write y float32 [B, H] to the slot of `step` of a cache float32 [F, B, H], in place, and the rows of x that do
+    not replay to that of another one: `keep_frame`.
+    """
+    slots, rows, width = shape
+
+    @script.prim_func(private=True, s_tir=True)
+    def write_slots(
+        cache: T.Buffer((slots, rows, width), "float32"),
+        inputs: T.Buffer((slots, rows, width), "float32"),
+        y: T.Buffer((rows, width), "float32"),
+        x: T.Buffer((rows, width), "float32"),
+        replay: T.Buffer((rows,), "bool"),
+        step: T.Buffer((1,), "int64"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        # i: rows of the batch. Outputs are written for every row, also for those that replay.
+        for i in range(rows):
+            for c in range(width):
+                with T.sblock("outputs"):
+                    T.reads(y[0:rows, 0:width], step[0:1])
+                    T.writes(cache[0:slots, 0:rows, 0:width])
+                    cache[T.Cast("int32", step[0]) % slots, i, c] = y[i, c]
+            # A row that replays keeps the slot's input: that of the forward whose output it replays.
+            if not replay[i]:
+                for c in range(width):
+                    with T.sblock("inputs"):
+                        T.reads(x[0:rows, 0:width], step[0:1])
+                        T.writes(inputs[0:slots, 0:rows, 0:width])
+                        inputs[T.Cast("int32", step[0]) % slots, i, c] = x[i, c]
+
+    return write_slots
+
+
+@kernel
+def chain_read(slots: int, rows: int) -> PrimFunc:
+    """Return the slot of `step` of the counters int32 [F, B]: int32 [B]."""
+
+    @script.prim_func(private=True, s_tir=True)
+    def read_chain(
+        chain: T.Buffer((slots, rows), "int32"), step: T.Buffer((1,), "int64"), y: T.Buffer((rows,), "int32")
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i in range(rows):
+            with T.sblock("copy"):
+                T.reads(chain[0:slots, 0:rows], step[0:1])
+                T.writes(y[0:rows])
+                y[i] = chain[T.Cast("int32", step[0]) % slots, i]
+
+    return read_chain
+
+
+@kernel
+def chain_write(slots: int, rows: int) -> PrimFunc:
+    """Write value int32 [B] to the slot of `step` of the counters int32 [F, B], in place."""
+
+    @script.prim_func(private=True, s_tir=True)
+    def write_chain(
+        chain: T.Buffer((slots, rows), "int32"), value: T.Buffer((rows,), "int32"), step: T.Buffer((1,), "int64")
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i in range(rows):
+            with T.sblock("copy"):
+                T.reads(value[0:rows], step[0:1])
+                T.writes(chain[0:slots, 0:rows])
+                chain[T.Cast("int32", step[0]) % slots, i] = value[i]
+
+    return write_chain

@@ -1,0 +1,323 @@
+"""Scores of the gates beside `tas`: float32 [B], of exact sums as ops/gates.py defines them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels.cache import RowFormat, row_at
+from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.tas import (
+    finite_or_nan,
+    fixed_magnitude,
+    limited,
+    limited_square,
+    rounded,
+    units,
+)
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, cast, fence, magnitude_bits, ramp, vector_lanes
+from fastcar_compile.gates.scores import COSINE_BITS, HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS, distance_factor
+
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
+
+@kernel
+def input_delta(rows: int, width: int) -> PrimFunc:
+    """Return ||x - cached|| / ||x|| of every row in the 1-norm, x and cached float32 [B, H], bit for bit."""
+    lanes = vector_lanes(width)
+
+    @inlined
+    def add_vector(x, cached, i, c, change, sums, largest):
+        change[ramp(0, lanes)] = T.fabs(x[i, ramp(c * lanes, lanes)] - cached[i, ramp(c * lanes, lanes)])
+        largest[ramp(0, lanes)] = T.max(largest[ramp(0, lanes)], magnitude_bits(change[ramp(0, lanes)], lanes))
+        sums[ramp(0, lanes)] += fixed_magnitude(change[ramp(0, lanes)], lanes)
+        sums[ramp(lanes, lanes)] += fixed_magnitude(T.fabs(x[i, ramp(c * lanes, lanes)]), lanes)
+
+    @script.prim_func(private=True, s_tir=True)
+    def relative_change(
+        x: T.Buffer((rows, width), "float32"),
+        cached: T.Buffer((rows, width), "float32"),
+        y: T.Buffer((rows,), "float32"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i in range(rows):
+            with T.sblock("row"):
+                T.reads(x[0:rows, 0:width], cached[0:rows, 0:width])
+                T.writes(y[0:rows])
+                change = T.alloc_buffer((lanes,), "float32")
+                largest = T.alloc_buffer((lanes,), "int32")
+                sums = T.alloc_buffer((2 * lanes,), "int64")  # of the changes, and of x
+                for v in T.vectorized(lanes):
+                    largest[v] = 0
+                for v in T.vectorized(2 * lanes):
+                    sums[v] = T.int64(0)
+                # c: vectors of the row. The maxima and both sums stay in registers.
+                for c in range(width // lanes):
+                    add_vector(x, cached, i, c, change, sums, largest)
+                # Integer sums and maxima are exact, so the order of the lanes is free.
+                for v in T.unroll(lanes - 1):
+                    sums[0] += sums[v + 1]
+                    sums[lanes] += sums[lanes + v + 1]
+                    largest[0] = T.max(largest[0], largest[v + 1])
+                # A row of zeros is divided by 1 and not by 0.
+                size: T.let = T.max(T.Cast("float32", sums[lanes]), T.float32(1))
+                y[i] = finite_or_nan(largest[0], T.Cast("float32", sums[0]) / size)
+
+    return relative_change
+
+
+def _add_key(keys_of: RowFormat, lanes: int) -> Any:
+    """Return the macro (key, own, square, largest): add <k, k>; own: one vector, square: int64 [lanes]."""
+    one = ramp(0, lanes)
+
+    @inlined
+    def add_key(key, own, square, largest):
+        for v in T.vectorized(lanes):
+            square[v] = T.int64(0)
+        # c: vectors of the head. v: one vector. own, square and largest stay in registers.
+        for c in range(keys_of.dim // lanes):
+            for v in T.vectorized(lanes):
+                own[v] = keys_of.element(key, c * lanes, v)
+            largest[one] = T.max(largest[one], magnitude_bits(own[one], lanes))
+            square[one] += limited_square(units(own[one], lanes) * cast("float64", own[one], lanes), lanes)
+        for v in T.unroll(lanes - 1):
+            square[0] += square[v + 1]
+
+    return add_key
+
+
+def _add_head(keys_of: RowFormat, lanes: int) -> Any:
+    """Return the macro (query, key, own, wide, sums, largest): sums[0] = <q, k>, sums[lanes] = <q, q> of a head."""
+    one, two = ramp(0, lanes), ramp(lanes, lanes)
+
+    @inlined
+    def add_head(query, key, own, wide, sums, largest):
+        for v in T.vectorized(2 * lanes):
+            sums[v] = T.int64(0)
+        # c: vectors of the head. v: one vector. wide: the query in units of 2^-24.
+        for c in range(keys_of.dim // lanes):
+            for v in T.vectorized(lanes):
+                own[v] = query(c * lanes + v)
+            for v in T.vectorized(lanes):
+                own[lanes + v] = keys_of.element(key, c * lanes, v)
+            wide[one] = units(own[one], lanes)
+            # `add_key` has taken the key's magnitudes already.
+            largest[one] = T.max(largest[one], magnitude_bits(own[one], lanes))
+            sums[one] += limited(wide[one] * cast("float64", own[two], lanes), lanes)
+            sums[two] += limited_square(wide[one] * cast("float64", own[one], lanes), lanes)
+        for v in T.unroll(lanes - 1):
+            sums[0] += sums[v + 1]
+            sums[lanes] += sums[lanes + v + 1]
+
+    return add_head
+
+
+def _cosine(dot: Expr, square: Expr, other: Expr) -> Expr:
+    """Return the cosine of int64 sums in units of 2^-30, limited to 1, as int64."""
+    # The product of the squares first, then one root. At least 1, so that a zero vector does not give 0 / 0.
+    length = T.sqrt(T.max(T.Cast("float32", square) * T.Cast("float32", other), T.float32(1)))
+    cosine = T.max(T.min(T.Cast("float32", dot) / length, T.float32(1)), T.float32(-1))
+    return rounded(T.Cast("float64", cosine) * T.float64(1 << COSINE_BITS), 1)
+
+
+@kernel
+def output_bound(
+    query: HeadShape,
+    cache: HeadShape,
+    stride: int,
+    weight: float,
+    dtype: str = "float32",
+    isa: InstructionSet = PORTABLE,
+) -> PrimFunc:
+    """Return change + weight * sqrt(1 - mean over query heads of cos(query, key at position - stride)) of every row.
+
+    change float32 [B] is what `input_delta` returns. Bit for bit as the operator; no product is contracted.
+    """
+    b, hq, t, d = query
+    hkv, s = cache[1], cache[2]
+    group, keys_of = hq // hkv, RowFormat(d, dtype, isa)
+    width = keys_of.size
+    lanes = next(v for v in (8, 4, 2, 1) if d % v == 0)
+    add_key, add_head, factor = _add_key(keys_of, lanes), _add_head(keys_of, lanes), distance_factor(hq)
+
+    @script.prim_func(private=True, s_tir=True)
+    def temporal_bound(
+        change: T.Buffer((b,), "float32"),
+        q: T.Buffer((b, hq, t, d), "float32"),
+        keys: T.Buffer((b, hkv, s, width), dtype),
+        position: T.Buffer((1,), "int64"),
+        y: T.Buffer((b,), "float32"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i in range(b):
+            with T.sblock("row"):
+                T.reads(change[0:b], q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1])
+                T.writes(y[0:b])
+                own = T.alloc_buffer((2 * lanes,), "float32")
+                wide = T.alloc_buffer((lanes,), "float64")
+                sums = T.alloc_buffer((2 * lanes,), "int64")
+                square = T.alloc_buffer((lanes,), "int64")
+                largest = T.alloc_buffer((lanes,), "int32")
+                apart = T.alloc_buffer((1,), "int64")  # of all heads, 1 - cosine
+                # The key `stride` steps earlier is that of the same place in the frame before.
+                before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
+                apart[0] = T.int64(hq << COSINE_BITS)
+                for v in T.vectorized(lanes):
+                    largest[v] = 0
+                # g: key/value heads, whose <k, k> is summed once. h: query heads of the group.
+                for g in range(hkv):
+                    add_key(row_at(keys, i, g, before), own, square, largest)
+                    for h in range(group):
+                        add_head(row_at(q, i, g * group + h, 0), row_at(keys, i, g, before), own, wide, sums, largest)
+                        apart[0] -= _cosine(sums[0], sums[lanes], square[0])
+                for v in T.unroll(lanes - 1):
+                    largest[0] = T.max(largest[0], largest[v + 1])
+                distance: T.let = T.sqrt(T.Cast("float32", apart[0]) * T.float32(factor))
+                score: T.let = change[i] + fence("float32", T.float32(weight) * distance)
+                y[i] = finite_or_nan(largest[0], score)
+
+    return temporal_bound
+
+
+@inlined
+def _hash_round(x, p, added):
+    """Write x[0]^5 + added modulo p to x[0]."""
+    # p is below 2^31, so the product of two residues fits int64.
+    x[1] = x[0] * x[0] % p
+    x[0] = (x[1] * x[1] % p * x[0] + T.int64(added)) % p
+
+
+@kernel
+def random_score(rows: int, layer: int) -> PrimFunc:
+    """Return the hash of (step, layer, row) as a number in (0, 1], by the integer steps of `ops.gates.random_score`."""
+    by_step, by_row, by_layer = HASH_FACTORS
+    first, second, third = HASH_ROUNDS
+    offset = (layer + 1) * by_layer
+    low_bits = 2 ** (31 - HASH_BITS)
+
+    @script.prim_func(private=True, s_tir=True)
+    def hashed_score(step: T.Buffer((1,), "int64"), y: T.Buffer((rows,), "float32")):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i in range(rows):
+            with T.sblock("row"):
+                T.reads(step[0:1])
+                T.writes(y[0:rows])
+                x = T.alloc_buffer((2,), "int64")
+                p: T.let = T.int64(HASH_PRIME)
+                row: T.let = (T.Cast("int64", i) + T.int64(1)) * T.int64(by_row)
+                x[0] = ((step[0] + T.int64(1)) * T.int64(by_step) + row + T.int64(offset)) % p
+                _hash_round(x, p, first)
+                _hash_round(x, p, second)
+                _hash_round(x, p, third)
+                # The upper 24 of 31 bits, plus 1: from 1 to 2^24, exact in float32.
+                y[i] = T.Cast("float32", x[0] // T.int64(low_bits) + T.int64(1)) * T.float32(2.0**-HASH_BITS)
+
+    return hashed_score
+
+
+# The replay gate: which rows replay.
+
+
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
+
+def _decide_row(
+    batch: int, slots: int, stride: int, max_chain: int, couple: bool, refresh_every: int, at_most: bool
+) -> Any:
+    """Return the macro (score, threshold, step, chain, y, i): y[i] is whether row i replays."""
+    half = batch // 2 if couple else 0
+    limited = 1 if max_chain >= 0 else 0
+    period = max(refresh_every, 1)
+    refreshed = 1 if refresh_every > 0 else 0
+    sign = -1.0 if at_most else 1.0
+
+    @inlined
+    def decide_row(score, threshold, step, chain, y, i):
+        now: T.let = T.Cast("int32", step[0])
+        slot: T.let = now % slots
+        # Without `couple`, half is 0 and a row is its own pair.
+        pair: T.let = (i + half) % batch
+        # The sign turns "at most" into "at least". A NaN fails the comparison, so its row is computed.
+        least: T.let = threshold[0] * T.float32(sign)
+        y[i] = (
+            (now >= stride)
+            # A frame is `stride` steps, and every `period`-th frame is computed whole.
+            and (refreshed == 0 or now // stride % period != 0)
+            and (score[i] * T.float32(sign) >= least)
+            and (score[pair] * T.float32(sign) >= least)
+            and (limited == 0 or (chain[slot, i] < max_chain and chain[slot, pair] < max_chain))
+        )
+
+    return decide_row
+
+
+@kernel
+def gate(
+    batch: int, slots: int, stride: int, max_chain: int, couple: bool, refresh_every: int = 0, at_most: bool = False
+) -> PrimFunc:
+    """Return bool [B]: whether a row replays.
+
+    It does from step `stride` on, where its score passes the threshold, the frame is no refresh and its chain is below
+    `max_chain` (negative: no limit). With `couple`, rows i and i + B/2 replay only together. With `at_most`,
+    scores up to the threshold pass, else scores from the threshold on.
+    """
+    decide_row = _decide_row(batch, slots, stride, max_chain, couple, refresh_every, at_most)
+
+    @script.prim_func(private=True, s_tir=True)
+    def decide(
+        score: T.Buffer((batch,), "float32"),
+        threshold: T.Buffer((1,), "float32"),
+        step: T.Buffer((1,), "int64"),
+        chain: T.Buffer((slots, batch), "int32"),
+        y: T.Buffer((batch,), "bool"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i in range(batch):
+            with T.sblock("row"):
+                T.reads(score[0:batch], threshold[0:1], step[0:1], chain[0:slots, 0:batch])
+                T.writes(y[0:batch])
+                decide_row(score, threshold, step, chain, y, i)
+
+    return decide
+
+
+@kernel
+def gate_and_count(
+    batch: int, slots: int, stride: int, max_chain: int, couple: bool, refresh_every: int = 0, at_most: bool = False
+) -> PrimFunc:
+    """Return what `gate` does, and write the chain counters of this step, in place: one more, or 0 for other rows.
+
+    Its first argument is the counters.
+    """
+    decide_row = _decide_row(batch, slots, stride, max_chain, couple, refresh_every, at_most)
+
+    @script.prim_func(private=True, s_tir=True)
+    def decide_and_count(
+        chain: T.Buffer((slots, batch), "int32"),
+        score: T.Buffer((batch,), "float32"),
+        threshold: T.Buffer((1,), "float32"),
+        step: T.Buffer((1,), "int64"),
+        y: T.Buffer((batch,), "bool"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i in range(batch):
+            with T.sblock("row"):
+                T.reads(score[0:batch], threshold[0:1], step[0:1], chain[0:slots, 0:batch])
+                T.writes(y[0:batch])
+                decide_row(score, threshold, step, chain, y, i)
+        # A second loop: a row reads its pair's counter before it changes.
+        for i in range(batch):
+            with T.sblock("count"):
+                T.reads(y[0:batch], step[0:1], chain[0:slots, 0:batch])
+                T.writes(chain[0:slots, 0:batch])
+                # The counter is the number of replays in succession: a computed row begins again at 0.
+                slot: T.let = T.Cast("int32", step[0]) % slots
+                chain[slot, i] = T.if_then_else(y[i], chain[slot, i] + 1, 0)
+
+    return decide_and_count

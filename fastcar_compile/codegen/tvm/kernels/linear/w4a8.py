@@ -1,0 +1,475 @@
+"""Sums of one group of 128 int4 weights times int8 activations, for every instruction set, exact in int32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, Int8
+from fastcar_compile.codegen.tvm.kernels import script
+from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS, SMALL_BATCH
+from fastcar_compile.codegen.tvm.kernels.linear.rows import (
+    SCAN_LANES,
+    ActiveRows,
+    Tile,
+    TileMacro,
+    Tiling,
+    append_active,
+    for_tiles,
+    is_zero,
+    or_int8,
+)
+from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.vectors import (
+    Expr,
+    Load,
+    fence,
+    fold_fours,
+    interleave_fours,
+    intrinsic,
+    load_from,
+    prefetch,
+    prefetch_distance,
+    ramp,
+    reduce_add,
+    vector,
+    vector_of,
+    vpdpbusd,
+)
+from fastcar_compile.ir.ops.linear import GROUP
+
+HALF = GROUP // 2
+"""Bytes of a group. Byte i holds input i in its low and input 64 + i in its high nibble."""
+
+
+@dataclass(frozen=True)
+class Int4Dot:
+    """How a kernel adds up a group.
+
+    Args:
+        lanes: int32 sums of a group.
+        unsigned: 8 is added to every weight. A group of zero weights gives the zero-point correction.
+        streams: as in `Int8Dot`, for rows that fit a page.
+        group: (64 bytes of weights, 128 activations) -> sums.
+    """
+
+    lanes: int
+    unsigned: bool
+    streams: int
+    group: Callable[[Load, Load], Expr]
+
+
+def nibbles(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
+    """Return low and high nibbles of `width` bytes, plus 8: of two's complement that is the sign bit inverted."""
+    flipped = T.bitwise_xor(w(offset, width), T.Broadcast(T.uint8(0x88), width))
+    mask = T.Broadcast(T.uint8(15), width)
+    low = T.bitwise_and(flipped, mask)
+    high = T.bitwise_and(T.shift_right(flipped, T.Broadcast(T.uint8(4), width)), mask)
+    return T.reinterpret(f"int8x{width}", low), T.reinterpret(f"int8x{width}", high)
+
+
+def _signed(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
+    """Return low and high nibbles, sign-extended."""
+    # The shift to the right is arithmetic: it extends the sign of the nibble that is on top.
+    four = T.Broadcast(T.int8(4), width)
+    low = T.reinterpret(f"int8x{width}", T.shift_left(w(offset, width), T.Broadcast(T.uint8(4), width)))
+    return T.shift_right(low, four), T.shift_right(T.reinterpret(f"int8x{width}", w(offset, width)), four)
+
+
+def _vpdpbusd(width: int) -> Callable[[Load, Load], Expr]:
+    def group(w: Load, q: Load) -> Expr:
+        acc = T.Broadcast(T.int32(0), width // 4)
+        # acc is one register. Low nibbles meet the first 64 inputs, high nibbles the last 64.
+        for offset in range(0, HALF, width):
+            low, high = nibbles(w, offset, width)
+            acc = vpdpbusd(acc, low, q(offset, width), width)
+            acc = vpdpbusd(acc, high, q(HALF + offset, width), width)
+        return acc
+
+    return group
+
+
+def _vpmaddubsw(w: Load, q: Load) -> Expr:
+    """Add four results in int16. vpmaddubsw saturates there, which 4 * 2 * 15 * 127 does not reach."""
+    parts = []
+    # Unsigned nibbles times signed bytes, two products per int16 lane.
+    for offset in (0, 32):
+        low, high = nibbles(w, offset, 32)
+        parts += [(low, q(offset, 32)), (high, q(HALF + offset, 32))]
+    products = [intrinsic("int16x16", "llvm.x86.avx2.pmadd.ub.sw", *part) for part in parts]
+    # The four results are added in int16, so one widening serves all of them.
+    pairs = (products[0] + products[1]) + (products[2] + products[3])
+    # vpmaddwd with ones adds neighbours into int32.
+    return intrinsic("int32x8", "llvm.x86.avx2.pmadd.wd", pairs, T.Broadcast(T.int16(1), 16))
+
+
+def _sdot(w: Load, q: Load) -> Expr:
+    # Both factors of sdot are signed, so no zero-point correction is needed.
+    acc = T.Broadcast(T.int32(0), 4)
+    for offset in range(0, HALF, 16):
+        for nibbles, start in zip(_signed(w, offset, 16), (offset, HALF + offset), strict=True):
+            acc = intrinsic("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", acc, nibbles, q(start, 16))
+    return acc
+
+
+def _smull(w: Load, q: Load) -> Expr:
+    """Add 16 products of at most 8 * 127 in each int16 lane."""
+    products = []
+    for offset in range(0, HALF, 8):
+        for nibbles, start in zip(_signed(w, offset, 8), (offset, HALF + offset), strict=True):
+            products.append(intrinsic("int16x8", "llvm.aarch64.neon.smull.v8i16", nibbles, q(start, 8)))
+    # saddlp adds neighbours and widens the sums to int32.
+    return intrinsic("int32x4", "llvm.aarch64.neon.saddlp.v4i32.v8i16", sum(products[1:], products[0]))
+
+
+def _portable(w: Load, q: Load) -> Expr:
+    """Add 16 products in each int16 lane, as for smull."""
+    products = []
+    for offset in range(0, HALF, 8):
+        for nibbles, start in zip(_signed(w, offset, 8), (offset, HALF + offset), strict=True):
+            products.append(T.Cast("int16x8", nibbles) * T.Cast("int16x8", q(start, 8)))
+    # 16 * 8 * 127 is below 2^15, so the int16 sums are exact before they are widened.
+    return T.Cast("int32x8", sum(products[1:], products[0]))
+
+
+INT4_DOTS: dict[Int8, Int4Dot] = {
+    "vnni512": Int4Dot(16, True, 1, _vpdpbusd(64)),
+    "vnni256": Int4Dot(8, True, 1, _vpdpbusd(32)),
+    "madd": Int4Dot(8, True, 8, _vpmaddubsw),
+    "sdot": Int4Dot(4, False, 8, _sdot),
+    "smull": Int4Dot(4, False, 8, _smull),
+    "portable": Int4Dot(8, False, 8, _portable),
+}
+
+
+# Tiles of the int4 kernel: exact int32 group sums, times their scales, added in ascending order of the groups.
+
+
+_FLOAT_EXPONENT = 112 << 23
+"""Difference of the exponent biases of float32 and float16, in place."""
+
+PAGE = 4096
+"""Bytes of the longest row that is one stream."""
+
+
+@dataclass(frozen=True)
+class Int4Operands:
+    """x int8 [m, 128 G], s float32 [m], w uint8 [n, 64 G], ws float16 [n, G], y float32 [m, n], and two temporaries.
+
+    x holds the active rows together, padded with zeros. correction int32 [m, G] goes with the rows of x. active
+    int32 [m] holds their row numbers in s and y.
+    """
+
+    x: Any
+    s: Any
+    w: Any
+    ws: Any
+    y: Any
+    correction: Any
+    active: Any
+
+
+@dataclass(frozen=True)
+class Int4Sizes:
+    """x holds `rows` active rows of m; n weight rows of k inputs."""
+
+    rows: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return -(-self.k // GROUP)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One group of one output: weight row j, row i of x, group g."""
+
+    j: Expr
+    i: Expr
+    g: Expr
+
+
+def tile_shape(m: int, n: int, k: int, dot: Int4Dot) -> tuple[int, int]:
+    """Return weight rows and rows of x of a tile: eight outputs, or one where weights are a single stream."""
+    if _one_stream(m, k, dot):
+        return 1, 1
+    # Eight outputs are two vectors of four, which share the loads of weights and of x.
+    columns = 1 if m == 1 else 2 if m < 4 else 4
+    return min(8 // columns, n), columns
+
+
+def tile_macro(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
+    """Return the macro (Int4Operands, tile) for tiles of at most `tile_shape`."""
+    one = _one_stream(sizes.rows, sizes.k, INT4_DOTS[isa.int8])
+    return (_groups_in_lanes if one else _rows_in_lanes)(sizes, isa)
+
+
+def _one_stream(m: int, k: int, dot: Int4Dot) -> bool:
+    # Measured: short rows are faster one after the other, longer ones, or those with a remainder, in parallel.
+    groups = -(-k // GROUP)
+    return m == 1 and dot.streams == 1 and groups % 4 == 0 and groups * HALF <= PAGE
+
+
+def _float_scales(bits: Expr) -> Expr:
+    """Return float32x4 of four float16 bits uint32x4. All are normal, so bits move and the bias changes."""
+    # Ten mantissa bits become the upper ones of 23. Scales are positive, so no sign moves.
+    moved = T.shift_left(bits, T.Broadcast(T.uint32(13), 4)) + T.Broadcast(T.uint32(_FLOAT_EXPONENT), 4)
+    return T.reinterpret("float32x4", moved)
+
+
+def _scale_bits(scales: Expr, lanes: str = "") -> Expr:
+    return T.Cast(f"uint32{lanes}", T.reinterpret(f"uint16{lanes}", scales))
+
+
+def _four_products(dot: Int4Dot) -> Callable[..., None]:
+    """Return the macro (o, groups, correction, scales, products): float(sum - correction) * scale of four groups.
+
+    correction is int32x4, scales uint32x4 holds the bits of four float16, products is float32 [4]. The fence keeps LLVM
+    from contracting the product and a later addition into one rounding.
+    """
+    lanes = dot.lanes
+
+    def group_sums(o: Int4Operands, group: _Group) -> Expr:
+        return dot.group(load_from(o.w, [group.j], group.g * HALF), load_from(o.x, [group.i], group.g * GROUP))
+
+    @inlined
+    def four(o, groups, correction, scales, products):
+        # Four independent group sums hide the latency of the dot products. All three buffers stay in registers.
+        acc = T.alloc_buffer((4 * lanes,), "int32")
+        pairs = T.alloc_buffer((2 * lanes,), "int32")
+        fours = T.alloc_buffer((lanes,), "int32")
+        acc[vector(0, lanes)] = group_sums(o, groups[0])
+        acc[vector(1, lanes)] = group_sums(o, groups[1])
+        acc[vector(2, lanes)] = group_sums(o, groups[2])
+        acc[vector(3, lanes)] = group_sums(o, groups[3])
+        # One reduction gives four sums in the lanes of one vector.
+        interleave_fours([acc[vector(v, lanes)] for v in range(4)], lanes, pairs, fours)
+        # A corrected sum is at most 128 * 8 * 127, so its cast to float32 is exact and the product rounds once.
+        products[ramp(0, 4)] = fence(
+            "float32x4",
+            T.Cast("float32x4", fold_fours(load_from(fours, [], 0), lanes) - correction) * _float_scales(scales),
+        )
+
+    return four
+
+
+def _groups_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
+    """One output per tile: a vector holds four groups of one weight row, which is read as one stream."""
+    rows, m, n, groups = sizes.rows, sizes.m, sizes.n, sizes.groups
+    padded, packed = groups * GROUP, groups * HALF
+    _, bytes_ahead = prefetch_distance(1, packed)
+    four = _four_products(INT4_DOTS[isa.int8])
+
+    def four_groups(tile: Tile, first: Expr) -> Sequence[_Group]:
+        return [_Group(tile.j, tile.i, first + v) for v in range(4)]
+
+    @inlined
+    def multiply(o, tile):
+        with T.sblock("tile"):
+            T.reads(
+                o.x[0:rows, 0:padded], o.s[0:m], o.w[0:n, 0:packed], o.ws[0:n, 0:groups],
+                o.correction[0:rows, 0:groups], o.active[0:m],
+            )  # fmt: skip
+            T.writes(o.y[0:m, 0:n])
+            products = T.alloc_buffer((4,), "float32")
+            total = T.alloc_buffer((1,), "float32")
+            total[0] = T.float32(0)
+            # g: four groups at a time. v: unrolled; the sum stays in the order of the groups.
+            for g in range(groups // 4):
+                # A group's 64 bytes are one cache line of the row, which is a single stream.
+                for v in T.unroll(4):
+                    T.evaluate(prefetch(o.w[tile.j, (g * 4 + v) * HALF + bytes_ahead]))
+                four(
+                    o,
+                    four_groups(tile, g * 4),
+                    o.correction[tile.i, ramp(g * 4, 4)],
+                    _scale_bits(o.ws[tile.j, ramp(g * 4, 4)], "x4"),
+                    products,
+                )
+                # Scalar and in turn, because float32 sums depend on the order of the groups.
+                for v in T.unroll(4):
+                    total[0] += products[v]
+            o.y[o.active[tile.i], tile.j] = total[0] * o.s[o.active[tile.i]]
+
+    return multiply
+
+
+def _rows_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
+    """Weight rows in parallel, so that a load of activations serves several. A vector holds four outputs."""
+    rows, m, n, groups = sizes.rows, sizes.m, sizes.n, sizes.groups
+    padded, packed = groups * GROUP, groups * HALF
+    rows_ahead, _ = prefetch_distance(tile_shape(rows, n, sizes.k, INT4_DOTS[isa.int8])[0], packed)
+    streamed = rows <= SMALL_BATCH
+    four = _four_products(INT4_DOTS[isa.int8])
+
+    def four_outputs(tile: Tile, g: Expr, first: Expr) -> Sequence[_Group]:
+        # The last quad may not be full: it repeats the last output, whose copies are not stored.
+        outputs = [T.min(first + v, tile.outputs - 1) for v in range(4)]
+        return [_Group(tile.weight_row(v), tile.active_row(v), g) for v in outputs]
+
+    @inlined
+    def add_group(o, tile, g, products, total):
+        # p: unrolled, four outputs at a time.
+        for p in T.unroll(-(-tile.outputs // 4)):
+            four(
+                o,
+                four_outputs(tile, g, p * 4),
+                vector_of([o.correction[at.i, g] for at in four_outputs(tile, g, p * 4)]),
+                vector_of([_scale_bits(o.ws[at.j, g]) for at in four_outputs(tile, g, p * 4)]),
+                products,
+            )
+            # Four outputs in lanes: every lane adds its groups in ascending order.
+            total[ramp(p * 4, 4)] = total[ramp(p * 4, 4)] + products[ramp(0, 4)]
+
+    @inlined
+    def multiply(o, tile):
+        with T.sblock("tile"):
+            T.reads(
+                o.x[0:rows, 0:padded], o.s[0:m], o.w[0:n, 0:packed], o.ws[0:n, 0:groups],
+                o.correction[0:rows, 0:groups], o.active[0:m],
+            )  # fmt: skip
+            T.writes(o.y[0:m, 0:n])
+            products = T.alloc_buffer((4,), "float32")
+            total = T.alloc_buffer((-(-tile.outputs // 4) * 4,), "float32")
+            for p in T.unroll(-(-tile.outputs // 4)):
+                total[ramp(p * 4, 4)] = T.Broadcast(T.float32(0), 4)
+            # g: groups in ascending order, for all outputs of the tile. total is at most two vectors, in registers.
+            for g in range(groups):
+                # With many rows of x the first tile brings the weights to the cache: no prefetch is needed.
+                if streamed:
+                    for v in T.unroll(tile.rows):
+                        T.evaluate(prefetch(o.w[tile.j + rows_ahead + v, g * HALF]))
+                add_group(o, tile, g, products, total)
+            for v in T.unroll(tile.outputs):
+                o.y[o.active[tile.active_row(v)], tile.weight_row(v)] = total[v] * o.s[o.active[tile.active_row(v)]]
+
+    return multiply
+
+
+# int4 GEMV and GEMM in groups of 128, exact int32 group sums, bit for bit as fastcar_compile.ir.ops.linear defines
+# it.
+
+
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
+
+@kernel
+def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
+    """Return y[m, n] = s[m] * sum_g float(sum_k q[m, k] * w[n, k]) * ws[n, g], groups g in ascending order.
+
+    q int8 [m, k], s float32 [m], w uint8 [n, 64 G] (`ops.quant.pack_int4`), ws float16 [n, G], y float32 [m, n]. A
+    group is 128 inputs, and its sum is exact in int32. Inactive rows are not multiplied. As for w8a8, another kernel
+    adds the bias.
+    """
+    dot = INT4_DOTS[isa.int8]
+    groups = -(-k // GROUP)
+    padded, packed = groups * GROUP, groups * HALF
+    # A single row is multiplied without a search for zeros.
+    scanned = k if m > 1 else 0
+    tiling = Tiling(n, *tile_shape(m, n, k, dot), T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
+    multiply, move_row = tile_macro(Int4Sizes(m, m, n, k), isa), _move_row(k, dot)
+
+    @script.prim_func(private=True, s_tir=True)
+    def linear_i4(
+        q: T.Buffer((m, k), "int8"),
+        s: T.Buffer((m,), "float32"),
+        w: T.Buffer((n, packed), "uint8"),
+        ws: T.Buffer((n, groups), "float16"),
+        y: T.Buffer((m, n), "float32"),
+    ):
+        with T.sblock("root"):
+            T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:packed], ws[0:n, 0:groups])
+            T.writes(y[0:m, 0:n])
+            # x holds the active rows side by side, padded to whole groups, so that no tile has a remainder along k.
+            x = T.alloc_buffer((m, padded), "int8")
+            correction = T.alloc_buffer((m, groups), "int32")
+            active = T.alloc_buffer((m,), "int32")
+            count = T.alloc_buffer((1,), "int32")
+
+            count[0] = 0
+            # i: rows of q. The next active row of x is number count[0], until append_active counts it.
+            for i in range(m):
+                with T.sblock("row"):
+                    T.reads(q[0:m, 0:k], s[0:m], count[0])
+                    T.writes(x[0:m, 0:padded], correction[0:m, 0:groups], active[0:m], count[0], y[0:m, 0:n])
+                    bits = T.alloc_buffer((SCAN_LANES,), "uint32")
+                    or_int8(q, i, scanned, bits)
+                    if scanned > 0 and is_zero(bits):
+                        for j in range(n):
+                            y[i, j] = T.float32(0) * s[i]
+                    else:
+                        move_row(q, i, x, count[0], correction)
+                        append_active(ActiveRows(active, count), i)
+            for_tiles(tiling, multiply, Int4Operands(x, s, w, ws, y, correction, active), count[0])
+
+    return linear_i4
+
+
+@dataclass(frozen=True)
+class Few:
+    """How a few active rows of many are multiplied.
+
+    Args:
+        most: rows. multiply: the macro (q, operands, count); q int8 [m, k].
+    """
+
+    most: int
+    multiply: Any
+
+    @classmethod
+    def of(cls, rows: int, m: int, n: int, k: int, isa: InstructionSet) -> Few:
+        """Return it for up to `rows` rows of x int8 [m, k], and w of n rows."""
+        dot = INT4_DOTS[isa.int8]
+        tiling = Tiling(n, *tile_shape(rows, n, k, dot), T.parallel if n * k >= PARALLEL_WEIGHTS else T.serial)
+        tile, move_row = tile_macro(Int4Sizes(rows, m, n, k), isa), _move_row(k, dot)
+
+        @inlined
+        def multiply(q, o, count):
+            # Rows are moved first: x has room for `most` rows only.
+            for i in range(count):
+                move_row(q, o.active[i], o.x, i, o.correction)
+            for_tiles(tiling, tile, o, count)
+
+        return cls(rows, multiply)
+
+    @staticmethod
+    def operands(*buffers: Any) -> Int4Operands:
+        """Return the operands: x [most, 128 G], s, w, ws, y, correction [most, G] and active [m]."""
+        return Int4Operands(*buffers)
+
+
+def _zero_weights(_offset: int, size: int) -> Expr:
+    return T.Broadcast(T.uint8(0), size)
+
+
+def _move_row(k: int, dot: Int4Dot) -> Any:
+    """Return the macro (q, i, x, to, correction): row i of q becomes row `to` of x, padded with zeros.
+
+    correction[to, g] becomes what unsigned weights add to the sums of group g, or 0.
+    """
+    groups = -(-k // GROUP)
+
+    @inlined
+    def move_row(q, i, x, to, correction):
+        for t in range(k):
+            x[to, t] = q[i, t]
+        # Zeros up to a whole group add nothing, whatever the weights are.
+        for t in range(groups * GROUP - k):
+            x[to, k + t] = T.int8(0)
+        for g in range(groups):
+            if dot.unsigned:
+                # The sum over zero weights is what the offset of 8 adds to a group: 8 times the sum of its inputs.
+                correction[to, g] = reduce_add(dot.group(_zero_weights, load_from(x, [to], g * GROUP)), dot.lanes)
+            else:
+                correction[to, g] = 0
+
+    return move_row

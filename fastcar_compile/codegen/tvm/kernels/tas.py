@@ -1,0 +1,262 @@
+"""The temporal attention score (TAS), over all heads and over chosen ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels.cache import Row, RowFormat, row_at
+from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, broadcast, cast, prefetch, ramp, vector_type
+from fastcar_compile.gates.scores import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
+
+# Fixed point of the scores: float64 to integers on vectors of every instruction set.
+
+
+ROUNDER = 1.5 * 2.0**52
+"""A float64 of at most 2^51 plus this has the nearest integer, half to even, in its low bits. AVX2 has no conversion of
+float64 to int64, and this takes one addition where there is one too."""
+
+ROUNDER_BITS = 0x4338000000000000
+"""The bits of ROUNDER."""
+
+NOT_A_NUMBER = 0x7FC00000
+"""The bits of the NaN that a row has which is not finite."""
+
+INFINITY = 0x7F800000
+"""The bits of infinity: magnitude bits from here on are not finite."""
+
+
+def rounded(x: Expr, lanes: int) -> Expr:
+    """Return float64 of magnitude at most 2^51 as int64, rounded half to even."""
+    # From 2^52 to 2^53 the last place of a float64 is 1, so the addition itself rounds to an integer.
+    # The factor 1.5 keeps the sum in that range for a negative x too.
+    bits = T.reinterpret(vector_type("int64", lanes), x + broadcast(T.float64(ROUNDER), lanes))
+    return bits - broadcast(T.int64(ROUNDER_BITS), lanes)
+
+
+def units(a: Expr, lanes: int) -> Expr:
+    """Return float32 in units of 2^-24, exactly, as float64."""
+    return cast("float64", a, lanes) * broadcast(T.float64(1 << TAS_FRACTION_BITS), lanes)
+
+
+def limited(product: Expr, lanes: int) -> Expr:
+    """Return a float64 in units of 2^-24 as int64, rounded half to even and limited to 2^46."""
+    # 2^46 is below the 2^51 that `rounded` takes.
+    # T.min gives its second operand for a NaN, so a NaN becomes the limit. The callers make such a score NaN.
+    limit = broadcast(T.float64(TAS_LIMIT), lanes)
+    return rounded(T.max(T.min(product, limit), -limit), lanes)
+
+
+def limited_square(product: Expr, lanes: int) -> Expr:
+    """Return the same of a float64 that is not negative."""
+    return rounded(T.min(product, broadcast(T.float64(TAS_LIMIT), lanes)), lanes)
+
+
+def fixed_magnitude(a: Expr, lanes: int) -> Expr:
+    """Return a float32 that is not negative in units of 2^-24 as int64, rounded half to even and limited to 2^46."""
+    # The product with 2^24 is exact. An overflow gives infinity, which the limit takes.
+    own = a * broadcast(T.float32(1 << TAS_FRACTION_BITS), lanes)
+    return rounded(cast("float64", T.min(own, broadcast(T.float32(TAS_LIMIT), lanes)), lanes), lanes)
+
+
+def finite_or_nan(largest: Expr, score: Expr) -> Expr:
+    """Return the score, or NaN where the largest magnitude bits are not finite."""
+    return T.Select(largest < T.int32(INFINITY), score, T.reinterpret("float32", T.int32(NOT_A_NUMBER)))
+
+
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
+
+PARALLEL_ROWS = 8
+"""Rows from which a second thread pays for launching and awaiting a parallel region: 2.7 µs."""
+
+
+def _fixed_point(x: Expr, lanes: int) -> Expr:
+    """Return float64 in units of the score as int64, within the limits. A NaN or an infinity gives the lower limit."""
+    limit = T.float64(TAS_LIMIT)
+    bounded = T.max(T.min(x, limit), -limit)
+    # A comparison with a NaN is false, so a NaN takes the lower limit too.
+    return rounded(T.Select(T.max(x, -x) < T.infinity("float64"), bounded, broadcast(-limit, lanes)), lanes)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Shapes of `tas`, and how a head's products are summed."""
+
+    query: HeadShape
+    cache: HeadShape
+    dtype: str
+    isa: InstructionSet
+
+    @property
+    def keys_of(self) -> RowFormat:
+        """The rows of the cache."""
+        return RowFormat(self.query[3], self.dtype, self.isa)
+
+    @property
+    def lanes(self) -> int:
+        """Products of one vector."""
+        return next(v for v in (8, 4, 2, 1) if self.query[3] % v == 0)
+
+    @staticmethod
+    def row_loop(rows: int) -> Any:
+        """Return the loop over rows of the batch: parallel where a second thread pays. A row takes about 1 µs."""
+        return T.parallel if rows >= PARALLEL_ROWS else T.serial
+
+    def prefetch_keys(self) -> Any:
+        """Return the macro (keys, i, before). Keys of heads are in as many pages: the waits for them overlap."""
+        lines = -(-self.keys_of.bytes // LINE) + 1  # a row need not begin with a line
+        heads, step = self.cache[1], self.keys_of.elements_of(LINE)
+
+        @inlined
+        def prefetch_keys(keys, i, before):
+            # h: key/value heads. u: unrolled, the cache lines of one key.
+            for h in range(heads):
+                for u in T.unroll(lines):
+                    T.evaluate(prefetch(keys[i, h, before, u * step]))
+
+        return prefetch_keys
+
+    def add_head(self) -> Any:
+        """Return the macro (query, key, acc, product): add the products of a head; query: an element by its number."""
+        lanes, keys_of, one = self.lanes, self.keys_of, float(1 << TAS_FRACTION_BITS)
+
+        @inlined
+        def add_head(query, key, acc, product):
+            # c: vectors of the head. v: one vector.
+            for c in range(keys_of.dim // lanes):
+                # The product of two float32 is exact in float64, and so is its scaling by 2^24.
+                for v in T.vectorized(lanes):
+                    product[v] = (
+                        T.Cast("float64", query(c * lanes + v))
+                        * T.Cast("float64", keys_of.element(key, c * lanes, v))
+                        * T.float64(one)
+                    )
+                # product goes through a buffer, because `_fixed_point` reads it three times.
+                acc[ramp(0, lanes)] = acc[ramp(0, lanes)] + _fixed_point(product[ramp(0, lanes)], lanes)
+
+        return add_head
+
+    def sum_heads(self) -> Any:
+        """Return the macro (query, keys, i, before, acc, product): acc[0] = the sum of row i over all heads.
+
+        query: a function from (row, head) to the elements of a query head.
+        """
+        lanes, heads, group = self.lanes, self.query[1], self.query[1] // self.cache[1]
+        prefetch_keys, add_head = self.prefetch_keys(), self.add_head()
+
+        @inlined
+        def sum_heads(query, keys, i, before, acc, product):
+            for v in T.vectorized(lanes):
+                acc[v] = T.int64(0)
+            # All keys are prefetched before the first product waits for one.
+            prefetch_keys(keys, i, before)
+            # h: query heads, `group` of them on one key. acc and product are one vector each, in registers.
+            for h in range(heads):
+                add_head(query(i, h), row_at(keys, i, h // group, before), acc, product)
+            # int64 sums are exact, so the order of the lanes is free.
+            for v in T.unroll(lanes - 1):
+                acc[0] += acc[v + 1]
+
+        return sum_heads
+
+
+@kernel
+def tas(
+    query: HeadShape,
+    cache: HeadShape,
+    stride: int,
+    scale: float,
+    dtype: str = "float32",
+    isa: InstructionSet = PORTABLE,
+) -> PrimFunc:
+    """Return the mean over heads of scale * <query, key at position - stride>: float32 [B].
+
+    query float32 [B, Hq, T, D], of which row 0 counts, keys [B, Hkv, S, D] of `dtype`. Bit for bit as the operator:
+    each product is rounded to fixed point, and integer sums are exact in any order.
+    """
+    b, hq, t, d = query
+    hkv, s = cache[1], cache[2]
+    heads = _Heads(query, cache, dtype, isa)
+    width, lanes, factor = heads.keys_of.size, heads.lanes, score_factor(scale, hq)
+    loop, sum_heads = heads.row_loop(b), heads.sum_heads()
+
+    @script.prim_func(private=True, s_tir=True)
+    def temporal_score(
+        q: T.Buffer((b, hq, t, d), "float32"),
+        keys: T.Buffer((b, hkv, s, width), dtype),
+        position: T.Buffer((1,), "int64"),
+        y: T.Buffer((b,), "float32"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i in loop(b):
+            with T.sblock("row"):
+                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1])
+                T.writes(y[0:b])
+                acc = T.alloc_buffer((lanes,), "int64")
+                product = T.alloc_buffer((lanes,), "float64")
+                # Row `position - stride` is the same place of the frame before.
+                before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
+                sum_heads(_queries(q), keys, i, before, acc, product)
+                y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
+
+    return temporal_score
+
+
+@kernel
+def tas_heads(
+    query: HeadShape,
+    cache: HeadShape,
+    stride: int,
+    scale: float,
+    dtype: str = "float32",
+    isa: InstructionSet = PORTABLE,
+) -> PrimFunc:
+    """Return the sum over query heads of scale * <weight[head] * query, key at position - stride>: float32 [B].
+
+    The weight of a head that is not chosen is 0. Shapes and bits are as for `tas`.
+    """
+    b, hq, t, d = query
+    hkv, s = cache[1], cache[2]
+    heads = _Heads(query, cache, dtype, isa)
+    width, lanes, factor = heads.keys_of.size, heads.lanes, score_factor(scale, 1)
+    loop, sum_heads = heads.row_loop(b), heads.sum_heads()
+
+    @script.prim_func(private=True, s_tir=True)
+    def weighted_temporal_score(
+        q: T.Buffer((b, hq, t, d), "float32"),
+        keys: T.Buffer((b, hkv, s, width), dtype),
+        position: T.Buffer((1,), "int64"),
+        weight: T.Buffer((hq,), "float32"),
+        y: T.Buffer((b,), "float32"),
+    ):
+        T.func_attr({"op_pattern": OPAQUE})
+        for i in loop(b):
+            with T.sblock("row"):
+                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1], weight[0:hq])
+                T.writes(y[0:b])
+                acc = T.alloc_buffer((lanes,), "int64")
+                product = T.alloc_buffer((lanes,), "float64")
+                before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
+                sum_heads(_weighted(q, weight), keys, i, before, acc, product)
+                y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
+
+    return weighted_temporal_score
+
+
+def _queries(q: Any) -> Callable[[Expr, Expr], Row]:
+    """Return the elements of a query head, by row and head."""
+    return lambda i, h: row_at(q, i, h, 0)
+
+
+def _weighted(q: Any, weight: Any) -> Callable[[Expr, Expr], Row]:
+    """Return the elements of a query head times its weight, in float32, by row and head."""
+    return lambda i, h: lambda c: q[i, h, 0, c] * weight[h]

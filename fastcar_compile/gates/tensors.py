@@ -1,0 +1,161 @@
+"""Checks and conversions of the tensors of a trained gate. This file loads torch; `weights.py` does not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from fastcar_compile.errors import CompileError, InputError, UserError, os_errors
+from fastcar_compile.gates.scores import WEIGHT_BITS
+from fastcar_compile.gates.weights import FORMAT, HINT, PARAMETERS, VERSION, LayerWeights
+from fastcar_compile.support.values import path_of, refuse_pipe
+
+LARGEST_EXPONENT, LEAST_EXPONENT = 64, -70
+"""The magnitudes of a unit's weights sum to at most 2^64; one that sums to less than 2^-70 is rounded as if it had."""
+
+
+def layer_weights(params: Mapping[str, Tensor]) -> LayerWeights:
+    """Return one layer's network, w1 rounded to bfloat16 and so that its sums are exact (`exact_weights`)."""
+    rest = {name: params[name].detach().float().contiguous() for name in PARAMETERS[1:]}
+    return LayerWeights(w1=exact_weights(params["w1"].detach()).contiguous(), **rest)
+
+
+def exact_weights(w1: Tensor) -> Tensor:
+    """Return w1 [units, 2 H] as bfloat16 whose sums of products with features are exact in float64.
+
+    A unit's weights become multiples of 2^(e - 30), where their magnitudes sum to less than 2^e. So they sum to at most
+    2^31 such multiples, and products with features of 22 bits to 2^53. Only weights below 2^(e - 22) change: by at most
+    2^(e - 31) each. Rounding twice reaches the fixed point, because the first time may carry the sum beyond 2^e.
+    """
+    # The first rounding is to bfloat16; what follows moves to a coarser grid where the sum needs it.
+    rounded = w1.to(torch.bfloat16).double()
+    for _ in range(2):
+        _, exponents = torch.frexp(rounded.abs().sum(-1, keepdim=True))
+        step = _power_of_two(exponents.clamp(min=LEAST_EXPONENT) - (WEIGHT_BITS - 1))
+        rounded = (rounded / step).round() * step
+    return rounded.to(torch.bfloat16)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """Return 2^exponent of integers, made of its bits: float64."""
+    # Powers are made of bits: `exp2` of a backend may be off by one unit.
+    return ((exponents.to(torch.int64) + 1023) << 52).view(torch.float64)
+
+
+def problems_of(layer: int, params: Mapping[str, Tensor]) -> list[str]:
+    """Return what is wrong with one layer's tensors."""
+    problems = [f"layer.{layer}.{name} is missing" for name in PARAMETERS if name not in params]
+    problems += [f"unknown tensor 'layer.{layer}.{name}'" for name in sorted(set(params) - set(PARAMETERS))]
+    known = {name: tensor for name, tensor in params.items() if name in PARAMETERS}
+    for name, tensor in known.items():
+        if not tensor.is_floating_point():
+            problems.append(f"layer.{layer}.{name} is {tensor.dtype}, expected float32")
+        elif not tensor.float().isfinite().all():
+            problems.append(f"layer.{layer}.{name} has values that are not finite")
+        elif name == "w1" and tensor.dim() == 2 and _too_large(tensor):
+            problems.append(f"layer.{layer}.w1 has a unit whose magnitudes sum to more than 2^{LARGEST_EXPONENT}")
+    if "w1" in known:
+        problems += _wrong_shapes(layer, known)
+    return problems
+
+
+def _too_large(w1: Tensor) -> bool:
+    return bool((w1.double().abs().sum(-1) > 2.0**LARGEST_EXPONENT).any())
+
+
+def _wrong_shapes(layer: int, known: Mapping[str, Tensor]) -> list[str]:
+    shape = tuple(known["w1"].shape)
+    if len(shape) != 2 or shape[1] % 2 or 0 in shape:
+        return [f"layer.{layer}.w1 has shape {list(shape)}, expected [units, 2 H]"]
+    expected = {"b1": (shape[0],), "w2": (shape[0],), "b2": (1,)}
+    return [
+        f"layer.{layer}.{name} has shape {list(known[name].shape)}, expected {list(wanted)} as w1 is {list(shape)}"
+        for name, wanted in expected.items()
+        if name in known and tuple(known[name].shape) != wanted
+    ]
+
+
+def digest_of(layers: Mapping[int, LayerWeights]) -> str:
+    """Return the SHA-256 of all names, shapes and values."""
+    digest = hashlib.sha256()
+    for layer, weights in sorted(layers.items()):
+        for name, tensor in weights.params().items():
+            digest.update(f"{layer}.{name}.{tuple(tensor.shape)}".encode())
+            # Values are hashed as bytes, because numpy knows no bfloat16.
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# The file of a trained gate: safetensors with `layer.{l}.{name}` tensors, a format and a version.
+
+
+def read_gate_file(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return metadata and tensors by name.
+
+    Raises:
+        UserError: it cannot be read. CompileError: another format or version.
+    """
+    file_path = path_of("the gate's file", path)
+    try:
+        refuse_pipe(file_path)
+        with cast("Any", safe_open(str(file_path), "pt")) as file:  # its stub has no types
+            metadata: dict[str, str] = file.metadata() or {}
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"the gate's weights cannot be read: {error}", where=str(path), hint=HINT) from error
+    found = metadata.get("format"), metadata.get("version")
+    if found != (FORMAT, VERSION):
+        what = f"the file has format {found[0]!r} version {found[1]!r}, expected {FORMAT!r} version {VERSION!r}"
+        raise CompileError(what, where=str(path), hint=HINT)
+    return metadata, tensors
+
+
+def write_gate_file(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write the file. A kill while writing leaves the old file.
+
+    Raises:
+        InputError: a tensor without values, or no path. UserError: the file cannot be written.
+    """
+    file = path_of("the file", path)
+    try:
+        # safetensors refuses tensors that share memory, so each is copied.
+        own = {name: tensor.detach().cpu().to_dense().contiguous().clone() for name, tensor in tensors.items()}
+    except (RuntimeError, NotImplementedError) as error:
+        text = str(error).partition("\n")[0]
+        raise InputError(f"the gate's tensors cannot be written: {text}", where=str(file), hint=HINT) from error
+    replace_file(file, _ordered(save(own, {"format": FORMAT, "version": VERSION, **metadata})))
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write the file whole or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    with os_errors("the file cannot be written", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(path.name + ".part")
+        try:
+            scratch.write_bytes(data)
+            os.replace(scratch, path)
+        except OSError:
+            scratch.unlink(missing_ok=True)
+            raise
+
+
+def _ordered(data: bytes) -> bytes:
+    """Return the file with a sorted header: safetensors writes metadata in any order."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
+    # Padding to 8 bytes keeps the alignment that safetensors gives its data.
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]

@@ -1,0 +1,313 @@
+"""Scores of the gates: tas_heads, input_delta, output_bound, learned_score, constant_score, random_score.
+
+attention.py has `tas`. Every score is a function of exact sums, so that all backends have the same bits in any order of
+addition (docs/reference/numerics.md, "Scores, bit for bit").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastcar_compile.gates.scores import (
+    COSINE_BITS,
+    HASH_BITS,
+    HASH_FACTORS,
+    HASH_PRIME,
+    HASH_ROUNDS,
+    LEAST_EXPONENT,
+    SCALE_FIELD,
+    TAS_FRACTION_BITS,
+    TAS_LIMIT,
+    distance_factor,
+    score_factor,
+)
+from fastcar_compile.ir.ops.attention import fixed_sum
+from fastcar_compile.ir.ops.operator import BIAS, MANTISSA_BITS, loaded, operator
+
+
+@operator("tas_heads", reason="TAS over chosen query heads.")
+def tas_heads(
+    query: Tensor,
+    key_cache: Tensor,
+    position: Tensor,
+    stride: int,
+    scale: float,
+    heads: Sequence[int],
+    weights: Sequence[float],
+) -> Tensor:
+    """Return the Temporal Attention Score as a weighted sum over chosen query heads.
+
+    The query of a head is multiplied by its weight in float32, that of a head which is not chosen by 0. Then the
+    products are summed over all heads as for `tas`.
+
+    Args:
+        query: float32 [B, Hq, 1, D]; Hq * D is at most 65,536. key_cache: [B, Hkv, S, D] as `stored` defines.
+        position: int64 [1].
+        stride, scale: as for `tas`.
+        heads: query heads. weights: one per entry of heads.
+
+    Returns:
+        float32 [B].
+    """
+    # A head that is not chosen has weight 0 and stays in the sum: one kernel serves every choice.
+    factors = query.new_zeros(query.shape[1])
+    factors[list(heads)] = query.new_tensor(list(weights))
+    own, key = _grouped(query * factors[:, None, None], key_cache, position, stride)
+    return fixed_sum(own * key, (1, 2, 3)).float() * score_factor(scale, 1)
+
+
+@tas_heads.register_fake
+def _(
+    query: Tensor,
+    key_cache: Tensor,
+    position: Tensor,
+    stride: int,
+    scale: float,
+    heads: Sequence[int],
+    weights: Sequence[float],
+) -> Tensor:
+    return query.new_empty((query.shape[0],))
+
+
+def _grouped(query: Tensor, key_cache: Tensor, position: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """Return the query [B, Hkv, Hq / Hkv, D] and the key one frame earlier [B, Hkv, 1, D], both as float64."""
+    batch, heads, _, dim = query.shape
+    kv_heads = key_cache.shape[1]
+    key = loaded(key_cache[:, :, max(int(position) - stride, 0)], dim)
+    return query.reshape(batch, kv_heads, heads // kv_heads, dim).double(), key[:, :, None].double()
+
+
+@operator("input_delta", reason="The relative change of the MLP's input since this slot was last computed.")
+def input_delta(x: Tensor, cached: Tensor) -> Tensor:
+    """Return ||x - cached|| / ||x|| with sums of absolute values, float32 [B], for x and cached float32 [B, H].
+
+    Absolute values are rounded half to even to multiples of 2^-24, limited to 2^22, and summed in int64. A row whose
+    x - cached is not finite has NaN, so that it does not replay. H is at most 65,536.
+    """
+    change = (x - cached).abs()
+    # The divisor is at least one unit of 2^-24, so a row of zeros divides by no zero.
+    score = _size(change) / _size(x).clamp(min=1)
+    return torch.where(change.isfinite().all(-1), score, torch.nan)
+
+
+def _size(values: Tensor) -> Tensor:
+    """Return the sum of absolute values in units of 2^-24, as float32 [B]. 2^24 * x is exact or infinite."""
+    units = (values.abs() * float(1 << TAS_FRACTION_BITS)).round().clamp(max=float(TAS_LIMIT))
+    return units.to(torch.int64).sum(-1).float()
+
+
+@input_delta.register_fake
+def _(x: Tensor, cached: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0],))
+
+
+@operator("output_bound", reason="A bound on the change of the MLP's output since this slot was last computed.")
+def output_bound(
+    x: Tensor, cached: Tensor, query: Tensor, key_cache: Tensor, position: Tensor, stride: int, weight: float
+) -> Tensor:
+    """Return ||x - cached|| / ||x|| + weight * sqrt(1 - cosine).
+
+    The cosine of query and key one frame earlier is averaged over query heads. Its products are those of `tas`. It is
+    limited to 1 and averaged in integers of 2^-30. A row with a query, key or x - cached that is not finite has NaN.
+
+    Args:
+        x, cached: float32 [B, H]. query: float32 [B, Hq, 1, D]. position: int64 [1].
+        key_cache: [B, Hkv, S, D] as `stored` defines.
+
+    Returns:
+        float32 [B].
+    """
+    heads, one = query.shape[1], float(1 << COSINE_BITS)
+    own, key = _grouped(query, key_cache, position, stride)
+    dots, squares, others = (fixed_sum(v, (-1,)).float() for v in (own * key, own * own, key * key))
+    cosines = dots / _root((squares * others).clamp(min=1))
+    # In integers again: the mean over heads then has no order.
+    near = (cosines.clamp(-1, 1) * one).round().to(torch.int64).sum((1, 2))
+    distance = _root((heads * (1 << COSINE_BITS) - near).float() * distance_factor(heads))
+    finite = own.isfinite().all(-1).flatten(1).all(-1) & key.isfinite().all(-1).flatten(1).all(-1)
+    score = input_delta(x, cached) + query.new_tensor(weight) * distance
+    return torch.where(finite, score, torch.nan)
+
+
+def _root(x: Tensor) -> Tensor:
+    """Return the square root, rounded half to even. That of MKL for float32 is not: 1.5912704e17 has 398907296."""
+    return x.double().sqrt().float()
+
+
+@output_bound.register_fake
+def _(
+    x: Tensor, cached: Tensor, query: Tensor, key_cache: Tensor, position: Tensor, stride: int, weight: float
+) -> Tensor:
+    return x.new_empty((x.shape[0],))
+
+
+@operator("learned_score", reason="A trained network predicts whether the MLP's output has changed.")
+def learned_score(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    """Return w2 . relu(w1 @ [x ; |x - cached|] + b1) + b2.
+
+    The features of a row are rounded to integers of at most 2^22 with one exponent, that of the largest magnitude. Then
+    the sums of the first layer are exact in float64 in any order, given the weights that `GateWeights` makes. Products
+    of the second layer are those of `tas`. A row with a feature or a hidden unit that is not finite has NaN.
+
+    Args:
+        x, cached: float32 [B, H]. w1: bfloat16 [units, 2 H] of `GateWeights`. b1, w2: float32 [units].
+        b2: float32 [1].
+
+    Returns:
+        float32 [B].
+    """
+    features = torch.cat([x, (x - cached).abs()], -1)
+    largest = features.abs().amax(-1, keepdim=True)
+    # One exponent for the whole row, from the bits of its largest feature.
+    field = (largest.view(torch.int32) >> MANTISSA_BITS).clamp(min=LEAST_EXPONENT)
+    # A product with a power of two only moves the exponent, so `round` is the one rounding.
+    whole = (features * _power_of_two(SCALE_FIELD - field)).round().double()
+    sums = torch.nn.functional.linear(whole, w1.double()).float()
+    hidden = (sums * _power_of_two(field - SCALE_FIELD) + b1).relu()
+    score = fixed_sum(hidden.double() * w2.double(), (-1,)).float() * 2.0**-TAS_FRACTION_BITS + b2
+    return torch.where(largest.isfinite()[:, 0] & hidden.isfinite().all(-1), score, torch.nan)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return 2^exponent as float32 of int32 exponents, made of its bits."""
+    return ((exponent + BIAS) << MANTISSA_BITS).view(torch.float32)
+
+
+@learned_score.register_fake
+def _(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0],))
+
+
+@operator("constant_score", reason="The same score for every row, for comparison.")
+def constant_score(step: Tensor, rows: int, value: float) -> Tensor:
+    """Return `value` for every forward and row, float32 [n * rows], for step int64 [n]."""
+    return torch.full((step.shape[0] * rows,), value, dtype=torch.float32, device=step.device)
+
+
+@constant_score.register_fake
+def _(step: Tensor, rows: int, value: float) -> Tensor:
+    return step.new_empty((step.shape[0] * rows,), dtype=torch.float32)
+
+
+@operator("random_score", reason="A random score, for comparison.")
+def random_score(step: Tensor, rows: int, layer: int) -> Tensor:
+    """Return a hash of (forward, layer, row), uniform in (0, 1], float32 [n * rows], for step int64 [n]."""
+    row = torch.arange(rows, device=step.device)
+    by_step, by_row, by_layer = HASH_FACTORS
+    x = ((step[:, None] + 1) * by_step + (row + 1) * by_row + (layer + 1) * by_layer) % HASH_PRIME
+    for constant in HASH_ROUNDS:
+        # Residues of a 31-bit prime: the product of two stays below 2^62, which int64 has.
+        square = x * x % HASH_PRIME
+        x = (square * square % HASH_PRIME * x + constant) % HASH_PRIME
+    return ((x // 2 ** (31 - HASH_BITS) + 1).float() * 2.0**-HASH_BITS).flatten()
+
+
+@random_score.register_fake
+def _(step: Tensor, rows: int, layer: int) -> Tensor:
+    return step.new_empty((step.shape[0] * rows,), dtype=torch.float32)
+
+
+# Replay operators: gate, slot_read, slot_write.
+
+
+@dataclass(frozen=True)
+class ReplayRule:
+    """The constants of a decision, as `gate` takes them."""
+
+    stride: int
+    max_chain: int
+    couple_cfg: bool
+    refresh_every: int
+    at_most: bool
+
+
+def decide(score: Tensor, threshold: Tensor, step: Tensor, chain: Tensor, rule: ReplayRule) -> Tensor:
+    """Return the decisions of `gate` for scores [..., B]; `step` and `chain` broadcast against them."""
+    replay = (score <= threshold) if rule.at_most else (score >= threshold)
+    # In the first frame no slot holds an output yet.
+    replay = replay & (step >= rule.stride)
+    if rule.refresh_every > 0:
+        replay = replay & (step // rule.stride % rule.refresh_every != 0)
+    if rule.max_chain >= 0:
+        replay = replay & (chain < rule.max_chain)
+    if rule.couple_cfg:
+        first, second = replay.chunk(2, -1)
+        # One row of a guidance pair that computes makes the other compute.
+        replay = torch.cat([first & second] * 2, -1)
+    return replay
+
+
+@operator("gate", reason="After the first frame, the row replays where the score passes and the limits allow it.")
+def gate(
+    score: Tensor,
+    threshold: Tensor,
+    step: Tensor,
+    chain: Tensor,
+    stride: int,
+    max_chain: int,
+    couple_cfg: bool,
+    refresh_every: int = 0,
+    at_most: bool = False,
+) -> Tensor:
+    """Return which rows replay the MLP output of the previous frame.
+
+    Args:
+        score: float32 [B].
+        threshold: float32 [1]. A row replays if score >= threshold, or score <= threshold with `at_most`.
+        step: int64 [1], decode forward number t. No row replays before t = stride.
+        chain: int32 [F, B], successive replays at every slot.
+        stride: tokens per frame F.
+        max_chain: a row with this many successive replays computes; negative: unlimited.
+        couple_cfg: rows b and b + B / 2 are a guidance pair, which replays only together.
+        refresh_every: every row computes in the frames t // F that are a multiple of this; 0: in none.
+        at_most: the comparison.
+
+    Returns:
+        bool [B], True where the row replays.
+    """
+    slot = chain[int(step) % chain.shape[0]]
+    rule = ReplayRule(stride, max_chain, couple_cfg, refresh_every, at_most)
+    return decide(score, threshold, step, slot, rule)
+
+
+@gate.register_fake
+def _(
+    score: Tensor,
+    threshold: Tensor,
+    step: Tensor,
+    chain: Tensor,
+    stride: int,
+    max_chain: int,
+    couple_cfg: bool,
+    refresh_every: int = 0,
+    at_most: bool = False,
+) -> Tensor:
+    return torch.empty_like(score, dtype=torch.bool)
+
+
+@operator("slot_read", reason="The slot of this place of the frame: what was cached one frame earlier.")
+def slot_read(cache: Tensor, step: Tensor) -> Tensor:
+    """Return a copy of row step mod F of a cache [F, B, ...], [B, ...]."""
+    return cache[int(step) % cache.shape[0]].clone()
+
+
+@slot_read.register_fake
+def _(cache: Tensor, step: Tensor) -> Tensor:
+    return cache.new_empty(cache.shape[1:])
+
+
+@operator("slot_write", reason="What the layer computed or replayed is kept for the same place of the next frame.")
+def slot_write(cache: Tensor, value: Tensor, step: Tensor) -> Tensor:
+    """Return a cache [F, B, ...] with value [B, ...] written at row step mod F."""
+    out = cache.clone()
+    out[int(step) % cache.shape[0]] = value
+    return out
+
+
+@slot_write.register_fake
+def _(cache: Tensor, value: Tensor, step: Tensor) -> Tensor:
+    return torch.empty_like(cache)

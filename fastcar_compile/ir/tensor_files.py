@@ -1,0 +1,294 @@
+"""safetensors files: read as memory maps, written in pieces. Tensors are numpy arrays here."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from fastcar_compile.config.formats import BY_SAFETENSORS, DTYPES, DType, dtype_of
+from fastcar_compile.errors import ArtifactError, InternalError
+from fastcar_compile.support import limits
+from fastcar_compile.support.strict_json import parse_json
+from fastcar_compile.support.values import refuse_pipe
+
+Array = NDArray[Any]
+
+Piece = tuple[str, int, memoryview]
+"""Bytes of a tensor: its name, their offset in it, the bytes, valid until the next piece is asked for."""
+
+
+CHUNK = 2 << 20
+"""Bytes of a huge page, of x86-64 and of AArch64 with 4 KiB pages."""
+
+_HINT = "compile the model again, or copy the artifact again"
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and what TVM wants of a tensor that it uses in place."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Element type and shape of a tensor."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.dtype.itemsize * prod(self.shape)
+
+    @classmethod
+    def of(cls, array: Array) -> TensorSpec:
+        """Return the spec of an array."""
+        return cls(dtype_of(array), array.shape)
+
+
+class TensorSource(Protocol):
+    """Tensors by name, whose specs are known before their values are made."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def spec(self, name: str, /) -> TensorSpec:
+        """Return element type and shape."""
+        ...
+
+    def pieces(self, names: Iterable[str], /) -> Iterator[Piece]:
+        """Yield all bytes of these tensors, each once; they are made when they are asked for."""
+        ...
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a tensor's bytes are: file name in the artifact, offset from the start of the file, length."""
+
+    file: str
+    offset: int
+    length: int
+
+
+def write_streamed(root: Path, file: str, names: Iterable[str], source: TensorSource) -> dict[str, Placement]:
+    """Write these tensors of a source to one safetensors file; return where each tensor is; see `write_pieces`.
+
+    Args:
+        root: folder of the artifact. file: name in it. names: what to write, without an order.
+    """
+    names = list(names)
+    return write_pieces(root, file, {name: source.spec(name) for name in names}, source.pieces(names))
+
+
+def write_pieces(
+    root: Path, file: str, specs: Mapping[str, TensorSpec], pieces: Iterable[Piece]
+) -> dict[str, Placement]:
+    """Write one safetensors file, holding one piece of a tensor at a time; return where each tensor is.
+
+    Tensors of whole cache lines come first. So they start on a cache line in the file, and a memory map of the file can
+    be used in place.
+
+    Args:
+        root: folder of the artifact. file: name in it. specs: of every tensor.
+        pieces: each byte of every tensor once, in any order.
+
+    Raises:
+        InternalError: they are more or fewer bytes.
+    """
+    names = list(specs)
+    places, at = dict[str, int](), 0
+    header: dict[str, Any] = {}
+    # Tensors of whole cache lines come first; one odd tensor would shift all behind it.
+    for name in sorted(names, key=lambda n: _rank(specs[n])):
+        spec, places[name] = specs[name], at
+        at += spec.nbytes
+        header[name] = {
+            "dtype": spec.dtype.safetensors,
+            "shape": list(spec.shape),
+            "data_offsets": [places[name], at],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # The data begins behind 8 bytes of length and the header. Spaces move that place to a cache line.
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    start, written = 8 + len(text), dict.fromkeys(specs, 0)
+    with (root / file).open("wb", buffering=0) as stream:
+        chunks = _Chunks(stream, start + at)
+        chunks.write(0, memoryview(len(text).to_bytes(8, "little") + text))
+        for name, offset, data in pieces:
+            if offset + len(data) > specs[name].nbytes:
+                raise InternalError(f"{name} has {specs[name].nbytes} bytes; {offset + len(data)} were given")
+            chunks.write(start + places[name] + offset, data)
+            written[name] += len(data)
+    if wrong := next((name for name in names if written[name] != specs[name].nbytes), None):
+        raise InternalError(f"{wrong} has {specs[wrong].nbytes} bytes; {written[wrong]} were given")
+    return {n: Placement(file, start + places[n], specs[n].nbytes) for n in names}
+
+
+class _Chunks:
+    """Writes a file in any order, but in whole chunks of the size of a huge page.
+
+    A kernel whose page cache has large folios makes them as large as the write that fills them, and maps such a chunk
+    with one entry of the page table.
+
+    Args:
+        stream: unbuffered. size: of the file, all of which will be written, each byte once.
+    """
+
+    def __init__(self, stream: io.FileIO, size: int) -> None:
+        self._stream, self._size = stream, size
+        self._open: dict[int, tuple[bytearray, int]] = {}
+        self._spare: list[bytearray] = []  # used again: the system clears every page that it gives
+        # The full size is set first, so chunks may be written in any order.
+        stream.truncate(size)
+
+    def write(self, at: int, data: memoryview) -> None:
+        """Put bytes at an offset; a chunk goes to the file when it is full."""
+        while data:
+            inside = at % CHUNK
+            whole = len(data) // CHUNK * CHUNK if inside == 0 else 0
+            if whole:
+                self._put(at, data[:whole])
+            taken = whole or self._keep(at - inside, inside, data)
+            at, data = at + taken, data[taken:]
+
+    def _keep(self, start: int, inside: int, data: memoryview) -> int:
+        """Copy what belongs to the chunk at `start`; return how many bytes that were."""
+        length = min(CHUNK, self._size - start)
+        chunk, filled = self._open.pop(start, None) or (self._buffer(length), 0)
+        taken = min(len(data), length - inside)
+        chunk[inside : inside + taken] = data[:taken]
+        if filled + taken < length:
+            self._open[start] = chunk, filled + taken
+        else:
+            self._put(start, memoryview(chunk))
+            if length == CHUNK:
+                self._spare.append(chunk)
+        return taken
+
+    def _buffer(self, length: int) -> bytearray:
+        return self._spare.pop() if self._spare and length == CHUNK else bytearray(length)
+
+    def _put(self, at: int, data: memoryview) -> None:
+        self._stream.seek(at)
+        while data:
+            data = data[self._stream.write(data) :]
+
+
+def _rank(spec: TensorSpec) -> tuple[bool, int]:
+    return spec.nbytes % ALIGNMENT != 0, -spec.dtype.itemsize
+
+
+def octets(array: Array) -> memoryview:
+    """Return the bytes of an array, or of a contiguous copy."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+class Arrays:
+    """Arrays in memory, as a source."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self._arrays = dict(arrays)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Return element type and shape."""
+        return TensorSpec.of(self._arrays[name])
+
+    def pieces(self, names: Iterable[str]) -> Iterator[Piece]:
+        """Yield every array whole."""
+        return ((name, 0, octets(self._arrays[name])) for name in names)
+
+
+class LazyStreams:
+    """Byte streams that are made when they are asked for.
+
+    Args:
+        streams: name -> (bytes, what makes the uint8 array of that length), in order.
+    """
+
+    def __init__(self, streams: Mapping[str, tuple[int, Callable[[], Array]]]) -> None:
+        self._streams = dict(streams)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._streams)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Return element type and shape."""
+        return TensorSpec(DTYPES["uint8"], (self._streams[name][0],))
+
+    def pieces(self, names: Iterable[str]) -> Iterator[Piece]:
+        """Yield every stream whole."""
+        return ((name, 0, octets(self._streams[name][1]())) for name in names)
+
+
+def save_tensors(path: str | Path, arrays: Mapping[str, Array]) -> None:
+    """Write arrays to one safetensors file; same arrays, same bytes."""
+    file = Path(path)
+    write_streamed(file.parent, file.name, sorted(arrays), Arrays(arrays))
+
+
+class _Entry(BaseModel):
+    """What the header of a safetensors file says of one tensor."""
+
+    model_config = ConfigDict(frozen=True)
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_HEADER = TypeAdapter(dict[str, _Entry])
+
+
+def load_tensors(path: str | Path) -> dict[str, Array]:
+    """Return all tensors of a safetensors file, as arrays over one private memory map of it.
+
+    A page is read when it is first touched. Writing to an array changes the array only.
+
+    Raises:
+        ArtifactError: missing, or not a valid safetensors file.
+    """
+    try:
+        refuse_pipe(Path(path))
+        data = np.memmap(path, np.uint8, "c")
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"the tensor file cannot be read: {error}", where=str(path), hint=_HINT) from error
+    return tensors_of(data, str(path))
+
+
+def tensors_of(data: Array, where: str) -> dict[str, Array]:
+    """Return all tensors of a safetensors file as views of its bytes.
+
+    Args:
+        data: uint8 [N]. where: the file, for error texts.
+
+    Raises:
+        ArtifactError: they are not a valid safetensors file.
+    """
+    try:
+        end = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        # A corrupt length may be huge. One byte more than is allowed makes the parser refuse the text.
+        header: Any = parse_json(data[8 : min(end, limits.JSON_BYTES + 9)].tobytes())
+        header.pop("__metadata__", None)
+        return {name: _view(data[end:], entry) for name, entry in _HEADER.validate_python(header).items()}
+    except ValidationError as error:
+        what = "the tensor file cannot be read: its header is malformed"
+        raise ArtifactError(what, where=where, hint=_HINT) from error
+    except (ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
+        raise ArtifactError(f"the tensor file cannot be read: {error}", where=where, hint=_HINT) from error
+
+
+def _view(data: Array, entry: _Entry) -> Array:
+    begin, end = entry.data_offsets
+    spec = TensorSpec(BY_SAFETENSORS[entry.dtype], entry.shape)
+    if not 0 <= begin <= end <= data.size or end - begin != spec.nbytes:
+        raise ValueError(f"bytes {begin} to {end} do not hold {spec.dtype.name} {list(spec.shape)}")
+    return np.asarray(data[begin:end]).view(spec.dtype.numpy).reshape(spec.shape)

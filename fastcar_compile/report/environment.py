@@ -1,0 +1,246 @@
+"""Whether this machine has what the package builds and runs with: each tool, package and device as one check.
+
+Nothing heavy is imported, so that it also works where half of it is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from pydantic import BaseModel, ConfigDict
+
+from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, runnable
+from fastcar_compile.config.targets import available_targets, load_target
+from fastcar_compile.errors import BackendError, count_text
+from fastcar_compile.runtime.backends.hls_csim import ap_types_folder
+from fastcar_compile.support.machine import cpu_flags, usable_cores
+from fastcar_compile.support.values import checked
+
+Severity = Literal["ok", "info", "warning", "error"]
+
+PACKAGE = "fastcar_compile"
+EXTRAS: dict[str, Severity] = {
+    "": "error",
+    "compile": "warning",
+    "onnxruntime": "warning",
+    "csim": "warning",
+    "sign": "info",
+}
+"""The extras whose packages are looked for, and how bad it is to lack them; "" are what every installation needs."""
+
+HOST_HEADERS = {"openssl/opensslconf.h": "libssl-dev", "nlohmann/json.hpp": "nlohmann-json3-dev"}
+"""What the C++ host programs include, and Debian's packages of it."""
+
+FEW_BYTES, LITTLE_BYTES = 2 * 10**9, 2 * 10**8
+"""Free bytes of the temporary folder: below the first a warning, below the second an error. Design choice: a library of
+the shipped example takes 10 MB while it is built, and a test run a few GB."""
+
+GB = 1e9
+
+
+@checked()
+class Check(BaseModel):
+    """One thing that was looked at.
+
+    Args:
+        name: of the tool, package or resource. severity: "error": nothing can be built or decoded; "warning": a part
+            of the package does not work; "info": something that only some need is missing; "ok".
+        message: what was found. hint: what to do about it; empty where nothing is to be done.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    severity: Severity
+    message: str
+    hint: str = ""
+
+
+def doctor() -> tuple[Check, ...]:
+    """Look at Python, packages, compilers, emulator, headers, vendor tools, CPU and disk space."""
+    return (
+        *_packages(),
+        _linker(),
+        *_cross_compilers(),
+        _headers(),
+        *_host_headers(),
+        _vitis(),
+        _xrt(),
+        _cpu(),
+        _disk(),
+    )
+
+
+def _packages() -> Iterator[Check]:
+    """Yield Python's version, and that of every package that the installation names."""
+    try:
+        wanted = importlib.metadata.metadata(PACKAGE)["Requires-Python"]
+        requirements = [Requirement(text) for text in importlib.metadata.requires(PACKAGE) or []]
+    except PackageNotFoundError:
+        yield Check(name=PACKAGE, severity="error", message="is not installed", hint="pip install -e . in its folder")
+        return
+    version = platform.python_version()
+    fits = SpecifierSet(wanted).contains(version, prereleases=True)
+    hint = "" if fits else f"install Python {wanted}"
+    yield Check(name="python", severity="ok" if fits else "error", message=f"{version} (wants {wanted})", hint=hint)
+    for extra in EXTRAS:
+        for requirement in requirements:
+            if requirement.name != PACKAGE and _belongs(requirement, extra):
+                yield _package(requirement, extra)
+
+
+def _belongs(requirement: Requirement, extra: str) -> bool:
+    """Whether a requirement is of this extra, and of nothing less."""
+    marker = requirement.marker
+    if marker is None:
+        return not extra
+    return marker.evaluate({"extra": extra}) and not (extra and marker.evaluate({"extra": ""}))
+
+
+def _package(requirement: Requirement, extra: str) -> Check:
+    """Return whether a package is there, in a version that was tested."""
+    install = f'pip install "{PACKAGE}[{extra}]"' if extra else f"pip install {PACKAGE}"
+    severity = EXTRAS[extra]
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except PackageNotFoundError:
+        what = f"is not installed (wants {requirement.specifier})"
+        return Check(name=requirement.name, severity=severity, message=what, hint=install)
+    fits = requirement.specifier.contains(version, prereleases=True)
+    message = f"{version} (wants {requirement.specifier})"
+    hint = "" if fits else f'pip install "{requirement.name}{requirement.specifier}"'
+    return Check(name=requirement.name, severity="ok" if fits else severity, message=message, hint=hint)
+
+
+def _linker() -> Check:
+    """Return whether libraries for this machine can be linked."""
+    found = _version("g++")
+    if found is not None:
+        return Check(name="g++", severity="ok", message=found)
+    what = "is not on PATH, or does not run: no library for this CPU can be linked, and hls-csim cannot run"
+    builds = importlib.util.find_spec("torch") is not None  # without the compiler's packages, a machine only decodes
+    hint = "install it (Debian: apt install g++)"
+    return Check(name="g++", severity="error" if builds else "info", message=what, hint=hint)
+
+
+def _cross_compilers() -> Iterator[Check]:
+    """Yield the linkers of the boards' CPUs, and the emulators that run what they make."""
+    boards: dict[str, list[str]] = defaultdict(list)
+    for name in available_targets():
+        triple = load_target(name).host_triple
+        if triple.partition("-")[0] != platform.machine():
+            boards[triple].append(name)
+    for triple, names in sorted(boards.items()):
+        compiler, emulator = f"{triple}-g++", f"qemu-{triple.partition('-')[0]}"
+        missing = f"is not on PATH: host programs of {', '.join(names)} are written as object files"
+        hint = f"install it (Debian: apt install g++-{triple})"
+        yield _tool(compiler, "warning", missing, hint)
+        missing, hint = f"is not on PATH: programs for {triple} cannot be run here", "install qemu-user"
+        yield _tool(emulator, "info", missing, hint)
+
+
+def _tool(name: str, severity: Severity, missing: str, hint: str) -> Check:
+    found = _version(name)
+    if found is None:
+        return Check(name=name, severity=severity, message=missing, hint=hint)
+    return Check(name=name, severity="ok", message=found)
+
+
+def _version(name: str) -> str | None:
+    """Return the first line that a program says of itself; None: it is not on PATH, or does not run."""
+    path = shutil.which(name)
+    if path is None:
+        return None
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.splitlines()), path)
+
+
+def _headers() -> Check:
+    """Return whether C simulation finds its headers."""
+    try:
+        return Check(name="ap_types headers", severity="ok", message=str(ap_types_folder()))
+    except BackendError as error:
+        return Check(name="ap_types headers", severity="warning", message=error.what, hint=error.hint)
+
+
+def _host_headers() -> Iterator[Check]:
+    """Yield whether the boards' compilers find the headers of the host programs."""
+    compilers = {f"{load_target(name).host_triple}-g++" for name in available_targets()}
+    compilers = {name.removeprefix(f"{platform.machine()}-linux-gnu-") for name in compilers}
+    for compiler in sorted(filter(shutil.which, compilers)):
+        for header, package in HOST_HEADERS.items():
+            text = f"#if !__has_include(<{header}>)\n#error missing\n#endif\n"
+            command = [compiler, "-E", "-x", "c++", "-"]
+            try:
+                found = subprocess.run(command, input=text, capture_output=True, text=True, timeout=20, check=False)
+            except (OSError, subprocess.SubprocessError):
+                continue  # the compiler's own check says so
+            name, hint = (
+                f"{header} ({compiler})",
+                f"install it for that CPU (Debian: {package}), or see docs/tutorial/board.md",
+            )
+            if found.returncode == 0:
+                yield Check(name=name, severity="ok", message="is there")
+            else:
+                yield Check(name=name, severity="info", message="is missing: host programs cannot be built", hint=hint)
+
+
+def _vitis() -> Check:
+    path = shutil.which("v++")
+    if path is not None:
+        return Check(name="vitis", severity="ok", message=path)
+    what = "v++ is not on PATH: kernels cannot be synthesised here"
+    return Check(name="vitis", severity="info", message=what, hint="see docs/tutorial/board.md")
+
+
+def _xrt() -> Check:
+    """Return whether backend `board` finds XRT."""
+    if importlib.util.find_spec("pyxrt") is not None:
+        return Check(name="xrt", severity="ok", message="pyxrt is there")
+    folder = os.environ.get("XILINX_XRT")
+    what = "pyxrt is not there" if folder is None else f"pyxrt is not on Python's path, and XILINX_XRT is {folder}"
+    hint = "install XRT on the board and source its setup.sh"
+    return Check(name="xrt", severity="info", message=f"{what}: backend board cannot run here", hint=hint)
+
+
+def _cpu() -> Check:
+    """Return the instruction sets that libraries can use here, the best first."""
+    machine, flags = platform.machine(), cpu_flags()
+    names = [isa.name for isa in runnable(INSTRUCTION_SETS, machine, flags)]
+    cores = usable_cores()
+    if names:
+        return Check(name="cpu", severity="ok", message=f"{machine}, {count_text(cores, 'core')}: {', '.join(names)}")
+    what = f"{machine} has none of the instruction sets that libraries are built for"
+    return Check(name="cpu", severity="error", message=what, hint="use a CPU with SSE4.2 or NEON")
+
+
+def _disk() -> Check:
+    """Return whether the temporary folder has room for what other packages put there."""
+    folder = Path(os.environ.get("TMPDIR", "/tmp"))
+    try:
+        folder = Path(tempfile.gettempdir())  # raises where none of the usual folders can be written
+        free = shutil.disk_usage(folder).free
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        hint = "set TMPDIR to a folder that can be written"
+        return Check(name="TMPDIR", severity="error", message=f"{folder}: {error.strerror}", hint=hint)
+    severity: Severity = "ok" if free >= FEW_BYTES else "warning" if free >= LITTLE_BYTES else "error"
+    hint = "" if severity == "ok" else "set TMPDIR to a folder with more room, or free some"
+    return Check(name="TMPDIR", severity=severity, message=f"{folder}: {free / GB:.1f} GB free", hint=hint)

@@ -1,0 +1,272 @@
+"""The two graphs of an artifact as the page shows them: groups of nodes, parameters apart, and what changed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+from fastcar_compile.report.page.models import PageGraph, PageGroup, PageNode
+
+Json = dict[str, Any]
+
+
+def page_graphs(before: Json, after: Json) -> tuple[PageGraph, PageGraph]:
+    """Return the decode steps of two graph files (`graph/before.json`, `graph/after.json`)."""
+    return _pages(before, after, "decode", "outputs")
+
+
+def prefill_graphs(before: Json, after: Json) -> tuple[PageGraph, PageGraph] | None:
+    """Return the same for a chunk of the prompt; None: the prompt is read token by token."""
+    if before.get("prefill") is None or after.get("prefill") is None:
+        return None
+    return _pages(before, after, "prefill", "prefill_outputs")
+
+
+def _pages(before: Json, after: Json, part: str, results: str) -> tuple[PageGraph, PageGraph]:
+    pages = [_Reader(data, part).nodes() for data in (before, after)]
+    pages = [list(nodes) for nodes in _compare(*pages)]
+    keys = _layer_keys(*pages)
+    first, second = (
+        PageGraph(nodes=tuple(nodes), groups=_groups(nodes, keys), outputs=_outputs(data[part], data[results]))
+        for data, nodes in zip((before, after), pages, strict=True)
+    )
+    return first, second
+
+
+class _Reader:
+    """Reads the nodes of a graph; branches stand behind their `cond`, and read the nodes that it was given."""
+
+    def __init__(self, data: Json, part: str) -> None:
+        self.graph = cast("Json", data[part])
+        self.states = {str(state["name"]) for state in data["state"]}
+        self.found: list[PageNode] = []
+        self.weights: set[str] = set()
+
+    def nodes(self) -> list[PageNode]:
+        """Return every node but the output and the graphs of branches."""
+        self._graph(self.graph, "", {})
+        return self.found
+
+    def _graph(self, graph: Json, branch: str, outer: Mapping[str, str]) -> None:
+        """Read one graph. outer: name of a branch's placeholder -> id of the node that it stands for."""
+        ids = dict(outer)
+        for entry in graph["nodes"]:
+            name, op = str(entry["name"]), str(entry["op"])
+            if op == "output" or name in outer or (op == "get_attr" and entry["target"] in graph["branches"]):
+                continue
+            ids[name] = f"{branch}/{name}" if branch else name
+            node = self._node(entry, ids, branch)
+            self.found.append(node)
+            if node.kind == "weight":
+                self.weights.add(node.id)
+            if node.kind == "cond":
+                self._branches(graph, entry, ids)
+
+    def _branches(self, graph: Json, entry: Json, ids: Mapping[str, str]) -> None:
+        operands = [ids[name] for name in _named(entry["args"][3])]
+        for branch in _named(entry["args"][1:3]):
+            inner = graph["branches"][branch]
+            places = [str(n["name"]) for n in inner["nodes"] if n["op"] == "placeholder"]
+            self._graph(inner, branch, dict(zip(places, operands, strict=True)))
+
+    def _node(self, entry: Json, ids: Mapping[str, str], branch: str) -> PageNode:
+        kind = self._kind(entry)
+        arguments = [entry.get("args", []), entry.get("kwargs", {})]
+        read = [ids[name] for name in _named(arguments) if name in ids]
+        target, made_by = str(entry["target"]), str(entry.get("made_by", ""))
+        return PageNode(
+            id=ids[str(entry["name"])],
+            kind=kind,
+            op=target,
+            type=type_text(entry.get("type")),
+            args="" if kind == "cond" else _literals(entry),
+            inputs=tuple(dict.fromkeys(n for n in read if n not in self.weights)),
+            weights=tuple(dict.fromkeys(n for n in read if n in self.weights)),
+            branches=tuple(_named(entry["args"][1:3])) if kind == "cond" else (),
+            source=str(entry.get("source", "")),
+            module=str(entry.get("module", "")),
+            made_by=made_by,
+            reason=reason_key(made_by, target, kind),
+            role=str(entry.get("role", "")),
+            layer=entry.get("layer"),
+            branch=branch,
+        )
+
+    def _kind(self, entry: Json) -> Any:
+        if entry["op"] == "placeholder":
+            return "state" if entry["name"] in self.states else "input"
+        if entry["op"] == "get_attr":
+            return "weight"
+        return "cond" if entry["target"] == "cond" else "op"
+
+
+def reason_key(made_by: str, operator: str, kind: str) -> str:
+    """Return `pass` or `pass:operator`, the key of a node's reason on the page; "" for a node of the model itself."""
+    named = kind == "cond" or operator.startswith("fastcar.")
+    return f"{made_by}:{operator.removesuffix('.default')}" if made_by and named and kind in ("op", "cond") else made_by
+
+
+def type_text(value: Any) -> str:
+    """Return a graph file's type as a person reads it: `float32 [2, 1, 64]`, and `32 × float32 [1]` of a list."""
+    if value is None:
+        return ""
+    kind, content = value
+    if kind in ("list", "tuple"):
+        parts = [type_text(part) for part in content]
+        return f"{len(parts)} × {parts[0]}" if len(parts) > 2 and len(set(parts)) == 1 else ", ".join(parts)
+    return f"{str(kind).removeprefix('torch.')} {content}"
+
+
+def _named(value: Any) -> Iterator[str]:
+    """Return the names of the nodes inside an argument, in order."""
+    if isinstance(value, list):
+        for part in cast("list[Any]", value):
+            yield from _named(part)
+    elif isinstance(value, dict):
+        fields = cast("Json", value)
+        if set(fields) == {"node"} and isinstance(fields["node"], str):
+            yield fields["node"]
+            return
+        for part in fields.values():
+            yield from _named(part)
+
+
+def _literals(entry: Json) -> str:
+    """Return the arguments as text, `·` for a node."""
+    parts = [_argument(a) for a in entry.get("args", [])]
+    parts += [f"{name}={_argument(a)}" for name, a in entry.get("kwargs", {}).items()]
+    return "" if all(part == "·" for part in parts) else ", ".join(parts)
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_argument(v) for v in cast('list[Any]', value))}]"
+    if isinstance(value, dict):
+        ((kind, text),) = cast("Json", value).items()
+        if kind == "float":
+            return f"{float.fromhex(text):.6g}"
+        return "·" if kind == "node" else str(text)
+    return str(value)
+
+
+def _outputs(graph: Json, names: list[str]) -> dict[str, str]:
+    (output,) = (n for n in graph["nodes"] if n["op"] == "output")
+    return dict(zip(names, _named(output["args"]), strict=True))
+
+
+def _short(node: PageNode) -> str:
+    return node.id.rpartition("/")[2]
+
+
+def _compare(before: Iterable[PageNode], after: Iterable[PageNode]) -> tuple[Iterable[PageNode], Iterable[PageNode]]:
+    """Return the nodes with what became of them.
+
+    A node of both graphs keeps its name, operator and layer. Among the others, one operator of a module that stands for
+    the only other operator of that module and source line replaces it.
+    """
+    left = {(_short(n), n.op, n.layer): n for n in before}
+    right = {(_short(n), n.op, n.layer): n for n in after if (_short(n), n.op, n.layer) in left}
+    twins = {left[key].id: node.id for key, node in right.items()}
+    back = {new: old for old, new in twins.items()}
+    gone, new = (
+        [n for n in before if n.id not in twins],
+        [n for n in after if n.id not in back],
+    )
+    swapped = _replaced(gone, new)
+    swapped_back = {new: old for old, new in swapped.items()}
+    return (
+        [_changed(n, twins, swapped, "removed") for n in before],
+        [_changed(n, back, swapped_back, "added") for n in after],
+    )
+
+
+def _changed(node: PageNode, twins: Mapping[str, str], swapped: Mapping[str, str], otherwise: str) -> PageNode:
+    if node.id in twins:
+        return node.model_copy(update={"change": "kept", "twin": twins[node.id]})
+    if node.id in swapped:
+        return node.model_copy(update={"change": "replaced", "twin": swapped[node.id]})
+    return node.model_copy(update={"change": otherwise})
+
+
+def _replaced(gone: Iterable[PageNode], new: Iterable[PageNode]) -> dict[str, str]:
+    """Return the old node -> the new one of the same place in the model, whose operator's name holds the old one's."""
+    places: dict[tuple[str, str, str], list[PageNode]] = defaultdict(list)
+    for node in new:
+        places[node.module, node.source, _stem(node.op)].append(node)
+    found: dict[str, str] = {}
+    for node in gone:
+        stem = _stem(node.op)
+        near = [
+            n
+            for (m, s, op), group in places.items()
+            if (m, s) == (node.module, node.source)
+            for n in group
+            if stem in op
+        ]
+        if node.kind == "op" and node.module and len(near) == 1:
+            found[node.id] = near[0].id
+    return found
+
+
+def _stem(operator: str) -> str:
+    """Return the operator's own name: `linear` of `aten.linear.default`."""
+    return operator.split(".")[1] if operator.count(".") > 1 else operator
+
+
+def _layer_keys(before: Iterable[PageNode], after: Iterable[PageNode]) -> dict[int, str]:
+    """Return a digest per layer of its nodes in both graphs; names and module paths do not count."""
+    texts: dict[int, list[str]] = defaultdict(list)
+    for nodes in (before, after):
+        known = {node.id: node for node in nodes}
+        places: dict[str, int] = {}
+        counts: dict[int | None, int] = defaultdict(int)
+        for node in nodes:
+            counts[node.layer] += 1
+            places[node.id] = counts[node.layer]
+            if node.layer is not None:
+                texts[node.layer].append(_shape_text(node, known, places))
+        for lines in texts.values():
+            lines.append("|")
+    return {layer: hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12] for layer, lines in texts.items()}
+
+
+def _shape_text(node: PageNode, known: Mapping[str, PageNode], places: Mapping[str, int]) -> str:
+    """Return what a node is, without names. A node of another layer counts by its type only."""
+    read = [known[i] for i in (*node.inputs, *node.weights)]
+    inside = [n.layer == node.layer for n in read]
+    parts = [str(places[n.id]) if own else n.type for n, own in zip(read, inside, strict=True)]
+    picks = node.op == "operator.getitem" and not any(inside)  # the layer's own element: its index is the layer
+    facts = [
+        node.kind,
+        node.op if node.kind in ("op", "cond") else node.role,
+        node.type,
+        "" if picks else node.args,
+        node.source,
+        node.made_by,
+        node.change,
+        *parts,
+    ]
+    return " ".join(facts)
+
+
+def _groups(nodes: Iterable[PageNode], keys: Mapping[int, str]) -> tuple[PageGroup, ...]:
+    """Return the part in front of the layers, every layer, and the part behind them."""
+    members: dict[int | str, list[str]] = {"front": []}
+    behind: set[str] = set()
+    for node in nodes:
+        if node.layer is not None or behind.intersection(node.inputs):
+            behind.add(node.id)
+        place = node.layer if node.layer is not None else "behind" if node.id in behind else "front"
+        members.setdefault(place, []).append(node.id)
+    last = members.pop("behind", [])
+    # A parameter reads nothing; it stands with the operators that read it.
+    readers = {w: n.id for n in nodes for w in n.weights if n.layer is None}
+    late = [i for i in members["front"] if readers.get(i) in set(last)]
+    members["front"] = [i for i in members["front"] if i not in set(late)]
+    layers = sorted(place for place in members if isinstance(place, int))
+    found = [PageGroup(title="inputs and embedding", layer=None, key="front", nodes=tuple(members["front"]))]
+    found += [PageGroup(title=f"layer {n}", layer=n, key=keys[n], nodes=tuple(members[n])) for n in layers]
+    found.append(PageGroup(title="head and outputs", layer=None, key="behind", nodes=(*late, *last)))
+    return tuple(group for group in found if group.nodes)

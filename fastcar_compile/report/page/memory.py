@@ -1,0 +1,103 @@
+"""What lies where: memories and banks of the board, buffers of the kernels, state, parameters."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from fastcar_compile.artifact.manifest import Manifest
+from fastcar_compile.artifact.sections import AcceleratorSection
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.memory import HOST_RESERVE, bank_map, capacity
+from fastcar_compile.ir.tensor_files import Array, TensorSpec
+from fastcar_compile.report.page.models import BufferLine, MemoryBar, MemoryPage, MemoryPiece, TensorLine
+
+_CONNECTION = re.compile(r"^sp=(\w+)_1\.(\w+):(\S+)$", re.MULTILINE)
+"""A line of `link.cfg`: kernel, argument, port or banks."""
+
+
+def memory_page(
+    manifest: Manifest, arrays: Mapping[str, Array], layer_of: Mapping[str, int | None], link: str = ""
+) -> MemoryPage:
+    """Return the memory map.
+
+    Args:
+        arrays: every parameter of the rewritten graph. layer_of: parameter -> its layer.
+        link: text of the linker's configuration, which connects the arguments of kernels to memory.
+    """
+    accelerator = manifest.accelerator
+    bars = [_whole(manifest)]
+    if accelerator is not None:
+        bars += _banks(manifest, accelerator)
+    state = manifest.decoder.state
+    return MemoryPage(
+        bars=tuple(bars),
+        buffers=() if accelerator is None else tuple(_buffers(accelerator, link)),
+        state=tuple(
+            TensorLine(name=s.name, dtype=s.dtype, shape=s.shape, bytes=s.nbytes, role=str(s.role), layer=s.layer)
+            for s in state
+        ),
+        weights=tuple(_weight(name, array, layer_of.get(name)) for name, array in sorted(arrays.items())),
+    )
+
+
+def _whole(manifest: Manifest) -> MemoryBar:
+    """Return parameters and state of the decoder, against the memory that it runs from."""
+    target, sizes = manifest.target, defaultdict[str, int](int)
+    for state in manifest.decoder.state:
+        sizes[str(state.role)] += state.nbytes
+    pieces = [MemoryPiece(name="weights", bytes=manifest.decoder.weight_bytes)]
+    pieces += [MemoryPiece(name=role, bytes=size) for role, size in sizes.items()]
+    if target.kind == "cpu":
+        return MemoryBar(name=target.name, note="the machine's own memory", capacity=None, pieces=tuple(pieces))
+    names = ", ".join(memory.name for memory in target.weight_memories)
+    note = (
+        f"without {HOST_RESERVE >> 20} MiB for the operating system" if target.shares_memory else "memory of the card"
+    )
+    return MemoryBar(name=f"{target.name}: {names}", note=note, capacity=capacity(target), pieces=tuple(pieces))
+
+
+def _banks(manifest: Manifest, accelerator: AcceleratorSection) -> list[MemoryBar]:
+    """Return the weight ports: the bank behind each, its part of the weight streams, and of caches."""
+    design = Design.of(accelerator.design)
+    ports = design.axi_weight_ports
+    section = -(-design.weight_bytes // ports)
+    banks = bank_map(manifest.target, ports)
+    tags = [f"port {port}" for port in range(ports)] if banks is None else list(banks.weights)
+    room = None if banks is None else banks.bank_bytes
+    kept = [
+        MemoryPiece(name="keys and values", bytes=argument.bytes)
+        for kernel in accelerator.kernels
+        for argument in kernel.arguments
+        if argument.name in kernel.caches()[:1]  # those of all ports have one size
+    ]
+    note = "a bank of its own" if room is not None else "a part of the same memory"
+    return [
+        MemoryBar(
+            name=f"weight port {port}: {tag}" if banks is not None else f"weight port {port}",
+            note=note,
+            capacity=room,
+            pieces=(MemoryPiece(name="weight stream", bytes=section), *kept),
+        )
+        for port, tag in enumerate(tags)
+    ]
+
+
+def _buffers(accelerator: AcceleratorSection, link: str) -> Iterator[BufferLine]:
+    ports = {(kernel, argument): tag for kernel, argument, tag in _CONNECTION.findall(link)}
+    for kernel in accelerator.kernels:
+        for argument in kernel.arguments:
+            if argument.kind != "scalar":
+                yield BufferLine(
+                    name=argument.name,
+                    kernel=kernel.name,
+                    direction=argument.kind,
+                    port=ports.get((kernel.name, argument.name), ""),
+                    bytes=argument.bytes,
+                )
+
+
+def _weight(name: str, array: Array, layer: int | None) -> TensorLine:
+    spec = TensorSpec.of(array)
+    return TensorLine(name=name, dtype=spec.dtype.name, shape=spec.shape, bytes=spec.nbytes, role="weight", layer=layer)

@@ -1,0 +1,113 @@
+"""The replay sites of an artifact: layers, thresholds, and recorded decisions as a heat map."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastcar_compile.artifact.manifest import Manifest
+from fastcar_compile.artifact.sections import LayerPart, ReplayPart
+from fastcar_compile.gates import gate_named
+from fastcar_compile.report.page.models import Fact, HeatMap, LayerLine, ReplayPage
+
+Decisions = NDArray[np.bool_]
+
+DIGITS = 4
+"""Of a share on the page."""
+
+
+def replay_page(manifest: Manifest, decisions: Decisions | None) -> ReplayPage:
+    """Return every layer, the gate's facts, and the heat map of recorded decisions bool [forwards, layers, rows]."""
+    stride = manifest.decoder.config.tokens_per_frame
+    heat = None if decisions is None else heat_map(decisions, stride)
+    measured = _measured(decisions, stride)
+    layers = tuple(_layer(manifest, part, measured) for part in manifest.layers.layers)
+    return ReplayPage(facts=tuple(_facts(manifest, heat)), layers=layers, heat=heat)
+
+
+def heat_map(decisions: Decisions, stride: int) -> HeatMap:
+    """Return layers x frames and layers x places of the frame. Forward t is place t mod F of frame t / F."""
+    forwards, layers, rows = decisions.shape
+    shares = decisions.mean(-1)
+    frames = [shares[start : start + stride].mean(0) for start in range(0, forwards, stride)]
+    later = shares[stride:]
+    places = [later[place::stride].mean(0) for place in range(min(stride, len(later)))]
+    return HeatMap(
+        forwards=forwards,
+        stride=stride,
+        rows=rows,
+        frames=_by_layer(frames, layers),
+        tokens=_by_layer(places, layers),
+        total=round(float(later.mean()), DIGITS) if len(later) else None,
+    )
+
+
+def _by_layer(columns: list[NDArray[np.float64]], layers: int) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(round(float(column[layer]), DIGITS) for column in columns) for layer in range(layers))
+
+
+def _measured(decisions: Decisions | None, stride: int) -> list[float] | None:
+    """Return the share of every layer that replayed, of the forwards that may replay; None: there is none."""
+    if decisions is None or len(decisions) <= stride:
+        return None
+    return [round(float(share), DIGITS) for share in decisions[stride:].mean((0, 2))]
+
+
+def _layer(manifest: Manifest, part: LayerPart, measured: list[float] | None) -> LayerLine:
+    attention, mlp, replay, stored = part.attention, part.mlp, part.replay, manifest.thresholds
+    sizes: dict[str, int] = defaultdict(int)
+    for state in manifest.decoder.state:
+        if state.layer == part.layer:
+            sizes[str(state.role)] += state.nbytes
+    heads = f"{attention.num_heads} query heads, {attention.num_kv_heads} key/value heads of {attention.head_dim}"
+    kind = f"{mlp.activation}{', gated' if mlp.gated else ''}"
+    return LayerLine(
+        layer=part.layer,
+        module=part.module_path,
+        source=part.source,
+        attention=heads,
+        mlp=f"{mlp.hidden} → {mlp.intermediate} → {mlp.hidden}, {kind}",
+        gate="" if replay is None else replay.gate,
+        replays=replay is not None,
+        threshold="never replays" if replay is None else _threshold(replay, replay.threshold),
+        calibrated="" if stored is None or replay is None else _stored(replay, stored.values[part.layer]),
+        expected=None if stored is None else round(stored.per_layer[part.layer], DIGITS),
+        measured=None if measured is None else measured[part.layer],
+        bytes=dict(sizes),
+    )
+
+
+def _threshold(replay: ReplayPart, value: float) -> str:
+    return f"score {gate_named(replay.gate, replay.heads).comparison.value} {value:.4g}"
+
+
+def _stored(replay: ReplayPart, value: float | str | None) -> str:
+    return "never replays" if value is None else _threshold(replay, float(value))
+
+
+def _facts(manifest: Manifest, heat: HeatMap | None) -> list[Fact]:
+    options, stride = manifest.options.replay, manifest.decoder.config.tokens_per_frame
+    if options is None:
+        return [Fact(label="replay", value="none: this is the dense decoder")]
+    gate = gate_named(options.gate)
+    facts = [
+        Fact(label="gate", value=f"{gate.name}: {gate.describe()}"),
+        Fact(label="a row replays", value=f"where its score is {gate.comparison.value} the layer's threshold"),
+        Fact(
+            label="it takes", value=f"the MLP output of {stride} forwards earlier, the same place of the previous frame"
+        ),
+        Fact(label="replays in a row", value=f"at most {options.max_chain}" if options.max_chain else "no limit"),
+    ]
+    if options.refresh_every:
+        facts.append(Fact(label="refresh", value=f"one frame in {options.refresh_every} computes"))
+    if options.couple_cfg:
+        facts.append(Fact(label="guidance", value="both rows of a pair replay together"))
+    if (stored := manifest.thresholds) is not None:
+        cost = f"{stored.nll / stored.nll_dense:.3f}x the dense NLL" if stored.nll_dense else f"NLL {stored.nll:.4f}"
+        facts.append(Fact(label="calibration", value=f"{stored.goal}: {stored.replay:.1%} replay, {cost}"))
+    if heat is not None and heat.total is not None:
+        recorded = f"{heat.total:.1%} replay after the first frame; {heat.forwards} forwards, batch {heat.rows}"
+        facts.append(Fact(label="recorded", value=recorded))
+    return facts

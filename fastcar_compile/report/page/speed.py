@@ -1,0 +1,153 @@
+"""The estimate of a decode step: figures, shares of the units, resources, time lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastcar_compile.artifact.manifest import Manifest
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.codegen.hls.model.question import SYNTHETIC_FORWARDS, ask
+from fastcar_compile.codegen.hls.model.rows import Draw, draw_decisions
+from fastcar_compile.codegen.hls.model.system import Estimate, estimate_question
+from fastcar_compile.codegen.hls.model.time_line import trace_events
+from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
+from fastcar_compile.errors import UserError
+from fastcar_compile.report.page.models import Fact, OffloadLine, SpeedPage, StepLine
+from fastcar_compile.report.page.replay import Decisions
+
+
+@dataclass(frozen=True)
+class Replays:
+    """What replays in the prediction. decisions: None: nothing. recorded: of a session from its first forward on."""
+
+    decisions: Decisions | None
+    recorded: bool
+    text: str
+
+
+def replays_of(manifest: Manifest, recorded: Decisions | None) -> Replays:
+    """Return recorded decisions; else those drawn for the shares of the calibration; else none."""
+    if recorded is not None:
+        return Replays(recorded, True, "recorded decisions")
+    stored, rows = manifest.thresholds, manifest.decoder.config.batch_size
+    if stored is None:
+        return Replays(None, False, "nothing replays")
+    options = manifest.options.replay
+    kind = Draw.PAIRS if options is not None and options.couple_cfg else Draw.INDEPENDENT
+    layers = [
+        draw_decisions((SYNTHETIC_FORWARDS, 1, rows), share, kind, seed=layer)
+        for layer, share in enumerate(stored.per_layer)
+    ]
+    return Replays(np.concatenate(layers, 1), False, "drawn for the shares of the calibration")
+
+
+def speed_page(artifact: StoredArtifact, decisions: Decisions | None) -> SpeedPage:
+    """Return what `fastcar estimate` says of an artifact on its own board; why not, where there is no prediction.
+
+    Args:
+        decisions: recorded, bool [forwards, layers, rows]; None: those of the calibration, where there was one.
+    """
+    manifest, target = artifact.manifest, artifact.manifest.target
+    offload = tuple(offload_lines(manifest))
+    if target.kind == "cpu":
+        what = (
+            f"The target {target.name} is a CPU, and the hardware model predicts boards: `fastcar estimate --target`."
+        )
+        return SpeedPage(missing=what)
+    replays = replays_of(manifest, decisions)
+    try:
+        question = ask(
+            workload_of(manifest),
+            target,
+            decisions=replays.decisions,
+            design=design_of(manifest, target),
+            recorded=replays.recorded,
+            program=program_of(artifact),
+        )
+        result = estimate_question(question)
+    except UserError as error:
+        return SpeedPage(missing=f"There is no prediction: {error.what}.", offload=offload)
+    return SpeedPage(
+        facts=tuple(_facts(result, replays.text)),
+        seconds=result.seconds_per_step,
+        shares=result.shares,
+        resources={name: (float(r["used"]), float(r["limit"])) for name, r in result.resources.items()},
+        offload=offload,
+        clock_hz=question.design.budget.clock_mhz * 1e6,
+        steps=tuple(step_lines(result, replays.text)),
+        unknown=replays.decisions is None and manifest.options.replay is not None,
+    )
+
+
+def step_lines(result: Estimate, decided: str) -> Iterator[StepLine]:
+    """Yield the dense step; then, where something replays, the predicted one. decided: what decided what replays."""
+    lines = [("dense", "The decoder compiled without replay.", 0.0, result.dense)]
+    if ratio := result.replay_ratio:
+        note = f"{decided[0].upper()}{decided[1:]}. The step nearest to the mean is shown."
+        lines.append((f"{ratio:.1%} replay", note, ratio, result.step))
+    for title, note, replay, step in lines:
+        yield StepLine(title=title, note=note, replay=replay, seconds=step.seconds, events=tuple(trace_events(step)))
+
+
+def offload_lines(manifest: Manifest) -> list[OffloadLine]:
+    """Return the calls of the accelerator, and the linears that stay on the host; nothing where there is none."""
+    accelerator = manifest.accelerator
+    if accelerator is None:
+        return []
+    design, spec = accelerator.design, accelerator.design.spec
+    mlp = OffloadLine(
+        name="MLPs of the layers",
+        modules=tuple(layer.module_path for layer in manifest.layers.layers[:1]),
+        shape=f"{spec.hidden} → {spec.intermediate} → {spec.hidden}",
+        stream_bytes=design.stream_bytes,
+        cycles=design.cycles_estimate,
+    )
+    calls = [
+        OffloadLine(
+            name=call.name,
+            modules=call.paths,
+            shape=f"{call.inputs} → {' + '.join(map(str, call.channels))}",
+            stream_bytes=design.linear_stream_bytes[call.name],
+            cycles=design.linear_cycles_estimate[call.name],
+        )
+        for call in accelerator.linears
+    ]
+    if accelerator.step is not None:
+        count = accelerator.step.instructions
+        calls.append(OffloadLine(name="whole step", modules=(), reason=f"one launch of {count} instructions per token"))
+    kept = [OffloadLine(name="on the host", modules=(h.path,), reason=h.reason) for h in accelerator.on_host]
+    return [mlp, *calls, *kept]
+
+
+def _facts(result: Estimate, decided: str) -> list[Fact]:
+    design = result.design
+    return [
+        Fact(label="predicted", value=f"{result.tokens_per_second:,.1f} {result.unit}s/s", group="key"),
+        Fact(label="one step", value=f"{result.seconds_per_step * 1e3:.3f} ms", group="key"),
+        Fact(label="bound by", value=result.bound_by, group="key"),
+        Fact(label="over dense", value=f"{result.speedup_over_dense:.2f}x", group="key"),
+        Fact(
+            label="workload", value=f"{result.quant}, batch {result.batch}, attention reads {result.attended} positions"
+        ),
+        Fact(label="replay", value=f"{result.replay_ratio:.1%} of all MLPs ({decided})"),
+        Fact(label="in the fabric", value=result.offload),
+        Fact(
+            label="engine",
+            value=", ".join(
+                (
+                    _count(design["ports"], "weight port"),
+                    _count(design["lanes"], "lane"),
+                    _count(design["spec"]["cores"], "core"),
+                )
+            ),
+        ),
+        Fact(label="bandwidth", value=f"{result.bandwidth_utilisation:.1%} of the memory's peak"),
+        Fact(label="energy", value=f"{result.energy_per_token_j:.4f} J per {result.unit}, {result.power_w:.1f} W"),
+    ]
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -1,0 +1,228 @@
+"""Backend `board`: the accelerator on a board, through pyxrt."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fastcar_compile.artifact.manifest import Manifest
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.artifact.sections import AcceleratorSection, KernelPart
+from fastcar_compile.errors import BackendError
+from fastcar_compile.runtime.backends.accelerator.calls import Buffer, Bytes, ComputeUnit
+from fastcar_compile.runtime.backends.accelerator.step import accelerator_of, stepper_on
+from fastcar_compile.runtime.backends.base import BackendOptions, Stepper
+
+# Contiguous memory (CMA), which XRT allocates buffers from on a board whose memory is also Linux's.
+#
+# hls_templates/host/fastcar_memory.hpp is the same in C++.
+
+
+MEMINFO = "FASTCAR_MEMINFO"
+"""Environment variable: the file that is read instead of /proc/meminfo; "none": nothing is checked."""
+
+PAGE = 4096
+MB = 1e6
+
+
+def buffer_bytes(section: AcceleratorSection) -> int:
+    """Return the bytes of every buffer on the device: all weight streams, and the kernels' other memory arguments.
+
+    The weight arguments of a step kernel hold all streams.
+    """
+    design, streams, weights = section.design, list[int](), set[str]()
+    if section.step is None:
+        streams = [design.stream_bytes] * design.spec.layers + list(design.linear_stream_bytes.values())
+        weights = {name for kernel in section.kernels for name in kernel.weights()}
+    arguments = [a.bytes for k in section.kernels for a in k.arguments if a.kind != "scalar" and a.name not in weights]
+    # CMA hands out whole pages, so every buffer is rounded up to one.
+    return sum(-(-size // PAGE) * PAGE for size in streams + arguments)
+
+
+def require_contiguous(manifest: Manifest, section: AcceleratorSection) -> None:
+    """Raise BackendError where the board shares its memory with Linux and too little contiguous memory is free."""
+    path = os.environ.get(MEMINFO, "/proc/meminfo")
+    if path == "none" or not manifest.target.shares_memory:
+        return
+    fields = _meminfo(Path(path))
+    needed, free, total = buffer_bytes(section), fields.get("CmaFree", 0), fields.get("CmaTotal", 0)
+    if needed > free:
+        raise BackendError(
+            f"the buffers need {needed / MB:.1f} MB of contiguous memory (CMA), of which {free / MB:.1f} MB are free "
+            f"and {total / MB:.1f} MB reserved",
+            where=path,
+            hint="end other programs that use the board, or reserve more when Linux starts: docs/tutorial/board.md, "
+            f'"Memory under Linux"; {MEMINFO}=none skips this check',
+        )
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    """Return the fields of a file such as /proc/meminfo, bytes.
+
+    Raises:
+        BackendError: it cannot be read.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        what = f"the memory of the board cannot be read: {error.strerror}"
+        raise BackendError(what, where=str(path), hint=f"set {MEMINFO}=none where there is no such file") from error
+    words = [line.replace(":", " ").split() for line in lines]
+    return {w[0]: 1024 * int(w[1]) for w in words if len(w) > 1 and w[1].isdecimal()}
+
+
+# A device through pyxrt, and a kernel on it whose arguments are filled by name: fastcar_xrt.hpp in Python.
+
+
+XCLBIN, DEVICE = "FASTCAR_XCLBIN", "FASTCAR_DEVICE"
+"""Environment variables: path of the device binary; index of the device, 0 if not set."""
+
+TIMEOUT_MS = 10_000
+T = TypeVar("T")
+
+
+class Device:
+    """An open device that holds the xclbin of this design.
+
+    Attributes:
+        xrt: the module pyxrt.
+
+    Raises:
+        BackendError: pyxrt, the xclbin or the device is missing, or the xclbin is of another design.
+    """
+
+    def __init__(self, kernels: Sequence[KernelPart]) -> None:
+        self.xrt = _import_pyxrt()
+        path, index = _xclbin(), _index()
+        image = attempt("the xclbin cannot be read", str(path), lambda: self.xrt.xclbin(str(path)))
+        for kernel in kernels:
+            # The names are compared before the load: a wrong file then changes nothing on the device.
+            _check_kernel(image, kernel, path)
+        hint = "load the XRT driver; `xbutil examine` lists the devices"
+        where = f"device {index}"
+        self.device = attempt("the device cannot be opened", where, lambda: self.xrt.device(index), hint)
+        hint = "build it for this board's platform"
+        self.uuid = attempt("the xclbin cannot be loaded", str(path), lambda: self.device.load_xclbin(image), hint)
+        # XRT may keep the xclbin of another process that has it open.
+        if self.uuid.to_string() != image.get_uuid().to_string():
+            what = f"the device holds the xclbin {self.uuid.to_string()}, not {image.get_uuid().to_string()}"
+            raise BackendError(what, where=where, hint="another program has loaded its own: end it")
+
+
+def attempt(what: str, where: str, work: Callable[[], T], hint: str = "see docs/tutorial/board.md") -> T:
+    """Return what `work` returns; XRT's own exceptions become a BackendError."""
+    try:
+        return work()
+    except (RuntimeError, OSError, ValueError, MemoryError) as error:
+        raise BackendError(f"{what}: {error}", where=where, hint=hint) from error
+
+
+def _import_pyxrt() -> Any:
+    try:
+        return importlib.import_module("pyxrt")
+    except ImportError as error:
+        hint = "run on the board, with XRT's bindings (/opt/xilinx/xrt/python) on PYTHONPATH; docs/tutorial/board.md"
+        raise BackendError(f"the board backend needs pyxrt: {error}", where="import pyxrt", hint=hint) from error
+
+
+def _xclbin() -> Path:
+    text = os.environ.get(XCLBIN)
+    if not text:
+        raise BackendError(
+            "the board backend does not know its xclbin",
+            where=f"${XCLBIN} is not set",
+            hint="set it to the file's path",
+        )
+    if not Path(text).is_file():
+        raise BackendError(
+            "the xclbin does not exist", where=text, hint=f"correct ${XCLBIN}; `make link` writes the file"
+        )
+    return Path(text)
+
+
+def _index() -> int:
+    text = os.environ.get(DEVICE, "0")
+    if not text.isdecimal():
+        raise BackendError(f"{text!r} is no device index", where=f"${DEVICE}", hint="give 0, 1, …")
+    return int(text)
+
+
+def _check_kernel(image: Any, kernel: KernelPart, path: Path) -> None:
+    """Raise BackendError for another design; pyxrt tells a kernel's name and number of arguments, not their names."""
+    hint = "link the kernels of this artifact again"
+    found = [k for k in image.get_kernels() if k.get_name() == kernel.name]
+    if not found:
+        raise BackendError(f"the xclbin has no kernel {kernel.name}", where=str(path), hint=hint)
+    if found[0].get_num_args() != len(kernel.arguments):
+        what = (
+            f"the xclbin is of another design: {kernel.name} has {found[0].get_num_args()} arguments, "
+            f"expected are {len(kernel.arguments)}"
+        )
+        raise BackendError(what, where=str(path), hint=hint)
+
+
+class XrtUnit(ComputeUnit):
+    """A kernel of the xclbin."""
+
+    def __init__(self, device: Device, kernel: KernelPart) -> None:
+        super().__init__(kernel)
+        self._device, xrt = device, device.xrt
+        self._kernel = attempt(
+            "the kernel cannot be opened",
+            kernel.name,
+            # Exclusive access: the kernel keeps a table on chip, which a second program could replace.
+            lambda: xrt.kernel(device.device, device.uuid, kernel.name, xrt.kernel.exclusive),
+            "end other programs that use the board",
+        )
+        self._run = xrt.run(self._kernel)
+
+    def _allocate(self, name: str, size: int) -> Buffer:
+        xrt, device, group = self._device.xrt, self._device.device, self._kernel.group_id(self.kernel.index(name))
+        return attempt(
+            f"no memory for {size} bytes",
+            f"{self.kernel.name}, argument {name}",
+            lambda: xrt.bo(device, size, xrt.bo.normal, group),
+            "free device memory, or compile for fewer layers, rows or bits",
+        )
+
+    def _upload(self, buffer: Buffer, data: Bytes) -> None:
+        if data.size:
+            buffer.write(np.ascontiguousarray(data), 0)
+            # Only the written bytes go to the device.
+            buffer.sync(self._device.xrt.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE, data.size, 0)
+
+    def _download(self, buffer: Buffer, size: int) -> Bytes:
+        buffer.sync(self._device.xrt.xclBOSyncDirection.XCL_BO_SYNC_BO_FROM_DEVICE, size, 0)
+        return np.frombuffer(bytes(buffer.read(size, 0)), np.uint8).copy()
+
+    def _set_argument(self, index: int, value: Buffer | int) -> None:
+        """Set an argument; pyxrt takes a scalar as a C int."""
+        self._run.set_arg(index, (value & 0xFFFFFFFF ^ 1 << 31) - (1 << 31) if isinstance(value, int) else value)
+
+    def _execute(self) -> None:
+        self._run.start()
+        state = self._run.wait(TIMEOUT_MS)
+        if state != self._device.xrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED:
+            hint = "see `dmesg` and `xbutil examine`; load the xclbin again"
+            raise BackendError(f"the kernel did not complete: {state}", where=self.kernel.name, hint=hint)
+
+
+def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
+    """Open an artifact on the board; see OpenStepper.
+
+    The kernel keeps what was loaded, so a program has it for itself.
+
+    Raises:
+        BackendError: pyxrt, the device or the xclbin is missing, the xclbin is of another design, or Linux has reserved
+            too little contiguous memory.
+    """
+    section = accelerator_of(artifact)
+    (kernel,) = section.kernels
+    device = Device([kernel])
+    require_contiguous(artifact.manifest, section)
+    return stepper_on(artifact, options, XrtUnit(device, kernel))

@@ -1,0 +1,289 @@
+"""Backend `hls-csim`: the artifact's HLS sources, built with g++ and called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from fastcar_compile.artifact.digest import CACHE, cache_folder
+from fastcar_compile.artifact.layout import HLS
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.artifact.sections import KernelPart
+from fastcar_compile.errors import BackendError, os_errors
+from fastcar_compile.runtime.backends.accelerator.calls import Bytes, ComputeUnit
+from fastcar_compile.runtime.backends.accelerator.step import accelerator_of, stepper_on
+from fastcar_compile.runtime.backends.base import BackendOptions, Stepper
+from fastcar_compile.support import machine as processes
+
+# The emitted HLS sources as a library, built with g++.
+
+
+FLAGS = [
+    "-std=c++14",
+    "-O2",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-fPIC",
+    "-fno-gnu-unique",  # a library with such symbols is never unloaded
+    "-shared",
+]
+KERNELS = ("fastcar_engine.cpp", "fastcar_step.cpp")
+"""The kernels; a project has one of them."""
+
+SOURCES = ("fastcar_csim.cpp", *KERNELS)
+"""What a library is built from: the exact sums, and the project's kernel."""
+
+INSTALL_EXTRA = "install the extra `csim`: pip install 'fastcar_compile[csim]'"
+
+
+def ap_types_folder() -> Path:
+    """Return the folder of ap_int.h: $AP_TYPES, else the one in the installed hls4ml, which is found but not imported.
+
+    Raises:
+        BackendError: there is none.
+    """
+    if "AP_TYPES" in os.environ:
+        folder = Path(os.environ["AP_TYPES"])
+    else:
+        spec = importlib.util.find_spec("hls4ml")
+        if spec is None or not spec.submodule_search_locations:
+            raise BackendError("the C simulation needs the ap_types headers, and hls4ml is missing", hint=INSTALL_EXTRA)
+        folder = Path(spec.submodule_search_locations[0]) / "templates" / "vivado" / "ap_types"
+    if not (folder / "ap_int.h").is_file():
+        raise BackendError("the C simulation needs ap_int.h", where=str(folder), hint=INSTALL_EXTRA)
+    return folder
+
+
+def compiler() -> str:
+    """Return the path of g++ ($CXX if set).
+
+    Raises:
+        BackendError: it is not installed.
+    """
+    name = os.environ.get("CXX", "g++")
+    path = shutil.which(name)
+    if path is None:
+        raise BackendError(
+            f"the C simulation needs {name}, which is not on PATH",
+            hint="install it (Debian: apt install g++) and, for the ap_types headers, the extra `csim`",
+        )
+    return path
+
+
+def folder_sources(folder: Path, names: Sequence[str] = SOURCES) -> dict[str, bytes]:
+    """Return the headers of a project's folder, and those of these sources that it has, by name."""
+    paths = [*folder.glob("*.hpp"), *(folder / name for name in names)]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def open_library(files: Mapping[str, bytes], build_dir: Path, defines: Sequence[str] = ()) -> ctypes.CDLL:
+    """Compile a project (as `emit_hls` writes it) in `build_dir`, or take the library already built; load a copy.
+
+    Each call is an accelerator of its own: the engine keeps its control table from call to call, and a process loads
+    the same file only once. The copy's file is not needed any more. The library is unloaded with the last function of
+    it.
+
+    Args:
+        files: sources and headers by name. defines: macros of the build, such as those of `counters.py`.
+
+    Raises:
+        BackendError: a source, g++ or the ap_types headers are missing, or the sources do not compile.
+    """
+    kernel = next((name for name in KERNELS if name in files), KERNELS[0])
+    path = build_library(files, build_dir, (SOURCES[0], kernel), defines)
+    # NFS keeps the name of a file that is mapped.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="fastcar-", ignore_cleanup_errors=True) as folder:
+        library = ctypes.CDLL(str(shutil.copy(path, folder)))
+    weakref.finalize(library, _unload, library._handle).atexit = False
+    return library
+
+
+def _unload(handle: int) -> None:
+    ctypes.CDLL(None).dlclose(ctypes.c_void_p(handle))
+
+
+def build_library(
+    files: Mapping[str, bytes], build_dir: Path, sources: Sequence[str], defines: Sequence[str] = ()
+) -> Path:
+    """Return the library built from these sources; it is compiled unless `build_dir` holds it already.
+
+    Args:
+        files: sources and headers by name. sources: those of them that are compiled.
+
+    Raises:
+        BackendError: a source, g++ or the ap_types headers are missing, or the sources do not compile.
+    """
+    if missing := [name for name in sources if name not in files]:
+        raise BackendError(f"HLS sources are missing: {', '.join(missing)}", hint="compile the model again")
+    command = [compiler(), *FLAGS, *(f"-D{name}" for name in defines), "-isystem", str(ap_types_folder())]
+    path = build_dir / f"fastcar_csim_{_digest(files, [*command, *sources])}.so"
+    if not path.is_file():
+        build_dir.mkdir(parents=True, exist_ok=True)
+        _compile(command, files, sources, path)
+    return path
+
+
+def _digest(files: Mapping[str, bytes], command: Sequence[str]) -> str:
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
+    digest = hashlib.sha256("\0".join([version, *command[1:]]).encode())
+    # Names go into the digest too: the same text under another name is another project.
+    for name, data in sorted(files.items()):
+        digest.update(name.encode() + b"\0" + data + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _compile(command: Sequence[str], files: Mapping[str, bytes], sources: Sequence[str], path: Path) -> None:
+    """Build in a folder of its own, then rename: a killed build leaves no half library under the final name."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="fastcar-") as folder:
+        written, output = Path(folder, "sources"), Path(folder, path.name)
+        written.mkdir()
+        for name, data in files.items():
+            (written / name).write_bytes(data)
+        *before, last = (str(written / name) for name in sources)
+        # One translation unit: reading ap_int.h takes a third of the time.
+        inputs = [*(f"-include{name}" for name in before), last]
+        done = processes.run([*command, f"-I{written}", *inputs, "-o", str(output)], {"TMPDIR": folder})
+        if done.returncode:
+            text = done.stderr.replace(f"{written}/", "").strip()[:2000]
+            raise BackendError(
+                f"g++ could not build the C simulation:\n{text}",
+                where=", ".join(sources),
+                hint="compile the model again; if it persists, report it with this text",
+            )
+        os.replace(output, path)
+
+
+# Work that a C simulation library counts, where it was built with FASTCAR_COUNTERS.
+
+
+COUNTERS = "FASTCAR_COUNTERS"
+"""The macro that counts."""
+
+STATIC_MAPPING = "FASTCAR_STATIC_MAPPING"
+"""The macro that maps row b to core b mod C, for comparison with DRS."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the engine executed.
+
+    Attributes:
+        mac: iterations of the MAC array, one word of every weight port each.
+        weight_beats: beats of all AXI ports that read weights.
+        row_beats: 128-bit words of x and y. copy_beats: of replayed rows.
+    """
+
+    mac: int
+    weight_beats: int
+    row_beats: int
+    copy_beats: int
+
+
+def read_counters(library: ctypes.CDLL) -> Work:
+    """Return the work since the last call of this function, and start again from zero.
+
+    Raises:
+        BackendError: the library was built without counters.
+    """
+    entry = getattr(library, "fastcar_csim_counters", None)
+    if entry is None:
+        raise BackendError("this C simulation does not count its work", hint=f"build it with {COUNTERS}")
+    counts = (ctypes.c_uint64 * 4)()
+    entry(counts)
+    return Work(*counts)
+
+
+# A kernel of a C simulation library.
+
+
+WORD_BYTES = 16
+"""A 128-bit word lies at a multiple of this."""
+
+
+class CsimUnit(ComputeUnit):
+    """A kernel as a C function. Device memory is the process's own. Runs release the GIL."""
+
+    def __init__(self, library: ctypes.CDLL, kernel: KernelPart) -> None:
+        super().__init__(kernel)
+        self._function = library[kernel.name]  # as an attribute it would keep the library from being unloaded
+        self._function.restype = None
+        self._values: dict[int, Bytes | int] = {}
+
+    def make_buffer(self, name: str, data: Bytes) -> Bytes:
+        """Return the bytes themselves where they are aligned."""
+        return aligned(np.ascontiguousarray(data))
+
+    def clear(self, *names: str) -> None:
+        """Give arguments new buffers: memory that the system has set to zero is taken page by page."""
+        for name in names:
+            self._buffers.pop(name, None)
+        self.fill(*names)
+
+    def _allocate(self, name: str, size: int) -> Bytes:
+        return aligned(np.zeros(size, np.uint8))
+
+    def _upload(self, buffer: Bytes, data: Bytes) -> None:
+        buffer[: data.size] = data
+
+    def _download(self, buffer: Bytes, size: int) -> Bytes:
+        return buffer[:size].copy()
+
+    def _set_argument(self, index: int, value: Bytes | int) -> None:
+        self._values[index] = value
+
+    def _execute(self) -> None:
+        values = (self._values[index] for index in range(len(self.kernel.arguments)))
+        self._function(*(_c_value(value) for value in values))
+
+
+def aligned(data: Bytes) -> Bytes:
+    """Return the bytes at an address of whole words; a copy unless they are there already."""
+    if data.ctypes.data % WORD_BYTES == 0:
+        return data
+    buffer = np.empty(data.size + WORD_BYTES, np.uint8)
+    start = -buffer.ctypes.data % WORD_BYTES
+    buffer[start : start + data.size] = data
+    return buffer[start : start + data.size]
+
+
+def _c_value(value: Bytes | int) -> ctypes.c_uint32 | ctypes.c_void_p:
+    if isinstance(value, int):
+        return ctypes.c_uint32(value & 0xFFFFFFFF)
+    return ctypes.c_void_p(value.ctypes.data)
+
+
+def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
+    """Open an artifact on the C simulation of its kernel; see OpenStepper.
+
+    Raises:
+        BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
+        UserError: the library cannot be written.
+    """
+    (kernel,) = accelerator_of(artifact).kernels
+    sources, folder = sources_of(artifact), cache_folder() / "csim"
+    hint = f"free some space there, or set {CACHE} to another folder"
+    with os_errors("the C simulation cannot be built", folder, hint):
+        library = open_library(sources, folder)
+    return stepper_on(artifact, options, CsimUnit(library, kernel))
+
+
+def sources_of(artifact: StoredArtifact) -> dict[str, bytes]:
+    """Return the C++ files of an artifact's HLS project, by their names in it."""
+    names = (PurePosixPath(name) for name in artifact.manifest.files)
+    found = (n for n in names if n.parent == PurePosixPath(HLS) and (n.suffix == ".hpp" or n.name in SOURCES))
+    return {name.name: artifact.files.data(str(name)) for name in found}

@@ -1,0 +1,225 @@
+"""An artifact on disk, opened: manifest, graphs, explanation and sessions."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastcar_compile.artifact.digest import Digests, UserDigests
+from fastcar_compile.artifact.explain import Described, Description, decoder_fields, explain, gate_text
+from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE, SIGNATURE
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.artifact.sections import State
+from fastcar_compile.artifact.thresholds import Thresholds
+from fastcar_compile.artifact.trust import SUCCESSOR, Requirements
+from fastcar_compile.artifact.writer import store_thresholds
+from fastcar_compile.errors import InputError, SignatureError
+from fastcar_compile.ir.types import DecoderConfig
+from fastcar_compile.runtime.backends.base import OpenStepper
+from fastcar_compile.runtime.session import Session, open_session
+from fastcar_compile.support.packages import needs
+from fastcar_compile.support.values import check_kind, path_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, fx
+
+    from fastcar_compile.ir.program import DecoderProgram
+    from fastcar_compile.ir.sites import LayerSite
+
+
+def load(
+    path: str | Path,
+    *,
+    digest: str | None = None,
+    require_signature: str | Path | None = None,
+    policy: None = None,
+    reread: bool = True,
+) -> Artifact:
+    """Open an artifact. Every file's sha256 is checked before anything is loaded.
+
+    What is loaded later is what was checked, whatever is in the folder by then: an artifact keeps its files open until
+    it is closed or collected. It is a context manager that closes itself, and its sessions outlive it.
+
+    An artifact holds native code, and its manifest has the hashes of its files. So the hashes show damage, and not who
+    made the artifact: give one or more of the arguments for that. All that are given must hold.
+
+    Args:
+        digest: the only one to accept, as `compile` printed it: `sha256:` and 64 hex digits.
+        require_signature: the public key (PEM file) of who must have signed.
+        policy: gone; the error names what takes its place.
+        reread: False: a large file that was read before with `reread=False`, and whose device, inode, size and times
+            are the same by now, is not read again. The digests are in $FASTCAR_CACHE. It is for big models on a file
+            system that only you and root can write.
+
+    Raises:
+        ArtifactError: missing, damaged, tampered with, or of another schema version.
+        SignatureError: an ArtifactError: another digest, no signature, or one of somebody or something else.
+        InputError: a digest or key that cannot be read.
+        UserError: with `reread=False`: other users may write the kept digests, or they cannot be kept.
+    """
+    place = path_of("the artifact", path)
+    check_kind("reread", reread, bool, "True or False")
+    if policy is not None:
+        raise InputError("policies are gone", where="policy", hint=SUCCESSOR.format("key"))
+    trust = Requirements.of(digest=digest, require_signature=require_signature)
+    if reread:
+        return Artifact(place, trust=trust)
+    digests = UserDigests()
+    artifact = Artifact(place, trust=trust, digests=digests)
+    digests.save()
+    return artifact
+
+
+class Artifact(Described, StoredArtifact):
+    """A compiled decoder. Sessions need neither torch nor the compiler; graphs and parameters need torch.
+
+    Attributes:
+        path: its folder.
+        digest: of its manifest, `sha256:` and 64 hex digits, to be pinned with `load(path, digest=…)`.
+        manifest: its typed sections, and sha256 and size of every file.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        original: fx.GraphModule | None = None,
+        *,
+        trust: Requirements | None = None,
+        digests: Digests | None = None,
+    ) -> None:
+        super().__init__(path_of("the artifact", path), trust, digests)
+        self._original = original
+        self._trusted = bool(trust)
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Sizes of the decoder."""
+        return self.manifest.decoder.config
+
+    @property
+    def state(self) -> tuple[State, ...]:
+        """What a session keeps from step to step."""
+        return self.manifest.decoder.state
+
+    @property
+    def sites(self) -> list[LayerSite]:
+        """Where each layer's attention and MLP are in the rewritten graph."""
+        return self.program.sites
+
+    @cached_property
+    def params(self) -> dict[str, Tensor]:
+        """Every parameter of the rewritten graph, by name."""
+        with needs("compile"):
+            from fastcar_compile.artifact.programs import read_params
+
+        return read_params(self)
+
+    @cached_property
+    def program(self) -> DecoderProgram:
+        """The rewritten program."""
+        with needs("compile"):
+            from fastcar_compile.artifact.programs import program_from_json
+
+        return program_from_json(self.json(GRAPH_AFTER), self.params)
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The rewritten decode step, runnable in eager PyTorch; `graph.print_readable()` prints it."""
+        return self.program.graph_module
+
+    @cached_property
+    def original_graph(self) -> fx.GraphModule:
+        """The decode step before the rewrite.
+
+        Straight after `compile` it runs. A loaded artifact keeps no float copy of quantised weights: there they are
+        tensors on the meta device, so that the graph can be read but not run.
+        """
+        with needs("compile"):
+            from fastcar_compile.artifact.programs import program_from_json
+
+        if self._original is not None:
+            return self._original
+        return program_from_json(self.json(GRAPH_BEFORE), self.params, missing_on_meta=True).graph_module
+
+    def _description(self) -> Description:
+        thresholds = self.manifest.layers.thresholds if self.thresholds is None else self.thresholds.values
+        gate = gate_text(self.manifest.layers.gates, thresholds)
+        return f"Artifact {self.path}", {**decoder_fields(self.manifest), "gate": gate, "digest": self.digest}
+
+    def explain(self, layer: int | None = None, node: str | None = None) -> str:
+        """Return what was found, inserted and cached, and why: of every layer, one layer, or one node of the graph.
+
+        Raises:
+            InputError: there is no such layer or node.
+        """
+        if node is None:
+            return explain(self.manifest, layer)
+        with needs("compile"):
+            from fastcar_compile.ir.text import explain_node
+
+        return explain_node(self.graph, node, self.manifest.pipeline.reason)
+
+    @property
+    def thresholds(self) -> Thresholds | None:
+        """The calibrated thresholds that are stored in the artifact, if there are any."""
+        return self.manifest.thresholds
+
+    def store_thresholds(self, thresholds: Thresholds | None, *, drop_signature: bool = False) -> None:
+        """Keep thresholds in the artifact's manifest, where sessions find them; None: back to the compiled ones.
+
+        Nothing is compiled again; open sessions keep what they have. The artifact has another digest afterwards. What
+        other videos are expected to replay is not kept.
+
+        Args:
+            drop_signature: go on where the artifact is signed, or was opened with a pinned digest. Its signature
+                is removed, as it would not hold any more.
+
+        Raises:
+            SignatureError: it is signed or pinned, and `drop_signature` is not given.
+            ArtifactError: they belong to another gate or number of layers, or the artifact cannot be written.
+        """
+        check_kind("thresholds", thresholds, (Thresholds, type(None)), "Thresholds, or None")
+        if thresholds is not None:
+            thresholds.check(self.manifest.layers.gates, str(self.path))
+            # The estimate belongs to the calibration's file: an artifact stores the thresholds alone.
+            thresholds = thresholds.model_copy(update={"expected": None})
+        if not drop_signature:
+            self._refuse_to_break_trust()
+        self.manifest, self.digest = store_thresholds(self.path, self.manifest, thresholds)
+        self._trusted = False
+
+    def _refuse_to_break_trust(self) -> None:
+        signed = (self.path / SIGNATURE).exists()
+        if signed or self._trusted:
+            kind = "signed" if signed else "trusted by its digest"
+            what = f"the artifact is {kind}, and other thresholds in its manifest would end that"
+            hint = "keep the thresholds in a file for sessions, or drop the signature and sign again afterwards"
+            raise SignatureError(what, where=str(self.path), hint=hint)
+
+    def session(
+        self,
+        backend: str | OpenStepper = "cpu",
+        record: bool = False,
+        threads: int | None = None,
+        thresholds: Thresholds | str | Path | None = None,
+    ) -> Session:
+        """Open a session.
+
+        Args:
+            backend: cpu (TVM) | onnxruntime | hls-csim | eager | board (docs/tutorial/board.md), or one that another
+                package registers, or what opens its stepper.
+            record: keep every replay decision for `session.stats.decisions`.
+            threads: CPU threads, 1 up to the cores that the process may run on; default: every usable core.
+            thresholds: calibrated ones, or their file; default: those stored in the artifact, else those compiled in.
+
+        Raises:
+            ArtifactError: thresholds of another gate or number of layers.
+            BackendError: unknown backend, or one that cannot run here.
+        """
+        check_kind("thresholds", thresholds, (Thresholds, str, Path, type(None)), "Thresholds, or their file")
+        given = Thresholds.load(thresholds) if isinstance(thresholds, str | Path) else thresholds
+        session = open_session(self, backend, record=record, threads=threads)
+        if (values := given or self.thresholds) is not None:
+            session.set_threshold(values)
+        return session

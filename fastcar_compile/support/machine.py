@@ -1,0 +1,205 @@
+"""Usable cores, and a parallel map over them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from fastcar_compile.errors import UserError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def at_once(function: Callable[[T], R], values: Iterable[T], threads: int | None = None) -> list[R]:
+    """Return `function` of every value, in order.
+
+    Args:
+        threads: that compute it; None: one per usable core.
+    """
+    with ThreadPoolExecutor(threads or usable_cores()) as pool:
+        return list(pool.map(function, values))
+
+
+def streamed(function: Callable[[T], R], values: Iterable[T], threads: int | None = None) -> Iterator[R]:
+    """Yield `function` of every value, in order, as it is computed; two results per thread wait at most.
+
+    Args:
+        threads: that compute it; None: one per usable core.
+    """
+    threads = threads or usable_cores()
+    waiting = deque[Future[R]]()
+    with ThreadPoolExecutor(threads) as pool:
+        for value in values:
+            waiting.append(pool.submit(function, value))
+            if len(waiting) == 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def usable_cores() -> int:
+    """Return the number of cores of this process: its affinity, limited to whole cores of its CPU quota; at least 1."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return the least CPU quota, in cores, of the control groups of this process; None without a limit.
+
+    Args:
+        root: folder that holds `proc` and `sys`.
+    """
+    limits = (_limit(group) for group in control_groups("cpu", root))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """Yield the folders of this process's control groups that have a controller, and of every group above them.
+
+    Args:
+        controller: for example "cpu". root: folder that holds `proc` and `sys`.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text("ascii").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        hierarchy, controllers, group = line.split(":", 2)
+        if hierarchy == "0" or controller in controllers.split(","):
+            version2 = hierarchy == "0"
+            yield from _with_parents(root / "sys/fs/cgroup", "unified" if version2 else controllers, controller, group)
+
+
+def _with_parents(mount: Path, name: str, controller: str, group: str) -> Iterator[Path]:
+    """Yield a group's folder and those above it, up to where the hierarchy `name` is mounted."""
+    bases = [mount, mount / name] if name == "unified" else [mount / name, mount / controller]
+    base = next((b for b in bases if b.is_dir()), mount)
+    folder = base / group.lstrip("/")
+    yield from (place for place in (folder, *folder.parents) if place.is_relative_to(base))
+
+
+def _limit(group: Path) -> float | None:
+    """Return a group's limit in cores, or None.
+
+    Version 2 has cpu.max ("max 100000", "150000 100000"). Version 1 has quota and period; a quota of -1 is no limit.
+    """
+    try:
+        if (group / "cpu.max").is_file():
+            quota, period = (group / "cpu.max").read_text("ascii").split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text("ascii").strip()
+            period = (group / "cpu.cfs_period_us").read_text("ascii").strip()
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+# Memory that this process may still take: of the machine, and of its container.
+
+
+LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""Of the container, where it has version 2 of the control groups."""
+
+
+def require_memory(needed: int, what: str, hint: str = "") -> None:
+    """Raise unless this process may take so many bytes more.
+
+    Args:
+        what: the subject of the error, for example "code generation".
+
+    Raises:
+        UserError: it may not.
+    """
+    free = available_memory()
+    if free < needed:
+        text = hint or "end other programs, or raise the limit of the container"
+        raise UserError(f"{what} needs at least {needed:,} bytes of memory, and {free:,} are available", hint=text)
+
+
+def available_memory() -> int:
+    """Return the bytes that this process may still take; other processes of its container are not counted."""
+    import psutil  # here: most commands ask for no memory
+
+    free, used = psutil.virtual_memory().available, psutil.Process().memory_info()
+    try:
+        limit = int(LIMIT.read_text("ascii"))
+    except (OSError, ValueError):  # there is none, or it is "max"
+        return free
+    return max(0, min(free, limit - (used.rss - used.shared)))  # pages of files can be given back
+
+
+@contextmanager
+def collector_paused() -> Generator[None]:
+    """Pause Python's collector of reference cycles, which looks through graphs again and again that all live on.
+
+    One that was off before stays off, so pauses may nest.
+    """
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
+
+
+# What the running CPU offers, as the kernel names it.
+
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
+    """Return the first `flags` (x86) or `Features` (Arm) line; empty where there is no such file or line."""
+    try:
+        lines = cpuinfo.read_text("utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+# Child processes that end with this one.
+
+
+def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end and return what it printed. Messages are in English.
+
+    The command and its own children are a process group. If this call ends early, so does the group.
+
+    Args:
+        env: variables besides those of this process.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        env={**os.environ, "LC_ALL": "C", **(env or {})},
+        process_group=0,
+    ) as child:
+        try:
+            out, err = child.communicate()
+        except BaseException:  # such as Ctrl-C: g++ alone would leave its linker running
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(list(command), child.returncode, out, err)

@@ -1,0 +1,118 @@
+"""The version of this package: that of the installed distribution, which is built from git's tags."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module, metadata
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from packaging.version import Version
+
+from fastcar_compile.errors import BackendError, UserError
+
+NAME = "fastcar_compile"
+UNKNOWN = "0+unknown"
+"""Of a source tree that is on the path and not installed."""
+
+
+def installed_version() -> str:
+    """Return the version: that of the newest tag, with `.post1.devN` for N commits since."""
+    try:
+        return metadata.version(NAME)
+    except metadata.PackageNotFoundError:
+        return UNKNOWN
+
+
+def release() -> str:
+    """Return the release that the version belongs to, without the commits since.
+
+    Artifacts name it. A clone without tags does not know the number of commits, and writes the same bytes.
+    """
+    return Version(installed_version()).base_version
+
+
+# Parts of the package that an installation may lack, and the command that adds them.
+
+
+@contextmanager
+def needs(extra: str) -> Generator[None]:
+    """Name the extra to install where an import of the block fails.
+
+    Raises:
+        BackendError: a package that the extra brings is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "fastcar_compile"):
+            raise
+        hint = f'pip install "fastcar_compile[{extra}]"'
+        raise BackendError(
+            f"the package {package} is not installed", where=f"import {error.name}", hint=hint
+        ) from error
+
+
+# Things by name: those of this package, and those that other installed packages add through entry points.
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Objects by name. Nothing is imported before it is asked for.
+
+    Args:
+        what: what one of them is, for error texts.
+        group: of the entry points; their names may not be built in.
+        built_in: name -> "module:attribute".
+        error: raised for an unknown name.
+        extras: name -> the extra of this package that it needs, where that is not `compile`.
+    """
+
+    what: str
+    group: str
+    built_in: Mapping[str, str]
+    error: type[UserError]
+    extras: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def added(self) -> dict[str, EntryPoint]:
+        """Return the entry points of other packages by name, sorted.
+
+        Raises:
+            UserError: a name is taken, by this package or by two others.
+        """
+        found: dict[str, EntryPoint] = {}
+        for point in sorted(entry_points(group=self.group), key=lambda p: p.name):
+            if point.name in self.built_in or (point.name in found and found[point.name].value != point.value):
+                raise self.error(
+                    f"{self.what} {point.name!r} is registered twice",
+                    where=f"entry point {point.value}, group {self.group}",
+                    hint="give it another name, or uninstall one of the packages",
+                )
+            found[point.name] = point
+        return found
+
+    def names(self) -> list[str]:
+        """Return every name, those of this package first."""
+        return [*self.built_in, *self.added()]
+
+    def load(self, name: str) -> Any:
+        """Return the object of that name.
+
+        Raises:
+            UserError: the name is not known, or its package cannot be imported.
+        """
+        if name in self.built_in:
+            module, _, attribute = self.built_in[name].partition(":")
+            with needs(self.extras.get(name, "compile")):
+                return getattr(import_module(module), attribute)
+        added = self.added()
+        if name not in added:
+            raise self.error(f"unknown {self.what} {name!r}", hint=f"use one of: {', '.join(self.names())}")
+        try:
+            return added[name].load()
+        except (ImportError, AttributeError) as error:
+            where = f"entry point {added[name].value}"
+            raise self.error(f"{self.what} {name!r} cannot be imported: {error}", where=where) from error

@@ -1,0 +1,111 @@
+"""JSON from files: of bounded size and depth, no key twice, no NaN, UTF-8 only."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from fastcar_compile.errors import UserError
+from fastcar_compile.support import limits
+
+_ESCAPES = re.compile(rb"\\.", re.DOTALL)
+_STRINGS = re.compile(rb'"[^"]*"')
+_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
+_OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
+
+
+def parse_json(
+    data: bytes, *, size: int = limits.JSON_BYTES, depth: int = limits.JSON_DEPTH, constants: bool = False
+) -> Any:
+    """Return the value of a JSON text.
+
+    Args:
+        constants: read NaN and Infinity too, which Python writes for floats that are no numbers.
+
+    Raises:
+        ValueError: the text is too long, too deep, no UTF-8 or no JSON, or an object has a key twice.
+    """
+    if len(data) > size:
+        raise ValueError(f"it has {len(data)} bytes, and at most {size} are read")
+    if _is_deeper(data, depth):
+        raise ValueError(f"its brackets are not balanced, or more than {depth} deep")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8: byte {error.start}") from error
+    constant = float if constants else _no_constant
+    value = json.loads(text, object_pairs_hook=_object, parse_constant=constant, parse_float=_finite)
+    if _SURROGATES.search(data) and not _is_unicode(value):
+        raise ValueError("it has half of a surrogate pair in it")
+    return value
+
+
+def read_json(
+    path: Path,
+    what: str,
+    error: type[UserError],
+    *,
+    size: int = limits.JSON_BYTES,
+    constants: bool = False,
+    hint: str = "",
+) -> Any:
+    """Return the content of a JSON file.
+
+    Args:
+        what: the file in an error, for example "thresholds". error: the type that is raised.
+        size, constants: as for `parse_json`.
+
+    Raises:
+        UserError: of the given type: there is no such file, or it is no JSON that is read.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(size + 1)
+        return parse_json(data, size=size, constants=constants)
+    except OSError as caught:
+        raise error(f"the {what} cannot be read: {caught.strerror or caught}", where=str(path), hint=hint) from caught
+    except ValueError as caught:  # also of a path with a NUL
+        raise error(f"the {what} cannot be read: {caught}", where=str(path), hint=hint) from caught
+
+
+def _is_deeper(data: bytes, depth: int) -> bool:
+    """Return whether brackets are deeper, without recursion: a parser's own recursion would come too late."""
+    plain = _ESCAPES.sub(b"", data) if b"\\" in data else data
+    rest = _STRINGS.sub(b"", plain.translate(_BRACKETS, _OTHERS)).replace(b'"', b"")
+    for _ in range(depth):
+        if not rest:
+            return False
+        rest = rest.replace(b"[]", b"")
+    return bool(rest)
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"the key {twice[0]!r} is given twice")
+    return found
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return value

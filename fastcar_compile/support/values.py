@@ -1,0 +1,277 @@
+"""Arguments of callers: scalars of numpy and torch are numbers, and what cannot be meant is an InputError."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import zipfile
+from collections.abc import Callable, Mapping, Set
+from functools import wraps
+from inspect import signature
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from fastcar_compile.errors import LISTED, InputError, UserError, describe_validation, shown
+from fastcar_compile.support import limits
+
+LOGGER = logging.getLogger("fastcar_compile")
+"""Stages at INFO, what the machine lacks at WARNING. The command line shows both; a script configures `logging`."""
+
+
+def plain(value: Any) -> Any:
+    """Return a scalar of numpy or torch, or an array of no dimensions, as Python's number; anything else as it is.
+
+    Raises:
+        InputError: the scalar has no value, as one on the meta device.
+    """
+    if getattr(value, "shape", None) != () or not callable(getattr(value, "item", None)):
+        return value
+    try:
+        return value.item()
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        raise InputError(f"a {type(value).__name__} has no value to read", hint="give a number") from error
+
+
+def whole(what: str, value: Any, least: int, most: int = limits.SIZE, error: type[UserError] = InputError) -> int:
+    """Return a whole number from `least` to `most`.
+
+    Args:
+        what: its name in an error, for example "num_tokens".
+
+    Raises:
+        UserError: of the given type: it is none.
+    """
+    found = plain(value)
+    if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
+        raise error(f"{what} is {shown(found)}", hint=f"give a whole number from {least} to {most}")
+    return found
+
+
+def number(what: str, value: Any, hint: str = "give a number", error: type[UserError] = InputError) -> float:
+    """Return a number, which may be infinite.
+
+    Raises:
+        UserError: of the given type: it is none, or NaN.
+    """
+    found = plain(value)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise error(f"{what} is {shown(found)}", hint=hint)
+    try:
+        result = float(found)
+    except OverflowError:
+        result = math.nan
+    if math.isnan(result):
+        raise error(f"{what} is {'NaN' if isinstance(found, float) else shown(found)}", hint=hint)
+    return result
+
+
+def path_of(what: str, value: Any, error: type[UserError] = InputError) -> Path:
+    """Return a path.
+
+    Raises:
+        UserError: of the given type: it is none, or one that no file can have.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise error(f"{what} is {shown(value)}", hint="give a path, as a text or a pathlib.Path")
+    text = str(cast("Any", os.fspath(value)))
+    if not text or "\0" in text:
+        raise error(f"{what} is {shown(text)}", hint="give a path, as a text or a pathlib.Path")
+    return Path(text)
+
+
+def model_hint(path: Path) -> str:
+    """Return how to correct the path of a model folder that does not exist, which may be a name on the Hub."""
+    hint = "give a Hugging Face folder (config.json and *.safetensors)"
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(path)):
+        return hint
+    return f"{hint}. A model of the Hugging Face Hub is downloaded first: hf download {path} --local-dir {path.name}"
+
+
+def refuse_pipe(path: Path) -> None:
+    """Raise OSError for a pipe: opening it may wait without end, and these formats are read at any place."""
+    if path.is_fifo():
+        raise OSError("it is a pipe, not a plain file")
+
+
+def check_function(what: str, value: Any) -> None:
+    """Raise InputError unless `value` is None or can be called."""
+    if value is not None and not callable(value):
+        raise InputError(f"{what} is {shown(value)}", hint="give a function, or leave it out")
+
+
+def reporter(progress: Any) -> Callable[[str], None]:
+    """Return what reports a stage: to the logger, and to the caller's function if there is one.
+
+    Raises:
+        InputError: the caller gave what cannot be called.
+    """
+    check_function("progress", progress)
+
+    def say(stage: str) -> None:
+        LOGGER.info("%s", stage)
+        if progress is not None:
+            progress(stage)
+
+    return say
+
+
+def check_kind(what: str, value: Any, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Raise InputError unless `value` is of one of these types.
+
+    Args:
+        expected: what they are, for example "a ReplayConfig".
+    """
+    if not isinstance(value, kinds):
+        raise InputError(f"{what} is {shown(value)}", hint=f"give {expected}")
+
+
+def sequence(what: str, value: Any, hint: str = "give one number, or a list with one per layer") -> list[Any]:
+    """Return the items of a list, a tuple or an array of one dimension; each scalar as Python's number.
+
+    Raises:
+        InputError: it is none: neither a text nor a dict or set has an order that is meant.
+    """
+    if isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__len__"):
+        raise InputError(f"{what} is {shown(value)}", hint=hint)
+    if len(getattr(value, "shape", (0,))) != 1:
+        raise InputError(f"{what} has shape {list(value.shape)}", hint=hint)
+    try:
+        return [plain(item) for item in value]
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise InputError(f"{what} is {shown(value)}", hint=hint) from error
+
+
+def token_range(what: str, value: Any) -> tuple[int, int] | None:
+    """Return the first token id and one past the last, of a pair of whole numbers; None for None.
+
+    Raises:
+        InputError: it is no such pair, or holds no id.
+    """
+    if value is None:
+        return None
+    hint = "give the first token id and one past the last, for example (0, 1000)"
+    found = sequence(what, value, hint)
+    if len(found) != 2:
+        raise InputError(f"{what} is {shown(value)}", hint=hint)
+    first = whole(f"the first id of {what}", found[0], 0)
+    return first, whole(f"the last id of {what}, and one,", found[1], first + 1)
+
+
+def token_table(what: str, value: Any) -> NDArray[np.int64]:
+    """Return token ids int64 [N, T] of a list, a numpy array or a torch tensor.
+
+    Raises:
+        InputError: it holds no integers, or is of another shape.
+    """
+    hint = "give token ids as integers [N, T], one video per row"
+    try:
+        table = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        raise InputError(f"{what} cannot be read as an array: {error}", hint=hint) from error
+    if not np.issubdtype(table.dtype, np.integer) or table.ndim != 2 or not table.size:
+        raise InputError(f"{what} are {table.dtype} {list(table.shape)}", hint=hint)
+    if table.dtype == np.uint64 and table.max() > np.iinfo(np.int64).max:
+        raise InputError(f"{what} hold a token beyond int64", hint=hint)
+    return np.ascontiguousarray(table, np.int64)
+
+
+# Public models and dataclasses: a refused value is a user error instead of pydantic's own.
+
+
+T = TypeVar("T")
+
+_ONE = "correct the field named"
+
+
+def checked(error: type[UserError] = InputError, hint: str = "") -> Callable[[type[T]], type[T]]:
+    """Return a decorator for a pydantic model or dataclass: constructing it, or a subclass, raises `error`.
+
+    The error names every field at fault. Scalars of numpy and torch are taken as numbers. Validation of a model inside
+    another one, and `model_validate`, still raise pydantic's error, so that a reader of files collects all fields.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        construct: Callable[..., None] = cls.__init__
+        takes = signature(construct)
+
+        # `wraps` also copies the mark by which pydantic knows its own __init__: validation of subclasses does not call
+        # this one.
+        @wraps(construct)
+        def construct_or_refuse(self: Any, /, *values: Any, **fields: Any) -> None:
+            name = type(self).__name__
+            try:
+                takes.bind(self, *values, **fields)
+            except TypeError as refused:
+                raise error(f"{name} is not valid: {refused}", where=name, hint=hint or _ONE) from refused
+            try:
+                construct(self, *map(plain, values), **{field: plain(value) for field, value in fields.items()})
+            except ValidationError as refused:
+                raise _refusal(name, refused, error, hint) from refused
+            except InputError as refused:
+                raise error(f"{name} is not valid: {refused.what}", where=name, hint=refused.hint) from refused
+
+        type.__setattr__(cls, "__init__", construct_or_refuse)
+        return cls
+
+    return decorate
+
+
+def _refusal(name: str, refused: ValidationError, error: type[UserError], hint: str) -> UserError:
+    named = refused.errors(include_url=False)[:LISTED]
+    fields = {".".join([name, *map(str, item["loc"])]): None for item in named}
+    text = "; ".join(describe_validation(refused))
+    default = _ONE if len(fields) == 1 else "correct the fields named"
+    return error(f"{name} is not valid: {text}", where=", ".join(fields), hint=hint or default)
+
+
+# Arrays from .npy and .npz files: no pickle, and no more memory than the file accounts for.
+
+
+Array = NDArray[Any]
+
+
+def read_arrays(path: Path, what: str, hint: str) -> dict[str, Array]:
+    """Return the arrays of a .npz file by name, or that of a .npy file under the name "".
+
+    Args:
+        what: the file in an error, for example "trace".
+
+    Raises:
+        InputError: there is no such file, or it is not what numpy writes without pickle.
+    """
+    try:
+        refuse_pipe(path)
+        if zipfile.is_zipfile(path):
+            return _members(path)
+        # A map is refused where the header promises more than the file has; reading would ask for the memory first.
+        return {"": np.array(np.load(path, mmap_mode="r", allow_pickle=False))}
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        KeyError,
+        SyntaxError,
+        OverflowError,
+        MemoryError,
+        zipfile.BadZipFile,
+    ) as error:
+        text = str(error.strerror if isinstance(error, OSError) and error.strerror else error)[: limits.TEXT_ERROR]
+        raise InputError(f"the {what} cannot be read: {text}", where=str(path), hint=hint) from error
+
+
+def _members(path: Path) -> dict[str, Array]:
+    with zipfile.ZipFile(path) as archive:
+        total = sum(entry.file_size for entry in archive.infolist())
+    if total > limits.ARRAYS_BYTES:
+        raise ValueError(f"its arrays take {total} bytes, and at most {limits.ARRAYS_BYTES} are read")
+    with np.load(path, allow_pickle=False) as arrays:
+        found: dict[str, Any] = dict(arrays.items())
+    if bad := [name for name, value in found.items() if not isinstance(value, np.ndarray)]:
+        raise ValueError(f"{bad[0]!r:.80} is no array")
+    return found

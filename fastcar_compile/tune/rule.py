@@ -1,0 +1,357 @@
+"""The replay rule of one layer over chunks of tokens, on values that no threshold of this layer changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from fastcar_compile.gates import Comparison, Gate, GateValues
+from fastcar_compile.ir.layers import Role, ring_of, role_nodes, schedule
+from fastcar_compile.ir.ops.attention import row_of
+from fastcar_compile.ir.ops.gates import ReplayRule, decide
+from fastcar_compile.ir.ops.operator import stored
+from fastcar_compile.ir.query import descendants, get_attribute, is_op, node_arg, output_nodes
+from fastcar_compile.ir.sites import attention_site, mlp_output
+from fastcar_compile.ir.types import DecoderConfig
+
+fastcar = torch.ops.fastcar
+
+
+# The prefill graph cut into stages: one per decoder layer, then the head.
+
+
+Replace = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(query, written key cache, MLP input, MLP output) -> the value for the residual add in place of the MLP output."""
+
+Attend = Callable[..., Tensor]
+"""(query, key cache, value cache, position, scale) -> result, like `fastcar::attention`."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The nodes of one layer that replay reads and replaces."""
+
+    query: fx.Node
+    key_cache: fx.Node
+    x: fx.Node
+    output: fx.Node
+    exit: fx.Node
+    scale: float
+
+
+class Stages:
+    """The graph in stages. A change in one layer recomputes only that layer and the later ones.
+
+    Attributes:
+        layers: in order. Stage i computes layer i (stage 0 also what precedes it), and the last stage the head.
+        crossing: for each stage, the nodes whose values later stages read.
+        joined: for each layer's stage, the nodes of `body` that `tail` reads, and those of `crossing`.
+        results: output name -> node.
+        constants: `get_attr` node -> its value.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, outputs: list[str], attend: Attend | None = None, in_place: bool = False
+    ) -> None:
+        """Cut the graph.
+
+        Args:
+            attend: replaces attention. in_place: `body` writes keys and values into the caches that it is given.
+        """
+        self._attend, self._in_place = attend or torch.ops.fastcar.attention.default, in_place
+        self.layers = _layers(module)
+        cut = schedule(module.graph)
+        first, *later = cut.layers
+        self.nodes = [[*cut.before, *first], *map(list, later), list(cut.behind)]
+        rank = {node: stage for stage, part in enumerate(self.nodes) for node in part}
+        self.results = dict(zip(outputs, output_nodes(module.graph), strict=True))
+        self.crossing = [
+            [n for n in part if any(rank.get(u, s) > s for u in n.users)] for s, part in enumerate(self.nodes)
+        ]
+        self._tails = [self._tail(part, layer) for part, layer in zip(self.nodes, self.layers, strict=False)]
+        self.joined = [self._joined(stage) for stage in range(len(self.layers))]
+        attributes = [n for n in module.graph.nodes if n.op == "get_attr"]
+        self.constants = {n: get_attribute(module, str(n.target)) for n in attributes}
+
+    @staticmethod
+    def _tail(part: list[fx.Node], layer: Layer) -> list[fx.Node]:
+        """Return the nodes of a layer that depend on its MLP's output, in order."""
+        behind = descendants(layer.output) - {layer.output}
+        return [node for node in part if node in behind]
+
+    def _joined(self, stage: int) -> list[fx.Node]:
+        tail = set(self._tails[stage])
+        read = {a for node in tail for a in node.all_input_nodes} | set(self.crossing[stage])
+        return [n for n in self.nodes[stage] if n in read and n not in tail]
+
+    def run(self, stage: int, values: Mapping[fx.Node, Any], replace: Replace | None) -> dict[fx.Node, Any]:
+        """Return the values of all nodes of one stage.
+
+        Args:
+            values: of placeholders, and of the crossing nodes of earlier stages.
+            replace: called on the layer's MLP output; None keeps it.
+        """
+        known: dict[fx.Node, Any] = {**self.constants, **values}
+        layer = self.layers[stage] if stage < len(self.layers) else None
+        for node in self.nodes[stage]:
+            self._compute(node, known)
+            if replace is not None and layer is not None and node is layer.output:
+                known[node] = replace(*(known[n] for n in (layer.query, layer.key_cache, layer.x, layer.output)))
+        return known
+
+    def body(self, stage: int, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+        """Return the values of a layer's stage up to its MLP's output: those that no replay of this layer changes."""
+        known: dict[fx.Node, Any] = {**self.constants, **values}
+        tail = set(self._tails[stage])
+        for node in self.nodes[stage]:
+            if node not in tail:
+                self._compute(node, known)
+        return known
+
+    def tail(self, stage: int, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+        """Return the values of the rest of a layer's stage.
+
+        Args:
+            values: as `body` takes them, and those of `joined`, with the MLP's output.
+        """
+        known: dict[fx.Node, Any] = {**self.constants, **values}
+        for node in self._tails[stage]:
+            self._compute(node, known)
+        return known
+
+    def _compute(self, node: fx.Node, known: dict[fx.Node, Any]) -> None:
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: known[n])
+        known[node] = self._operator(node)(*args, **kwargs)
+
+    def _operator(self, node: fx.Node) -> Callable[..., Any]:
+        if is_op(node, fastcar.attention):
+            return self._attend
+        if self._in_place and is_op(node, fastcar.cache_write):
+            return _write
+        return cast("Callable[..., Any]", node.target)  # only call_function nodes are in a stage
+
+
+def _write(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
+    """Return the cache itself after the write of `fastcar::cache_write`."""
+    start = int(position)
+    # Padding of the last chunk may reach beyond the cache.
+    rows = max(0, min(value.shape[2], cache.shape[2] - start))
+    cache[:, :, start : start + rows] = stored(value[:, :, :rows], cache.dtype)
+    return cache
+
+
+def _layers(module: fx.GraphModule) -> list[Layer]:
+    """Return where replay acts, by the roles that find-sites gave to the nodes."""
+    layers: list[Layer] = []
+    for nodes in role_nodes(module).values():
+        attention, added, leave = nodes[Role.ATTENTION], mlp_output(nodes), nodes[Role.EXIT]
+        query, keys, x = node_arg(attention, 0), node_arg(attention, 1), node_arg(nodes[Role.UP_PROJ], 0)
+        layers.append(Layer(query, keys, x, added, leave, attention_site(attention).scale))
+    return layers
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Everything but the thresholds that decides a replay.
+
+    Attributes:
+        gates: one per layer.
+    """
+
+    gates: tuple[Gate, ...]
+    max_chain: int | None = None
+    couple_cfg: bool = False
+    refresh_every: int | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens of a chunk that are decoded: the forwards t = steps, after a prompt."""
+
+    steps: Tensor
+    prompt: int
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """A layer's stage on one chunk up to its MLP's output. n tokens are decoded; the rest fills the chunk up.
+
+    Attributes:
+        span: the decoded tokens.
+        query: float32 [n * B, Hq, 1, D]. keys: [n * B, Hkv, 1, D], one frame earlier.
+        x: the MLP's input, float32 [n, B, H]. output: the MLP's output, of the whole chunk.
+        values: of `Stages.joined`.
+    """
+
+    span: Span
+    query: Tensor
+    keys: Tensor
+    x: Tensor
+    output: Tensor
+    values: dict[fx.Node, Any]
+
+    @classmethod
+    def of(cls, stages: Stages, stage: int, found: dict[fx.Node, Any], span: Span, frame: int) -> Fresh:
+        """Return these values out of those of `Stages.body`. frame: tokens per frame."""
+        layer, count = stages.layers[stage], len(span.steps)
+        query, x, output = found[layer.query], found[layer.x], found[layer.output]
+        rows = len(query)
+        return cls(
+            span=span,
+            query=query[:, :, :count].permute(2, 0, 1, 3).flatten(0, 1)[:, :, None],
+            keys=_earlier(layer, found[layer.key_cache], span, frame),
+            x=x.reshape(rows, -1, x.shape[-1])[:, :count].transpose(0, 1).contiguous(),
+            output=output,
+            values={node: found[node] for node in stages.joined[stage]},
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes; what the values share with others counts here too."""
+        tensors = (self.query, self.keys, self.x, self.output, *self.values.values())
+        return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+
+
+def _earlier(layer: Layer, cache: Tensor, span: Span, frame: int) -> Tensor:
+    """Return the keys [n * B, Hkv, 1, D] one frame before the tokens."""
+    # In the first frame there is no earlier token. Position 0 stands in, and no decision reads the score.
+    earlier, ring = (span.steps + span.prompt - frame).clamp(min=0), ring_of(layer.key_cache)
+    rows = earlier if ring is None else row_of(earlier, ring.sinks, ring.rows)
+    return cache[:, :, rows].permute(2, 0, 1, 3).flatten(0, 1)[:, :, None]
+
+
+def _slots(slots: Tensor) -> Tensor | slice:
+    """Return consecutive slots as a slice, which copies nothing, and others as they are."""
+    # Slots that wrap around the frame are not consecutive.
+    first, last = int(slots[0]), int(slots[-1])
+    return slice(first, last + 1) if first <= last else slots
+
+
+class LayerRule:
+    """The replay rule of one layer. It keeps a session's caches of one batch and writes many slots at a time.
+
+    Attributes:
+        scores: float32 [n, B] of every chunk so far, for the forwards t >= F. replayed: bool [n, B], for all forwards.
+    """
+
+    def __init__(self, config: DecoderConfig, rules: Rules, layer: int, scale: float, threshold: float | None) -> None:
+        self._config, self._rules, self._layer, self._scale = config, rules, layer, scale
+        self._gate = rules.gates[layer]
+        value = self._gate.comparison.never if threshold is None else threshold
+        self._threshold = torch.tensor(value, dtype=torch.float32)
+        frame, rows, width = config.tokens_per_frame, config.batch_size, config.hidden_size
+        self._outputs, self._inputs = torch.zeros(frame, rows, width), torch.zeros(frame, rows, width)
+        self._chain = torch.zeros(frame, rows, dtype=torch.int32)
+        self.scores: list[Tensor] = []
+        self.replayed: list[Tensor] = []
+
+    def continued(self, rules: Rules, threshold: float | None) -> LayerRule:
+        """Return the rule with other gates and another threshold, where this one stands. Nothing has replayed yet."""
+        after = LayerRule(self._config, rules, self._layer, self._scale, threshold)
+        after._outputs, after._inputs = self._outputs.clone(), self._inputs.clone()
+        after.replayed = list(self.replayed)
+        return after
+
+    def __call__(self, fresh: Fresh) -> Tensor:
+        """Return the value for the residual add: the MLP's output, or the cached one where the row replays."""
+        rows, frame, steps = self._config.batch_size, self._config.tokens_per_frame, fresh.span.steps
+        slots, count, width = _slots(steps % frame), len(steps), fresh.output.shape[-1]
+        now, output = fresh.x, fresh.output.reshape(rows, -1, width)[:, :count].transpose(0, 1)
+        inputs, chain = self._inputs[slots], self._chain[slots]
+        score = self._score(fresh, inputs).reshape(count, rows)
+        replay = decide(score, self._threshold, steps[:, None], chain, self._rule())
+        y = torch.where(replay[..., None], self._outputs[slots], output)
+        # A row that replays writes back what it read: its slot stays.
+        self._outputs[slots] = y
+        self._inputs[slots] = torch.where(replay[..., None], inputs, now)
+        self._chain[slots] = torch.where(replay, chain + 1, 0)
+        # Scores of the first frame decide nothing, so thresholds are not chosen from them.
+        if int(steps[-1]) >= frame:
+            self.scores.append(score[steps >= frame])
+        self.replayed.append(replay)
+        # `fresh` is kept for other thresholds, so its output must not change.
+        result = fresh.output.clone()
+        result.view(rows, -1, width)[:, :count] = y.transpose(0, 1)
+        return result
+
+    def _rule(self) -> ReplayRule:
+        rules, at_most = self._rules, self._gate.comparison is Comparison.AT_MOST
+        longest = -1 if rules.max_chain is None else rules.max_chain
+        return ReplayRule(self._config.tokens_per_frame, longest, rules.couple_cfg, rules.refresh_every or 0, at_most)
+
+    def _score(self, fresh: Fresh, cached: Tensor) -> Tensor:
+        """Return the gate's scores [n * B]: the tokens of a chunk become rows of the gate's own operator."""
+        values = GateValues(
+            query=fresh.query,
+            key_cache=fresh.keys,
+            position=torch.zeros(1, dtype=torch.int64),
+            step=fresh.span.steps,
+            x=fresh.x.flatten(0, 1),
+            cached=cached.flatten(0, 1),
+            stride=self._config.tokens_per_frame,
+            scale=self._scale,
+            layer=self._layer,
+            rows=self._config.batch_size,
+            params=self._gate.params(),
+        )
+        return self._gate.score(lambda op, *arguments: op(*arguments), values)
+
+
+# What an evaluation of thresholds gives: means, or every token's own result.
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A teacher-forced result.
+
+    Attributes:
+        nll: nats per token that counts, from the second frame on.
+        ratios: for each layer, the share of the forwards t >= F that replayed.
+        scores: for each layer, the scores of those forwards, float32 [n].
+        shares: for each video, or with couple_cfg each pair of videos, the mean of its layers' ratios.
+    """
+
+    nll: float
+    ratios: tuple[float, ...]
+    scores: tuple[Tensor, ...] = field(repr=False)
+    shares: tuple[float, ...] = ()
+
+    @property
+    def replay(self) -> float:
+        """Mean of the layers' ratios."""
+        return sum(self.ratios) / len(self.ratios)
+
+
+@dataclass(frozen=True)
+class Details:
+    """A teacher-forced result by token: N videos, n predicted tokens (all but the prompt), L layers, t decode forwards.
+
+    Attributes:
+        losses: float32 [N, n], nats. The first tokens_per_frame are the first frame.
+        predicted: int64 [N, n], the most likely symbol given the true past, of those that count.
+        counted: bool [N, n], whether the token counts in a mean.
+        replayed: bool [L, N, t], whether each forward replayed.
+    """
+
+    losses: Tensor
+    predicted: Tensor
+    counted: Tensor
+    replayed: Tensor
+
+
+def counts(tokens: Tensor, counted: tuple[int, int] | None) -> Tensor:
+    """Return which tokens count in a mean, bool of their shape."""
+    if counted is None:
+        return torch.ones_like(tokens, dtype=torch.bool)
+    first, end = counted
+    return (tokens >= first) & (tokens < end)
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the losses in nats, float32 [rows, n], of logits [rows, n, V] and targets [rows, n]."""
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")

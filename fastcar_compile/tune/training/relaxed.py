@@ -1,0 +1,279 @@
+"""The decoder as a differentiable function: whole videos at once, with relaxed replay decisions.
+
+An MLP reads its layer's input only. So everything but the replay rule is computed for all tokens of a video together.
+Only the choice between fresh and cached outputs goes frame by frame.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fastcar_compile.errors import InputError, InternalError
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.query import is_op
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.tune.rule import Stages
+
+UNIFORM_EDGE = 1e-6
+"""Random numbers keep this distance from 0 and 1, where the logistic quantile is infinite."""
+
+
+class Scorer(nn.Module, ABC):
+    """A trainable gate of one layer. It replays where its score is at most 0."""
+
+    @abstractmethod
+    def prepare(self, query: Tensor, earlier: Tensor, x: Tensor) -> Tensor:
+        """Return the part of the score that does not depend on decisions, [N, n, F, …], as `score` takes it.
+
+        Args:
+            query, earlier: float32 [N, n, F, Hq, D], queries, and keys one frame earlier, of n frames (without frame
+                0).
+            x: float32 [N, n, F, H], inputs of the MLP.
+        """
+
+    @abstractmethod
+    def score(self, prepared: Tensor, x: Tensor, cached: Tensor) -> Tensor:
+        """Return the scores of one frame, float32 [N, F].
+
+        Args:
+            prepared: one frame of the result of `prepare`. x: [N, F, H]. cached: [N, F, H], x of the last computed
+                visit.
+        """
+
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor]:
+        """Return the gate's weights, float32, by their names in its file."""
+
+    @abstractmethod
+    def threshold(self) -> float:
+        """Return the threshold at which the gate with these weights decides as the scorer does."""
+
+    @abstractmethod
+    def assign(self, weights: dict[str, Tensor], threshold: float) -> None:
+        """Set weights and threshold: the inverse of `weights` and `threshold`."""
+
+
+@dataclass
+class Relaxation:
+    """How hard a decision is.
+
+    Attributes:
+        noise: scale of the logistic noise on scores; 0: none.
+        random: source of the noise; needed if there is noise.
+        softness: 0: a decision is 0 or 1 forwards, and only its gradient is soft. Otherwise it is
+            sigmoid(-score / softness) both ways, which measures the loss halfway between both outcomes: the divergence
+            has no slope at a computed token, and twice the mean slope at a replayed one.
+    """
+
+    noise: float = 0.0
+    random: torch.Generator | None = None
+    softness: float = 0.0
+
+    def decide(self, score: Tensor) -> Tensor:
+        """Return 1 where the score with noise is at most 0, else 0, or values between them; float32."""
+        if self.noise:
+            edge = UNIFORM_EDGE
+            uniform = torch.rand(score.shape, generator=self.random).clamp(edge, 1 - edge)
+            # The logit of a uniform number is logistic, so sigmoid(-score / noise) is the probability of a replay.
+            score = score + self.noise * torch.logit(uniform)
+        if self.softness:
+            return torch.sigmoid(-score / self.softness)
+        soft = torch.sigmoid(-score)
+        # Straight-through: the value is the hard decision, and the gradient is that of the sigmoid.
+        return (score <= 0).to(score.dtype) + soft - soft.detach()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Inputs of a layer's gate on the dense decoder, of frames 1 to n.
+
+    Attributes:
+        query, earlier: float32 [N, n, F, Hq, D], queries, and keys one frame earlier.
+        x, y: float32 [N, n, F, H], inputs and outputs of the MLP.
+    """
+
+    query: Tensor
+    earlier: Tensor
+    x: Tensor
+    y: Tensor
+
+
+class RelaxedDecoder:
+    """A decoder on whole videos of one length. Its weights are frozen unless `own_weights` was called.
+
+    Args:
+        model: as `fastcar_compile.compile` takes it. rows: videos per batch. length: input tokens, prompt included.
+        tokens_per_frame: F. prompt: tokens before decoding starts.
+
+    Raises:
+        CompileError: the model cannot be captured. InputError: a decoder without head, or fewer than two frames.
+    """
+
+    def __init__(self, model: nn.Module, rows: int, length: int, tokens_per_frame: int, prompt: int = 1) -> None:
+        if length < prompt + tokens_per_frame + 1:
+            hint = "give at least two frames"
+            raise InputError(f"videos of {length + 1} tokens have nothing to replay", hint=hint)
+        program = run_pipeline(
+            capture(
+                model,
+                batch_size=rows,
+                max_seq_len=length,
+                tokens_per_frame=tokens_per_frame,
+                prefill_chunk=length,
+            ),
+            analysis_pipeline(),
+        )
+        if program.prefill is None or program.config.takes_embeddings or program.config.vocab_size is None:
+            raise InputError("a headless decoder has no likelihood to train on", hint="train with its head")
+        if program.config.context is not None:
+            raise InputError("the decoder has cross-attention, and training reads videos without their contexts")
+        self._parameters = list(model.named_parameters())
+        self.rows, self.length, self.frame, self.prompt = rows, length, tokens_per_frame, prompt
+        self.program = program
+        _without_custom_writes(program.prefill)
+        self._stages = Stages(program.prefill, program.prefill_outputs, _attend)
+        self._placeholders = {str(n.target): n for n in program.prefill.graph.nodes if n.op == "placeholder"}
+        self.layers, self.hidden = len(self._stages.layers), program.config.hidden_size
+        self.scales = [layer.scale for layer in self._stages.layers]
+        used = length - prompt
+        self.frames = -(-used // tokens_per_frame)
+        """Number of frames of decoded tokens. The last one may be incomplete."""
+        self._padding = self.frames * tokens_per_frame - used
+        # The last frame may be incomplete. Its padding counts neither as replayed nor as computed.
+        able = torch.arange(self.frames * tokens_per_frame) < used
+        self._able = able.view(self.frames, tokens_per_frame)[1:].float()
+
+    def dense(self, tokens: Tensor) -> Tensor:
+        """Return the logits float32 [rows, length, V] of tokens int64 [rows, length], without replay."""
+        return self._run(tokens, [None] * self.layers)
+
+    def own_weights(self) -> dict[str, nn.Parameter]:
+        """Replace the decoder's parameters by trainable copies and return these by their names in the model.
+
+        A parameter with several names (tied embedding and head) has one copy, under the first name.
+
+        Raises:
+            InternalError: the captured program holds none of the model's parameters.
+        """
+        # Capture keeps the storage of a parameter, so an address and a shape identify it.
+        known = {(p.data_ptr(), p.shape): (name, nn.Parameter(p.detach().clone())) for name, p in self._parameters}
+        used: dict[str, nn.Parameter] = {}
+        for node, tensor in self._stages.constants.items():
+            if not isinstance(tensor, Tensor):
+                continue
+            found = known.get((tensor.data_ptr(), tensor.shape))
+            if found is not None:
+                used[found[0]] = self._stages.constants[node] = found[1]
+        if not used:
+            raise InternalError("the captured program holds none of the model's parameters")
+        return used
+
+    def samples(self, tokens: Tensor) -> list[Sample]:
+        """Return the gate inputs of every layer on the dense decoder, for tokens int64 [rows, length]."""
+        found = [_Recorder(self) for _ in range(self.layers)]
+        with torch.no_grad():
+            self._run(tokens, found)
+        return [recorder.sample for recorder in found if recorder.sample is not None]
+
+    def replayed(
+        self, tokens: Tensor, scorers: Sequence[Scorer], relaxation: Relaxation | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits float32 [rows, length, V], and the replayed share of the forwards t >= F, [layers].
+
+        Args:
+            tokens: int64 [rows, length]. scorers: one per layer. relaxation: None: hard decisions without noise.
+        """
+        hooks = [_Replay(self, scorer, relaxation or Relaxation()) for scorer in scorers]
+        logits = self._run(tokens, hooks)
+        return logits, torch.stack([hook.share for hook in hooks])
+
+    def _run(self, tokens: Tensor, hooks: Sequence[Any]) -> Tensor:
+        inputs = {"tokens": tokens, "position": torch.tensor([0])}
+        known: dict[fx.Node, Any] = {node: inputs.get(name) for name, node in self._placeholders.items()}
+        for stage, hook in enumerate(hooks):
+            found = self._stages.run(stage, known, hook)
+            known |= {node: found[node] for node in self._stages.crossing[stage]}
+        logits = self._stages.run(self.layers, known, None)[self._stages.results["logits"]]
+        return logits.float()
+
+    def framed(self, flat: Tensor) -> Tensor:
+        """Return [rows, length, …] as [rows, frames, F, …] without the prompt. Zeros fill the last frame."""
+        flat = flat[:, self.prompt :]
+        filled = torch.nn.functional.pad(flat, (0, 0) * (flat.dim() - 2) + (0, self._padding))
+        return filled.view(flat.shape[0], self.frames, self.frame, *flat.shape[2:])
+
+    def share(self, replay: Tensor) -> Tensor:
+        """Return the replayed share of the forwards t >= F, of decisions [rows, frames - 1, F]."""
+        return (replay * self._able).sum() / (self._able.sum() * len(replay))
+
+
+class _Recorder:
+    """A hook that replays nothing and records the inputs of a gate."""
+
+    def __init__(self, decoder: RelaxedDecoder) -> None:
+        self._decoder = decoder
+        self.sample: Sample | None = None
+
+    def __call__(self, query: Tensor, key_cache: Tensor, x: Tensor, output: Tensor) -> Tensor:
+        self.sample = _sample(self._decoder, query, key_cache, x, output)
+        return output
+
+
+class _Replay:
+    """A hook with the replay rule of one layer: the caches of a session, frame by frame."""
+
+    def __init__(self, decoder: RelaxedDecoder, scorer: Scorer, relaxation: Relaxation) -> None:
+        self._decoder, self._scorer, self._relaxation = decoder, scorer, relaxation
+        self.share = torch.zeros(())
+
+    def __call__(self, query: Tensor, key_cache: Tensor, x: Tensor, output: Tensor) -> Tensor:
+        decoder, rows = self._decoder, len(query)
+        flat = output.reshape(rows, decoder.length, -1)
+        inputs = decoder.framed(x.reshape(rows, decoder.length, -1).float())
+        fresh = decoder.framed(flat)
+        sample = _sample(decoder, query, key_cache, x, output)
+        prepared = self._scorer.prepare(sample.query, sample.earlier, sample.x)
+        y, cached = fresh[:, 0], inputs[:, 0]
+        outputs, decisions = [y], []
+        for frame in range(1, decoder.frames):
+            replay = self._relaxation.decide(self._scorer.score(prepared[:, frame - 1], inputs[:, frame], cached))
+            decisions.append(replay)
+            # A blend instead of `where`: the gradient reaches the decision through the difference of both outcomes.
+            computed = 1 - replay[..., None]
+            y = y + computed.to(y.dtype) * (fresh[:, frame] - y)
+            cached = cached + computed * (inputs[:, frame] - cached)
+            outputs.append(y)
+        self.share = decoder.share(torch.stack(decisions, 1))
+        decoded = torch.stack(outputs, 1).flatten(1, 2)[:, : decoder.length - decoder.prompt]
+        return torch.cat([flat[:, : decoder.prompt], decoded], 1).reshape(output.shape)
+
+
+def _sample(decoder: RelaxedDecoder, query: Tensor, key_cache: Tensor, x: Tensor, output: Tensor) -> Sample:
+    """Return the inputs of the gate. Frame 0 always computes, so it needs no earlier keys."""
+    keys = key_cache.repeat_interleave(query.shape[1] // key_cache.shape[1], 1)
+    now = decoder.framed(query.transpose(1, 2).float())
+    earlier = decoder.framed(keys.transpose(1, 2).float())
+    inputs, outputs = (decoder.framed(v.reshape(len(query), decoder.length, -1).float()) for v in (x, output))
+    return Sample(now[:, 1:], earlier[:, :-1], inputs[:, 1:], outputs[:, 1:])
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, _position: Tensor, scale: float) -> Tensor:
+    """Return causal attention of all positions at once, with a gradient."""
+    grouped = query.shape[1] != keys.shape[1]
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped)
+
+
+def _without_custom_writes(module: fx.GraphModule) -> None:
+    """Replace each `cache_write`, which has no gradient, by its value: the chunk is as long as the cache."""
+    for node in list(module.graph.nodes):
+        if is_op(node, torch.ops.fastcar.cache_write):
+            node.replace_all_uses_with(node.args[1])
+            module.graph.erase_node(node)
