@@ -6,6 +6,7 @@ decoding on cpu need neither torch nor the compiler.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,30 @@ _MODULES = {
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
 _REMOVED = {"simulate": "`fastcar estimate ARTIFACT --time-line FILE`"}
 """Names that this minor version still knows -> what does their work now."""
+_MOVED = {
+    **{name: f"runtime.{name}" for name in ("compiled", "generation")},
+    **{name: f"config.{name}" for name in ("formats", "targets")},
+    **{name: f"tune.{name}" for name in ("evaluate", "training")},
+    "calibration": "tune",
+    "comparison": "report.comparison",
+    "estimate": "codegen.hls.model",
+    "trust": "artifact.trust",
+}
+"""Modules of version 0.1 -> where they are. The rest of the package never was public."""
+
+
+class _Moved:
+    """Says where a module is, after every other finder has looked for it in vain."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Raise ModuleNotFoundError with the new place of a module that moved."""
+        package, _, module = name.partition(".")
+        if package == __name__ and module in _MOVED:
+            raise ModuleNotFoundError(f"{name} is {package}.{_MOVED[module]} now", name=name)
+
+
+sys.meta_path.append(_Moved)
 
 __all__ = [
     "Artifact",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pty
@@ -176,3 +177,12 @@ def test_interrupt_while_importing(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("name", fc._MOVED)
+def test_a_module_that_moved_says_where_it_is(name: str) -> None:
+    with pytest.raises(
+        ModuleNotFoundError, match=rf"fastcar_compile\.{name} is fastcar_compile\.[a-z_.]+ now"
+    ) as caught:
+        importlib.import_module(f"fastcar_compile.{name}")
+    importlib.import_module(str(caught.value).split()[2])
