@@ -23,7 +23,10 @@ def diff_command(
     rows: Annotated[int, typer.Option(min=1, help="Lines to show of each part; --json has all.")] = 20,
     as_json: JsonOption = False,
 ) -> ExitCode:
-    """Show what differs between artifacts or graph files; exit with 1 if anything does."""
+    """Show what differs between artifacts or graph files.
+
+    The exit code is 1 where anything does.
+    """
     from fastcar_compile.report.comparison import diff
 
     wanted, known = {name.strip() for name in only.split(",")}, PARTS.split(",")

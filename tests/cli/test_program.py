@@ -102,7 +102,12 @@ def test_completion_names_the_targets() -> None:
 
 
 def test_a_pipe_gets_no_colour_box_or_fold() -> None:
-    done = subprocess.run([*PROGRAM, "targets"], env=os.environ | {"COLUMNS": "40"}, capture_output=True, check=True)
+    done = subprocess.run(
+        [*PROGRAM, "targets"],
+        env={name: value for name, value in os.environ.items() if name != "COLUMNS"},
+        capture_output=True,
+        check=True,
+    )
     text = done.stdout.decode("ascii")
     assert (done.stderr, "\x1b" in text) == (b"", False)
     lines = text.splitlines()
