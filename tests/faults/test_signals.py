@@ -18,7 +18,7 @@ BUILD = """
 import sys
 from pathlib import Path
 import fastcar_compile.cli.commands
-from fastcar_compile import processes
+from fastcar_compile.support import machine as processes
 from fastcar_compile.artifact.writer import ArtifactWriter
 
 def build(**options):
