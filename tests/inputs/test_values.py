@@ -104,6 +104,8 @@ class Stored:
     """What `open_session` reads of an artifact."""
 
     manifest = whole()
+    path = Path("/nowhere")
+    digest = f"sha256:{'0' * 64}"
 
 
 def open_fake(artifact: Any, options: Any) -> Stepper:
@@ -188,6 +190,7 @@ CALLS: dict[str, dict[str, Call]] = {
         "policy": lambda v: fc.load("/nowhere/at/all", policy=v),
         "reread": lambda v: fc.load("/nowhere/at/all", reread=v),
     },
+    "inspect": {"artifact": lambda v: fc.inspect(v, "/nowhere/at/all")},
     "diff": {"a": lambda v: fc.diff(v, "/nowhere"), "b": lambda v: fc.diff("/nowhere", v)},
     "load_target": {"target": lambda v: fc.load_target(v)},
     "compile": {
