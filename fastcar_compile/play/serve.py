@@ -74,6 +74,7 @@ def serving(stage: Stage, *, host: str, port: int, visitors: int) -> Generator[L
             application(stage, visitors, host),
             http=_Bounded,
             ws="websockets-sansio",
+            lifespan="off",  # the application has none, and older versions print a traceback where Ctrl-C ends it
             ws_max_size=limits.MESSAGE_BYTES,
             ws_per_message_deflate=False,  # PNG is compressed
             limit_concurrency=visitors + SPARE,
