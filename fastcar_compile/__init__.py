@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fastcar_compile.tune.training.tune import tune_decoder as tune_decoder
 
 __version__: str
-"""Of the installed distribution."""
+"""Version of the installed distribution."""
 
 _MODULES = {
     "artifact.thresholds": ("Thresholds",),

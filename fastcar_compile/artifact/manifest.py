@@ -28,7 +28,7 @@ from fastcar_compile.gates.weights import DIGEST
 from fastcar_compile.support.packages import NAME, release
 
 SCHEMA_VERSION = 5
-"""Of the manifest's own fields; sections have versions of their own."""
+"""Version of the manifest's own fields; sections have versions of their own."""
 
 CHECKSUM = "checksum"
 """Field of manifest.json that the typed form does not have."""

@@ -32,7 +32,7 @@ DIGEST_DIGITS = 8
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table: its title, whether its cells stand at the right, and whether they are of less weight."""
+    """One column of a table: its title, whether its cells are right-aligned, and whether they are dimmed."""
 
     title: str
     right: bool = False

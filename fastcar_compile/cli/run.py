@@ -69,7 +69,7 @@ def run_command(
     top_k: Annotated[int | None, typer.Option(help="Draw among so many most probable tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw among the most probable tokens of this sum.")] = None,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: against tokens that were there.")] = 1.0,
-    guidance: Annotated[float, typer.Option(help="Classifier-free guidance of pairs of rows; 1 is none.")] = 1.0,
+    guidance: Annotated[float, typer.Option(help="Classifier-free guidance of pairs of rows; 1 has no effect.")] = 1.0,
     negative_prompt: Annotated[str | None, typer.Option(help="The prompt that guidance leads away from.")] = None,
     context: Annotated[Path | None, typer.Option(help="What cross-attention reads: float32 [B, L, C].")] = None,
     context_mask: Annotated[Path | None, typer.Option(help="Its tokens that are seen: bool [B, L].")] = None,

@@ -65,7 +65,7 @@ SCALE_FIELD = 126 + FEATURE_BITS
 """A feature is multiplied by 2^(SCALE_FIELD - exponent field) before it is rounded."""
 
 MANTISSA_BITS = 23
-"""Of a float32."""
+"""Stored bits of a float32's mantissa."""
 
 
 def fixed_products(a: Array, b: Array) -> Array:

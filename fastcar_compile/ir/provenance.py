@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 
 _PATH = re.compile(r"[\w.\-+:/@ \[\]]{1,1000}")
-"""Of a tensor: fx writes the parts of the path as attributes, or between double quotes."""
+"""Path of a tensor: fx writes the parts of the path as attributes, or between double quotes."""
 
 
 def is_identifier(name: object) -> bool:

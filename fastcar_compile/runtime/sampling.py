@@ -69,8 +69,8 @@ class Sampling:
         problems = [
             (self.temperature != 0 and not drawn, "temperature", f"0 (greedy), or a number from {least:g} on"),
             (self.top_p is not None and not 0 < self.top_p <= 1, "top_p", "a share between 0 and 1"),
-            (not 0 < self.repetition_penalty < math.inf, "repetition_penalty", "a positive number; 1 is none"),
-            (not math.isfinite(self.guidance), "guidance", "a number; 1 is none"),
+            (not 0 < self.repetition_penalty < math.inf, "repetition_penalty", "a positive number; 1 has no effect"),
+            (not math.isfinite(self.guidance), "guidance", "a number; 1 has no effect"),
         ]
         for wrong, name, expected in problems:
             if wrong:

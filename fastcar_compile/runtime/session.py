@@ -31,7 +31,7 @@ def open_session(
 
     Raises:
         BackendError: unknown backend, or one that cannot run here.
-        InputError: a number of threads that is none, or is too large.
+        InputError: a bad number of threads, or too many.
     """
     options = BackendOptions(None if threads is None else thread_count(threads))
     if not isinstance(backend, str) and not callable(backend):

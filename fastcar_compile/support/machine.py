@@ -108,7 +108,7 @@ def _limit(group: Path) -> float | None:
 
 
 LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""Of the container, where it has version 2 of the control groups."""
+"""Memory limit of the container, where it has version 2 of the control groups."""
 
 
 def require_memory(needed: int, what: str, hint: str = "") -> None:

@@ -15,7 +15,7 @@ from fastcar_compile.errors import BackendError, UserError
 
 NAME = "fastcar_compile"
 UNKNOWN = "0+unknown"
-"""Of a source tree that is on the path and not installed."""
+"""Version of a source tree that is on the path and not installed."""
 
 
 def installed_version() -> str:

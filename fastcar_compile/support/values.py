@@ -45,7 +45,7 @@ def whole(what: str, value: Any, least: int, most: int = limits.SIZE, error: typ
         what: its name in an error, for example "num_tokens".
 
     Raises:
-        UserError: of the given type: it is none.
+        UserError: of the given type: the value is not a whole number.
     """
     found = plain(value)
     if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:

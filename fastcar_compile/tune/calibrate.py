@@ -37,7 +37,7 @@ from fastcar_compile.tune.search import Journal, Search, Values
 
 
 CONFIDENCE = 0.9
-"""Of the interval. A test counts how often it holds on drawn videos."""
+"""Confidence of the interval. A test counts how often it holds on drawn videos."""
 
 GOAL = 0.02
 """The interval that a calibration should have: two points to either side."""

@@ -132,7 +132,7 @@ SMALL = 1 << 26
 """Multiplications of a projection below which threads wait for each other longer than they compute."""
 
 Thresholds = tuple[float | None, ...]
-"""Of the first layers: a stage depends on its own threshold and on those of earlier layers."""
+"""Thresholds of the first layers: a stage depends on its own threshold and on those of earlier layers."""
 
 Chunks = list[dict[fx.Node, Tensor]]
 """The values of one group that later stages read, by chunk."""

@@ -63,7 +63,7 @@ def _load_float16(rows: Value, _dim: int) -> Value:
 
 
 _EXPONENTS = np.arange(LEAST_EXPONENT, 122)
-"""Of the blocks of an int8 cache. The last one is that of INT8_MAX."""
+"""Exponents of the blocks of an int8 cache. The last exponent is that of INT8_MAX."""
 
 _SCALES = np.ldexp(np.float32(1), np.arange(-128, 127)).astype(np.float32)
 _SCALES[0] = np.nan

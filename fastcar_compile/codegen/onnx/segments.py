@@ -29,7 +29,7 @@ from fastcar_compile.codegen.segment import Segment
 from fastcar_compile.ir.query import graph_module, output_nodes
 
 DOMAIN = "fastcar"
-"""Of the functions."""
+"""ONNX domain of the functions."""
 
 _TALKATIVE = ("torch.onnx._internal.exporter._registration", "onnx_ir.passes.common.initializer_deduplication")
 

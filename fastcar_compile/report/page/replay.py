@@ -15,7 +15,7 @@ from fastcar_compile.report.page.models import Fact, HeatMap, LayerLine, ReplayP
 Decisions = NDArray[np.bool_]
 
 DIGITS = 4
-"""Of a share on the page."""
+"""Decimals of a share on the page."""
 
 
 def replay_page(manifest: Manifest, decisions: Decisions | None) -> ReplayPage:

@@ -221,7 +221,7 @@ class CpuStepper(Stepper):
     Raises:
         BackendError: the library cannot be loaded, or needs a parameter that is not given; or more threads than TVM's
             pool can have.
-        InputError: a number of threads that is none, is too large, or cannot be had after a fork.
+        InputError: a bad number of threads, too many, or one that cannot be had after a fork.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ CONTROL_LUT, CONTROL_FF = 2_500, 3_000
 """Checks, CRC-32 of a word per clock, gate and mapping. Estimate."""
 
 SUBTRACT_DSP, DIVIDE_DSP = 2, 0
-"""Of a float32 operator of the vendor's library with full use of DSPs (PG060); a divider has none."""
+"""DSPs of a float32 operator of the vendor's library with full use of DSPs (PG060); a divider has none."""
 
 WEIGHT_DSP = 1
 """8 by 23 bits of a bfloat16 weight and a feature."""

@@ -71,7 +71,7 @@ class StepDesign:
 
     @property
     def sizes(self) -> Sizes:
-        """Of memory, and of the rows on chip."""
+        """Sizes of memory and of the rows on chip."""
         return self.program.sizes
 
     @property

@@ -37,7 +37,7 @@ SYNTHETIC_FORWARDS = 200
 """Forwards of the decisions made for a given replay ratio: it is met to half a percent."""
 
 EPSILON = 1e-5
-"""Of the norms of LLaMA-2-7B's config.json; the time of a step does not depend on it."""
+"""Epsilon of the norms in LLaMA-2-7B's config.json; the time of a step does not depend on it."""
 
 
 @dataclass(frozen=True)

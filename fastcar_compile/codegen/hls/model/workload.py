@@ -179,7 +179,7 @@ class Workload:
 
 
 DEFAULT_QUANT = "w8a8"
-"""Of an artifact without an engine, which a board is asked about all the same."""
+"""Quantisation that an estimate assumes for an artifact without an engine."""
 
 
 def workload_of(manifest: Manifest) -> Workload:

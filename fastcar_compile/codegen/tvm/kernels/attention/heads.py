@@ -47,13 +47,13 @@ _SINGLES: _Picks = (
     [4 * q + lane + of for q in range(4) for lane in (0, 1) for of in (0, LANES)],
     [4 * q + lane + of for q in range(4) for lane in (2, 3) for of in (0, LANES)],
 )
-"""Of every four lanes the lower or upper two, of the two vectors in turn (vunpcklps, vunpckhps)."""
+"""Lower or upper two of every four lanes, of the two vectors in turn (vunpcklps, vunpckhps)."""
 
 _PAIRS: _Picks = (
     [4 * q + lane + of for q in range(4) for of in (0, LANES) for lane in (0, 1)],
     [4 * q + lane + of for q in range(4) for of in (0, LANES) for lane in (2, 3)],
 )
-"""Of every four lanes the lower or upper two, as pairs (vunpcklpd, vunpckhpd)."""
+"""Lower or upper two of every four lanes, as pairs (vunpcklpd, vunpckhpd)."""
 
 
 @dataclass(frozen=True)

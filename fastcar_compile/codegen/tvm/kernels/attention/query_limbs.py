@@ -44,7 +44,7 @@ SUMS = VECTOR_BYTES // 4
 """int32 sums of a vector."""
 
 LIMBS = 3
-"""Of a query's element, and of a weight."""
+"""Limbs of a query's element, and of a weight."""
 
 SMALLEST = 1e-30
 """A smaller maximum is taken for this one. Its inverse stays finite, and what is lost is below it."""
