@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -14,8 +15,8 @@ from torch.export import ExportedProgram
 
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.artifact.writer import ArtifactWriter
-from fastcar_compile.codegen.emit import Build, emit_artifact
-from fastcar_compile.codegen.hls.step_plan import require_step
+from fastcar_compile.codegen.emit import emit_artifact
+from fastcar_compile.codegen.plan import BuildPlan, Fallback, assumed_frame, decide
 from fastcar_compile.codegen.tvm.emit import host_variants
 from fastcar_compile.codegen.tvm.isa import NATIVE
 from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
@@ -27,21 +28,12 @@ from fastcar_compile.frontend.config_folder import open_folder
 from fastcar_compile.frontend.huggingface import is_huggingface
 from fastcar_compile.frontend.model_facts import ModelFacts, unwrapped
 from fastcar_compile.frontend.structures import check_signature, explained
-from fastcar_compile.ir.pass_manager import Pass, pipeline_to_string, run_pipeline
+from fastcar_compile.ir.pass_manager import Pass, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.merge_adapters import merged_weights
-from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
+from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
-from fastcar_compile.report.dry_run import (
-    DryRun,
-    Fallback,
-    Rewritten,
-    assumed_frame,
-    dry_run_of,
-    fallbacks_of,
-    refuse_fallbacks,
-)
-from fastcar_compile.report.whole_step import rewritten
+from fastcar_compile.report.dry_run import DryRun, dry_run_of
 from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support.machine import collector_paused, require_memory
 from fastcar_compile.support.values import LOGGER, path_of, plain, reporter, shown
@@ -191,21 +183,18 @@ def compile(
         program, passes = _analysed(model, config, say)
         # The passes change the program in place; a copy is what the artifact shows as the graph before.
         original = None if writer is None and wish is None else copy.deepcopy(program)
-        say("rewriting the graph")
-        program, config, refused = rewritten(program, original, config, wish, board)
-        pipeline = pipeline_to_string([*passes, *rewrite_pipeline(config, len(program.sites))])
-        fallbacks = [*assumed, *refused, *fallbacks_of(program, config, board)]
+        say("rewriting the graph and choosing the hardware design")
+        plan = decide(program, config, board, original=original, wish=wish, before=passes)
+        plan = replace(plan, fallbacks=(*assumed, *plan.fallbacks))
         if strict:
-            refuse_fallbacks(fallbacks)
+            plan.require_no_fallback()
         if writer is None or original is None:
-            say("choosing the hardware design")
-            return dry_run_of(Rewritten(program, config, board, pipeline, fallbacks))
-        if config.offload == "all":
-            require_step(program)
-        _warn_of_defaults(config.replay)
-        emit_artifact(writer, program, original, Build(config, board, variants, pipeline, say))
+            return dry_run_of(plan)
+        plan.require_buildable()
+        _warn_of(plan)
+        emit_artifact(writer, plan, original, variants, say)
     LOGGER.info("the artifact is in %s", writer.path)
-    return Artifact(writer.path, None if program.lazy else original.graph_module, digests=writer.digests)
+    return Artifact(writer.path, None if plan.program.lazy else original.graph_module, digests=writer.digests)
 
 
 def _analysed(model: Model, config: CompileConfig, say: Progress) -> tuple[DecoderProgram, list[Pass]]:
@@ -279,8 +268,13 @@ def _sizes(
     return {"tokens_per_frame": frame, "max_seq_len": length}, assumed
 
 
-def _warn_of_defaults(replay: ReplayConfig | None) -> None:
-    """Warn where nobody gave thresholds: a gate's default one fits no decoder in particular."""
+def _warn_of(plan: BuildPlan) -> None:
+    """Warn where the board gets no kernels, and of thresholds that nobody gave: a default one fits no decoder."""
+    for fallback in plan.fallbacks:
+        if fallback.kind == "accelerator":
+            text = f"target {plan.board.name} gets no accelerator kernels: {fallback.reason}"
+            warnings.warn(text, UserWarning, stacklevel=3)
+    replay = plan.config.replay
     if replay is None or "threshold" in replay.model_fields_set:
         return
     text = f"no thresholds were given: every layer replays at the default one of gate {replay.gate}, "

@@ -5,20 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fastcar_compile.artifact.manifest import Sections
-from fastcar_compile.artifact.sections import (
-    AttentionPart,
-    DecoderSection,
-    HostSection,
-    LayerPart,
-    LayersSection,
-    MlpPart,
-    PipelineSection,
-    ReplayPart,
-    State,
-)
+from fastcar_compile.artifact.sections import DecoderSection, HostSection, LayersSection, PipelineSection, State
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.targets import load_target
-from fastcar_compile.ir.types import ATTENTION_ROLES, DecoderConfig
+from fastcar_compile.ir.types import ATTENTION_ROLES, AttentionSite, DecoderConfig, LayerSite, MlpSite, ReplayFacts
 
 
 def decoder_config(**changes: Any) -> DecoderConfig:
@@ -33,11 +23,11 @@ def decoder_config(**changes: Any) -> DecoderConfig:
     return DecoderConfig(**sizes | {"vocab_size": 17, "takes_embeddings": False, "prefill_chunk": 4} | changes)
 
 
-def layer_part(layer: int, replay: ReplayPart | None = None, **sizes: Any) -> LayerPart:
+def layer_part(layer: int, replay: ReplayFacts | None = None, **sizes: Any) -> LayerSite:
     """One layer whose node names carry its number."""
     heads = {name: sizes.pop(name, value) for name, value in (("num_heads", 4), ("num_kv_heads", 4), ("head_dim", 32))}
     mlp = {"activation": "silu", "gated": True, "hidden": 128, "intermediate": 352} | sizes
-    return LayerPart(
+    return LayerSite(
         entry=f"entry_{layer}",
         residual=f"residual_{layer}",
         region_output=f"region_output_{layer}",
@@ -45,7 +35,7 @@ def layer_part(layer: int, replay: ReplayPart | None = None, **sizes: Any) -> La
         layer=layer,
         module_path=f"model.layers.{layer}.mlp",
         source="model.py:12",
-        attention=AttentionPart(
+        attention=AttentionSite(
             node="sdpa",
             query="q",
             key_cache=f"key_cache_{layer}",
@@ -54,7 +44,7 @@ def layer_part(layer: int, replay: ReplayPart | None = None, **sizes: Any) -> La
             cache_rows=32,
             **heads,
         ),
-        mlp=MlpPart(input="x", output="y", linears=("a", "b", "c"), weights=("a", "b", "c"), biases=(None,) * 3, **mlp),
+        mlp=MlpSite(input="x", output="y", linears=("a", "b", "c"), weights=("a", "b", "c"), biases=(None,) * 3, **mlp),
         replay=replay,
     )
 

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.offload import EMBEDDED
-from fastcar_compile.artifact.sections import AcceleratorSection, LayerPart, State
+from fastcar_compile.artifact.sections import AcceleratorSection, State
 from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.errors import ArtifactError
-from fastcar_compile.ir.types import DecoderConfig, StateRole
+from fastcar_compile.ir.types import DecoderConfig, LayerSite, StateRole
 from fastcar_compile.support import limits
 
 _FEEDS = frozenset({"tokens", "inputs_embeds", "position", "step", "thresholds"})
@@ -104,7 +104,7 @@ def _layers(manifest: Manifest) -> Iterator[str]:
                 yield f"layer {layer.layer} has {len(found)} states that are its {role}"
 
 
-def _cache(config: DecoderConfig, kv: str, layer: LayerPart, state: State) -> Iterator[str]:
+def _cache(config: DecoderConfig, kv: str, layer: LayerSite, state: State) -> Iterator[str]:
     """Check keys or values: [B, Hkv, rows, elements of a row]."""
     attention = layer.attention
     row = KV_TYPES[kv].row_size(attention.head_dim)

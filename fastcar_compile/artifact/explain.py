@@ -11,12 +11,12 @@ from typing import Any
 
 from fastcar_compile.artifact.layout import REPORT_JSON
 from fastcar_compile.artifact.manifest import Sections
-from fastcar_compile.artifact.sections import AcceleratorSection, LayerPart, ReplayPart, State
+from fastcar_compile.artifact.sections import AcceleratorSection, State
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.gates import gate_named
 from fastcar_compile.gates.weights import PARAMETERS, gate_parameter, weight_bytes
-from fastcar_compile.ir.types import ATTENTION_ROLES, StateRole
+from fastcar_compile.ir.types import ATTENTION_ROLES, LayerSite, ReplayFacts, StateRole
 from fastcar_compile.support.values import whole
 
 MIB = 2**20
@@ -183,7 +183,7 @@ def _offload(accelerator: AcceleratorSection | None, layer: int | None, mlp: str
     return "".join(f"{line}\n" for line in lines)
 
 
-def _layer(part: LayerPart, state: Sequence[State], stride: int) -> str:
+def _layer(part: LayerSite, state: Sequence[State], stride: int) -> str:
     attention, mlp, replay = part.attention, part.mlp, part.replay
     product = " * linear" if mlp.gated else ""
     lines = [
@@ -209,7 +209,7 @@ def _layer(part: LayerPart, state: Sequence[State], stride: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _replay_lines(part: LayerPart, replay: ReplayPart, stride: int) -> list[str]:
+def _replay_lines(part: LayerSite, replay: ReplayFacts, stride: int) -> list[str]:
     layer, gate = part.layer, gate_named(replay.gate, replay.heads)
     around = "MLP, and its norm where attention reads another" if part.parallel else "norm and MLP"
     if gate.caches_input:

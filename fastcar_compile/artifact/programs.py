@@ -16,14 +16,14 @@ from torch._subclasses import FakeTensorMode
 
 from fastcar_compile.artifact.layout import GRAPH_AFTER
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import DecoderSection, LayerPart, LayersSection, State
+from fastcar_compile.artifact.sections import DecoderSection, LayersSection, State
 from fastcar_compile.errors import ArtifactError, InternalError, describe_validation
-from fastcar_compile.ir.layers import LAYER, LAYER_KEYS, REPLAY, ReplayFacts, replay_of
+from fastcar_compile.ir.layers import LAYER, LAYER_KEYS, REPLAY, replay_of
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.provenance import is_identifier, is_path, module_path_of, operator_named, source_of
 from fastcar_compile.ir.query import branches_of, graph_module
 from fastcar_compile.ir.text import NAMESPACES, SPECIAL_OPERATORS, target_name
-from fastcar_compile.ir.types import DecoderConfig
+from fastcar_compile.ir.types import DecoderConfig, ReplayFacts
 from fastcar_compile.ir.weights import dtype_name, to_torch, torch_dtype
 from fastcar_compile.support import limits
 from fastcar_compile.support.strict_json import read_json
@@ -260,7 +260,7 @@ def decoder_section(program: DecoderProgram) -> DecoderSection:
 
 def layers_section(program: DecoderProgram) -> LayersSection:
     """Return where every layer is and what replay was inserted, for a manifest."""
-    return LayersSection(layers=tuple(LayerPart.model_validate(dataclasses.asdict(s)) for s in program.sites))
+    return LayersSection(layers=tuple(program.sites))
 
 
 def read_params(artifact: StoredArtifact) -> dict[str, Tensor]:

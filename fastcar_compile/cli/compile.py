@@ -20,8 +20,9 @@ from fastcar_compile.support.values import model_hint
 
 if TYPE_CHECKING:
     from fastcar_compile import Artifact, ReplayConfig, SparseAttention
-    from fastcar_compile.artifact.sections import LayerPart
-    from fastcar_compile.report.dry_run import Bank, DryRun
+    from fastcar_compile.codegen.plan import Bank
+    from fastcar_compile.ir.types import LayerSite
+    from fastcar_compile.report.dry_run import DryRun
 
 
 # The text of `fastcar compile --dry-run`.
@@ -67,7 +68,7 @@ def _engine(report: DryRun) -> dict[str, str]:
     }
 
 
-def _show_layers(layers: Sequence[LayerPart]) -> None:
+def _show_layers(layers: Sequence[LayerSite]) -> None:
     rows: list[list[str]] = []
     for _, alike in groupby(layers, _kind):
         group = list(alike)
@@ -87,7 +88,7 @@ def _show_layers(layers: Sequence[LayerPart]) -> None:
     print_table([Column(title) for title in titles], rows)
 
 
-def _kind(layer: LayerPart) -> tuple[object, ...]:
+def _kind(layer: LayerSite) -> tuple[object, ...]:
     """What layers of one row of the table have in common."""
     attention, mlp, replay = layer.attention, layer.mlp, layer.replay
     heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
@@ -95,7 +96,7 @@ def _kind(layer: LayerPart) -> tuple[object, ...]:
     return layer.source, heads, mlp.gated, mlp.activation, mlp.hidden, mlp.intermediate, rule
 
 
-def _pattern(layer: LayerPart, count: int) -> str:
+def _pattern(layer: LayerSite, count: int) -> str:
     """The module path, with a star for the layer's number where it stands for several layers."""
     return layer.module_path if count == 1 else re.sub(rf"\b{layer.layer}\b", "*", layer.module_path, count=1)
 

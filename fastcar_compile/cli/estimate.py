@@ -13,7 +13,7 @@ from fastcar_compile.cli.options import existing, require_one
 from fastcar_compile.cli.output import print_fields, print_json, print_text
 from fastcar_compile.cli.places import MayRead, Writes
 from fastcar_compile.cli.targets import target_names
-from fastcar_compile.errors import UserError, count_text
+from fastcar_compile.errors import CompileError, UserError, count_text
 
 if TYPE_CHECKING:
     from fastcar_compile.codegen.hls.design.design import Design
@@ -142,9 +142,11 @@ def as_compiled(path: Path, work: Workload, board: Target, kv: str | None) -> Wo
     if manifest.accelerator is not None or wish is None or work.gate.on_host:
         return work
     from fastcar_compile.cli.opt import read_program
-    from fastcar_compile.report.whole_step import refusal
+    from fastcar_compile.codegen.plan import whole_steps
 
-    if refusal(read_program(path), wish):
+    try:
+        whole_steps(read_program(path), wish)
+    except CompileError:
         return work
     config = wish.model_copy(update={"replay": manifest.options.replay})
     return replace(workload_of_sections(config, manifest.decoder, manifest.layers.layers), memory=None)

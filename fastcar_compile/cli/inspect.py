@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from posixpath import basename, dirname
@@ -28,7 +28,7 @@ from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
     from fastcar_compile import Artifact
-    from fastcar_compile.artifact.sections import HostSection, LayerPart
+    from fastcar_compile.artifact.sections import HostSection, LayersSection
 
 
 @command
@@ -71,7 +71,7 @@ def inspect_command(
     if html is not None:
         _show_page(html, as_json)
     elif sites:
-        _show_sites(loaded.manifest.layers.layers, as_json)
+        _show_sites(loaded.manifest.layers, as_json)
     elif before or after:
         graph = loaded.original_graph if before else loaded.graph
         _show_text("graph", graph_text(graph), as_json)
@@ -102,8 +102,8 @@ def _show_text(name: str, text: str, as_json: bool) -> None:
         print_text(text)
 
 
-def _show_sites(sites: Iterable[LayerPart], as_json: bool) -> None:
-    rows = [site.model_dump(mode="json") for site in sites]
+def _show_sites(section: LayersSection, as_json: bool) -> None:
+    rows = section.model_dump(mode="json")["layers"]
     if as_json:
         print_json({"sites": rows})
         return

@@ -8,9 +8,8 @@ from typing import Protocol, TypeVar
 
 from fastcar_compile.artifact.sections import Section
 from fastcar_compile.artifact.writer import ArtifactWriter
+from fastcar_compile.codegen.plan import BuildPlan
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.config import CompileConfig
-from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.tensor_files import Placement
@@ -26,15 +25,14 @@ class EmitContext:
 
     Args:
         writer: takes files.
-        options: what was asked for. target: what to build for. variants: instruction sets for this CPU's libraries.
+        plan: everything that was decided of the build. variants: instruction sets for this CPU's libraries.
         places: where each parameter's bytes are in the weight files.
         say: reports a stage.
         sections: what the emitters before this one returned, by name.
     """
 
     writer: ArtifactWriter
-    options: CompileConfig
-    target: Target
+    plan: BuildPlan
     variants: Sequence[InstructionSet]
     places: Mapping[str, Placement]
     say: Progress

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from fastcar_compile.artifact import layout
 from fastcar_compile.artifact.explain import write_report
@@ -14,9 +13,8 @@ from fastcar_compile.artifact.programs import decoder_section, graph_file_text, 
 from fastcar_compile.artifact.sections import AcceleratorSection, HostSection, OnnxSection, PipelineSection, Section
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EMITTERS, EmitContext, Emitter, Progress
+from fastcar_compile.codegen.plan import BuildPlan
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.config import CompileConfig
-from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.ops.operator import operator_reasons
 from fastcar_compile.ir.program import DecoderProgram
@@ -27,39 +25,35 @@ from fastcar_compile.ir.weights import LazyWeights, ParameterSource, WrittenTens
 from fastcar_compile.support.machine import require_memory
 
 
-@dataclass(frozen=True)
-class Build:
-    """One artifact to write.
+def emit_artifact(
+    writer: ArtifactWriter,
+    plan: BuildPlan,
+    original: DecoderProgram,
+    variants: Sequence[InstructionSet],
+    say: Progress,
+) -> None:
+    """Write everything below the root of an open writer.
 
     Args:
-        options: what was asked for. target: what to build for. variants: instruction sets for this CPU's libraries.
-        passes: the pipeline that ran, as text. say: reports a stage.
+        original: the program before it was rewritten. variants: instruction sets for this CPU's libraries.
+        say: reports a stage.
     """
-
-    options: CompileConfig
-    target: Target
-    variants: Sequence[InstructionSet]
-    passes: str
-    say: Progress
-
-
-def emit_artifact(writer: ArtifactWriter, program: DecoderProgram, original: DecoderProgram, build: Build) -> None:
-    """Write everything below the root of an open writer."""
+    program = plan.program
     writer.require_room(program.params.nbytes())
     _emit_graphs(writer, program, original)
-    build.say("writing the weights")
-    places = _emit_weights(writer, program, one_file=build.target.kind == "fpga")
+    say("writing the weights")
+    places = _emit_weights(writer, program, one_file=plan.board.kind == "fpga")
     if program.lazy is not None:
         # Later readers of weights take them from the files: they are quantised once.
         params = ParameterSource(program.params)
         written = WrittenTensors(writer.root, places, {name: params.spec(name) for name in params})
         program = dataclasses.replace(program, lazy=LazyWeights(written))
-    context = EmitContext(writer, build.options, build.target, build.variants, places, build.say, sections={})
-    pipeline = PipelineSection(passes=build.passes, log=tuple(program.log), reasons=_reasons(program, original))
-    sections = _sections(program, build, pipeline, _run_emitters(program, context))
+    context = EmitContext(writer, plan, variants, places, say, sections={})
+    pipeline = PipelineSection(passes=plan.pipeline, log=tuple(program.log), reasons=_reasons(program, original))
+    sections = _sections(program, plan, pipeline, _run_emitters(program, context))
     write_report(writer, sections)
     writer.finish(sections)
-    build.say("checking and placing the files")
+    say("checking and placing the files")
 
 
 def _run_emitters(program: DecoderProgram, context: EmitContext) -> dict[str, Section]:
@@ -80,14 +74,14 @@ def _reasons(program: DecoderProgram, original: DecoderProgram) -> dict[str, str
 
 
 def _sections(
-    program: DecoderProgram, build: Build, pipeline: PipelineSection, emitted: Mapping[str, Section]
+    program: DecoderProgram, plan: BuildPlan, pipeline: PipelineSection, emitted: Mapping[str, Section]
 ) -> Sections:
     host, accelerator, onnx = emitted.get("tvm"), emitted.get("hls"), emitted.get("onnx")
     if not isinstance(host, HostSection) or not isinstance(accelerator, AcceleratorSection | None):
         raise InternalError("an emitter returned a section of another type")
     return Sections(
-        options=build.options,
-        target=build.target,
+        options=plan.config,
+        target=plan.board,
         decoder=decoder_section(program),
         layers=layers_section(program),
         pipeline=pipeline,

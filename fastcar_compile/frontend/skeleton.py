@@ -52,7 +52,7 @@ _PARTS = ("text_config", "decoder")
 _HINT_WEIGHTS = "give sizes whose weights fit memory"
 
 _MOST_ELEMENTS = 1 << 34
-"""Elements of one weight, at most: 64 GiB in float32. The embedding of 256,000 tokens of 16,384 has a quarter of that."""
+"""Most elements of one weight: 64 GiB in float32. The embedding of 256,000 tokens of 16,384 has a quarter of that."""
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import fx
 
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.query import ancestors, argument_names, descendants, is_op, shape_of, with_branches
+from fastcar_compile.ir.types import ReplayFacts
 
 fastcar = torch.ops.fastcar
 
@@ -92,23 +93,6 @@ class Role(StrEnum):
     SCORE = "score"
     GATE = "gate"
     """The replay decision, bool [B]."""
-
-
-@dataclass(frozen=True)
-class ReplayFacts:
-    """What insert-replay decided for one layer.
-
-    Attributes:
-        threshold: of the score.
-        gate: name of the gate.
-        heads: (query head, weight) pairs of a gate that averages over heads; None: all of them alike.
-        gate_units: hidden units of a gate that is a network, else None.
-    """
-
-    threshold: float
-    gate: str
-    heads: tuple[tuple[int, float], ...] | None = None
-    gate_units: int | None = None
 
 
 def layer_of(node: fx.Node) -> int | None:

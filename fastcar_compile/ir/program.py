@@ -10,8 +10,8 @@ from torch import Tensor, fx
 
 import fastcar_compile.ir.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (it registers the operators)
 from fastcar_compile.ir.query import placeholder_names, tensor_attributes, value_of
-from fastcar_compile.ir.sites import LayerSite, layer_sites
-from fastcar_compile.ir.types import CONTEXT_ROLES, DecoderConfig, StateRole
+from fastcar_compile.ir.sites import layer_sites
+from fastcar_compile.ir.types import CONTEXT_ROLES, DecoderConfig, LayerSite, StateRole
 from fastcar_compile.ir.weights import LazyWeights, Parameters
 
 

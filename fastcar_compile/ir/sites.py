@@ -1,16 +1,14 @@
-"""LayerSite: what is known about a layer's attention and MLP, derived from the graph by layer and role."""
+"""What is known about a layer's attention and MLP, derived from the graph by layer and role."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.layers import (
-    ReplayFacts,
     Role,
     layer_of,
     parameter_of,
@@ -31,81 +29,11 @@ from fastcar_compile.ir.query import (
     shape_of,
     squared_relu,
 )
+from fastcar_compile.ir.types import AttentionSite, LayerSite, MlpSite
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 LINEARS = (aten.linear, fastcar.linear_bf16, fastcar.linear_w8a8, fastcar.linear_w4a8)
 QUANTISED_LINEARS = (fastcar.linear_w8a8, fastcar.linear_w4a8)
-
-
-@dataclass(frozen=True)
-class AttentionSite:
-    """The attention of a layer: its node, what it reads (node names) and its dimensions.
-
-    A query sees the first `sinks` positions and the last `window` ones, itself included; `window` None: all of them.
-    A logit is limited softly to `softcap`.
-    """
-
-    node: str
-    query: str
-    key_cache: str
-    value_cache: str
-    scale: float
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    cache_rows: int
-    window: int | None = None
-    sinks: int = 0
-    softcap: float | None = None
-
-
-@dataclass(frozen=True)
-class MlpSite:
-    """The MLP of a layer: `input` -> linears -> `output` (node names) and its dimensions.
-
-    `linears`, `weights` and `biases` (None where there is no bias) are in the order gate, up, down or up, down;
-    `weights` are the names that the parameters had before quantisation.
-    """
-
-    input: str
-    output: str
-    linears: tuple[str, ...]
-    weights: tuple[str, ...]
-    biases: tuple[str | None, ...]
-    activation: str
-    gated: bool
-    hidden: int
-    intermediate: int
-
-
-@dataclass(frozen=True)
-class LayerSite:
-    """One decoder layer: entry -> attention -> residual -> MLP -> exit, where exit adds `residual` and `region_output`.
-
-    `residual` adds entry and attention, and cross-attention where the layer has it. Where `parallel` holds, the MLP
-    reads the entry as attention does, and not `residual`; the three are added all the same.
-
-    Before replay is inserted, `region_output` is the MLP's result. Afterwards it is the result of the `cond`, and the
-    nodes of `mlp` are those of the compute branch, but for an input that the gate reads too. `replay` is None where the
-    layer always computes.
-    """
-
-    layer: int
-    module_path: str
-    source: str
-    entry: str
-    residual: str
-    region_output: str
-    exit: str
-    attention: AttentionSite
-    mlp: MlpSite
-    parallel: bool = False
-    replay: ReplayFacts | None = None
-
-    @property
-    def threshold(self) -> float | None:
-        """The replay threshold; None where the layer always computes."""
-        return None if self.replay is None else self.replay.threshold
 
 
 def layer_sites(module: fx.GraphModule) -> list[LayerSite]:

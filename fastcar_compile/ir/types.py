@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import BeforeValidator, ConfigDict, PlainSerializer
 from pydantic.dataclasses import dataclass
 
 
@@ -110,3 +110,106 @@ class DecoderConfig:
     def input_name(self) -> str:
         """Name of the token or embedding input."""
         return "inputs_embeds" if self.takes_embeddings else "tokens"
+
+
+# The decoder's layers: where attention and MLP are in the rewritten graph, and what replay was inserted.
+
+
+def _parse_float(value: Any) -> Any:
+    return float(value) if value in ("inf", "-inf") else value
+
+
+def _dump_float(value: float) -> float | str:
+    return str(value) if value in (float("inf"), -float("inf")) else value
+
+
+Float = Annotated[float, BeforeValidator(_parse_float), PlainSerializer(_dump_float, when_used="json")]
+"""A float that JSON holds also where it is infinite, as "inf" or "-inf"."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class ReplayFacts:
+    """What insert-replay decided for one layer.
+
+    Attributes:
+        threshold: of the score.
+        gate: name of the gate.
+        heads: (query head, weight) pairs of a gate that averages over heads; None: all of them alike.
+        gate_units: hidden units of a gate that is a network, else None.
+    """
+
+    threshold: Float
+    gate: str
+    heads: tuple[tuple[int, float], ...] | None = None
+    gate_units: int | None = None
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class AttentionSite:
+    """The attention of a layer: its node, what it reads (node names) and its dimensions.
+
+    A query sees the first `sinks` positions and the last `window` ones, itself included; `window` None: all of them.
+    A logit is limited softly to `softcap`.
+    """
+
+    node: str
+    query: str
+    key_cache: str
+    value_cache: str
+    scale: float
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    cache_rows: int
+    window: int | None = None
+    sinks: int = 0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class MlpSite:
+    """The MLP of a layer: `input` -> linears -> `output` (node names) and its dimensions.
+
+    `linears`, `weights` and `biases` (None where there is no bias) are in the order gate, up, down or up, down;
+    `weights` are the names that the parameters had before quantisation.
+    """
+
+    input: str
+    output: str
+    linears: tuple[str, ...]
+    weights: tuple[str, ...]
+    biases: tuple[str | None, ...]
+    activation: str
+    gated: bool
+    hidden: int
+    intermediate: int
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class LayerSite:
+    """One decoder layer: entry -> attention -> residual -> MLP -> exit, where exit adds `residual` and `region_output`.
+
+    `residual` adds entry and attention, and cross-attention where the layer has it. Where `parallel` holds, the MLP
+    reads the entry as attention does, and not `residual`; the three are added all the same.
+
+    Before replay is inserted, `region_output` is the MLP's result. Afterwards it is the result of the `cond`, and the
+    nodes of `mlp` are those of the compute branch, but for an input that the gate reads too. `replay` is None where the
+    layer always computes.
+    """
+
+    layer: int
+    module_path: str
+    source: str
+    entry: str
+    residual: str
+    region_output: str
+    exit: str
+    attention: AttentionSite
+    mlp: MlpSite
+    parallel: bool = False
+    replay: ReplayFacts | None = None
+
+    @property
+    def threshold(self) -> float | None:
+        """The replay threshold; None where the layer always computes."""
+        return None if self.replay is None else self.replay.threshold

@@ -13,14 +13,14 @@ from torch import fx
 from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.gates import GATES, Comparison, Gate, GateValues, GateWeights, gate_named
 from fastcar_compile.gates.weights import gate_parameter
-from fastcar_compile.ir.layers import LAYER, REPLAY, ReplayFacts, Role, layer_of, mark, ring_of, role_nodes
+from fastcar_compile.ir.layers import LAYER, REPLAY, Role, layer_of, mark, ring_of, role_nodes
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.provenance import ORIGIN_KEYS
 from fastcar_compile.ir.query import between, graph_module, node_arg, output_nodes, shape_of, value_of
 from fastcar_compile.ir.rewrite import add_placeholder, attribute, call, set_origin, set_outputs
-from fastcar_compile.ir.sites import AttentionSite, attention_site, entry_of, mlp_output, mlp_start
-from fastcar_compile.ir.types import StateRole
+from fastcar_compile.ir.sites import attention_site, entry_of, mlp_output, mlp_start
+from fastcar_compile.ir.types import AttentionSite, ReplayFacts, StateRole
 from fastcar_compile.passes.patterns.caches import earlier_key, reads_earlier_key
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar

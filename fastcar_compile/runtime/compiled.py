@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, fx
 
     from fastcar_compile.ir.program import DecoderProgram
-    from fastcar_compile.ir.sites import LayerSite
+    from fastcar_compile.ir.types import LayerSite
 
 
 def load(

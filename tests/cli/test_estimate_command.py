@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 from typer.testing import Result
 
 import fastcar_compile as fc
-from fastcar_compile.artifact.sections import AcceleratorSection, LayersSection, ReplayPart
+from fastcar_compile.artifact.sections import AcceleratorSection, LayersSection
 from fastcar_compile.cli import opt
 from fastcar_compile.cli.estimate import as_compiled
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape
@@ -32,6 +32,7 @@ from fastcar_compile.compiler import _analysed
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.gates import GateWeights
+from fastcar_compile.ir.types import ReplayFacts
 
 from .conftest import FakeArtifact
 
@@ -61,7 +62,7 @@ def compiled(fake: FakeArtifact, monkeypatch: pytest.MonkeyPatch) -> Path:
     wanted = KernelSpec(MlpSpec(128, 352, 2, 3, 1), ControllerSpec(AttentionShape(4, 4, 32)))
     design = explore(wanted, load_target("zcu102")).design
     replay = fastcar_compile.ReplayConfig(gate="learned", gate_weights=weights)
-    gate = ReplayPart(gate="learned", threshold=0.5, gate_units=4)
+    gate = ReplayFacts(gate="learned", threshold=0.5, gate_units=4)
     changes = {
         "options": fake.manifest.options.model_copy(update={"quant": "w8a8", "replay": replay}),
         "layers": LayersSection(layers=tuple(layer_part(layer, gate) for layer in range(3))),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from manifests import decoder_config, layer_part, sections
 
 from fastcar_compile.artifact.explain import explain, own_windows
-from fastcar_compile.artifact.sections import LayerPart, LayersSection
+from fastcar_compile.artifact.sections import LayersSection
 from fastcar_compile.codegen.hls.model import available_shapes, load_shape
 from fastcar_compile.codegen.hls.model.shapes import LinearShape, shape_of_sections
 from fastcar_compile.codegen.hls.model.workload import workload_of_sections
 from fastcar_compile.errors import UserError
+from fastcar_compile.ir.types import LayerSite
 
 SIZES: dict[str, Any] = {"hidden": 64, "intermediate": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 DECODER = decoder_config(tokens_per_frame=8, max_seq_len=33, vocab_size=None)
@@ -59,10 +61,10 @@ def test_shape_of_an_artifact() -> None:
         shape_of_sections(DECODER, [layer_part(0, **SIZES), layer_part(1, **{**SIZES, "intermediate": 128})])
 
 
-def with_window(layer: int, window: int | None, rows: int, sinks: int = 0) -> LayerPart:
+def with_window(layer: int, window: int | None, rows: int, sinks: int = 0) -> LayerSite:
     part = layer_part(layer)
     seen = {"window": window, "sinks": sinks, "cache_rows": rows}
-    return part.model_copy(update={"attention": part.attention.model_copy(update=seen)})
+    return replace(part, attention=replace(part.attention, **seen))
 
 
 def test_windows_of_the_model_count_as_their_mean() -> None:

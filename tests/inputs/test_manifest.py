@@ -24,19 +24,19 @@ from fastcar_compile.artifact.sections import (
     OnnxSection,
     ProgramPart,
     ProgramsPart,
-    ReplayPart,
     VariantPart,
 )
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.errors import ArtifactError
+from fastcar_compile.ir.types import ReplayFacts
 
 Json = dict[str, Any]
 
 
 def whole() -> Manifest:
     """Replay, libraries of two CPUs, an ONNX model and thresholds, over a decoder that was never compiled."""
-    replay = ReplayPart(gate="tas", threshold=0.5)
+    replay = ReplayFacts(gate="tas", threshold=0.5)
     names = dict(sections().decoder)
     program = ProgramPart(
         function="decode", check="check_decode", inputs=names["inputs"], params=("w",), outputs=names["outputs"]

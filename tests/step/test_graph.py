@@ -19,8 +19,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fastcar_compile.codegen.hls.emit import linear_weights
 from fastcar_compile.codegen.hls.packing import LinearWeights
-from fastcar_compile.codegen.hls.plan import AcceleratorPlan, plan_accelerator
-from fastcar_compile.codegen.hls.step_plan import step_sources
+from fastcar_compile.codegen.hls.plan import AcceleratorPlan, offloaded, plan_accelerator
+from fastcar_compile.codegen.hls.step_plan import StepForm, step_form
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES
 from fastcar_compile.codegen.hls.step_program.instructions import Decide
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
@@ -89,7 +89,13 @@ def compiled(program: DecoderProgram, **options: Any) -> Captured:
     given = {"target": "zcu102", "kv": "int8", "numerics": "exact", "offload": "linears", "prefill_chunk": 16}
     config = CompileConfig(**{**SHAPE, **given, **options})
     run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
-    return Captured(program, plan_accelerator(program, config, load_target("zcu102")))
+    work = offloaded(program, config.offload)
+    return Captured(program, plan_accelerator(program, config, load_target("zcu102"), work))
+
+
+def form_of(made: Captured) -> StepForm:
+    """What its decode step is made of."""
+    return step_form(made.program, made.plan.calls, made.plan.kept)
 
 
 @pytest.fixture(scope="module")
@@ -144,14 +150,15 @@ def test_the_simulator_equals_the_eager_graph(normed: Captured) -> None:
 
 def found_decisions(made: Captured) -> list[Decide]:
     """The instructions that decide."""
-    return [i for i in step_sources(made.program, made.plan).program.instructions if isinstance(i, Decide)]
+    return [i for i in form_of(made).program(made.plan.design).instructions if isinstance(i, Decide)]
 
 
 def agreed(made: Captured) -> list[Array]:
     """What replayed in every forward in which something decided; logits and decisions are held to the eager graph."""
-    found = step_sources(made.program, made.plan)
-    memory = made.memory(found.program, found.streams, found.constants)
-    simulator, eager = StepSimulator(found.program, memory), backend_of(made.program)
+    form = form_of(made)
+    program = form.program(made.plan.design)
+    memory = made.memory(program, form.streams, form.constants(made.program))
+    simulator, eager = StepSimulator(program, memory), backend_of(made.program)
     embedding = made.program.params["model.embed_tokens.weight"].float().numpy()
     ids = np.random.default_rng(3).integers(0, SIZES["vocab_size"], (BATCH, LENGTH))
     thresholds = np.array([site.threshold or 0.0 for site in made.program.sites], np.float32)
@@ -181,7 +188,7 @@ def test_what_a_step_program_cannot_express_is_refused(replaying: Captured) -> N
     with pytest.raises(
         CompileError, match=rf"a step program has the sum of .* and the decode step has {residual.name}"
     ):
-        step_sources(program, replaying.plan)
+        form_of(replace(replaying, program=program))
 
 
 @pytest.mark.parametrize("gate", ["foreign", "random"])
@@ -189,4 +196,4 @@ def test_a_gate_of_the_host_is_refused(llama_step: DecoderProgram, gate: str, mo
     register(monkeypatch)
     made = compiled(copy.deepcopy(llama_step), quant="w8a8", replay=ReplayConfig(gate=gate))
     with pytest.raises(CompileError, match=f"the host decides gate '{gate}', and has no part in a step"):
-        step_sources(made.program, made.plan)
+        form_of(made)

@@ -16,37 +16,23 @@ from fastcar_compile.artifact.sections.build import (
     ProgramsPart,
     VariantPart,
 )
-from fastcar_compile.artifact.sections.decoder import (
-    AttentionPart,
-    DecoderSection,
-    LayerPart,
-    LayersSection,
-    MlpPart,
-    Part,
-    ReplayPart,
-    Section,
-    State,
-)
+from fastcar_compile.artifact.sections.decoder import DecoderSection, LayersSection, Part, Section, State
 
 __all__ = [
     "AcceleratorSection",
     "ArgumentPart",
-    "AttentionPart",
     "BoardPart",
     "DecoderSection",
     "DesignPart",
     "HostSection",
     "KernelPart",
-    "LayerPart",
     "LayersSection",
-    "MlpPart",
     "OnnxSection",
     "Part",
     "PipelineSection",
     "ProductPart",
     "ProgramPart",
     "ProgramsPart",
-    "ReplayPart",
     "Section",
     "State",
     "VariantPart",

@@ -21,7 +21,7 @@ from fastcar_compile.gates.base import GateKind
 from fastcar_compile.gates.input_delta import BOUND_WEIGHT
 from fastcar_compile.gates.weights import PARAMETERS, weights_in
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.sites import LayerSite
+from fastcar_compile.ir.types import LayerSite
 
 
 def attention_of(program: DecoderProgram) -> AttentionShape:

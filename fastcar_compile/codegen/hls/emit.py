@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -24,7 +23,6 @@ from fastcar_compile.artifact.offload import CONSTANTS, NETWORK
 from fastcar_compile.artifact.sections.accelerator import (
     AcceleratorSection,
     HostLinearPart,
-    KernelPart,
     LinearCallPart,
     StepPart,
 )
@@ -35,19 +33,16 @@ from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
-from fastcar_compile.codegen.hls.interface import step_interface
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
-from fastcar_compile.codegen.hls.plan import AcceleratorPlan, plan_accelerator, require_memory
+from fastcar_compile.codegen.hls.plan import AcceleratorPlan
 from fastcar_compile.codegen.hls.project import emit_hls, emit_step
-from fastcar_compile.codegen.hls.step_plan import StepSources, step_sources
 from fastcar_compile.codegen.hls.step_program.instructions import AppendKeys, AppendValues, Decide, Instruction, Replay
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
-from fastcar_compile.config.formats import DTYPES, quant_format
+from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
-from fastcar_compile.ir.sites import LayerSite
 from fastcar_compile.ir.tensor_files import LazyStreams, TensorSpec
-from fastcar_compile.ir.types import StateRole
+from fastcar_compile.ir.types import LayerSite, StateRole
 from fastcar_compile.passes.patterns.linear_calls import LinearCall
 
 # The files of a whole decode step: its weights and constants, one tensor per argument, and the step program.
@@ -58,35 +53,41 @@ Streams = Mapping[str, tuple[int, Callable[[], NDArray[np.uint8]]]]
 
 
 def write_step(
-    writer: ArtifactWriter, sources: StepSources, kernel: KernelPart, streams: Streams, state: list[StateSpec]
+    writer: ArtifactWriter, plan: AcceleratorPlan, streams: Streams, constants: NDArray[Any], state: list[StateSpec]
 ) -> StepPart:
     """Write weights, constants and the step program; return what the manifest says of the step.
 
     Args:
-        kernel: whose arguments take the weights. state: of the decoder.
+        plan: of whole steps. constants: words of float32. state: of the decoder.
     """
-    ports = kernel.weights()
-    section, rest = divmod(sum(streams[name][0] for name in sources.streams), len(ports))
+    if plan.step is None or plan.program is None:
+        raise InternalError("the accelerator does not run whole steps")
+    (kernel,) = plan.kernels
+    ports, order = kernel.part.weights(), plan.step.streams
+    section, rest = divmod(sum(streams[name][0] for name in order), len(ports))
     if rest:
         raise InternalError(f"weight streams do not divide into {len(ports)} ports")
     specs = {port: TensorSpec(DTYPES["uint8"], (section,)) for port in ports}
-    specs[CONSTANTS] = TensorSpec(DTYPES["float32"], sources.constants.shape)
-    writer.write_pieces(ACCELERATOR_WEIGHTS, specs, _pieces(sources, ports, streams))
-    program = sources.program
-    writer.write_bytes(STEP_PROGRAM, program.to_bytes())
-    writer.write_text(STEP_PROGRAM_JSON, json.dumps(program.to_json(), sort_keys=True, indent=1) + "\n")
-    return StepPart(program=STEP_PROGRAM, instructions=len(program.instructions), states=state_places(program, state))
+    specs[CONSTANTS] = TensorSpec(DTYPES["float32"], constants.shape)
+    writer.write_pieces(ACCELERATOR_WEIGHTS, specs, _pieces(order, ports, streams, constants))
+    writer.write_bytes(STEP_PROGRAM, plan.program.to_bytes())
+    writer.write_text(STEP_PROGRAM_JSON, json.dumps(plan.program.to_json(), sort_keys=True, indent=1) + "\n")
+    return StepPart(
+        program=STEP_PROGRAM, instructions=len(plan.program.instructions), states=state_places(plan.program, state)
+    )
 
 
-def _pieces(sources: StepSources, ports: list[str], streams: Streams) -> Iterator[tuple[str, int, memoryview]]:
+def _pieces(
+    order: Sequence[str], ports: list[str], streams: Streams, constants: NDArray[Any]
+) -> Iterator[tuple[str, int, memoryview]]:
     """Yield the parts of every stream, which follow each other on each port; one stream is in memory at a time."""
     at = 0
-    for name in sources.streams:
+    for name in order:
         parts = streams[name][1]().reshape(len(ports), -1)
         for port, part in zip(ports, parts, strict=True):
             yield port, at, part.data
         at += parts.shape[1]
-    yield CONSTANTS, 0, _bytes(sources.constants).data
+    yield CONSTANTS, 0, _bytes(constants).data
 
 
 def _bytes(values: NDArray[Any]) -> NDArray[np.uint8]:
@@ -131,59 +132,39 @@ class HlsEmitter:
     """Writes the HLS project, the DRS control table and the accelerator's weight streams of an FPGA target."""
 
     def emit(self, program: DecoderProgram, context: EmitContext) -> AcceleratorSection | None:
-        """Write the files; see Emitter.emit."""
-        if context.target.kind != "fpga":
+        """Write hls/, drs/, step/ for whole steps, and weights/accelerator.safetensors; see Emitter.emit."""
+        writer, plan = context.writer, context.plan.accelerator
+        if plan is None:
             return None
         context.say("writing the HLS project and the DRS table")
-        return emit_accelerator(program, context)
+        step = _emit_project(program, context, plan)
+        writer.write_bytes(DRS_TABLE, plan.table.to_bytes())
+        writer.write_text(DRS_TABLE_JSON, json.dumps(plan.table.to_json(), sort_keys=True, indent=1) + "\n")
+        return AcceleratorSection(
+            offload=context.plan.config.offload,
+            weights=ACCELERATOR_WEIGHTS,
+            table=DRS_TABLE,
+            controller=controller_part(plan.table),
+            design=plan.design.part,
+            exploration=plan.found.part,
+            kernels=tuple(interface.part for interface in plan.kernels),
+            linears=tuple(LinearCallPart(**call.to_json()) for call in plan.calls),
+            on_host=tuple(HostLinearPart(**asdict(linear)) for linear in plan.kept),
+            step=step,
+        )
 
 
-def emit_accelerator(program: DecoderProgram, context: EmitContext) -> AcceleratorSection | None:
-    """Write hls/, drs/, step/ for whole steps, and weights/accelerator.safetensors; return the manifest's section.
-
-    Raises:
-        CompileError: kernel or decoder does not fit the board, there is no kernel for a shape, or no step program.
-    """
-    writer, config, board = context.writer, context.options, context.target
-    if not quant_format(config.quant).accelerated:
-        text = f"target {board.name} gets no accelerator kernels: they are int8, and quant is {config.quant!r}"
-        warnings.warn(text, UserWarning, stacklevel=2)
-        return None
-    require_memory(program, config, board)
-    plan = plan_accelerator(program, config, board)
-    step, kernels = _emit_project(program, context, plan)
-    writer.write_bytes(DRS_TABLE, plan.table.to_bytes())
-    writer.write_text(DRS_TABLE_JSON, json.dumps(plan.table.to_json(), sort_keys=True, indent=1) + "\n")
-    return AcceleratorSection(
-        offload=config.offload,
-        weights=ACCELERATOR_WEIGHTS,
-        table=DRS_TABLE,
-        controller=controller_part(plan.table),
-        design=plan.design.part,
-        exploration=plan.found.part,
-        kernels=kernels,
-        linears=tuple(LinearCallPart(**call.to_json()) for call in plan.calls),
-        on_host=tuple(HostLinearPart(**asdict(linear)) for linear in plan.kept),
-        step=step,
-    )
-
-
-def _emit_project(
-    program: DecoderProgram, context: EmitContext, plan: AcceleratorPlan
-) -> tuple[StepPart | None, tuple[KernelPart, ...]]:
-    """Write the kernels and their weights; return the step, where they run whole ones, and the kernels."""
-    writer, board = context.writer, context.target
+def _emit_project(program: DecoderProgram, context: EmitContext, plan: AcceleratorPlan) -> StepPart | None:
+    """Write the kernel and its weights; return the step, where it runs whole ones."""
+    writer, board = context.writer, context.plan.board
     streams, folder = weight_streams(program, plan), writer.root / HLS
-    if context.options.offload != "all":
+    if plan.step is None or plan.program is None:
         streams |= _network_streams(program, plan.design)
         emit_hls(plan.design, folder, plan.table, board=board)
         writer.write_streamed(ACCELERATOR_WEIGHTS, streams, LazyStreams(streams))
-        return None, tuple(interface.part for interface in plan.kernels)
-    sources = step_sources(program, plan)
-    design = StepDesign.of(sources.program, plan.found.group)
-    kernel = step_interface(plan.design, design, plan.table).part
-    emit_step(plan.design, design, plan.table, folder, board=board)
-    return write_step(writer, sources, kernel, streams, program.state), (kernel,)
+        return None
+    emit_step(plan.design, StepDesign.of(plan.program, plan.found.group), plan.table, folder, board=board)
+    return write_step(writer, plan, streams, plan.step.constants(program), program.state)
 
 
 def weight_streams(program: DecoderProgram, plan: AcceleratorPlan) -> dict[str, tuple[int, Stream]]:

@@ -58,15 +58,15 @@ class HostProgramEmitter:
         if host is None or host.board is None:
             return
         accelerator = context.section(AcceleratorSection)
-        for name, text in host_sources(program, host.board, context.target, accelerator).items():
+        for name, text in host_sources(program, host.board, context.plan.board, accelerator).items():
             context.writer.write_text(f"{HOST_SOURCES}/{name}", text)
         text = render(
             "README.md",
             config=program.config,
-            quant=context.options.quant,
-            computes=_COMPUTES[context.options.offload],
-            part=context.target.part,
-            shares_memory=context.target.shares_memory,
+            quant=context.plan.config.quant,
+            computes=_COMPUTES[context.plan.config.offload],
+            part=context.plan.board.part,
+            shares_memory=context.plan.board.shares_memory,
             board=host.board,
             accelerator=accelerator,
         )

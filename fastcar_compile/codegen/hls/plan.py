@@ -11,34 +11,49 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, explore
 from fastcar_compile.codegen.hls.design.memory import Footprint, capacity, held, require_fit
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec, StepSpec
-from fastcar_compile.codegen.hls.interface import KernelInterface
+from fastcar_compile.codegen.hls.design.step_usage import StepDesign
+from fastcar_compile.codegen.hls.interface import KernelInterface, step_interface
 from fastcar_compile.codegen.hls.project import kernel_interfaces
+from fastcar_compile.codegen.hls.step_plan import StepForm, step_form
+from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import quant_format
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import node_named
-from fastcar_compile.ir.sites import LayerSite
-from fastcar_compile.ir.types import StateRole
+from fastcar_compile.ir.types import LayerSite, StateRole
 from fastcar_compile.passes.patterns.linear_calls import HostLinear, LinearCall, linear_calls
 
 
 @dataclass(frozen=True)
-class AcceleratorPlan:
+class Offloaded:
+    """What the accelerator computes of a decode step beside the MLPs, whatever engine it has.
+
+    Args:
+        calls: of linears outside of the MLPs. kept: the linears that the host keeps, where linears are offloaded.
+        step: with offload="all", what a decode step is made of.
+    """
+
+    calls: Sequence[LinearCall] = ()
+    kept: Sequence[HostLinear] = ()
+    step: StepForm | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceleratorPlan(Offloaded):
     """The engine and its work.
 
     Args:
-        calls: of linears outside of the MLPs. kept: the linears that the host keeps, with offload="linears".
         found: the design, and why it is no faster.
         table: the DRS control table. kernels: as a host calls them.
+        program: of a whole decode step.
     """
 
-    calls: Sequence[LinearCall]
-    kept: Sequence[HostLinear]
     found: Exploration
     table: DrsTable
     kernels: Sequence[KernelInterface]
+    program: StepProgram | None
 
     @property
     def design(self) -> Design:
@@ -46,7 +61,24 @@ class AcceleratorPlan:
         return self.found.design
 
 
-def plan_accelerator(program: DecoderProgram, config: CompileConfig, board: Target) -> AcceleratorPlan:
+def offloaded(program: DecoderProgram, offload: str) -> Offloaded:
+    """Return what the accelerator computes of a rewritten program.
+
+    Raises:
+        CompileError: there is no linear to offload, or everything that a step program cannot express.
+    """
+    if offload == "mlp":
+        return Offloaded()
+    # The host looks up the embedding; a linear in front of the first layer belongs to it.
+    before = node_named(program.graph_module.graph, program.sites[0].entry) if offload == "all" else None
+    calls, kept = linear_calls(program, before=before)
+    if not calls:
+        reasons = "; ".join(f"{k.path}: {k.reason}" for k in kept) or "the decode step has none outside of the MLPs"
+        raise CompileError(f"offload={offload!r} finds no linear to offload ({reasons})", hint="use offload='mlp'")
+    return Offloaded(calls, kept, step_form(program, calls, kept) if offload == "all" else None)
+
+
+def plan_accelerator(program: DecoderProgram, config: CompileConfig, board: Target, work: Offloaded) -> AcceleratorPlan:
     """Return the plan for a board, whether or not the board's memory holds the decoder.
 
     Where it does, the banks behind every weight port hold that port's part.
@@ -57,14 +89,18 @@ def plan_accelerator(program: DecoderProgram, config: CompileConfig, board: Targ
     """
     _check_equal(program.sites)
     _check_quantised(program, config)
-    calls, kept = _linears(program, config.offload)
-    linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in calls]
-    step = _step_spec(program) if config.offload == "all" else None
+    linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in work.calls]
+    step = _step_spec(program) if work.step is not None else None
     wanted = KernelSpec(_mlp_spec(program, config), controller_spec(program), linears, step)
     # A memory that is too small for the decoder is reported elsewhere: its banks would refuse every design.
     found = explore(wanted, board, banks=footprint_of(program, config, board).total <= capacity(board))
     table = control_table(program, config, found.design.mlp.cores)
-    return AcceleratorPlan(calls, kept, found, table, kernel_interfaces(found.design, table))
+    whole = None if work.step is None else work.step.program(found.design)
+    if whole is None:
+        kernels = kernel_interfaces(found.design, table)
+    else:
+        kernels = [step_interface(found.design, StepDesign.of(whole, found.group), table)]
+    return AcceleratorPlan(work.calls, work.kept, work.step, found=found, table=table, kernels=kernels, program=whole)
 
 
 def require_memory(program: DecoderProgram, config: CompileConfig, board: Target) -> None:
@@ -100,26 +136,6 @@ def _mlp_spec(program: DecoderProgram, config: CompileConfig) -> MlpSpec:
         up_bias=any(bias is not None for m in mlps for bias in m.biases[:-1]),
         down_bias=any(m.biases[-1] is not None for m in mlps),
     )
-
-
-def step_linears(program: DecoderProgram) -> tuple[list[LinearCall], list[HostLinear]]:
-    """Return the linear calls of a whole decode step, and linears that no engine computes; without the embedding's."""
-    return linear_calls(program, before=node_named(program.graph_module.graph, program.sites[0].entry))
-
-
-def _linears(program: DecoderProgram, offload: str) -> tuple[list[LinearCall], list[HostLinear]]:
-    """Return the linear calls of a forward, and the linears that stay on the host.
-
-    Raises:
-        CompileError: there is none to offload.
-    """
-    if offload == "mlp":
-        return [], []
-    calls, kept = step_linears(program) if offload == "all" else linear_calls(program)
-    if not calls:
-        reasons = "; ".join(f"{k.path}: {k.reason}" for k in kept) or "the decode step has none outside of the MLPs"
-        raise CompileError(f"offload={offload!r} finds no linear to offload ({reasons})", hint="use offload='mlp'")
-    return calls, kept
 
 
 def _check_equal(sites: Sequence[LayerSite]) -> None:

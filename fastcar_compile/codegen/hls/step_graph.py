@@ -13,7 +13,8 @@ from fastcar_compile.ir.layers import Role, parameter_of, role_nodes
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import argument_names, is_op, node_arg, node_named, output_nodes, shape_of, with_branches
-from fastcar_compile.ir.sites import QUANTISED_LINEARS, LayerSite, branch_operands
+from fastcar_compile.ir.sites import QUANTISED_LINEARS, branch_operands
+from fastcar_compile.ir.types import LayerSite
 from fastcar_compile.passes.patterns.linear_calls import LinearCall
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
@@ -42,12 +43,11 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class StepParts:
-    """Layers, and the norm in front of the head. `embedded`: the node that the host computes."""
+    """Layers, and the norm in front of the head."""
 
     layers: tuple[LayerParts, ...]
     last_norm: str
     epsilon: float
-    embedded: str
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Reader:
             found.append(part)
         if last is None or problems:
             raise CompileError.collect(problems)
-        return StepParts(tuple(found), last.weight, last.epsilon, sites[0].entry)
+        return StepParts(tuple(found), last.weight, last.epsilon)
 
     def last(self) -> _Norm:
         """Return the norm between the last layer and the head."""

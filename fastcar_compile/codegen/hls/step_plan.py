@@ -1,4 +1,4 @@
-"""The step program of a decoder with exact numerics, and the constants that it reads."""
+"""What a decode step with exact numerics is made of, its step program for a design, and the constants that it reads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.control import gate_kind, network_stream, networks_of
+from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import Product
-from fastcar_compile.codegen.hls.plan import AcceleratorPlan, step_linears
 from fastcar_compile.codegen.hls.step_graph import HEAD, LayerParts, StepParts, step_parts
 from fastcar_compile.codegen.hls.step_program.builder import (
     NO_WINDOW,
@@ -35,21 +35,6 @@ _HINT = 'use offload="linears"'
 
 
 @dataclass(frozen=True)
-class StepSources:
-    """A step program and what it reads besides weights and caches.
-
-    Args:
-        constants: words of float32, in the order of `build_step`. streams: names of the weight streams, in the order of a section.
-        embedded: the node of the graph that gives the input.
-    """
-
-    program: StepProgram
-    constants: NDArray[Any]
-    streams: tuple[str, ...]
-    embedded: str
-
-
-@dataclass(frozen=True)
 class StepForm:
     """What a decode step is made of, whatever engine runs it."""
 
@@ -57,6 +42,55 @@ class StepForm:
     attention: AttentionPlan
     epsilon: float
     replay: ReplayPlan | None
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the weight streams, in the order of a section."""
+        numbers = range(len(self.parts.layers))
+        return (*(name for n in numbers for name in (f"layer_{n}.qkv", f"layer_{n}.o", f"layer_{n}")), HEAD)
+
+    def program(self, design: Design) -> StepProgram:
+        """Return the step program for a design; values of parameters are not read.
+
+        Raises:
+            CompileError: what a step program cannot express.
+        """
+        numbers = range(len(self.parts.layers))
+        step = StepPlan(
+            layers=len(numbers),
+            rows=design.mlp.batch,
+            ports=design.ports,
+            hidden=design.mlp.hidden,
+            epsilon=self.epsilon,
+            attention=self.attention,
+            qkv=_linear(design.linears["layer_0.qkv"]),
+            o=_linear(design.linears["layer_0.o"]),
+            mlp_words=design.section_words,
+            head=_linear(design.linears[HEAD]),
+            replay=self.replay,
+        )
+        for place, wanted in (("qkv", step.qkv), ("o", step.o)):
+            _only({wanted, *(_linear(design.linears[f"layer_{n}.{place}"]) for n in numbers)}, f"the linears {place}")
+        try:
+            return build_step(step)
+        except UserError as error:
+            raise CompileError(error.what, hint=_HINT) from error
+
+    def constants(self, program: DecoderProgram) -> NDArray[Any]:
+        """Return what the step program reads besides weights and caches, float32 words in the order of `build_step`."""
+
+        def tensor(name: str) -> NDArray[Any]:
+            return program.params[name].float().numpy().reshape(-1)
+
+        def of_layer(layer: LayerParts) -> list[NDArray[Any]]:
+            names = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
+            return [tensor(name) for name in names if name is not None]
+
+        table = self.parts.layers[0].table
+        arrays = [a for layer in self.parts.layers for a in of_layer(layer)]
+        tables = [] if table is None else [tensor(table)]
+        networks = [network_stream(own).view(np.float32) for _, own in sorted(networks_of(program).items())]
+        return np.concatenate([*arrays, tensor(self.parts.last_norm), *tables, *networks])
 
 
 def step_form(program: DecoderProgram, calls: Sequence[LinearCall], kept: Sequence[HostLinear]) -> StepForm:
@@ -81,57 +115,6 @@ def step_form(program: DecoderProgram, calls: Sequence[LinearCall], kept: Sequen
     if problems or parts is None or attention is None or epsilon is None:
         raise CompileError.collect(problems)
     return StepForm(parts, attention, epsilon, replay)
-
-
-def require_step(program: DecoderProgram) -> None:
-    """Raise CompileError with everything of a rewritten decoder that a step program cannot express."""
-    step_form(program, *step_linears(program))
-
-
-def step_sources(program: DecoderProgram, plan: AcceleratorPlan) -> StepSources:
-    """Return the step program of a decoder whose linears are all on the engine.
-
-    Raises:
-        CompileError: what a step program cannot express.
-    """
-    form = step_form(program, plan.calls, plan.kept)
-    numbers = range(len(form.parts.layers))
-    streams = (name for n in numbers for name in (f"layer_{n}.qkv", f"layer_{n}.o", f"layer_{n}"))
-    constants = _constants(program, form.parts)
-    return StepSources(_program(program, plan, form), constants, (*streams, HEAD), form.parts.embedded)
-
-
-def step_program(program: DecoderProgram, plan: AcceleratorPlan) -> StepProgram:
-    """Return the step program alone; values of parameters are not read.
-
-    Raises:
-        CompileError: what a step program cannot express.
-    """
-    return _program(program, plan, step_form(program, plan.calls, plan.kept))
-
-
-def _program(program: DecoderProgram, plan: AcceleratorPlan, form: StepForm) -> StepProgram:
-    design, parts = plan.design, form.parts
-    step = StepPlan(
-        layers=len(parts.layers),
-        rows=design.mlp.batch,
-        ports=design.ports,
-        hidden=design.mlp.hidden,
-        epsilon=form.epsilon,
-        attention=form.attention,
-        qkv=_linear(design.linears["layer_0.qkv"]),
-        o=_linear(design.linears["layer_0.o"]),
-        mlp_words=design.section_words,
-        head=_linear(design.linears[HEAD]),
-        replay=form.replay,
-    )
-    numbers = range(len(parts.layers))
-    for place, wanted in (("qkv", step.qkv), ("o", step.o)):
-        _only({wanted, *(_linear(design.linears[f"layer_{n}.{place}"]) for n in numbers)}, f"the linears {place}")
-    try:
-        return build_step(step)
-    except UserError as error:
-        raise CompileError(error.what, hint=_HINT) from error
 
 
 def _refusal(reason: str) -> CompileError:
@@ -187,20 +170,3 @@ def _replay(program: DecoderProgram) -> ReplayPlan | None:
     units = tuple(len(networks[layer].b1) if layer in networks else 0 for layer in layers if networks)
     gated = tuple(site.replay is not None for site in program.sites)
     return ReplayPlan(program.config.tokens_per_frame, gated, gate_kind(program), units) if any(gated) else None
-
-
-def _constants(program: DecoderProgram, parts: StepParts) -> NDArray[Any]:
-    """Return the constants in the order that `build_step` documents."""
-
-    def tensor(name: str) -> NDArray[Any]:
-        return program.params[name].float().numpy().reshape(-1)
-
-    def of_layer(layer: LayerParts) -> list[NDArray[Any]]:
-        names = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
-        return [tensor(name) for name in names if name is not None]
-
-    table = parts.layers[0].table
-    arrays = [a for layer in parts.layers for a in of_layer(layer)]
-    tables = [] if table is None else [tensor(table)]
-    networks = [network_stream(own).view(np.float32) for _, own in sorted(networks_of(program).items())]
-    return np.concatenate([*arrays, tensor(parts.last_norm), *tables, *networks])

@@ -213,7 +213,7 @@ class OnnxEmitter:
 
     def emit(self, program: DecoderProgram, context: EmitContext) -> OnnxSection | None:
         """Write the model; see Emitter.emit. Exact numerics have none: onnxruntime rounds linears in its own way."""
-        if context.options.numerics == "exact":
+        if context.plan.config.numerics == "exact":
             return None
         context.say("exporting to ONNX")
         with needs("compile"):  # not imported before, because builds without a model need none of its packages

@@ -76,8 +76,9 @@ def cast(value: Value, to: int) -> Value:
 
 
 ZERO_POINT = 128
-"""Zero point of weights and activations. Both are unsigned here: the unsigned-by-unsigned kernels of onnxruntime are exact on
-every x86-64, while signed weights saturate at 16 bits where the CPU has no VNNI (its docs, "Quantization", U8S8)."""
+"""Zero point of weights and activations. Both are unsigned here: the unsigned-by-unsigned kernels of onnxruntime are
+exact on every x86-64, while signed weights saturate at 16 bits where the CPU has no VNNI (its docs, "Quantization",
+U8S8)."""
 
 
 def _quantized_rows(x: Value) -> tuple[Value, Value, Value]:

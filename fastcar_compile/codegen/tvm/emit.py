@@ -12,11 +12,11 @@ from torch import fx
 
 from fastcar_compile.artifact.layout import board_library, host_library
 from fastcar_compile.artifact.offload import EMBEDDED
-from fastcar_compile.artifact.sections import AcceleratorSection, BoardPart, HostSection, VariantPart
+from fastcar_compile.artifact.sections import BoardPart, HostSection, VariantPart
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.tvm.build import HostGraph
-from fastcar_compile.codegen.tvm.isa import InstructionSet, instruction_sets
+from fastcar_compile.codegen.tvm.isa import InstructionSet, cross_compiler, instruction_sets
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
@@ -92,7 +92,7 @@ class TvmEmitter:
             graphs["prefill"] = HostGraph(program.prefill, program.prefill_outputs)
         if program.context is not None:
             graphs["context"] = HostGraph(program.context, program.context_outputs)
-        accelerator = context.section(AcceleratorSection)
+        accelerator = context.plan.accelerator
         if accelerator is not None and accelerator.step is not None:
             embedding = embedding_graph(program)
             graphs |= {} if embedding is None else {"embed": embedding}
@@ -102,7 +102,7 @@ class TvmEmitter:
                 program, {id(t): t for g in program.all_graphs() for t in tensor_attributes(g).values()}
             )
             # On a copy: the library keeps the decode step without an accelerator, too.
-            run_pipeline(host, offload_pipeline(context.options.offload))
+            run_pipeline(host, offload_pipeline(context.plan.config.offload))
             graphs["offload"] = HostGraph(host.graph_module, host.outputs)
         # One import serves all libraries: only the kernels of another instruction set are exchanged.
         first = context.variants[0]
@@ -112,7 +112,7 @@ class TvmEmitter:
             _emit_variant(context.writer, lowered if isa is first else lowered.retarget(isa), isa, machine)
             for isa in context.variants
         ]
-        target = context.target
+        target = context.plan.board
         board = emit_board(context.writer, lowered, target, machine) if target.kind == "fpga" else None
         return HostSection(variants=tuple(variants), board=board)
 
@@ -122,11 +122,6 @@ def _emit_variant(writer: ArtifactWriter, lowered: LoweredModule, isa: Instructi
     lowered.export(writer.file(library), cross_compiler(isa.triple, machine), writer.scratch)
     flags = tuple(sorted(isa.flags))
     return VariantPart(instruction_set=isa.name, triple=isa.triple, flags=flags, programs=lowered.part(library))
-
-
-def cross_compiler(triple: str, machine: str) -> str:
-    """Return the name of the C++ compiler that links for `triple` on a machine whose own triple is `machine`."""
-    return "g++" if triple == machine else f"{triple}-g++"
 
 
 def emit_board(writer: ArtifactWriter, lowered: LoweredModule, board: Target, machine: str) -> BoardPart:

@@ -82,7 +82,7 @@ INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
     ),
     InstructionSet("neon", _ARM, "cortex-a53", (), frozenset({"asimd", "crc32"}), ("neon",), 4, "smull", True),
 )
-"""Of every architecture the best one first."""
+"""The instruction sets; the best set of every architecture stands first."""
 
 
 def instruction_set(name: str) -> InstructionSet:
@@ -135,3 +135,8 @@ def host_instruction_set() -> InstructionSet:
         where=str(CPUINFO),
         hint="compile on a CPU with at least SSE 4.2 or NEON, or name the instruction sets: host_cpus",
     )
+
+
+def cross_compiler(triple: str, machine: str) -> str:
+    """Return the name of the C++ compiler that links for `triple` on a machine whose own triple is `machine`."""
+    return "g++" if triple == machine else f"{triple}-g++"

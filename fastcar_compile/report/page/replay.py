@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.manifest import Manifest
-from fastcar_compile.artifact.sections import LayerPart, ReplayPart
 from fastcar_compile.gates import gate_named
+from fastcar_compile.ir.types import LayerSite, ReplayFacts
 from fastcar_compile.report.page.models import Fact, HeatMap, LayerLine, ReplayPage
 
 Decisions = NDArray[np.bool_]
@@ -55,7 +55,7 @@ def _measured(decisions: Decisions | None, stride: int) -> list[float] | None:
     return [round(float(share), DIGITS) for share in decisions[stride:].mean((0, 2))]
 
 
-def _layer(manifest: Manifest, part: LayerPart, measured: list[float] | None) -> LayerLine:
+def _layer(manifest: Manifest, part: LayerSite, measured: list[float] | None) -> LayerLine:
     attention, mlp, replay, stored = part.attention, part.mlp, part.replay, manifest.thresholds
     sizes: dict[str, int] = defaultdict(int)
     for state in manifest.decoder.state:
@@ -79,11 +79,11 @@ def _layer(manifest: Manifest, part: LayerPart, measured: list[float] | None) ->
     )
 
 
-def _threshold(replay: ReplayPart, value: float) -> str:
+def _threshold(replay: ReplayFacts, value: float) -> str:
     return f"score {gate_named(replay.gate, replay.heads).comparison.value} {value:.4g}"
 
 
-def _stored(replay: ReplayPart, value: float | str | None) -> str:
+def _stored(replay: ReplayFacts, value: float | str | None) -> str:
     return "never replays" if value is None else _threshold(replay, float(value))
 
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastcar_compile.artifact.sections import LayerPart
 from fastcar_compile.codegen.hls.model.shapes import DecoderShape
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates import GATES, decided_on_accelerator
 from fastcar_compile.gates.base import GateKind
 from fastcar_compile.gates.weights import weight_bytes
+from fastcar_compile.ir.types import LayerSite
 from fastcar_compile.support.values import whole
 
 CHANGE_FLOPS = 4
@@ -53,7 +53,7 @@ class GateModel:
         return cls(name, own, not decided_on_accelerator(name))
 
     @classmethod
-    def of_sections(cls, replay: ReplayConfig | None, layers: Sequence[LayerPart]) -> GateModel:
+    def of_sections(cls, replay: ReplayConfig | None, layers: Sequence[LayerSite]) -> GateModel:
         """Return the gate of an artifact, with the most units of any layer."""
         gated = [layer.replay for layer in layers if layer.replay is not None]
         if replay is None or not gated:

@@ -11,10 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fastcar_compile.artifact.sections import LayerPart
 from fastcar_compile.config.formats import quant_format
 from fastcar_compile.errors import UserError
-from fastcar_compile.ir.types import DecoderConfig
+from fastcar_compile.ir.types import DecoderConfig, LayerSite
 from fastcar_compile.support import limits
 
 
@@ -122,7 +121,7 @@ def load_shape(name: str) -> DecoderShape:
     return DecoderShape(name=name, **table[name])
 
 
-def shape_of_sections(config: DecoderConfig, layers: Sequence[LayerPart]) -> DecoderShape:
+def shape_of_sections(config: DecoderConfig, layers: Sequence[LayerSite]) -> DecoderShape:
     """Return the shape of a compiled decoder.
 
     Raises:
@@ -147,10 +146,11 @@ def shape_of_sections(config: DecoderConfig, layers: Sequence[LayerPart]) -> Dec
     )
 
 
-def _require_equal(layers: Sequence[LayerPart]) -> None:
-    def sizes(layer: LayerPart) -> dict[str, Any]:
-        heads = layer.attention.model_dump(include={"num_heads", "num_kv_heads", "head_dim"})
-        return layer.mlp.model_dump(include={"hidden", "intermediate", "gated", "activation"}) | heads
+def _require_equal(layers: Sequence[LayerSite]) -> None:
+    def sizes(layer: LayerSite) -> dict[str, Any]:
+        heads = {name: getattr(layer.attention, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+        mlp = {name: getattr(layer.mlp, name) for name in ("hidden", "intermediate", "gated", "activation")}
+        return mlp | heads
 
     first = sizes(layers[0])
     for layer in layers[1:]:

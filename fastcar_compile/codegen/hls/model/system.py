@@ -122,21 +122,32 @@ def estimate(
     return estimate_question(question)
 
 
-def default_offload(workload: Workload, target: Target, *, what_if: bool = False) -> Offload:
+def default_offload(
+    workload: Workload,
+    target: Target,
+    *,
+    whole: tuple[Design, StepProgram | None] | None = None,
+    what_if: bool = False,
+) -> Offload:
     """Return what the accelerator computes where nobody says: "all", or "linears" where that takes less time; or "mlp".
 
     A whole step has int8 keys and values and decides in the fabric; other decoders have "mlp". The times are those of a
     dense step, so the workload's replay plays no part. A form that does not fit the board is left out.
+
+    Args:
+        whole: the design and the program of whole steps, where they are known.
     """
     if workload.kv != "int8" or workload.gate.on_host:
         return "mlp"
     seconds = dict[Offload, float]()
-    for offload in ("all", "linears"):
-        work = replace(workload, offload=offload, replay=0.0)
+    emitted: dict[Offload, tuple[Design, StepProgram | None] | None] = {"all": whole, "linears": None}
+    for offload, known in emitted.items():
+        work, (design, program) = replace(workload, offload=offload, replay=0.0), known or (None, None)
         try:
-            seconds[offload] = estimate(work, target, what_if=what_if).seconds_per_step
+            result = estimate(work, target, design=design, program=program, what_if=what_if)
         except UserError:
             continue
+        seconds[offload] = workload.batch / result.comparison["dense"]
     return min(seconds, key=seconds.__getitem__) if seconds else "all"
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import DecoderSection, LayerPart
+from fastcar_compile.artifact.sections import DecoderSection
 from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable
 from fastcar_compile.codegen.hls.design.controller import ControllerSpec
@@ -25,6 +25,7 @@ from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates.base import GateKind
 from fastcar_compile.gates.input_delta import BOUND_WEIGHT
+from fastcar_compile.ir.types import LayerSite
 
 Offload = Literal["mlp", "linears", "all"]
 
@@ -187,7 +188,7 @@ def workload_of(manifest: Manifest) -> Workload:
     return workload_of_sections(manifest.options, manifest.decoder, manifest.layers.layers)
 
 
-def workload_of_sections(options: CompileConfig, decoder: DecoderSection, layers: Sequence[LayerPart]) -> Workload:
+def workload_of_sections(options: CompileConfig, decoder: DecoderSection, layers: Sequence[LayerSite]) -> Workload:
     """Return the same of a decoder that may not have been written.
 
     Raises:
@@ -210,7 +211,7 @@ def workload_of_sections(options: CompileConfig, decoder: DecoderSection, layers
     )
 
 
-def _sink_window(layers: Sequence[LayerPart], context: int) -> tuple[int, int] | None:
+def _sink_window(layers: Sequence[LayerSite], context: int) -> tuple[int, int] | None:
     """Return sinks and window of the layers; where they differ, one window of their mean. None: no layer has one."""
     own = [(a.sinks, a.window) for a in (s.attention for s in layers) if a.window is not None]
     if not own:

@@ -1,0 +1,442 @@
+"""What a build will be: decided once, from the program and the options, before a file is written."""
+
+from __future__ import annotations
+
+import copy
+import platform
+import shutil
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+
+from fastcar_compile.artifact.programs import decoder_section, layers_section
+from fastcar_compile.artifact.sections.decoder import Part
+from fastcar_compile.codegen.hls.design.memory import bank_map, capacity, shares_memory
+from fastcar_compile.codegen.hls.model import default_offload
+from fastcar_compile.codegen.hls.model.workload import workload_of_sections
+from fastcar_compile.codegen.hls.plan import (
+    AcceleratorPlan,
+    Offloaded,
+    footprint_of,
+    offloaded,
+    plan_accelerator,
+    require_memory,
+)
+from fastcar_compile.codegen.tvm.isa import cross_compiler
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.config.formats import ACCELERATED
+from fastcar_compile.config.targets import Target, has_accelerator
+from fastcar_compile.errors import CompileError, UserError, attempt
+from fastcar_compile.gates import decided_on_accelerator
+from fastcar_compile.ir.layers import layer_of
+from fastcar_compile.ir.pass_manager import Pass, pipeline_to_string, run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.provenance import module_path_of, where
+from fastcar_compile.ir.query import is_op, with_branches
+from fastcar_compile.ir.types import StateRole
+from fastcar_compile.passes.pipeline import rewrite_pipeline
+
+
+class Fallback(Part):
+    """Something that runs in another way than the options ask for.
+
+    Args:
+        kind: of part. what: the part of the decoder. layers: where; empty: outside of the layers, or everywhere.
+        instead: what happens. reason: why. where: module path or source line. hint: what would avoid it.
+    """
+
+    kind: Literal["accelerator", "gate", "linear", "numbers", "offload", "prompt", "library", "assumption"]
+    what: str
+    layers: tuple[int, ...] = ()
+    instead: str
+    reason: str
+    where: str = ""
+    hint: str = ""
+
+
+class Placement(Part):
+    """Where a part of the decode step runs.
+
+    Args:
+        layers: of this part; empty: it stands outside of the layers. calls: of the accelerator in one decode step.
+        reason: why it runs there.
+    """
+
+    what: str
+    unit: Literal["accelerator", "host"]
+    layers: tuple[int, ...] = ()
+    calls: int = 0
+    reason: str
+
+
+class Bank(Part):
+    """A memory, or the banks behind one port of it.
+
+    Args:
+        memory: its name in the target. tag: the banks, in the linker's words; empty: the whole memory.
+        holds: what is there. used, capacity: bytes; capacity None: not known.
+    """
+
+    memory: str
+    tag: str = ""
+    holds: str
+    used: int
+    capacity: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the content is not larger than the memory."""
+        return self.capacity is None or self.used <= self.capacity
+
+
+class Memory(Part):
+    """Bytes: of all parameters, of every role of state, and of every bank."""
+
+    weights: int
+    state: dict[str, int]
+    banks: tuple[Bank, ...] = ()
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """What a build will be. The dry run prints it, the emitters follow it, and the manifest stores what a device needs.
+
+    Args:
+        program: rewritten for `config`. config: the options, with what the accelerator computes. board: the target.
+        pipeline: the passes that ran, as text.
+        accelerator: its engine and its work; None: no kernel is emitted, or none can be (`problems`).
+        placements: what runs where, and why. memory: bytes, per bank of the board.
+        fallbacks: what runs in another way than asked for. problems: why there will be no artifact.
+    """
+
+    program: DecoderProgram
+    config: CompileConfig
+    board: Target
+    pipeline: str
+    accelerator: AcceleratorPlan | None
+    placements: tuple[Placement, ...]
+    memory: Memory
+    fallbacks: tuple[Fallback, ...]
+    problems: tuple[CompileError, ...]
+
+    def require_buildable(self) -> None:
+        """Raise CompileError with everything that stands against an artifact."""
+        if self.problems:
+            raise CompileError.collect(self.problems)
+
+    def require_no_fallback(self) -> None:
+        """Raise CompileError with every fallback and its reason."""
+        problems = [
+            CompileError(f"{f.what}{_layers(f.layers)}: {f.instead}; {f.reason}", where=f.where, hint=f.hint)
+            for f in self.fallbacks
+        ]
+        if problems:
+            raise CompileError.collect(problems)
+
+
+def decide(
+    program: DecoderProgram,
+    config: CompileConfig,
+    board: Target,
+    *,
+    original: DecoderProgram | None = None,
+    wish: CompileConfig | None = None,
+    before: Sequence[Pass] = (),
+) -> BuildPlan:
+    """Rewrite a program and return the plan of its build.
+
+    Args:
+        program: with known layers; it is rewritten. config: options. original: a copy of it, which a wish needs.
+        wish: the same options for an accelerator that runs whole steps, where nobody says what it computes
+            (`targets.whole_step`). It is taken if the program allows it, and if the hardware model predicts no shorter
+            dense step with the linears alone. A refusal is a fallback, and a warning too.
+        before: the passes that ran already.
+
+    Raises:
+        CompileError: the program cannot be rewritten with `config`.
+    """
+    refused = list[Fallback]()
+    if wish is not None and original is not None:
+        try:
+            work = whole_steps(program, wish)
+        except CompileError as error:
+            refused.append(_refused_wish(error))
+        else:
+            plan = _plan(program, wish, board, before, work)
+            if _best_offload(plan) == "all":
+                return plan
+            config = config.model_copy(update={"offload": "linears", "kv": wish.kv})
+        program = copy.deepcopy(original)
+    run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
+    for fallback in refused:  # not before it is certain that there is something to fall back to
+        text = f"offload is 'mlp', because the accelerator cannot run this decoder's whole steps: {fallback.reason}"
+        warnings.warn(text, UserWarning, stacklevel=3)
+    plan = _plan(program, config, board, before)
+    return replace(plan, fallbacks=(*refused, *plan.fallbacks))
+
+
+def whole_steps(program: DecoderProgram, config: CompileConfig) -> Offloaded:
+    """Rewrite a program for an accelerator that runs whole steps; return the accelerator's work.
+
+    Raises:
+        CompileError: everything that such an accelerator cannot express.
+    """
+    run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
+    return offloaded(program, config.offload)
+
+
+def _refused_wish(error: CompileError) -> Fallback:
+    """Return that the decode step is not the accelerator's, as nobody asked but everybody would like."""
+    return Fallback(
+        kind="offload",
+        what="decode step",
+        instead="the accelerator computes its MLPs, the host the rest",
+        reason="; ".join(dict.fromkeys(single.what for single in error.problems or (error,))),
+        hint="give offload='mlp' (--offload mlp)",
+    )
+
+
+def _best_offload(plan: BuildPlan) -> str:
+    """Return the faster offload of a plan for whole steps; "all" where the layers differ in size."""
+    try:
+        layers = layers_section(plan.program).layers
+        work = workload_of_sections(plan.config, decoder_section(plan.program), layers)
+    except UserError:
+        return "all"
+    own = plan.accelerator
+    return default_offload(work, plan.board, whole=None if own is None else (own.design, own.program))
+
+
+def _plan(
+    program: DecoderProgram,
+    config: CompileConfig,
+    board: Target,
+    before: Sequence[Pass],
+    work: Offloaded | None = None,
+) -> BuildPlan:
+    """Return the plan of a rewritten program. `work`: of the accelerator, where it is known already."""
+    problems, accelerator = list[CompileError](), None
+    if has_accelerator(config, board):
+        attempt(problems, partial(require_memory, program, config, board))
+        work = work or attempt(problems, partial(offloaded, program, config.offload))
+        if work is not None:
+            accelerator = attempt(problems, partial(plan_accelerator, program, config, board, work))
+    kept = () if work is None or config.offload != "linears" else _linears(work)
+    fallbacks = (*_fallbacks(program, config, board), *kept, *_board_libraries(board))
+    return BuildPlan(
+        program=program,
+        config=config,
+        board=board,
+        pipeline=pipeline_to_string([*before, *rewrite_pipeline(config, len(program.sites))]),
+        accelerator=accelerator,
+        placements=tuple(_placements(program, config, board, accelerator, fallbacks)),
+        memory=_memory(program, config, board, accelerator),
+        fallbacks=fallbacks,
+        problems=tuple(problems),
+    )
+
+
+# What runs in another way than the options ask for, and why.
+
+
+def _fallbacks(program: DecoderProgram, config: CompileConfig, board: Target) -> Iterator[Fallback]:
+    """Yield what the rewritten program does in another way than the options ask for, the linears of the host apart."""
+    yield from _unquantised(program, config)
+    if has_accelerator(config, board):
+        yield from _gates(program) if config.offload != "all" else ()
+    elif board.kind == "fpga":
+        yield Fallback(
+            kind="accelerator",
+            what="MLPs",
+            layers=tuple(site.layer for site in program.sites),
+            instead=f"the CPU of {board.name} computes them: no accelerator kernel is emitted",
+            reason=f"the kernels are int8, and quant is {config.quant!r}",
+            hint=f"choose quant {' or '.join(ACCELERATED)}",
+        )
+    if program.prefill is None and config.chunk > 1:
+        yield Fallback(
+            kind="prompt",
+            what="prompt",
+            instead="it goes through the decode step, token by token",
+            reason="an exported program holds the decode step alone",
+            hint="compile the module itself, or choose a prefill chunk of 1",
+        )
+
+
+def assumed_frame(frame: int) -> Fallback:
+    """Return that nobody said how many tokens a frame has."""
+    return Fallback(
+        kind="assumption",
+        what="tokens_per_frame",
+        instead=f"{frame} is assumed",
+        reason="the model's config gives none",
+        hint="give tokens_per_frame (--tokens-per-frame)",
+    )
+
+
+def _layers(layers: tuple[int, ...]) -> str:
+    if not layers:
+        return ""
+    return f" of layer {layers[0]}" if len(layers) == 1 else f" of layers {', '.join(map(str, layers))}"
+
+
+def _unquantised(program: DecoderProgram, config: CompileConfig) -> Iterator[Fallback]:
+    """Yield the linears whose weights stay float32 although a quantisation was chosen."""
+    if config.quant == "none":
+        return
+    for graph in with_branches(program.graph_module):
+        for node in graph.graph.nodes:
+            if not is_op(node, torch.ops.aten.linear):
+                continue
+            layer = layer_of(node)
+            yield Fallback(
+                kind="numbers",
+                what=f"linear {module_path_of(node) or node.name}",
+                layers=() if layer is None else (layer,),
+                instead="it is computed in float32",
+                reason="its weight is computed in the graph, so it cannot be quantised at compile time",
+                where=where(node),
+                hint="make the weight a parameter of the model, or choose quant 'none'",
+            )
+
+
+def _gates(program: DecoderProgram) -> Iterator[Fallback]:
+    """Yield the gates that the host decides."""
+    layers: dict[str, list[int]] = defaultdict(list)
+    for site in program.sites:
+        if site.replay is not None and not decided_on_accelerator(site.replay.gate):
+            layers[site.replay.gate].append(site.layer)
+    for gate, found in layers.items():
+        reason = f"the DRS controller has no unit for gate {gate}"
+        hint = "choose one that it has: tas, input_delta, bound, learned"
+        place, what = tuple(found), "gate"
+        yield Fallback(kind="gate", what=what, layers=place, instead="the host decides", reason=reason, hint=hint)
+
+
+def _linears(work: Offloaded) -> Iterator[Fallback]:
+    """Yield the linears that the host keeps with offload="linears"."""
+    for linear in work.kept:
+        yield Fallback(
+            kind="linear",
+            what=f"linear {linear.path}",
+            layers=() if linear.layer is None else (linear.layer,),
+            instead="the host computes it",
+            reason=linear.reason,
+            where=linear.path,
+            hint="compile with offload mlp, where every linear outside of the MLPs is the host's",
+        )
+
+
+def _board_libraries(board: Target) -> Iterator[Fallback]:
+    """Yield that the board's programs cannot be linked here."""
+    if board.kind != "fpga":
+        return
+    compiler = cross_compiler(board.host_triple, f"{platform.machine()}-linux-gnu")
+    if shutil.which(compiler) is None:
+        yield Fallback(
+            kind="library",
+            what="host programs of the board",
+            instead="they are written as object files, not as a library",
+            reason=f"{compiler} is not on PATH",
+            hint=f"install it (Debian: g++-{board.host_triple})",
+        )
+
+
+# Where everything runs, and what every memory holds.
+
+REST = "attention, norms, embedding, residual adds"
+NO_KERNEL = "the accelerator has no kernel for them"
+WHOLE = "decode step: MLPs, gates, linears, attention, norms, residual adds"
+
+
+def _placements(
+    program: DecoderProgram,
+    config: CompileConfig,
+    board: Target,
+    plan: AcceleratorPlan | None,
+    kept: Sequence[Fallback],
+) -> Iterator[Placement]:
+    """Yield the parts, the accelerator's first. `kept`: the fallbacks, whose reasons the host's parts repeat."""
+    layers = tuple(site.layer for site in program.sites)
+    if plan is None:
+        yield Placement(what="every part", unit="host", layers=layers, reason=_why_host(board, kept))
+        return
+    if config.offload == "all":
+        reason = "a launch for every position of a prompt"
+        yield Placement(what=WHOLE, unit="accelerator", layers=layers, calls=1, reason="offload is 'all'")
+        yield Placement(what="prefill", unit="accelerator", layers=layers, reason=reason)
+        yield Placement(what="embedding", unit="host", reason="it reads one row of a table per token")
+        return
+    own = tuple(layer for layer, factor in enumerate(plan.table.factors) if factor != 0)
+    yield Placement(what="MLP", unit="accelerator", layers=layers, calls=len(layers), reason="offload")
+    if own:
+        yield Placement(what="gate", unit="accelerator", layers=own, calls=len(own), reason="offload")
+    yield from _calls(plan)
+    for f in kept:
+        if f.kind in ("gate", "linear"):
+            yield Placement(what=f.what, unit="host", layers=f.layers, reason=f.reason)
+    if config.offload == "mlp":
+        yield Placement(what="projections and head", unit="host", layers=layers, reason="offload is 'mlp'")
+    yield Placement(what=REST, unit="host", layers=layers, reason=NO_KERNEL)
+    if program.prefill is not None:
+        yield Placement(what="prefill", unit="host", layers=layers, reason="the accelerator decodes only")
+
+
+def _why_host(board: Target, kept: Sequence[Fallback]) -> str:
+    """Return why nothing is offloaded."""
+    if board.kind != "fpga":
+        return f"target {board.name} has no accelerator"
+    return next((f.reason for f in kept if f.kind == "accelerator"), "no engine was found: see the problems")
+
+
+def _calls(plan: AcceleratorPlan) -> Iterator[Placement]:
+    """Yield the linear calls by their place in a layer."""
+    layers: dict[str, list[int]] = {}
+    counts: dict[str, int] = {}
+    for call in plan.calls:
+        place = call.name.rpartition(".")[2]
+        found = layers.setdefault(place, [])
+        counts[place] = counts.get(place, 0) + 1
+        if call.layer is not None:
+            found.append(call.layer)
+    for place, found in layers.items():
+        reason = "offload is 'linears'"
+        yield Placement(what=place, unit="accelerator", layers=tuple(found), calls=counts[place], reason=reason)
+
+
+def _memory(program: DecoderProgram, config: CompileConfig, board: Target, plan: AcceleratorPlan | None) -> Memory:
+    """Return the bytes of weights and state, and where they are."""
+    totals = {str(role): sum(s.nbytes for s in program.state if s.role is role) for role in StateRole}
+    weights = program.params.nbytes()
+    return Memory(
+        weights=weights,
+        state={role: size for role, size in totals.items() if size},
+        banks=tuple(_banks(program, config, board, plan)),
+    )
+
+
+def _banks(
+    program: DecoderProgram, config: CompileConfig, board: Target, plan: AcceleratorPlan | None
+) -> Iterator[Bank]:
+    whole = shares_memory(board) or config.offload == "all"
+    own = program.params.nbytes() + sum(s.nbytes for s in program.state)
+    if plan is None or not whole:
+        yield Bank(memory="host", holds="parameters and state", used=own)
+    if plan is None:
+        return
+    name, footprint = " + ".join(m.name for m in board.weight_memories), footprint_of(program, config, board)
+    holds = "parameters and state" if whole else "weights"
+    yield Bank(memory=name, holds=holds, used=footprint.total, capacity=capacity(board))
+    ports = plan.design.axi_weight_ports
+    banks = bank_map(board, ports)
+    if banks is None or banks.bank_bytes is None:
+        return
+    section = -(-plan.design.weight_bytes // ports)
+    for port, tag in enumerate(banks.weights):
+        holds = f"weight streams of port {port}"
+        yield Bank(memory=name, tag=tag, holds=holds, used=section, capacity=banks.bank_bytes)
