@@ -22,7 +22,7 @@ GATE  ?= --gate input_delta --threshold 0.521,0.587,0.532,0.559,0.531
 play: $(GAME)/manifest.json
 	$(BIN)/fastcar play $(GAME) --world $(WORLD) --threads 1 $(PLAY) || [ $$? -eq 130 ]
 
-$(GAME)/manifest.json: Makefile $(VENV)/.compile,play $(wildcard $(WORLD)/decoder/*) $(shell find fastcar_compile -name '*.py')
+$(GAME)/manifest.json: Makefile $(VENV)/.compile $(wildcard $(WORLD)/decoder/*) $(shell find fastcar_compile -name '*.py')
 	$(BIN)/fastcar compile $(WORLD)/decoder --target cpu --quant w8a8 --kv float16 $(GATE) --output $(GAME)
 
 test: lint pytest
@@ -52,8 +52,8 @@ SMOKE  := cli/test_compile_command.py::test_a_dry_run_of_a_config_as_text_and_as
 lowest: $(STAMP)
 	rm -rf $(LOWEST) $(LOWEST).txt
 	mkdir -p $(LOWEST)
-	$(BIN)/uv pip compile --quiet --resolution lowest-direct --python $(BIN)/python --extra compile --extra play --extra sign \
-	    --no-annotate --no-header --output-file $(LOWEST).txt pyproject.toml
+	$(BIN)/uv pip compile --quiet --resolution lowest-direct --python $(BIN)/python --extra compile --extra sign \
+	    --no-annotate --no-header --no-emit-package fastcar-compile --output-file $(LOWEST).txt $(PROJECTS)
 	sed -i -E '/^torch=/d; $(CUDA)' $(LOWEST).txt
 	$(BIN)/uv pip install --quiet --no-deps --python $(BIN)/python --target $(LOWEST) --requirement $(LOWEST).txt
 	PYTHONPATH=$(CURDIR)/$(LOWEST) $(BIN)/fastcar doctor
@@ -68,26 +68,28 @@ bench: $(STAMP)
 	    if [ -f "$$script" ]; then found=1; echo "== $$script"; $(BIN)/python "$$script" || exit 1; fi; \
 	done; [ $$found -eq 1 ] || { echo "no benchmark in benchmarks/"; exit 1; }
 
-# The stamp .EXTRAS: .venv has what these extras need, in the versions of constraints.txt. pip makes no bytecode: for all files that
+# The stamp .EXTRAS: .venv has what these extras need, in the versions of constraints.txt, and two stamps the plug-in too. pip makes no bytecode: for all files that
 # takes most of a minute, and Python makes that of the files it imports.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
-$(VENV)/.%: pyproject.toml constraints.txt
+PROJECTS = pyproject.toml play/pyproject.toml
+$(VENV)/.compile $(VENV)/.dev: PLUG_IN = -e ./play
+$(VENV)/.%: $(PROJECTS) constraints.txt
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools setuptools-scm
-	$(INSTALL) --no-build-isolation -e ".[$*]"
+	$(INSTALL) --no-build-isolation -e ".[$*]" $(PLUG_IN)
 	touch $@
 
 # The newest versions that pyproject.toml allows. CUDA's packages are left out: a torch that needs them names their versions.
 CUDA := /^(cuda|nvidia|triton)/d
 lock: $(STAMP)
 	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --extra dev --no-annotate --no-header \
-	    --output-file constraints.txt pyproject.toml
+	    --no-emit-package fastcar-compile --output-file constraints.txt $(PROJECTS)
 	sed -i -E '$(CUDA)' constraints.txt
 
 # What an installation with EXTRAS brings (none: a device), as CycloneDX. Same packages, same bytes. pyproject.toml has no version,
 # so a copy gets the one that is installed. The environment has no pip, which a device does not need.
 EXTRAS ?=
-WHEEL   = $(wildcard dist/*.whl)
+WHEEL   = $(wildcard dist/fastcar_compile-*.whl)
 sbom: $(STAMP)
 	@[ -f "$(WHEEL)" ] || { echo "dist/ needs one wheel: $(BIN)/python -m build --no-isolation" >&2; exit 1; }
 	rm -rf build/sbom
@@ -99,12 +101,14 @@ sbom: $(STAMP)
 	$(BIN)/cyclonedx-py environment --output-reproducible --pyproject build/sbom/pyproject.toml --of JSON \
 	    -o "dist/sbom$(if $(EXTRAS),-$(EXTRAS)).cdx.json" build/sbom/bin/python
 
-# sdist, wheel, SBOM and their checksums, of a tagged commit.
+# sdists and wheels of the package and the plug-in, SBOM and their checksums, of a tagged commit.
 release: $(STAMP)
 	@git diff --quiet HEAD || { echo "the tree has changes that are not committed" >&2; exit 1; }
 	@git describe --tags --exact-match HEAD >/dev/null || { echo "tag this commit: CONTRIBUTING.md, Releases" >&2; exit 1; }
 	rm -rf dist
-	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation
+	for project in . play; do \
+	    SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation --outdir dist $$project || exit 1; \
+	done
 	$(MAKE) sbom
 	cd dist && sha256sum * > SHA256SUMS
 

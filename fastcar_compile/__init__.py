@@ -82,13 +82,14 @@ _WHERE = {name: module for module, names in _MODULES.items() for name in names}
 _REMOVED = {"simulate": "`fastcar estimate ARTIFACT --time-line FILE`"}
 """Names that this minor version still knows -> what does their work now."""
 _MOVED = {
-    **{name: f"runtime.{name}" for name in ("compiled", "generation")},
-    **{name: f"config.{name}" for name in ("formats", "targets")},
-    **{name: f"tune.{name}" for name in ("evaluate", "training")},
-    "calibration": "tune",
-    "comparison": "report.comparison",
-    "estimate": "codegen.hls.model",
-    "trust": "artifact.trust",
+    **{name: f"fastcar_compile.runtime.{name}" for name in ("compiled", "generation")},
+    **{name: f"fastcar_compile.config.{name}" for name in ("formats", "targets")},
+    **{name: f"fastcar_compile.tune.{name}" for name in ("evaluate", "training")},
+    "calibration": "fastcar_compile.tune",
+    "comparison": "fastcar_compile.report.comparison",
+    "estimate": "fastcar_compile.codegen.hls.model",
+    "play": "fastcar_play",  # a package of its own
+    "trust": "fastcar_compile.artifact.trust",
 }
 """Modules of version 0.1 -> where they are. The rest of the package never was public."""
 
@@ -101,7 +102,7 @@ class _Moved:
         """Raise ModuleNotFoundError with the new place of a module that moved."""
         package, _, module = name.partition(".")
         if package == __name__ and module in _MOVED:
-            raise ModuleNotFoundError(f"{name} is {package}.{_MOVED[module]} now", name=name)
+            raise ModuleNotFoundError(f"{name} is {_MOVED[module]} now", name=name)
 
 
 sys.meta_path.append(_Moved)

@@ -23,13 +23,15 @@ TORCH_SIDE = tuple(
 )
 """The modules of light folders that are torch's side of a gate, of an artifact and of a backend."""
 LIGHT = (
-    *("errors", "support", "gates", "config", "artifact", "runtime", "play"),
+    *("errors", "support", "gates", "config", "artifact", "runtime"),
     *("codegen.hls.control_table", "codegen.hls.step_program", "ir.types", "ir.tensor_files", "ir.exact"),
 )
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / PACKAGE).rglob("*.py"))
 }
+PLAY = {f"fastcar_play.{path.stem}": path for path in sorted((ROOT / "play" / "fastcar_play").glob("*.py"))}
+"""The modules of the plug-in, which runs on a device too."""
 
 
 def targets(node: ast.AST) -> Iterator[str]:
@@ -96,9 +98,10 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
     assert cycle({"a": {"b"}, "b": {"a"}}) != [], "the check itself finds one"
 
 
-@pytest.mark.parametrize("name", LIGHT)
+@pytest.mark.parametrize("name", [*LIGHT, "fastcar_play"])
 def test_light_folders_import_nothing_heavy(name: str) -> None:
     modules = [m for m in MODULES if f"{m}.".startswith(f"{PACKAGE}.{name}.") and m not in TORCH_SIDE]
+    modules += [m for m in PLAY if m.startswith(f"{name}.")]
     assert modules
     code = f"import sys\nfor name in {modules!r}:\n    __import__(name)\nprint(*({set(HEAVY)!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -125,7 +128,7 @@ def test_files_of_an_artifact_are_taken_from_its_opened_files() -> None:
     free = {"MANIFEST", "SIGNATURE"}  # no section names them, and no backend reads them
     found = [
         f"{module}:{name.lineno}"
-        for module, path in MODULES.items()
+        for module, path in [*MODULES.items(), *PLAY.items()]
         for name in joined_paths(path.read_text("utf-8"))
         if not (isinstance(name, ast.Name) and name.id in free)
     ]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import fastcar_compile as fc
-from fastcar_compile.play.world import load_world
+from fastcar_play.world import load_world
 
 WORLD = Path(__file__).parents[1] / "examples" / "doom" / "world"
 FRAME = 65

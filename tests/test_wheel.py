@@ -59,6 +59,17 @@ def test_wheel_holds_targets_templates_and_type_marker(wheel: Path) -> None:
     assert "fastcar_compile/py.typed" in names
 
 
+def test_the_plug_in_holds_its_page_and_its_command(tmp_path: Path) -> None:
+    plug_in = shutil.copytree(ROOT / "play", tmp_path / "play", ignore=shutil.ignore_patterns("__pycache__"))
+    with zipfile.ZipFile(built(plug_in, tmp_path)) as wheel:
+        names = set(wheel.namelist())
+        points = wheel.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    wanted = {p.relative_to(plug_in).as_posix() for p in (plug_in / "fastcar_play").rglob("*") if p.is_file()}
+    assert sorted(wanted - names) == []
+    assert points == "[fastcar_compile.commands]\nplay = fastcar_play.command:play_command\n"
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
 def test_a_wheel_of_the_sdist_holds_what_one_of_the_tree_does(wheel: Path, source: Path, tmp_path: Path) -> None:
     direct = built(source, tmp_path, "--wheel")
     contents = ({entry.filename: entry.CRC for entry in zipfile.ZipFile(w).infolist()} for w in (wheel, direct))

@@ -1,4 +1,4 @@
-"""Count lines, comments and imports of the package by folder, of the tests, and of the HLS and host sources.
+"""Count lines, comments and imports of the package by folder, of the plug-in, of tests, and of HLS and host sources.
 
     python tools/count_lines.py
 
@@ -47,7 +47,10 @@ def rows() -> Iterator[tuple[str, Counter[str]]]:
         total.update(found)
     yield from sorted(folders.items())
     yield "fastcar_compile", total
-    yield "tests", sum((count(path) for path in (ROOT / "tests").rglob("*.py")), Counter[str]())
+    plays = {*(ROOT / "tests" / "play").rglob("*.py")}
+    yield "tests", sum(map(count, {*(ROOT / "tests").rglob("*.py")} - plays), Counter[str]())
+    yield "play", sum(map(count, (ROOT / "play").rglob("*.py")), Counter[str]())
+    yield "tests/play", sum(map(count, plays), Counter[str]())
     sources = [p for p in (ROOT / "hls_templates").rglob("*") if p.suffix in (".h", ".hpp", ".cpp", ".j2")]
     lines = [line for path in sources for line in path.read_text("utf-8").splitlines()]
     yield "hls_templates", Counter(files=len(sources), lines=len(lines), code=sum(bool(x.strip()) for x in lines))

@@ -19,9 +19,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 PACKAGE = "fastcar-compile"
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+ROOT = Path(__file__).parents[1]
+PROJECT, PLAY = (tomllib.loads((ROOT / p / "pyproject.toml").read_text("utf-8"))["project"] for p in ("", "play"))
 EXTRAS = ("", "compile", "onnxruntime", "train", "csim", "evaluate", "sign", "play")
-"""What users install; "" is a device. Tools of development are not distributed with anything."""
+"""What users install; "" is a device, "play" the plug-in. Tools of development are not distributed with anything."""
 
 ACCEPTED = frozenset(
     [
@@ -68,7 +69,9 @@ TEXTS = {
 }  # fmt: skip
 """Texts of the older field License -> SPDX."""
 
-OWN: dict[str, list[str]] = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
+OWN: dict[str, list[str]] = {
+    "": PROJECT["dependencies"], "play": PLAY["dependencies"], **PROJECT["optional-dependencies"],
+}  # fmt: skip
 """Extra -> requirements."""
 
 READ = {"matplotlib": "PSF-2.0", "sigstore-models": "MIT"}
@@ -157,9 +160,10 @@ def table(found: list[Row]) -> str:
         "# Licences",
         "",
         "fastcar_compile is under Apache-2.0. These are the packages that an installation brings, with the",
-        "licences that their metadata name, as SPDX expressions. *device* is the base installation, other words are",
-        "extras. `pyproject.toml` names the bold packages; the others come with them. `python tools/licences.py`",
-        "writes this page, on Linux and x86-64 with PyTorch for CPUs. A test fails where a licence is not known.",
+        "licences that their metadata name, as SPDX expressions. *device* is the base installation, *play* the plug-in",
+        "`fastcar_play`, and other words are extras. `pyproject.toml` names the bold packages; the others come with",
+        "them. `python tools/licences.py` writes this page, on Linux and x86-64 with PyTorch for CPUs. A test fails",
+        "where a licence is not known.",
         "",
         "An artifact holds none of these packages. It holds code that TVM generated, and HLS headers and C++",
         "programs of this project.",

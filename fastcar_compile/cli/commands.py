@@ -1,59 +1,52 @@
 """The commands by name, and what the whole program does: help, version, completion, usage errors.
 
-A command's file imports the compiler inside of its functions, so that `fastcar --help` starts at once.
+A command is imported when it is called or listed. Its file imports the compiler inside of its functions, so that
+`fastcar --help` starts at once.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from fastcar_compile.cli.calibrate import calibrate_command
 from fastcar_compile.cli.common import ExitCode, report_error
-from fastcar_compile.cli.compile import compile_command
-from fastcar_compile.cli.diff import diff_command
-from fastcar_compile.cli.doctor import doctor_command
-from fastcar_compile.cli.estimate import estimate_command
-from fastcar_compile.cli.evaluate import evaluate_command
-from fastcar_compile.cli.inspect import inspect_command
-from fastcar_compile.cli.opt import opt_command
-from fastcar_compile.cli.play import play_command
-from fastcar_compile.cli.run import run_command
-from fastcar_compile.cli.targets import targets_command
-from fastcar_compile.cli.train import train_gate_command, tune_decoder_command
-from fastcar_compile.cli.trust import sign_command, verify_signature_command
-from fastcar_compile.cli.verify import verify_command
 from fastcar_compile.errors import UserError
+from fastcar_compile.support.packages import Registry
 
 COMMANDS = {
-    "compile": compile_command,
-    "train-gate": train_gate_command,
-    "tune-decoder": tune_decoder_command,
-    "calibrate": calibrate_command,
-    "evaluate": evaluate_command,
-    "inspect": inspect_command,
-    "diff": diff_command,
-    "opt": opt_command,
-    "run": run_command,
-    "play": play_command,
-    "verify": verify_command,
-    "sign": sign_command,
-    "verify-signature": verify_signature_command,
-    "estimate": estimate_command,
-    "targets": targets_command,
-    "doctor": doctor_command,
+    "compile": "fastcar_compile.cli.compile:compile_command",
+    "train-gate": "fastcar_compile.cli.train:train_gate_command",
+    "tune-decoder": "fastcar_compile.cli.train:tune_decoder_command",
+    "calibrate": "fastcar_compile.cli.calibrate:calibrate_command",
+    "evaluate": "fastcar_compile.cli.evaluate:evaluate_command",
+    "inspect": "fastcar_compile.cli.inspect:inspect_command",
+    "diff": "fastcar_compile.cli.diff:diff_command",
+    "opt": "fastcar_compile.cli.opt:opt_command",
+    "run": "fastcar_compile.cli.run:run_command",
+    "verify": "fastcar_compile.cli.verify:verify_command",
+    "sign": "fastcar_compile.cli.trust:sign_command",
+    "verify-signature": "fastcar_compile.cli.trust:verify_signature_command",
+    "estimate": "fastcar_compile.cli.estimate:estimate_command",
+    "targets": "fastcar_compile.cli.targets:targets_command",
+    "doctor": "fastcar_compile.cli.doctor:doctor_command",
 }
-REMOVED = {"simulate": "fastcar estimate ARTIFACT --time-line FILE"}
-"""Commands that this minor version still names -> what does their work now."""
+REGISTRY = Registry("command", "fastcar_compile.commands", COMMANDS, UserError)
+ABSENT = {
+    "play": ("is not installed", "pip install fastcar_play"),
+    "simulate": ("was removed", "use `fastcar estimate ARTIFACT --time-line FILE`"),
+}
+"""Names of no command -> why, unless a plug-in brings it, and what to do."""
 
 
 class FastcarGroup(TyperGroup):
-    """Reports usage errors and removed commands as the commands report their errors, as JSON where --json is given."""
+    """The commands of `REGISTRY`. Usage errors are reported as the commands report theirs, as JSON with --json."""
 
     def main(
         self,
@@ -75,15 +68,47 @@ class FastcarGroup(TyperGroup):
             return code
         sys.exit(int(code or 0))
 
+    @cached_property
+    def _plug_ins(self) -> list[str]:
+        return sorted({point.name for point in entry_points(group=REGISTRY.group)} - COMMANDS.keys())
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands, those of plug-ins last."""
+        return [*COMMANDS, *self._plug_ins]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by name, None if there is none. One that cannot be imported is a command that says so."""
+        if cmd_name in self.commands or (cmd_name not in COMMANDS and cmd_name not in self._plug_ins):
+            return self.commands.get(cmd_name)
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        try:
+            single.command(cmd_name)(REGISTRY.load(cmd_name))
+        except UserError as error:
+            anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+            single.command(cmd_name, help=error.what, context_settings=anything)(_raising(error))
+        self.commands[cmd_name] = typer.main.get_command(single)
+        return self.commands[cmd_name]
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command of a command line.
 
         Raises:
-            UserError: it was removed; the hint names its successor.
+            UserError: it is absent; the hint says what to do.
         """
-        if args[0] in REMOVED and not ctx.resilient_parsing:
-            raise UserError(f"the command `fastcar {args[0]}` was removed", hint=f"use `{REMOVED[args[0]]}`")
+        if self.get_command(ctx, args[0]) is None and not ctx.resilient_parsing:
+            if args[0] in ABSENT:
+                why, hint = ABSENT[args[0]]
+                raise UserError(f"the command `fastcar {args[0]}` {why}", hint=hint)
+            for name in self.list_commands(ctx):  # of which typer suggests those that are spelt alike
+                self.get_command(ctx, name)
         return super().resolve_command(ctx, args)
+
+
+def _raising(error: UserError) -> Callable[[], None]:
+    def command() -> None:
+        raise error
+
+    return command
 
 
 def _usage_error(error: TyperException) -> UserError:
@@ -114,8 +139,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain text: as readable in a pipe as in a terminal, and it starts at once
 )
-for _name, _function in COMMANDS.items():
-    app.command(_name)(_function)
 
 
 def _print_version(wanted: bool) -> None:

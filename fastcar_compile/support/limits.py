@@ -55,35 +55,5 @@ THREADS = 4096
 EXPANDED_BYTES = 1 << 30
 """Bytes of a stored tensor whose elements are repeated by its strides, beyond the bytes that are in the file."""
 
-PIXELS_BYTES = 64 * MIB
-"""Bytes of a world's model that turns tokens into pictures."""
-
-STARTS_BYTES = 64 * MIB
-"""Bytes of a world's starting contexts; a context of 16 frames of 65 tokens takes 8 KiB."""
-
-START_FRAMES = 1024
-"""Frames of a world's starting context."""
-
-PICTURE_SIDE = 1024
-"""Pixels, or tokens, along a side of a world's frame."""
-
-FRAMES_PER_SECOND = 120
-"""Frames per second of a world."""
-
-BUTTONS = 32
-"""Buttons of a world's player."""
-
-ACTIONS = 256
-"""Actions of a world's player."""
-
 LEAST_TEMPERATURE = 1e-30
 """Least temperature of a draw that is not 0. Any float32 logit that is divided by it is still a finite float64."""
-
-TEMPERATURE = 10.0
-"""Largest temperature of a draw; codes are nearly equally probable there."""
-
-VISITORS = 64
-"""Players of one server."""
-
-MESSAGE_BYTES = 4096
-"""Bytes of one message of a player's browser; the page's longest message has about 200."""

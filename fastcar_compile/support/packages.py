@@ -113,6 +113,6 @@ class Registry:
             raise self.error(f"unknown {self.what} {name!r}", hint=f"use one of: {', '.join(self.names())}")
         try:
             return added[name].load()
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # the code of others
             where = f"entry point {added[name].value}"
             raise self.error(f"{self.what} {name!r} cannot be imported: {error}", where=where) from error

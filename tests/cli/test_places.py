@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import pytest
 from typer.testing import CliRunner
 
-from fastcar_compile.cli.commands import COMMANDS, app
+from fastcar_compile.cli.commands import COMMANDS, REGISTRY, app
 from fastcar_compile.cli.places import Writes
 
 WRITTEN = {
@@ -27,7 +27,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_output_is_marked(name: str) -> None:
-    function: Any = COMMANDS[name]
+    function: Any = REGISTRY.load(name)
     hints = get_type_hints(function.__wrapped__, include_extras=True)
     marked = {
         key for key, hint in hints.items() if any(isinstance(m, Writes) for m in getattr(hint, "__metadata__", ()))

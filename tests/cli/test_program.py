@@ -17,7 +17,7 @@ import pytest
 from typer.testing import Result
 
 import fastcar_compile as fc
-from fastcar_compile.cli.commands import COMMANDS, REMOVED
+from fastcar_compile.cli.commands import ABSENT, COMMANDS
 from fastcar_compile.cli.common import ExitCode
 
 PROGRAM = [sys.executable, "-m", "fastcar_compile"]
@@ -47,15 +47,72 @@ def test_every_command_has_help_and_json(fastcar: Callable[..., Result], name: s
     assert "Print one JSON value on stdout" in result.stdout
 
 
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_command_names_its_successor(fastcar: Callable[..., Result], name: str) -> None:
+@pytest.mark.parametrize("name", ABSENT)
+def test_an_absent_command_says_what_to_do(
+    fastcar: Callable[..., Result], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastcar_compile.cli.commands.entry_points", lambda group: ())
+    why, hint = ABSENT[name]
     for words in ((), ("a", "--replay", "0.5"), ("--help",)):
         result = fastcar(name, *words)
         assert result.exit_code == ExitCode.USER_ERROR
-        assert f"the command `fastcar {name}` was removed" in result.stderr
-        assert f"use `{REMOVED[name]}`" in result.stderr
+        assert f"the command `fastcar {name}` {why}\n  hint:  {hint}\n" in result.stderr
+    assert json.loads(fastcar(name, "--json").stdout)["error"]["hint"] == hint
     assert name not in COMMANDS
-    assert json.loads(fastcar(name, "--json").stdout)["error"]["hint"] == f"use `{REMOVED[name]}`"
+    assert f"\n  {name} " not in fastcar("--help").stdout
+
+
+def test_commands_that_are_spelt_alike_are_suggested(fastcar: Callable[..., Result]) -> None:
+    assert "no such command 'compil'. Did you mean 'compile'?" in fastcar("compil").stderr
+
+
+PLUG_IN = """
+from fastcar_compile.cli.common import ExitCode, JsonOption, command
+from fastcar_compile.errors import UserError
+
+@command
+def greet(name: str, as_json: JsonOption = False) -> ExitCode:
+    "Greet somebody."
+    if name == "nobody":
+        raise UserError("nobody is there")
+    print(f"hello {name}")
+    return ExitCode.MISMATCH
+"""
+
+
+@pytest.fixture
+def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package with a command, and one that cannot be imported."""
+    (tmp_path / "foreign.py").write_text(PLUG_IN)
+    installed = tmp_path / "foreign-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign\nVersion: 1.0\n")
+    points = "[fastcar_compile.commands]\ngreet = foreign:greet\nbroken = foreign.absent:x\n"
+    (installed / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("plug_in")
+def test_a_command_of_another_package(fastcar: Callable[..., Result]) -> None:
+    assert "\n  greet             Greet somebody.\n" in fastcar("--help").stdout
+    result = fastcar("greet", "you")
+    assert (result.exit_code, result.stdout) == (ExitCode.MISMATCH, "hello you\n")
+    failed = fastcar("greet", "nobody", "--json")
+    assert failed.exit_code == ExitCode.USER_ERROR
+    assert json.loads(failed.stdout)["error"]["message"] == "nobody is there"
+
+
+@pytest.mark.usefixtures("plug_in")
+def test_a_command_that_cannot_be_imported_breaks_no_other(fastcar: Callable[..., Result]) -> None:
+    text = fastcar("--help").stdout
+    assert "\n  broken            command 'broken' cannot be imported" in text
+    assert "\n  doctor            Look for" in text
+    assert fastcar("targets").exit_code == ExitCode.OK
+    for words in ((), ("a", "--option", "1")):
+        result = fastcar("broken", *words)
+        assert result.exit_code == ExitCode.USER_ERROR
+        assert "command 'broken' cannot be imported: No module named 'foreign.absent'" in result.stderr
+        assert "entry point foreign.absent:x" in result.stderr
 
 
 @pytest.mark.parametrize("name", fc._REMOVED)
@@ -186,8 +243,6 @@ def test_interrupt_while_importing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", fc._MOVED)
 def test_a_module_that_moved_says_where_it_is(name: str) -> None:
-    with pytest.raises(
-        ModuleNotFoundError, match=rf"fastcar_compile\.{name} is fastcar_compile\.[a-z_.]+ now"
-    ) as caught:
+    with pytest.raises(ModuleNotFoundError, match=rf"fastcar_compile\.{name} is fastcar_[a-z_.]+ now") as caught:
         importlib.import_module(f"fastcar_compile.{name}")
     importlib.import_module(str(caught.value).split()[2])

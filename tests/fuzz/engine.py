@@ -27,8 +27,8 @@ STRUCTURED = {
 def main() -> None:
     """Fuzz until the engine ends the process."""
     name = sys.argv[1]
-    # Only what the target imports of this package: instrumenting torch or transformers takes minutes.
-    with instrument_imports(include=["fastcar_compile"]):
+    # Only what the target imports of these packages: instrumenting torch or transformers takes minutes.
+    with instrument_imports(include=["fastcar_compile", "fastcar_play"]):
         run = importlib.import_module(f"fuzz.targets.{name}").run
 
     def one(data: bytes) -> None:

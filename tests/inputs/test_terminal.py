@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from fastcar_compile.cli import app
-from fastcar_compile.cli.commands import COMMANDS
+from fastcar_compile.cli.commands import COMMANDS, REGISTRY
 from fastcar_compile.cli.output import Column, print_fields, print_table, print_text, visible
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\u202egnp.exe\u2066\r\x00b"
@@ -87,14 +87,14 @@ OUTPUTS: dict[str, dict[str, list[str]]] = {
 READ = {
     *("artifact", "videos", "calibration_videos", "gate_weights", "cases", "model", "decoder", "start", "path"),
     *("a", "b", "prompt_file", "thresholds", "context", "context_mask", "trace", "public_key", "key"),
-    *("passphrase_file", "signature", "world"),
+    *("passphrase_file", "signature"),
 }
 """Paths that commands read. `run` writes its `trace`."""
 
 
 def paths_of(command: str) -> set[str]:
     """The parameters of a command that are paths."""
-    hints = get_type_hints(COMMANDS[command].__wrapped__)  # pyright: ignore[reportFunctionMemberAccess]
+    hints = get_type_hints(REGISTRY.load(command).__wrapped__)
     return {name for name, hint in hints.items() if Path in (hint, *get_args(hint))}
 
 

@@ -10,10 +10,10 @@ from decoders import llama
 from filelock import FileLock
 
 import fastcar_compile as fc
-from fastcar_compile.play.game import Stage, rehearsed
-from fastcar_compile.play.pixels import Pixels
-from fastcar_compile.play.track import Opener
-from fastcar_compile.play.world import load_world
+from fastcar_play.game import Stage, rehearsed
+from fastcar_play.pixels import Pixels
+from fastcar_play.track import Opener
+from fastcar_play.world import load_world
 
 from .worlds import FRAME, write_world
 

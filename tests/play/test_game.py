@@ -15,13 +15,12 @@ from PIL import Image, ImageSequence
 
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates.base import Comparison
-from fastcar_compile.play import visit
-from fastcar_compile.play.game import Beginning, Game, Mode, Moment, Replay, Side, Stage, threshold_levels
-from fastcar_compile.play.messages import Keys, Request, Restart, Run, SetThreshold, Visible, parse_request
-from fastcar_compile.play.pace import IN_FLIGHT, Pace
-from fastcar_compile.play.recording import GAP, Recording, most_frames
-from fastcar_compile.play.visit import Visit
-from fastcar_compile.support import limits
+from fastcar_play import limits, visit
+from fastcar_play.game import Beginning, Game, Mode, Moment, Replay, Side, Stage, threshold_levels
+from fastcar_play.messages import Keys, Request, Restart, Run, SetThreshold, Visible, parse_request
+from fastcar_play.pace import IN_FLIGHT, Pace
+from fastcar_play.recording import GAP, Recording, most_frames
+from fastcar_play.visit import Visit
 
 from .worlds import COLOURS
 

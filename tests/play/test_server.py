@@ -26,12 +26,11 @@ from starlette.datastructures import Headers
 from starlette.testclient import TestClient, WebSocketDenialResponse, WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
 
-from fastcar_compile.cli import play
 from fastcar_compile.errors import InputError
-from fastcar_compile.play import serve, server
-from fastcar_compile.play.game import Stage
-from fastcar_compile.play.serve import serving
-from fastcar_compile.play.server import ASSETS, BURST, HEADERS, Budget, OwnNames, application, same_origin
+from fastcar_play import command, serve, server
+from fastcar_play.game import Stage
+from fastcar_play.serve import serving
+from fastcar_play.server import ASSETS, BURST, HEADERS, Budget, OwnNames, application, same_origin
 
 from .worlds import COLOURS
 
@@ -253,17 +252,17 @@ def test_a_page_that_is_reloaded_leaves_the_command_running(built: tuple[Path, P
 
 def test_no_browser_is_opened_without_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    monkeypatch.setattr(play, "interactive", lambda: True)
+    monkeypatch.setattr(command, "interactive", lambda: True)
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) is None)
     monkeypatch.setattr(sys, "platform", "linux")
     for name, shown in (("DISPLAY", ""), ("WAYLAND_DISPLAY", ""), ("DISPLAY", ":0")):
         monkeypatch.setenv(name, shown)
-        assert play._opened("http://page") is bool(shown)
+        assert command._opened("http://page") is bool(shown)
     assert opened == ["http://page"]
 
 
 def test_make_play_compiles_once(tmp_path: Path) -> None:
-    make = [check_tool("make"), "--dry-run", "--no-print-directory", "--old-file", ".venv/.compile,play"]
+    make = [check_tool("make"), "--dry-run", "--no-print-directory", "--old-file", ".venv/.compile"]
     make += ["play", f"GAME={tmp_path}"]
 
     def commands() -> list[str]:

@@ -13,9 +13,9 @@ from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
 from fastcar_compile.errors import InputError
 from fastcar_compile.ir.types import DecoderConfig
-from fastcar_compile.play.pixels import Pixels
-from fastcar_compile.play.world import World, load_world
-from fastcar_compile.support import limits
+from fastcar_play import limits
+from fastcar_play.pixels import Pixels
+from fastcar_play.world import World, load_world
 
 from .worlds import COLOURS, FRAMES, WORLD, colour_model, save_starts, starts, write_world
 

@@ -10,15 +10,15 @@ from starlette.datastructures import Headers
 
 from fastcar_compile.errors import InputError
 from fastcar_compile.ir.types import DecoderConfig
-from fastcar_compile.play.game import Replay, Stage
-from fastcar_compile.play.messages import Request, parse_request
-from fastcar_compile.play.pixels import Pixels
-from fastcar_compile.play.server import OwnNames, same_origin
-from fastcar_compile.play.track import Opener, Watch
-from fastcar_compile.play.visit import Visit
-from fastcar_compile.play.world import load_world
 from fastcar_compile.runtime.backends.base import Array, OpenStepper, Stepper, StepResult
 from fastcar_compile.runtime.session import Session
+from fastcar_play.game import Replay, Stage
+from fastcar_play.messages import Request, parse_request
+from fastcar_play.pixels import Pixels
+from fastcar_play.server import OwnNames, same_origin
+from fastcar_play.track import Opener, Watch
+from fastcar_play.visit import Visit
+from fastcar_play.world import load_world
 from fuzz.expect import Finding, accepted, folder, same
 
 VOCABULARY, LAYERS, POSITIONS = 16, 2, 60

@@ -10,8 +10,8 @@ from pathlib import Path
 from play.worlds import write_world
 
 from fastcar_compile.errors import InputError
-from fastcar_compile.play.recording import most_frames
-from fastcar_compile.play.world import STARTS, WORLD, World, load_world
+from fastcar_play.recording import most_frames
+from fastcar_play.world import STARTS, WORLD, World, load_world
 from fuzz.expect import Finding, accepted, folder
 
 _RIGHT = {name: write_world(folder() / "world" / name) for name in (WORLD, STARTS)}

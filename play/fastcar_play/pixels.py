@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.errors import InputError
-from fastcar_compile.play.world import HINT, PIXELS, World
 from fastcar_compile.runtime.guard import thread_count
-from fastcar_compile.support import limits
+from fastcar_play import limits
+from fastcar_play.world import HINT, PIXELS, World
 
 Picture = NDArray[np.uint8]
 """RGB, uint8 [height, width, 3]."""

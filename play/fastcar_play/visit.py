@@ -10,8 +10,8 @@ from time import monotonic, perf_counter
 from typing import Literal
 
 from fastcar_compile.errors import InputError, UserError
-from fastcar_compile.play.game import Beginning, Game, Mode, Moment, Stage, View
-from fastcar_compile.play.messages import (
+from fastcar_play.game import Beginning, Game, Mode, Moment, Stage, View
+from fastcar_play.messages import (
     Drawn,
     Ended,
     FrameHeader,
@@ -29,8 +29,8 @@ from fastcar_compile.play.messages import (
     Visible,
     packed,
 )
-from fastcar_compile.play.pace import Pace
-from fastcar_compile.play.recording import Recording, png
+from fastcar_play.pace import Pace
+from fastcar_play.recording import Recording, png
 
 AWAY_SECONDS = 300.0
 """Without a key or another choice of the player, the game is paused."""

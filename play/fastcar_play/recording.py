@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image as PIL
 
-from fastcar_compile.play.pixels import Picture
-from fastcar_compile.play.world import Image
+from fastcar_play.pixels import Picture
+from fastcar_play.world import Image
 
 FRAMES = 600
 """Of one recording at most: 51 s of the world of Doom, whose frames take 3 / 35 s."""

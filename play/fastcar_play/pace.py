@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from fastcar_compile.support import limits
+from fastcar_play import limits
 
 IN_FLIGHT = 3
 """Frames that were sent and are not drawn yet. More would only make the game answer later."""

@@ -7,7 +7,6 @@ import os
 import sys
 import warnings
 import webbrowser
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,13 +17,12 @@ from fastcar_compile.cli.output import interactive, print_fields, print_json, pr
 from fastcar_compile.cli.run import backend_names
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
 from fastcar_compile.errors import count_text
-from fastcar_compile.support import limits
 from fastcar_compile.support.machine import usable_cores
-from fastcar_compile.support.packages import needs
+from fastcar_play import limits
 
 if TYPE_CHECKING:
     from fastcar_compile import Artifact
-    from fastcar_compile.play.game import Stage
+    from fastcar_play.game import Stage
 
 LOCAL = "127.0.0.1"
 
@@ -55,10 +53,7 @@ def play_command(
 
     A local web server generates frames from the keys that you press, until Ctrl-C.
     """
-    with needs("play"):
-        for name in ("starlette", "uvicorn", "websockets", "PIL"):
-            import_module(name)
-    from fastcar_compile.play.serve import serving
+    from fastcar_play.serve import serving
 
     places = min(usable_cores(), limits.VISITORS) if visitors is None else visitors
     with stages(as_json, "play") as show:
@@ -83,20 +78,18 @@ def _stage(loaded: Artifact, world: Path, backend: str, threads: int | None) -> 
     Raises:
         UserError: the world or the artifact cannot be read, or they do not fit each other.
     """
-    from fastcar_compile.play.game import Stage, rehearsed
-    from fastcar_compile.play.pixels import Pixels
-    from fastcar_compile.play.track import Opener
-    from fastcar_compile.play.world import load_world
+    from fastcar_play.game import Stage, rehearsed
+    from fastcar_play.pixels import Pixels
+    from fastcar_play.track import Opener
+    from fastcar_play.world import load_world
 
     found = load_world(world)
     found.check_decoder(loaded.config)
     gates = [gate for gate in loaded.manifest.layers.gates if gate is not None]
     name = f"{loaded.path.resolve().name}, {loaded.manifest.options.quant}"
-    with needs("play"):
-        pixels = Pixels(found, threads)
-    opener = Opener(loaded.session, backend, threads)
     gate = gates[0] if gates else None
-    return rehearsed(Stage(name, gate, loaded.config.num_layers, found, pixels, opener))
+    opener = Opener(loaded.session, backend, threads)
+    return rehearsed(Stage(name, gate, loaded.config.num_layers, found, Pixels(found, threads), opener))
 
 
 def _announce(stage: Stage, url: str, places: int, as_json: bool) -> None:

@@ -13,9 +13,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fastcar_compile.errors import InputError, InternalError
-from fastcar_compile.play.game import Stage
-from fastcar_compile.play.server import application
-from fastcar_compile.support import limits
+from fastcar_play import limits
+from fastcar_play.game import Stage
+from fastcar_play.server import application
 
 SPARE = 32
 """Connections beyond those of players: pages, and visitors who are told that it is full."""

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.play.world import Tokens, World
 from fastcar_compile.runtime.backends.base import BACKENDS, Array, BackendOptions, OpenStepper, Stepper, StepResult
 from fastcar_compile.runtime.sampling import Sampling, TokenChoice
 from fastcar_compile.runtime.session import Session
+from fastcar_play.world import Tokens, World
 
 Thresholds = list[float | None] | float | None
 """What `Session.set_threshold` takes: one per layer, one for all, or never."""

@@ -21,11 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from fastcar_compile.errors import InputError
-from fastcar_compile.play.game import Stage
-from fastcar_compile.play.messages import ButtonPart, Ended, Full, Hello, parse_request
-from fastcar_compile.play.recording import most_frames
-from fastcar_compile.play.visit import Visit
-from fastcar_compile.support import limits
+from fastcar_play import limits
+from fastcar_play.game import Stage
+from fastcar_play.messages import ButtonPart, Ended, Full, Hello, parse_request
+from fastcar_play.recording import most_frames
+from fastcar_play.visit import Visit
 
 ASSETS = {
     "play.html": "text/html",
@@ -259,9 +259,7 @@ def application(stage: Stage, visitors: int, host: str) -> ASGIApp:
     Args:
         visitors: players at most. host: where it listens.
     """
-    folders = {
-        name: files("fastcar_compile.report.page" if name in SHARED else "fastcar_compile.play") for name in ASSETS
-    }
+    folders = {name: files("fastcar_compile.report.page" if name in SHARED else "fastcar_play") for name in ASSETS}
     content = {name: (folder / "static" / name).read_bytes() for name, folder in folders.items()}
 
     async def page(request: Request) -> Response:

@@ -26,9 +26,9 @@ from pydantic import (
 from fastcar_compile.errors import ArtifactError, InputError, describe_validation
 from fastcar_compile.ir.tensor_files import tensors_of
 from fastcar_compile.ir.types import DecoderConfig
-from fastcar_compile.support import limits
 from fastcar_compile.support.strict_json import parse_json
 from fastcar_compile.support.values import path_of, refuse_pipe
+from fastcar_play import limits
 
 WORLD, STARTS, PIXELS = "world.toml", "starts.safetensors", "pixels.onnx"
 HINT = "docs/tutorial/play.md describes the files of a world"

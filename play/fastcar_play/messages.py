@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from fastcar_compile.errors import InputError, describe_validation
-from fastcar_compile.play.game import Beginning, Mode, Side
-from fastcar_compile.support import limits
 from fastcar_compile.support.strict_json import parse_json
+from fastcar_play import limits
+from fastcar_play.game import Beginning, Mode, Side
 
 DEPTH = 4
 """Brackets inside brackets of a message."""

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates import gate_class
 from fastcar_compile.gates.base import Comparison
-from fastcar_compile.play.pixels import Picture, Pixels
-from fastcar_compile.play.track import Opener, Step, Thresholds, Track
-from fastcar_compile.play.world import Action, World
 from fastcar_compile.runtime.sampling import Sampling
+from fastcar_play.pixels import Picture, Pixels
+from fastcar_play.track import Opener, Step, Thresholds, Track
+from fastcar_play.world import Action, World
 
 REHEARSED = 3
 """Frames that are generated before the server opens: the first has nothing to replay, two give scores."""
