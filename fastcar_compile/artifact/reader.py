@@ -133,7 +133,7 @@ def _opened(root: Path) -> OpenedFiles:
         moved = moved_artifact(root.absolute())
         if moved is not None:
             hint = f"the next build into it puts it back, and so does `mv {moved} {root.absolute()}`"
-            what = "a build was killed while it replaced this artifact"
+            what = "a build is replacing this artifact, or was killed while it did"
             raise ArtifactError(what, where=str(root), hint=hint) from error
         hint = "run `fastcar compile` first"
         raise ArtifactError("there is no artifact folder here", where=str(root), hint=hint) from error

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -21,7 +20,7 @@ from typing import Any, Literal, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from fastcar_compile.artifact.claim import Claim, sync
+from fastcar_compile.artifact.claim import claimed, sync
 from fastcar_compile.artifact.digest import DIGEST_PATTERN, DIGEST_PREFIX
 from fastcar_compile.artifact.layout import MANIFEST, SIGNATURE
 from fastcar_compile.artifact.manifest import Manifest
@@ -245,14 +244,14 @@ def _refusals(file: Path, fingerprint: str) -> Generator[None]:
 def _written(root: Path, make: Callable[[Path], None]) -> Any:
     """Write the bundle beside the artifact, put it in place in one step, and return its JSON."""
     folder = root.absolute()
-    with Claim(folder) as claim, tempfile.TemporaryDirectory() as scratch:
+    with claimed(folder) as building:
         try:
-            made = Path(scratch) / "bundle"
+            made = building / "bundle"
             make(made)
-            claim.manifest.write_bytes(data := made.read_bytes())
-            claim.manifest.chmod(0o644)
-            sync(claim.manifest)
-            os.replace(claim.manifest, folder / SIGNATURE)
+            made.chmod(0o644)
+            sync(made)
+            data = made.read_bytes()
+            os.replace(made, folder / SIGNATURE)
             sync(folder)
             return json.loads(data)
         except OSError as error:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-from fastcar_compile.artifact.claim import NO_ROOM, Claim, replace_folder, sync, write_error
+from fastcar_compile.artifact.claim import NO_ROOM, OLD, claimed, sync, write_error
 from fastcar_compile.artifact.digest import Digests, FileEntry, file_entry, manifest_digest, name_problem, walk
 from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE
 from fastcar_compile.artifact.manifest import Manifest, Sections, producer_versions
@@ -45,11 +45,10 @@ class ArtifactWriter:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
-        self._claim = Claim(self.path)
         self._root: Path | None = None
         self._sections: Sections | None = None
+        self._work = self._working()
         self.digests = Digests()
-        self.scratch = self._claim.building / "scratch"
 
     @property
     def root(self) -> Path:
@@ -109,58 +108,42 @@ class ArtifactWriter:
         return write_pieces(self.root, name, specs, pieces)
 
     def __enter__(self) -> Self:
-        try:
-            _check_destination(self.path)
-        except OSError as error:
-            raise write_error(error, self.path) from error
-        self._claim.__enter__()
-        try:
-            _check_destination(self.path)  # again: the claim may have put an artifact back
-            root = self._claim.building / "artifact"
-            root.mkdir(parents=True)
-            # The umask of the build does not decide who may read an artifact.
-            root.chmod(0o755)
-            self.scratch.mkdir()
-            self._root = root
-        except BaseException as error:
-            self._end(error)
-            raise
+        self._work.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            try:
-                self._place()
-            except BaseException as placing:
-                self._end(placing)
-                raise
-        self._end(error)
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._work.__exit__(*error)
 
-    def _end(self, error: BaseException | None) -> None:
-        """Remove what is beside the destination.
+    @contextmanager
+    def _working(self) -> Generator[None]:
+        """Hold the destination, and put the artifact in place at the end of the block.
 
         Raises:
             ArtifactError: in the place of an error of the system about a file of this writer.
         """
-        self._root = None
-        translated = self._write_error(error)
-        self._claim.__exit__(type(error) if error else None, error, None)
-        if translated is not None:
-            raise translated from error
+        try:
+            _check_destination(self.path)
+        except OSError as error:
+            raise write_error(error, self.path) from error
+        with claimed(self.path) as building:
+            _check_destination(self.path)  # again: the claim may have put an artifact back
+            try:
+                self._root, self.scratch = building / "artifact", building / "scratch"
+                self._root.mkdir()
+                # The umask of the build does not decide who may read an artifact.
+                self._root.chmod(0o755)
+                self.scratch.mkdir()
+                yield
+                self._place(building)
+            except OSError as error:
+                names = [os.fsdecode(n) for n in (error.filename, error.filename2) if isinstance(n, str | bytes)]
+                if error.errno in NO_ROOM or any(Path(name).is_relative_to(building) for name in names):
+                    raise write_error(error, self.path) from error
+                raise
+            finally:
+                self._root = None
 
-    def _write_error(self, error: BaseException | None) -> ArtifactError | None:
-        """Return what to raise in the place of the system's error about a file here; None: it is about another."""
-        if not isinstance(error, OSError):
-            return None
-        names = [os.fsdecode(n) for n in (error.filename, error.filename2) if isinstance(n, str | bytes)]
-        ours = [n for n in names if Path(n).is_relative_to(self._claim.building)]
-        if not ours and error.errno not in NO_ROOM:
-            return None
-        return write_error(error, self.path)
-
-    def _place(self) -> None:
+    def _place(self, building: Path) -> None:
         root = self.root
         if self._sections is None:
             raise InternalError("the artifact has no sections")
@@ -178,7 +161,9 @@ class ArtifactWriter:
             sync(Path(folder))
         # The build took long, and somebody may have put files there meanwhile.
         _check_destination(self.path)
-        replace_folder(root, self.path, self._claim.old)
+        if self.path.exists() and any(self.path.iterdir()):
+            os.rename(self.path, building / OLD)  # put back where the next line fails, and after a kill
+        os.rename(root, self.path)
         sync(self.path.parent)
 
     def _files(self) -> dict[str, FileEntry]:
@@ -229,17 +214,16 @@ def store_thresholds(path: Path, manifest: Manifest, thresholds: Thresholds | No
     root = path.absolute()
     changed = manifest.model_copy(update={"thresholds": thresholds})
     data = changed.to_bytes()
-    with Claim(root) as claim:
+    with claimed(root) as building:
         try:
             # A kill between these steps leaves an artifact without signature, never one with a wrong signature.
             (root / SIGNATURE).unlink(missing_ok=True)
             # Beside the artifact, not in it: a file left behind by a kill must not make the artifact invalid.
-            with claim.manifest.open("xb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            claim.manifest.chmod((root / MANIFEST).stat().st_mode & 0o777)
-            os.replace(claim.manifest, root / MANIFEST)
+            new = building / MANIFEST
+            new.write_bytes(data)
+            new.chmod((root / MANIFEST).stat().st_mode & 0o777)
+            sync(new)
+            os.replace(new, root / MANIFEST)
         except OSError as error:
             raise ArtifactError(f"the manifest cannot be written: {error}", where=str(root)) from error
     return changed, manifest_digest(data)

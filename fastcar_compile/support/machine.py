@@ -18,6 +18,9 @@ from fastcar_compile.errors import UserError
 T = TypeVar("T")
 R = TypeVar("R")
 
+QUOTA, LIMIT = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/memory.max")
+"""Of the container, where it has version 2 of the control groups."""
+
 
 def at_once(function: Callable[[T], R], values: Iterable[T], threads: int | None = None) -> list[R]:
     """Return `function` of every value, in order.
@@ -47,68 +50,16 @@ def streamed(function: Callable[[T], R], values: Iterable[T], threads: int | Non
 
 
 def usable_cores() -> int:
-    """Return the number of cores of this process: its affinity, limited to whole cores of its CPU quota; at least 1."""
+    """Return the number of cores of this process: its affinity, limited to whole cores of `QUOTA`; at least 1."""
     cores = len(os.sched_getaffinity(0))
-    quota = cpu_quota()
-    return cores if quota is None else max(1, min(cores, int(quota)))
-
-
-def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the least CPU quota, in cores, of the control groups of this process; None without a limit.
-
-    Args:
-        root: folder that holds `proc` and `sys`.
-    """
-    limits = (_limit(group) for group in control_groups("cpu", root))
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
-    """Yield the folders of this process's control groups that have a controller, and of every group above them.
-
-    Args:
-        controller: for example "cpu". root: folder that holds `proc` and `sys`.
-    """
     try:
-        lines = (root / "proc/self/cgroup").read_text("ascii").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        hierarchy, controllers, group = line.split(":", 2)
-        if hierarchy == "0" or controller in controllers.split(","):
-            version2 = hierarchy == "0"
-            yield from _with_parents(root / "sys/fs/cgroup", "unified" if version2 else controllers, controller, group)
-
-
-def _with_parents(mount: Path, name: str, controller: str, group: str) -> Iterator[Path]:
-    """Yield a group's folder and those above it, up to where the hierarchy `name` is mounted."""
-    bases = [mount, mount / name] if name == "unified" else [mount / name, mount / controller]
-    base = next((b for b in bases if b.is_dir()), mount)
-    folder = base / group.lstrip("/")
-    yield from (place for place in (folder, *folder.parents) if place.is_relative_to(base))
-
-
-def _limit(group: Path) -> float | None:
-    """Return a group's limit in cores, or None.
-
-    Version 2 has cpu.max ("max 100000", "150000 100000"). Version 1 has quota and period; a quota of -1 is no limit.
-    """
-    try:
-        if (group / "cpu.max").is_file():
-            quota, period = (group / "cpu.max").read_text("ascii").split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text("ascii").strip()
-            period = (group / "cpu.cfs_period_us").read_text("ascii").strip()
-        return None if quota in ("max", "-1") else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
+        quota, period = map(int, QUOTA.read_text("ascii").split())
+    except (OSError, ValueError):  # there is none, or it is "max"
+        return cores
+    return max(1, min(cores, quota // period))
 
 
 # Memory that this process may still take: of the machine, and of its container.
-
-
-LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""Memory limit of the container, where it has version 2 of the control groups."""
 
 
 def require_memory(needed: int, what: str, hint: str = "") -> None:

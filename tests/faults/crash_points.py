@@ -19,7 +19,6 @@ from pathlib import Path
 
 from manifests import sections
 
-from fastcar_compile.artifact import claim as atomic
 from fastcar_compile.artifact.claim import moved_artifact
 from fastcar_compile.artifact.reader import read_manifest, verify_files
 from fastcar_compile.artifact.sections import PipelineSection
@@ -57,12 +56,6 @@ def build(path: Path, text: str) -> None:
 def change_thresholds(path: Path, text: str) -> None:
     """Write the manifest again; `text` is not used."""
     store_thresholds(path, read_manifest(path), None)
-
-
-def build_without_exchange(path: Path, text: str) -> None:
-    """Write a small artifact where two names cannot be exchanged."""
-    atomic.exchange = lambda first, second: False
-    build(path, text)
 
 
 def killed_at(work: Callable[[], None], folder: Path, count: int, log: Path) -> bool:
@@ -128,7 +121,6 @@ def main(base: Path) -> None:
     results = {
         "new": crash_points(build, base, replaces=False),
         "replaced": crash_points(build, base, replaces=True),
-        "replaced without exchange": crash_points(build_without_exchange, base, replaces=True),
         "thresholds": crash_points(change_thresholds, base, replaces=True),
     }
     print(json.dumps({name: [asdict(f) for f in each] for name, each in results.items()}))

@@ -54,7 +54,6 @@ def test_no_inode_is_an_error_of_its_own(found: dict[str, Any]) -> None:
 def test_a_read_only_place(found: dict[str, Any]) -> None:
     (each,) = found["read-only"]
     assert each["error"].startswith("the output folder cannot be written: Read-only file system\n")
-    assert each["error"].endswith("choose an output folder on a file system that can be written")
     assert (each["content"], each["left"]) == ("small", ["out"])
 
 
@@ -73,9 +72,8 @@ def test_linkers_that_fail(found: dict[str, Any]) -> None:
 
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
     for length in (300, 255, 240):
-        with pytest.raises(ArtifactError, match="cannot be written: File name too long") as caught:
+        with pytest.raises(ArtifactError, match="cannot be written: File name too long"):
             build(tmp_path / ("n" * length), "text")
-        assert "choose an output folder with a shorter name" in str(caught.value)
     assert os.listdir(tmp_path) == []
 
 

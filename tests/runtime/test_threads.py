@@ -13,40 +13,20 @@ import pytest
 from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.guard import use_threads
 from fastcar_compile.support import machine as parallel
-from fastcar_compile.support.machine import at_once, cpu_quota, streamed, usable_cores
+from fastcar_compile.support.machine import at_once, streamed, usable_cores
 
 
-def root(tmp_path: Path, cgroup: str, **files: str) -> Path:
-    """A file system with /proc/self/cgroup and control group files."""
-    for name, text in {"proc/self/cgroup": cgroup, **files}.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return tmp_path
-
-
-def test_the_least_quota_of_version_2_counts(tmp_path: Path) -> None:
-    top = "sys/fs/cgroup"
-    files = {f"{top}/a/cpu.max": "250000 100000\n", f"{top}/a/b/cpu.max": "max 100000\n", f"{top}/cpu.max": "9 1\n"}
-    assert cpu_quota(root(tmp_path, "0::/a/b\n", **files)) == 2.5
-
-
-def test_the_quota_of_version_1(tmp_path: Path) -> None:
-    group = "sys/fs/cgroup/cpu,cpuacct/a"
-    files = {f"{group}/cpu.cfs_quota_us": "150000\n", f"{group}/cpu.cfs_period_us": "100000\n"}
-    assert cpu_quota(root(tmp_path, "4:memory:/a\n3:cpu,cpuacct:/a\n", **files)) == 1.5
-    (tmp_path / group / "cpu.cfs_quota_us").write_text("-1\n")
-    assert cpu_quota(tmp_path) is None
-
-
-def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path) is None
-
-
-@pytest.mark.parametrize(("quota", "cores"), [(None, 4), (2.7, 2), (0.4, 1), (64.0, 4)])
-def test_whole_cores_within_the_affinity(monkeypatch: pytest.MonkeyPatch, quota: float | None, cores: int) -> None:
-    monkeypatch.setattr(parallel, "cpu_quota", lambda: quota)
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [(None, 4), ("max 100000\n", 4), ("270000 100000\n", 2), ("40000 100000\n", 1), ("6400000 100000\n", 4)],
+)
+def test_whole_cores_within_the_affinity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str | None, cores: int
+) -> None:
+    monkeypatch.setattr(parallel, "QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 2, 5, 7})
+    if quota is not None:
+        parallel.QUOTA.write_text(quota)
     assert usable_cores() == cores
 
 
