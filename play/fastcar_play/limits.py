@@ -9,10 +9,10 @@ from fastcar_compile.support.limits import TEXT_ERROR as TEXT_ERROR
 from fastcar_compile.support.limits import TOML_BYTES as TOML_BYTES
 
 PIXELS_BYTES = 64 * MIB
-"""Of a world's model that turns tokens into pictures."""
+"""Bytes of a world's model that turns tokens into pictures."""
 
 STARTS_BYTES = 64 * MIB
-"""Of a world's starting contexts; one of 16 frames of 65 tokens takes 8 KiB."""
+"""Bytes of a world's starting contexts; a context of 16 frames of 65 tokens takes 8 KiB."""
 
 START_FRAMES = 1024
 """Frames of a world's starting context."""
@@ -21,7 +21,7 @@ PICTURE_SIDE = 1024
 """Pixels, or tokens, along a side of a world's frame."""
 
 FRAMES_PER_SECOND = 120
-"""Of a world."""
+"""Frames per second of a world."""
 
 BUTTONS = 32
 """Buttons of a world's player."""
@@ -30,10 +30,10 @@ ACTIONS = 256
 """Actions of a world's player."""
 
 TEMPERATURE = 10.0
-"""Of a draw; codes are nearly equally probable there."""
+"""Largest temperature of a draw; codes are nearly equally probable there."""
 
 VISITORS = 64
 """Players of one server."""
 
 MESSAGE_BYTES = 4096
-"""Of one message of a player's browser; the longest that its page sends has about 200."""
+"""Bytes of one message of a player's browser; the page's longest message has about 200."""

@@ -12,10 +12,10 @@ from fastcar_play.pixels import Picture
 from fastcar_play.world import Image
 
 FRAMES = 600
-"""Of one recording at most: 51 s of the world of Doom, whose frames take 3 / 35 s."""
+"""Frames of one recording, at most: 51 s of the world of Doom, whose frames take 3 / 35 s."""
 
 BYTES = 64 << 20
-"""Of the pictures of one recording at most."""
+"""Bytes of the pictures of one recording, at most."""
 
 HEIGHT = 192
 """Pixels of a recording at least, where a frame's own are fewer: they are repeated."""
@@ -24,7 +24,7 @@ GAP = 2
 """Pixels of a frame between two sides."""
 
 LEAST_MS, MOST_MS = 20, 1000
-"""Of one frame. Browsers show shorter ones more slowly; a pause is not recorded as one."""
+"""Least and most milliseconds of one frame. Browsers show shorter ones more slowly; a pause is not recorded as one."""
 
 
 def most_frames(image: Image) -> int:

@@ -128,7 +128,7 @@ class WorldFile(_Part):
         if self.tokens_per_frame != self.image.tokens + 1:
             raise ValueError(f"a frame is an action token and {self.image.tokens} image tokens")
         if unknown := sorted({b for action in self.actions for b in action.buttons} - self.buttons.keys()):
-            raise ValueError(f"the actions name buttons that there are not: {', '.join(unknown)}")
+            raise ValueError(f"the actions name unknown buttons: {', '.join(unknown)}")
         if all(action.buttons for action in self.actions):
             raise ValueError("one action must have no buttons: it is the answer where nothing is held")
         image = range(self.image.offset, self.image.offset + self.image.count)

@@ -62,7 +62,7 @@ def test_the_action_has_most_of_the_held_buttons(folder: Path) -> None:
         ("frames_per_second = 100.0", "frames_per_second = inf", "frames_per_second"),
         ("temperature = 1.0", "temperature = nan", "sampling.temperature"),
         ("temperature = 1.0", "temperature = 1e-310", "it is 0 (the likeliest code), or at least 1e-30"),
-        ('buttons = ["fire"]', 'buttons = ["jump"]', "buttons that there are not: jump"),
+        ('buttons = ["fire"]', 'buttons = ["jump"]', "unknown buttons: jump"),
         ("buttons = []", 'buttons = ["fire"]', "one action must have no buttons"),
         ('name = "Tiny"', 'name = "\\u001b[2J"', "name: String should match pattern"),
         ('name = "Tiny"', "", "name: Field required"),
