@@ -190,7 +190,7 @@ EDITS: dict[str, tuple[Callable[[Json], None], str]] = {
     "no options": (drop("options"), "options: Field required"),
     "options of a text": (put("options", value="x"), "options"),
     "an unknown field": (put("more", value=1), "more: Extra inputs"),
-    "an unknown field inside": (put(*LAYER, "mlp", "more", value=1), "mlp.more: Extra inputs"),
+    "an unknown field inside": (put(*LAYER, "mlp", "more", value=1), "mlp.more: Unexpected keyword argument"),
     "a section of another version": (put("host", "version", value=99), "host: version 99"),
     "a version as a text": (put("decoder", "version", value="1"), "decoder: version 1"),
     "another schema": (put("schema_version", value=99), "schema version 99"),
