@@ -13,7 +13,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
-from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.vectors import (
     Expr,
     broadcast,
@@ -159,13 +159,11 @@ def _append(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr], dtype: 
         value: T.Buffer((b, h, rows, d), "float32"),
         position: T.Buffer((1,), "int64"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         # head: batch rows times key/value heads. r: appended rows. c: one row, vectorised along D.
         for head in loop(b * h):
             for r in range(rows):
                 with T.sblock("row"):
-                    T.reads(value[0:b, 0:h, 0:rows, 0:d], position[0:1])
-                    T.writes(keys[0:b, 0:h, 0:s, 0:d])
+                    access([value, position], [keys])
                     i: T.let = head // h
                     j: T.let = head % h
                     p: T.let = T.Cast("int32", position[0]) + r
@@ -196,12 +194,10 @@ def _append_blocks(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr]) 
         value: T.Buffer((b, h, rows, d), "float32"),
         position: T.Buffer((1,), "int64"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for head in loop(b * h):
             for r in range(rows):
                 with T.sblock("row"):
-                    T.reads(value[0:b, 0:h, 0:rows, 0:d], position[0:1])
-                    T.writes(keys[0:b, 0:h, 0:s, 0:width])
+                    access([value, position], [keys])
                     i: T.let = head // h
                     j: T.let = head % h
                     p: T.let = T.Cast("int32", position[0]) + r
@@ -320,12 +316,10 @@ def slot_read(shape: tuple[int, int, int]) -> PrimFunc:
         step: T.Buffer((1,), "int64"),
         y: T.Buffer((rows, width), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         # One contiguous copy of B * H elements, because the slot is the outermost axis.
         for i, c in T.grid(rows, width):
             with T.sblock("copy"):
-                T.reads(cache[0:slots, 0:rows, 0:width], step[0:1])
-                T.writes(y[0:rows, 0:width])
+                access([cache, step], [y])
                 y[i, c] = cache[T.Cast("int32", step[0]) % slots, i, c]
 
     return read_slot
@@ -342,11 +336,9 @@ def slot_write(shape: tuple[int, int, int]) -> PrimFunc:
         value: T.Buffer((rows, width), "float32"),
         step: T.Buffer((1,), "int64"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for i, c in T.grid(rows, width):
             with T.sblock("copy"):
-                T.reads(value[0:rows, 0:width], step[0:1])
-                T.writes(cache[0:slots, 0:rows, 0:width])
+                access([value, step], [cache])
                 cache[T.Cast("int32", step[0]) % slots, i, c] = value[i, c]
 
     return write_slot
@@ -368,20 +360,17 @@ def slots_write(shape: tuple[int, int, int]) -> PrimFunc:
         replay: T.Buffer((rows,), "bool"),
         step: T.Buffer((1,), "int64"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         # i: rows of the batch. Outputs are written for every row, also for those that replay.
         for i in range(rows):
             for c in range(width):
                 with T.sblock("outputs"):
-                    T.reads(y[0:rows, 0:width], step[0:1])
-                    T.writes(cache[0:slots, 0:rows, 0:width])
+                    access([y, step], [cache])
                     cache[T.Cast("int32", step[0]) % slots, i, c] = y[i, c]
             # A row that replays keeps the slot's input: that of the forward whose output it replays.
             if not replay[i]:
                 for c in range(width):
                     with T.sblock("inputs"):
-                        T.reads(x[0:rows, 0:width], step[0:1])
-                        T.writes(inputs[0:slots, 0:rows, 0:width])
+                        access([x, step], [inputs])
                         inputs[T.Cast("int32", step[0]) % slots, i, c] = x[i, c]
 
     return write_slots
@@ -395,11 +384,9 @@ def chain_read(slots: int, rows: int) -> PrimFunc:
     def read_chain(
         chain: T.Buffer((slots, rows), "int32"), step: T.Buffer((1,), "int64"), y: T.Buffer((rows,), "int32")
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for i in range(rows):
             with T.sblock("copy"):
-                T.reads(chain[0:slots, 0:rows], step[0:1])
-                T.writes(y[0:rows])
+                access([chain, step], [y])
                 y[i] = chain[T.Cast("int32", step[0]) % slots, i]
 
     return read_chain
@@ -413,11 +400,9 @@ def chain_write(slots: int, rows: int) -> PrimFunc:
     def write_chain(
         chain: T.Buffer((slots, rows), "int32"), value: T.Buffer((rows,), "int32"), step: T.Buffer((1,), "int64")
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for i in range(rows):
             with T.sblock("copy"):
-                T.reads(value[0:rows], step[0:1])
-                T.writes(chain[0:slots, 0:rows])
+                access([value, step], [chain])
                 chain[T.Cast("int32", step[0]) % slots, i] = value[i]
 
     return write_chain

@@ -8,9 +8,9 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.cache import RowFormat, row_at
-from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.tas import (
     finite_or_nan,
     fixed_magnitude,
@@ -44,11 +44,9 @@ def input_delta(rows: int, width: int) -> PrimFunc:
         cached: T.Buffer((rows, width), "float32"),
         y: T.Buffer((rows,), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for i in range(rows):
             with T.sblock("row"):
-                T.reads(x[0:rows, 0:width], cached[0:rows, 0:width])
-                T.writes(y[0:rows])
+                access([x, cached], [y])
                 change = T.alloc_buffer((lanes,), "float32")
                 largest = T.alloc_buffer((lanes,), "int32")
                 sums = T.alloc_buffer((2 * lanes,), "int64")  # of the changes, and of x
@@ -153,11 +151,9 @@ def output_bound(
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b,), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for i in range(b):
             with T.sblock("row"):
-                T.reads(change[0:b], q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1])
-                T.writes(y[0:b])
+                access([change, q, keys, position], [y])
                 own = T.alloc_buffer((2 * lanes,), "float32")
                 wide = T.alloc_buffer((lanes,), "float64")
                 sums = T.alloc_buffer((2 * lanes,), "int64")
@@ -202,11 +198,9 @@ def random_score(rows: int, layer: int) -> PrimFunc:
 
     @script.prim_func(private=True, s_tir=True)
     def hashed_score(step: T.Buffer((1,), "int64"), y: T.Buffer((rows,), "float32")):
-        T.func_attr({"op_pattern": OPAQUE})
         for i in range(rows):
             with T.sblock("row"):
-                T.reads(step[0:1])
-                T.writes(y[0:rows])
+                access([step], [y])
                 x = T.alloc_buffer((2,), "int64")
                 p: T.let = T.int64(HASH_PRIME)
                 row: T.let = (T.Cast("int64", i) + T.int64(1)) * T.int64(by_row)
@@ -277,11 +271,9 @@ def gate(
         chain: T.Buffer((slots, batch), "int32"),
         y: T.Buffer((batch,), "bool"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for i in range(batch):
             with T.sblock("row"):
-                T.reads(score[0:batch], threshold[0:1], step[0:1], chain[0:slots, 0:batch])
-                T.writes(y[0:batch])
+                access([score, threshold, step, chain], [y])
                 decide_row(score, threshold, step, chain, y, i)
 
     return decide
@@ -305,17 +297,14 @@ def gate_and_count(
         step: T.Buffer((1,), "int64"),
         y: T.Buffer((batch,), "bool"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for i in range(batch):
             with T.sblock("row"):
-                T.reads(score[0:batch], threshold[0:1], step[0:1], chain[0:slots, 0:batch])
-                T.writes(y[0:batch])
+                access([score, threshold, step, chain], [y])
                 decide_row(score, threshold, step, chain, y, i)
         # A second loop: a row reads its pair's counter before it changes.
         for i in range(batch):
             with T.sblock("count"):
-                T.reads(y[0:batch], step[0:1], chain[0:slots, 0:batch])
-                T.writes(chain[0:slots, 0:batch])
+                access([y, step, chain], [chain])
                 # The counter is the number of replays in succession: a computed row begins again at 0.
                 slot: T.let = T.Cast("int32", step[0]) % slots
                 chain[slot, i] = T.if_then_else(y[i], chain[slot, i] + 1, 0)

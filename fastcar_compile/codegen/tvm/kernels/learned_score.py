@@ -10,10 +10,10 @@ from typing import Any
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
+from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.cache import power_of_two
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS
-from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.tas import finite_or_nan, limited
 from fastcar_compile.codegen.tvm.kernels.tas import units as fixed_units
 from fastcar_compile.codegen.tvm.kernels.vectors import (
@@ -147,7 +147,6 @@ def learned_score(rows: int, width: int, units: int) -> PrimFunc:
         b2: T.Buffer((1,), "float32"),
         y: T.Buffer((rows,), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         # All features are kept: every pair of units reads them again.
         feature = T.alloc_buffer((rows, 2 * width), "float64")
         largest = T.alloc_buffer((rows,), "int32")
@@ -155,16 +154,14 @@ def learned_score(rows: int, width: int, units: int) -> PrimFunc:
         hidden = T.alloc_buffer((rows, units), "float32")
         for i in range(rows):
             with T.sblock("features"):
-                T.reads(x[0:rows, 0:width], cached[0:rows, 0:width])
-                T.writes(feature[0:rows, 0 : 2 * width], largest[0:rows], field[0:rows])
+                access([x, cached], [feature, largest, field])
                 change = T.alloc_buffer((lanes,), "float32")
                 bits = T.alloc_buffer((lanes,), "int32")
                 round_features(x, cached, i, feature, largest, field, change, bits)
         # u: units in pairs, parallel. i: batch rows, which meet the pair's weights in the cache. n: unrolled units.
         for u in loop(units // block):
             with T.sblock("units"):
-                T.reads(feature[0:rows, 0 : 2 * width], field[0:rows], w1[0:units, 0 : 2 * width], b1[0:units])
-                T.writes(hidden[0:rows, 0:units])
+                access([feature, field, w1, b1], [hidden])
                 acc = T.alloc_buffer((block * SUM_LANES,), "float64")
                 for i in range(rows):
                     add_units(feature, w1, i, u * block, acc)
@@ -179,8 +176,7 @@ def learned_score(rows: int, width: int, units: int) -> PrimFunc:
         # Second layer: products in fixed point, summed in int64. most catches a hidden unit that is not finite.
         for i in range(rows):
             with T.sblock("row"):
-                T.reads(hidden[0:rows, 0:units], largest[0:rows], w2[0:units], b2[0:1])
-                T.writes(y[0:rows])
+                access([hidden, largest, w2, b2], [y])
                 total = T.alloc_buffer((1,), "int64")
                 most = T.alloc_buffer((1,), "int32")
                 total[0] = T.int64(0)

@@ -15,10 +15,10 @@ import numpy as np
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.cache import power_of_two
 from fastcar_compile.codegen.tvm.kernels.linear.activations import quantize_row, row_loop
-from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.tas import INFINITY, finite_or_nan
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, cast, fence, magnitude_bits, ramp
 from fastcar_compile.ir import exact
@@ -114,26 +114,83 @@ def _layer_row(o, i, at, k, epsilon):
         o.y[at, c] = fence("float32", (o.x[i, c] - mean[0]) * squares[0] * o.w[c]) + o.b[c]
 
 
+EXACT_SUM_LANES = 16
+"""Partial sums of a row. They are exact, so any number gives the same bits."""
+
+
+def _whole_square(value: Expr, lanes: int) -> Expr:
+    """Return the square of the nearest integers as float64."""
+    # Both factors are one value, which TIR has to repeat.
+    whole = cast("float64", T.nearbyint(value), lanes)
+    return whole * whole
+
+
+@inlined
+def _exact_row(o, i, at, k, epsilon):
+    """Write what `_rms_row` does, bit for bit as fastcar_compile.ir.ops.exact defines it."""
+    top = T.alloc_buffer((EXACT_SUM_LANES,), "int32")
+    acc = T.alloc_buffer((EXACT_SUM_LANES,), "float64")
+    scale = T.alloc_buffer((2,), "float32")
+    root = T.alloc_buffer((1,), "float32")
+    # top and acc stay in registers: 16 maxima in int32, 16 partial sums in float64.
+    for v in T.vectorized(EXACT_SUM_LANES):
+        top[v] = 0
+        acc[v] = T.float64(0)
+    # First pass, over vectors c of the row: the largest magnitude. Bits of magnitudes compare as integers.
+    for c in range(k // EXACT_SUM_LANES):
+        for v in T.vectorized(EXACT_SUM_LANES):
+            top[v] = T.max(top[v], magnitude_bits(o.x[i, c * EXACT_SUM_LANES + v], 1))
+    # A maximum is exact in any order, so the remainder may meet lane 0.
+    for t in range(k % EXACT_SUM_LANES):
+        top[0] = T.max(top[0], magnitude_bits(o.x[i, k // EXACT_SUM_LANES * EXACT_SUM_LANES + t], 1))
+    for v in range(1, EXACT_SUM_LANES):
+        top[0] = T.max(top[0], top[v])
+    # The sign of a shift; a row that is not finite gets any, because it is NaN whatever its sum is.
+    # The row becomes integers of at most 2^18. Their squares are at most 2^36, and float64 adds 2^17 of them exactly.
+    top[1] = T.Select(
+        top[0] < T.int32(INFINITY),
+        T.max(T.shift_right(top[0], MANTISSA_BITS), exact.NORM_FIELD) - (126 + exact.NORM_BITS),
+        0,
+    )
+    scale[0] = power_of_two(top[1])
+    scale[1] = power_of_two(0 - top[1])
+    # Second pass, over vectors c of the row: squares.
+    # A ramp instead of T.vectorized, because TVM scalarises a loop that holds T.nearbyint.
+    for c in range(k // EXACT_SUM_LANES):
+        acc[ramp(0, EXACT_SUM_LANES)] += _whole_square(
+            o.x[i, ramp(c * EXACT_SUM_LANES, EXACT_SUM_LANES)] * scale[1], EXACT_SUM_LANES
+        )
+    for t in range(k % EXACT_SUM_LANES):
+        acc[0] += _whole_square(o.x[i, k // EXACT_SUM_LANES * EXACT_SUM_LANES + t] * scale[1], 1)
+    # The partial sums are exact, so their order is free.
+    for v in range(1, EXACT_SUM_LANES):
+        acc[0] += acc[v]
+    # The products with the scale are exact, so that they may be contracted.
+    root[0] = T.Cast("float32", acc[0]) * T.float32(np.float32(1 / k))
+    root[0] = T.float32(1) / T.sqrt(fence("float32", root[0] * scale[0] * scale[0]) + T.float32(epsilon))
+    # Third pass: the order of the definition, (x * root) * w, each product rounded.
+    for c in range(k):
+        o.y[at, c] = finite_or_nan(top[0], (o.x[i, c] * root[0]) * o.w[c])
+
+
 @kernel
-def rms_norm(m: int, k: int, epsilon: float) -> PrimFunc:
-    """Return y float32 [m, k] = x / sqrt(mean(x^2) + epsilon) * w, x float32 [m, k], w float32 [k]."""
+def _norm(row: Callable[..., None], m: int, k: int, epsilon: float) -> PrimFunc:
+    """Return y float32 [m, k] of x float32 [m, k] and w float32 [k]; the macro `row` writes one row."""
     loop = row_loop(m, k)
 
     @script.prim_func(private=True, s_tir=True)
     def normalize_rows(x: T.Buffer((m, k), "float32"), w: T.Buffer((k,), "float32"), y: T.Buffer((m, k), "float32")):
-        T.func_attr({"op_pattern": OPAQUE})
         for i in loop(m):
             with T.sblock("row"):
-                T.reads(x[0:m, 0:k], w[0:k])
-                T.writes(y[0:m, 0:k])
-                _rms_row(_Operands(x, w, y), i, i, k, epsilon)
+                access([x, w], [y])
+                row(_Operands(x, w, y), i, i, k, epsilon)
 
     return normalize_rows
 
 
 @kernel
-def rms_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
-    """Return q int8 [m, k] and scale float32 [m] of the rows that `rms_norm` gives."""
+def _norm_quantize(row: Callable[..., None], m: int, k: int, epsilon: float) -> PrimFunc:
+    """Return q int8 [m, k] and scale float32 [m] of the rows that `_norm` gives."""
     loop = row_loop(m, k)
 
     @script.prim_func(private=True, s_tir=True)
@@ -143,17 +200,22 @@ def rms_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
         q: T.Buffer((m, k), "int8"),
         s: T.Buffer((m,), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for i in loop(m):
             with T.sblock("row"):
-                T.reads(x[0:m, 0:k], w[0:k])
-                T.writes(q[0:m, 0:k], s[0:m])
+                access([x, w], [q, s])
                 # One normalised row in float32, which quantize_row reads from the cache.
                 y = T.alloc_buffer((1, k), "float32")
-                _rms_row(_Operands(x, w, y), i, 0, k, epsilon)
+                row(_Operands(x, w, y), i, 0, k, epsilon)
                 quantize_row(y, 0, q, s, i, k)
 
     return normalize_quantize_rows
+
+
+rms_norm, rms_norm_quantize = partial(_norm, _rms_row), partial(_norm_quantize, _rms_row)
+"""x / sqrt(mean(x^2) + epsilon) * w of rows (m, k, epsilon), and these rows quantised."""
+
+exact_norm, exact_norm_quantize = partial(_norm, _exact_row), partial(_norm_quantize, _exact_row)
+"""The same with the bits of `numerics="exact"`."""
 
 
 @kernel
@@ -168,11 +230,9 @@ def layer_norm(m: int, k: int, epsilon: float) -> PrimFunc:
         b: T.Buffer((k,), "float32"),
         y: T.Buffer((m, k), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for i in loop(m):
             with T.sblock("row"):
-                T.reads(x[0:m, 0:k], w[0:k], b[0:k])
-                T.writes(y[0:m, 0:k])
+                access([x, w, b], [y])
                 _layer_row(_Operands(x, w, y, b), i, i, k, epsilon)
 
     return center_rows
@@ -191,11 +251,9 @@ def layer_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
         q: T.Buffer((m, k), "int8"),
         s: T.Buffer((m,), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for i in loop(m):
             with T.sblock("row"):
-                T.reads(x[0:m, 0:k], w[0:k], b[0:k])
-                T.writes(q[0:m, 0:k], s[0:m])
+                access([x, w, b], [q, s])
                 y = T.alloc_buffer((1, k), "float32")
                 _layer_row(_Operands(x, w, y, b), i, 0, k, epsilon)
                 quantize_row(y, 0, q, s, i, k)
@@ -204,10 +262,6 @@ def layer_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
 
 
 # Rotary position embedding of queries or keys.
-
-
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
 
 
 PARALLEL_ROTARY_ELEMENTS = 1 << 17
@@ -232,13 +286,11 @@ def rotary(shape: HeadShape, tables: int) -> PrimFunc:
         sin: T.Buffer((tables, 1, t, d), "float32"),
         y: T.Buffer((b, h, t, d), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for head in loop(b * h):
             # i: query rows. c: vectors of half a head. v: one vector; both halves of a pair are computed together.
             for i, c in T.grid(t, half // lanes):
                 with T.sblock("lanes"):
-                    T.reads(x[0:b, 0:h, 0:t, 0:d], cos[0:tables, 0:1, 0:t, 0:d], sin[0:tables, 0:1, 0:t, 0:d])
-                    T.writes(y[0:b, 0:h, 0:t, 0:d])
+                    access([x, cos, sin], [y])
                     bi: T.let = head // h
                     hi: T.let = head % h
                     # One table of angles serves the whole batch, or every batch row has its own.
@@ -259,107 +311,7 @@ def rotary(shape: HeadShape, tables: int) -> PrimFunc:
     return rotate
 
 
-# Norm and rotary embedding of `numerics="exact"`, bit for bit as fastcar_compile.ir.ops.exact defines them.
-
-
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
-
-EXACT_SUM_LANES = 16
-"""Partial sums of a row. They are exact, so any number gives the same bits."""
-
-
-@inlined
-def _norm_row(x, w, y, i, at, k, epsilon):
-    """Write y[at] = x[i] / sqrt(mean(x[i]^2) + epsilon) * w."""
-    top = T.alloc_buffer((EXACT_SUM_LANES,), "int32")
-    acc = T.alloc_buffer((EXACT_SUM_LANES,), "float64")
-    scale = T.alloc_buffer((2,), "float32")
-    root = T.alloc_buffer((1,), "float32")
-    # top and acc stay in registers: 16 maxima in int32, 16 partial sums in float64.
-    for v in T.vectorized(EXACT_SUM_LANES):
-        top[v] = 0
-        acc[v] = T.float64(0)
-    # First pass, over vectors c of the row: the largest magnitude. Bits of magnitudes compare as integers.
-    for c in range(k // EXACT_SUM_LANES):
-        for v in T.vectorized(EXACT_SUM_LANES):
-            top[v] = T.max(top[v], magnitude_bits(x[i, c * EXACT_SUM_LANES + v], 1))
-    # A maximum is exact in any order, so the remainder may meet lane 0.
-    for t in range(k % EXACT_SUM_LANES):
-        top[0] = T.max(top[0], magnitude_bits(x[i, k // EXACT_SUM_LANES * EXACT_SUM_LANES + t], 1))
-    for v in range(1, EXACT_SUM_LANES):
-        top[0] = T.max(top[0], top[v])
-    # The sign of a shift; a row that is not finite gets any, because it is NaN whatever its sum is.
-    # The row becomes integers of at most 2^18. Their squares are at most 2^36, and float64 adds 2^17 of them exactly.
-    top[1] = T.Select(
-        top[0] < T.int32(INFINITY),
-        T.max(T.shift_right(top[0], MANTISSA_BITS), exact.NORM_FIELD) - (126 + exact.NORM_BITS),
-        0,
-    )
-    scale[0] = power_of_two(top[1])
-    scale[1] = power_of_two(0 - top[1])
-    # Second pass, over vectors c of the row: squares. Both factors are one value, which TIR has to repeat.
-    # A ramp instead of T.vectorized, because TVM scalarises a loop that holds T.nearbyint.
-    for c in range(k // EXACT_SUM_LANES):
-        acc[ramp(0, EXACT_SUM_LANES)] += cast(
-            "float64", T.nearbyint(x[i, ramp(c * EXACT_SUM_LANES, EXACT_SUM_LANES)] * scale[1]), EXACT_SUM_LANES
-        ) * cast("float64", T.nearbyint(x[i, ramp(c * EXACT_SUM_LANES, EXACT_SUM_LANES)] * scale[1]), EXACT_SUM_LANES)
-    for t in range(k % EXACT_SUM_LANES):
-        acc[0] += T.Cast("float64", T.nearbyint(x[i, k // EXACT_SUM_LANES * EXACT_SUM_LANES + t] * scale[1])) * T.Cast(
-            "float64", T.nearbyint(x[i, k // EXACT_SUM_LANES * EXACT_SUM_LANES + t] * scale[1])
-        )
-    # The partial sums are exact, so their order is free.
-    for v in range(1, EXACT_SUM_LANES):
-        acc[0] += acc[v]
-    # The products with the scale are exact, so that they may be contracted.
-    root[0] = T.Cast("float32", acc[0]) * T.float32(np.float32(1 / k))
-    root[0] = T.float32(1) / T.sqrt(fence("float32", root[0] * scale[0] * scale[0]) + T.float32(epsilon))
-    # Third pass: the order of the definition, (x * root) * w, each product rounded.
-    for c in range(k):
-        y[at, c] = finite_or_nan(top[0], (x[i, c] * root[0]) * w[c])
-
-
-@kernel
-def exact_norm(m: int, k: int, epsilon: float) -> PrimFunc:
-    """Return y float32 [m, k] of x float32 [m, k] and w float32 [k]."""
-    loop = row_loop(m, k)
-
-    @script.prim_func(private=True, s_tir=True)
-    def exact_norm_rows(x: T.Buffer((m, k), "float32"), w: T.Buffer((k,), "float32"), y: T.Buffer((m, k), "float32")):
-        T.func_attr({"op_pattern": OPAQUE})
-        for i in loop(m):
-            with T.sblock("row"):
-                T.reads(x[0:m, 0:k], w[0:k])
-                T.writes(y[0:m, 0:k])
-                _norm_row(x, w, y, i, i, k, epsilon)
-
-    return exact_norm_rows
-
-
-@kernel
-def exact_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
-    """Return q int8 [m, k] and scale float32 [m] of the rows that `exact_norm` gives."""
-    loop = row_loop(m, k)
-
-    @script.prim_func(private=True, s_tir=True)
-    def exact_norm_quantize_rows(
-        x: T.Buffer((m, k), "float32"),
-        w: T.Buffer((k,), "float32"),
-        q: T.Buffer((m, k), "int8"),
-        s: T.Buffer((m,), "float32"),
-    ):
-        T.func_attr({"op_pattern": OPAQUE})
-        for i in loop(m):
-            with T.sblock("row"):
-                T.reads(x[0:m, 0:k], w[0:k])
-                T.writes(q[0:m, 0:k], s[0:m])
-                # One normalised row in float32, which the second macro reads from the cache.
-                y = T.alloc_buffer((1, k), "float32")
-                _norm_row(x, w, y, i, 0, k, epsilon)
-                quantize_row(y, 0, q, s, i, k)
-
-    return exact_norm_quantize_rows
+# The rotary embedding of `numerics="exact"`, bit for bit as fastcar_compile.ir.ops.exact defines it.
 
 
 @kernel
@@ -379,11 +331,9 @@ def exact_rotary(shape: HeadShape, table: tuple[int, int]) -> PrimFunc:
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b, h, t, d), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for bi, hi, i in T.grid(b, h, t):
             with T.sblock("head"):
-                T.reads(x[0:b, 0:h, 0:t, 0:d], angles[0:s, 0:r], position[0:1])
-                T.writes(y[0:b, 0:h, 0:t, 0:d])
+                access([x, angles, position], [y])
                 # A position past the table reads its last row.
                 # The minimum in int64 keeps the cast to int32 from wrapping.
                 row: T.let = T.min(T.Cast("int32", T.min(position[0], T.int64(s))) + i, s - 1)

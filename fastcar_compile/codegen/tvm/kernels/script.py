@@ -19,6 +19,7 @@ from types import CodeType
 from typing import Any, ParamSpec, cast
 
 import tvm
+from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.parser.core import doc, utils
 from tvm.script.parser.core.diagnostics import Source
@@ -27,6 +28,8 @@ from tvm.script.parser.core.evaluator import ExprEvaluator
 from tvm.script.parser.core.parser import Parser, ScriptMacro
 from tvm.tirx import PrimFunc
 from tvm.tirx.script.parser.entry import TIRMacro
+
+from fastcar_compile.codegen.tvm.kernels import OPAQUE
 
 P = ParamSpec("P")
 KEPT = 256
@@ -76,8 +79,15 @@ def _parsed(function: Callable[..., Any], names: dict[str, Any]) -> PrimFunc:
         made: Any = builder.get()
     # Ill-formed TIR fails here, at its kernel, and not in a later pass over the whole module.
     tvm.s_tir.analysis.verify_well_formed(tvm.IRModule.from_expr(made))
+    made = made.with_attr("op_pattern", OPAQUE)
     made.__name__ = function.__name__
     return made
+
+
+def access(reads: Sequence[Any], writes: Sequence[Any]) -> None:
+    """Declare that a block of TVMScript reads and writes these buffers, each as a whole."""
+    for declare, buffers in ((T.reads, reads), (T.writes, writes)):
+        declare(*(buffer[tuple(slice(0, size) for size in buffer.shape)] for buffer in buffers))
 
 
 def inlined(function: Callable[..., None]) -> Callable[..., None]:

@@ -10,9 +10,9 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.cache import Row, RowFormat, row_at
-from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, broadcast, cast, prefetch, ramp, vector_type
 from fastcar_compile.gates.scores import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 
@@ -196,11 +196,9 @@ def tas(
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b,), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for i in loop(b):
             with T.sblock("row"):
-                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1])
-                T.writes(y[0:b])
+                access([q, keys, position], [y])
                 acc = T.alloc_buffer((lanes,), "int64")
                 product = T.alloc_buffer((lanes,), "float64")
                 # Row `position - stride` is the same place of the frame before.
@@ -238,11 +236,9 @@ def tas_heads(
         weight: T.Buffer((hq,), "float32"),
         y: T.Buffer((b,), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for i in loop(b):
             with T.sblock("row"):
-                T.reads(q[0:b, 0:hq, 0:t, 0:d], keys[0:b, 0:hkv, 0:s, 0:width], position[0:1], weight[0:hq])
-                T.writes(y[0:b])
+                access([q, keys, position, weight], [y])
                 acc = T.alloc_buffer((lanes,), "int64")
                 product = T.alloc_buffer((lanes,), "float64")
                 before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)

@@ -11,12 +11,12 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.attention.decode import filled_rows
 from fastcar_compile.codegen.tvm.kernels.attention.online import context_parts
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import LOWEST, LogitRule
 from fastcar_compile.codegen.tvm.kernels.cache import RowFormat, row_at
-from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, exp_not_positive, ramp, vector_lanes
 
 # The tiles of a prefill chunk's attention, as macros: query rows in the lanes of a vector, keys and values broadcast.
@@ -374,16 +374,9 @@ def chunk_attention(
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b, hq, t, d), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for item in loop(b * hkv * parts):
             with T.sblock("rows"):
-                T.reads(
-                    q[0:b, 0:hq, 0:t, 0:d],
-                    keys[0:b, 0:hkv, 0:s, 0:size],
-                    values[0:b, 0:hkv, 0:s, 0:size],
-                    position[0:1],
-                )
-                T.writes(y[0:b, 0:hq, 0:t, 0:d])
+                access([q, keys, values, position], [y])
                 # Queries are transposed once and read for every block. m, l and limits have one lane per query row.
                 queries = T.alloc_buffer((slots, d, width), "float32")
                 m = T.alloc_buffer((slots * width,), "float32")

@@ -9,11 +9,11 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.attention.heads import heads_together
 from fastcar_compile.codegen.tvm.kernels.attention.online import context_parts, head_splits, online_softmax
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK, Group, LogitRule, Operands, Rows, State
-from fastcar_compile.codegen.tvm.kernels.script import kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, kernel
 from fastcar_compile.codegen.tvm.kernels.vectors import exp_not_positive
 from fastcar_compile.ir.ops.operator import row_size
 
@@ -70,15 +70,8 @@ def decode_attention(
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b, hq, 1, d), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         with T.sblock("heads"):
-            T.reads(
-                q[0:b, 0:hq, 0:1, 0:d],
-                keys[0:b, 0:hkv, 0:s, 0:width],
-                values[0:b, 0:hkv, 0:s, 0:width],
-                position[0:1],
-            )
-            T.writes(y[0:b, 0:hq, 0:1, 0:d])
+            access([q, keys, values, position], [y])
             # One slot per query head and part of its context.
             acc = T.alloc_buffer((b * hkv * parts * group, d), "float32")
             m = T.alloc_buffer((b * hkv * parts * group,), "float32")
@@ -131,10 +124,8 @@ def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
 
     @script.prim_func(private=True, s_tir=True)
     def row_of_earlier_key(position: T.Buffer((1,), "int64"), row: T.Buffer((1,), "int64")):
-        T.func_attr({"op_pattern": OPAQUE})
         with T.sblock("row"):
-            T.reads(position[0:1])
-            T.writes(row[0:1])
+            access([position], [row])
             p: T.let = T.max(position[0] - T.int64(back), T.int64(0))
             row[0] = T.if_then_else(p < T.int64(sinks), p, T.int64(sinks) + (p - T.int64(sinks)) % T.int64(ring))
 
@@ -196,16 +187,8 @@ def window_attention(
         sink_q: T.Buffer((b, hq, t, d), "float32"),
         y: T.Buffer((b, hq, t, d), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         with T.sblock("heads"):
-            T.reads(
-                q[0:b, 0:hq, 0:t, 0:d],
-                sink_q[0:b, 0:hq, 0:t, 0:d],
-                keys[0:b, 0:hkv, 0:s, 0:width],
-                values[0:b, 0:hkv, 0:s, 0:width],
-                position[0:1],
-            )
-            T.writes(y[0:b, 0:hq, 0:t, 0:d])
+            access([q, sink_q, keys, values, position], [y])
             acc = T.alloc_buffer((slots, d), "float32")
             m = T.alloc_buffer((slots,), "float32")
             l = T.alloc_buffer((slots,), "float32")  # noqa: E741
@@ -298,15 +281,8 @@ def context_attention(
         mask: T.Buffer((mask_rows, 1, 1, n), "float32"),
         y: T.Buffer((b, hq, t, dv), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         with T.sblock("rows"):
-            T.reads(
-                q[0:b, 0:hq, 0:t, 0:d],
-                keys[0:b, 0:hkv, 0:n, 0:d],
-                values[0:b, 0:hkv, 0:n, 0:dv],
-                mask[0:mask_rows, 0:1, 0:1, 0:n],
-            )
-            T.writes(y[0:b, 0:hq, 0:t, 0:dv])
+            access([q, keys, values, mask], [y])
             for item in loop(b * hq * t):
                 bi: T.let = item // (hq * t)
                 h: T.let = item // t % hq

@@ -14,10 +14,10 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
+from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.attention.online import PARALLEL_CACHE_ELEMENTS
 from fastcar_compile.codegen.tvm.kernels.cache import power_of_two
-from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.tas import INFINITY, NOT_A_NUMBER
 from fastcar_compile.codegen.tvm.kernels.vectors import (
     Expr,
@@ -398,17 +398,9 @@ def exact_attention(
         table: T.Buffer((knots,), "int32"),
         y: T.Buffer((b, hq, t, d), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for item in loop(items):
             with T.sblock("row"):
-                T.reads(
-                    q[0:b, 0:hq, 0:t, 0:d],
-                    keys[0:b, 0:hkv, 0:s, 0:size],
-                    values[0:b, 0:hkv, 0:s, 0:size],
-                    position[0:1],
-                    table[0:knots],
-                )
-                T.writes(y[0:b, 0:hq, 0:t, 0:d])
+                access([q, keys, values, position, table], [y])
                 # One logit and one numerator per cached row, rounded up to whole tiles of 32 rows.
                 logits = T.alloc_buffer((held,), "float32")
                 weights = T.alloc_buffer((held,), "int32")

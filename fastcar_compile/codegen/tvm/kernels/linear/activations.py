@@ -10,8 +10,8 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
-from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels import script
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, broadcast, intrinsic, ramp
 from fastcar_compile.ir.ops.linear import FACTORS, INPUT_STEPS, KNOTS
 
@@ -78,8 +78,7 @@ def quantize_rows(m: int, k: int) -> PrimFunc:
     def quantize_rows_i8(x: T.Buffer((m, k), "float32"), q: T.Buffer((m, k), "int8"), s: T.Buffer((m,), "float32")):
         for i in loop(m):
             with T.sblock("row"):
-                T.reads(x[0:m, 0:k])
-                T.writes(q[0:m, 0:k], s[0:m])
+                access([x], [q, s])
                 quantize_row(x, i, q, s, i, k)
 
     return quantize_rows_i8
@@ -181,8 +180,7 @@ def activation_factor(size: int, activation: str, isa: InstructionSet = PORTABLE
     ):
         for block in range(size // TABLE_LANES):
             with T.sblock("points"):
-                T.reads(x[0:size], table[0:knots])
-                T.writes(y[0:size])
+                access([x, table], [y])
                 u = T.alloc_buffer((TABLE_LANES,), "int32")
                 low = T.alloc_buffer((TABLE_LANES,), "int32")
                 high = T.alloc_buffer((TABLE_LANES,), "int32")
@@ -193,8 +191,7 @@ def activation_factor(size: int, activation: str, isa: InstructionSet = PORTABLE
                     y[block * TABLE_LANES + v] = blend(low[v], high[v], u[v])
         for i in range(size % TABLE_LANES):
             with T.sblock("point"):
-                T.reads(x[0:size], table[0:knots])
-                T.writes(y[0:size])
+                access([x, table], [y])
                 at: T.let = size // TABLE_LANES * TABLE_LANES + i
                 w: T.let = fixed_input(x[at], activation)
                 y[at] = table_factor(table, w)
@@ -229,11 +226,9 @@ def activate_quantize(m: int, k: int, activation: str, isa: InstructionSet = POR
         q: T.Buffer((m, k), "int8"),
         s: T.Buffer((m,), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         for i in loop(m):
             with T.sblock("row"):
-                T.reads(g[0:m, 0:k], up[0:m, 0:k], table[0:knots])
-                T.writes(q[0:m, 0:k], s[0:m])
+                access([g, up, table], [q, s])
                 # a: the row of products, which quantize_row reads twice: for its maximum and for its integers.
                 a = T.alloc_buffer((1, k), "float32")
                 u = T.alloc_buffer((TABLE_LANES,), "int32")

@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
+from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS, SMALL_BATCH, WeightType
 from fastcar_compile.codegen.tvm.kernels.linear.float_tiles import (
     FLOATS,
@@ -20,7 +20,7 @@ from fastcar_compile.codegen.tvm.kernels.linear.float_tiles import (
     pack_step,
 )
 from fastcar_compile.codegen.tvm.kernels.linear.rows import SCAN_LANES, ActiveRows, append_active, is_zero, or_float32
-from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, ramp, vector
 
 # Sixteen rows of float32, transposed in registers.
@@ -94,10 +94,8 @@ def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
 
     @script.prim_func(private=True, s_tir=True)
     def linear_tiles(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
-        T.func_attr({"op_pattern": OPAQUE})
         with T.sblock("product"):
-            T.reads(x[0:m, 0:k], w[0:n, 0:k])
-            T.writes(y[0:m, 0:n])
+            access([x, w], [y])
             # A vector of xt has `run` inputs of each of its rows. Zeros pad the inputs to whole steps.
             xt = T.alloc_buffer((groups, shape.steps(k) * shape.width // shape.run, shape.lanes), "float32")
             active = T.alloc_buffer((m,), "int32")

@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 from tvm.tirx import Bind, DeclBuffer, For, ForKind, IfThenElse, IntImm, PrimFunc, SeqStmt, Stmt, Var
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
+from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.linear.rows import (
     SCAN_LANES,
     ActiveRows,
@@ -23,7 +23,7 @@ from fastcar_compile.codegen.tvm.kernels.linear.rows import (
     is_zero,
     or_float32,
 )
-from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.vectors import LINE, add_lanes, prefetch, prefetch_distance
 from fastcar_compile.errors import InternalError
 
@@ -86,16 +86,14 @@ def float_gemv(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
     @script.prim_func(private=True, s_tir=True)
     def linear_float(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
         with T.sblock("root"):
-            T.reads(x[0:m, 0:k], w[0:n, 0:k])
-            T.writes(y[0:m, 0:n])
+            access([x, w], [y])
             active = T.alloc_buffer((m,), "int32")
             count = T.alloc_buffer((1,), "int32")
 
             count[0] = 0
             for i in range(m):
                 with T.sblock("row"):
-                    T.reads(x[0:m, 0:k], count[0])
-                    T.writes(active[0:m], count[0], y[0:m, 0:n])
+                    access([x, count], [active, count, y])
                     bits = T.alloc_buffer((SCAN_LANES,), "uint32")
                     # With `scanned` of 0 nothing is read, and the row counts as active.
                     or_float32(x, i, scanned, bits)
@@ -150,8 +148,7 @@ def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) ->
     @inlined
     def multiply(o, tile):
         with T.sblock("tile"):
-            T.reads(o.x[0:m, 0:k], o.w[0:n, 0:k], o.active[0:m])
-            T.writes(o.y[0:m, 0:n])
+            access([o.x, o.w, o.active], [o.y])
             # At most 14 vectors of sums: below 1024 bytes, so they are on the stack and LLVM keeps them in registers.
             acc = T.alloc_buffer((tile.outputs * lanes,), "float32")
             for r in T.unroll(tile.outputs):
@@ -202,7 +199,7 @@ def combine(kernels: Sequence[PrimFunc], shared: int) -> PrimFunc:
     block = SBlock([], reads, [region for b in blocks for region in b.writes], "combined", body)
     own = chain.from_iterable(kernel.params[shared:-1] for kernel in kernels)
     params = [*common, *own, *(kernel.params[-1] for kernel in kernels)]
-    merged = PrimFunc(params, SBlockRealize([], True, block), attrs=kernels[0].attrs).with_attr("op_pattern", OPAQUE)
+    merged = PrimFunc(params, SBlockRealize([], True, block), attrs=kernels[0].attrs)
     assert isinstance(merged, PrimFunc)
     return merged
 

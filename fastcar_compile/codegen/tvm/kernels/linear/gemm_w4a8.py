@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
+from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS
 from fastcar_compile.codegen.tvm.kernels.linear.rows import (
     FOUR,
@@ -35,7 +35,7 @@ from fastcar_compile.codegen.tvm.kernels.linear.rows import (
     widen_scales,
 )
 from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import HALF, Few, nibbles
-from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.vectors import (
     Expr,
     fence,
@@ -208,7 +208,7 @@ def pairs_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
     groups = -(-k // GROUP)
     packed, padded = groups * HALF, groups * GROUP
     loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
-    few, move, multiply = Few.of(FEW, m, n, k, isa), move_few_rows(k), pair_tile(n, groups)
+    few, move, multiply = Few.of(FEW, n, k, isa), move_few_rows(k), pair_tile(n, groups)
 
     @script.prim_func(private=True, s_tir=True)
     def linear_i4_pairs(
@@ -218,10 +218,8 @@ def pairs_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
         ws: T.Buffer((n, groups), "float16"),
         y: T.Buffer((m, n), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         with T.sblock("product"):
-            T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:packed], ws[0:n, 0:groups])
-            T.writes(y[0:m, 0:n])
+            access([q, s, w, ws], [y])
             x = T.alloc_buffer((FEW, padded), "int8")
             correction = T.alloc_buffer((FEW, groups), "int32")
             xt = T.alloc_buffer((groups * STEPS, WIDTH), "int8")
@@ -287,10 +285,8 @@ def gemm_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
         ws: T.Buffer((n, groups), "float16"),
         y: T.Buffer((m, n), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         with T.sblock("product"):
-            T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:packed], ws[0:n, 0:groups])
-            T.writes(y[0:m, 0:n])
+            access([q, s, w, ws], [y])
             # xt to count are shared by all threads. The buffers of a panel below belong to one iteration.
             xt = T.alloc_buffer((blocks, padded // FOUR, FOUR * LANES), "int8")
             at = T.alloc_buffer((blocks * LANES,), "int32")

@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, script
+from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS
 from fastcar_compile.codegen.tvm.kernels.linear.rows import (
     FOUR,
@@ -36,7 +36,7 @@ from fastcar_compile.codegen.tvm.kernels.linear.rows import (
     store_blocks,
 )
 from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import Few
-from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.vectors import prefetch, ramp, reduce_add, vector, vpdpbusd
 
 WIDTH = 64
@@ -68,7 +68,7 @@ def gemm_w8a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
     """
     blocks = -(-m // LANES)
     loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
-    few, weight_sums = Few.of(m, n, k, isa), _weight_sums(k)
+    few, weight_sums = Few.of(n, k, isa), _weight_sums(k)
     tiles = TileMacros.of(m, partial(_multiply, n, k))
 
     @script.prim_func(private=True, s_tir=True)
@@ -79,10 +79,8 @@ def gemm_w8a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
         ws: T.Buffer((n,), "float32"),
         y: T.Buffer((m, n), "float32"),
     ):
-        T.func_attr({"op_pattern": OPAQUE})
         with T.sblock("product"):
-            T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:k], ws[0:n])
-            T.writes(y[0:m, 0:n])
+            access([q, s, w, ws], [y])
             # xt to count are shared by all threads. The buffers of a panel below belong to one iteration.
             xt = T.alloc_buffer((blocks, k // FOUR, FOUR * LANES), "int8")
             at = T.alloc_buffer((blocks * LANES,), "int32")

@@ -23,7 +23,7 @@ from fastcar_compile.codegen.tvm.kernels.linear.rows import (
     is_zero,
     or_int8,
 )
-from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.vectors import (
     Expr,
     Load,
@@ -175,10 +175,9 @@ class Int4Operands:
 
 @dataclass(frozen=True)
 class Int4Sizes:
-    """x holds `rows` active rows of m; n weight rows of k inputs."""
+    """x holds `rows` active rows; n weight rows of k inputs."""
 
     rows: int
-    m: int
     n: int
     k: int
 
@@ -263,9 +262,8 @@ def _four_products(dot: Int4Dot) -> Callable[..., None]:
 
 def _groups_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
     """One output per tile: a vector holds four groups of one weight row, which is read as one stream."""
-    rows, m, n, groups = sizes.rows, sizes.m, sizes.n, sizes.groups
-    padded, packed = groups * GROUP, groups * HALF
-    _, bytes_ahead = prefetch_distance(1, packed)
+    groups = sizes.groups
+    _, bytes_ahead = prefetch_distance(1, groups * HALF)
     four = _four_products(INT4_DOTS[isa.int8])
 
     def four_groups(tile: Tile, first: Expr) -> Sequence[_Group]:
@@ -274,11 +272,7 @@ def _groups_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
     @inlined
     def multiply(o, tile):
         with T.sblock("tile"):
-            T.reads(
-                o.x[0:rows, 0:padded], o.s[0:m], o.w[0:n, 0:packed], o.ws[0:n, 0:groups],
-                o.correction[0:rows, 0:groups], o.active[0:m],
-            )  # fmt: skip
-            T.writes(o.y[0:m, 0:n])
+            access([o.x, o.s, o.w, o.ws, o.correction, o.active], [o.y])
             products = T.alloc_buffer((4,), "float32")
             total = T.alloc_buffer((1,), "float32")
             total[0] = T.float32(0)
@@ -304,9 +298,8 @@ def _groups_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
 
 def _rows_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
     """Weight rows in parallel, so that a load of activations serves several. A vector holds four outputs."""
-    rows, m, n, groups = sizes.rows, sizes.m, sizes.n, sizes.groups
-    padded, packed = groups * GROUP, groups * HALF
-    rows_ahead, _ = prefetch_distance(tile_shape(rows, n, sizes.k, INT4_DOTS[isa.int8])[0], packed)
+    rows, groups = sizes.rows, sizes.groups
+    rows_ahead, _ = prefetch_distance(tile_shape(rows, sizes.n, sizes.k, INT4_DOTS[isa.int8])[0], groups * HALF)
     streamed = rows <= SMALL_BATCH
     four = _four_products(INT4_DOTS[isa.int8])
 
@@ -332,11 +325,7 @@ def _rows_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
     @inlined
     def multiply(o, tile):
         with T.sblock("tile"):
-            T.reads(
-                o.x[0:rows, 0:padded], o.s[0:m], o.w[0:n, 0:packed], o.ws[0:n, 0:groups],
-                o.correction[0:rows, 0:groups], o.active[0:m],
-            )  # fmt: skip
-            T.writes(o.y[0:m, 0:n])
+            access([o.x, o.s, o.w, o.ws, o.correction, o.active], [o.y])
             products = T.alloc_buffer((4,), "float32")
             total = T.alloc_buffer((-(-tile.outputs // 4) * 4,), "float32")
             for p in T.unroll(-(-tile.outputs // 4)):
@@ -376,7 +365,7 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     # A single row is multiplied without a search for zeros.
     scanned = k if m > 1 else 0
     tiling = Tiling(n, *tile_shape(m, n, k, dot), T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
-    multiply, move_row = tile_macro(Int4Sizes(m, m, n, k), isa), _move_row(k, dot)
+    multiply, move_row = tile_macro(Int4Sizes(m, n, k), isa), _move_row(k, dot)
 
     @script.prim_func(private=True, s_tir=True)
     def linear_i4(
@@ -387,8 +376,7 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
         y: T.Buffer((m, n), "float32"),
     ):
         with T.sblock("root"):
-            T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:packed], ws[0:n, 0:groups])
-            T.writes(y[0:m, 0:n])
+            access([q, s, w, ws], [y])
             # x holds the active rows side by side, padded to whole groups, so that no tile has a remainder along k.
             x = T.alloc_buffer((m, padded), "int8")
             correction = T.alloc_buffer((m, groups), "int32")
@@ -399,8 +387,7 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
             # i: rows of q. The next active row of x is number count[0], until append_active counts it.
             for i in range(m):
                 with T.sblock("row"):
-                    T.reads(q[0:m, 0:k], s[0:m], count[0])
-                    T.writes(x[0:m, 0:padded], correction[0:m, 0:groups], active[0:m], count[0], y[0:m, 0:n])
+                    access([q, s, count], [x, correction, active, count, y])
                     bits = T.alloc_buffer((SCAN_LANES,), "uint32")
                     or_int8(q, i, scanned, bits)
                     if scanned > 0 and is_zero(bits):
@@ -426,11 +413,11 @@ class Few:
     multiply: Any
 
     @classmethod
-    def of(cls, rows: int, m: int, n: int, k: int, isa: InstructionSet) -> Few:
-        """Return it for up to `rows` rows of x int8 [m, k], and w of n rows."""
+    def of(cls, rows: int, n: int, k: int, isa: InstructionSet) -> Few:
+        """Return it for up to `rows` rows of x int8 [., k], and w of n rows."""
         dot = INT4_DOTS[isa.int8]
         tiling = Tiling(n, *tile_shape(rows, n, k, dot), T.parallel if n * k >= PARALLEL_WEIGHTS else T.serial)
-        tile, move_row = tile_macro(Int4Sizes(rows, m, n, k), isa), _move_row(k, dot)
+        tile, move_row = tile_macro(Int4Sizes(rows, n, k), isa), _move_row(k, dot)
 
         @inlined
         def multiply(q, o, count):

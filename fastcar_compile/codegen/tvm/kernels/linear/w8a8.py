@@ -26,7 +26,7 @@ from fastcar_compile.codegen.tvm.kernels.linear.rows import (
     is_zero,
     or_int8,
 )
-from fastcar_compile.codegen.tvm.kernels.script import inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.vectors import (
     Expr,
     Load,
@@ -149,7 +149,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     # A single row is multiplied without a search for zeros.
     scanned = k if m > 1 else 0
     tiling = Tiling(n, *tile_shape(m, n, dot), T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
-    multiply, correct = _multiply(m, n, k, dot, m), _correct(k, dot)
+    multiply, correct = _multiply(n, k, dot, m), _correct(k, dot)
 
     @script.prim_func(private=True, s_tir=True)
     def linear_i8(
@@ -160,8 +160,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
         y: T.Buffer((m, n), "float32"),
     ):
         with T.sblock("root"):
-            T.reads(q[0:m, 0:k], s[0:m], w[0:n, 0:k], ws[0:n])
-            T.writes(y[0:m, 0:n])
+            access([q, s, w, ws], [y])
             correction = T.alloc_buffer((m,), "int32")
             active = T.alloc_buffer((m,), "int32")
             count = T.alloc_buffer((1,), "int32")
@@ -169,8 +168,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
             count[0] = 0
             for i in range(m):
                 with T.sblock("row"):
-                    T.reads(q[0:m, 0:k], s[0:m], count[0])
-                    T.writes(correction[0:m], active[0:m], count[0], y[0:m, 0:n])
+                    access([q, s, count], [correction, active, count, y])
                     correct(q, i, correction)
                     bits = T.alloc_buffer((SCAN_LANES,), "uint32")
                     or_int8(q, i, scanned, bits)
@@ -197,11 +195,11 @@ class Few:
     multiply: Any
 
     @classmethod
-    def of(cls, m: int, n: int, k: int, isa: InstructionSet) -> Few:
-        """Return it for x int8 [m, k] and w int8 [n, k]."""
+    def of(cls, n: int, k: int, isa: InstructionSet) -> Few:
+        """Return it for x int8 [., k] and w int8 [n, k]."""
         dot = INT8_DOTS[isa.int8]
         tiling = Tiling(n, *tile_shape(SMALL_BATCH, n, dot), T.parallel if n * k >= PARALLEL_WEIGHTS else T.serial)
-        tile, correct = _multiply(m, n, k, dot, SMALL_BATCH), _correct(k, dot)
+        tile, correct = _multiply(n, k, dot, SMALL_BATCH), _correct(k, dot)
 
         @inlined
         def multiply(o, count):
@@ -241,7 +239,7 @@ def _correct(k: int, dot: Int8Dot) -> Any:
     return correct
 
 
-def _multiply(m: int, n: int, k: int, dot: Int8Dot, rows: int) -> TileMacro:
+def _multiply(n: int, k: int, dot: Int8Dot, rows: int) -> TileMacro:
     lanes, width = dot.lanes, dot.width
     steps, tail = divmod(k, width)
     rows_ahead, bytes_ahead = prefetch_distance(tile_shape(rows, n, dot)[0], k)
@@ -279,8 +277,7 @@ def _multiply(m: int, n: int, k: int, dot: Int8Dot, rows: int) -> TileMacro:
     @inlined
     def multiply(o, tile):
         with T.sblock("tile"):
-            T.reads(o.q[0:m, 0:k], o.s[0:m], o.w[0:n, 0:k], o.ws[0:n], o.correction[0:m], o.active[0:m])
-            T.writes(o.y[0:m, 0:n])
+            access([o.q, o.s, o.w, o.ws, o.correction, o.active], [o.y])
             acc = T.alloc_buffer((tile.outputs * lanes,), "int32")
             pairs = T.alloc_buffer((2 * lanes,), "int32")
             fours = T.alloc_buffer((lanes,), "int32")
