@@ -166,11 +166,9 @@ class Call:
         """Bind a value to a variable."""
         return self._builder.emit(value)
 
-    def kernel(
-        self, function: PrimFunc, args: Sequence[relax.Expr], shape: Shape | None = None, dtype: str | None = None
-    ) -> relax.Var:
-        """Emit a kernel of one result, by default of the shape and dtype of the call's own."""
-        out = tensor_type(self.shape if shape is None else shape, self.dtype if dtype is None else dtype)
+    def kernel(self, function: PrimFunc, args: Sequence[relax.Expr], shape: Shape | None = None) -> relax.Var:
+        """Emit a kernel of one result with the call's own dtype, and by default its shape."""
+        out = tensor_type(self.shape if shape is None else shape, self.dtype)
         return self.emit(call_kernel(add_kernel(self._builder, function), args, out))
 
     def kernels(
@@ -183,13 +181,14 @@ class Call:
         both = self.emit(call_kernel(add_kernel(self._builder, function), args, outs))
         return [self.emit(relax.TupleGetItem(both, i)) for i in range(len(outs))]
 
-    def elementwise(self, name: str, function: Callable[[Any], Any], argument: str) -> relax.Var:
-        """Emit a kernel that applies a function to every element of a tensor; TVM may fuse it with others."""
+    def elementwise(self, function: Callable[[Any], Any]) -> relax.Var:
+        """Emit a kernel that applies a function to every element of `self`; TVM may fuse it with others."""
+        name = function.__name__
 
         def kernel(x: Any) -> Any:
             return te.compute(self.shape, lambda *at: function(x(*at)), name=name)
 
-        return self._builder.emit_te(kernel, self.tensor(argument).value, primfunc_name_hint=name)
+        return self._builder.emit_te(kernel, self.tensor("self").value, primfunc_name_hint=name)
 
     def in_place(self, function: PrimFunc, args: Sequence[relax.Expr]) -> relax.Var:
         """Emit a kernel that writes into its first argument, which is also the result: nothing copies a cache."""

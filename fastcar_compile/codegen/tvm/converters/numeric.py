@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.fx.node import Target
 from tvm import relax
 from tvm.tirx import PrimFunc
 
+import fastcar_compile.codegen.tvm.fused_operators  # noqa: F401  (registers the fused operators, which have converters too)
 from fastcar_compile.codegen.tvm.call import Call, Operand, Value
 from fastcar_compile.codegen.tvm.kernels.cache import MAX_ROWS, concat_rows, split_rows
 from fastcar_compile.codegen.tvm.kernels.linear.activations import quantize_rows
@@ -26,6 +28,7 @@ from fastcar_compile.codegen.tvm.kernels.norm import (
     rms_norm_quantize,
     rotary,
 )
+from fastcar_compile.codegen.tvm.kernels.registry import Kernel
 from fastcar_compile.codegen.tvm.kernels.vectors import gelu, gelu_tanh, sigmoid, silu, tanh
 from fastcar_compile.codegen.tvm.relax_api import broadcast
 from fastcar_compile.ir.ops.linear import factor_table
@@ -159,53 +162,40 @@ def _parted(call: Call, whole: relax.Expr, count: int, size: int, dtype: str) ->
 # Activations in float32 as plain arithmetic, which LLVM vectorises. TVM's own call libm for each element.
 
 
-@converts(aten.sigmoid.default)
-def _sigmoid(call: Call) -> Value:
-    return _elementwise(call, sigmoid)
-
-
-@converts(aten.tanh.default)
-def _tanh(call: Call) -> Value:
-    return _elementwise(call, tanh)
-
-
-@converts(aten.silu.default)
-def _silu(call: Call) -> Value:
-    return _elementwise(call, silu)
+def _elementwise(function: Callable[[Any], Any], call: Call) -> Value:
+    """Emit a kernel that TVM fuses with its neighbours; other types than float32 are left to TVM's converter."""
+    return call.elementwise(function) if call.dtype == "float32" else call.stock()
 
 
 @converts(aten.gelu.default)
 def _gelu(call: Call) -> Value:
-    return _elementwise(call, gelu_tanh if call.text("approximate") == "tanh" else gelu)
+    return _elementwise(gelu_tanh if call.text("approximate") == "tanh" else gelu, call)
 
 
-def _elementwise(call: Call, function: Callable[[Any], Any]) -> relax.Expr:
-    """Emit a kernel that TVM fuses with its neighbours; other types than float32 are left to TVM's converter."""
-    if call.dtype != "float32":
-        return call.stock()
-    return call.elementwise(function.__name__, function, "self")
+CONVERTERS |= {
+    aten.sigmoid.default: partial(_elementwise, sigmoid),
+    aten.tanh.default: partial(_elementwise, tanh),
+    aten.silu.default: partial(_elementwise, silu),
+}
 
 
 # Linears, the quantisation of their rows, and the activations between them.
 
 
-@converts(aten.linear.default)
-def _linear(call: Call) -> Value:
-    return _float_linear(call, call.tensor("input"))
-
-
-@converts(fastcar.linear_bf16.default)
-def _linear_bf16(call: Call) -> Value:
-    return _float_linear(call, call.tensor("x"))
-
-
-def _float_linear(call: Call, x: Operand) -> Value:
-    weight, (m, k) = call.tensor("weight"), x.rows
+def _float_linear(rows: str, call: Call) -> Value:
+    x, weight = call.tensor(rows), call.tensor("weight")
+    m, k = x.rows
     n = weight.shape[0]
     # float32 and bfloat16 weights differ in the kernel only.
     kernel = call.dispatch(f"linear_{weight.dtype}", m, n, k)
     y = call.kernel(kernel, [call.reshape(x.value, (m, k)), weight.value], (m, n))
     return _biased(call, y)
+
+
+CONVERTERS |= {
+    aten.linear.default: partial(_float_linear, "input"),
+    fastcar.linear_bf16.default: partial(_float_linear, "x"),
+}
 
 
 @converts(fastcar.integer_linear.default)
@@ -261,56 +251,37 @@ def _table(call: Call, activation: str) -> relax.Expr:
 # Norms, alone and with the quantisation of their rows, and the rotary embedding.
 
 
-@converts(fastcar.rms_norm.default)
-def _rms_norm(call: Call) -> Value:
-    x = call.tensor("x")
-    y = call.kernel(rms_norm(*x.rows, call.number("epsilon")), _rms_arguments(call), x.rows)
-    return call.reshape(y, x.shape)
-
-
-@converts(fastcar.rms_norm_quantize.default)
-def _rms_norm_quantize(call: Call) -> Value:
-    x = call.tensor("x")
-    return quantized(call, rms_norm_quantize(*x.rows, call.number("epsilon")), _rms_arguments(call), x)
-
-
-@converts(fastcar.exact_norm.default)
-def _exact_norm(call: Call) -> Value:
-    x = call.tensor("x")
-    y = call.kernel(exact_norm(*x.rows, call.number("epsilon")), _rms_arguments(call), x.rows)
-    return call.reshape(y, x.shape)
-
-
-@converts(fastcar.exact_norm_quantize.default)
-def _exact_norm_quantize(call: Call) -> Value:
-    x = call.tensor("x")
-    return quantized(call, exact_norm_quantize(*x.rows, call.number("epsilon")), _rms_arguments(call), x)
-
-
-def _rms_arguments(call: Call) -> list[relax.Expr]:
+def _rows_and_weight(call: Call) -> list[relax.Expr]:
     x = call.tensor("x")
     return [call.reshape(x.value, x.rows), call.tensor("weight").value]
 
 
-@converts(fastcar.layer_norm.default)
-def _layer_norm(call: Call) -> Value:
-    x = call.tensor("x")
-    y = call.kernel(layer_norm(*x.rows, call.number("epsilon")), _layer_arguments(call), x.rows)
-    return call.reshape(y, x.shape)
-
-
-@converts(fastcar.layer_norm_quantize.default)
-def _layer_norm_quantize(call: Call) -> Value:
-    x = call.tensor("x")
-    return quantized(call, layer_norm_quantize(*x.rows, call.number("epsilon")), _layer_arguments(call), x)
-
-
-def _layer_arguments(call: Call) -> list[relax.Expr]:
+def _rows_weight_and_bias(call: Call) -> list[relax.Expr]:
     """Return rows, weight and bias; a missing weight is ones, a missing bias zeros."""
     x, weight, bias = call.tensor("x"), call.optional("weight"), call.optional("bias")
     ones, zeros = np.ones(x.shape[-1], np.float32), np.zeros(x.shape[-1], np.float32)
     scale = call.constant(ones) if weight is None else weight.value
     return [call.reshape(x.value, x.rows), scale, call.constant(zeros) if bias is None else bias.value]
+
+
+def _norm(kernel: Kernel, arguments: Callable[[Call], list[relax.Expr]], call: Call) -> Value:
+    x = call.tensor("x")
+    return call.reshape(call.kernel(kernel(*x.rows, call.number("epsilon")), arguments(call), x.rows), x.shape)
+
+
+def _norm_quantize(kernel: Kernel, arguments: Callable[[Call], list[relax.Expr]], call: Call) -> Value:
+    x = call.tensor("x")
+    return quantized(call, kernel(*x.rows, call.number("epsilon")), arguments(call), x)
+
+
+CONVERTERS |= {
+    fastcar.rms_norm.default: partial(_norm, rms_norm, _rows_and_weight),
+    fastcar.rms_norm_quantize.default: partial(_norm_quantize, rms_norm_quantize, _rows_and_weight),
+    fastcar.exact_norm.default: partial(_norm, exact_norm, _rows_and_weight),
+    fastcar.exact_norm_quantize.default: partial(_norm_quantize, exact_norm_quantize, _rows_and_weight),
+    fastcar.layer_norm.default: partial(_norm, layer_norm, _rows_weight_and_bias),
+    fastcar.layer_norm_quantize.default: partial(_norm_quantize, layer_norm_quantize, _rows_weight_and_bias),
+}
 
 
 @converts(fastcar.rotary.default)

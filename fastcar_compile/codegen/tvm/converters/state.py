@@ -149,20 +149,22 @@ def _keep_frame(call: Call) -> Value:
 
 @converts(fastcar.gate.default)
 def _gate(call: Call) -> Value:
-    slots, batch = call.tensor("chain").shape
-    limits = (call.integer("stride"), call.integer("max_chain"))
-    rules = (bool(call.integer("couple_cfg")), call.integer("refresh_every"), bool(call.integer("at_most")))
-    return call.kernel(gate(batch, slots, *limits, *rules), call.values("score", "threshold", "step", "chain"))
+    return call.kernel(gate(*_gate_options(call)), call.values("score", "threshold", "step", "chain"))
 
 
 @converts(fastcar.gate_and_count.default)
 def _gate_and_count(call: Call) -> Value:
+    # The decision is a new tensor; the counters are written in place.
+    arguments = call.values("chain", "score", "threshold", "step")
+    return call.partly_in_place(gate_and_count(*_gate_options(call)), arguments, (FRESH, 0))
+
+
+def _gate_options(call: Call) -> tuple[int, int, int, int, bool, int, bool]:
+    """Return the options of `gate`, in their order."""
     slots, batch = call.tensor("chain").shape
     limits = (call.integer("stride"), call.integer("max_chain"))
     rules = (bool(call.integer("couple_cfg")), call.integer("refresh_every"), bool(call.integer("at_most")))
-    # The decision is a new tensor; the counters are written in place.
-    kernel = gate_and_count(batch, slots, *limits, *rules)
-    return call.partly_in_place(kernel, call.values("chain", "score", "threshold", "step"), (FRESH, 0))
+    return (batch, slots, *limits, *rules)
 
 
 @converts(fastcar.input_delta.default)
