@@ -23,7 +23,7 @@ def fixed_sum(products: Tensor, dims: tuple[int, ...]) -> Tensor:
     return torch.where(units.isfinite(), limited, -TAS_LIMIT).to(torch.int64).sum(dims)
 
 
-@operator("cache_write", reason="This token's key or value is written into the cache at its position.")
+@operator("This token's key or value is written into the cache at its position.")
 def cache_write(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
     """Return a cache [B, Hkv, S, D] with value [B, Hkv, T, D] written at rows position .. position + T - 1.
 
@@ -39,12 +39,7 @@ def cache_write(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
     return out
 
 
-@cache_write.register_fake
-def _(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
-    return torch.empty_like(cache)
-
-
-@operator("attention", reason="Attention that reads the filled part of the cache only.")
+@operator("Attention that reads the filled part of the cache only.", lambda query: query.new_empty(query.shape))
 def attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
@@ -92,14 +87,10 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-@attention.register_fake
-def _(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float, softcap: float | None = None
-) -> Tensor:
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
-
-
-@operator("tas", reason="TAS: the similarity of this token's query to the key at the same place of the previous frame.")
+@operator(
+    "TAS: the similarity of this token's query to the key at the same place of the previous frame.",
+    lambda query: query.new_empty(query.shape[:1]),
+)
 def tas(query: Tensor, key_cache: Tensor, position: Tensor, stride: int, scale: float) -> Tensor:
     """Return the Temporal Attention Score (FastCar, section 4.2). It knows no soft-cap.
 
@@ -126,11 +117,6 @@ def tas(query: Tensor, key_cache: Tensor, position: Tensor, stride: int, scale: 
     return fixed_sum(grouped * key[:, :, None], (1, 2, 3)).float() * score_factor(scale, heads)
 
 
-@tas.register_fake
-def _(query: Tensor, key_cache: Tensor, position: Tensor, stride: int, scale: float) -> Tensor:
-    return query.new_empty((query.shape[0],))
-
-
 # Sparse attention over a ring cache: ring_row, limit, ring_write, window_attention.
 #
 # docs/explanation/sparse_attention.md says why.
@@ -145,29 +131,19 @@ def row_of(position: Tensor, sinks: int, ring: int) -> Tensor:
     return torch.where(position < sinks, position, sinks + (position - sinks) % ring)
 
 
-@operator("ring_row", reason="The row of the ring cache that this position has.")
+@operator("The row of the ring cache that this position has.")
 def ring_row(position: Tensor, back: int, sinks: int, ring: int) -> Tensor:
     """Return the row of position `position - back` (clamped to 0), int64 [1], for position int64 [1]."""
     return row_of((position - back).clamp(min=0), sinks, ring)
 
 
-@ring_row.register_fake
-def _(position: Tensor, back: int, sinks: int, ring: int) -> Tensor:
-    return torch.empty_like(position)
-
-
-@operator("limit", reason="A position inside of the cache or table that is read: at most its last row.")
+@operator("A position inside of the cache or table that is read: at most its last row.")
 def limit(positions: Tensor, most: int) -> Tensor:
     """Return min(positions, most), int64 of any shape: positions in a cache of `most` + 1."""
     return positions.clamp(max=most)
 
 
-@limit.register_fake
-def _(positions: Tensor, most: int) -> Tensor:
-    return torch.empty_like(positions)
-
-
-@operator("ring_write", reason="This token's key or value is written into the ring cache.")
+@operator("This token's key or value is written into the ring cache.")
 def ring_write(cache: Tensor, value: Tensor, position: Tensor, sinks: int) -> Tensor:
     """Return a ring cache [B, Hkv, sinks + R, D] with value [B, Hkv, T, D] written from `position` on.
 
@@ -179,12 +155,10 @@ def ring_write(cache: Tensor, value: Tensor, position: Tensor, sinks: int) -> Te
     return out
 
 
-@ring_write.register_fake
-def _(cache: Tensor, value: Tensor, position: Tensor, sinks: int) -> Tensor:
-    return torch.empty_like(cache)
-
-
-@operator("window_attention", reason="Attention that reads the sinks and the last tokens from the ring cache.")
+@operator(
+    "Attention that reads the sinks and the last tokens from the ring cache.",
+    lambda query: query.new_empty(query.shape),
+)
 def window_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -232,25 +206,13 @@ def window_attention(
     return torch.softmax(capped(logits * scale, softcap).masked_fill(~seen, -torch.inf), -1) @ values
 
 
-@window_attention.register_fake
-def _(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    position: Tensor,
-    scale: float,
-    sinks: int,
-    window: int,
-    sink_query: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
-
-
 # Cross-attention: attention to a context that is the same for a whole video.
 
 
-@operator("context_attention", reason="Cross-attention: the context's keys and values were made before the prompt.")
+@operator(
+    "Cross-attention: the context's keys and values were made before the prompt.",
+    lambda query, values: query.new_empty((*query.shape[:3], values.shape[3])),
+)
 def context_attention(
     query: Tensor,
     keys: Tensor,
@@ -279,15 +241,3 @@ def context_attention(
     if mask is not None:
         logits = logits + mask
     return (torch.softmax(logits, -1) @ values).reshape(batch, heads, steps, values.shape[3])
-
-
-@context_attention.register_fake
-def _(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    mask: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    return query.new_empty((*query.shape[:3], values.shape[3]))

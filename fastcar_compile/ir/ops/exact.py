@@ -18,7 +18,9 @@ from fastcar_compile.ir.ops.operator import BLOCK, MANTISSA_BITS, NOT_A_NUMBER, 
 _EXP_TABLE = torch.from_numpy(exact.EXP_TABLE).to(torch.int32)
 
 
-@operator("exact_norm", reason="Root-mean-square norm whose sum is exact, so that every backend has the same bits.")
+@operator(
+    "Root-mean-square norm whose sum is exact, so that every backend has the same bits.", lambda x: x.new_empty(x.shape)
+)
 def exact_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + epsilon) * weight over the last axis.
 
@@ -47,12 +49,9 @@ def exact_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return torch.where(finite, y, torch.nan)
 
 
-@exact_norm.register_fake
-def _(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-@operator("exact_rotary", reason="Rotary positions from a table, so that no backend computes a sine of its own.")
+@operator(
+    "Rotary positions from a table, so that no backend computes a sine of its own.", lambda x: x.new_empty(x.shape)
+)
 def exact_rotary(x: Tensor, table: Tensor, position: Tensor) -> Tensor:
     """Return x with the first R elements of each head rotated; row i by table row position + i, at most the last one.
 
@@ -72,12 +71,9 @@ def exact_rotary(x: Tensor, table: Tensor, position: Tensor) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], -1)
 
 
-@exact_rotary.register_fake
-def _(x: Tensor, table: Tensor, position: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-@operator("exact_attention", reason="Attention in integers over an int8 cache, the same on every backend.")
+@operator(
+    "Attention in integers over an int8 cache, the same on every backend.", lambda query: query.new_empty(query.shape)
+)
 def exact_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float) -> Tensor:
     """Return causal grouped-query attention over the filled part of an int8 cache.
 
@@ -97,12 +93,9 @@ def exact_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, posit
     return _attend(query, key_cache[:, :, :filled], value_cache[:, :, :filled], seen, scale)
 
 
-@exact_attention.register_fake
-def _(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float) -> Tensor:
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
-
-
-@operator("exact_window_attention", reason="Attention in integers over a ring cache, the same on every backend.")
+@operator(
+    "Attention in integers over a ring cache, the same on every backend.", lambda query: query.new_empty(query.shape)
+)
 def exact_window_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -132,19 +125,6 @@ def exact_window_attention(
     seen = (held >= 0) & (held <= here) & ((held < sinks) | (held > here - window))
     keys, values = (cache[:, :, :rows] for cache in (key_cache, value_cache))
     return _attend(query, keys, values, seen.to(query.device), scale)
-
-
-@exact_window_attention.register_fake
-def _(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    position: Tensor,
-    scale: float,
-    sinks: int,
-    window: int,
-) -> Tensor:
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
 def _held(rows: int, newest: int, sinks: int, ring: int) -> Tensor:

@@ -29,7 +29,7 @@ from fastcar_compile.ir.ops.attention import fixed_sum
 from fastcar_compile.ir.ops.operator import BIAS, MANTISSA_BITS, loaded, operator
 
 
-@operator("tas_heads", reason="TAS over chosen query heads.")
+@operator("TAS over chosen query heads.", lambda query: query.new_empty(query.shape[:1]))
 def tas_heads(
     query: Tensor,
     key_cache: Tensor,
@@ -60,19 +60,6 @@ def tas_heads(
     return fixed_sum(own * key, (1, 2, 3)).float() * score_factor(scale, 1)
 
 
-@tas_heads.register_fake
-def _(
-    query: Tensor,
-    key_cache: Tensor,
-    position: Tensor,
-    stride: int,
-    scale: float,
-    heads: Sequence[int],
-    weights: Sequence[float],
-) -> Tensor:
-    return query.new_empty((query.shape[0],))
-
-
 def _grouped(query: Tensor, key_cache: Tensor, position: Tensor, stride: int) -> tuple[Tensor, Tensor]:
     """Return the query [B, Hkv, Hq / Hkv, D] and the key one frame earlier [B, Hkv, 1, D], both as float64."""
     batch, heads, _, dim = query.shape
@@ -81,7 +68,9 @@ def _grouped(query: Tensor, key_cache: Tensor, position: Tensor, stride: int) ->
     return query.reshape(batch, kv_heads, heads // kv_heads, dim).double(), key[:, :, None].double()
 
 
-@operator("input_delta", reason="The relative change of the MLP's input since this slot was last computed.")
+@operator(
+    "The relative change of the MLP's input since this slot was last computed.", lambda x: x.new_empty(x.shape[:1])
+)
 def input_delta(x: Tensor, cached: Tensor) -> Tensor:
     """Return ||x - cached|| / ||x|| with sums of absolute values, float32 [B], for x and cached float32 [B, H].
 
@@ -100,12 +89,9 @@ def _size(values: Tensor) -> Tensor:
     return units.to(torch.int64).sum(-1).float()
 
 
-@input_delta.register_fake
-def _(x: Tensor, cached: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0],))
-
-
-@operator("output_bound", reason="A bound on the change of the MLP's output since this slot was last computed.")
+@operator(
+    "A bound on the change of the MLP's output since this slot was last computed.", lambda x: x.new_empty(x.shape[:1])
+)
 def output_bound(
     x: Tensor, cached: Tensor, query: Tensor, key_cache: Tensor, position: Tensor, stride: int, weight: float
 ) -> Tensor:
@@ -138,14 +124,7 @@ def _root(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
-@output_bound.register_fake
-def _(
-    x: Tensor, cached: Tensor, query: Tensor, key_cache: Tensor, position: Tensor, stride: int, weight: float
-) -> Tensor:
-    return x.new_empty((x.shape[0],))
-
-
-@operator("learned_score", reason="A trained network predicts whether the MLP's output has changed.")
+@operator("A trained network predicts whether the MLP's output has changed.", lambda x: x.new_empty(x.shape[:1]))
 def learned_score(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     """Return w2 . relu(w1 @ [x ; |x - cached|] + b1) + b2.
 
@@ -177,23 +156,18 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent + BIAS) << MANTISSA_BITS).view(torch.float32)
 
 
-@learned_score.register_fake
-def _(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0],))
-
-
-@operator("constant_score", reason="The same score for every row, for comparison.")
+@operator(
+    "The same score for every row, for comparison.",
+    lambda step, rows: step.new_empty((step.shape[0] * rows,), dtype=torch.float32),
+)
 def constant_score(step: Tensor, rows: int, value: float) -> Tensor:
     """Return `value` for every forward and row, float32 [n * rows], for step int64 [n]."""
     return torch.full((step.shape[0] * rows,), value, dtype=torch.float32, device=step.device)
 
 
-@constant_score.register_fake
-def _(step: Tensor, rows: int, value: float) -> Tensor:
-    return step.new_empty((step.shape[0] * rows,), dtype=torch.float32)
-
-
-@operator("random_score", reason="A random score, for comparison.")
+@operator(
+    "A random score, for comparison.", lambda step, rows: step.new_empty((step.shape[0] * rows,), dtype=torch.float32)
+)
 def random_score(step: Tensor, rows: int, layer: int) -> Tensor:
     """Return a hash of (forward, layer, row), uniform in (0, 1], float32 [n * rows], for step int64 [n]."""
     row = torch.arange(rows, device=step.device)
@@ -204,11 +178,6 @@ def random_score(step: Tensor, rows: int, layer: int) -> Tensor:
         square = x * x % HASH_PRIME
         x = (square * square % HASH_PRIME * x + constant) % HASH_PRIME
     return ((x // 2 ** (31 - HASH_BITS) + 1).float() * 2.0**-HASH_BITS).flatten()
-
-
-@random_score.register_fake
-def _(step: Tensor, rows: int, layer: int) -> Tensor:
-    return step.new_empty((step.shape[0] * rows,), dtype=torch.float32)
 
 
 # Replay operators: gate, slot_read, slot_write.
@@ -241,7 +210,10 @@ def decide(score: Tensor, threshold: Tensor, step: Tensor, chain: Tensor, rule: 
     return replay
 
 
-@operator("gate", reason="After the first frame, the row replays where the score passes and the limits allow it.")
+@operator(
+    "After the first frame, the row replays where the score passes and the limits allow it.",
+    lambda score: torch.empty_like(score, dtype=torch.bool),
+)
 def gate(
     score: Tensor,
     threshold: Tensor,
@@ -274,40 +246,18 @@ def gate(
     return decide(score, threshold, step, slot, rule)
 
 
-@gate.register_fake
-def _(
-    score: Tensor,
-    threshold: Tensor,
-    step: Tensor,
-    chain: Tensor,
-    stride: int,
-    max_chain: int,
-    couple_cfg: bool,
-    refresh_every: int = 0,
-    at_most: bool = False,
-) -> Tensor:
-    return torch.empty_like(score, dtype=torch.bool)
-
-
-@operator("slot_read", reason="The slot of this place of the frame: what was cached one frame earlier.")
+@operator(
+    "The slot of this place of the frame: what was cached one frame earlier.",
+    lambda cache: cache.new_empty(cache.shape[1:]),
+)
 def slot_read(cache: Tensor, step: Tensor) -> Tensor:
     """Return a copy of row step mod F of a cache [F, B, ...], [B, ...]."""
     return cache[int(step) % cache.shape[0]].clone()
 
 
-@slot_read.register_fake
-def _(cache: Tensor, step: Tensor) -> Tensor:
-    return cache.new_empty(cache.shape[1:])
-
-
-@operator("slot_write", reason="What the layer computed or replayed is kept for the same place of the next frame.")
+@operator("What the layer computed or replayed is kept for the same place of the next frame.")
 def slot_write(cache: Tensor, value: Tensor, step: Tensor) -> Tensor:
     """Return a cache [F, B, ...] with value [B, ...] written at row step mod F."""
     out = cache.clone()
     out[int(step) % cache.shape[0]] = value
     return out
-
-
-@slot_write.register_fake
-def _(cache: Tensor, value: Tensor, step: Tensor) -> Tensor:
-    return torch.empty_like(cache)

@@ -114,7 +114,10 @@ def scaled_int4(quantized: Tensor, scale: Tensor, qweight: Tensor, wscale: Tenso
     return total.reshape(*quantized.shape[:-1], len(qweight)) * scale[..., None]
 
 
-@operator("linear_w8a8", reason="A linear with int8 weights and inputs; the sum is exact in int32.")
+@operator(
+    "A linear with int8 weights and inputs; the sum is exact in int32.",
+    lambda x, qweight: x.new_empty((*x.shape[:-1], qweight.shape[0])),
+)
 def linear_w8a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor:
     """Return a linear with dynamic int8 activations and int8 weights.
 
@@ -131,12 +134,10 @@ def linear_w8a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None)
     return y if bias is None else y + bias
 
 
-@linear_w8a8.register_fake
-def _(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], qweight.shape[0]))
-
-
-@operator("linear_w4a8", reason="A linear with int4 weights and int8 inputs; the sum is exact in int32.")
+@operator(
+    "A linear with int4 weights and int8 inputs; the sum is exact in int32.",
+    lambda x, qweight: x.new_empty((*x.shape[:-1], qweight.shape[0])),
+)
 def linear_w4a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor:
     """Return a linear with dynamic int8 activations and int4 weights in groups of 128.
 
@@ -152,11 +153,6 @@ def linear_w4a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None)
     """
     y = scaled_int4(*quantize_rows(x), qweight, wscale)
     return y if bias is None else y + bias
-
-
-@linear_w4a8.register_fake
-def _(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], qweight.shape[0]))
 
 
 # Activations by table: act(x) = x * factor(x). The factor is in integers, with one definition for every backend.
@@ -218,7 +214,7 @@ def factor_table(activation: str) -> Tensor:
     return torch.from_numpy(np.rint(knots).astype(np.int32))
 
 
-@operator("activation_factor", reason="The factor of the activation, from the table that the accelerator has too.")
+@operator("The factor of the activation, from the table that the accelerator has too.")
 def activation_factor(x: Tensor, activation: str) -> Tensor:
     """Return the table factor, interpolated in integers between 513 knots: float32 of any shape, as x.
 
@@ -238,15 +234,10 @@ def activation_factor(x: Tensor, activation: str) -> Tensor:
     return ((low * (64 - fraction) + high * fraction + 32) >> 6).float() * 2.0**-FRACTION_BITS
 
 
-@activation_factor.register_fake
-def _(x: Tensor, activation: str) -> Tensor:
-    return torch.empty_like(x)
-
-
 # Linear with bfloat16 weights. Activations and sums are float32.
 
 
-@operator("linear_bf16", reason="A linear with bfloat16 weights.")
+@operator("A linear with bfloat16 weights.", lambda x, weight: x.new_empty((*x.shape[:-1], weight.shape[0])))
 def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return a linear of bfloat16 weights, each converted to float32, which is exact.
 
@@ -259,8 +250,3 @@ def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         float32 [..., N] = x @ weight.T (+ bias), summed in float32 in any order.
     """
     return torch.nn.functional.linear(x, weight.float(), bias)
-
-
-@linear_bf16.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))

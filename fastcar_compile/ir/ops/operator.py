@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,15 +19,29 @@ REASONS = {
 """Operator, without its overload -> what it is for. `cond` is PyTorch's own; the others register themselves."""
 
 
-def operator(name: str, *, reason: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Return the decorator that registers a function as the eager definition of `fastcar::name`.
+def operator(reason: str, fake: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Return the decorator that registers a function as the eager definition of `fastcar::<its name>`.
 
     Args:
         reason: one sentence for the inspection page: what the operator is for.
+        fake: gives results without values. Its parameters are those of the operator that they follow from, by name.
+            None: the result is like the first argument.
     """
-    REASONS[f"fastcar.{name}"] = reason
-    # No operator mutates: writes are functional, and a backend decides what happens in place.
-    return custom_op(f"fastcar::{name}", mutates_args=())
+
+    def register(function: Callable[..., Any]) -> CustomOpDef:
+        REASONS[f"fastcar.{function.__name__}"] = reason
+        # No operator mutates: writes are functional, and a backend decides what happens in place.
+        made = custom_op(f"fastcar::{function.__name__}", mutates_args=())(function)
+        whole, read = inspect.signature(function), inspect.signature(fake).parameters if fake else ()
+
+        @made.register_fake
+        def _(*args: Any, **kwargs: Any) -> Any:
+            given = whole.bind(*args, **kwargs).arguments
+            return fake(*(given[name] for name in read)) if fake else torch.empty_like(next(iter(given.values())))
+
+        return made
+
+    return register
 
 
 def operator_reasons(modules: Iterable[fx.GraphModule]) -> dict[str, str]:
