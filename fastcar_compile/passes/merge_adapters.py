@@ -78,7 +78,9 @@ def _adapter(module: fx.GraphModule, node: fx.Node) -> Adapter | None:
         down = node_arg(up, 0) if _is_plain(up, bias=False) else None
         if down is None or not _is_plain(down, bias=False) or not _is_plain(linear, bias=True) or linear is branch:
             continue
-        if node_arg(linear, 0) is node_arg(down, 0) and isinstance(factor, int | float):
+        # A sum that broadcasts the linear to a larger shape is more than an adapter, and stays.
+        alike = node_arg(linear, 0) is node_arg(down, 0) and shape_of(linear) == shape_of(node)
+        if alike and isinstance(factor, int | float):
             return Adapter(node, linear, node_arg(down, 1), node_arg(up, 1), factor * scale)
     return None
 
@@ -124,6 +126,4 @@ def _merge(module: fx.GraphModule, adapter: Adapter) -> None:
         new_weight = attribute(module, f"{weight.target}{_SUFFIX}", merged, linear, MergeAdapters.name)
         arguments = (node_arg(linear, 0), new_weight, *linear.args[2:])
         new = call(module.graph, aten.linear.default, arguments, origin=linear, made_by=MergeAdapters.name)
-    # A sum that broadcasts to a larger shape is more than an adapter: it stays, and the new linear goes as dead code.
-    if shape_of(new) == shape_of(adapter.closing):
-        adapter.closing.replace_all_uses_with(new)
+    adapter.closing.replace_all_uses_with(new)

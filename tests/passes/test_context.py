@@ -70,6 +70,15 @@ class TimedMask(CrossBlock):
         return mask[:, None, None] & (position[:, None] + 1 > torch.arange(LENGTH))
 
 
+class CausalBlock(CrossBlock):
+    """A token sees no more of the context than it has tokens in front of it in its call."""
+
+    def cross(self, x: Tensor, position: Tensor, context: Tensor, mask: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        keys, values = (linear(context)[:, None].expand(-1, 2, -1, -1) for linear in (self.k, self.v))
+        return F.scaled_dot_product_attention(q, keys, values, is_causal=True).transpose(1, 2).flatten(2)
+
+
 class FirstBlock(CrossBlock):
     """Cross-attention stands before self-attention."""
 
@@ -199,6 +208,7 @@ def test_the_site_is_that_of_self_attention_and_its_residual_holds_both() -> Non
     ("block", "text"),
     [
         (TimedMask, "layer 0: the mask of cross-attention is not one of the context alone, [B, 1, 1, L]"),
+        (CausalBlock, "layer 0: attention with is_causal, whose mask begins at the first key at every position"),
         (FirstBlock, "cross-attention before the first self-attention"),
         (Modulated, "the context is read by more than the keys, values and masks of cross-attention"),
     ],

@@ -151,14 +151,15 @@ def _terms(node: fx.Node) -> tuple[str, str, str] | None:
 
 def _of_operator(node: fx.Node) -> AttentionCall:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    defaults = {"attn_mask": None, "dropout_p": 0.0, "scale": None}
+    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
     options = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
     query, key, value = (node_arg(node, i) for i in range(3))
-    # `is_causal` aligns query row 0 with row 0 of the cache, which is wrong behind position 0. It counts as no mask, so
-    # `_window` refuses the call over a cache.
     given, mask = options["scale"], options["attn_mask"]
     scale = float(given) if isinstance(given, int | float) else shape_of(query)[-1] ** -0.5
     problem = "" if options["dropout_p"] == 0.0 else f"attention dropout {options['dropout_p']} in a decode step"
+    # `is_causal` aligns query row 0 with row 0 of the keys, which is wrong behind position 0 and for a context.
+    if options["is_causal"]:
+        problem = "attention with is_causal, whose mask begins at the first key at every position"
     return AttentionCall(
         node, query, key, value, Mask(mask) if isinstance(mask, fx.Node) else None, scale, problem=problem
     )
