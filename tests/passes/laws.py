@@ -1,7 +1,5 @@
 """Listings of programs, and what must hold of every pass."""
 
-from __future__ import annotations
-
 import re
 
 from torch import fx
@@ -53,17 +51,3 @@ def nodes_of(program: DecoderProgram) -> list[fx.Node]:
         owners = [module, *[m for m in module.children() if isinstance(m, fx.GraphModule)]]
         found += [n for owner in owners for n in owner.graph.nodes]
     return found
-
-
-def check_origins(program: DecoderProgram, name: str) -> int:
-    """Every operator that the pass inserted keeps the user's source and module; returns how many there are."""
-    made = [n for n in nodes_of(program) if n.meta.get("made_by") == name and n.op == "call_function"]
-    for node in made:
-        lacking = {"stack_trace", "nn_module_stack", "val"} - set(node.meta)
-        assert not lacking, f"{node.name} lacks {lacking}"
-    quantize = {"bfloat16-weights", "quantize-w8a8", "quantize-w4a8"}
-    passes = {"normalize-state", "insert-replay", "skip-rows", "sparse-attention", "window-caches"}
-    passes |= {"offload-gate", "offload-mlp", "offload-linears"}
-    known = {"import"} | quantize | passes
-    assert {n.meta["made_by"] for n in nodes_of(program) if "made_by" in n.meta} <= known
-    return len(made)

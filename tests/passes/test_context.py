@@ -1,7 +1,5 @@
 """normalize-state and find-sites on cross-attention: what follows from the context alone leaves the step."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 

@@ -5,8 +5,6 @@ A file says `DECODER:` (one of `DECODERS`), `AFTER:` (the passes that ran before
 filecheck's directives (`CHECK-NEXT`, `CHECK-NOT`, `{{regular expression}}`, `[[NAME:…]]`) work in both.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -15,17 +13,17 @@ import torch
 from filecheck.matcher import Matcher
 from filecheck.options import Options
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fastcar_compile.artifact.programs import graph_file_text, read_graph_file
+from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import pipeline_from_string, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.text import program_to_text
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
 
-from .laws import without_sources
-from .tiny import BATCH, CHUNK, FRAME, ROWS, WIDTH, Rotated, TinyBlock, TinyDecoder, Windowed
+from .laws import everything, nodes_of, without_sources
+from .tiny import BATCH, CHUNK, FRAME, ROWS, WIDTH, Fused, Products, Rotated, TinyBlock, TinyDecoder, Windowed
 
 FILES = sorted((Path(__file__).parent / "filecheck").glob("*.txt"))
 
@@ -37,34 +35,6 @@ class WrittenOut(TinyBlock):
         h = h + self.out(self.attend(self.norm_1(h), position))
         x = self.mlp.up(self.norm_2(h))
         return h + self.mlp.down(x * torch.sigmoid(x))
-
-
-class Products(TinyBlock):
-    """Weights [K, N], as GPT-2 of transformers has them."""
-
-    def __init__(self, batch: int) -> None:
-        super().__init__(batch)
-        self.w_up, self.b_up = nn.Parameter(torch.randn(WIDTH, 12)), nn.Parameter(torch.randn(12))
-        self.w_down = nn.Parameter(torch.randn(12, WIDTH))
-
-    def forward(self, h: Tensor, position: Tensor) -> Tensor:
-        h = h + self.out(self.attend(self.norm_1(h), position))
-        x = self.norm_2(h)
-        up = torch.addmm(self.b_up, x.view(-1, WIDTH), self.w_up).view(*x.shape[:-1], 12)
-        return h + torch.relu(up) @ self.w_down
-
-
-class Fused(TinyBlock):
-    """gate and up in one linear; the second half is the gate."""
-
-    def __init__(self, batch: int) -> None:
-        super().__init__(batch)
-        self.gate_up = nn.Linear(WIDTH, 24, bias=False)
-
-    def forward(self, h: Tensor, position: Tensor) -> Tensor:
-        h = h + self.out(self.attend(self.norm_1(h), position))
-        up, gate = self.gate_up(self.norm_2(h)).split(12, -1)
-        return h + self.mlp.down(up * F.silu(gate))
 
 
 class Parallel(TinyBlock):
@@ -100,17 +70,10 @@ class Adapted(TinyBlock):
 
 
 DECODERS: dict[str, tuple[type[TinyBlock], ...]] = {
-    "tiny": (TinyBlock,),
-    "window": (Windowed,),
-    "rotated": (Rotated,),
-    "two-layers": (TinyBlock, TinyBlock),
-    "written-out": (WrittenOut,),
-    "products": (Products,),
-    "fused": (Fused,),
-    "parallel": (Parallel,),
-    "folded": (Folded,),
-    "adapted": (Adapted,),
-}
+    "tiny": (TinyBlock,), "window": (Windowed,), "rotated": (Rotated,), "two-layers": (TinyBlock, TinyBlock),
+    "written-out": (WrittenOut,), "products": (Products,), "fused": (Fused,), "parallel": (Parallel,),
+    "folded": (Folded,), "adapted": (Adapted,),
+}  # fmt: skip
 
 
 def directive(text: str, name: str) -> str:
@@ -150,6 +113,26 @@ def test_check_lines(path: Path, tmp_path: Path) -> None:
     loaded = read_graph_file(saved, weights, missing_on_meta=True)
     run_pipeline(loaded, pipeline_from_string(directive(text, "RUN"), PASSES))
     check(path, "CHECK", loaded, tmp_path)
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if f.stem != "repeat-layers"], ids=lambda path: path.stem)
+def test_a_pass_says_what_it_did(path: Path) -> None:
+    """It modifies a program once, and every operator that it inserts keeps the user's source and module. Layers are
+    repeated where their weights are not there: tests/test_checkpoint.py."""
+    text = path.read_text()
+    program, (item,) = prepared(text), pipeline_from_string(directive(text, "RUN"), PASSES)
+    start = everything(program)
+    assert item.apply(program) is True
+    first = everything(program)
+    assert first != start
+    made = [n for n in nodes_of(program) if n.meta.get("made_by") == item.name and n.op == "call_function"]
+    assert [n.name for n in made if not {"stack_trace", "nn_module_stack", "val"} <= set(n.meta)] == []
+    if item.name == "insert-replay":
+        with pytest.raises(CompileError, match="ran already"):
+            item.apply(program)
+    else:
+        assert item.apply(program) is False
+    assert everything(program) == first
 
 
 def test_every_pass_has_check_lines() -> None:

@@ -1,7 +1,5 @@
 """The pass framework: pipelines as text, and passes that lie or break the program."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Iterator
@@ -79,16 +77,12 @@ def test_round_trip_of_one_fixed_pipeline() -> None:
     [
         ("fuse", "unknown pass 'fuse'\n  hint:  use one of: bfloat16-embedding, bfloat16-weights, "),
         ('insert-replay{"depth": 1, "age": 2}', "pass 'insert-replay' has no option ['age', 'depth']\n  hint:  its o"),
-        ('canonicalize{"x": 1}', "pass 'canonicalize' has no option ['x']\n  hint:  its options: []"),
         ("canonicalize,", "malformed pipeline text at character 13: ''"),
         (",canonicalize", "malformed pipeline text at character 0: ',canonicalize'"),
         ("canonicalize find-sites", "malformed pipeline text at character 12: ' find-sites'"),
-        ("canonicalize,,find-sites", "malformed pipeline text at character 13: ',find-sites'"),
         ("Canonicalize", "malformed pipeline text at character 0: 'Canonicalize'"),
         ("insert-replay{", "malformed pipeline text at character 13: '{'"),
         ('insert-replay{"max_chain": }', "malformed pipeline text at character 13: '{\"max_chain\": }'"),
-        ('insert-replay{"max_chain": 1}}', "malformed pipeline text at character 29: '}'"),
-        ("insert-replay{1}", "malformed pipeline text at character 13: '{1}'"),
         ("insert-replay[1]", "malformed pipeline text at character 13: '[1]'"),
     ],
 )

@@ -1,7 +1,5 @@
 """In-place writes into activations: the graph is functional afterwards, and computes what the module computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

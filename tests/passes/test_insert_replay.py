@@ -1,7 +1,5 @@
 """insert-replay: TAS, gate, cond and the MLP cache around every MLP that has a threshold."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -11,12 +9,11 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.gates import GateWeights
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.types import StateRole
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8
 
-from .laws import check_origins, everything, module_text
+from .laws import everything, module_text
 from .tiny import BATCH, FRAME, ROWS, WIDTH, TinyBlock, after, captured, decode, logits, token_ids
 
 INF = float("inf")
@@ -50,10 +47,8 @@ def test_a_gate_s_weights_must_be_there_and_fit() -> None:
 
 
 def test_prefill_is_left_alone() -> None:
-    before = after(*analysis_pipeline())
-    program = replaying(0.0)
+    before, program = after(*analysis_pipeline()), replaying(0.0)
     assert module_text(program.prefill) == module_text(before.prefill)  # pyright: ignore[reportArgumentType]
-    assert program.prefill_outputs == before.prefill_outputs
 
 
 @pytest.mark.parametrize("thresholds", [(1.5,), (None,)])
@@ -63,12 +58,6 @@ def test_second_application_is_refused_and_changes_nothing(thresholds: tuple[flo
     with pytest.raises(CompileError, match="insert-replay ran already"):
         InsertReplay(thresholds).apply(program)
     assert everything(program) == before
-
-
-def test_inserted_nodes_keep_their_source() -> None:
-    program = replaying(1.5)
-    # gate: 4, cond and its operands: 4, state: 6, decisions and scores: 4, branches: 4, view of the result: 1
-    assert check_origins(program, "insert-replay") == 23
 
 
 def test_every_node_of_the_mlp_moves_into_the_compute_branch() -> None:
@@ -88,18 +77,6 @@ def test_the_replay_branch_reads_no_weight() -> None:
     assert used == ["cached"]
 
 
-def test_state_and_outputs() -> None:
-    program = replaying(1.5, None)
-    added = [(s.name, s.role, s.shape, s.dtype) for s in program.state if s.name.startswith(("mlp", "chain"))]
-    assert added == [
-        ("mlp_cache_0", StateRole.MLP_CACHE, (FRAME, BATCH, WIDTH), torch.float32),
-        ("chain_count_0", StateRole.CHAIN_COUNT, (FRAME, BATCH), torch.int32),
-    ]
-    caches = ["key_cache_0", "value_cache_0", "key_cache_1", "value_cache_1"]
-    assert program.outputs == ["logits", "decisions", "scores", *caches, "mlp_cache_0", "chain_count_0"]
-    assert [s.threshold for s in program.sites] == [1.5, None]
-
-
 @pytest.mark.parametrize("thresholds", [(1.5,), (0.0, None), (None,)])
 def test_closed_gate_keeps_the_logits(thresholds: tuple[float | None, ...]) -> None:
     expected = logits(after(*analysis_pipeline(), blocks=(TinyBlock,) * len(thresholds)))
@@ -110,14 +87,6 @@ def test_closed_gate_keeps_the_logits_of_w8a8() -> None:
     expected = logits(after(*analysis_pipeline(), QuantizeW8A8()))
     program = after(*analysis_pipeline(), QuantizeW8A8(), InsertReplay((1.5,)))
     np.testing.assert_array_equal(logits(program, INF), expected)
-
-
-def test_open_gate_replays_from_the_second_frame() -> None:
-    decisions = np.stack([r.decisions for r in decode(replaying(0.0, None), -INF)])
-    assert decisions.shape == (ROWS, 2, BATCH)
-    assert decisions[:, 0].sum() == (ROWS - FRAME) * BATCH
-    assert decisions[FRAME:, 0].all()
-    assert not decisions[:, 1].any()
 
 
 def test_scores_are_the_attention_logits_one_frame_back() -> None:

@@ -1,7 +1,5 @@
 """MLPs as models write them: transformers' GPT-2, Gemma and Phi-3, activations written out, up before gate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +23,7 @@ from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.split_gate_up import SplitGateUp
 
 from .laws import check_truthful, nodes_of
-from .tiny import WIDTH, TinyBlock, after, logits, prefill_logits
+from .tiny import Fused, Products, TinyBlock, after, logits, prefill_logits
 
 aten = torch.ops.aten
 BEFORE = (NormalizeState(), Canonicalize())
@@ -101,8 +99,7 @@ def block_with(activation: Callable[[Tensor], Tensor]) -> type[TinyBlock]:
 
 
 @pytest.mark.parametrize(
-    ("activation", "name"),
-    [(gelu_new, "gelu_tanh"), (gelu_fast, "gelu_tanh"), (gelu_erf, "gelu"), (silu, "silu")],
+    ("activation", "name"), [(gelu_new, "gelu_tanh"), (gelu_fast, "gelu_tanh"), (gelu_erf, "gelu"), (silu, "silu")]
 )
 def test_written_out_activations_are_fused(activation: Callable[[Tensor], Tensor], name: str) -> None:
     block = block_with(activation)
@@ -165,28 +162,13 @@ def test_a_squared_relu_is_a_product_and_one_activation(block: type[TinyBlock], 
     np.testing.assert_array_equal(logits(program), logits(after(*BEFORE, blocks=(block,))))
 
 
-class Product(TinyBlock):
-    """Weights as [inputs, outputs]; one product has a bias, in the same operator."""
-
-    def __init__(self, batch: int) -> None:
-        super().__init__(batch)
-        self.w_up, self.w_down = nn.Parameter(torch.randn(WIDTH, 12)), nn.Parameter(torch.randn(12, WIDTH))
-        self.b_up = nn.Parameter(torch.randn(12))
-
-    def forward(self, h: Tensor, position: Tensor) -> Tensor:
-        h = h + self.out(self.attend(self.norm_1(h), position))
-        x = self.norm_2(h)
-        up = torch.addmm(self.b_up, x.view(-1, WIDTH), self.w_up).view(*x.shape[:-1], 12)
-        return h + torch.relu(up) @ self.w_down
-
-
 def test_products_with_a_parameter_become_linears() -> None:
-    before, program = after(*BEFORE, blocks=(Product,)), after(*BEFORE, blocks=(Product,))
+    before, program = after(*BEFORE, blocks=(Products,)), after(*BEFORE, blocks=(Products,))
     check_truthful(program, LegalizeLinears())
     assert not [n for n in nodes_of(program) if is_op(n, aten.addmm, aten.matmul, aten.mm)]
     np.testing.assert_allclose(logits(program), logits(before), atol=1e-5)
     np.testing.assert_allclose(prefill_logits(program), prefill_logits(before), atol=1e-5)
-    (site,) = after(*analysis_pipeline(), blocks=(Product,)).sites
+    (site,) = after(*analysis_pipeline(), blocks=(Products,)).sites
     assert (site.mlp.activation, site.mlp.gated, site.mlp.intermediate) == ("relu", False, 12)
     assert site.mlp.biases == ("blocks.0.b_up", None)
 
@@ -210,24 +192,15 @@ def test_a_product_with_a_transposed_parameter_keeps_the_parameter() -> None:
     assert site.mlp.biases == (None, "blocks.0.mlp.down.bias")
 
 
-class Fused(TinyBlock):
-    """gate and up in one linear with a bias; the second half is the gate."""
-
-    def __init__(self, batch: int) -> None:
-        super().__init__(batch)
-        self.gate_up = nn.Linear(WIDTH, 24)
-
-    def forward(self, h: Tensor, position: Tensor) -> Tensor:
-        h = h + self.out(self.attend(self.norm_1(h), position))
-        up, gate = self.gate_up(self.norm_2(h)).split(12, -1)
-        return h + self.mlp.down(up * F.silu(gate))
+class FusedWithBiases(Fused):
+    biased = True
 
 
 def test_a_fused_gate_and_up_becomes_two_linears() -> None:
-    before, program = after(*BEFORE, blocks=(Fused,)), after(*BEFORE, blocks=(Fused,))
+    before, program = after(*BEFORE, blocks=(FusedWithBiases,)), after(*BEFORE, blocks=(FusedWithBiases,))
     check_truthful(program, SplitGateUp())
     np.testing.assert_allclose(logits(program), logits(before), atol=1e-6)
-    (site,) = after(*analysis_pipeline(), blocks=(Fused,)).sites
+    (site,) = after(*analysis_pipeline(), blocks=(FusedWithBiases,)).sites
     halves = [f"blocks.0.gate_up.{kind}_{half}" for kind in ("weight", "bias") for half in ("second", "first")]
     assert (*site.mlp.weights[:2], *site.mlp.biases[:2]) == tuple(halves)
     queries_keys_values = [n for n in nodes_of(program) if is_op(n, aten.split_with_sizes)]

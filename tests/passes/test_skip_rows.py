@@ -1,7 +1,5 @@
 """skip-rows: rows that replay are zero in the compute branch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """sparse-attention: ring caches and window attention in both graphs, and the one key that a score still reads."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, cast
 
@@ -9,16 +7,16 @@ import pytest
 import torch
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.pass_manager import pipeline_from_string, pipeline_to_string, run_pipeline
+from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import argument_names, is_op, node_arg
 from fastcar_compile.ir.types import Ring, StateRole
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.offload_gate import OffloadGate
-from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
+from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.sparse_attention import SparsifyAttention
 
-from .laws import check_origins, check_truthful, everything
+from .laws import everything
 from .tiny import BATCH, CHUNK, FRAME, ROWS, Rotated, after, captured, decode, logits
 
 fastcar = torch.ops.fastcar
@@ -29,15 +27,6 @@ def sparse(*before: object, item: SparsifyAttention = SPARSE) -> DecoderProgram:
     return after(*analysis_pipeline(), *before, item)  # pyright: ignore[reportArgumentType]
 
 
-def test_second_application_changes_nothing() -> None:
-    check_truthful(after(*analysis_pipeline()), SPARSE)
-
-
-def test_inserted_nodes_keep_their_source() -> None:
-    # In both graphs two writes and one attention.
-    assert check_origins(sparse(), "sparse-attention") == 6
-
-
 def test_angles_of_the_block_itself_are_limited() -> None:
     """Positions that a block reads from the graph's input. Until the window is full, nothing is limited."""
     wide, narrow = (
@@ -45,16 +34,8 @@ def test_angles_of_the_block_itself_are_limited() -> None:
     )
     (limit,) = [n for n in narrow.graph_module.graph.nodes if is_op(n, fastcar.limit)]
     assert node_arg(limit, 0).op == "placeholder"
-    assert check_origins(narrow, "sparse-attention") > 6
     torch.testing.assert_close(logits(narrow)[:3], logits(wide)[:3])
     assert (logits(narrow)[3:] != logits(wide)[3:]).any(-1).all()
-
-
-def test_options_round_trip_through_text() -> None:
-    item = SparsifyAttention(sinks=4, window=9, positions="cache")
-    text = 'sparse-attention{"positions": "cache", "sinks": 4, "window": 9}'
-    assert pipeline_to_string([item]) == text
-    assert pipeline_from_string(text, PASSES) == [item]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """One-layer decoder small enough to read as a graph, and the stages of the pipeline over it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import cache
@@ -69,6 +67,36 @@ class Windowed(TinyBlock):
     def mask(self, position: Tensor) -> Tensor:
         columns = torch.arange(ROWS)[None, :]
         return (columns <= position[:, None]) & (columns > position[:, None] - 4)
+
+
+class Products(TinyBlock):
+    """Weights [K, N], as GPT-2 of transformers has them."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.w_up, self.b_up = nn.Parameter(torch.randn(WIDTH, 12)), nn.Parameter(torch.randn(12))
+        self.w_down = nn.Parameter(torch.randn(12, WIDTH))
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        h = h + self.out(self.attend(self.norm_1(h), position))
+        x = self.norm_2(h)
+        up = torch.addmm(self.b_up, x.view(-1, WIDTH), self.w_up).view(*x.shape[:-1], 12)
+        return h + torch.relu(up) @ self.w_down
+
+
+class Fused(TinyBlock):
+    """gate and up in one linear; the second half is the gate."""
+
+    biased = False
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.gate_up = nn.Linear(WIDTH, 24, bias=self.biased)
+
+    def forward(self, h: Tensor, position: Tensor) -> Tensor:
+        h = h + self.out(self.attend(self.norm_1(h), position))
+        up, gate = self.gate_up(self.norm_2(h)).split(12, -1)
+        return h + self.mlp.down(up * F.silu(gate))
 
 
 class RootMeanSquare(nn.Module):
