@@ -1,7 +1,5 @@
 """A fake artifact and fake sessions, so that the commands' own behaviour is tested without compiling anything."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`fastcar compile`: reading models, passing options on, refusing bad input. The compiler itself is faked."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -145,11 +143,7 @@ def test_a_dry_run_that_is_refused(fastcar: Callable[..., Result], tmp_path: Pat
         ({"config.json": "{"}, [], "the model's config.json cannot be read"),
         ({"config.json": '{"architectures": []}'}, [], "config.json names no architecture"),
         ({"config.json": '{"architectures": ["LlamaForCausalLM"]}'}, [], "the model folder has no *.safetensors file"),
-        (
-            {"config.json": '{"architectures": ["X"]}', "m.safetensors": ""},
-            [],
-            "transformers cannot read config.json",
-        ),
+        ({"config.json": '{"architectures": ["X"]}', "m.safetensors": ""}, [], "transformers cannot read config.json"),
         ({}, ["--target", "zcu12"], "unknown target 'zcu12'"),
         ({}, ["--threshold", "x"], "'x' is not a threshold"),
         ({}, ["--max-chain", "0"], "max_chain: Input should be greater than or equal to 1"),

@@ -1,7 +1,5 @@
 """`fastcar doctor`: what it finds on this machine, on one without tools, and with packages of other versions."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import shutil

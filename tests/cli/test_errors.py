@@ -1,22 +1,16 @@
 """Exit codes, error forms and the small parsers that all commands share."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from typer.testing import Result
 
 import fastcar_compile
 from fastcar_compile.cli.options import parse_thresholds
-from fastcar_compile.cli.output import jsonable
 from fastcar_compile.errors import InternalError, UserError
 
 from .conftest import FakeArtifact
@@ -27,12 +21,6 @@ def refuse_with(error: Exception) -> Callable[[str], Any]:
         raise error
 
     return load
-
-
-def test_missing_artifact(fastcar: Callable[..., Result], tmp_path: Path) -> None:
-    result = fastcar("inspect", tmp_path / "none")
-    assert result.exit_code == 2
-    assert "there is no artifact folder here" in result.stderr
 
 
 @pytest.mark.parametrize("error", [InternalError("broken invariant"), ZeroDivisionError("division by zero")])
@@ -80,13 +68,7 @@ def test_warnings_are_one_line_on_stderr(
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1.5", 1.5),
-        ("-inf", -math.inf),
-        ("none", math.inf),
-        ("1, none,INF", [1.0, None, math.inf]),
-    ],
+    ("text", "value"), [("1.5", 1.5), ("-inf", -math.inf), ("none", math.inf), ("1, none,INF", [1.0, None, math.inf])]
 )
 def test_thresholds(text: str, value: Any) -> None:
     assert parse_thresholds(text) == value
@@ -97,16 +79,3 @@ def test_bad_thresholds(text: str) -> None:
     with pytest.raises(UserError, match="is not a threshold") as caught:
         parse_thresholds(text)
     assert f"--threshold {text}" in caught.value.where
-
-
-def test_jsonable() -> None:
-    value = {
-        1: np.arange(2),
-        "t": torch.ones(1),
-        "p": Path("a"),
-        "i": math.inf,
-        "n": np.float32(0.5),
-        "s": (True, None),
-    }
-    expected = {"1": [0, 1], "t": [1.0], "p": "a", "i": "inf", "n": 0.5, "s": [True, None]}
-    assert jsonable(value) == expected

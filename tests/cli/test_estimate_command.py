@@ -1,7 +1,5 @@
 """`fastcar estimate` and `fastcar run --trace`."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings
@@ -148,29 +146,6 @@ def test_an_artifact_for_a_cpu_is_offloaded_as_compile_does_it(
         report = fc.compile(model(), "zcu102", tokens_per_frame=8, max_seq_len=64, dry_run=True)
     assert work.offload == report.options.offload == offload
     assert work.kv == {"all": "int8", "mlp": "float32"}[offload]
-
-
-def keep(artifact: Any, kv: str) -> None:
-    """Let keys and values be of this type."""
-    options = artifact.manifest.options.model_copy(update={"kv": kv})
-    artifact.manifest = artifact.manifest.model_copy(update={"options": options})
-
-
-def test_the_keys_and_values_of_another_context_have_the_type_of_the_artifact(fastcar: Fastcar, compiled: Path) -> None:
-    import fastcar_compile
-
-    artifact = fastcar_compile.load(compiled)
-
-    def kv_bytes() -> int:
-        return json.loads(fastcar("estimate", compiled, "--context", 16, "--json").stdout)["memory"]["kv_cache"]
-
-    full = kv_bytes()
-    keep(artifact, "float16")
-    assert full == 2 * kv_bytes() > 0
-    keep(artifact, "int8")
-    dim = artifact.manifest.layers.layers[0].attention.head_dim
-    exponents = -(-dim // 32)
-    assert kv_bytes() * 4 * dim == full * (dim + exponents)
 
 
 def test_a_trace_through_files(fastcar: Fastcar, compiled: Path, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """`fastcar inspect`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 
@@ -9,7 +7,6 @@ import pytest
 from typer.testing import Result
 
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
-from fastcar_compile.cli.inspect import _folders
 
 from .conftest import FakeArtifact
 
@@ -35,15 +32,6 @@ def test_summary(fastcar: Callable[..., Result]) -> None:
         "",
         "folder  files    size  kinds",
         "graph/      1  2.0 MB  1 .txt",
-    ]
-
-
-def test_files_are_grouped_by_folder_and_kind() -> None:
-    hls = {f"hls/{name}": 10 for name in ("a.hpp", "b.hpp", "a.cpp", "a.cfg", "Makefile")}
-    assert list(_folders(hls | {"report.json": 1500, "host/src/x.hpp": 1})) == [
-        ["./", "1", "1.5 kB", "1 .json"],
-        ["hls/", "5", "50 B", "2 .hpp, 1 Makefile, 1 .cfg, ..."],
-        ["host/src/", "1", "1 B", "1 .hpp"],
     ]
 
 

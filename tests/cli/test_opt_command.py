@@ -1,7 +1,5 @@
 """`fastcar opt`: passes over saved graphs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -124,9 +122,6 @@ def test_a_malformed_file(fastcar: Fastcar, analysed: Path, tmp_path: Path, spoi
 
 
 def test_a_file_that_is_no_json(fastcar: Fastcar, tmp_path: Path) -> None:
-    for content, text in (
-        ("{", "the graph file cannot be read: its"),
-        ("[]", "the graph file holds no JSON object"),
-    ):
+    for content, text in (("{", "the graph file cannot be read: its"), ("[]", "the graph file holds no JSON object")):
         (tmp_path / "graph.json").write_text(content)
         assert text in fastcar("opt", tmp_path / "graph.json").stderr

@@ -1,7 +1,5 @@
 """Outputs of one command that collide with each other or with an input are refused before the work."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -12,16 +10,10 @@ from fastcar_compile.cli.commands import COMMANDS, REGISTRY, app
 from fastcar_compile.cli.places import Writes
 
 WRITTEN = {
-    "compile": {"output"},
-    "train-gate": {"output", "checkpoint"},
-    "tune-decoder": {"output", "checkpoint"},
-    "calibrate": {"output", "journal"},
-    "evaluate": {"output", "save_cases", "plots", "journal"},
-    "inspect": {"html"},
-    "opt": {"output"},
-    "run": {"output", "trace"},
-    "estimate": {"plot", "time_line"},
-}
+    "compile": {"output"}, "train-gate": {"output", "checkpoint"}, "tune-decoder": {"output", "checkpoint"},
+    "calibrate": {"output", "journal"}, "evaluate": {"output", "save_cases", "plots", "journal"}, "inspect": {"html"},
+    "opt": {"output"}, "run": {"output", "trace"}, "estimate": {"plot", "time_line"},
+}  # fmt: skip
 """Command -> parameters whose paths are written."""
 
 

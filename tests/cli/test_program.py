@@ -1,7 +1,5 @@
 """What the program does whatever the command: help, version, completion, exit codes, pipes, terminals and Ctrl-C."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`fastcar run`."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -37,12 +35,6 @@ def test_text_form(fastcar: Callable[..., Result]) -> None:
     assert re.fullmatch(r"time +prompt [0-9.]+ s, decode [0-9.]+ s", seconds)
     tokens = "4 5 6 7 8 9 10 11 12"
     assert rest == ["replay     16.67% of all MLPs", "per layer  50.00%, 0.00%, 0.00%", "", tokens, tokens]
-
-
-@pytest.mark.usefixtures("fake")
-def test_one_token_has_no_speed(fastcar: Callable[..., Result]) -> None:
-    data = json.loads(fastcar("run", "x", "--prompt", "3", "--num-tokens", "1", "--json").stdout)
-    assert (data["tokens"], data["tokens_per_second"]) == ([[4], [4]], None)
 
 
 @pytest.mark.usefixtures("fake")

@@ -1,7 +1,5 @@
 """The page of a decoder of many layers, from the graph files of one that has two."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
