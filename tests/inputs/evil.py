@@ -1,7 +1,5 @@
 """Files whose code runs where they are loaded without care: it makes the folder that `Trap` names."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -1,7 +1,5 @@
 """A model folder whose config.json is broken: a named error with the file and the field, at once."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import time

@@ -1,7 +1,5 @@
 """What is read is bounded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A graph file from anywhere: it is data, and what torch.fx would compile of it are names."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A manifest is read only as it was written: damage, other types and contradictions are refused by name."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -43,14 +41,7 @@ def whole() -> Manifest:
     )
     programs = ProgramsPart(library="host/a.so", decode=program)
     host = HostSection(
-        variants=(
-            VariantPart(
-                instruction_set="avx2",
-                triple="x86_64-linux-gnu",
-                flags=(),
-                programs=programs,
-            ),
-        ),
+        variants=(VariantPart(instruction_set="avx2", triple="x86_64-linux-gnu", flags=(), programs=programs),),
         board=BoardPart(
             triple="aarch64-linux-gnu",
             cpu="cortex-a53",

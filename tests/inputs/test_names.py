@@ -1,7 +1,5 @@
 """Names of a model in what is generated: refused where they cannot be written, harmless where they can."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

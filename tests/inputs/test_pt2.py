@@ -1,7 +1,5 @@
 """An exported program from a file: whatever is in the file, its code does not run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

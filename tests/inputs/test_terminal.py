@@ -1,7 +1,5 @@
 """What a terminal is given has no control characters from files; outputs are checked before the work."""
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata

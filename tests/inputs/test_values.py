@@ -1,7 +1,5 @@
 """Every public name, given what nobody means: it works, or a named error says what is wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

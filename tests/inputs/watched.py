@@ -4,8 +4,6 @@ Usage: python watched.py FOLDER CALLS: FOLDER is the artifact, from which nothin
 lists of words. The result maps each call to its exit code and what ran.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
