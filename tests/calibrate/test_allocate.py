@@ -1,7 +1,5 @@
 """The allocation against brute force."""
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate, product
 

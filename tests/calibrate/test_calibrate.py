@@ -1,7 +1,5 @@
 """calibrate: meets its goal, is deterministic, goes on from a journal; thresholds as files and inside an artifact."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings
@@ -156,15 +154,9 @@ def test_thresholds_that_were_not_given_are_warned_of(gate: str) -> None:
 
 def result(values: tuple[float | None, ...], gate: str = "input_delta") -> fc.Thresholds:
     return fc.Thresholds(
-        gate=gate,
-        values=values,
-        replay=0.5,
-        per_layer=(0.5,) * len(values),
-        nll=1.0,
-        nll_dense=0.9,
-        goal="x",
+        gate=gate, values=values, replay=0.5, per_layer=(0.5,) * len(values), nll=1.0, nll_dense=0.9, goal="x",
         inputs="y",
-    )
+    )  # fmt: skip
 
 
 def test_stored_thresholds_are_found_and_can_be_swapped(artifact: fc.Artifact, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The layer-by-layer evaluator against the rewritten graph, token by token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -18,7 +16,6 @@ import fastcar_compile as fc
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.frontend.capture import capture
-from fastcar_compile.gates import GATES
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import shape_of, value_of
@@ -218,13 +215,6 @@ def test_threads_share_the_batches(plain: DecoderProgram) -> None:
     torch.set_num_threads(before)
     expected = evaluator.measure(thresholds)
     assert (found.nll, found.shares) == (expected.nll, expected.shares)
-
-
-def test_always_replays_all_but_the_first_frame_and_the_study_gates_are_known() -> None:
-    replay = fc.ReplayConfig(gate="always")
-    evaluator = Evaluator(rewritten(replay), videos(), rules_of(replay, LAYERS))
-    assert evaluator.measure([0.0, None]).ratios == (1.0, 0.0)
-    assert {"always", "never", "random"} == {name for name, gate in GATES.items() if gate.study}
 
 
 def test_bad_videos(plain: DecoderProgram) -> None:

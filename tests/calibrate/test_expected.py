@@ -1,17 +1,13 @@
 """What other videos are expected to replay: left-out videos, the interval, and how many videos narrow it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from fastcar_compile.gates import GATES
-from fastcar_compile.tune.calibrate import batch_rows, expected, some_of, student
-from fastcar_compile.tune.evaluator import Kept
+from fastcar_compile.tune.calibrate import expected
 from fastcar_compile.tune.rule import Measurement
 from fastcar_compile.tune.search import Journal, Search
 
@@ -73,36 +69,3 @@ def test_layers_that_never_replay_have_a_share_of_nothing() -> None:
     found = expected(one, one.closed)
     assert found is not None
     assert (found.replay, found.low, found.high, found.videos_needed) == (0.0, 0.0, 0.0, 2)
-
-
-@pytest.mark.parametrize(("freedom", "quantile"), [(1, 6.314), (2, 2.920), (3, 2.353), (7, 1.895), (30, 1.697)])
-def test_students_quantiles(freedom: int, quantile: float) -> None:
-    """Of 95 %, from tables."""
-    assert student(freedom) == pytest.approx(quantile, abs=0.004)
-
-
-def test_some_videos_stand_for_many() -> None:
-    videos = np.arange(20)[:, None].repeat(4096, 1)
-    assert some_of(videos, coupled=False, tokens=16384)[:, 0].tolist() == [0, 5, 10, 15]
-    assert some_of(videos, coupled=True, tokens=16384)[:, 0].tolist() == [0, 5, 10, 15]
-    assert some_of(videos[:6], coupled=True, tokens=16384)[:, 0].tolist() == [0, 1, 3, 4]
-    assert len(some_of(videos[:3], coupled=False, tokens=16384)) == 3
-    assert some_of(videos, coupled=False, tokens=16384, wanted=2)[:, 0].tolist() == [0, 10]
-    assert some_of(videos, coupled=True, tokens=16384, wanted=1)[:, 0].tolist() == [0, 10]
-    assert len(some_of(videos, coupled=False, tokens=16384, wanted=21)) == 20
-    assert [batch_rows(count, 256, coupled=False) for count in (1, 2, 4, 5, 32)] == [1, 2, 2, 2, 2]
-    assert [batch_rows(count, 100, coupled=True) for count in (2, 6, 16)] == [2, 4, 4]
-    assert [batch_rows(4, chunk, coupled=False) for chunk in (1, 101, 256, 4096)] == [4, 4, 2, 1]
-
-
-def test_a_store_forgets_what_was_not_used_for_longest() -> None:
-    store: Kept[str] = Kept(10)
-    store.put((1.0,), "a", 4)
-    store.put((2.0,), "b", 4)
-    assert store.get((1.0,)) == "a"
-    store.put((3.0,), "c", 4)
-    assert [store.get(key) for key in ((1.0,), (2.0,), (3.0,))] == ["a", None, "c"]
-    store.put((4.0, None), "d", 99)
-    assert [store.get(key) for key in ((1.0,), (4.0, None))] == [None, "d"]
-    store.drop(lambda key: len(key) > 1)
-    assert store.get((4.0, None)) is None

@@ -1,7 +1,5 @@
 """The search for thresholds, on a decoder made of numbers."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 from fastcar_compile.gates import GATES
 from fastcar_compile.tune.curves import HOPELESS
 from fastcar_compile.tune.rule import Measurement
-from fastcar_compile.tune.search import BESIDE, QUANTILES, TOLERANCE, Journal, Search
+from fastcar_compile.tune.search import QUANTILES, TOLERANCE, Journal, Search
 
 SCORES = (torch.linspace(0, 1, 1001), torch.linspace(0, 3, 1001))
 
@@ -133,16 +131,3 @@ def test_a_shift_needs_few_measurements(target: float) -> None:
     found = one.shifted((one.at(0, 0.5), one.at(1, 0.6)), target)
     assert target <= one.outcome(found).replay <= target + TOLERANCE
     assert one.count - measured <= 3
-
-
-def test_neighbours_of_a_shift_are_measured_once() -> None:
-    one = smooth()
-    values = one.shifted((one.at(0, 0.5), one.at(1, 0.6)), 0.57)
-    measured = one.count
-    distance, other = one.beside(values)
-    assert one.outcome(other).replay - one.outcome(values).replay == pytest.approx(distance, abs=0.003)
-    assert one.count == measured, "the shift has measured both"
-    distance, other = one.beside((one.at(0, 0.1), one.at(1, 0.2)))
-    assert (distance, one.count) == (BESIDE[1], measured)
-    one.outcome(other)
-    assert one.count == measured + 1

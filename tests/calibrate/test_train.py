@@ -1,7 +1,5 @@
 """Training of gates: the decoder with gradients against the evaluator, what training gains, the file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

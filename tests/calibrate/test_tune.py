@@ -1,7 +1,5 @@
 """Fine-tuning for replay: what it changes, what it gains, and both training commands."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

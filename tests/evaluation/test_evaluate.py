@@ -1,7 +1,5 @@
 """fastcar evaluate: rows, resumption, pictures, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -151,11 +149,6 @@ def test_a_window_is_masked_attention() -> None:
             torch.testing.assert_close(found[:, head, i], expected)
 
 
-def test_a_window_over_everything_is_full_attention(study: Study, rows: list[dict[str, Any]]) -> None:
-    wide = study.judge.measure(Case("dense", attention=SinkWindow(LENGTH, 0))).row
-    assert wide["nll"] == pytest.approx(rows[0]["nll"], rel=1e-6)
-
-
 def test_rows_are_kept(study: Study, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     options: dict[str, Any] = {"decoder": "tiny", "tokens_per_frame": FRAME, "journal": study._journal}
@@ -286,19 +279,3 @@ def test_command_line_refuses(fastcar: tuple[Path, Callable[..., tuple[int, str]
     for words, message in cases:
         code, text = run(*words)
         assert (code, message in text) == (2, True), text
-
-
-def test_a_window_is_that_of_the_sparse_attention_pass() -> None:
-    """The mask over the whole cache against the operator over a ring cache."""
-    torch.manual_seed(1)
-    length, sinks, window, steps = 30, 3, 8, 5
-    keys, values, query = torch.randn(2, 2, length, 8), torch.randn(2, 2, length, 8), torch.randn(2, 4, steps, 8)
-    ring = torch.zeros(2, 2, sinks + window + steps - 1, 8), torch.zeros(2, 2, sinks + window + steps - 1, 8)
-    for start in range(0, length, steps):
-        at = torch.tensor([start])
-        ring = tuple(
-            torch.ops.fastcar.ring_write(cache, whole[:, :, start : start + steps], at, sinks)
-            for cache, whole in zip(ring, (keys, values), strict=True)
-        )
-        expected = torch.ops.fastcar.window_attention(query, *ring, at, 0.3, sinks, window)
-        torch.testing.assert_close(SinkWindow(window, sinks)(query, keys, values, at, 0.3), expected)
