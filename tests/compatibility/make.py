@@ -3,8 +3,6 @@
 It is written where a schema version goes up, on x86-64, and stays as it is until the next one.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tarfile

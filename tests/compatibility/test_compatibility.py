@@ -1,7 +1,5 @@
 """Artifacts of a schema version open and decode as they did when they were written; what they need is named."""
 
-from __future__ import annotations
-
 import json
 import platform
 import tarfile

@@ -1,7 +1,5 @@
 """Values that are hard to round, and caches of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

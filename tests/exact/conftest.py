@@ -1,7 +1,5 @@
 """One artifact with exact numerics whose whole decode step is on the accelerator."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,9 @@ def compiled(folder: Path, **options: Any) -> fc.Artifact:
     if options.get("offload") != "all":
         defaults |= {"kv": "int8", "numerics": "exact"}
     return fc.compile(
-        llama(initializer_range=0.2, head_dim=32),
-        tokens_per_frame=FRAME,
-        max_seq_len=LENGTH,
-        batch_size=BATCH,
-        output=folder / "artifact",
-        **{**defaults, **options},
-    )
+        llama(initializer_range=0.2, head_dim=32), tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=BATCH,
+        output=folder / "artifact", **{**defaults, **options},
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")

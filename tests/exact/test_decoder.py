@@ -1,7 +1,5 @@
 """A decoder with exact numerics: one artifact, equal bits on every backend that has them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The TVM kernels against the operators, bit for bit."""
 
-from __future__ import annotations
-
 import platform
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The operators against the numpy reference bit for bit, and the reference against float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

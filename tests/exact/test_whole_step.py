@@ -1,7 +1,5 @@
 """offload="all": the whole decode step on the accelerator, in C simulation and on the stand-in for a board."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A gate of another package: one file, made of ATen operators alone, so that no backend needs to know it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fastcar_compile.gates import Call, Comparison, Gate, GateValues, operator

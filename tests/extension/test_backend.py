@@ -1,7 +1,5 @@
 """A backend that another package registers: compile side and device side, through entry points."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

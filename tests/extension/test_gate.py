@@ -1,7 +1,5 @@
 """A gate that another package registers as an entry point: it compiles, and every backend decides alike."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A network whose sums are exact in any order, so that kernels can be compared bit for bit on every instruction set."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

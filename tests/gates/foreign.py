@@ -1,7 +1,5 @@
 """A gate of another package, without installing one: the host decides it, whatever its score is."""
 
-from __future__ import annotations
-
 import pytest
 
 from fastcar_compile.gates import GATES

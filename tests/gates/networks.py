@@ -1,7 +1,5 @@
 """Random weights for the gate `learned`."""
 
-from __future__ import annotations
-
 import torch
 
 from fastcar_compile.gates import GateWeights

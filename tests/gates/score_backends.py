@@ -1,7 +1,5 @@
 """The gates' scores on every backend: built once for a shape, then called with numpy arrays."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Scores bit for bit: eager, TVM, onnxruntime, numpy and the HLS functions, ill-conditioned values included."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 from importlib.resources import files

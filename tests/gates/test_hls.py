@@ -1,7 +1,5 @@
 """Gates on an accelerator: its controller decides, and equals cpu."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -41,16 +39,9 @@ def tokens() -> np.ndarray:
 def built(replay: fc.ReplayConfig, output: Path) -> fc.Artifact:
     """A random Llama for a board, w8a8."""
     return fc.compile(
-        llama(),
-        "zcu102",
-        offload="mlp",
-        tokens_per_frame=FRAME,
-        max_seq_len=LENGTH,
-        batch_size=ROWS,
-        replay=replay,
-        prefill_chunk=1,
-        output=output,
-    )
+        llama(), "zcu102", offload="mlp", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, replay=replay,
+        prefill_chunk=1, output=output,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,8 @@
 """The weights of gate `learned`: the file, what is refused, and where they are needed."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from torch import Tensor
 import fastcar_compile as fc
 from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.gates import GATES, GateWeights, gate_named
-from fastcar_compile.gates.weights import weight_bytes, weights_in
 from fastcar_compile.ir.pass_manager import pipeline_from_string, pipeline_to_string
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import PASSES
@@ -37,11 +33,6 @@ def test_file_round_trip_keeps_the_rounded_values(tmp_path: Path) -> None:
     assert torch.equal(stored["layer.0.w1"], weights.layer(0).w1.float())
     again.save(tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-
-
-def test_bytes_are_those_of_the_tensors() -> None:
-    params = networks(24, 5).layer(0).params()
-    assert weight_bytes(5, 24) == sum(t.numel() * t.element_size() for t in params.values())
 
 
 def test_other_values_have_another_digest() -> None:
@@ -176,12 +167,3 @@ def test_cases_are_read_with_their_weights(tmp_path: Path) -> None:
             load_cases(tmp_path / "cases.json", given)
     others = load_cases(tmp_path / "cases.json", gates=["none"])
     assert others == cases[:1], "those of a gate that is trained anew need not be read"
-
-
-def test_weights_of_a_program() -> None:
-    weights = networks(8, 3, 2)
-    params: dict[str, Any] = {
-        f"gate_{name}_{layer}": t for layer in (0, 1) for name, t in weights.layer(layer).params().items()
-    }
-    assert weights_in(params, 2) == weights
-    assert weights_in({}, 2) is None

@@ -1,7 +1,5 @@
 """The exported decoder: names, `If` per replayable layer, deterministic bytes, MLP really skipped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -30,14 +28,9 @@ def program(quant: str = "none", thresholds: tuple[float | None, ...] = (0.0, No
     captured = capture(model, batch_size=1, max_seq_len=LENGTH, tokens_per_frame=FRAME, prefill_chunk=0)
     run_pipeline(captured, analysis_pipeline())
     config = CompileConfig(
-        target="cpu",
-        tokens_per_frame=FRAME,
-        max_seq_len=LENGTH,
-        batch_size=1,
-        quant=quant,
-        replay=ReplayConfig(threshold=thresholds),
-        prefill_chunk=1,
-    )
+        target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=1, quant=quant,
+        replay=ReplayConfig(threshold=thresholds), prefill_chunk=1,
+    )  # fmt: skip
     return run_pipeline(captured, rewrite_pipeline(config, len(thresholds)))
 
 

@@ -1,7 +1,5 @@
 """Every ONNX operator definition against the eager one."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A file is read each time, unless the caller keeps digests; a changed file is read always."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pwd

@@ -1,7 +1,5 @@
 """Decoding loads neither torch nor the compiler, and lives with both in one process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

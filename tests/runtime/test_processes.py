@@ -1,7 +1,5 @@
 """Sessions and child processes: fork before and after opening, and spawn; and what a thousand sessions leave."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """How a session cuts a prompt: chunks, a padded rest, and single tokens where few are left."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`Sampling` against Transformers' own processors, and its draws."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

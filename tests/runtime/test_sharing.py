@@ -1,9 +1,6 @@
 """One session, one thread, one process: what the others are told."""
 
-from __future__ import annotations
-
 import copy
-import os
 import pickle
 import sys
 import threading
@@ -166,13 +163,6 @@ def test_callbacks_may_read_and_set_thresholds_but_not_decode(session: Session) 
     np.testing.assert_array_equal(session.generate(prompt, 4), expected)
 
 
-def test_a_session_of_a_callback_decodes(session: Session) -> None:
-    other = Session(SlowStepper(), program(CASE).config, [None] * LAYERS)
-    seen: list[int] = []
-    session.generate(token()[:, None], 4, on_token=lambda _: seen.append(int(other.step(token())[0].argmax())))
-    assert seen == [1, 2, 3, 4]
-
-
 def test_a_closed_session_says_so(session: Session) -> None:
     with session as same:
         assert same is session
@@ -233,16 +223,6 @@ def test_an_interrupt_anywhere_leaves_the_session_to_its_thread(name: str) -> No
     assert place > 20
 
 
-def test_an_interrupted_callback_leaves_the_session_usable(session: Session) -> None:
-    def interrupt(_token: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        session.generate(token()[:, None], 2, on_token=interrupt)
-    session.reset()
-    session.step(token())
-
-
 def test_a_failed_call_leaves_the_session_usable(session: Session) -> None:
     for bad in (np.zeros(ROWS, np.int32), np.full(ROWS, -1)):
         with pytest.raises(InputError):
@@ -261,9 +241,3 @@ def test_a_session_is_not_copied(session: Session, copied: Callable[[Session], o
 def test_a_number_of_threads_that_is_none(count: Any) -> None:
     with pytest.raises(InputError, match="expected is a whole number from 1 to"):
         thread_count(count)
-
-
-def test_numbers_of_threads() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert [thread_count(n) for n in (1, np.int64(1), cores)] == [1, 1, cores]
-    assert 1 <= thread_count(None) <= cores

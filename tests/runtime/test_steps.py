@@ -1,7 +1,5 @@
 """What a step may not do: allocate, move state or weights, or depend on the number of threads."""
 
-from __future__ import annotations
-
 import gc
 import os
 import tracemalloc

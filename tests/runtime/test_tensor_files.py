@@ -1,7 +1,5 @@
 """Weights on disk: any sizes in any order, written in whole chunks."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 
@@ -87,12 +85,6 @@ def test_every_byte_must_be_given(tmp_path: Path, at: int, length: int, given: i
     specs = {"a": TensorSpec.of(np.zeros(4, np.uint8)), "b": TensorSpec.of(np.zeros(0, np.uint8))}
     with pytest.raises(InternalError, match=f"a has 4 bytes; {given} were given"):
         write_pieces(tmp_path, "w.safetensors", specs, [("a", at, memoryview(bytes(length)))])
-
-
-def test_large_tensors_are_not_copied_chunk_by_chunk(tmp_path: Path) -> None:
-    with _Recorded(tmp_path / "file") as stream:
-        _Chunks(stream, 4 * CHUNK).write(0, memoryview(bytes(4 * CHUNK)))
-    assert stream.writes == [(0, 4 * CHUNK)]
 
 
 def test_a_file_may_take_less_than_it_is_given(tmp_path: Path) -> None:

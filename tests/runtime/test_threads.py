@@ -1,7 +1,5 @@
 """How many cores are used: affinity, control groups, TVM's pool."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

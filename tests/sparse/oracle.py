@@ -1,7 +1,5 @@
 """What sparse attention means: full caches and a mask; and StreamingLLM as its paper tells it, key by key."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

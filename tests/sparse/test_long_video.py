@@ -1,7 +1,5 @@
 """The benchmark of long videos: its rows and its plot, on three frames of one video."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The ring's operators against full caches and a mask; the kernels and ONNX definitions against the operators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Device side: every decode step of the cpu backend is also a line of a file."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Compile side: name the columns after the decoder's layers, and write them for people too."""
 
-from __future__ import annotations
-
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_recorder.section import RecorderSection

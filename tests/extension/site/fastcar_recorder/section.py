@@ -1,7 +1,5 @@
 """What the emitter tells the backend. The device side imports this, and nothing of the compiler."""
 
-from __future__ import annotations
-
 from fastcar_compile.artifact.sections import Section
 
 
