@@ -1,12 +1,11 @@
 """What a case is, and the sizes that all cases share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import transformers as hf
 from torch import Tensor, nn
 
 BATCH, PROMPT, FRAME, LENGTH, CHUNK = 2, 3, 5, 24, 4
@@ -113,16 +112,14 @@ class Transformer:
 def transformer(kind: type[nn.Module], config: Callable[..., Any], **changes: Any) -> Transformer:
     """Return what builds a model; a change of `...` leaves the shared size out."""
     sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": WIDTH,
-        "intermediate_size": MLP_WIDTH,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": LENGTH,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
+        "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": MLP_WIDTH, "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS, "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "bos_token_id": 0,
+        "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
     arguments = {name: value for name, value in {**sizes, **changes}.items() if value is not ...}
     return Transformer(kind, config, arguments)
+
+
+def causal(name: str, **changes: Any) -> Transformer:
+    """Return what builds `{name}ForCausalLM` of Transformers, as `transformer` does."""
+    return transformer(getattr(hf, f"{name}ForCausalLM"), getattr(hf, f"{name}Config"), **changes)

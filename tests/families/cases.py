@@ -1,7 +1,5 @@
 """The list: what docs/reference/models.md says, and what the tests check."""
 
-from __future__ import annotations
-
 from .case import Case
 from .cosmos import COSMOS
 from .cosmos_video2world import COSMOS_VIDEO2WORLD

@@ -4,8 +4,6 @@ RoPE over time, rows and columns of the video, a norm of every query and key hea
 What is added: caches and tables are buffers.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ The blocks of Cosmos, with cross-attention to the text embeddings of a T5 betwee
 and a residual of its own, and norms of query and key heads, but no RoPE. Every layer adds the absolute positions again.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """docs/reference/models.md, written from the list of cases."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from .case import Case

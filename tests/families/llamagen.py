@@ -5,29 +5,16 @@ keys and values that are repeated for all query heads; a table of causal masks. 
 write: a step of two arguments, and one table for tokens and classes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .case import BATCH, HEADS, LAYERS, LENGTH, VOCAB, WIDTH, Case, Plain
+from .cosmos import CosmosNorm
 
 GRID, CLASSES = 4, 3
 """Rows and columns of a picture; classes. Here a video is pictures one after the other, after one class token."""
 MLP = r"(?:.*\.)?layers\.(\d+)\.feed_forward"
-
-
-class RMSNorm(nn.Module):
-    """x divided by its root mean square."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(torch.mean(wide * wide, dim=-1, keepdim=True) + 1e-5)).type_as(x) * self.weight
 
 
 class FeedForward(nn.Module):
@@ -93,7 +80,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, kv_heads: int) -> None:
         super().__init__()
         self.attention, self.feed_forward = Attention(kv_heads), FeedForward()
-        self.attention_norm, self.ffn_norm = RMSNorm(WIDTH), RMSNorm(WIDTH)
+        self.attention_norm, self.ffn_norm = CosmosNorm(WIDTH), CosmosNorm(WIDTH)
         self.drop_path = nn.Identity()
 
     def forward(self, x: Tensor, freqs_cis: Tensor, input_pos: Tensor, mask: Tensor) -> Tensor:
@@ -112,7 +99,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.tok_dropout = nn.Dropout(0.1)
         self.layers = nn.ModuleList([TransformerBlock(kv_heads) for _ in range(LAYERS)])
-        self.norm = RMSNorm(WIDTH)
+        self.norm = CosmosNorm(WIDTH)
         self.register_buffer("freqs_cis", freqs_cis_2d(WIDTH // HEADS, prefix), persistent=False)
         mask = torch.tril(torch.ones(LENGTH, LENGTH, dtype=torch.bool)).unsqueeze(0).repeat(BATCH, 1, 1)
         self.register_buffer("causal_mask", mask, persistent=False)

@@ -5,41 +5,14 @@ after they are read, and the RoPE tables are selected by position in every layer
 buffers.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .case import BATCH, HEADS, LAYERS, LENGTH, MLP_WIDTH, VOCAB, WIDTH, Case, Plain
+from .case import BATCH, HEADS, LAYERS, LENGTH, VOCAB, WIDTH, Case, Plain
+from .cosmos import CosmosMlp, CosmosNorm
 
 KV_HEADS, HEAD_DIM = 2, WIDTH // HEADS
-
-
-class MineWorldNorm(nn.Module):
-    """x divided by its root mean square."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * wide.to(x.dtype)
-
-
-class MineWorldMlp(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(WIDTH, MLP_WIDTH, bias=False)
-        self.up_proj = nn.Linear(WIDTH, MLP_WIDTH, bias=False)
-        self.down_proj = nn.Linear(MLP_WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class MineWorldAttention(nn.Module):
@@ -80,8 +53,8 @@ class MineWorldLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.self_attn, self.mlp = MineWorldAttention(), MineWorldMlp()
-        self.input_layernorm, self.post_attention_layernorm = MineWorldNorm(), MineWorldNorm()
+        self.self_attn, self.mlp = MineWorldAttention(), CosmosMlp()
+        self.input_layernorm, self.post_attention_layernorm = CosmosNorm(WIDTH), CosmosNorm(WIDTH)
 
     def forward(self, x: Tensor, mask: Tensor, position_ids: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), mask, position_ids, tables)
@@ -100,7 +73,7 @@ class MineWorld(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList([MineWorldLayer() for _ in range(LAYERS)])
-        self.norm, self.lm_head = MineWorldNorm(), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.norm, self.lm_head = CosmosNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         freqs = 1.0 / (10000 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))
         angles = torch.einsum("i,j->ij", torch.arange(LENGTH).float(), freqs)
         angles = torch.cat((angles, angles), dim=-1)

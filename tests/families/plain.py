@@ -1,7 +1,5 @@
 """Plain modules: a nanoGPT with a cache. They follow docs/reference/step_protocol.md."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

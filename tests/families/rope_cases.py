@@ -1,12 +1,8 @@
 """Kinds of RoPE. Two of them choose their frequencies by the length of the sequence, which is compiled: LENGTH."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
-
-from .case import LENGTH, Case, Transformer, transformer
+from .case import LENGTH, Case, Transformer, causal
 
 ORIGINAL = LENGTH // 2
 """The length that a model was trained for, where the compiled one is beyond it."""
@@ -15,30 +11,23 @@ _LLAMA3 = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
 
 def _llama(kind: str, length: int = LENGTH, **parameters: Any) -> Transformer:
     rope = {"rope_type": kind, "rope_theta": 100.0, **parameters}
-    return transformer(LlamaForCausalLM, LlamaConfig, rope_parameters=rope, max_position_embeddings=length)
+    return causal("Llama", rope_parameters=rope, max_position_embeddings=length)
 
 
 def _longrope(original: int) -> Transformer:
     rope = {
-        "rope_type": "longrope",
-        "rope_theta": 100.0,
-        "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [1.5, 2.0, 2.5, 3.0],
-        "factor": 2.0,
-        "original_max_position_embeddings": original,
-    }
+        "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.5, 2.0, 2.5, 3.0], "factor": 2.0, "original_max_position_embeddings": original,
+    }  # fmt: skip
     lengths = {"original_max_position_embeddings": original, "max_position_embeddings": 2 * original}
-    return transformer(Phi3ForCausalLM, Phi3Config, rope_parameters=rope, **lengths)
+    return causal("Phi3", rope_parameters=rope, **lengths)
 
 
 ROPE = [
     Case("llama-linear-rope", "Llama", "linear RoPE", _llama("linear", factor=2.0)),
     Case("llama-llama3-rope", "Llama", "llama3 RoPE", _llama("llama3", **_LLAMA3)),
     Case(
-        "llama-yarn-rope",
-        "Llama",
-        "yarn RoPE",
-        _llama("yarn", factor=2.0, original_max_position_embeddings=ORIGINAL),
+        "llama-yarn-rope", "Llama", "yarn RoPE", _llama("yarn", factor=2.0, original_max_position_embeddings=ORIGINAL)
     ),
     Case(
         "llama-dynamic-rope",

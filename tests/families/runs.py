@@ -1,7 +1,5 @@
 """How a case is compiled and decoded."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -39,18 +37,9 @@ def compiled(case: Case, output: Path, target: str = "cpu", quant: str = "none")
     """Return the artifact of a case, whose warning is asserted."""
     with nullcontext() if case.warned is None else pytest.warns(UserWarning, match=case.warned):
         return fc.compile(
-            case.build(),
-            target,
-            quant=quant,
-            offload="mlp",
-            tokens_per_frame=case.frame,
-            max_seq_len=case.length,
-            batch_size=BATCH,
-            prefill_chunk=CHUNK,
-            kv=case.kv,
-            replay=fc.ReplayConfig(gate=case.gate),
-            output=output,
-        )
+            case.build(), target, quant=quant, offload="mlp", tokens_per_frame=case.frame, max_seq_len=case.length,
+            batch_size=BATCH, prefill_chunk=CHUNK, kv=case.kv, replay=fc.ReplayConfig(gate=case.gate), output=output,
+        )  # fmt: skip
 
 
 def rewritten(case: Case) -> Session:

@@ -1,42 +1,9 @@
 """Decoders whose blocks are written in another way: in-place sums, `x @ w.T`, folded rows, adapters."""
 
-from __future__ import annotations
-
+import transformers as hf
 from torch import Tensor, nn
-from transformers import (
-    BambaConfig,
-    BambaForCausalLM,
-    BioGptConfig,
-    BioGptForCausalLM,
-    BloomConfig,
-    BloomForCausalLM,
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTJConfig,
-    GPTJForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    MptConfig,
-    MptForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
-from .case import HEADS, LAYERS, MLP_WIDTH, WIDTH, Case, randomize, transformer
+from .case import HEADS, LAYERS, MLP_WIDTH, WIDTH, Case, causal, randomize, transformer
 
 _FALCON = {"intermediate_size": ..., "num_key_value_heads": ..., "ffn_hidden_size": MLP_WIDTH}
 _NONE = dict.fromkeys(
@@ -81,11 +48,11 @@ class LoraLinear(nn.Module):
 class Lora:
     """A Llama with adapters on the MLPs' linears and on queries."""
 
-    kind = LlamaForCausalLM
+    kind = hf.LlamaForCausalLM
 
     def __call__(self) -> nn.Module:
         """Return the model; adapters are random too."""
-        model = transformer(LlamaForCausalLM, LlamaConfig)()
+        model = causal("Llama")()
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear) and (".mlp." in name or name.endswith("q_proj")):
                 path, _, leaf = name.rpartition(".")
@@ -98,129 +65,106 @@ STRUCTURES = [
         "falcon-new",
         "Falcon",
         "new architecture: two norms, groups of key/value heads, `x @ w.T`, in-place sums",
-        transformer(FalconForCausalLM, FalconConfig, **_FALCON, new_decoder_architecture=True, num_kv_heads=2),
+        causal("Falcon", **_FALCON, new_decoder_architecture=True, num_kv_heads=2),
     ),
     Case(
         "falcon-7b",
         "Falcon",
         "attention and MLP in parallel on one norm, one key/value head",
-        transformer(FalconForCausalLM, FalconConfig, **_FALCON, multi_query=True, parallel_attn=True),
+        causal("Falcon", **_FALCON, multi_query=True, parallel_attn=True),
     ),
     Case(
         "falcon-rw",
         "Falcon",
         "attention, then MLP; biases",
-        transformer(FalconForCausalLM, FalconConfig, **_FALCON, multi_query=False, parallel_attn=False, bias=True),
+        causal("Falcon", **_FALCON, multi_query=False, parallel_attn=False, bias=True),
     ),
     Case(
         "opt",
         "OPT",
         "rows folded around the MLP, ReLU, learned positions with an offset",
-        transformer(OPTForCausalLM, OPTConfig, **_OPT),
+        causal("OPT", **_OPT),
         mlp=(r".*layers\.(\d+)\.fc1", r".*layers\.(\d+)\.fc2"),
     ),
     Case(
         "biogpt",
         "BioGPT",
         "positions counted from a mask, learned positions with an offset",
-        transformer(BioGptForCausalLM, BioGptConfig, num_key_value_heads=...),
+        causal("BioGpt", num_key_value_heads=...),
         mlp=(r".*layers\.(\d+)\.fc1", r".*layers\.(\d+)\.fc2"),
     ),
     Case(
         "gptj",
         "GPT-J",
         "attention and MLP in parallel on one norm, interleaved RoPE on a part of the head",
-        transformer(GPTJForCausalLM, GPTJConfig, **_NONE, **_GPT2, n_inner=MLP_WIDTH, rotary_dim=4),
+        causal("GPTJ", **_NONE, **_GPT2, n_inner=MLP_WIDTH, rotary_dim=4),
     ),
     Case(
         "mixtral",
         "Mixtral",
         "experts",
-        transformer(MixtralForCausalLM, MixtralConfig, num_local_experts=4),
+        causal("Mixtral", num_local_experts=4),
         refused="a mixture of experts: a router chooses the MLP of each token",
     ),
     Case(
         "mamba",
         "Mamba",
         "state-space layers",
-        transformer(MambaForCausalLM, MambaConfig, **_MAMBA),
+        causal("Mamba", **_MAMBA),
         refused="a state-space layer or another one with a convolution along time",
     ),
     Case(
         "bamba",
         "Bamba",
         "state-space layers and attention",
-        transformer(BambaForCausalLM, BambaConfig, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8),
+        causal("Bamba", attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8),
         refused="a state-space layer or another one with a convolution along time",
     ),
     Case(
         "qwen3-next",
         "Qwen3-Next",
         "linear attention and attention",
-        transformer(
-            Qwen3NextForCausalLM,
-            Qwen3NextConfig,
-            num_experts=0,
-            head_dim=8,
-            layer_types=["linear_attention", "full_attention"],
-            **_DELTA,
-        ),
+        causal("Qwen3Next", num_experts=0, head_dim=8, layer_types=["linear_attention", "full_attention"], **_DELTA),
         refused="a state-space layer or another one with a convolution along time",
     ),
-    Case(
-        "bloom",
-        "Bloom",
-        "ALiBi",
-        transformer(BloomForCausalLM, BloomConfig, **_BLOOM),
-        refused="ALiBi or another bias of the attention scores",
-    ),
-    Case(
-        "mpt",
-        "MPT",
-        "ALiBi",
-        transformer(MptForCausalLM, MptConfig, **_MPT),
-        refused="ALiBi or another bias of the attention scores",
-    ),
+    Case("bloom", "Bloom", "ALiBi", causal("Bloom", **_BLOOM), refused="ALiBi or another bias of the attention scores"),
+    Case("mpt", "MPT", "ALiBi", causal("Mpt", **_MPT), refused="ALiBi or another bias of the attention scores"),
     Case(
         "deepseek-v2",
         "DeepSeek-V2",
         "latent attention, no experts",
-        transformer(DeepseekV2ForCausalLM, DeepseekV2Config, **_LATENTS, **_DENSE),
+        causal("DeepseekV2", **_LATENTS, **_DENSE),
         refused="multi-head latent attention: it caches one latent per token",
     ),
     Case(
         "deepseek-v3",
         "DeepSeek-V3",
         "latent attention, no experts",
-        transformer(DeepseekV3ForCausalLM, DeepseekV3Config, **_LATENTS, **_DENSE),
+        causal("DeepseekV3", **_LATENTS, **_DENSE),
         refused="multi-head latent attention: it caches one latent per token",
     ),
     Case(
         "t5",
         "T5",
         "encoder and decoder",
-        transformer(T5ForConditionalGeneration, T5Config, **_NONE, **_T5),
+        transformer(hf.T5ForConditionalGeneration, hf.T5Config, **_NONE, **_T5),
         refused="an encoder and a decoder: its decoder attends to what an encoder made",
     ),
     Case(
         "opt-post-norm",
         "OPT",
         "norms behind the residual adds (350m)",
-        transformer(OPTForCausalLM, OPTConfig, **_OPT, do_layer_norm_before=False),
+        causal("OPT", **_OPT, do_layer_norm_before=False),
         refused="the norm stands behind the residual add, so that the stream itself is normalised (post-norm)",
     ),
     Case(
         "gpt2-cross",
         "GPT-2",
         "cross-attention",
-        transformer(GPT2LMHeadModel, GPT2Config, **_NONE, **_GPT2, add_cross_attention=True),
+        transformer(hf.GPT2LMHeadModel, hf.GPT2Config, **_NONE, **_GPT2, add_cross_attention=True),
         refused="cross-attention: its layers attend to another sequence",
     ),
     Case(
-        "llama-lora",
-        "Llama",
-        "LoRA adapters on attention and MLP, merged",
-        Lora(),
-        warned="LoRA adapters are merged",
+        "llama-lora", "Llama", "LoRA adapters on attention and MLP, merged", Lora(), warned="LoRA adapters are merged"
     ),
 ]

@@ -4,21 +4,23 @@ Every case runs as a rewritten graph. Those that `full` marks are compiled once 
 between them every operator. FAMILIES=all (`make families`) compiles all of them, and simulates the accelerator of each.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.frontend.huggingface import fixed_frequencies
 
 from .case import Case
 from .cases import CASES
+from .document import DOCUMENT, document
 from .reference import Run, dense, replayed
+from .rope_cases import ROPE
 from .runs import check, compiled, decode, inputs_of, rewritten
 
 BACKENDS = ("eager", "cpu", "onnxruntime")
@@ -73,3 +75,30 @@ def test_what_is_refused_says_why(case: Case, tmp_path: Path) -> None:
     assert case.refused is not None
     assert case.refused in str(refusal.value)
     assert not (tmp_path / "none").exists()
+
+
+def test_the_page_is_what_the_list_says() -> None:
+    assert DOCUMENT.read_text("utf-8") == document(), "run: python -m tests.families"
+
+
+def test_names_are_told_apart() -> None:
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+
+
+BY_LENGTH = [case for case in ROPE if "longrope" in case.name or "dynamic" in case.name]
+
+
+@pytest.mark.parametrize("case", BY_LENGTH, ids=lambda case: case.name)
+def test_frequencies_are_those_of_the_length(case: Case) -> None:
+    """Also in a model that has run beyond its original length before, and with positions of the first frame."""
+    models: list[Any] = [case.build(), case.build()]
+    original, used = (model.model.rotary_emb for model in models)
+    x, last = torch.zeros(1, 1), torch.tensor([[case.length - 1]])
+    used(x, last)
+    before = used.inv_freq.clone(), used.rope_type
+    with fixed_frequencies(models[1], case.length):
+        cosines = used(x, torch.arange(case.length)[None])[0]
+        assert torch.equal(used(x, torch.arange(3)[None])[0], cosines[:, :3])
+    assert torch.equal(cosines, original(x, torch.arange(case.length)[None])[0])
+    assert (torch.equal(used.inv_freq, before[0]), used.rope_type) == (True, before[1])
