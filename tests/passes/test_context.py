@@ -164,19 +164,6 @@ def test_the_context_becomes_state_that_the_graphs_only_read() -> None:
     assert program.config.context == MASKED
 
 
-def test_keys_and_values_are_computed_by_the_context_graph_alone() -> None:
-    program = crossed(CrossBlock)
-    run_pipeline(program, analysis_pipeline())
-    assert program.context is not None
-    weights = [
-        {str(n.target) for n in module.graph.find_nodes(op="get_attr")} & {"blocks.0.k.weight", "blocks.0.v.weight"}
-        for module in (program.graph_module, program.prefill, program.context)
-        if module is not None
-    ]
-    assert weights == [set(), set(), {"blocks.0.k.weight", "blocks.0.v.weight"}]
-    assert NormalizeState().apply(program) is False
-
-
 @pytest.mark.parametrize("block", [CrossBlock, Capped])
 def test_logits_are_those_of_the_module(block: type[CrossBlock]) -> None:
     program = run_pipeline(crossed(block, block), analysis_pipeline())
