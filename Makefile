@@ -1,11 +1,11 @@
-# make demo | play | test | pytest | families | fuzz | lint | lowest | docs | bench | lock | sbom | release | clean. Everything runs in .venv;
+# make demo | play | check | test | pytest | families | fuzz | lint | lowest | docs | bench | lock | sbom | release | clean. Everything runs in .venv;
 # nothing is installed outside it, but for build/.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.dev
 
-.PHONY: demo play test pytest families fuzz lint lowest docs bench lock sbom release clean
+.PHONY: demo play check test pytest families fuzz lint lowest docs bench lock sbom release clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -24,6 +24,14 @@ play: $(GAME)/manifest.json
 
 $(GAME)/manifest.json: Makefile $(VENV)/.compile $(wildcard $(WORLD)/decoder/*) $(shell find fastcar_compile -name '*.py')
 	$(BIN)/fastcar compile $(WORLD)/decoder --target cpu --quant w8a8 --kv float16 $(GATE) --output $(GAME)
+
+# Before a commit, in about two minutes: the sources that differ from main, the passes, and a decode on every backend.
+BASE   = $(shell git merge-base HEAD origin/main 2>/dev/null || git rev-parse HEAD)
+CHANGED = $(shell git diff --name-only --diff-filter=d $(BASE) -- '*.py'; git ls-files --others --exclude-standard -- '*.py')
+QUICK  := test_architecture.py passes test_mlp_kinds.py::test_cpu_and_hls_simulation_are_equal_and_others_close
+check: $(STAMP)
+	@files="$(CHANGED)"; [ -z "$$files" ] || { $(BIN)/ruff check $$files && $(BIN)/ruff format --check $$files && $(BIN)/pyright $$files; }
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(QUICK:%=tests/%)
 
 test: lint pytest
 
