@@ -1,7 +1,5 @@
 """Shared fixtures. A test whose tool is missing is skipped by name; with CI=true it fails instead."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import importlib.util
@@ -29,16 +27,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONG = (
-    "test_full_video.py",
-    "test_board_backend.py",
-    "test_commands.py",
-    "test_checkpoint.py",
-    "test_board_program.py",
-    "test_hls.py",
-    "test_host_variants.py",
-    "test_real_artifact.py",
-    "test_offload_linears.py",
-)
+    "test_full_video.py", "test_board_backend.py", "test_commands.py", "test_checkpoint.py", "test_board_program.py",
+    "test_hls.py", "test_host_variants.py", "test_real_artifact.py", "test_offload_linears.py",
+)  # fmt: skip
 """Files that take minutes with few tests. They begin first and in this order, so that no worker ends alone with
 one of them, and that the two that share artifacts of a board do not wait for each other."""
 

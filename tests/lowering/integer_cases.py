@@ -1,7 +1,5 @@
 """Integer linears over small shapes: arguments, what the reference gives, and one module with a kernel for each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Compile one kernel and call it."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

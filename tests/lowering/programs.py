@@ -1,7 +1,5 @@
 """Small decoders, captured and rewritten by the real front end and passes, and lowered once per test run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,31 +41,19 @@ def program(case: Case) -> DecoderProgram:
     """The rewritten decode step and prefill chunk of a random Llama."""
     torch.manual_seed(7)
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=len(case.thresholds),
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=case.length,
-        mlp_bias=case.bias,
-        attention_bias=case.bias,
-        initializer_range=0.2,
-    )
+        hidden_size=64, intermediate_size=96, num_hidden_layers=len(case.thresholds), num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=case.length, mlp_bias=case.bias,
+        attention_bias=case.bias, initializer_range=0.2,
+    )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     captured = capture(model, batch_size=case.batch, max_seq_len=case.length, tokens_per_frame=FRAME, prefill_chunk=6)
     run_pipeline(captured, analysis_pipeline())
     limits = {"max_chain": case.max_chain, "couple_cfg": case.couple_cfg}
     replay = ReplayConfig(gate=case.gate, threshold=case.thresholds, **limits)
     options = CompileConfig(
-        target="cpu",
-        tokens_per_frame=FRAME,
-        max_seq_len=case.length,
-        batch_size=case.batch,
-        quant=case.quant,
-        replay=replay,
-        prefill_chunk=6,
-    )
+        target="cpu", tokens_per_frame=FRAME, max_seq_len=case.length, batch_size=case.batch, quant=case.quant,
+        replay=replay, prefill_chunk=6,
+    )  # fmt: skip
     return run_pipeline(captured, rewrite_pipeline(options, len(case.thresholds)))
 
 
@@ -116,13 +102,9 @@ def eager_backend(case: Case) -> EagerStepper:
     """The reference."""
     source = program(case)
     return EagerStepper(
-        source.graph_module,
-        source.outputs,
-        source.prefill,
-        source.prefill_outputs,
-        source.state,
+        source.graph_module, source.outputs, source.prefill, source.prefill_outputs, source.state,
         source.config.prefill_chunk,
-    )
+    )  # fmt: skip
 
 
 def tokens(case: Case, count: int, seed: int = 3) -> np.ndarray:

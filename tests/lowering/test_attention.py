@@ -1,7 +1,5 @@
 """Decode and chunk attention against the eager operator."""
 
-from __future__ import annotations
-
 import inspect
 from functools import cache, partial
 
@@ -20,10 +18,7 @@ from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
 from fastcar_compile.codegen.tvm.kernels.attention.decode import context_attention, decode_attention
 from fastcar_compile.codegen.tvm.kernels.attention.int8 import suits
 from fastcar_compile.codegen.tvm.kernels.attention.online import (
-    PARALLEL_CACHE_ELEMENTS,
-    SPLIT_CACHE_ELEMENTS,
     context_parts,
-    head_splits,
 )
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK
 from fastcar_compile.ir.ops.operator import loaded, stored
@@ -210,16 +205,6 @@ def test_query_heads_in_parallel_change_no_bit(
     results = [run(k, *inputs, torch.zeros(b, heads[0], 1, d))[-1] for k in (split, whole)]
     torch.testing.assert_close(*results, atol=0, rtol=0)
     torch.testing.assert_close(results[0], torch.ops.fastcar.attention(*inputs, 0.3), atol=1e-5, rtol=1e-4)
-
-
-def test_small_caches_stay_on_one_thread() -> None:
-    assert context_parts(4, PARALLEL_CACHE_ELEMENTS - 1) == 0
-    assert context_parts(1, PARALLEL_CACHE_ELEMENTS) == 16
-    assert context_parts(15, PARALLEL_CACHE_ELEMENTS) == 1
-    assert head_splits(4, 1, SPLIT_CACHE_ELEMENTS - 1) == 1
-    assert head_splits(4, 1, SPLIT_CACHE_ELEMENTS) == 4
-    assert head_splits(8, 4, SPLIT_CACHE_ELEMENTS) == 2
-    assert head_splits(4, 1, PARALLEL_CACHE_ELEMENTS) == 1
 
 
 @pytest.mark.parametrize("t", [1, 2])

@@ -1,7 +1,5 @@
 """int8 rows of a cache: written bit for bit as PyTorch writes them, on every instruction set of this CPU."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Linears of one input in one kernel: bit for bit those of the single kernels, and found in real decode steps."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import numpy as np

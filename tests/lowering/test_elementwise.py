@@ -1,7 +1,5 @@
 """TVM's elementwise kernels: no temporaries, parallel where large, and the same bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

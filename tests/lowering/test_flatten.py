@@ -3,8 +3,6 @@
 # pyright: reportInvalidTypeForm=false
 # TVMScript annotates tensors with calls.
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Activations as plain arithmetic: near float64's, and without a call of libm."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any, cast

@@ -1,12 +1,10 @@
 """Kernels that stand for several operators: exact against those, and found in real graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 from tvm.tirx import PrimFunc
@@ -35,16 +33,8 @@ fastcar = torch.ops.fastcar
 ISA = host_instruction_set()
 
 
-def _check_activated(m: int, k: int, activation: str, size: float, isa: InstructionSet) -> None:
-    gate, up = torch.randn(m, k) * size, torch.randn(m, k)
-    outputs = torch.zeros(m, k, dtype=torch.int8), torch.zeros(m)
-    *_, q, s = run(activate_quantize(m, k, activation, isa), gate, up, factor_table(activation), *outputs)
-    expected_q, expected_s = quantize_rows(gate * fastcar.activation_factor(gate, activation) * up)
-    assert torch.equal(q, expected_q)
-    assert torch.equal(s, expected_s)
-
-
 @few
+@example(33, 1001, "silu", 3.0, ISA, 0)  # in parallel
 @given(
     st.integers(1, 3),
     st.integers(1, 200),
@@ -57,16 +47,21 @@ def test_activate_quantize_is_exact(
     m: int, k: int, activation: str, size: float, isa: InstructionSet, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    _check_activated(m, k, activation, size, isa)
-
-
-def test_activate_quantize_in_parallel() -> None:
-    torch.manual_seed(0)
-    _check_activated(33, 1001, "silu", 3.0, ISA)
     assert PARALLEL_ROW_ELEMENTS <= 33 * 1001
+    gate, up = torch.randn(m, k) * size, torch.randn(m, k)
+    outputs = torch.zeros(m, k, dtype=torch.int8), torch.zeros(m)
+    *_, q, s = run(activate_quantize(m, k, activation, isa), gate, up, factor_table(activation), *outputs)
+    expected_q, expected_s = quantize_rows(gate * fastcar.activation_factor(gate, activation) * up)
+    assert torch.equal(q, expected_q)
+    assert torch.equal(s, expected_s)
 
 
-def _check_norm(m: int, k: int, size: float) -> None:
+@few
+@example(33, 1001, 1.0, 0)  # in parallel
+@given(st.integers(1, 3), st.integers(1, 200), st.sampled_from([0.0, 1e-3, 1.0, 300.0]), st.integers(0, 99))
+def test_rms_norm_quantize_is_exactly_the_norm_quantised(m: int, k: int, size: float, seed: int) -> None:
+    """An accelerator's host gets float rows, the CPU quantised ones: they must be the same numbers."""
+    torch.manual_seed(seed)
     x, w = torch.randn(m, k) * size, torch.rand(k) + 0.5
     y = run(rms_norm(m, k, 1e-6), x, w, torch.zeros(m, k))[-1]
     expected = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
@@ -78,30 +73,7 @@ def _check_norm(m: int, k: int, size: float) -> None:
 
 
 @few
-@given(st.integers(1, 3), st.integers(1, 200), st.sampled_from([0.0, 1e-3, 1.0, 300.0]), st.integers(0, 99))
-def test_rms_norm_quantize_is_exactly_the_norm_quantised(m: int, k: int, size: float, seed: int) -> None:
-    """An accelerator's host gets float rows, the CPU quantised ones: they must be the same numbers."""
-    torch.manual_seed(seed)
-    _check_norm(m, k, size)
-
-
-def test_rms_norm_in_parallel() -> None:
-    torch.manual_seed(0)
-    _check_norm(33, 1001, 1.0)
-
-
-def _check_layer_norm(m: int, k: int, size: float, offset: float) -> None:
-    x, w, b = torch.randn(m, k) * size + offset, torch.rand(k) + 0.5, torch.randn(k)
-    y = run(layer_norm(m, k, 1e-5), x, w, b, torch.zeros(m, k))[-1]
-    expected = torch.nn.functional.layer_norm(x.double(), (k,), w.double(), b.double(), 1e-5)
-    torch.testing.assert_close(y.double(), expected, atol=2e-5 * (1 + abs(offset)), rtol=1e-4)
-    *_, q, s = run(layer_norm_quantize(m, k, 1e-5), x, w, b, torch.zeros(m, k, dtype=torch.int8), torch.zeros(m))
-    expected_q, expected_s = quantize_rows(y)
-    assert torch.equal(q, expected_q)
-    assert torch.equal(s, expected_s)
-
-
-@few
+@example(33, 1001, 1.0, 0.0, 0)  # in parallel
 @given(
     st.integers(1, 3),
     st.integers(2, 200),
@@ -113,12 +85,14 @@ def test_layer_norm_quantize_is_exactly_the_norm_quantised(
     m: int, k: int, size: float, offset: float, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    _check_layer_norm(m, k, size, offset)
-
-
-def test_layer_norm_in_parallel() -> None:
-    torch.manual_seed(0)
-    _check_layer_norm(33, 1001, 1.0, 0.0)
+    x, w, b = torch.randn(m, k) * size + offset, torch.rand(k) + 0.5, torch.randn(k)
+    y = run(layer_norm(m, k, 1e-5), x, w, b, torch.zeros(m, k))[-1]
+    expected = torch.nn.functional.layer_norm(x.double(), (k,), w.double(), b.double(), 1e-5)
+    torch.testing.assert_close(y.double(), expected, atol=2e-5 * (1 + abs(offset)), rtol=1e-4)
+    *_, q, s = run(layer_norm_quantize(m, k, 1e-5), x, w, b, torch.zeros(m, k, dtype=torch.int8), torch.zeros(m))
+    expected_q, expected_s = quantize_rows(y)
+    assert torch.equal(q, expected_q)
+    assert torch.equal(s, expected_s)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

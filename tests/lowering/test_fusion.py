@@ -1,7 +1,5 @@
 """The fusions on real graphs: a fused segment computes the same bits in PyTorch, and the program stays as it is."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 

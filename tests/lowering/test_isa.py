@@ -1,20 +1,16 @@
 """Instruction sets: the table, detection, and the kernels that follow from them."""
 
-from __future__ import annotations
-
 import dataclasses
 import platform
 import re
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import tvm
 
 from fastcar_compile.codegen.tvm import isa as table
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, instruction_set, runnable
-from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import linear_w8a8
-from fastcar_compile.codegen.tvm.kernels.registry import KIND, dispatch, specialise
+from fastcar_compile.codegen.tvm.kernels.registry import KIND, specialise
 from fastcar_compile.codegen.tvm.target import board_instruction_set, host_target
 from fastcar_compile.errors import CompileError, TargetError
 
@@ -106,11 +102,3 @@ def test_kernels_of_a_module_follow_the_instruction_set() -> None:
     same = {v for v, f in module.functions_items() if f.same_as(special[v])}
     assert same == {v for v, _ in module.functions_items()} - marked
     assert not any(f.attrs is not None and KIND in f.attrs for _, f in special.functions_items())
-
-
-def test_a_kernel_is_made_once() -> None:
-    kernel = dispatch(X86[0], "linear_w8a8", 1, 8, 64)
-    assert cast("Any", kernel).__name__ == "linear_i8"  # tvm declares its fields in C++
-    assert dispatch(X86[0], "linear_w8a8", 1, 8, 64) is kernel
-    assert linear_w8a8(1, 8, 64, isa=X86[0]) is linear_w8a8(1, 8, 64, isa=X86[0])
-    assert linear_w8a8(1, 8, 64, isa=X86[0]) is not linear_w8a8(1, 8, 64)

@@ -1,7 +1,5 @@
 """Every kernel against its eager operator; the integer linears in test_integer_kernels.py too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Products with float32 and bfloat16 weights against PyTorch, for this machine and with portable kernels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

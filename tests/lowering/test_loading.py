@@ -1,7 +1,5 @@
 """What a library's path holds when it is opened is what runs, whatever the process loaded from that path before."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Rows of many layers: joined and taken apart in steps, each row in its place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
