@@ -5,10 +5,12 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastcar_compile.artifact.programs import decoder_section
+from fastcar_compile.codegen.tvm import build
 from fastcar_compile.codegen.tvm.build import HostGraph, LoweredModule, lower
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.frontend.capture import capture
@@ -58,17 +60,15 @@ def program(case: Case) -> DecoderProgram:
 
 
 @cache
-def lowered(case: Case) -> LoweredModule:
-    """The decode step in TVM."""
+def lowered(case: Case, name: str = "decode") -> LoweredModule:
+    """The decode step or the prefill chunk in TVM, without machine code."""
     source = program(case)
-    return lower({"decode": HostGraph(source.graph_module, source.outputs)})
-
-
-def lowered_prefill(case: Case) -> LoweredModule:
-    """The prefill chunk in TVM."""
-    source = program(case)
-    assert source.prefill is not None
-    return lower({"prefill": HostGraph(source.prefill, source.prefill_outputs)})
+    graphs = {"decode": (source.graph_module, source.outputs), "prefill": (source.prefill, source.prefill_outputs)}
+    module, outputs = graphs[name]
+    assert module is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "compile_module", lambda *_: None)
+        return lower({name: HostGraph(module, outputs)})
 
 
 @cache

@@ -17,7 +17,7 @@ from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import InternalError
 
 from .kernel_runs import few
-from .programs import Case, lowered, lowered_prefill
+from .programs import Case, lowered
 
 
 def _weights(kind: str, n: int, k: int, random: np.random.Generator) -> list[Any]:
@@ -117,7 +117,6 @@ def test_a_layer_has_one_call_for_q_k_v_and_one_for_gate_and_up(case: Case) -> N
 
 
 @pytest.mark.parametrize("quant", ["none", "w8a8"])
-def test_chunks_keep_their_kernels(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_keep_their_kernels(quant: str) -> None:
     """Of 12 rows: a kernel of so many may have two parallel loops."""
-    monkeypatch.setattr("fastcar_compile.codegen.tvm.build.compile_module", lambda *_: None)
-    assert {results for _, results in _calls(lowered_prefill(Case(quant=quant)).ir_module)} == {1}
+    assert {results for _, results in _calls(lowered(Case(quant=quant), "prefill").ir_module)} == {1}

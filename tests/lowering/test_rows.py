@@ -47,10 +47,15 @@ def test_parts_are_in_order(count: int, size: int) -> None:
     np.testing.assert_array_equal(np.stack(parts), whole.reshape(count, size))
 
 
+def many(layers: int) -> Case:
+    """The last layer never replays."""
+    return Case(thresholds=(0.0,) * (layers - 1) + (None,))
+
+
 @pytest.mark.parametrize("layers", [11, 26])
 def test_every_layer_has_its_own_threshold_and_decision(layers: int, tmp_path: Path) -> None:
     """More layers than one kernel takes, one of which never replays; a prime number of them and others."""
-    case = Case(thresholds=(0.0,) * (layers - 1) + (None,))
+    case = many(layers)
     eager, cpu = eager_backend(case), cpu_backend(case, export(case, tmp_path))
     random = np.random.default_rng(layers)
     seen = np.zeros((layers, 2), bool)
@@ -65,6 +70,6 @@ def test_every_layer_has_its_own_threshold_and_decision(layers: int, tmp_path: P
 
 def test_no_kernel_has_an_argument_for_every_layer() -> None:
     """They take seconds to compile; the entry of the library is no kernel."""
-    module = lowered(Case(thresholds=(0.0,) * 26)).ir_module
+    module = lowered(many(26)).ir_module
     kernels: list[Any] = [f for _, f in module.functions_items() if isinstance(f, tvm.tirx.PrimFunc)]
     assert max(len(f.params) for f in kernels) <= 14
