@@ -1,7 +1,5 @@
 """Every command of README.md and the tutorial, run in order against the shipped example."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -16,10 +14,7 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(sh|python)(?: title=\"([^\"\n]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(r"\n\n```\n(.*?)\n```", re.DOTALL)
 """What the README says that its commands print."""
-NOT_RUN = {
-    "README.md": ["on a fresh machine"],
-    "docs/tutorial/index.md": ["once", "some minutes", "hours"],
-}
+NOT_RUN = {"README.md": ["on a fresh machine"], "docs/tutorial/index.md": ["once", "some minutes", "hours"]}
 """Titles of the blocks that a test cannot run. A new one is listed here, so that nobody hides a command by a title."""
 
 
@@ -74,13 +69,9 @@ def test_every_command_runs(
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-c", script(document)],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        ["bash", "-c", script(document)], cwd=tmp_path, env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     if document == "README.md":
         (shown,) = SHOWN.findall((ROOT / document).read_text("utf-8"))

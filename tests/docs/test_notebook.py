@@ -1,7 +1,5 @@
 """The cells of examples/notebook.ipynb, run in order in a folder of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -26,13 +24,9 @@ def test_its_cells_run(tmp_path: Path) -> None:
     checks = "assert rows['replay'].shape == (6, 32, 32)\nassert session.stats.eligible_replay_ratio > 0.5"
     script = "\n".join([*("".join(cell["source"]) for cell in CELLS), checks])
     done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [sys.executable, "-c", script], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "replay 8" in done.stdout
     assert "inserted gate learned" in done.stdout

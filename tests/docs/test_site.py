@@ -1,7 +1,5 @@
 """The documentation site builds without a warning, holds every public name, and loads nothing from other hosts."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -26,13 +24,9 @@ def site(require_module: Callable[[str], None], tmp_path: Path) -> Path:
     for name in ("mkdocs", "material", "mkdocstrings_handlers"):
         require_module(name)
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")], cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     return tmp_path / "site"
@@ -107,3 +101,10 @@ def test_commands_and_exit_codes_are_those_of_the_program() -> None:
 def test_the_manifest_has_the_documented_sections() -> None:
     text = (ROOT / "docs" / "reference" / "artifact.md").read_text("utf-8").split("\n## ")[1]
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == {CHECKSUM, *Manifest.model_fields}
+
+
+def test_the_files_of_an_extension_exist() -> None:
+    text = (ROOT / "docs" / "extending.md").read_text("utf-8")
+    named = re.findall(r"`((?:fastcar_compile|hls_templates|tests)/[^`]*)`", text)
+    assert len(named) > 20
+    assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
