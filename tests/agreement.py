@@ -1,7 +1,5 @@
 """Whole decodes for tests: logits of a session, and one artifact on every backend."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Small real decoders for tests: a Hugging Face Llama and plain modules that follow the step protocol."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -10,14 +8,9 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 17,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 65,
-}
+    "vocab_size": 17, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 65,
+}  # fmt: skip
 
 
 def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:

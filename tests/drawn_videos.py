@@ -1,7 +1,5 @@
 """A small decoder that is sure of what it predicts, and videos that were drawn from it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Manifests of a small decoder that was never compiled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastcar_compile.artifact.manifest import Sections
@@ -14,12 +12,8 @@ from fastcar_compile.ir.types import ATTENTION_ROLES, AttentionSite, DecoderConf
 def decoder_config(**changes: Any) -> DecoderConfig:
     """Two rows, three layers, frames of four tokens."""
     sizes: dict[str, Any] = {
-        "batch_size": 2,
-        "max_seq_len": 32,
-        "tokens_per_frame": 4,
-        "num_layers": 3,
-        "hidden_size": 128,
-    }
+        "batch_size": 2, "max_seq_len": 32, "tokens_per_frame": 4, "num_layers": 3, "hidden_size": 128,
+    }  # fmt: skip
     return DecoderConfig(**sizes | {"vocab_size": 17, "takes_embeddings": False, "prefill_chunk": 4} | changes)
 
 
@@ -59,13 +53,9 @@ def decoder_section(config: DecoderConfig, **changes: Any) -> DecoderSection:
     )
     names = tuple(each.name for each in state)
     fields: dict[str, Any] = {
-        "config": config,
-        "state": state,
-        "inputs": (config.input_name, "position", *names),
-        "outputs": ("logits", *names),
-        "prefill_outputs": ("logits", *names),
-        "weight_bytes": 2_000_000,
-    }
+        "config": config, "state": state, "inputs": (config.input_name, "position", *names),
+        "outputs": ("logits", *names), "prefill_outputs": ("logits", *names), "weight_bytes": 2_000_000,
+    }  # fmt: skip
     return DecoderSection(**fields | changes)
 
 

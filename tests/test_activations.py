@@ -1,7 +1,5 @@
 """The table activations against the exact functions: the stated error bounds, and their knots."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

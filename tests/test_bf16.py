@@ -1,8 +1,5 @@
 """quant="bf16": the weights of every linear in bfloat16, float32 sums, on every backend that takes floats."""
 
-from __future__ import annotations
-
-import warnings
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ import fastcar_compile as fc
 from fastcar_compile.codegen.hls.model.shapes import load_shape
 from fastcar_compile.codegen.hls.model.system import Workload, estimate
 from fastcar_compile.config.targets import load_target
-from fastcar_compile.errors import InputError, UserError
+from fastcar_compile.errors import InputError
 
 FRAME, LENGTH = 8, 33
 
@@ -94,17 +91,6 @@ def test_a_bfloat16_checkpoint_keeps_its_bits(tmp_path: Path) -> None:
     assert len(kept) == 1
     assert params[kept[0]].dtype == torch.bfloat16
     assert torch.equal(params[kept[0]].view(torch.int16), stored[name].view(torch.int16))
-
-
-def test_an_fpga_gets_no_kernels_and_says_so(tmp_path: Path) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        built = build(llama(), tmp_path / "artifact", target="zcu102")
-    assert any(
-        "gets no accelerator kernels: the kernels are int8, and quant is 'bf16'" in str(w.message) for w in caught
-    )
-    with pytest.raises(UserError, match="quant='w8a8' or 'w4a8'"):
-        built.session("hls-csim")
 
 
 def test_no_estimate_for_an_engine_that_does_not_exist() -> None:

@@ -1,7 +1,5 @@
 """Decoders from a folder: what is refused, equality with the model in memory, memory, bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -25,11 +23,10 @@ from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.skeleton import Skeleton
 from fastcar_compile.ir import tensor_files
-from fastcar_compile.ir.ops.linear import quantize_weight
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.text import graph_to_text
-from fastcar_compile.ir.weights import LazyWeights, Parameters, ParameterSource, to_numpy, to_torch
+from fastcar_compile.ir.weights import Parameters
 from fastcar_compile.passes.bfloat16_embedding import Bfloat16Embedding
 from fastcar_compile.passes.pipeline import QUANTIZE, analysis_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
@@ -113,6 +110,9 @@ def test_all_problems_of_the_weights_are_listed_at_once(damaged: Path) -> None:
         ({"model_type": "no-such"}, "transformers cannot read config.json"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "config.json describes quantised weights"),
         ({"num_hidden_layers": LAYERS + 1}, "tensor model.layers.4.mlp.down_proj.weight is missing"),
+        ({"hidden_size": 33}, "not a multiple of the number of attention heads"),
+        ({"num_hidden_layers": 0, "intermediate_size": 0}, "2 problems were found"),
+        ({"tokens_per_frame": "x"}, "config.json says tokens_per_frame = 'x'"),
         ({"vocab_size": 18}, "lm_head.weight has shape [17, 64], but config.json implies [18, 64]"),
     ],
 )
@@ -225,10 +225,7 @@ def test_layers_that_differ_are_not_repeated(folder: Path) -> None:
         RepeatLayers("model.layers", 1).apply(program)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "captured"),
-    [("ffff", 2), ("sfff", 3), ("fsfs", 4), ("ffss", 4)],
-)
+@pytest.mark.parametrize(("kinds", "captured"), [("ffff", 2), ("sfff", 3), ("fsfs", 4), ("ffss", 4)])
 def test_only_layers_of_one_kind_stand_for_each_other(kinds: str, captured: int) -> None:
     from transformers import Qwen3Config
 
@@ -242,19 +239,19 @@ def test_only_layers_of_one_kind_stand_for_each_other(kinds: str, captured: int)
     assert len(skeleton.model(captured).model.layers) == captured
 
 
-def artifact(model: object, path: Path, quant: str) -> fc.Artifact:
-    return fc.compile(model, "cpu", tokens_per_frame=FRAME, quant=quant, output=path, prefill_chunk=4)  # pyright: ignore[reportArgumentType]
+def artifact(model: object, path: Path) -> fc.Artifact:
+    return fc.compile(model, "cpu", tokens_per_frame=FRAME, quant="w8a8", output=path, prefill_chunk=4)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("quant", ["w8a8", "w4a8"])
 def test_artifact_of_a_folder_equals_that_of_the_model(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quant: str
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, also with the weights in several files and the ONNX model reading those."""
-    whole = artifact(loaded(folder), tmp_path / "whole", quant)
+    """Bit for bit, also with the weights read in blocks and kept in several files, and the ONNX model reading those."""
+    whole = artifact(loaded(folder), tmp_path / "whole")
+    monkeypatch.setattr("fastcar_compile.ir.weights.BLOCK_ELEMENTS", 1000)
     monkeypatch.setattr(emit, "SHARD_BYTES", 100_000)
     monkeypatch.setattr("fastcar_compile.codegen.onnx.export.EXTERNAL_DATA_FROM", 0)
-    lazy = artifact(folder, tmp_path / "lazy", quant)
+    lazy = artifact(folder, tmp_path / "lazy")
     files = set(lazy.manifest.files)
     assert {"weights/model-00001.safetensors", "weights/model-00002.safetensors", layout.ONNX_EXTERNAL} <= files
     assert layout.ONNX_INLINE not in files
@@ -271,33 +268,6 @@ def test_artifact_of_a_folder_equals_that_of_the_model(
         assert 0 < sessions[0].stats.replay_ratio < 1
 
 
-def test_streamed_files_are_safetensors_on_cache_lines(tmp_path: Path) -> None:
-    tensors = dict(
-        odd=torch.arange(3, dtype=torch.int8),
-        half=torch.ones(2, 5, dtype=torch.float16),
-        whole=torch.randn(8, 16),
-        line=torch.arange(128, dtype=torch.uint8),
-        empty=torch.empty(0, 4),
-        scalar=torch.tensor(7),
-        flags=torch.tensor([True, False]),
-        brain=torch.randn(5, dtype=torch.bfloat16),
-    )
-    source = ParameterSource(Parameters(tensors))
-    for name in ("a", "b"):
-        places = tensor_files.write_streamed(tmp_path, f"{name}.safetensors", source, source)
-    data = (tmp_path / "a.safetensors").read_bytes()
-    assert data == (tmp_path / "b.safetensors").read_bytes()
-    found = safetensors.torch.load(data)
-    assert found.keys() == tensors.keys()
-    read = tensor_files.load_tensors(tmp_path / "a.safetensors")
-    for name, tensor in tensors.items():
-        assert torch.equal(found[name], tensor)
-        place = places[name]
-        assert data[place.offset : place.offset + place.length] == to_numpy(tensor).tobytes()
-        assert torch.equal(to_torch(read[name]), tensor)
-    assert [n for n in ("whole", "line") if places[n].offset % tensor_files.ALIGNMENT] == []
-
-
 def test_shards_are_planned_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays: dict[str, Any] = {f"t{i}": np.zeros(10, np.uint8) for i in range(5)}
     source = tensor_files.Arrays(arrays | {"big": np.zeros(99, np.float32)})
@@ -307,66 +277,6 @@ def test_shards_are_planned_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(planned.values()) == [["t0", "t1"], ["t2", "t3"], ["t4"], ["big"]]
     files = [*planned, "weights/models.safetensors", "weights/model-1.safetensors", "weights/accelerator.safetensors"]
     assert layout.weight_files(files) == list(planned)
-
-
-class Stored:
-    """Weights in memory, as a source; counts what is read."""
-
-    def __init__(self, **tensors: torch.Tensor) -> None:
-        self.tensors, self.read_rows = tensors, []
-
-    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        self.read_rows.append(rows)
-        return self.tensors[name] if rows is None else self.tensors[name][rows[0] : rows[1]]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-
-def test_recipes_quantise_in_blocks_and_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(10, 6)
-    monkeypatch.setattr("fastcar_compile.ir.weights.BLOCK_ELEMENTS", 18)
-    source = Stored(**{"a.0.w": weight, "a.1.w": 2 * weight})
-    lazy = LazyWeights(source)
-    lazy.derive(("a.0.w_int8", "a.0.w_scale"), "a.0.w", quantize_weight)
-    lazy.derive(("a.0.t",), "a.0.w", lambda w: (w.t().contiguous(),), by_rows=False)
-    lazy.derive(("a.0.t_int8", "a.0.t_scale"), "a.0.t", quantize_weight)
-    lazy.repeat("a.0", "a.1")
-    for name, expected in (("a.0", weight), ("a.1", 2 * weight)):
-        for given, wanted in ((f"{name}.w", expected), (f"{name}.t", expected.t())):
-            integers, scale = quantize_weight(wanted)
-            assert torch.equal(lazy.load(f"{given}_int8"), integers)
-            assert torch.equal(lazy.load(f"{given}_scale"), scale)
-    blocks = [(r, min(r + 3, 10)) for r in range(0, 10, 3)]
-    assert source.read_rows[4] is source.read_rows[9] is None
-    assert sorted(source.read_rows[:4]) == sorted(source.read_rows[5:9]) == blocks
-
-
-def test_blocks_are_the_rows_of_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastcar_compile.ir.weights.BLOCK_ELEMENTS", 18)
-    source = Stored(w=torch.randn(10, 6), n=torch.randn(40), one=torch.tensor(3.0))
-    lazy = LazyWeights(source)
-    lazy.derive(("w_int8", "w_scale"), "w", quantize_weight)
-    lazy.derive(("t",), "w", lambda w: (w.t().contiguous(),), by_rows=False)
-    names = ("w_scale", "n", "t", "one", "w_int8")
-    attributes = {name: torch.empty_like(lazy.load(name), device="meta") for name in names}
-    params = Parameters({"here": torch.ones(3), **attributes}, lazy)
-    source.read_rows.clear()
-    found: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    for name, row, part in params.blocks(params):
-        found.setdefault(name, []).append((row, part))
-    assert source.read_rows.count((0, 3)) == 1  # the weight and its scales are one reading
-    assert [len(found[name]) for name in ("here", *names)] == [1, 4, 3, 1, 1, 4]
-    for name, parts in found.items():
-        assert [row for row, _ in parts] == [sum(len(p) for _, p in parts[:i]) for i in range(len(parts))]
-        whole = parts[0][1] if len(parts) == 1 else torch.cat([part for _, part in parts])
-        assert torch.equal(whole, params[name])
-    source.read_rows.clear()
-    assert {name for name, _, _ in params.blocks(["w_scale"])} == {"w_scale"}
-    assert len(source.read_rows) == 4
-    wrong = Parameters({"n": torch.empty(40, 2, device="meta")}, lazy)
-    with pytest.raises(fc.InternalError, match=r"parameter n was read as torch.float32 \[18\], but the graph has"):
-        list(wrong.blocks(["n"]))
 
 
 def test_a_parameter_without_source_is_an_internal_error() -> None:
@@ -390,7 +300,7 @@ from fastcar_compile.ir.weights import ParameterSource
 
 place = Path(sys.argv[1])
 program = capture(Checkpoint(place / "model"), batch_size=1, max_seq_len=64, tokens_per_frame=8, prefill_chunk=0)
-run_pipeline(program, [*analysis_pipeline(), RepeatLayers("model.layers", 16), QuantizeW8A8()])
+run_pipeline(program, [*analysis_pipeline(), RepeatLayers("model.layers", 8), QuantizeW8A8()])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 source = ParameterSource(program.params)
 write_streamed(place, "out.safetensors", source, source)
@@ -399,11 +309,11 @@ print(program.params.nbytes(), (resource.getrusage(resource.RUSAGE_SELF).ru_maxr
 
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
-    """113 M parameters, 227 MB of bfloat16 in, 113 MB of int8 out; in memory: one weight and its blocks."""
+    """57 M parameters, 114 MB of bfloat16 in, 57 MB of int8 out; in memory: one weight and its blocks."""
     from transformers import LlamaConfig
 
     config = LlamaConfig(
-        hidden_size=768, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=6, num_key_value_heads=6,
+        hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=6,
         vocab_size=32, max_position_embeddings=64, dtype="bfloat16",
     )  # fmt: skip
     config.architectures = ["LlamaForCausalLM"]
@@ -417,6 +327,6 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     del tensors
     run = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True)
     written, growth = map(int, run.stdout.split())
-    assert size > 220e6
-    assert written > 110e6
-    assert growth < size / 3
+    assert size > 110e6
+    assert written > 55e6
+    assert growth < size / 2

@@ -1,12 +1,9 @@
 """docs/measurements/doom.md: which sequences are used, what its numbers say, and the files that it measured."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +17,8 @@ from fastcar_compile.tune.evaluate import load_cases
 
 ROOT = Path(__file__).parents[1]
 NAMES = (
-    "setup",
-    "sequences",
-    "stages",
-    "curves",
-    "document",
-    "document_tables",
-    "document_text",
-    "pictures",
-    "weighting",
-)
+    "setup", "sequences", "stages", "curves", "document", "document_tables", "document_text", "pictures", "weighting",
+)  # fmt: skip
 EXAMPLE = ("autoencoder", "data", "decoder", "world_format", "strips")
 
 
@@ -66,46 +55,6 @@ def test_sequences_stay_in_their_episode_and_one_shows_shooting(study: SimpleNam
     assert (split.kinds[chosen[3] : chosen[3] + 8] == study.sequences.SHOOTING).sum() == 8
     for starts in (plain, chosen):
         assert (starts // 40 == (starts + 7) // 40).all()
-
-
-def test_representative_sequences_show_as_much_change_as_all_play(study: SimpleNamespace) -> None:
-    """Each frame of the first map repeats a share of the tokens before it; the second map stands still."""
-    split, random = split_of(study), np.random.default_rng(1)
-    tokens = split.tokens.copy()
-    for frame in range(1, 160):
-        share = random.random() if frame < 80 else 1.0
-        tokens[frame] = np.where(random.random(65) < share, tokens[frame - 1], tokens[frame])
-    split = replace(split, tokens=tokens)
-    found = study.sequences.representative(split, 5, 4, 1)
-    assert (found < 80).sum() == 3, "three of the first map, two of the second"
-    assert len(set(found.tolist())) == 5
-    assert (found % 4 == 0).all(), "they do not overlap"
-    every = np.arange(0, 80, 4)
-    stays = study.sequences._staying(split, every, 4, 1)
-    drawn = [abs(stays[random.permutation(20)[:3]].mean() - stays.mean()) for _ in range(50)]
-    chosen = study.sequences._staying(split, found[:3], 4, 1).mean()
-    assert abs(chosen - stays.mean()) < np.median(drawn) / 4
-
-
-def test_groups_are_the_kinds_and_maps_of_the_decoded_frames(study: SimpleNamespace) -> None:
-    split = split_of(study)
-    starts = study.sequences.spaced(split, 2, 8)
-    found = study.sequences.groups_of(split, starts, 8, 3)
-    assert list(found) == ["still", "turning", "walking", "a", "b"], "nobody shoots in these"
-    assert all(shown.shape == (4, 5) and shown.dtype == bool for shown in found.values())
-    assert np.array_equal(found["still"] | found["turning"] | found["walking"], np.ones((4, 5), bool))
-    assert found["a"][:2].all()
-    assert not found["a"][2:].any()
-    assert np.array_equal(found["turning"], (starts[:, None] + np.arange(3, 8)) % 3 == 1)
-
-
-def test_the_most_replay_within_a_limit_lies_between_two_points(study: SimpleNamespace) -> None:
-    point, most = study.curves.Point, study.curves.most_replay
-    points = [point(0.0, 1.0), point(0.4, 1.04), point(0.5, 1.08), point(0.9, 1.5)]
-    assert most(points, 1.06) == pytest.approx(0.45)
-    assert most(points, 1.04) == pytest.approx(0.4)
-    assert most(points, 2.0) == pytest.approx(0.9), "no point is beyond: nothing is guessed"
-    assert most([point(0.0, 1.0), point(0.5, 2.0), point(0.6, 1.05)], 1.1) == pytest.approx(0.6)
 
 
 def test_shipped_cases_fit_their_decoder(study: SimpleNamespace) -> None:
@@ -175,33 +124,3 @@ def test_the_page_computes_its_verdicts(study: SimpleNamespace) -> None:
     assert "| trained | `learned` | 50 % | dense rollout | 60.0 | 20.0 |" in text
     assert "| trained | window 65, sinks 16 | dense | 0 % | 1.300 | 1.300x |" in text
     assert "| trained | w8a8 | dense | 0 % | 1.1000 | 1.100x | 1.100x |" in text
-
-
-def test_kinds_count_with_their_share_of_play(study: SimpleNamespace) -> None:
-    split = split_of(study)
-    shares = study.weighting.natural_shares(split)
-    assert shares["shooting"] == pytest.approx(10 / 160)
-    assert sum(shares.values()) == pytest.approx(1.0)
-    given = row("learned", 0.5, 1.5)
-    given["groups"]["still"] = values(1.0, 1.0) | {"psnr": "inf"}
-    found = study.weighting.weighted(given, {"still": 0.1, "turning": 0.3, "walking": 0.3, "shooting": 0.3})
-    assert found["nll"] == pytest.approx(0.25 * 1.0 + 0.75 * 2.0)
-    assert found["replay_by_layer"] == pytest.approx([0.625, 0.625])
-    assert found["psnr"] == pytest.approx(20.0 - 10 * np.log10(0.75)), "means of errors, not of decibels"
-    assert found["groups"] is given["groups"]
-
-
-def test_pictures_are_drawn(study: SimpleNamespace, tmp_path: Path) -> None:
-    check_module("matplotlib")
-    found = results(study)
-    study.pictures.quality({"trained": found["held_out"], "tuned": found["held_out"]}, tmp_path / "quality.png")
-    study.pictures.similarity(found["similarity"], tmp_path / "similarity.png")
-    study.pictures.drift({"trained": found["rollouts"]}, tmp_path / "drift.png")
-    video = np.random.default_rng(0).integers(0, 255, (3, 64, 64, 3), np.uint8)
-    study.pictures.strip({"game": video, "dense": video}, tmp_path / "strip.png")
-    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
-    assert sorted(sizes) == ["drift.png", "quality.png", "similarity.png", "strip.png"]
-    assert min(sizes.values()) > 5000, sizes
-    again = tmp_path / "again.png"
-    study.pictures.drift({"trained": found["rollouts"]}, again)
-    assert again.read_bytes() == (tmp_path / "drift.png").read_bytes()

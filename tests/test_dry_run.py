@@ -1,8 +1,6 @@
 """A dry run: what it finds, what it refuses, and that it writes nothing. That it tells what `compile` emits is tested
 where an artifact is there: tests/test_offload_linears.py."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

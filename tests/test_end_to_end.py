@@ -1,9 +1,5 @@
 """Model -> artifact -> session, on every backend, against the original model."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -168,26 +164,6 @@ def test_reset_and_sessions_share_no_state(artifacts: dict[str, fc.Artifact]) ->
     decode(second, other, 1)
     decode(first, other, 1)
     torch.testing.assert_close(decode(first, ids, 1), alone, atol=0, rtol=0)
-
-
-def test_max_chain_halves_the_chain(tmp_path: Path) -> None:
-    replay = fc.ReplayConfig(threshold=-float("inf"), max_chain=1)
-    artifact = fc.compile(llama(), "cpu", max_seq_len=LENGTH, replay=replay, output=tmp_path / "a", **STEPS_ONLY)
-    session = artifact.session("cpu")
-    decode(session, tokens(1), 1)
-    assert session.stats.per_layer == pytest.approx([4 * FRAME / 64] * 2)
-
-
-def test_library_loads_in_a_fresh_process(artifacts: dict[str, fc.Artifact]) -> None:
-    artifact = artifacts["none"]
-    code = (
-        "import sys, torch, fastcar_compile as fc\n"
-        "s = fc.load(sys.argv[1]).session('cpu')\n"
-        "print(s.generate(torch.tensor([[16], [3]]), 40).tolist())\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code, str(artifact.path)], capture_output=True, text=True, check=True)
-    expected = artifact.session("cpu").generate(torch.tensor([[16], [3]]), 40)
-    assert run.stdout.strip().splitlines()[-1] == str(expected.tolist())
 
 
 def test_plain_module_of_the_step_protocol(tmp_path: Path) -> None:

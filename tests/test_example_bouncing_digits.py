@@ -1,7 +1,5 @@
 """The bouncing-digits example, and what the examples share: data, training that goes on, and the decoder it ships."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -53,16 +51,6 @@ def test_tokens_are_lossless(example: SimpleNamespace, data: st.DataObject) -> N
     np.testing.assert_array_equal(example.video.detokenize(tokens), video)
 
 
-def test_token_order_is_raster_with_the_first_pixel_lowest(example: SimpleNamespace) -> None:
-    video = np.zeros((1, 2, 20, 20), np.uint8)
-    video[0, 0, 0, 0] = 2  # patch 0, power 0
-    video[0, 0, 0, 3] = 1  # patch 1, power 1
-    video[0, 1, 3, 0] = 2  # second frame, second row of patches, power 2
-    tokens = example.video.tokenize(video)[0]
-    tokens[[100, 201]] = 0
-    assert {int(place): int(tokens[place]) for place in tokens.nonzero()[0]} == {0: 2, 1: 3, 101 + 10: 18}
-
-
 def test_detokenize_takes_whole_frames_and_shows_separators_as_empty(example: SimpleNamespace) -> None:
     with pytest.raises(ValueError, match="100 tokens are not a whole number of frames of 101"):
         example.video.detokenize(np.zeros((1, 100), np.int64))
@@ -84,13 +72,6 @@ def test_videos_repeat_move_and_keep_their_stars(example: SimpleNamespace, seed:
     sky = np.where((videos == video.INK).all(1), video.INK, np.where(videos == video.INK, 0, videos).max(1))
     stars = (videos == video.STAR) | (videos == video.INK)
     assert (stars | (sky[:, None] != video.STAR)).all(), "a star is there in every frame, or behind a digit"
-
-
-def test_digits_are_ten_and_different(example: SimpleNamespace) -> None:
-    assert example.video.DIGITS.shape == (10, 7, 5)
-    assert len({digit.tobytes() for digit in example.video.DIGITS}) == 10
-    one = "\n".join("".join(" #"[p] for p in row) for row in example.video.DIGITS[1])
-    assert one == "  #  \n ##  \n  #  \n  #  \n  #  \n  #  \n ### "
 
 
 def tiny() -> LlamaForCausalLM:
@@ -133,20 +114,6 @@ def test_training_lowers_the_loss_and_goes_on_from_a_checkpoint(
     assert training.train(resumed, world, plan, tmp_path / "part") == log
     for (name, a), b in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b), name
-
-
-def test_learning_rate(example: SimpleNamespace) -> None:
-    rates = [example.training.learning_rate(p, 1.0) for p in (0.0, example.training.WARM_UP, 1.0)]
-    assert rates == pytest.approx([0.0, 1.0, 0.02])
-
-
-def test_copy_nll(example: SimpleNamespace) -> None:
-    copy_nll = example.likelihood.copy_nll
-    still = np.array([[4, 1, 2, 1, 2, 1, 2]])
-    assert copy_nll(still, 2, 5) == 0.0
-    assert copy_nll(np.array([[4, 1, 2, 2, 1]]), 2, 5) == pytest.approx(math.log(4))
-    half = np.array([[4, 1, 2, 1, 3]])
-    assert copy_nll(half, 2, 5) == pytest.approx(math.log(2) + 0.5 * math.log(4))
 
 
 def test_shipped_decoder_is_small_another_architecture_and_models_motion(example: SimpleNamespace) -> None:

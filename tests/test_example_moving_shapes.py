@@ -1,7 +1,5 @@
 """The moving-shapes example: its data, its pictures and the decoder it ships."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging
@@ -13,7 +11,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from conftest import check_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,14 +69,6 @@ def test_detokenize_takes_whole_frames_and_shows_bos_as_empty(example: SimpleNam
     assert not example.video.detokenize(np.full((1, 256), example.video.BOS)).any()
 
 
-def test_constants_fit_the_sequence(example: SimpleNamespace) -> None:
-    video = example.video
-    assert (video.BOS, video.VOCAB_SIZE, video.TOKENS_PER_FRAME, video.TOKENS_PER_VIDEO) == (16, 17, 256, 2048)
-    sequence = video.with_bos(video.tokenize(video.make_videos(2, 3)))
-    assert sequence.shape == (2, 2049)
-    assert (sequence[:, 0] == video.BOS).all()
-
-
 @given(seed=st.integers(0, 2**31))
 @settings(deadline=None, max_examples=20)
 def test_videos_repeat_and_move(example: SimpleNamespace, seed: int) -> None:
@@ -90,29 +79,6 @@ def test_videos_repeat_and_move(example: SimpleNamespace, seed: int) -> None:
     np.testing.assert_array_equal(videos, example.video.make_videos(4, seed))
     assert (videos[:, 1:] != videos[:, :-1]).any((1, 2, 3)).all(), "a video stands still"
     assert videos.any((2, 3)).all(), "a frame is empty"
-
-
-def test_seeds_differ_and_frames_extend(example: SimpleNamespace) -> None:
-    make = example.video.make_videos
-    assert (make(4, 0) != make(4, 1)).any()
-    np.testing.assert_array_equal(make(4, 0, frames=3), make(4, 0)[:, :3])
-
-
-def test_lone_sprites_stay_whole(example: SimpleNamespace) -> None:
-    """The ink of a video of one sprite never changes in amount: nothing leaves the grid, also while it bounces."""
-    ink = example.video.make_videos(200, 5, frames=40).sum((2, 3))
-    lone = ink[(ink == ink[:, :1]).all(1)]
-    assert len(lone) >= 40, "a third of the videos has one sprite"
-    smallest, largest = 13, 11 * 11  # diamond of radius 2, square of radius 5
-    assert lone.min() >= smallest
-    assert lone.max() <= 2 * largest
-
-
-def test_frame_nll(example: SimpleNamespace) -> None:
-    logits = torch.zeros(2, 512, 17)
-    targets = torch.zeros(2, 512, dtype=torch.int64)
-    logits[:, 256:, 0] = 50.0
-    torch.testing.assert_close(example.evaluate.frame_nll(logits, targets), torch.tensor([np.log(17), 0.0]).float())
 
 
 def test_shipped_decoder_is_small_and_good(example: SimpleNamespace) -> None:
@@ -135,23 +101,6 @@ def test_generation_continues_the_given_frames(example: SimpleNamespace) -> None
     assert made.shape == (1, 2, 32, 32)
     np.testing.assert_array_equal(made[:, :1], start)
     assert made[:, 1].any()
-
-
-def test_generated_motion_is_right(example: SimpleNamespace) -> None:
-    """The first generated frame is far nearer to the truth than the last given one."""
-    truth = example.video.make_videos(16, example.evaluate.HELD_OUT_SEED)[:, :3]
-    made = example.generate.continue_videos(example.evaluate.load_model(), truth[:, :2], frames=3)
-    wrong = (made[:, 2] != truth[:, 2]).mean()
-    still = (truth[:, 1] != truth[:, 2]).mean()
-    assert wrong < 0.5 * still
-
-
-def test_difference_names_both_kinds(example: SimpleNamespace) -> None:
-    render = example.render
-    first = np.array([[[0, 1, 1, 0]]], np.uint8)
-    second = np.array([[[0, 1, 0, 1]]], np.uint8)
-    expected = [[[render.EMPTY, render.INK, render.MISSING, render.EXTRA]]]
-    assert render.difference(first, second).tolist() == expected
 
 
 def test_pictures_are_readable_and_repeat(example: SimpleNamespace, tmp_path: Path) -> None:
@@ -205,12 +154,3 @@ def test_the_demo_compiles_without_a_word_of_a_library(
     assert example.demo.compiled(options, Console(quiet=True)) == "artifact"
     assert not LOGGER.isEnabledFor(logging.WARNING)
     assert capfd.readouterr() == ("", "")
-
-
-def test_pictures_refuse_what_is_no_video(example: SimpleNamespace, tmp_path: Path) -> None:
-    video = example.video.make_videos(1, 0)[0]
-    for rows in ({}, {"truth": video, "short": video[:3]}, {"wide": np.zeros((8, 32, 64), np.uint8)}):
-        with pytest.raises(ValueError, match="videos of one shape"):
-            example.render.strip(rows)
-    with pytest.raises(ValueError, match="pixel values are 0 to 3"):
-        example.render.write_gif(video * 7, tmp_path / "x.gif")

@@ -1,7 +1,5 @@
 """torch.export.export of a step-protocol module as the compiler's input."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -122,20 +120,14 @@ def dynamic() -> ExportedProgram:
     ("make", "texts"),
     [
         (lambda: export(PlainDecoder(), 2), ["input input_ids has shape [1, 2], but a decode step takes one token"]),
-        (
-            dynamic,
-            ["2 problems", "input input_ids has the dynamic shape [1, s", "input cache_position has"],
-        ),
+        (dynamic, ["2 problems", "input input_ids has the dynamic shape [1, s", "input cache_position has"]),
         (lambda: export(PlainDecoder().double()), ["tensors of float64, first embed.weight", "float()"]),
         (lambda: export(PlainDecoder().bfloat16(), 2), ["2 problems", "tensors of bfloat16", "has shape [1, 2]"]),
         (lambda: export(Renamed(), keywords=False), ["the step module takes ['ids', 'where'], but the step protocol"]),
         (lambda: per_row(2, 1), ["input cache_position has shape [2, 1], but the rows of a step share one position"]),
         (lambda: per_row(2), ["input cache_position has shape [2], but", "rows with padding are not supported"]),
         (lambda: export(PlainDecoder()).run_decompositions(), ["4 mutated buffers", "without run_decompositions"]),
-        (
-            lambda: export(PlainDecoder(65)),
-            ["'blocks.0.key_cache' (and 3 more) holds 65 positions, but"],
-        ),
+        (lambda: export(PlainDecoder(65)), ["'blocks.0.key_cache' (and 3 more) holds 65 positions, but"]),
     ],
 )
 def test_what_cannot_be_imported(tmp_path: Path, make: Any, texts: list[str]) -> None:

@@ -1,7 +1,5 @@
 """The registry of KV types and quantisation formats against the operators that define them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

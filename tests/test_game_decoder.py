@@ -1,7 +1,5 @@
 """The shipped decoder of the game: every backend decodes a frame alike, after one that it can replay."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,15 +45,9 @@ def compiled(quant: str, target: str, output: Path) -> fc.Artifact:
     """The decoder with replay. The prompt is one token."""
     replay = fc.ReplayConfig(gate="input_delta", threshold=THRESHOLDS)
     return fc.compile(
-        WORLD / "decoder",
-        target=target,
-        quant=quant,
-        replay=replay,
-        max_seq_len=2 * FRAME,
-        prefill_chunk=1,
-        offload="mlp",
-        output=output,
-    )
+        WORLD / "decoder", target=target, quant=quant, replay=replay, max_seq_len=2 * FRAME, prefill_chunk=1,
+        offload="mlp", output=output,
+    )  # fmt: skip
 
 
 def test_float32_is_alike(ids: Tensor, tmp_path: Path) -> None:

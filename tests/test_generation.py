@@ -1,7 +1,5 @@
 """A session behind Transformers' `generate`, against the original model's own `generate`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -120,14 +118,9 @@ class AtLength(StoppingCriteria):
 def test_streamers_criteria_and_scores(decoder: fc.TransformersDecoder) -> None:
     streamer = Collector()
     out = decoder.generate(
-        PROMPT,
-        max_new_tokens=NEW,
-        do_sample=False,
-        streamer=streamer,
-        stopping_criteria=[AtLength()],
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+        PROMPT, max_new_tokens=NEW, do_sample=False, streamer=streamer, stopping_criteria=[AtLength()],
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
     assert streamer.ended
     assert torch.equal(torch.cat(streamer.parts, 1), out.sequences)
     assert (out.sequences.shape, len(out.logits)) == ((2, 6), 3)

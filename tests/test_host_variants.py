@@ -1,7 +1,5 @@
 """One artifact with libraries for several instruction sets."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path
@@ -24,15 +22,10 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     if host_instruction_set().machine != "x86_64":
         pytest.skip("the instruction sets of this test are x86-64's")
     return fc.compile(
-        llama(num_hidden_layers=1, initializer_range=0.2),
-        target="cpu",
-        tokens_per_frame=4,
-        max_seq_len=24,
-        quant="w4a8",
-        prefill_chunk=4,
-        host_cpus=["sse4", "native", "sse4"],
+        llama(num_hidden_layers=1, initializer_range=0.2), target="cpu", tokens_per_frame=4, max_seq_len=24,
+        quant="w4a8", prefill_chunk=4, host_cpus=["sse4", "native", "sse4"],
         output=tmp_path_factory.mktemp("variants") / "artifact",
-    )
+    )  # fmt: skip
 
 
 def test_the_manifest_lists_them_best_first(artifact: fc.Artifact) -> None:
@@ -44,10 +37,7 @@ def test_the_manifest_lists_them_best_first(artifact: fc.Artifact) -> None:
         folder = f"host/x86_64-linux-gnu/{variant.instruction_set}"
         assert variant.programs.library == f"{folder}/decoder.so"
         assert list(variant.programs.named()) == ["decode", "prefill"]
-    assert host_lines(artifact.manifest.host) == [
-        f"{best} (x86_64-linux-gnu)",
-        "sse4 (x86_64-linux-gnu)",
-    ]
+    assert host_lines(artifact.manifest.host) == [f"{best} (x86_64-linux-gnu)", "sse4 (x86_64-linux-gnu)"]
 
 
 def test_a_session_picks_the_best_that_the_cpu_runs(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:

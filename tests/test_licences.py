@@ -1,7 +1,5 @@
 """What an installation brings: its licences, all known and in the document, and its versions."""
 
-from __future__ import annotations
-
 import re
 import sys
 from email.message import Message

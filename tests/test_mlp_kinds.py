@@ -1,7 +1,5 @@
 """Decoders with other MLPs than SwiGLU, quantised, from the model to a decode on the CPU and in HLS C simulation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,19 +27,10 @@ def gemma() -> nn.Module:
     """GeGLU by tanh without biases."""
     torch.manual_seed(0)
     config = GemmaConfig(
-        vocab_size=VOCAB,
-        hidden_size=48,
-        intermediate_size=150,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=12,
-        max_position_embeddings=LENGTH,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=0,
-        initializer_range=0.2,
-    )
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=150, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=12, max_position_embeddings=LENGTH, bos_token_id=0, eos_token_id=1,
+        pad_token_id=0, initializer_range=0.2,
+    )  # fmt: skip
     return GemmaForCausalLM(config).eval()
 
 

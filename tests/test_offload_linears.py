@@ -1,7 +1,5 @@
 """offload="linears" end to end: the shipped decoder through the engine in C simulation, and what users are told."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a caller gets of an artifact is what was checked, whatever happens to the folder in between."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Dry runs of published decoders, from a config.json each: layers, parameters, and Llama-2-7B on a board."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

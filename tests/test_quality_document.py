@@ -1,7 +1,5 @@
 """docs/measurements/quality.md: its verdicts follow from the rows, and the shipped cases fit their decoders."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
@@ -19,28 +17,16 @@ ROOT = Path(__file__).parents[1]
 
 def row(gate: str, calibration: str, target: float | None, replay: float, nll: float, window: str = "none") -> dict:
     return {
-        "gate": gate,
-        "calibration": calibration,
-        "sparse_attention": window,
-        "target_replay": target,
-        "replay_ratio": replay,
-        "replay_ratio_all_forwards": replay * 7 / 8,
-        "replay_by_layer": [replay, replay],
-        "nll": nll,
-        "nll_dense": 0.1,
-        "nll_by_frame": [0.5, nll, nll, nll + (0.2 if gate == "none" else 0.0)],
-        "token_agreement": 0.99,
-        "psnr": 20.0,
-        "ssim": 0.9,
-    }
+        "gate": gate, "calibration": calibration, "sparse_attention": window, "target_replay": target,
+        "replay_ratio": replay, "replay_ratio_all_forwards": replay * 7 / 8, "replay_by_layer": [replay, replay],
+        "nll": nll, "nll_dense": 0.1, "nll_by_frame": [0.5, nll, nll, nll + (0.2 if gate == "none" else 0.0)],
+        "token_agreement": 0.99, "psnr": 20.0, "ssim": 0.9,
+    }  # fmt: skip
 
 
 def bounds(document: Any) -> list[Any]:
     """In hindsight 80 % is possible and 85 % is not."""
-    return [
-        document.Found(0.8, 0.801, (0.9, 0.702), 0.105, 0.1),
-        document.Found(0.85, 0.852, (0.95, 0.754), 0.13, 0.1),
-    ]
+    return [document.Found(0.8, 0.801, (0.9, 0.702), 0.105, 0.1), document.Found(0.85, 0.852, (0.95, 0.754), 0.13, 0.1)]
 
 
 @pytest.fixture
@@ -53,21 +39,15 @@ def document(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_verdicts_follow_from_the_rows(document: Any, tmp_path: Path) -> None:
     rows = [
-        row("none", "dense", None, 0.0, 0.1),
-        row("tas", "calibrated", 0.5, 0.51, 0.117),
-        row("tas", "uniform", 0.5, 0.50, 0.2),
-        row("learned", "calibrated", 0.8, 0.81, 0.105),
-        row("learned", "uniform", 0.8, 0.80, 0.104),
-        row("learned", "calibrated", 0.85, 0.84, 0.11),
-        row("learned", "calibrated", 0.9, 0.84, 0.11),
-        row("learned", "uniform", 0.9, 0.91, 0.12),
-        row("learned", "calibrated", 0.95, 0.95, 0.15),
-        row("learned", "uniform", 0.95, 0.95, 0.15),
-        row("random", "random", 0.5, 0.50, 0.3),
-        row("random", "random", 0.8, 0.80, 0.5),
+        row("none", "dense", None, 0.0, 0.1), row("tas", "calibrated", 0.5, 0.51, 0.117),
+        row("tas", "uniform", 0.5, 0.50, 0.2), row("learned", "calibrated", 0.8, 0.81, 0.105),
+        row("learned", "uniform", 0.8, 0.80, 0.104), row("learned", "calibrated", 0.85, 0.84, 0.11),
+        row("learned", "calibrated", 0.9, 0.84, 0.11), row("learned", "uniform", 0.9, 0.91, 0.12),
+        row("learned", "calibrated", 0.95, 0.95, 0.15), row("learned", "uniform", 0.95, 0.95, 0.15),
+        row("random", "random", 0.5, 0.50, 0.3), row("random", "random", 0.8, 0.80, 0.5),
         row("none", "dense", None, 0.0, 0.2, "window 9, sinks 1"),
         row("tas", "calibrated", 0.5, 0.51, 0.3, "window 9, sinks 1"),
-    ]
+    ]  # fmt: skip
     document.write_document(
         tmp_path / "quality.md", {"tiny": rows}, {"tiny": bounds(document)}, {"tiny": {"float32": 0.1, "int8": 0.2}}
     )
@@ -95,21 +75,6 @@ def test_verdicts_follow_from_the_rows(document: Any, tmp_path: Path) -> None:
 def test_the_committed_page_begins_as_the_generator_writes_it(document: Any) -> None:
     committed = (ROOT / "docs" / "measurements" / "quality.md").read_text()
     assert committed.startswith(document._HEAD)
-
-
-def test_a_tuned_decoder_is_counted_from_the_one_before(document: Any, tmp_path: Path) -> None:
-    before = [row("none", "dense", None, 0.0, 0.1), row("learned", "calibrated", 0.8, 0.81, 0.15)]
-    tuned = [row("none", "dense", None, 0.0, 0.09), row("learned", "calibrated", 0.8, 0.82, 0.11)]
-    tuned += [row("learned", "calibrated", 0.9, 0.91, 0.12), row("learned", "calibrated", 0.9, 0.9, 0.3, "window 9")]
-    for one in tuned:
-        one["nll_dense"] = 0.09
-    tuned.insert(3, row("none", "dense", None, 0.0, 0.2, "window 9"))
-    document.write_document(tmp_path / "quality.md", {"tiny": before, "tiny/tuned": tuned}, {}, {})
-    lines = [line for line in (tmp_path / "quality.md").read_text().splitlines() if "| tiny/tuned | 0.1000 |" in line]
-    assert lines == [
-        "| tiny/tuned | 0.1000 | 0.0900 | 80 % | 82.0 % | 0.1500 at 81.0 % | 0.1100 | 1.10x |",
-        "| tiny/tuned | 0.1000 | 0.0900 | 90 % | 91.0 % |  | 0.1200 | 1.20x |",
-    ]
 
 
 @pytest.mark.parametrize("name", ["moving_shapes", "bouncing_digits", "moving_shapes/tuned", "bouncing_digits/tuned"])

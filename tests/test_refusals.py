@@ -1,7 +1,5 @@
 """Plain modules that cannot be compiled: the sentence says what in the model is the reason, and where."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

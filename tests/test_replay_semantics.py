@@ -1,7 +1,5 @@
 """The rules of docs/explanation/replay.md against a plain Python reference: the operators, then the whole graph."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -18,7 +16,6 @@ from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.runtime.session import Session
 
 fastcar = torch.ops.fastcar
 INF, LAYERS, BATCH = float("inf"), 2, 4
@@ -115,29 +112,6 @@ def replays(forwards: int, frame: int, max_chain: int) -> int:
         later = (forwards - slot - 1) // frame
         total += later - later // (max_chain + 1)
     return total
-
-
-@settings(deadline=None)
-@given(st.integers(1, 5), st.integers(0, 30), st.integers(0, 4))
-def test_chain_limit_gives_the_exact_count(frame: int, forwards: int, max_chain: int) -> None:
-    operators = Operators(frame, 1, max_chain)
-    made = sum(operators.step(t, [0.0], -INF, [1.0])[0][0] for t in range(forwards))
-    assert made == replays(forwards, frame, max_chain)
-
-
-@settings(deadline=None)
-@given(layers())
-def test_coupled_rows_replay_only_when_both_would(case: tuple[dict[str, Any], float, list[list[float]]]) -> None:
-    options, tau, scores = case
-    if options["batch"] % 2:
-        options["batch"], scores = 2 * options["batch"], [row * 2 for row in scores]
-    coupled = Operators(**options | {"couple": True})
-    for t, row in enumerate(scores):
-        alone = Operators(**options | {"couple": False})
-        alone.chain = coupled.chain
-        single = np.array(alone.step(t, row, tau, row)[0]).reshape(2, -1)
-        pair = np.array(coupled.step(t, row, tau, row)[0]).reshape(2, -1)
-        np.testing.assert_array_equal(pair, np.broadcast_to(single.all(0), pair.shape))
 
 
 @cache
@@ -279,32 +253,3 @@ def test_permuting_the_batch_permutes_decisions_and_logits(order: list[int], see
     assert decisions.any()
     np.testing.assert_array_equal(other_decisions, decisions[:, :, order])
     np.testing.assert_allclose(other_logits, logits[:, order], atol=1e-5)
-
-
-def test_a_row_does_not_see_the_others() -> None:
-    ids, other = video(4), video(5)
-    other[1] = ids[1]
-    thresholds = middling(ids)
-    decisions, _, logits = run(program(), thresholds, ids)
-    other_decisions, _, other_logits = run(program(), thresholds, other)
-    assert (decisions != other_decisions).any()
-    np.testing.assert_array_equal(other_decisions[:, :, 1], decisions[:, :, 1])
-    np.testing.assert_allclose(other_logits[:, 1], logits[:, 1], atol=1e-5)
-
-
-def test_reset_gives_the_same_video_again() -> None:
-    source, ids = program(2), video(6)
-    session = Session(backend_of(source), source.config, middling(ids), record=True)
-
-    def watch(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        session.reset()
-        logits = [session.prefill(tokens[:, :3]), *[session.step(tokens[:, i]) for i in range(3, ROWS)]]
-        return np.stack(logits), np.array(session.stats.decisions)
-
-    logits, decisions = watch(ids)
-    assert decisions.any()
-    other, _ = watch(video(7))
-    assert (other != logits).any()
-    again, same = watch(ids)
-    np.testing.assert_array_equal(again, logits)
-    np.testing.assert_array_equal(same, decisions)

@@ -1,7 +1,5 @@
 """Every spelling that docs/reference/step_protocol.md gives, at batch 1 and 2: graphs compute what the module does."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -88,13 +86,9 @@ def einsum_any_order(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
 ATTENTIONS: list[Callable[..., Tensor]] = [
     lambda q, k, v, at: sdpa(q, k, v, attn_mask=seen(at), enable_gqa=True),
     lambda q, k, v, at: sdpa(q, k, v, attn_mask=seen(at, window=4), enable_gqa=True),
-    lambda q, k, v, at: sdpa(q, *per_head(k, v), attn_mask=added(at)),
-    filled,
-    capped,
-    einsum,
-    einsum_heads_later,
+    lambda q, k, v, at: sdpa(q, *per_head(k, v), attn_mask=added(at)), filled, capped, einsum, einsum_heads_later,
     einsum_any_order,
-]
+]  # fmt: skip
 
 
 class Block(nn.Module):
@@ -188,15 +182,13 @@ def check(model: nn.Module, rows: int) -> None:
         np.testing.assert_allclose(found, expected[:, t : t + 1], atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("kv_heads", [1, HEADS])
+@pytest.mark.parametrize(("kv_heads", "rows"), [(1, 2), (HEADS, 1)])
 @pytest.mark.parametrize("write", [assigned, assigned_second, copied, copied_second])
 def test_a_cache_may_be_written_as(write: Callable[..., Tensor], kv_heads: int, rows: int) -> None:
     check(Decoder(rows, kv_heads, write=write), rows)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("kv_heads", [1, HEADS])
+@pytest.mark.parametrize(("kv_heads", "rows"), [(1, 2), (HEADS, 1)])
 @pytest.mark.parametrize("attend", ATTENTIONS)
 def test_attention_may_be(attend: Callable[..., Tensor], kv_heads: int, rows: int) -> None:
     check(Decoder(rows, kv_heads, attend=attend), rows)

@@ -1,19 +1,14 @@
 """The artifact store: deterministic bytes, atomic replacement, and every kind of damage by its text."""
 
-from __future__ import annotations
-
-import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from manifests import sections
 
-from fastcar_compile.artifact.digest import name_problem
-from fastcar_compile.artifact.manifest import SCHEMA_VERSION, Manifest, sealed
+from fastcar_compile.artifact.manifest import SCHEMA_VERSION
 from fastcar_compile.artifact.reader import read_manifest, verify_files
 from fastcar_compile.artifact.sections import PipelineSection, Section
 from fastcar_compile.artifact.writer import ArtifactWriter
@@ -31,11 +26,6 @@ def build(path: Path, text: str = "hello\n") -> Path:
         writer.write_bytes("drs/table.bin", bytes(range(16)))
         writer.finish(sections())
     return path
-
-
-def edit_manifest(path: Path, **fields: Any) -> None:
-    file = path / "manifest.json"
-    file.write_bytes(sealed({**json.loads(file.read_text()), **fields}))
 
 
 def snapshot(path: Path) -> dict[str, bytes]:
@@ -58,21 +48,6 @@ def test_same_inputs_same_bytes_in_any_folder(tmp_path: Path) -> None:
     first, second = build(tmp_path / "one"), build(tmp_path / "deeper" / "two")
     assert snapshot(first) == snapshot(second)
     assert (first / "manifest.json").read_bytes().endswith(b"}\n")
-
-
-def test_tensors_keep_values_and_type(tmp_path: Path) -> None:
-    path = build(tmp_path / "out") / "weights/model.safetensors"
-    loaded = load_tensors(path)
-    assert {name: array.dtype for name, array in loaded.items()} == {n: a.dtype for n, a in TENSORS.items()}
-    for name, array in TENSORS.items():
-        np.testing.assert_array_equal(loaded[name], array)
-
-
-def test_writing_to_a_loaded_tensor_does_not_change_the_file(tmp_path: Path) -> None:
-    path = build(tmp_path / "out") / "weights/model.safetensors"
-    before = path.read_bytes()
-    load_tensors(path)["a"][...] = 7
-    assert path.read_bytes() == before
 
 
 def test_tensors_that_share_memory_or_are_views(tmp_path: Path) -> None:
@@ -263,50 +238,8 @@ def test_a_linked_folder_is_not_followed(tmp_path: Path) -> None:
     assert "drs: unexpected, is a symbolic link" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b"])
-def test_manifest_with_escaping_names(tmp_path: Path, name: str) -> None:
-    path = build(tmp_path / "out")
-    edit_manifest(path, files={name: {"sha256": "0" * 64, "size": 0}})
-    with pytest.raises(ArtifactError, match="the manifest names files that are refused") as caught:
-        read_manifest(path)
-    assert repr(name) in str(caught.value)
-
-
-def test_schema_version(tmp_path: Path) -> None:
-    path = build(tmp_path / "out")
-    edit_manifest(path, schema_version=99)
-    with pytest.raises(ArtifactError, match="the artifact has schema version 99, this fastcar_compile reads version 5"):
-        read_manifest(path)
-
-
 def test_manifest_problems(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="there is no artifact folder here"):
         read_manifest(tmp_path / "none")
     with pytest.raises(ArtifactError, match=r"the folder has no manifest\.json"):
         read_manifest(tmp_path)
-    path = build(tmp_path / "out")
-    edit_manifest(path, files={"a": {"sha256": "xyz", "size": -1}})
-    with pytest.raises(ArtifactError) as caught:
-        read_manifest(path)
-    assert "files.a.sha256: String should match pattern" in str(caught.value)
-    assert "files.a.size: Input should be greater than or equal to 0" in str(caught.value)
-    (path / "manifest.json").write_text('{"schema_version": 5,')
-    with pytest.raises(ArtifactError, match="the manifest is not valid JSON"):
-        read_manifest(path)
-
-
-def test_manifest_model_refuses_unknown_fields() -> None:
-    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
-        Manifest.model_validate({**dict(sections()), "producer": {}, "files": {}, "more": 1})
-
-
-def test_a_section_of_another_version(tmp_path: Path) -> None:
-    path = build(tmp_path / "out")
-    edit_manifest(path, pipeline={"version": 9, "passes": "", "log": []})
-    with pytest.raises(ArtifactError, match="pipeline: version 9; this fastcar_compile reads version 1"):
-        read_manifest(path)
-
-
-def test_name_problem_accepts_plain_names() -> None:
-    assert name_problem("weights/layer.0.safetensors") is None
-    assert name_problem("..hidden") is None

@@ -1,7 +1,5 @@
 """Models as users hold them: behind torch.compile, with peft's adapters, in training mode."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
