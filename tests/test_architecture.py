@@ -99,8 +99,6 @@ def test_light_folders_import_nothing_heavy() -> None:
     assert [name for name, modules in found.items() if not modules] == []
     play = [m for m in PLAY if m.startswith("fastcar_play.")]
     modules = [module for names in found.values() for module in names] + play
-        m for m in PLAY if m.startswith("fastcar_play.")
-    ]
     code = f"import sys\nfor name in {modules!r}:\n    __import__(name)\n"
     code += f"    if found := {set(HEAVY)!r} & set(sys.modules):\n        sys.exit(f'{{name}} imports {{found}}')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -10,42 +10,42 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 _HEAD = """\
 # Models
 
-A decoder is compiled for what its graph is, not for what its class is called. These families are known to compile,
+The compiler reads the graph of a decoder, not the name of its class. These families are known to compile,
 because a test compiles a tiny random model of each. `python -m tests.families` writes this page from the list in
 `tests/families/`, and a test fails where page and list differ.
 
 A test decodes a sequence twice: without replay, and with thresholds that replay about half of the MLPs. It compares
-every logit and every replay decision with an independent reference. That is the original model in eager attention and
+every logit and every replay decision with an independent reference: the original model in eager attention and
 without a cache, with hooks on its MLPs that follow [the gates' definition](gates.md). Logits differ by at most 2e-5,
-and no decision is another one. With keys and values in float16 or int8, logits differ by at most 5e-4 or 1e-2: a value
-near the middle of two stored ones may round the other way.
+and all decisions are equal. With keys and values in float16 or int8, logits differ by at most 5e-4 or 1e-2: a value
+near the middle of two stored values may round the other way.
 
-`make families` decodes every case on `eager`, `cpu`, `onnxruntime` and `hls-csim`, the C simulation of the accelerator.
-There, a w8a8 artifact gives the logits and decisions of `cpu` bit for bit. An ordinary run of the tests decodes every
-case on `eager`, and some on more: the last column names them.
+`make families` decodes every case on `eager`, `cpu`, `onnxruntime` and `hls-csim`, the C simulation of the
+accelerator. There, a w8a8 artifact gives the logits and decisions of `cpu` bit for bit. An ordinary run of the tests
+decodes every case on `eager`, and some cases on more backends: the last column names the backends.
 
 ## Sequence lengths
 
-RoPE tables are those of a sequence of `max_seq_len` tokens. Two kinds depend on that length. *dynamic* RoPE takes the
-frequencies of that length. *longrope* takes its long factors where `max_seq_len` is beyond the original length, else
-its short ones. Transformers decides anew at every call. So it changes the frequencies within a sequence that grows
-beyond the original length, and keeps the keys that it cached before. A compiled decoder equals Transformers on a whole
-sequence of `max_seq_len` tokens.
+RoPE tables are the tables of a sequence of `max_seq_len` tokens. Two kinds depend on that length. *dynamic* RoPE
+takes the frequencies of that length. *longrope* takes its long factors where `max_seq_len` is beyond the original
+length, else its short factors. Transformers decides anew at every call. So it changes the frequencies within a
+sequence that grows beyond the original length, and keeps the keys that it cached before. A compiled decoder equals
+Transformers on a whole sequence of `max_seq_len` tokens.
 
 ## Cross-attention
 
-Keys and values of a context are computed once per context, by a graph of their own. With `w8a8` and `w4a8` its linears
-stay in float32. A decode step pays nothing for it. A layer's two weights take 8 * C * Hkv * D bytes, for a context of C
-features and Hkv heads of D, instead of 2 * C * Hkv * D in int8.
+Keys and values of a context are computed once per context, by a graph of their own. With `w8a8` and `w4a8` the
+linears of this graph stay in float32. A decode step pays nothing for it. A layer's two weights take 8 * C * Hkv * D
+bytes, for a context of C features and Hkv heads of D, instead of 2 * C * Hkv * D in int8.
 
 ## Prompts of different lengths
 
 All rows of a session share one position, and every token of a prompt is read. So rows with padding, with an attention
-mask or positions of their own, are not possible. Masks, `position_ids` and steps that need them are refused. Padding in
-embeddings cannot be told from a prompt, and such a row decodes wrongly.
+mask or positions of their own, are not possible. Masks, `position_ids` and decode steps that need them are refused.
+Padding in embeddings cannot be told from a prompt, and a row with such padding decodes wrongly.
 
-FastCar's own program for VILA-U decodes left-padded prompts of different lengths in one batch. With a compiled decoder,
-give prompts of one length, or each prompt a session of its own from an artifact of batch size 1.
+FastCar's own program for VILA-U decodes left-padded prompts of different lengths in one batch. With a compiled
+decoder, give prompts of one length, or each prompt a session of its own from an artifact of batch size 1.
 
 ## What compiles
 
@@ -56,7 +56,7 @@ give prompts of one length, or each prompt a session of its own from an artifact
 _REFUSED = """
 ## What is refused
 
-Each of these is a `CompileError`. The text is a part of it.
+Each of these models is refused with a `CompileError`. The last column is a part of its text.
 
 | family | model | its structure | text of the refusal |
 |---|---|---|---|

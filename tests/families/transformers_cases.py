@@ -198,7 +198,7 @@ TRANSFORMERS = [
     Case(
         "cohere2-window",
         "Cohere 2",
-        "attention and MLP in parallel, windows in some layers, where no others have RoPE",
+        "attention and MLP in parallel, windows in some layers, the only layers with RoPE",
         causal("Cohere2", sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
     ),
     Case("emu3", "Emu3", "the language model", transformer(hf.Emu3ForCausalLM, hf.Emu3TextConfig)),
