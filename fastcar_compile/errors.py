@@ -7,7 +7,7 @@
 | InputError | a tensor, a token or an option given at run time | 2 |
 | TargetError | the target is unknown, or its file is malformed | 2 |
 | ArtifactError | the artifact is missing, damaged, or of another schema version | 2 |
-| SignatureError | an ArtifactError: its signature or its digest is not what is required | 2 |
+| SignatureError | an ArtifactError: the signature or the digest is not the required one | 2 |
 | BackendError | the backend cannot run here: a tool, device or package is missing | 2 |
 | InternalError | an invariant of the compiler does not hold | 3 |
 """
@@ -42,7 +42,7 @@ class UserError(FastcarError):
         hint: what the user can do about it.
 
     Attributes:
-        problems: the single errors of one that lists several; else empty.
+        problems: the single errors of an error that lists several errors; else empty.
     """
 
     problems: tuple[UserError, ...] = ()
@@ -51,13 +51,13 @@ class UserError(FastcarError):
         self.what, self.where, self.hint = what, where, hint
         lines = [what]
         if where:
-            lines.append("  where: " + where.replace("\n", "\\n"))  # a path may have one in it
+            lines.append("  where: " + where.replace("\n", "\\n"))  # a path may have a newline in it
         if hint:
             lines.append(f"  hint:  {hint}")
         super().__init__("\n".join(lines))
 
     def to_json(self) -> dict[str, object]:
-        """Return the error as JSON fields: type, message, where, hint, and problems where it lists several."""
+        """Return the error as JSON fields: type, message, where, hint, and problems where it lists several errors."""
         fields: dict[str, object] = {"type": type(self).__name__, "message": self.what}
         fields |= {"where": self.where, "hint": self.hint}
         if self.problems:
@@ -82,7 +82,7 @@ class CompileError(UserError):
 
 
 def attempt(problems: list[CompileError], step: Callable[[], T]) -> T | None:
-    """Return the step's result; its CompileError joins the problems instead."""
+    """Return the result of `step`; a CompileError joins the problems instead."""
     try:
         return step()
     except CompileError as error:
@@ -103,7 +103,7 @@ class ArtifactError(UserError):
 
 
 class SignatureError(ArtifactError):
-    """The artifact's signature or digest is not what is required."""
+    """The artifact's signature or digest is not the required one."""
 
 
 class BackendError(UserError):
@@ -112,7 +112,7 @@ class BackendError(UserError):
 
 @contextmanager
 def os_errors(what: str, path: str | Path, hint: str = "") -> Generator[None]:
-    """Raise a UserError that names the path where the operating system refuses what the block does.
+    """Raise a UserError that names the path where the operating system refuses an operation of the block.
 
     Args:
         what: the subject of the error, for example "the trace cannot be written".
@@ -136,7 +136,7 @@ class InternalError(FastcarError):
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error repeats it: short, and none of a large array."""
+    """Return a value as an error repeats it: short, and without the values of an array."""
     if isinstance(value, bool | float | str | bytes | None):
         return f"{value!r:.80}"
     if isinstance(value, int):
@@ -150,7 +150,7 @@ def count_text(number: int, what: str) -> str:
 
 
 LISTED = 50
-"""Refused fields that an error names; of more it gives the number. A damaged file may have a fault in every value."""
+"""Refused fields that an error names; it counts the further fields. A damaged file may have a fault in every value."""
 
 
 def describe_validation(error: ValidationError) -> list[str]:

@@ -46,7 +46,7 @@ def test_memory_of_the_processing_system_as_its_manual_has_it() -> None:
 
 
 def test_a_target_for_estimates_only_is_not_compiled_for() -> None:
-    text = r"no artifact can be built for zcu104-sodimm, which is there for estimates only: no base platform"
+    text = r"no artifact can be built for zcu104-sodimm, which serves estimates only: no base platform"
     with pytest.raises(TargetError, match=text) as caught:
         fc.compile("no such model", target="zcu104-sodimm")
     assert "use `fastcar estimate`, or compile for one of: cpu, kv260, u280, zcu102, zcu104" in str(caught.value)

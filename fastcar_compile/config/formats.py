@@ -1,7 +1,7 @@
 """One registry entry per element type, quantisation format and KV type: facts that every part of the compiler needs.
 
-The entries hold names and sizes only and import nothing heavy, so that the runtime, the command line and the hardware
-model read the same facts as the passes and the back ends. docs/extending.md lists the files that add one.
+The entries hold names and sizes only and import no heavy package, so that the runtime, the command line and the
+hardware model read the same facts as the passes and the back ends. docs/extending.md lists the files that add one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class DType:
     """One element type.
 
     Args:
-        name: in the manifest; also the attribute of `torch` and of `tvm`.
-        safetensors: in the header of a safetensors file.
+        name: name in the manifest; also the attribute of `torch` and of `tvm`.
+        safetensors: name in the header of a safetensors file.
         numpy: the numpy type of the same bytes.
     """
 
@@ -53,7 +53,7 @@ DTYPES: dict[str, DType] = {
         DType("bool", "BOOL", np.dtype(np.bool_)),
     )
 }
-"""By name."""
+"""Name -> element type."""
 
 BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in DTYPES.values()}
 
@@ -66,7 +66,7 @@ def dtype_of(array: np.ndarray[Any, Any]) -> DType:
     """
     name = array.dtype.name
     if name not in DTYPES:
-        raise InternalError(f"there is no format for arrays of {name}")
+        raise InternalError(f"no format is registered for arrays of {name}")
     return DTYPES[name]
 
 
@@ -81,8 +81,8 @@ class KvType:
     types never share one.
 
     Args:
-        dtype: of the cache tensor, as torch, numpy and TVM name it; also the type's own name.
-        bits: of one element.
+        dtype: element type of the cache tensor, as torch, numpy and TVM name it; also the type's own name.
+        bits: bits of one element.
         block: elements that share one exponent byte behind the row (MX formats); 0: the row has no exponents.
     """
 
@@ -152,14 +152,14 @@ class QuantFormat:
     """One value of `compile(quant=…)`; `ops/quant.py` and `ops/linear_bf16.py` define the numbers bit for bit.
 
     Args:
-        name: of the format.
+        name: name of the format.
         summary: one line for people.
-        weight_bits: of one stored weight.
-        suffix: of the attribute that holds the stored weights; empty: weights stay as they are.
+        weight_bits: bits of one stored weight.
+        suffix: end of the name of the attribute that holds the stored weights; empty: weights stay as they are.
         group: weights along the reduction that share a scale; 0: one scale per output channel, if there are scales.
-        scale_bytes: of one scale; 0: the format has no scales.
+        scale_bytes: bytes of one scale; 0: the format has no scales.
         integer: activations are int8 per row and sums are exact integers.
-        accelerated: there are HLS kernels for it.
+        accelerated: HLS kernels compute the format.
         tolerance: largest difference between the logits of two back ends. In integer formats a last-bit difference in
             attention may move an activation by one int8 step.
     """
@@ -204,7 +204,7 @@ def quant_format(name: str) -> QuantFormat:
     """Return the format of this name.
 
     Raises:
-        InputError: there is none.
+        InputError: no format has this name.
     """
     if name not in QUANT_FORMATS:
         raise InputError(f"unknown quantisation {name!r}", hint=f"use one of: {', '.join(QUANT_FORMATS)}")

@@ -52,14 +52,14 @@ class ReplayConfig(Config):
             layer; None means "never replay" (here, or in that layer). Default: the gate's own.
         max_chain: at most this many replays in a row at one (layer, row, slot); None is unlimited.
         couple_cfg: rows b and b + B/2 (a classifier-free-guidance pair) replay only together.
-        refresh_every: all rows compute in every frame whose number t // F is a multiple of this; None: no such frame.
+        refresh_every: all rows compute in every frame whose number t // F is a multiple of this; None: no limit.
         heads: for gate "tas", the query heads that the score averages: a list of heads (alike), or a mapping head ->
             weight; or a list with one of these per layer (None: all heads there). Weights are used as given.
         gate_weights: for gate "learned", the safetensors file of its weights (docs/reference/gates.md), or a
             GateWeights. JSON keeps their digest, never the file's name.
 
     Raises:
-        CompileError: a field is not valid, or the file of the weights is not. UserError: it cannot be read.
+        CompileError: a field or the file of the weights is not valid. UserError: the file cannot be read.
     """
 
     gate: str = "tas"
@@ -71,12 +71,12 @@ class ReplayConfig(Config):
     gate_weights: Weights = None
 
     def __init__(self, **data: Any) -> None:
-        """Take the gate's own threshold where none is given. None is a threshold too: never replay."""
+        """Set the gate's own threshold where the caller gives no threshold. None is a threshold too: never replay."""
         gate, given = data.get("gate", "tas"), "threshold" in data
         if not given and isinstance(gate, str) and gate in GATES:
             data = {**data, "threshold": GATES[gate].default_threshold}
         super().__init__(**data)
-        if not given:  # `compile` warns of it, but not of a caller who gives the same number
+        if not given:  # `compile` warns of the default, but not of a caller who gives the same number
             self.model_fields_set.discard("threshold")
 
     @field_validator("gate")
@@ -110,7 +110,7 @@ class ReplayConfig(Config):
         return parse_thresholds(value)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-safe dict. Weights stand in it only where there are some, so that older journals stay valid."""
+        """Return a JSON-safe dict. It has weights only where they are given, so that older journals stay valid."""
         data = super().to_json()
         if data["gate_weights"] is None:
             del data["gate_weights"]
@@ -145,7 +145,7 @@ class ReplayConfig(Config):
         count = len(self.threshold)
         weighted = 0 if self.gate_weights is None else len(self.gate_weights.layers)
         if 1 < count != num_layers and count in (len(self.heads or ()), weighted):
-            what = f"the gate is of another decoder: it has {count} layers, but this decoder has {num_layers}"
+            what = f"the gate belongs to another decoder: it has {count} layers, but this decoder has {num_layers}"
             hint = "train a gate for this decoder (fc.train_gate, fastcar train-gate)"
             raise UserError(what, where="ReplayConfig", hint=hint)
         if count != num_layers:
@@ -163,7 +163,7 @@ class SparseAttention(Config):
     Args:
         window: the most recent tokens that a token attends to, itself included.
         sinks: the first tokens of the sequence, which every token attends to.
-        positions: "absolute": rotary positions are those of the sequence; "cache": those inside the cache, so that a
+        positions: "absolute": rotary positions count in the sequence; "cache": they count inside the cache, so that a
             decoder never meets a distance of more than sinks + window tokens.
 
     Raises:
@@ -176,7 +176,8 @@ class SparseAttention(Config):
 
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 64, 256
-"""Tokens of a prefill chunk by default. Measured: 256 take a fifth less time per token than 64, and 512 no less."""
+"""Tokens of a prefill chunk by default. Measured: a chunk of 256 takes a fifth less time per token
+than a chunk of 64, and a chunk of 512 takes no less."""
 
 
 class CompileConfig(Config):
@@ -199,7 +200,7 @@ class CompileConfig(Config):
             (with an exponent per 32 values of a head).
         numerics: "native": attention, norms and rotary positions are float32, summed in each backend's own order.
             "exact": they are defined bit for bit too, so that logits and decisions are equal on every backend that has
-            them, for every number of threads and in prefill; needs quant w8a8 or w4a8, and kv int8.
+            exact numerics, for every number of threads and in prefill; needs quant w8a8 or w4a8, and kv int8.
 
     Raises:
         CompileError: a field is not valid, tokens_per_frame >= max_seq_len, or exact numerics or offload "all" of other

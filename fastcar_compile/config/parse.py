@@ -1,4 +1,4 @@
-"""What a caller may write for thresholds, query heads and gate weights, and what is kept of it."""
+"""Parsers of thresholds, query heads and gate weights, as a caller may write them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parse_threshold(value: object) -> float:
     """Return a threshold; JSON writes infinity as "inf" and "-inf".
 
     Raises:
-        ValueError: a boolean, another text, or NaN.
+        ValueError: the value is a boolean, a different string, or NaN.
     """
     if isinstance(value, str) and value.strip().lower() in ("inf", "+inf", "-inf"):
         return float(value)
@@ -35,7 +35,7 @@ def parse_threshold(value: object) -> float:
 
 
 def _dump_threshold(value: float) -> float | str:
-    """JSON has no infinity."""
+    """Return a threshold for JSON, which has no infinity."""
     return value if math.isfinite(value) else str(value)
 
 
@@ -43,13 +43,13 @@ def parse_heads(value: object) -> Heads | None:
     """Return one layer's heads from None, {head: weight}, [head, …] (equal weights) or [(head, weight), …].
 
     Raises:
-        ValueError: none of these, a head named twice, or a weight that is not finite.
+        ValueError: the value has a different form, names a head twice, or has a weight that is not finite.
     """
     if value is None:
         return None
     pairs = [_pair(item) for item in _head_items(value)]
     if not pairs or len({head for head, _ in pairs}) != len(pairs):
-        raise ValueError(f"heads are named once each, and at least one, not {value!r}")
+        raise ValueError(f"heads are one or more query heads, each named once, not {value!r}")
     return tuple(pairs)
 
 
@@ -124,4 +124,4 @@ def _dump_weights(value: GateWeights | None) -> str | None:
 
 Threshold = Annotated[float, BeforeValidator(parse_threshold), PlainSerializer(_dump_threshold, when_used="json")]
 Weights = Annotated[Any, BeforeValidator(_parse_weights), PlainSerializer(_dump_weights, when_used="json")]
-"""A GateWeights or None; pydantic knows it as Any, because it is no model."""
+"""A GateWeights or None; pydantic knows it as Any, because a GateWeights is not a model."""

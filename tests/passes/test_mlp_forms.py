@@ -23,7 +23,7 @@ from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.split_gate_up import SplitGateUp
 
 from .laws import check_truthful, nodes_of
-from .tiny import Fused, Products, TinyBlock, after, logits, prefill_logits
+from .tiny import WIDTH, Fused, Products, TinyBlock, after, logits, prefill_logits
 
 aten = torch.ops.aten
 BEFORE = (NormalizeState(), Canonicalize())

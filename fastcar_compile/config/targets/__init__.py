@@ -40,10 +40,10 @@ def available_targets() -> tuple[str, ...]:
 
 
 def load_target(target: str | Path | Target) -> Target:
-    """Return the target of that name, or the one in that .toml file. A `Target` is returned unchanged.
+    """Return the target of a name or of a .toml file. A `Target` is returned unchanged.
 
     Raises:
-        TargetError: no such name or file, or the file is malformed (every bad field is listed).
+        TargetError: the name or the file is unknown, or the file is malformed (every bad field is listed).
     """
     match target:
         case Target():
@@ -64,25 +64,25 @@ def load_target(target: str | Path | Target) -> Target:
 
 
 def require_buildable(target: Target) -> None:
-    """Raise TargetError for a target that is there for estimates only."""
+    """Raise TargetError for a target that serves estimates only."""
     if target.estimate_only is None:
         return
     builds = [name for name in available_targets() if load_target(name).estimate_only is None]
     raise TargetError(
-        f"no artifact can be built for {target.name}, which is there for estimates only: {target.estimate_only}",
+        f"no artifact can be built for {target.name}, which serves estimates only: {target.estimate_only}",
         hint=f"use `fastcar estimate`, or compile for one of: {', '.join(builds)}",
     )
 
 
 def has_accelerator(config: CompileConfig, board: Target) -> bool:
-    """Return whether kernels are emitted: the target has a fabric, and the numbers are int8."""
+    """Return whether kernels are emitted: the target has a fabric, and the arithmetic is int8."""
     return board.kind == "fpga" and quant_format(config.quant).accelerated
 
 
 def whole_step(board: Target, options: Mapping[str, Any]) -> CompileConfig | None:
     """Return the options with offload "all"; None: the target has no such accelerator, or the options exclude it.
 
-    It is what `compile` tries and `estimate` predicts where nobody says what the accelerator computes.
+    `compile` tries these options, and `estimate` predicts them, where the caller gives no `offload`.
     """
     try:
         config = CompileConfig(target=board.name, **options, offload="all")
@@ -97,7 +97,7 @@ def _unknown(name: str) -> TargetError:
     hint = f"did you mean {near[0]!r}? " if near else ""
     return TargetError(
         f"unknown target {name!r}",
-        hint=f"{hint}available: {', '.join(names)}; your own board is a path to a .toml file like those",
+        hint=f"{hint}available: {', '.join(names)}; your own board is a path to a .toml file like the shipped files",
     )
 
 

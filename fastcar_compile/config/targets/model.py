@@ -14,7 +14,7 @@ Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 Line = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True, pattern=r"^[^\x00-\x1f\x7f]+$")]
 """A name: it stands in tables, messages and comments of generated files."""
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:\[\]\-]{0,99}$")]
-"""What stands in generated configurations, in a compiler's name or in its options."""
+"""A word of generated configurations, of a compiler's name or of its options."""
 _EXACT = 1 << 53
 """Up to here a float holds every integer, so products with shares and rates can neither overflow nor round a count."""
 
@@ -35,7 +35,7 @@ class Connection(_Frozen):
 
     Args:
         tag: what stands behind the colon of `sp=`.
-        controller: the port of the memory controller behind it; connections with the same one share its bandwidth.
+        controller: the port of the memory controller behind it; connections to one controller port share its bandwidth.
     """
 
     tag: Word
@@ -43,7 +43,7 @@ class Connection(_Frozen):
 
 
 class Measurement(_Frozen):
-    """What was measured of a memory. share: of `peak_bandwidth` that sequential reads of the fabric reached."""
+    """A measurement of a memory. share: part of `peak_bandwidth` that sequential reads of the fabric reached."""
 
     share: Fraction
     source: Text
@@ -58,14 +58,14 @@ class Memory(_Frozen):
         ports: AXI ports into it from the fabric (or channels, for a CPU).
         width_bits: data width of one port, bits.
         channels: independent channels that `peak_bandwidth` is the sum of.
-        technology: whose timing the hardware model uses.
-        streams_weights: whether the weight streams may be striped over it; without any, the first memory has them.
+        technology: memory technology, whose timing the hardware model uses.
+        streams_weights: the weight streams may be striped over it; where no memory has this, the first memory has them.
         burst_bytes: the longest burst that reaches the memory controller in one piece.
         reorder_bytes: pending reads that the controller may reorder to stay in an open row; 0: it serves them in order.
-        connections: every port, in the linker's words; none: the linker chooses. One per channel means that a channel
+        connections: every port, in the linker's words; empty: the linker chooses. One per channel means that a channel
             is a bank of its own, of equal capacity.
-        measured: the published measurement that caps the model; none: the model has no cap but its own losses.
-        source: where the figures come from.
+        measured: the published measurement that caps the model; None: only the model's own losses limit it.
+        source: origin of the figures.
     """
 
     name: Line
@@ -128,7 +128,7 @@ class Host(_Frozen):
     Args:
         triple: LLVM target triple; "native" is the build machine.
         cpu: LLVM CPU name.
-        cores: cores the runtime may use; 0 is "as many as there are".
+        cores: cores that the runtime may use; 0: all cores.
     """
 
     triple: Word
@@ -151,7 +151,7 @@ class Target(_Frozen):
 
     Args:
         kind: "fpga" (with `part` and `fabric`) or "cpu" (without).
-        estimate_only: why no artifact can be built for it; none: artifacts can be.
+        estimate_only: the reason why no artifact can be built for the target; None: artifacts can be built.
     """
 
     name: Line
