@@ -1,1 +1,1 @@
-"""What the operating system or a caller may do wrong, and small things that every entry needs."""
+"""Checks of what the operating system or a caller may do wrong, and small helpers that every entry needs."""

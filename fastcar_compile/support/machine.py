@@ -26,7 +26,7 @@ def at_once(function: Callable[[T], R], values: Iterable[T], threads: int | None
     """Return `function` of every value, in order.
 
     Args:
-        threads: that compute it; None: one per usable core.
+        threads: number of computing threads; None: one per usable core.
     """
     with ThreadPoolExecutor(threads or usable_cores()) as pool:
         return list(pool.map(function, values))
@@ -36,7 +36,7 @@ def streamed(function: Callable[[T], R], values: Iterable[T], threads: int | Non
     """Yield `function` of every value, in order, as it is computed; two results per thread wait at most.
 
     Args:
-        threads: that compute it; None: one per usable core.
+        threads: number of computing threads; None: one per usable core.
     """
     threads = threads or usable_cores()
     waiting = deque[Future[R]]()
@@ -54,7 +54,7 @@ def usable_cores() -> int:
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = map(int, QUOTA.read_text("ascii").split())
-    except (OSError, ValueError):  # there is none, or it is "max"
+    except (OSError, ValueError):  # the file is missing, or holds "max"
         return cores
     return max(1, min(cores, quota // period))
 
@@ -63,13 +63,13 @@ def usable_cores() -> int:
 
 
 def require_memory(needed: int, what: str, hint: str = "") -> None:
-    """Raise unless this process may take so many bytes more.
+    """Raise UserError unless this process may take `needed` more bytes of memory.
 
     Args:
         what: the subject of the error, for example "code generation".
 
     Raises:
-        UserError: it may not.
+        UserError: less memory is available.
     """
     free = available_memory()
     if free < needed:
@@ -84,16 +84,16 @@ def available_memory() -> int:
     free, used = psutil.virtual_memory().available, psutil.Process().memory_info()
     try:
         limit = int(LIMIT.read_text("ascii"))
-    except (OSError, ValueError):  # there is none, or it is "max"
+    except (OSError, ValueError):  # the file is missing, or holds "max"
         return free
     return max(0, min(free, limit - (used.rss - used.shared)))  # pages of files can be given back
 
 
 @contextmanager
 def collector_paused() -> Generator[None]:
-    """Pause Python's collector of reference cycles, which looks through graphs again and again that all live on.
+    """Pause Python's collector of reference cycles, which searches graphs again and again, though all stay in use.
 
-    One that was off before stays off, so pauses may nest.
+    A collector that was off before stays off, so pauses may nest.
     """
     running = gc.isenabled()
     gc.disable()
@@ -111,7 +111,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """Return the first `flags` (x86) or `Features` (Arm) line; empty where there is no such file or line."""
+    """Return the first `flags` (x86) or `Features` (Arm) line; empty where the file or the line is missing."""
     try:
         lines = cpuinfo.read_text("utf-8").splitlines()
     except OSError:
@@ -127,12 +127,12 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end and return what it printed. Messages are in English.
+    """Run a command to its end and return its output. Messages are in English.
 
     The command and its own children are a process group. If this call ends early, so does the group.
 
     Args:
-        env: variables besides those of this process.
+        env: variables besides the variables of this process.
 
     Raises:
         OSError: the command cannot be started.

@@ -1,4 +1,4 @@
-"""The version of this package: that of the installed distribution, which is built from git's tags."""
+"""The version of this package: the version of the installed distribution, which is built from git's tags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNKNOWN = "0+unknown"
 
 
 def installed_version() -> str:
-    """Return the version: that of the newest tag, with `.post1.devN` for N commits since."""
+    """Return the version: the newest tag, with `.post1.devN` for N commits since."""
     try:
         return metadata.version(NAME)
     except metadata.PackageNotFoundError:
@@ -39,7 +39,7 @@ def release() -> str:
 
 @contextmanager
 def needs(extra: str) -> Generator[None]:
-    """Name the extra to install where an import of the block fails.
+    """Raise an error that names the extra to install where an import of the block fails.
 
     Raises:
         BackendError: a package that the extra brings is not installed.
@@ -56,16 +56,16 @@ def needs(extra: str) -> Generator[None]:
         ) from error
 
 
-# Things by name: those of this package, and those that other installed packages add through entry points.
+# Objects by name: from this package, and from other installed packages through entry points.
 
 
 @dataclass(frozen=True)
 class Registry:
-    """Objects by name. Nothing is imported before it is asked for.
+    """Objects by name. An object is imported when a caller asks for it.
 
     Args:
-        what: what one of them is, for error texts.
-        group: of the entry points; their names may not be built in.
+        what: noun for one object, for error texts.
+        group: group of the entry points; their names may not be built in.
         built_in: name -> "module:attribute".
         error: raised for an unknown name.
         extras: name -> the extra of this package that it needs, where that is not `compile`.
@@ -81,7 +81,7 @@ class Registry:
         """Return the entry points of other packages by name, sorted.
 
         Raises:
-            UserError: a name is taken, by this package or by two others.
+            UserError: a name is registered twice, by this package or by two other packages.
         """
         found: dict[str, EntryPoint] = {}
         for point in sorted(entry_points(group=self.group), key=lambda p: p.name):
@@ -95,7 +95,7 @@ class Registry:
         return found
 
     def names(self) -> list[str]:
-        """Return every name, those of this package first."""
+        """Return every name, the names of this package first."""
         return [*self.built_in, *self.added()]
 
     def load(self, name: str) -> Any:

@@ -24,10 +24,10 @@ def parse_json(
     """Return the value of a JSON text.
 
     Args:
-        constants: read NaN and Infinity too, which Python writes for floats that are no numbers.
+        constants: read NaN and Infinity too, which Python writes for floats that are not finite.
 
     Raises:
-        ValueError: the text is too long, too deep, no UTF-8 or no JSON, or an object has a key twice.
+        ValueError: the text is too long, too deep, not UTF-8 or not JSON, or an object has a key twice.
     """
     if len(data) > size:
         raise ValueError(f"it has {len(data)} bytes, and at most {size} are read")
@@ -56,11 +56,11 @@ def read_json(
     """Return the content of a JSON file.
 
     Args:
-        what: the file in an error, for example "thresholds". error: the type that is raised.
+        what: name of the file in an error, for example "thresholds". error: type of the error that is raised.
         size, constants: as for `parse_json`.
 
     Raises:
-        UserError: of the given type: there is no such file, or it is no JSON that is read.
+        UserError: of the given type: the file is missing, or it holds no JSON within the limits.
     """
     try:
         with path.open("rb") as file:
@@ -68,12 +68,12 @@ def read_json(
         return parse_json(data, size=size, constants=constants)
     except OSError as caught:
         raise error(f"the {what} cannot be read: {caught.strerror or caught}", where=str(path), hint=hint) from caught
-    except ValueError as caught:  # also of a path with a NUL
+    except ValueError as caught:  # a path with a NUL raises one too
         raise error(f"the {what} cannot be read: {caught}", where=str(path), hint=hint) from caught
 
 
 def _is_deeper(data: bytes, depth: int) -> bool:
-    """Return whether brackets are deeper, without recursion: a parser's own recursion would come too late."""
+    """Return whether brackets nest deeper than `depth`. A recursive parser would itself fail before it could tell."""
     plain = _ESCAPES.sub(b"", data) if b"\\" in data else data
     rest = _STRINGS.sub(b"", plain.translate(_BRACKETS, _OTHERS)).replace(b'"', b"")
     for _ in range(depth):
@@ -101,7 +101,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:

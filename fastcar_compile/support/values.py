@@ -1,4 +1,4 @@
-"""Arguments of callers: scalars of numpy and torch are numbers, and what cannot be meant is an InputError."""
+"""Arguments of callers: scalars of numpy and torch are numbers, and a value that cannot be meant is an InputError."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plain(value: Any) -> Any:
     """Return a scalar of numpy or torch, or an array of no dimensions, as Python's number; anything else as it is.
 
     Raises:
-        InputError: the scalar has no value, as one on the meta device.
+        InputError: the scalar has no value, for example on the meta device.
     """
     if getattr(value, "shape", None) != () or not callable(getattr(value, "item", None)):
         return value
@@ -42,10 +42,10 @@ def whole(what: str, value: Any, least: int, most: int = limits.SIZE, error: typ
     """Return a whole number from `least` to `most`.
 
     Args:
-        what: its name in an error, for example "num_tokens".
+        what: name of the value in an error, for example "num_tokens".
 
     Raises:
-        UserError: of the given type: the value is not a whole number.
+        UserError: of the given type: the value is not a whole number, or is out of range.
     """
     found = plain(value)
     if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
@@ -57,7 +57,7 @@ def number(what: str, value: Any, hint: str = "give a number", error: type[UserE
     """Return a number, which may be infinite.
 
     Raises:
-        UserError: of the given type: it is none, or NaN.
+        UserError: of the given type: the value is not a number, or is NaN.
     """
     found = plain(value)
     if isinstance(found, bool) or not isinstance(found, int | float):
@@ -75,7 +75,7 @@ def path_of(what: str, value: Any, error: type[UserError] = InputError) -> Path:
     """Return a path.
 
     Raises:
-        UserError: of the given type: it is none, or one that no file can have.
+        UserError: of the given type: the value is not a path, or no file can have this path.
     """
     if not isinstance(value, str | os.PathLike):
         raise error(f"{what} is {shown(value)}", hint="give a path, as a text or a pathlib.Path")
@@ -86,7 +86,7 @@ def path_of(what: str, value: Any, error: type[UserError] = InputError) -> Path:
 
 
 def model_hint(path: Path) -> str:
-    """Return how to correct the path of a model folder that does not exist, which may be a name on the Hub."""
+    """Return a hint for the path of a model folder that does not exist; the path may be a name on the Hub."""
     hint = "give a Hugging Face folder (config.json and *.safetensors)"
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(path)):
         return hint
@@ -106,17 +106,17 @@ def check_function(what: str, value: Any) -> None:
 
 
 def reporter(progress: Any) -> Callable[[str], None]:
-    """Return what reports a stage: to the logger, and to the caller's function if there is one.
+    """Return a function that reports a phase to the logger, and to the caller's function where one is given.
 
     Raises:
-        InputError: the caller gave what cannot be called.
+        InputError: `progress` cannot be called.
     """
     check_function("progress", progress)
 
-    def say(stage: str) -> None:
-        LOGGER.info("%s", stage)
+    def say(phase: str) -> None:
+        LOGGER.info("%s", phase)
         if progress is not None:
-            progress(stage)
+            progress(phase)
 
     return say
 
@@ -125,7 +125,7 @@ def check_kind(what: str, value: Any, kinds: type | tuple[type, ...], expected: 
     """Raise InputError unless `value` is of one of these types.
 
     Args:
-        expected: what they are, for example "a ReplayConfig".
+        expected: description of the types, for example "a ReplayConfig".
     """
     if not isinstance(value, kinds):
         raise InputError(f"{what} is {shown(value)}", hint=f"give {expected}")
@@ -135,7 +135,7 @@ def sequence(what: str, value: Any, hint: str = "give one number, or a list with
     """Return the items of a list, a tuple or an array of one dimension; each scalar as Python's number.
 
     Raises:
-        InputError: it is none: neither a text nor a dict or set has an order that is meant.
+        InputError: the sequence is a string, a dict or a set, or has more than one dimension.
     """
     if isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__len__"):
         raise InputError(f"{what} is {shown(value)}", hint=hint)
@@ -151,7 +151,7 @@ def token_range(what: str, value: Any) -> tuple[int, int] | None:
     """Return the first token id and one past the last, of a pair of whole numbers; None for None.
 
     Raises:
-        InputError: it is no such pair, or holds no id.
+        InputError: the value is not a pair of whole numbers, or the range holds no id.
     """
     if value is None:
         return None
@@ -167,7 +167,7 @@ def token_table(what: str, value: Any) -> NDArray[np.int64]:
     """Return token ids int64 [N, T] of a list, a numpy array or a torch tensor.
 
     Raises:
-        InputError: it holds no integers, or is of another shape.
+        InputError: the table holds other numbers than integers, or has another shape.
     """
     hint = "give token ids as integers [N, T], one video per row"
     try:
@@ -193,7 +193,7 @@ def checked(error: type[UserError] = InputError, hint: str = "") -> Callable[[ty
     """Return a decorator for a pydantic model or dataclass: constructing it, or a subclass, raises `error`.
 
     The error names every field at fault. Scalars of numpy and torch are taken as numbers. Validation of a model inside
-    another one, and `model_validate`, still raise pydantic's error, so that a reader of files collects all fields.
+    another model, and `model_validate`, still raise pydantic's error, so that a reader of files collects all fields.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -237,13 +237,13 @@ Array = NDArray[Any]
 
 
 def read_arrays(path: Path, what: str, hint: str) -> dict[str, Array]:
-    """Return the arrays of a .npz file by name, or that of a .npy file under the name "".
+    """Return the arrays of a .npz file by name, or the array of a .npy file under the name "".
 
     Args:
-        what: the file in an error, for example "trace".
+        what: name of the file in an error, for example "trace".
 
     Raises:
-        InputError: there is no such file, or it is not what numpy writes without pickle.
+        InputError: the file is missing, or does not have the form that numpy writes without pickle.
     """
     try:
         refuse_pipe(path)
@@ -273,5 +273,5 @@ def _members(path: Path) -> dict[str, Array]:
     with np.load(path, allow_pickle=False) as arrays:
         found: dict[str, Any] = dict(arrays.items())
     if bad := [name for name, value in found.items() if not isinstance(value, np.ndarray)]:
-        raise ValueError(f"{bad[0]!r:.80} is no array")
+        raise ValueError(f"{bad[0]!r:.80} is not an array")
     return found

@@ -16,7 +16,7 @@ REFUSED = {
     "very deep": (b"[" * 10**6, "more than 64 deep"),
     "deep objects": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "more than 64 deep"),
     "not balanced": (b"[[1]", "not balanced"),
-    "NaN": (b'{"a": NaN}', "NaN is no JSON number"),
+    "NaN": (b'{"a": NaN}', "NaN is not a JSON number"),
     "infinite": (b"[1e999]", "too large"),
     "many digits": (b"[" + b"9" * 5000 + b"]", "Exceeds the limit"),
     "UTF-16": ('{"a": 1}'.encode("utf-16"), "not UTF-8"),
