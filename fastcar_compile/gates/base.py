@@ -1,4 +1,4 @@
-"""What a gate is: its facts, what it caches, its score, its comparison. Every backend is lowered from this definition.
+"""Definition of a gate: facts, cached values, score and comparison. Every backend is lowered from this definition.
 
 A gate's facts need no torch. Torch is loaded where a score is inserted into a graph or computed.
 """
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Comparison(Enum):
-    """How a score meets the threshold when a row replays."""
+    """The comparison of score and threshold that lets a row replay."""
 
     AT_LEAST = ">="
     AT_MOST = "<="
@@ -38,7 +38,7 @@ class Comparison(Enum):
 
 @dataclass(frozen=True)
 class GateValues(Generic[T]):
-    """What a score may read: graph nodes while a pass builds it, tensors where it is evaluated.
+    """Operands of a score: graph nodes while a pass builds the score, tensors where it is evaluated.
 
     Attributes:
         query: float32 [B, Hq, 1, D], as attention uses it.
@@ -46,8 +46,8 @@ class GateValues(Generic[T]):
         position: int64 [1], sequence position.
         step: int64 [n], decode forward numbers; n = 1 in a decode step.
         x: float32 [B, H], the MLP's input after the norm; only for a gate that caches it.
-        cached: float32 [B, H], x when this slot was last computed; only for such a gate.
-        stride: tokens per frame. scale: the attention's own factor. layer: index. rows: batch rows.
+        cached: float32 [B, H], x when this slot was last computed; only for a gate that caches x.
+        stride: tokens per frame. scale: the attention's own factor. layer: index of the layer. rows: batch rows.
         params: the gate's own parameters, by the names of `Gate.params`.
     """
 
@@ -65,10 +65,10 @@ class GateValues(Generic[T]):
 
 
 class Call(Protocol):
-    """Applies an operator: inserts a node, or computes."""
+    """A function that applies an operator: it inserts a node, or computes."""
 
     def __call__(self, op: Callable[..., Any], *args: Any) -> Any:
-        """The operator's result."""
+        """Return the operator's result."""
         ...
 
 
@@ -84,9 +84,9 @@ class Gate(ABC):
     """Decides per row whether an MLP output is replayed. The fields of the dataclass are its options.
 
     Attributes:
-        name: in the registry, in ReplayConfig and on the command line.
-        comparison: how the score meets the threshold.
-        default_threshold: where the caller gives none.
+        name: name in the registry, in ReplayConfig and on the command line.
+        comparison: comparison of the score with the threshold.
+        default_threshold: threshold where the caller gives no threshold.
         reads_query: the score compares the query with the key one frame earlier.
         caches_input: the MLP's input of the last computed visit of every slot is kept, float32 [F, B, H] per layer.
         takes_heads: the score averages over query heads, which the caller may choose.
@@ -94,8 +94,8 @@ class Gate(ABC):
         one_scale: scores of all layers mean the same, so that calibration begins with one threshold for every layer.
         study: only for comparisons, never a choice for a product.
         flops_per_query_element: operations of the score for each of the Hq x D elements of a query.
-        heads: (head, weight) pairs of a gate that averages over heads; None: all of them alike.
-        weights: of a gate that was trained; None: only its facts are asked for.
+        heads: (head, weight) pairs of a gate that averages over heads; None: all heads alike.
+        weights: weights of a trained gate; None: the caller needs only the gate's facts.
     """
 
     name: ClassVar[str]
@@ -113,7 +113,7 @@ class Gate(ABC):
     weights: LayerWeights | None = None
 
     def params(self) -> dict[str, Tensor]:
-        """Return what the score reads besides its values; the program names them `gate_{name}_{layer}`."""
+        """Return the parameters of the score; the program names them `gate_{name}_{layer}`."""
         return {}
 
     @abstractmethod
@@ -151,11 +151,11 @@ class GateKind(IntEnum):
 
 @dataclass(frozen=True)
 class GateInputs(Generic[T]):
-    """What a gate compares; None: it does not read it.
+    """Operands that a gate compares; None: the gate does not read this operand.
 
     Args:
         query: float32 [B, Hq, D]. key: float32 [B, Hkv, D], the cached key one frame earlier.
-        x: float32 [B, H], the MLP's input. cached: float32 [B, H], that of the slot's last computed visit.
+        x: float32 [B, H], the MLP's input. cached: float32 [B, H], the input at the slot's last computed visit.
     """
 
     query: T | None = None

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LearnedGate(Gate):
-    """What a replay would cost here, predicted by a network with one hidden layer. `fastcar train-gate` trains it.
+    """The cost of a replay, predicted by a network with one hidden layer. `fastcar train-gate` trains it.
 
-    The cached input is that of the slot's last computed visit, as for `input_delta`. The score has no scale of its
+    The cached input is the input of the slot's last computed visit, as for `input_delta`. The score has no scale of its
     own, so that thresholds are calibrated for the weights.
     """
 

@@ -1,4 +1,4 @@
-"""Gates by name: those of this package, and those that other packages register as entry points."""
+"""Gates by name: from this package, and from other packages that register entry points."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BUILT_IN: dict[str, type[Gate]] = {
 
 
 class GateRegistry(Mapping[str, type[Gate]]):
-    """Every gate class by its name. Other packages are searched only when a name is not one of this package's."""
+    """Every gate class by its name. Other packages are searched only for a name that this package does not have."""
 
     @cached_property
     def _registered(self) -> dict[str, type[Gate]]:
@@ -49,7 +49,8 @@ def _load(entry: EntryPoint) -> type[Gate]:
     """Return the gate class of an entry point.
 
     Raises:
-        CompileError: it cannot be imported, is no complete gate, has another name, or takes a name of this package.
+        CompileError: the class cannot be imported, is not a complete gate, has another name, or takes a name of this
+            package.
     """
     where = f"entry point {entry.value!r} of group {ENTRY_POINTS!r}"
     try:
@@ -59,7 +60,7 @@ def _load(entry: EntryPoint) -> type[Gate]:
         raise CompileError(f"gate {entry.name!r} cannot be loaded: {error}", where=where, hint=hint) from error
     if not (isinstance(found, type) and issubclass(found, Gate)) or inspect.isabstract(found):
         hint = "name a subclass of fastcar_compile.gates.Gate with `score` and `describe`"
-        raise CompileError(f"gate {entry.name!r} is no gate class", where=where, hint=hint)
+        raise CompileError(f"gate {entry.name!r} is not a gate class", where=where, hint=hint)
     if getattr(found, "name", None) != entry.name or entry.name in _BUILT_IN:
         hint = f"give the class and the entry point one name that is not {', '.join(_BUILT_IN)}"
         raise CompileError(f"gate {entry.name!r} has a name that does not fit", where=where, hint=hint)
@@ -73,7 +74,7 @@ def gate_class(name: str) -> type[Gate]:
     """Return the gate class of that name.
 
     Raises:
-        CompileError: there is none.
+        CompileError: no gate has this name.
     """
     if name not in GATES:
         raise CompileError(f"unknown gate {name!r}", hint=f"known gates: {', '.join(GATES)}")
@@ -87,10 +88,10 @@ def gate_named(
 
     Args:
         heads: (query head, weight) pairs, for a gate that averages over heads.
-        weights: of this layer, for a gate that was trained.
+        weights: weights of this layer, for a trained gate.
 
     Raises:
-        CompileError: unknown name, or heads or weights for a gate that takes none.
+        CompileError: the name is unknown, or the gate does not take heads or weights.
     """
     kind = gate_class(name)
     if heads is not None and not kind.takes_heads:
@@ -103,7 +104,7 @@ def gate_named(
 
 
 def weights_problem(name: str, given: bool) -> str | None:
-    """Return what is wrong with weights being given, or not, for this gate; None: nothing."""
+    """Return the problem where weights are given to a gate that takes no weights, or are missing; None: no problem."""
     if given and not GATES[name].takes_weights:
         return f"gate {name!r} has no weights: leave gate_weights out, or use {_those('takes_weights')}"
     if not given and GATES[name].takes_weights:
@@ -118,8 +119,8 @@ def _those(fact: str) -> str:
 
 
 def decided_on_accelerator(gate: str) -> bool:
-    """Return whether the accelerator's controller has this gate: those of this package that are no study.
+    """Return whether the accelerator's controller has this gate: a gate of this package that is not a study.
 
-    The host decides the others.
+    The host decides every other gate.
     """
     return gate in _BUILT_IN and gate.upper() in GateKind.__members__

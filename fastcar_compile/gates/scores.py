@@ -1,6 +1,6 @@
 """Scores of every gate of the fabric but `tas` in numpy (docs/reference/numerics.md, "Scores, bit for bit").
 
-The constants are those of every backend. The functions add Python or int64 integers, so they share no arithmetic with
+Every backend has the same constants. The functions add Python or int64 integers, so they share no arithmetic with
 the backends that they check.
 """
 
@@ -20,7 +20,7 @@ TAS_FRACTION_BITS = 24
 """Products of a Temporal Attention Score are summed as integers of 2^-24."""
 
 TAS_LIMIT = 1 << 46
-"""One product counts as at most this many of them (2^22 = 4.2 million): 65,536 products fit int64."""
+"""One product counts as at most this many units (2^22 = 4.2 million): 65,536 products fit int64."""
 
 COSINE_BITS = 30
 """Cosines of query heads are averaged as integers of 2^-30."""
@@ -38,19 +38,19 @@ def float32(value: float) -> float:
 
 
 def score_factor(scale: float, heads: int) -> float:
-    """Return what the integer sum over all query heads is multiplied with: scale / heads / 2^24, as float32."""
+    """Return the factor of the integer sum over all query heads: scale / heads / 2^24, as float32."""
     return float32(scale / heads / (1 << TAS_FRACTION_BITS))
 
 
 def distance_factor(heads: int) -> float:
-    """Return what the integer sum over query heads of 1 - cosine is multiplied with: 1 / heads / 2^30, as float32."""
+    """Return the factor of the integer sum over query heads of 1 - cosine: 1 / heads / 2^30, as float32."""
     return float32(1 / heads / (1 << COSINE_BITS))
 
 
 Array = NDArray[Any]
 
 MAX_TERMS = 65536
-"""Terms of one sum: as many values of at most TAS_LIMIT fit int64."""
+"""Terms of one sum: this number of values of at most TAS_LIMIT fits int64."""
 
 FEATURE_BITS = 22
 """The features of a row are integers of at most 2^22 in magnitude, with one exponent for all of them."""
@@ -89,7 +89,7 @@ def input_delta(x: Array, cached: Array) -> Array:
 
 
 class Distance(NamedTuple):
-    """What the distance of q and key is multiplied with, and before its root the integer sum of 1 - cosine."""
+    """Factors of the distance of q and key, and of the integer sum of 1 - cosine before its root."""
 
     weight: float
     factor: float

@@ -1,4 +1,4 @@
-"""Gates that only serve comparisons: what replay costs when nothing is known about a token."""
+"""Gates that only serve comparisons: the cost of replay without any knowledge of a token."""
 
 from __future__ import annotations
 

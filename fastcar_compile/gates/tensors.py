@@ -20,7 +20,7 @@ from fastcar_compile.gates.weights import FORMAT, HINT, PARAMETERS, VERSION, Lay
 from fastcar_compile.support.values import path_of, refuse_pipe
 
 LARGEST_EXPONENT, LEAST_EXPONENT = 64, -70
-"""The magnitudes of a unit's weights sum to at most 2^64; one that sums to less than 2^-70 is rounded as if it had."""
+"""The magnitudes of a unit's weights sum to at most 2^64; a sum below 2^-70 is rounded as if it were 2^-70."""
 
 
 def layer_weights(params: Mapping[str, Tensor]) -> LayerWeights:
@@ -33,7 +33,7 @@ def exact_weights(w1: Tensor) -> Tensor:
     """Return w1 [units, 2 H] as bfloat16 whose sums of products with features are exact in float64.
 
     A unit's weights become multiples of 2^(e - 30), where their magnitudes sum to less than 2^e. So they sum to at most
-    2^31 such multiples, and products with features of 22 bits to 2^53. Only weights below 2^(e - 22) change: by at most
+    2^31 multiples, and products with features of 22 bits to 2^53. Only weights below 2^(e - 22) change: by at most
     2^(e - 31) each. Rounding twice reaches the fixed point, because the first time may carry the sum beyond 2^e.
     """
     # The first rounding is to bfloat16; what follows moves to a coarser grid where the sum needs it.
@@ -52,7 +52,7 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 
 
 def problems_of(layer: int, params: Mapping[str, Tensor]) -> list[str]:
-    """Return what is wrong with one layer's tensors."""
+    """Return the problems of one layer's tensors."""
     problems = [f"layer.{layer}.{name} is missing" for name in PARAMETERS if name not in params]
     problems += [f"unknown tensor 'layer.{layer}.{name}'" for name in sorted(set(params) - set(PARAMETERS))]
     known = {name: tensor for name, tensor in params.items() if name in PARAMETERS}
@@ -102,7 +102,7 @@ def read_gate_file(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]
     """Return metadata and tensors by name.
 
     Raises:
-        UserError: it cannot be read. CompileError: another format or version.
+        UserError: the file cannot be read. CompileError: the file has another format or version.
     """
     file_path = path_of("the gate's file", path)
     try:

@@ -165,7 +165,7 @@ def gate_parameter(name: str, layer: int) -> str:
 
 
 def weights_in(params: Mapping[str, Tensor], layers: int) -> GateWeights | None:
-    """Return the gate's weights among a rewritten program's parameters; None: there are none."""
+    """Return the gate's weights among a rewritten program's parameters; None: the program has no gate weights."""
     found: dict[int, dict[str, Tensor]] = {}
     for layer in range(layers):
         names = {name: gate_parameter(name, layer) for name in PARAMETERS}

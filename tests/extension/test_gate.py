@@ -77,7 +77,7 @@ def test_a_foreign_gate_is_known_by_name_and_facts(package: Path) -> None:
             "euclidean_gate:Euclidean",
             "gate 'euclidean' cannot be loaded: module 'euclidean_gate' has no attribute 'Euclidean'",
         ),
-        ("euclidean", "euclidean_gate:dataclass", "gate 'euclidean' is no gate class"),
+        ("euclidean", "euclidean_gate:dataclass", "gate 'euclidean' is not a gate class"),
         ("summit", "euclidean_gate:EuclideanGate", "gate 'summit' has a name that does not fit"),
     ],
 )
