@@ -142,7 +142,7 @@ def test_only_files_of_the_manifest_are_given(tmp_path: Path) -> None:
         with pytest.raises(ArtifactError, match="at most 7 are read"):
             artifact.files.data(GRAPH_AFTER, most=7)
         for name in ("../out/" + GRAPH_AFTER, str(artifact.path / GRAPH_AFTER), "manifest.json", "none"):
-            with pytest.raises(ArtifactError, match="is no file of the artifact"):
+            with pytest.raises(ArtifactError, match="is not a file of the artifact"):
                 artifact.files.data(name)
 
 

@@ -106,7 +106,7 @@ def test_refuses_to_lose_files_that_stand_in_an_artifact(tmp_path: Path) -> None
     before = snapshot(path)
     with pytest.raises(ArtifactError) as refusal:
         build(path, "new")
-    text = "has files that are not of its artifact, and would be lost: 'hls/engine.xclbin' and 1 more"
+    text = "has files that do not belong to its artifact and would be lost: 'hls/engine.xclbin' and 1 more"
     assert text in str(refusal.value)
     assert snapshot(path) == before
     shutil.rmtree(path / "hls")

@@ -1,13 +1,13 @@
-"""The right to write one artifact folder: a lock, and a folder beside it for what is not in its place yet.
+"""The right to write one artifact folder: a lock, and a folder beside it for files that are not in place yet.
 
-Beside the folder NAME, and only while a build or a change of thresholds runs or after one was killed:
+These names stand beside the folder NAME only while a build or a change of thresholds runs, or after a kill of one:
 
 | name | what it is |
 |---|---|
 | `.NAME.lock` | locked by the one process that may write NAME |
 | `.NAME.building-XXXXXXXX` | the files of a build; in it `old`, the artifact that is being replaced |
 
-The lock is the kernel's and ends with its process. So whoever holds it knows that these belong to nobody else.
+The lock is the kernel's and ends with its process. So the process that holds it knows that no other process uses them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastcar_compile.artifact.layout import MANIFEST
 from fastcar_compile.errors import ArtifactError
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Only a write gives these."""
+"""Errors that only a write gives."""
 
 OLD = "old"
 
@@ -35,7 +35,7 @@ def write_error(error: OSError, path: Path) -> ArtifactError:
     text = error.strerror or str(error)
     if error.errno == errno.ENOSPC:
         free = os.statvfs(next(folder for folder in path.parents if os.path.exists(folder)))
-        # File systems such as Btrfs report no number of inodes: there, zero free ones mean nothing.
+        # File systems such as Btrfs report no number of inodes: there, zero free inodes mean nothing.
         no_inode = free.f_files and not free.f_favail
         text += " (no inode is free)" if no_inode else f" ({free.f_bavail * free.f_frsize:,} bytes are free)"
     hint = "make room or correct the permissions, or choose another output folder"
@@ -55,8 +55,8 @@ def sync(path: Path) -> None:
 def claimed(path: Path) -> Generator[Path]:
     """Hold the lock of an artifact folder, which need not exist, and yield an empty folder beside it.
 
-    First, an artifact that a killed build had moved away is put back, and what killed builds left is removed. The end
-    removes everything beside the folder, and parent folders that were made and are empty.
+    First, an artifact that a killed build had moved away is put back, and the files of killed builds are removed. The
+    end removes everything beside the folder, and parent folders that were made and are empty.
 
     Raises:
         ArtifactError: another process holds the lock, or the place cannot be written.
@@ -81,7 +81,7 @@ def claimed(path: Path) -> Generator[Path]:
         yield building
     finally:
         if lock.is_locked:
-            with suppress(OSError):  # what cannot be removed now, the next build reports
+            with suppress(OSError):  # the next build reports a file that cannot be removed now
                 _clean(path)
             # While the lock is held: a process that waits for this file finds it without a name, and makes its own.
             with suppress(OSError):
@@ -93,16 +93,16 @@ def claimed(path: Path) -> Generator[Path]:
 
 
 def moved_artifact(path: Path) -> Path | None:
-    """Return where the artifact `path` is, if a build was killed between moving it away and putting the new one there.
+    """Return the place of the artifact `path` after a build was killed between the two renames.
 
-    None: there is something at `path`, or no such build was.
+    None: `path` exists, or no build was killed there.
     """
     moved = (folder / OLD for folder in _leftovers(path) if (folder / OLD / MANIFEST).is_file())
     return None if os.path.lexists(path) else next(moved, None)
 
 
 def _clean(path: Path) -> None:
-    """Put a moved artifact back, then remove what belongs to no living process."""
+    """Put a moved artifact back, then remove the files of dead processes."""
     moved = moved_artifact(path)
     if moved is not None:
         os.rename(moved, path)

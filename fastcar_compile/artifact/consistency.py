@@ -1,4 +1,4 @@
-"""Whether the sections of a manifest agree with each other; each of them alone is checked by its type."""
+"""Checks that the sections of a manifest agree with each other; the type of a section checks it alone."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fastcar_compile.ir.types import DecoderConfig, LayerSite, StateRole
 from fastcar_compile.support import limits
 
 _FEEDS = frozenset({"tokens", "inputs_embeds", "position", "step", "thresholds"})
-"""What a session gives to a program besides the state."""
+"""Inputs that a session gives to a program besides the state."""
 
 _RESULTS = frozenset({"logits", "decisions", "scores"})
-"""What a program gives besides the state."""
+"""Results that a program gives besides the state."""
 
 _CONTEXT, _EMBED = "context", "embed"
-"""The program that reads the context of cross-attention, whose inputs are its own; that of the embedding."""
+"""Names of the programs that read the context of cross-attention, with inputs of its own, and the embedding."""
 
 _PAST = {
     StateRole.MLP_CACHE: ("tokens_per_frame", "batch_size", "hidden_size"),
@@ -37,18 +37,18 @@ _MOST_STATE = 1 << 40
 
 
 def inconsistencies(manifest: Manifest) -> list[str]:
-    """Return what in the manifest contradicts something else in it, or is of no possible size."""
+    """Return the contradictions and the impossible sizes of a manifest."""
     problems = list(_sizes(manifest.decoder.config))
     if problems:
-        return problems  # everything else is measured by them
+        return problems  # the other checks rely on the sizes
     checks = (_options, _layers, _state, _names, _programs, _files, _thresholds, _accelerator)
     return [problem for check in checks for problem in check(manifest)]
 
 
 def survives(data: Any, dumped: Any) -> bool:
-    """Return whether a file's JSON is what its typed form writes again, but for fields that the file leaves out.
+    """Return whether the typed form writes a file's JSON again, except for fields that the file leaves out.
 
-    A number that is given as a text, for example, does not survive: its type reads it as the number.
+    A number that is given as a string, for example, does not survive: its type reads it as a number.
     """
     match data, dumped:
         case dict(), dict():
@@ -236,7 +236,7 @@ def _unknown(where: str, names: Iterable[str], known: set[str] | frozenset[str])
 
 def _not_a_file(manifest: Manifest, where: str, name: str) -> Iterator[str]:
     if name not in manifest.files:
-        yield f"{where}: {name!r} is no file of the artifact"
+        yield f"{where}: {name!r} is not a file of the artifact"
 
 
 def _twice(names: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""SHA-256 of files, and the digest that names an artifact. A file is read again unless a caller says otherwise."""
+"""SHA-256 of files, and the digest that names an artifact. A file is read again unless the caller forbids it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fastcar_compile.errors import UserError, os_errors
 from fastcar_compile.support.strict_json import parse_json
 
-# Files of an artifact: which names are allowed, what is in a folder, and what a file must be.
+# Files of an artifact: allowed names, content of a folder, expected checksum and size of a file.
 
 
 class FileEntry(BaseModel):
-    """What one file must be: SHA-256 as 64 hex digits, size in bytes."""
+    """The expected checksum and size of one file: SHA-256 as 64 hex digits, size in bytes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -64,10 +64,10 @@ DIGEST_PREFIX = "sha256:"
 DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
 
 CACHE = "FASTCAR_CACHE"
-"""Environment variable: the folder of what is kept from process to process; default ~/.cache/fastcar_compile."""
+"""Environment variable: the folder of files that are kept from process to process; default ~/.cache/fastcar_compile."""
 
 MOST_KNOWN = 20_000
-"""Digests that a user's file of them keeps: the newest."""
+"""Digests that a user's file keeps: the newest."""
 
 _BLOCK = 512 << 10
 """Bytes that are read at once: they are hashed while they are in the core's cache."""
@@ -76,7 +76,7 @@ _FETCHED = 4 << 20
 """Bytes that a thread brings into the page cache at once."""
 
 _AHEAD = 32 << 20
-"""Bytes that it brings there before they are read."""
+"""Bytes that a thread brings into the page cache before they are read."""
 
 
 class Identity(NamedTuple):
@@ -121,10 +121,10 @@ def blocks(descriptor: int) -> Generator[memoryview]:
 
 
 def _fetch(descriptor: int, wanted: SimpleQueue[int | None]) -> None:
-    """Bring the pages of a file that are wanted into the page cache, until None is.
+    """Bring the wanted pages of a file into the page cache, until None is wanted.
 
     Copying them within the kernel, to nowhere, takes no time, and makes pages as large as reading them would:
-    `posix_fadvise` makes small ones, which slow decoding down. An error is met again by who reads them.
+    `posix_fadvise` makes small pages, which slow decoding down. The reader of the pages meets an error again.
     """
     with suppress(OSError), open(os.devnull, "wb", buffering=0) as nowhere:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -135,10 +135,10 @@ def _fetch(descriptor: int, wanted: SimpleQueue[int | None]) -> None:
 
 
 class Digests:
-    """Digests of files by their state. Whoever has one of these does not read an unchanged file again.
+    """Digests of files by their state. With these digests an unchanged file is not read again.
 
     Args:
-        known: those of earlier on.
+        known: digests of earlier readings.
     """
 
     def __init__(self, known: Mapping[Identity, str] | None = None) -> None:
@@ -164,7 +164,7 @@ class Digests:
         return digest
 
     def of_path(self, path: Path) -> str:
-        """Return the same of a file that is not open.
+        """Return the SHA-256 of a file that is not open.
 
         Raises:
             OSError: it cannot be read.
@@ -197,7 +197,7 @@ class UserDigests(Digests):
         for place in (self._path, self._path.parent):
             with suppress(FileNotFoundError):
                 found = place.stat()
-                # Root may write anything anyway. Group and others must not.
+                # Root may write anything anyway. Group and other users must not.
                 if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
                     what = "other users may write the digests of files that are not read again"
                     raise UserError(what, where=str(place), hint=f"correct its permissions, or set ${CACHE}")
@@ -208,7 +208,7 @@ class UserDigests(Digests):
         return dict(read.files)
 
     def save(self) -> None:
-        """Write the file, in one step.
+        """Write the file atomically.
 
         Raises:
             UserError: it cannot be written.
@@ -224,7 +224,7 @@ class UserDigests(Digests):
 
 
 def cache_folder() -> Path:
-    """Return where this package keeps what it need not make again: $FASTCAR_CACHE, else ~/.cache/fastcar_compile.
+    """Return the folder of files that need not be made again: $FASTCAR_CACHE, else ~/.cache/fastcar_compile.
 
     Raises:
         UserError: the variable is not set, and the user has no home folder.

@@ -1,4 +1,4 @@
-"""What an artifact is, and what the compiler found, inserted and cached per layer, as text for people."""
+"""Text about an artifact: its options, and what the compiler found, inserted and cached per layer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Described:
 
 
 def _printable(text: str) -> str:
-    """Return a text of a file as a terminal may be given it: with a control character, all is written out."""
+    """Return a text of a file for a terminal: control characters are written out."""
     return text if text.isprintable() else ascii(text)
 
 
@@ -73,7 +73,7 @@ def explain(sections: Sections, layer: int | None = None) -> str:
     """Return per layer what was matched and where, what replay inserted, what is cached and offloaded, and why.
 
     Raises:
-        InputError: there is no such layer.
+        InputError: the decoder has no layer of this number.
     """
     config, layers = sections.decoder.config, sections.layers.layers
     if layer is not None:
@@ -105,7 +105,7 @@ class OwnWindow:
 
 
 def _sparse(sections: Sections) -> str:
-    """Return what sparse attention sees and keeps; nothing where attention is to all positions."""
+    """Return a line about sparse attention; empty where attention is to all positions."""
     config = sections.decoder.config
     ring = config.ring
     if ring is None:
@@ -132,7 +132,7 @@ def own_windows(sections: Sections) -> list[OwnWindow]:
 
 
 def _windows(sections: Sections) -> str:
-    """Return the windows of the model's own, layers that are alike in one line."""
+    """Return lines about the model's own windows; layers that are alike share a line."""
     alike: dict[tuple[int, int], list[int]] = {}
     for one in own_windows(sections):
         alike.setdefault((one.window, one.cache_rows), []).append(one.layer)
@@ -152,7 +152,7 @@ def kv_bytes(sections: Sections) -> tuple[int, int]:
 
 
 def _step(accelerator: AcceleratorSection | None) -> str:
-    """Return what a launch of the accelerator is, where it runs whole decode steps."""
+    """Return a line about a launch of the accelerator, where it runs whole decode steps."""
     if accelerator is None or accelerator.step is None:
         return ""
     return (
@@ -162,7 +162,7 @@ def _step(accelerator: AcceleratorSection | None) -> str:
 
 
 def _offload(accelerator: AcceleratorSection | None, layer: int | None, mlp: str | None) -> str:
-    """Return what the accelerator computes of one layer (None: outside of the layers), and what stays on the host."""
+    """Return lines about the accelerator's and the host's part of one layer (None: outside of the layers)."""
     if accelerator is None:
         return ""
     whole = accelerator.step is not None
@@ -259,7 +259,7 @@ def build_report(sections: Sections) -> dict[str, Any]:
 
 
 def _gate(sections: Sections) -> dict[str, Any] | None:
-    """Return the gate's definition, what it caches beside the MLP outputs and its weights; None: a dense decoder."""
+    """Return the gate's definition, its cache beside the MLP outputs, and its weights; None: a dense decoder."""
     options = sections.options.replay
     if options is None:
         return None
@@ -282,7 +282,7 @@ def _gate(sections: Sections) -> dict[str, Any] | None:
 
 
 def _report_sparse(sections: Sections) -> dict[str, Any] | None:
-    """Return what attention sees, and the bytes of its caches; None where attention is to all positions."""
+    """Return the positions that attention sees, and the bytes of its caches; None where it sees all positions."""
     ring = sections.decoder.config.ring
     if ring is None:
         return None
@@ -298,7 +298,7 @@ def _report_sparse(sections: Sections) -> dict[str, Any] | None:
 
 
 def mlp_weight_share(sections: Sections) -> float:
-    """Return the share of the MLPs in the weights of all blocks (docs/explanation/replay.md counts LLaMA-2-7B so)."""
+    """Return the share of the MLPs in the weights of all blocks (as docs/explanation/replay.md counts)."""
     layers = sections.layers.layers
     mlp = sum(s.mlp.hidden * s.mlp.intermediate * (3 if s.mlp.gated else 2) for s in layers)
     heads = [(s.mlp.hidden, s.attention) for s in layers]

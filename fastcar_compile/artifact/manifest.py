@@ -49,17 +49,17 @@ _STATED = {"replay": {"gate", "threshold"}, "sparse_attention": {"sinks", "windo
 
 
 def _keys(value: Any, otherwise: set[str]) -> set[str]:
-    """Return the keys of a mapping; of anything else `otherwise`."""
+    """Return the keys of a mapping; for any other value `otherwise`."""
     return set(cast("dict[str, Any]", value)) if isinstance(value, dict) else otherwise
 
 
 class Sections(BaseModel):
-    """What the compiler says about an artifact.
+    """The sections that the compiler writes about an artifact.
 
     Args:
-        options: what was asked for. target: the board, or the CPU.
-        accelerator: None for a CPU target, and for numbers that the kernels do not compute.
-        thresholds: calibrated ones; None: those compiled in hold.
+        options: the options of `compile`. target: the board, or the CPU.
+        accelerator: None for a CPU target, and for formats that the kernels do not compute.
+        thresholds: calibrated thresholds; None: the compiled thresholds hold.
         extensions: sections of emitters from other packages, by the emitter's name.
     """
 
@@ -79,7 +79,7 @@ class Sections(BaseModel):
     @field_validator("options", mode="before")
     @classmethod
     def _stated(cls, options: Any) -> Any:
-        """A caller may leave things open; a manifest may not."""
+        """Check that a manifest states every option that a caller may leave open."""
         for name, needed in _STATED.items():
             match options:
                 case {**fields} if lacking := sorted(needed - _keys(fields.get(name), needed)):
@@ -91,10 +91,10 @@ class Sections(BaseModel):
     @field_validator("options", mode="before")
     @classmethod
     def _weights_by_digest(cls, options: Any) -> Any:
-        """A caller may give weights as a file; a manifest may not, for that file would be read."""
+        """Check that weights are a digest: a caller may give a file, but a file that a manifest names would be read."""
         match options:
             case {"replay": {"gate_weights": str(weights)}} if not DIGEST.fullmatch(weights):
-                raise ValueError("replay.gate_weights is no digest")
+                raise ValueError("replay.gate_weights is not a digest")
             case _:
                 return options
 
@@ -103,7 +103,7 @@ class Sections(BaseModel):
         return options.to_json()
 
     def extension(self, name: str, kind: type[S]) -> S | None:
-        """Return the section of an emitter from another package; None: the artifact has none.
+        """Return the section of an emitter from another package; None: the artifact has no section of this name.
 
         Raises:
             ArtifactError: the section does not fit its type.
@@ -122,7 +122,7 @@ class Manifest(Sections):
 
     Args:
         schema_version: layout of the artifact; only `SCHEMA_VERSION` can be read.
-        producer: versions of the packages that wrote it.
+        producer: versions of the packages that wrote the artifact.
         files: POSIX path relative to the artifact -> checksum and size; every file but manifest.json itself.
     """
 
@@ -141,16 +141,17 @@ def _canonical(data: Any) -> bytes:
 
 
 def sealed(data: dict[str, Any]) -> bytes:
-    """Return the bytes of a manifest.json of these fields: with a checksum of all others.
+    """Return the bytes of a manifest.json of these fields, with a checksum of all other fields.
 
-    It finds damage. Whoever changes a manifest on purpose can write it anew; a digest or a signature finds that.
+    The checksum finds damage. Whoever changes a manifest on purpose can write the checksum anew; a digest or a
+    signature finds a change on purpose.
     """
     fields = {name: value for name, value in data.items() if name != CHECKSUM}
     return _canonical(fields | {CHECKSUM: hashlib.sha256(_canonical(fields)).hexdigest()})
 
 
 def producer_versions() -> dict[str, str]:
-    """Return this package's release and the versions of what it builds on; what is not installed reads "none"."""
+    """Return the versions of this package and of the packages that it builds on; "none" where one is not installed."""
     versions = {"python": platform.python_version(), NAME: release()}
     for name, distribution in _PRODUCERS.items():
         try:

@@ -23,7 +23,7 @@ NETWORK = "gate_"
 
 
 class Op(IntEnum):
-    """Values of the engine's argument `op`; with any other it reads and writes nothing."""
+    """Values of the engine's argument `op`; with any other value the engine reads and writes nothing."""
 
     MLP = 0
     LINEAR = 1

@@ -1,4 +1,4 @@
-"""The files of an artifact, opened once: what is used is what was checked."""
+"""The files of an artifact, opened once: a session uses the bytes that were checked."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-"""No link is followed, and no FIFO waited for."""
+"""Flags of an opening that follows no link and waits for no FIFO."""
 
 KEPT_FILE = 256 << 10
 """Bytes of the largest file that is kept in memory, and not open."""
 
 KEPT_BYTES = 64 << 20
-"""Bytes of all that are kept."""
+"""Bytes of all files that are kept in memory."""
 
 _CHUNK = 16 << 20
 _AGAIN = "compile the model again, or copy the artifact again"
@@ -53,16 +53,16 @@ class _Checked:
 class OpenedFiles:
     """The files of an artifact's folder. Each is opened once, relative to the folder, and checked through that handle.
 
-    Small files are kept in memory. Large ones stay open, so that a file that is put in the place of one of them is not
-    read. `data` hashes again what it read, and `mapped` a file that was touched since it was checked.
+    Small files are kept in memory. Large files stay open, so that a file that is put in the place of a checked file is
+    not read. `data` hashes again the bytes that it read, and `mapped` a file that was touched since the check.
 
-    It is a context manager that closes itself. What it gave stays usable.
+    It is a context manager that closes itself. Bytes and arrays that it returned stay usable.
 
     Args:
         root: the folder.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the folder cannot be opened.
     """
 
     def __init__(self, root: Path) -> None:
@@ -80,7 +80,7 @@ class OpenedFiles:
         self.close()
 
     def close(self) -> None:
-        """Close the folder and every file; again does nothing."""
+        """Close the folder and every file; a second call has no effect."""
         self._closing()
         self._files.clear()
 
@@ -88,7 +88,7 @@ class OpenedFiles:
         """Return the first `most` bytes of a file that the manifest does not list.
 
         Raises:
-            OSError: it cannot be opened or read, or is no plain file.
+            OSError: the file cannot be opened or read, or is not a plain file.
         """
         descriptor = self._open(name)
         try:
@@ -99,14 +99,14 @@ class OpenedFiles:
     def check(
         self, files: Mapping[str, FileEntry], digests: Digests, progress: Callable[[str], None] | None = None
     ) -> None:
-        """Open these files and check that there are no others, each of its size and SHA-256, and perhaps a signature.
+        """Open these files and check their sizes and SHA-256, and that the folder has no other file but a signature.
 
         Args:
-            digests: those that it has need not be read.
+            digests: known digests; their files need not be read.
             progress: called with each file's name before it is read; from several threads, as files are read at once.
 
         Raises:
-            ArtifactError: lists everything missing, changed, unexpected or refused, at once.
+            ArtifactError: lists every missing, changed, unexpected or refused file at once.
         """
         kept = _small(files)
 
@@ -116,7 +116,7 @@ class OpenedFiles:
             problem = name_problem(name) or self._problem(name, files[name], None if name in kept else digests)
             return f"{name}: {problem}" if problem else None
 
-        # The largest first, and more threads than cores: some wait for the disk, and the last ones end together.
+        # The largest first, and more threads than cores: some wait for the disk, and the last threads end together.
         names = sorted(files, key=lambda name: (-files[name].size, name))
         problems = sorted(text for text in at_once(check, names, 4 * usable_cores()) if text)
         problems += self._unexpected(files)
@@ -135,7 +135,7 @@ class OpenedFiles:
             most: refuse a larger file.
 
         Raises:
-            ArtifactError: no file of the artifact, too large, or written since it was checked.
+            ArtifactError: the artifact has no such file, or the file is too large, or was written since the check.
         """
         file = self._checked(name)
         if most is not None and file.entry.size > most:
@@ -149,12 +149,12 @@ class OpenedFiles:
         return content
 
     def mapped(self, name: str) -> Array:
-        """Return the bytes of a file, uint8 [N], as a private memory map: writing to it changes it only.
+        """Return the bytes of a file, uint8 [N], as a private memory map: writing to it does not change the file.
 
         A page is read when it is first touched.
 
         Raises:
-            ArtifactError: no file of the artifact, or written since it was checked.
+            ArtifactError: the artifact has no such file, or the file was written since the check.
         """
         file = self._checked(name)
         size = file.entry.size
@@ -175,14 +175,14 @@ class OpenedFiles:
         if not self._closing.alive:
             raise InputError("the artifact is closed", where=str(self._root), hint="load it again")
         if name not in self._files:
-            raise ArtifactError(f"{name!r} is no file of the artifact", where=str(self._root), hint=_AGAIN)
+            raise ArtifactError(f"{name!r} is not a file of the artifact", where=str(self._root), hint=_AGAIN)
         return self._files[name]
 
     def _check_again(self, name: str, file: _Checked) -> None:
-        """Raise ArtifactError if a file has other bytes than it had; it is read only if its state is another."""
+        """Raise ArtifactError if a file has other bytes than before; it is read only if its state has changed."""
         found = Identity.of(file.descriptor)
         if found == file.identity:
-            return  # else it may have been removed, or written to
+            return  # a file of another state may have been removed, or written to
         digest = self._attempt(name, lambda: Digests().of(file.descriptor))
         if digest != file.entry.sha256:
             raise self._changed(name)
@@ -211,7 +211,7 @@ class OpenedFiles:
         ]
 
     def _problem(self, name: str, entry: FileEntry, digests: Digests | None) -> str | None:
-        """Open a file and remember it; return what is wrong with it. digests: None: it is kept in memory."""
+        """Open a file and remember it; return a problem, or None. digests: None: the file is kept in memory."""
         try:
             descriptor = self._open(name)
         except FileNotFoundError:
@@ -254,13 +254,13 @@ class OpenedFiles:
             for part in name.split("/") if name else []:
                 try:
                     at = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
-                except NotADirectoryError as error:  # a link is none
-                    raise FileNotFoundError(errno.ENOENT, "there is no such folder", name) from error
+                except NotADirectoryError as error:  # a link is not a directory
+                    raise FileNotFoundError(errno.ENOENT, "the folder is missing", name) from error
                 stack.callback(os.close, at)
             yield at
 
     def _listed(self) -> Iterator[tuple[str, int]]:
-        """Yield name and mode of everything in the folder that is no folder, or is too deep in it."""
+        """Yield name and mode of every file in the folder, and of every folder that is too deep in it."""
         folders = [""]
         while folders:
             prefix = folders.pop()
@@ -274,7 +274,7 @@ class OpenedFiles:
 
 
 def _small(files: Mapping[str, FileEntry]) -> set[str]:
-    """Return the names of small files: the smallest, none above KEPT_FILE bytes, and not above KEPT_BYTES together."""
+    """Return the names of the smallest files: each of at most KEPT_FILE bytes, and KEPT_BYTES together."""
     kept, total = set[str](), 0
     for size, name in sorted((entry.size, name) for name, entry in files.items()):
         total += size

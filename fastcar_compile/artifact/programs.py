@@ -91,7 +91,7 @@ def _node_to_json(node: fx.Node) -> Json:
 
 
 def _type_to_json(value: Any) -> list[Any] | None:
-    """[dtype, shape] of a tensor; ["list", […]] or ["tuple", […]] of several; None of an operator without a result."""
+    """Return [dtype, shape] of a tensor, ["list", […]] or ["tuple", […]] of several, or None without a result."""
     if value is None:
         return None
     if isinstance(value, Tensor):
@@ -163,7 +163,7 @@ class _Reader:
         return graph_module(root, graph)
 
     def check(self, entry: Json) -> None:
-        """Raise ValueError for what fx would write into source code, where it would be more than a name."""
+        """Raise ValueError for a text that fx would write into source code, where it would be more than a name."""
         op, target = entry["op"], entry["target"]
         if op not in ("placeholder", "get_attr", "call_function", "output"):
             raise ValueError(f"there is no node of kind {op!r:.40}")
@@ -213,7 +213,7 @@ def _dtype_of(name: str) -> torch.dtype:
     return found
 
 
-# A DecoderProgram as JSON: graph files that hold all of it but the weights, and sections of a manifest.
+# A DecoderProgram as JSON: graph files that hold all of it except the weights, and sections of a manifest.
 
 
 _CONFIG = TypeAdapter(DecoderConfig)
@@ -291,7 +291,7 @@ def config_from_json(data: object) -> DecoderConfig:
 
 
 def program_to_json(program: DecoderProgram) -> Json:
-    """Return the whole program but the values of its parameters: what a graph file holds."""
+    """Return the program as a graph file holds it: without the values of its parameters."""
     prefill, context = program.prefill, program.context
     return {
         "decode": graph_to_json(program.graph_module),
@@ -339,7 +339,7 @@ def read_graph_file(path: Path, params: Mapping[str, Tensor], *, missing_on_meta
     """Return the program of a graph file on disk.
 
     Raises:
-        ArtifactError: there is no such file, or it is malformed.
+        ArtifactError: the file is missing, or is malformed.
     """
     data: object = read_json(path, "graph file", ArtifactError, size=limits.GRAPH_BYTES, hint=_HINT)
     if not isinstance(data, dict):

@@ -26,7 +26,7 @@ _MOST_PROBLEMS = 10
 
 
 class Trust(Protocol):
-    """What has to hold of an artifact before it is used. Both calls raise SignatureError where it does not."""
+    """Requirements on an artifact. Both calls raise SignatureError where a requirement does not hold."""
 
     def check_digest(self, root: Path, digest: str) -> None:
         """Check the digest, before anything of the artifact is parsed."""
@@ -40,14 +40,15 @@ class Trust(Protocol):
 class StoredArtifact:
     """An artifact on disk whose files are verified. This class needs no torch.
 
-    It is a context manager that closes itself. Sessions and arrays of a closed one stay usable.
+    It is a context manager that closes itself. Sessions and arrays of a closed artifact stay usable.
 
     Args:
-        digests: of files that need not be read again; None: every file is read.
+        digests: digests of files that need not be read again; None: every file is read.
 
     Attributes:
-        path: its folder.
-        digest: of manifest.json as it was read, `sha256:` and 64 hex digits. It names the artifact with all its files.
+        path: folder of the artifact.
+        digest: digest of manifest.json as it was read, `sha256:` and 64 hex digits. It names the artifact with all its
+            files.
         manifest: its typed sections, and sha256 and size of every file.
         files: the checked files, open.
 
@@ -78,7 +79,7 @@ class StoredArtifact:
         self.close()
 
     def close(self) -> None:
-        """Close the files now; again does nothing. No session can be opened afterwards."""
+        """Close the files now; a second call has no effect. No session can be opened afterwards."""
         self.files.close()
 
     def arrays(self) -> dict[str, Array]:
@@ -92,7 +93,7 @@ class StoredArtifact:
         """Return the tensors of a safetensors file of the artifact, over a memory map of it.
 
         Raises:
-            ArtifactError: it was written since it was checked.
+            ArtifactError: the file was written since the check.
         """
         return tensors_of(self.files.mapped(name), name)
 
@@ -100,7 +101,7 @@ class StoredArtifact:
         """Return the content of a JSON file of the artifact.
 
         Raises:
-            ArtifactError: it cannot be read.
+            ArtifactError: the file cannot be read.
         """
         try:
             return parse_json(self.files.data(name, limits.GRAPH_BYTES), size=limits.GRAPH_BYTES)
@@ -113,7 +114,7 @@ def read_manifest(path: str | Path) -> Manifest:
     """Return the checked manifest; no other file is touched.
 
     Raises:
-        ArtifactError: no artifact there, invalid JSON, another schema version, bad fields or bad file names.
+        ArtifactError: the artifact is missing, or has invalid JSON, another schema version, bad fields or file names.
     """
     root = Path(path)
     with _opened(root) as files:
@@ -125,7 +126,7 @@ def _opened(root: Path) -> OpenedFiles:
     """Return the folder, opened.
 
     Raises:
-        ArtifactError: there is none.
+        ArtifactError: the folder is missing.
     """
     try:
         return OpenedFiles(root)
@@ -137,7 +138,7 @@ def _opened(root: Path) -> OpenedFiles:
             raise ArtifactError(what, where=str(root), hint=hint) from error
         hint = "run `fastcar compile` first"
         raise ArtifactError("there is no artifact folder here", where=str(root), hint=hint) from error
-    except (OSError, ValueError) as error:  # also a path with a NUL
+    except (OSError, ValueError) as error:  # a path with a NUL raises one too
         raise ArtifactError(f"the artifact cannot be opened: {error}", where=repr(str(root))) from error
 
 
@@ -154,13 +155,14 @@ def _manifest_bytes(files: OpenedFiles, root: Path) -> bytes:
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
-    """Return the manifest that these bytes are: the only ones that its writer gives for its fields.
+    """Return the manifest of these bytes, which must be the bytes that its writer gives for its fields.
 
     Args:
-        where: the file, for error texts.
+        where: name of the file, for error texts.
 
     Raises:
-        ArtifactError: no JSON, another schema version, damage, bad fields, bad file names, or contradictions.
+        ArtifactError: the bytes are not JSON, or have another schema version, damage, bad fields, bad file names or
+            contradictions.
     """
     try:
         data = parse_json(content)
@@ -196,7 +198,7 @@ def _validated(data: dict[str, Any], where: str) -> Manifest:
         text = "; ".join(bad)
         raise ArtifactError(f"the manifest names files that are refused: {text}", where=where, hint=_HINT)
     if not survives(data, rewritten):
-        what = "the manifest has bad fields: a value is of another type than its writer gives it"
+        what = "the manifest has bad fields: a value has another type than the writer gives"
         raise ArtifactError(what, where=where, hint=_HINT)
     if problems := inconsistencies(manifest):
         text = "; ".join(problems[:_MOST_PROBLEMS])
@@ -205,13 +207,13 @@ def _validated(data: dict[str, Any], where: str) -> Manifest:
 
 
 def verify_files(path: str | Path, manifest: Manifest, progress: Callable[[str], None] | None = None) -> None:
-    """Check that the folder holds exactly the manifest's files, each of its size and SHA-256, and perhaps a signature.
+    """Check that the folder holds exactly the manifest's files, with their sizes and SHA-256, and at most a signature.
 
     Args:
         progress: called with each file's name before it is read; from several threads, as files are read at once.
 
     Raises:
-        ArtifactError: lists everything missing, changed, unexpected or refused, at once.
+        ArtifactError: lists every missing, changed, unexpected or refused file at once.
     """
     with _opened(Path(path)) as files:
         files.check(manifest.files, Digests(), progress)

@@ -25,14 +25,14 @@ _HINT = "give a file that `fastcar calibrate` wrote"
 
 
 class Expected(BaseModel):
-    """The share that other videos like those of a calibration will replay.
+    """The share that other videos like the videos of a calibration will replay.
 
     Args:
-        replay: the mean over the videos, each judged by thresholds that met the others' share.
+        replay: mean over the videos; each video is judged by thresholds that met the target on the other videos.
         low, high: an interval around it that holds the share of many other videos with probability `confidence`.
-        videos: how many it comes from; a pair of guidance partners is one.
-        videos_needed: how many would give an interval of two points to either side.
-        searched: on how many of them the layers' shares of the replay were found; all of them met the target.
+        videos: number of videos of the calibration; a pair of guidance partners counts as one.
+        videos_needed: number of videos that would give an interval of two points to either side.
+        searched: number of videos on which the layers' shares of the replay were found; all videos met the target.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,15 +51,15 @@ class Thresholds(BaseModel):
     """Calibrated thresholds of one decoder and gate.
 
     Args:
-        gate: name of the gate that they belong to.
-        values: one per layer; None: this layer never replays.
+        gate: name of the gate that the thresholds belong to.
+        values: one threshold per layer; None: this layer never replays.
         replay: share of the forwards t >= F that replayed on the calibration videos, over all layers.
         per_layer: the same per layer.
         nll, nll_dense: nats per token over all frames but the first, with and without replay.
-        goal: what was asked for.
+        goal: the target of the calibration, in words.
         inputs: SHA-256 of weights, gate options and videos.
-        expected: what other videos will replay; None: the calibration had one video, or they are from an artifact,
-            which does not store it.
+        expected: what other videos will replay; None: the calibration had one video, or the thresholds are from an
+            artifact, which does not store it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -76,7 +76,7 @@ class Thresholds(BaseModel):
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave `expected` out where it is None: manifests have one form, and theirs has no such field."""
+        """Return the fields without an `expected` of None: the one form of a manifest has no such field."""
         return {name: value for name, value in dump(self).items() if name != "expected" or value is not None}
 
     def to_json(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Thresholds(BaseModel):
         return self.model_dump(mode="json")
 
     def save(self, path: str | Path) -> None:
-        """Write the file; same thresholds, same bytes."""
+        """Write the file; the same thresholds give the same bytes."""
         file = path_of("the file", path)
         with os_errors("the thresholds cannot be written", file):
             file.write_text(json.dumps(self.to_json(), sort_keys=True, indent=1) + "\n", "utf-8")
@@ -94,7 +94,7 @@ class Thresholds(BaseModel):
         """Read a file written by `save`.
 
         Raises:
-            ArtifactError: missing or malformed.
+            ArtifactError: the file is missing or malformed.
         """
         data = read_json(path_of("the file", path), "thresholds", ArtifactError, hint=_HINT)
         try:
@@ -104,7 +104,7 @@ class Thresholds(BaseModel):
             raise ArtifactError(f"the thresholds are malformed: {text}", where=str(path), hint=_HINT) from error
 
     def check(self, gates: Sequence[str | None], where: str) -> None:
-        """Raise ArtifactError unless they fit layers with these gates (None: a layer that never replays)."""
+        """Raise ArtifactError unless the thresholds fit layers with these gates (None: a layer that never replays)."""
         compiled = sorted({g for g in gates if g is not None})
         if len(gates) != len(self.values) or compiled not in ([], [self.gate]):
             what = f"thresholds of gate {self.gate} for {count_text(len(self.values), 'layer')} do not fit "

@@ -34,14 +34,14 @@ REFUSE = "do not use the artifact: get the one that is trusted, or trust this on
 MAKE_KEY = "make one with `openssl ecparam -name prime256v1 -genkey -noout -out signing.pem`"
 MAKE_PUBLIC = "write it with `openssl ec -in signing.pem -pubout -out signing.pub`"
 SUCCESSOR = "verify with the tool of OpenSSF model signing, `python -m model_signing verify {}`, then pin the digest"
-"""What stands in for the kinds of signature and the policies that version 0.1 had, {} for the kind."""
+"""Hint for the kinds of signature and the policies of version 0.1; {} stands for the kind."""
 
 
 class SignatureReport(BaseModel):
-    """Who vouches for an artifact.
+    """The signer or the pinned digest that vouches for an artifact.
 
     Args:
-        path: the artifact. digest: of its manifest.
+        path: folder of the artifact. digest: digest of its manifest.
         by: "digest" where the digest alone was pinned.
         signer: fingerprint of the key, `sha256:` and 64 hex digits; of a pinned digest: the digest.
         files: files that the signature covers, the manifest included.
@@ -58,11 +58,11 @@ class SignatureReport(BaseModel):
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a caller requires of an artifact that is to be opened. Everything that is given has to hold.
+    """The requirements of a caller on an artifact that is to be opened. Every given requirement has to hold.
 
     Args:
-        digest: of the manifest. public_key: PEM file of who must have signed.
-        reports: one per requirement that was met, in this order; filled while an artifact is opened.
+        digest: digest of the manifest. public_key: PEM file with the public key of the signer.
+        reports: one report per requirement that was met, in this order; filled while an artifact is opened.
     """
 
     digest: str | None = None
@@ -74,12 +74,12 @@ class Requirements:
         """Return the requirements that a caller gives.
 
         Raises:
-            InputError: the digest has another form, or what is required is no path.
+            InputError: the digest has another form, or the public key is not a path.
         """
         given: Any = digest
         if given is not None and not (isinstance(given, str) and re.fullmatch(DIGEST_PATTERN, given)):
             hint = "give what `fastcar compile` printed: sha256: and 64 hexadecimal digits"
-            raise InputError(f"{shown(digest)} is no digest of an artifact", where="digest", hint=hint)
+            raise InputError(f"{shown(digest)} is not a digest of an artifact", where="digest", hint=hint)
         key = None if require_signature is None else path_of("require_signature", require_signature)
         return cls(digest, key)
 
@@ -87,7 +87,7 @@ class Requirements:
         return self.digest is not None or self.public_key is not None
 
     def check_digest(self, root: Path, digest: str) -> None:
-        """Raise SignatureError unless the digest is the pinned one."""
+        """Raise SignatureError unless the digest is the pinned digest."""
         if self.digest is not None and digest != self.digest:
             what = f"the artifact's digest is {digest}, not the pinned {self.digest}"
             raise SignatureError(what, where=str(root), hint=REFUSE)
@@ -113,15 +113,16 @@ def verify_signature(
     """Check an artifact's files and its signature, and return who signed it.
 
     Args:
-        public_key: PEM file of who must have signed. digest: the only one to accept. All that are given must hold.
+        public_key: PEM file with the public key of the signer. digest: the only digest to accept. Every given argument
+            must hold.
 
     Returns:
-        Who signed; where only a digest is required, that.
+        The signer; where only a digest is required, the digest.
 
     Raises:
-        SignatureError: no signature, a damaged one, one of somebody else, or one of another artifact.
+        SignatureError: the signature is missing, is damaged, or is of another signer or of another artifact.
         ArtifactError: the artifact is damaged.
-        InputError: the key cannot be read, or nothing is required. BackendError: the extra `sign` is not installed.
+        InputError: the key cannot be read, or no requirement is given. BackendError: the extra `sign` is not installed.
     """
     path = path_of("the artifact", path)
     wanted = Requirements.of(require_signature=public_key, digest=digest)
@@ -181,7 +182,7 @@ def _verify(root: Path, digests: Mapping[str, str], public_key: Path) -> str:
         raise SignatureError("the artifact has no signature", where=str(file), hint=hint)
     # A link or a pipe would be followed, or waited for; a huge file would be read whole.
     if file.is_symlink() or not file.is_file() or file.stat().st_size > limits.SIGNATURE_BYTES:
-        what = f"the signature is no plain file of at most {limits.SIGNATURE_BYTES} bytes"
+        what = f"the signature is not a plain file of at most {limits.SIGNATURE_BYTES} bytes"
         raise SignatureError(what, where=str(file), hint=REFUSE)
     with _refusals(file, fingerprint), contextlib.redirect_stdout(sys.stderr):  # it warns there of older bundles
         config.verify(root, file)
@@ -206,7 +207,7 @@ def _known(digests: Mapping[str, str]) -> Any:
 
 @contextlib.contextmanager
 def _usable(key: Path, what: str, hint: str) -> Generator[None]:
-    """Turn what the libraries raise on a key file into an InputError."""
+    """Raise an InputError in place of the libraries' errors about a key file."""
     try:
         if key.is_file() and key.stat().st_size > limits.KEY_BYTES:
             raise ValueError(f"it has more than {limits.KEY_BYTES} bytes")
@@ -219,7 +220,7 @@ def _usable(key: Path, what: str, hint: str) -> Generator[None]:
 
 @contextlib.contextmanager
 def _refusals(file: Path, fingerprint: str) -> Generator[None]:
-    """Turn a refusal of the library into a SignatureError.
+    """Raise a SignatureError in place of a refusal of the library.
 
     A bundle is anybody's bytes and the library parses it without a schema, so any exception is a refusal.
     """
@@ -242,7 +243,7 @@ def _refusals(file: Path, fingerprint: str) -> Generator[None]:
 
 
 def _written(root: Path, make: Callable[[Path], None]) -> Any:
-    """Write the bundle beside the artifact, put it in place in one step, and return its JSON."""
+    """Write the bundle beside the artifact, put it in place atomically, and return its JSON."""
     folder = root.absolute()
     with claimed(folder) as building:
         try:
@@ -266,7 +267,7 @@ _GONE = {
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Name the successor of what version 0.1 had here."""
+    """Raise an error that names the successor of a name of version 0.1."""
     if name in ("KeySigner", "SigningKey"):
         raise AttributeError(f"{__name__}.{name} is gone: give the key's path to fc.sign and fc.load")
     if name in _GONE:

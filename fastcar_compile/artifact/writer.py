@@ -1,7 +1,7 @@
 """Write an artifact: an atomic, deterministic directory.
 
 Files go to a hidden folder beside the destination, which takes its place at the end. So a failed build leaves
-nothing behind, and the next build removes what a killed one left.
+no file behind, and the next build removes the files of a killed build.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class ArtifactWriter:
         path: destination. If it exists it must be an artifact (it is replaced) or an empty directory.
 
     Attributes:
-        scratch: folder on the destination's file system for what is not part of the artifact.
-        digests: of the files that were written, once the block is left.
+        scratch: folder on the destination's file system for files that are not part of the artifact.
+        digests: digests of the written files, once the block is left.
 
     Raises:
-        ArtifactError: the destination is something else, cannot be written, or is another writer's.
+        ArtifactError: the destination is not an artifact, cannot be written, or belongs to another writer.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,7 +58,7 @@ class ArtifactWriter:
         return self._root
 
     def finish(self, sections: Sections) -> None:
-        """Set what the manifest says. The block cannot end without it."""
+        """Set the sections of the manifest. The block cannot end without them."""
         self._sections = sections
 
     def file(self, name: str) -> Path:
@@ -71,10 +71,10 @@ class ArtifactWriter:
         return path
 
     def require_room(self, needed: int) -> None:
-        """Raise unless the file system has so many bytes left. A replaced artifact keeps its room until the end.
+        """Raise unless the file system has `needed` bytes left. A replaced artifact keeps its room until the end.
 
         Raises:
-            ArtifactError: it has fewer.
+            ArtifactError: the file system has fewer.
         """
         free = shutil.disk_usage(self.root).free
         if free < needed:
@@ -119,7 +119,7 @@ class ArtifactWriter:
         """Hold the destination, and put the artifact in place at the end of the block.
 
         Raises:
-            ArtifactError: in the place of an error of the system about a file of this writer.
+            ArtifactError: the system refused an operation on a file of this writer.
         """
         try:
             _check_destination(self.path)
@@ -199,12 +199,12 @@ def _check_destination(path: Path) -> None:
         raise ArtifactError("the output folder exists and is not a fastcar artifact", where=str(path), hint=hint)
     if foreign := [name for name, _ in walk(path) if name not in names]:
         more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
-        what = f"the output folder has files that are not of its artifact, and would be lost: {foreign[0]!r}{more}"
+        what = f"the output folder has files that do not belong to its artifact and would be lost: {foreign[0]!r}{more}"
         raise ArtifactError(what, where=str(path), hint="move them elsewhere, or choose another output folder")
 
 
 def store_thresholds(path: Path, manifest: Manifest, thresholds: Thresholds | None) -> tuple[Manifest, str]:
-    """Replace the thresholds in an artifact's manifest in one atomic step; return the new manifest and its digest.
+    """Replace the thresholds in an artifact's manifest atomically; return the new manifest and its digest.
 
     A signature is removed first, as it would not hold any more. No other file is touched.
 
@@ -216,7 +216,7 @@ def store_thresholds(path: Path, manifest: Manifest, thresholds: Thresholds | No
     data = changed.to_bytes()
     with claimed(root) as building:
         try:
-            # A kill between these steps leaves an artifact without signature, never one with a wrong signature.
+            # A kill between these operations leaves an artifact without signature, never one with a wrong signature.
             (root / SIGNATURE).unlink(missing_ok=True)
             # Beside the artifact, not in it: a file left behind by a kill must not make the artifact invalid.
             new = building / MANIFEST

@@ -164,10 +164,10 @@ EDITS: dict[str, tuple[Callable[[Json], None], str]] = {
     "an input twice": (put(*DECODE, "inputs", 0, value="position"), "'position' is there twice"),
     "an output that nothing takes": (put(*DECODE, "outputs", 0, value="x"), "there is no 'x'"),
     "a parameter twice": (put(*DECODE, "params", value=["w", "w"]), "the parameter 'w' twice"),
-    "a library outside": (put(*PROGRAMS, "library", value="../b.so"), "'../b.so' is no file of the artifact"),
-    "a library anywhere": (put(*PROGRAMS, "library", value="/lib/x.so"), "is no file of the artifact"),
-    "a library of the board": (put("host", "board", "programs", "library", value="x"), "is no file"),
-    "a model outside": (put("onnx", "model", value="../m.onnx"), "is no file of the artifact"),
+    "a library outside": (put(*PROGRAMS, "library", value="../b.so"), "'../b.so' is not a file of the artifact"),
+    "a library anywhere": (put(*PROGRAMS, "library", value="/lib/x.so"), "is not a file of the artifact"),
+    "a library of the board": (put("host", "board", "programs", "library", value="x"), "is not a file"),
+    "a model outside": (put("onnx", "model", value="../m.onnx"), "is not a file of the artifact"),
     "no tokens": (put("decoder", "inputs", value=["position"]), "decoder.inputs lacks tokens"),
     "no logits": (put("decoder", "outputs", value=[]), "decoder.outputs lacks logits"),
     "a file outside": (put("files", value={"../x": {"sha256": "ab" * 32, "size": 1}}), "files that are refused"),
@@ -188,7 +188,7 @@ EDITS: dict[str, tuple[Callable[[Json], None], str]] = {
     "a schema as a float": (put("schema_version", value=5.0), "schema version 5.0"),
     "no schema": (drop("schema_version"), "schema version None"),
     "an unknown quantisation": (put("options", "quant", value="w1a1"), "unknown quantisation"),
-    "gate weights in a file": (put("options", "replay", "gate_weights", value="/dev/stdin"), "weights is no digest"),
+    "gate weights in a file": (put("options", "replay", "gate_weights", value="/dev/stdin"), "weights is not a digest"),
     "half of a surrogate pair": (put("pipeline", "passes", value="\ud800"), "not valid JSON"),
 }
 

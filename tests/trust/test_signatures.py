@@ -163,7 +163,7 @@ def test_the_signature_of_another_artifact_is_refused(artifact: Path, keys: Keys
         (b"{}", "the signature is damaged: 'verificationMaterial'"),
         (b"[" * 100_000, "the signature is damaged"),
         (b"\xff", "the signature is damaged"),
-        (b" " * (16 << 20) + b"{}", "the signature is no plain file of at most 16777216 bytes"),
+        (b" " * (16 << 20) + b"{}", "the signature is not a plain file of at most 16777216 bytes"),
     ],
     ids=["none", "empty", "object", "deep", "no text", "long"],
 )
@@ -185,7 +185,7 @@ def test_a_signature_must_be_a_plain_file(artifact: Path, keys: Keys, tmp_path: 
             fc.load(artifact, **required)
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(fc.ArtifactError, match="the signature is no plain file"):
+    with pytest.raises(fc.ArtifactError, match="the signature is not a plain file"):
         fc.load(artifact, require_signature=keys.public)
     with pytest.raises(fc.ArtifactError, match=r"signature\.json"):
         fc.load(artifact)

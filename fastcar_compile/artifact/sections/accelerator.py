@@ -1,4 +1,4 @@
-"""The accelerator: its kernels as a host calls them, the design behind them, and what the DRS controller decides."""
+"""The accelerator: its kernels as a host calls them, the design behind them, and the DRS controller's decisions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MlpSpecPart(Part):
 
 
 class BudgetPart(Part):
-    """What the design may use of the board."""
+    """The resources of the board that the design may use."""
 
     part: str
     clock_mhz: float
@@ -48,7 +48,7 @@ class BudgetPart(Part):
 
 
 class ProductPart(Part):
-    """One matrix product, cut into tiles. bits: of a weight."""
+    """One matrix product, cut into tiles. bits: bits of a weight."""
 
     inputs: int
     channels: int
@@ -65,10 +65,10 @@ class DesignPart(Part):
     Args:
         spec: the MLP that all layers share. gate_up, down: its two products.
         linears: name of every other call -> its product, in call order.
-        ports: logical weight ports of 128 bits. axi_words: how many of them one AXI port carries, word by word.
-        passes: over a tile when every row computes.
-        group: query heads that a kernel of whole steps multiplies side by side; 0: it is none.
-        stream_bytes: of one layer's MLP. linear_stream_bytes: of each linear call.
+        ports: logical weight ports of 128 bits. axi_words: weight ports that one AXI port carries, word by word.
+        passes: passes over a tile when every row computes.
+        group: query heads that a kernel of whole steps multiplies in parallel; 0: the kernel runs no whole steps.
+        stream_bytes: bytes of one layer's MLP. linear_stream_bytes: bytes of each linear call.
         usage_estimate, cycles_estimate, linear_cycles_estimate: not synthesised; clocks of one call.
     """
 
@@ -91,7 +91,7 @@ class DesignPart(Part):
 
 
 class ExplorationPart(Part):
-    """Why the design is no faster."""
+    """The reason why the exploration found no faster design."""
 
     seconds_per_step: float
     bound_by: str
@@ -101,7 +101,7 @@ class ExplorationPart(Part):
 
 
 class ArgumentPart(Part):
-    """One argument of a kernel, in the order of its signature. bytes: of the buffer or of the scalar."""
+    """One argument of a kernel, in the order of its signature. bytes: size of the buffer or of the scalar."""
 
     name: str
     kind: Literal["in", "out", "scalar"]
@@ -118,7 +118,7 @@ class KernelPart(Part):
         """Return the position of an argument in the signature.
 
         Raises:
-            InternalError: the kernel has no such argument.
+            InternalError: the kernel has no argument of this name.
         """
         names = [a.name for a in self.arguments]
         if argument not in names:
@@ -135,7 +135,7 @@ class KernelPart(Part):
 
 
 class LimitsPart(Part):
-    """What the controller can hold.
+    """The limits of the controller.
 
     Cores, rows, 32-bit words of a table, 128-bit words of a row of q, and of a row of the key or of the MLP's input;
     hidden units of a network; query heads that have a weight or a sum each.
@@ -190,9 +190,9 @@ class StepPart(Part):
     """A whole decode step on the accelerator.
 
     Args:
-        program: file of the step program. instructions: how many it has.
-        states: name of a state -> its first memory word: of keys and of values in a port's section of the caches, and
-            of others in the replay buffer (docs/reference/artifact.md).
+        program: file of the step program. instructions: number of its instructions.
+        states: name of a state -> its first memory word: keys and values in a port's section of the caches, other
+            states in the replay buffer (docs/reference/artifact.md).
     """
 
     program: str
@@ -205,9 +205,9 @@ class AcceleratorSection(Section):
 
     Args:
         weights: file of the weight streams. table: the DRS control table.
-        kernels: that a host calls: the engine, or with offload="all" the step kernel.
+        kernels: kernels that a host calls: the engine, or with offload="all" the step kernel.
         linears, on_host: the calls outside of the MLPs, and with offload="linears" the linears that the host keeps.
-        step: with offload="all", the step.
+        step: with offload="all", the whole decode step.
     """
 
     VERSION: ClassVar[int] = 3

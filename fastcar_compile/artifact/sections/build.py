@@ -13,8 +13,8 @@ class ProgramPart(Part):
     """One compiled program.
 
     Args:
-        function: its name in the library. check: of the function that takes the same arguments and only checks them.
-        inputs, params, outputs: names of the first arguments, of those after them, and of the results, in order.
+        function: its name in the library. check: name of the function that only checks the same arguments.
+        inputs, params, outputs: names of the first arguments, of the next arguments, and of the results, in order.
     """
 
     function: str
@@ -28,11 +28,11 @@ class ProgramsPart(Part):
     """The programs of one CPU.
 
     Args:
-        library: the file that they are in: a shared library, or an archive of its object files.
+        library: the file with the programs: a shared library, or an archive of its object files.
         prefill: None: prompts go through `decode`. offload: the decode step that calls the accelerator.
-        context: makes the states that cross-attention reads; None: there is no cross-attention.
-        embed: the rows of tokens, which an accelerator that runs whole steps is given; None: there is none, or rows are
-            the decoder's input.
+        context: makes the states that cross-attention reads; None: the decoder has no cross-attention.
+        embed: makes the rows of tokens for an accelerator that runs whole steps; None: no accelerator does so, or rows
+            are the decoder's input.
     """
 
     library: str
@@ -55,7 +55,7 @@ class ProgramsPart(Part):
 
 
 class VariantPart(Part):
-    """The library for one instruction set. `flags`: what /proc/cpuinfo must list."""
+    """The library for one instruction set. `flags`: flags that /proc/cpuinfo must list."""
 
     instruction_set: str
     triple: str
@@ -67,8 +67,8 @@ class BoardPart(Part):
     """Programs for the board's CPU.
 
     Args:
-        cpu: LLVM name. compiler: the linker that was looked for.
-        linked: whether the programs are a library; else they are an archive of object files.
+        cpu: LLVM name. compiler: the linker that the build looked for.
+        linked: the programs are a library; else they are an archive of object files.
     """
 
     triple: str
@@ -80,7 +80,7 @@ class BoardPart(Part):
 
 
 class HostSection(Section):
-    """Every library. `variants`: of each architecture the best one first. `board`: None for a CPU target."""
+    """Every library. `variants`: the best library of each architecture first. `board`: None for a CPU target."""
 
     VERSION: ClassVar[int] = 2
 
@@ -96,7 +96,7 @@ class OnnxSection(Section):
 
     Args:
         model: the decode step.
-        context: what makes the states that cross-attention reads; None: there is no cross-attention.
+        context: the model that makes the states that cross-attention reads; None: the decoder has no cross-attention.
     """
 
     model: str
@@ -112,11 +112,11 @@ class OnnxSection(Section):
 
 
 class PipelineSection(Section):
-    """What rewrote the graph.
+    """The passes that rewrote the graph.
 
     Args:
-        passes: as text, as `fastcar opt` takes it. log: what each of them did.
-        reasons: of passes, and of operators such as `fastcar.tas`: why they are in the graph.
+        passes: the pipeline as text, as `fastcar opt` takes it. log: a line about each pass.
+        reasons: name of a pass, or of an operator such as `fastcar.tas` -> why it is in the graph.
     """
 
     passes: str
@@ -124,6 +124,6 @@ class PipelineSection(Section):
     reasons: dict[str, str] = Field(default_factory=dict[str, str])
 
     def reason(self, made_by: str, operator: str = "") -> str:
-        """Return why a pass made a node: what its operator is for, then what the pass is for."""
+        """Return why a pass made a node: the purpose of its operator, then the purpose of the pass."""
         known = (self.reasons.get(operator), self.reasons.get(made_by))
         return " ".join(text for text in known if text) or f"Pass {made_by} made this node."
