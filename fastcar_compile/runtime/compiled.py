@@ -38,24 +38,25 @@ def load(
 ) -> Artifact:
     """Open an artifact. Every file's sha256 is checked before anything is loaded.
 
-    What is loaded later is what was checked, whatever is in the folder by then: an artifact keeps its files open until
-    it is closed or collected. It is a context manager that closes itself, and its sessions outlive it.
+    A session loads the bytes that were checked, whatever is in the folder by then: an artifact keeps its files open
+    until it is closed or collected. It is a context manager that closes itself, and its sessions outlive it.
 
     An artifact holds native code, and its manifest has the hashes of its files. So the hashes show damage, and not who
-    made the artifact: give one or more of the arguments for that. All that are given must hold.
+    made the artifact: give `digest` or `require_signature` for that. Every given argument must hold.
 
     Args:
-        digest: the only one to accept, as `compile` printed it: `sha256:` and 64 hex digits.
-        require_signature: the public key (PEM file) of who must have signed.
-        policy: gone; the error names what takes its place.
+        digest: the only digest to accept, as `compile` printed it: `sha256:` and 64 hex digits.
+        require_signature: the public key (PEM file) of the signer.
+        policy: gone; the error names its successor.
         reread: False: a large file that was read before with `reread=False`, and whose device, inode, size and times
             are the same by now, is not read again. The digests are in $FASTCAR_CACHE. It is for big models on a file
             system that only you and root can write.
 
     Raises:
-        ArtifactError: missing, damaged, tampered with, or of another schema version.
-        SignatureError: an ArtifactError: another digest, no signature, or one of somebody or something else.
-        InputError: a digest or key that cannot be read.
+        ArtifactError: the artifact is missing, damaged, tampered with, or of another schema version.
+        SignatureError: an ArtifactError: the digest differs, or the signature is missing, or is of another signer or
+            another artifact.
+        InputError: the digest or the key cannot be read.
         UserError: with `reread=False`: other users may write the kept digests, or they cannot be kept.
     """
     place = path_of("the artifact", path)
@@ -75,8 +76,8 @@ class Artifact(Described, StoredArtifact):
     """A compiled decoder. Sessions need neither torch nor the compiler; graphs and parameters need torch.
 
     Attributes:
-        path: its folder.
-        digest: of its manifest, `sha256:` and 64 hex digits, to be pinned with `load(path, digest=…)`.
+        path: folder of the artifact.
+        digest: digest of its manifest, `sha256:` and 64 hex digits, to be pinned with `load(path, digest=…)`.
         manifest: its typed sections, and sha256 and size of every file.
     """
 
@@ -99,12 +100,12 @@ class Artifact(Described, StoredArtifact):
 
     @property
     def state(self) -> tuple[State, ...]:
-        """What a session keeps from step to step."""
+        """The states that a session keeps from decode step to decode step."""
         return self.manifest.decoder.state
 
     @property
     def sites(self) -> list[LayerSite]:
-        """Where each layer's attention and MLP are in the rewritten graph."""
+        """The places of each layer's attention and MLP in the rewritten graph."""
         return self.program.sites
 
     @cached_property
@@ -132,7 +133,7 @@ class Artifact(Described, StoredArtifact):
     def original_graph(self) -> fx.GraphModule:
         """The decode step before the rewrite.
 
-        Straight after `compile` it runs. A loaded artifact keeps no float copy of quantised weights: there they are
+        Straight after `compile` it runs. A loaded artifact keeps no float copy of quantised weights: they are
         tensors on the meta device, so that the graph can be read but not run.
         """
         with needs("compile"):
@@ -151,7 +152,7 @@ class Artifact(Described, StoredArtifact):
         """Return what was found, inserted and cached, and why: of every layer, one layer, or one node of the graph.
 
         Raises:
-            InputError: there is no such layer or node.
+            InputError: the graph has no such layer or node.
         """
         if node is None:
             return explain(self.manifest, layer)
@@ -162,22 +163,22 @@ class Artifact(Described, StoredArtifact):
 
     @property
     def thresholds(self) -> Thresholds | None:
-        """The calibrated thresholds that are stored in the artifact, if there are any."""
+        """The calibrated thresholds that the artifact stores, or None."""
         return self.manifest.thresholds
 
     def store_thresholds(self, thresholds: Thresholds | None, *, drop_signature: bool = False) -> None:
-        """Keep thresholds in the artifact's manifest, where sessions find them; None: back to the compiled ones.
+        """Keep thresholds in the artifact's manifest, where sessions find them; None: back to the compiled thresholds.
 
-        Nothing is compiled again; open sessions keep what they have. The artifact has another digest afterwards. What
-        other videos are expected to replay is not kept.
+        Nothing is compiled again; open sessions keep what they have. The artifact has another digest afterwards. The
+        replay that is expected of other videos is not kept.
 
         Args:
             drop_signature: go on where the artifact is signed, or was opened with a pinned digest. Its signature
-                is removed, as it would not hold any more.
+                is removed, because it would not hold any more.
 
         Raises:
-            SignatureError: it is signed or pinned, and `drop_signature` is not given.
-            ArtifactError: they belong to another gate or number of layers, or the artifact cannot be written.
+            SignatureError: the artifact is signed or pinned, and `drop_signature` is not given.
+            ArtifactError: the thresholds belong to another gate or number of layers, or the artifact cannot be written.
         """
         check_kind("thresholds", thresholds, (Thresholds, type(None)), "Thresholds, or None")
         if thresholds is not None:
@@ -207,15 +208,15 @@ class Artifact(Described, StoredArtifact):
         """Open a session.
 
         Args:
-            backend: cpu (TVM) | onnxruntime | hls-csim | eager | board (docs/tutorial/board.md), or one that another
-                package registers, or what opens its stepper.
+            backend: cpu (TVM) | onnxruntime | hls-csim | eager | board (docs/tutorial/board.md), or a backend
+                that another package registers, or a function that opens a stepper.
             record: keep every replay decision for `session.stats.decisions`.
             threads: CPU threads, 1 up to the cores that the process may run on; default: every usable core.
-            thresholds: calibrated ones, or their file; default: those stored in the artifact, else those compiled in.
+            thresholds: calibrated thresholds, or their file; default: the stored thresholds, else the compiled ones.
 
         Raises:
-            ArtifactError: thresholds of another gate or number of layers.
-            BackendError: unknown backend, or one that cannot run here.
+            ArtifactError: the thresholds belong to another gate or number of layers.
+            BackendError: the backend is unknown, or cannot run here.
         """
         check_kind("thresholds", thresholds, (Thresholds, str, Path, type(None)), "Thresholds, or their file")
         given = Thresholds.load(thresholds) if isinstance(thresholds, str | Path) else thresholds

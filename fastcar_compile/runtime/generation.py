@@ -21,7 +21,7 @@ _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 class SessionConfig(PreTrainedConfig):
-    """What Transformers asks of a model that it generates with."""
+    """The configuration that Transformers needs of a model that generates."""
 
     model_type = "fastcar_session"
     vocab_size: int | None = None
@@ -53,7 +53,7 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
     states.
 
     Args:
-        session: of a decoder with tokens. Its state is that of the last call.
+        session: session of a decoder with tokens. It keeps the state of the last call.
         generation_config: defaults of `generate`.
 
     Raises:
@@ -89,21 +89,21 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
 
         Args:
             inputs: the prompts, int64 [rows, P].
-            generation_config: default: that of the decoder.
-            options: those of Transformers' `generate`.
+            generation_config: default: the decoder's own.
+            options: options of Transformers' `generate`.
 
         Raises:
-            InputError: an option that a compiled session does not have, or what does not fit its rows or length.
+            InputError: a compiled session does not have an option, or the call does not fit its rows or length.
         """
         if options.get("position_ids") is not None:
             hint = "give prompts of one length, without padding"
             raise InputError("the rows of a session share their positions", where="position_ids", hint=hint)
-        mixin: Any = super()  # its annotations want attributes that no model has
+        mixin: Any = super()  # the mixin's annotations want attributes that no model has
         return mixin.generate(inputs, generation_config, **options)
 
     @property
     def device(self) -> torch.device:
-        """Where inputs and logits are."""
+        """The device of inputs and logits."""
         return torch.device("cpu")
 
     @property
@@ -119,7 +119,7 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
         """Return the logits [B, 1, V] after these tokens: the whole prompt where first, else one token per row.
 
         Raises:
-            InputError: another number of rows than the session's, or prompts of different lengths in a pair.
+            InputError: the number of rows is not the session's, or a pair has prompts of different lengths.
         """
         rows = self._pairs(input_ids, first) if self._guidance else input_ids
         if rows.shape[0] != self.session.config.batch_size:
@@ -134,7 +134,7 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
         return CausalLMOutput(logits=self._guided(logits)[:, None])
 
     def _pairs(self, input_ids: Tensor, first: bool) -> Tensor:
-        """The rows of the call and, after them, those of their unconditional prompts."""
+        """Return the rows of the call and, after them, the rows of their unconditional prompts."""
         assert self._guidance is not None
         if not first:
             return torch.cat([input_ids, input_ids])
@@ -148,7 +148,7 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
         return torch.cat([input_ids, negative.repeat_interleave(input_ids.shape[0] // negative.shape[0], 0)])
 
     def _guided(self, logits: Tensor) -> Tensor:
-        """As Transformers' UnbatchedClassifierFreeGuidanceLogitsProcessor, from both halves of the rows."""
+        """Return scores as Transformers' UnbatchedClassifierFreeGuidanceLogitsProcessor, from both halves of rows."""
         if self._guidance is None:
             return logits
         conditional, unconditional = logits.log_softmax(-1).chunk(2)
@@ -180,7 +180,7 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
         negative_prompt_attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> LogitsProcessorList:
-        """Take guidance out of the processors: it is part of `forward`, where both rows of a pair are decoded."""
+        """Return the processors without guidance: `forward` applies it, where both rows of a pair are decoded."""
         scale = generation_config.guidance_scale
         self._guidance = None if scale in (None, 1) else _Guidance(float(scale), negative_prompt_ids)
         if negative_prompt_ids is not None and self._guidance is None:

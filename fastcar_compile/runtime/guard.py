@@ -1,4 +1,4 @@
-"""One session, one thread, one process: what refuses the others."""
+"""One session, one thread, one process: the guard that refuses other threads and processes."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from fastcar_compile.support.machine import usable_cores
 
 
 SPIN_COUNT = "4000"
-"""Times that an idle worker of TVM's pool yields before it sleeps: about 2 ms, more than passes between two steps.
-TVM's own default is about 160 ms, for which it would take a core from whatever runs next."""
+"""Times that an idle worker of TVM's pool yields before it sleeps: about 2 ms, longer than the time between two decode
+steps. TVM's own default is about 160 ms, for which it would take a core from the next program."""
 
 _SHARE_ALL_CORES = -3
 """TVM's `kSpecifyThreadShareAllCore`: workers may run on any of the named cores. Its other modes bind each worker, and
-the calling thread, to one core, where every other process that does so is too."""
+the calling thread, to one core, and every other process with such a mode to the same core."""
 
 _MANY = 10**9
-"""A number from here on is not written out in an error: Python refuses to write one of 4,300 digits."""
+"""A number from here on is not written out in an error: Python refuses to write a number of 4,300 digits."""
 
 _pool = threading.local()
-"""TVM has one pool per calling thread; `size` is what this thread's was last set to, `forks` where it was made."""
+"""TVM has one pool per calling thread; `size` is the last size of this thread's pool, `forks` names its process."""
 
 
 def thread_count(threads: SupportsIndex | None) -> int:
-    """Return the number of threads that is meant: None is one per usable core.
+    """Return the number of threads: None means one per usable core.
 
     Raises:
-        InputError: it is no whole number from 1 to the number of cores that the process may run on.
+        InputError: `threads` is not a whole number from 1 to the number of cores that the process may run on.
     """
     if threads is None:
         return usable_cores()
@@ -58,10 +58,10 @@ def thread_count(threads: SupportsIndex | None) -> int:
 
 
 def use_threads(count: int) -> None:
-    """Make TVM's pool of the calling thread run `count` threads, this one among them; free of cost if it does already.
+    """Set TVM's pool of the calling thread to `count` threads, this thread among them; a second call costs nothing.
 
     Raises:
-        BackendError: the pool of this thread was made for fewer.
+        BackendError: the pool of this thread was made for fewer threads.
         InputError: this thread had a pool in the parent process, before a fork.
     """
     # Threads do not survive a fork. The pool of the forking thread is copied without its workers.
@@ -104,17 +104,17 @@ _forks = _Forks()
 
 
 def forks() -> int:
-    """Return how many forks of Python's lie between this process and the first one."""
+    """Return the number of Python's forks between this process and the first process."""
     return _forks.count
 
 
 class Guard:
-    """Lets one call at a time into a session, of the thread that began the sequence, in the process that opened it.
+    """Lets one call at a time into a session, by the thread that began the sequence, in the process that opened it.
 
-    `with guard:` is for calls that go on with the sequence; `with guard.begun():` for those that begin another one.
+    `with guard:` is for calls that go on with the sequence; `with guard.begun():` is for calls that begin a sequence.
 
     Attributes:
-        calling: the running call is in a function of its caller, which must not call the session again.
+        calling: True while the running call is in a function of its caller, which must not call the session again.
     """
 
     __slots__ = ("_closed", "_forks", "_inside", "_owner", "calling")
@@ -124,10 +124,11 @@ class Guard:
         self._owner, self._forks, self._closed, self.calling = 0, _forks.count, False, False
 
     def __enter__(self) -> None:
-        """Enter; the first thread that does so owns the sequence.
+        """Enter; the first thread that enters owns the sequence.
 
         Raises:
-            InputError: another thread's sequence, a call within a call, another process, or a closed session.
+            InputError: the sequence belongs to another thread or process, the call is within a call, or the session is
+                closed.
         """
         thread = self._enter()
         if self._owner != thread:
@@ -143,7 +144,7 @@ class Guard:
         """Enter, and make the calling thread the owner of the sequence that begins.
 
         Raises:
-            InputError: a call is running, another process, or a closed session.
+            InputError: a call is running, the session belongs to another process, or it is closed.
         """
         self._owner = self._enter()
         try:
@@ -152,9 +153,9 @@ class Guard:
             self._inside.clear()
 
     def close(self) -> bool:
-        """Refuse new calls; return whether what the session holds may be given back now.
+        """Refuse new calls; return True where the session's resources may be released now.
 
-        It may not in a child process: threads that it would wait for are the parent's.
+        In a child process they may not: the release would wait for threads of the parent.
 
         Raises:
             InputError: a call is running.
@@ -171,7 +172,7 @@ class Guard:
         """Return the calling thread, which is inside from then on."""
         thread = get_ident()
         # Ctrl-C may come before an exit has noted anything. So a thread that seems to be inside may enter again, unless
-        # it is in a caller's function. `setdefault` is one step for all threads.
+        # it is in a caller's function. `setdefault` is atomic for all threads.
         if (
             self._forks != _forks.count
             or self._closed
@@ -185,8 +186,8 @@ class Guard:
         if self._owner:
             self._inside.clear()
             raise InputError(
-                "the session is used by a second thread: the sequence that it holds is another thread's",
-                hint="open one session per thread, they share the weights; "
+                "the session is used by a second thread: the sequence that it holds belongs to another thread",
+                hint="open one session per thread, sessions share the weights; "
                 "or call reset() in this thread, which takes the session over",
             )
         self._owner = thread
@@ -198,7 +199,7 @@ class Guard:
                 hint="open the session in the child process, or start children with multiprocessing's 'spawn'",
             )
         if self._closed:
-            return InputError("the session is closed", hint="open another one; they share the weights")
+            return InputError("the session is closed", hint="open another session; sessions share the weights")
         if self._inside.get("thread") == get_ident():
             return InputError(
                 "the session was called from within its own call",
@@ -206,5 +207,5 @@ class Guard:
             )
         return InputError(
             "the session is used by a second thread while a call is running",
-            hint="open one session per thread; they share the weights",
+            hint="open one session per thread; sessions share the weights",
         )

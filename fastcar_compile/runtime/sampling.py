@@ -32,18 +32,18 @@ def greedy(logits: Any) -> Any:
 @checked()
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, with the meaning and in the order of Transformers' `generate`.
+    """Options of token choice, with the meaning and in the order of Transformers' `generate`.
 
     Attributes:
         temperature: the logits' divisor; 0 takes the most probable token.
-        top_k: only so many of the most probable tokens; None: all.
-        top_p: only the most probable tokens whose probabilities reach this sum; None: all.
+        top_k: number of most probable tokens that are drawn from; None: all tokens.
+        top_p: only the most probable tokens whose probabilities reach this sum; None: all tokens.
         repetition_penalty: logits of tokens that the row holds already are divided by it where they are positive, and
             multiplied where they are negative.
         guidance: classifier-free guidance. Rows b and b + B / 2 are a pair, the second one with the unconditional
             prompt. log p = unconditional + guidance * (conditional - unconditional), and both rows get the same token.
-            1: rows are on their own.
-        seed: of the draws. The same seed gives the same tokens.
+            1: rows are independent.
+        seed: seed of the draws. The same seed gives the same tokens.
 
     Raises:
         InputError: a value is out of its range.
@@ -80,7 +80,7 @@ class Sampling:
             raise InputError(what, hint="give a temperature, or leave top_k and top_p out")
 
     def start(self, prompt: Tokens) -> TokenChoice:
-        """Return what chooses the tokens of one video; prompt: int64 [B, P] of all rows.
+        """Return the chooser of the tokens of one video; prompt: int64 [B, P] of all rows.
 
         Raises:
             InputError: guidance with an odd number of rows.
@@ -93,7 +93,7 @@ class Sampling:
         Args:
             logits: float32 [B, V]. seen: token ids [B, T] that each row of the result holds already.
         """
-        # float64 keeps the rounding of what follows far below that of the float32 logits.
+        # float64 keeps the rounding of later operations far below the rounding of the float32 logits.
         scores = np.asarray(logits, np.float64)
         if self.guidance != 1:
             conditional, unconditional = np.split(_log_softmax(scores), 2)
@@ -121,7 +121,7 @@ class Sampling:
 
     @staticmethod
     def _nucleus(scores: Scores, share: float) -> Scores:
-        """Leave out the least probable tokens whose sum is at most 1 - share; the most probable one stays."""
+        """Return scores without the least probable tokens of sum 1 - share at most; the most probable token stays."""
         order = scores.argsort(-1, kind="stable")
         probabilities = np.exp(_log_softmax(np.take_along_axis(scores, order, -1)))
         # Scores are in rising order here, so the sum begins with the least probable tokens.
@@ -163,7 +163,7 @@ class TokenChoice:
         return (weights > reached).argmax(-1)
 
     def _drawn_among(self, few: int, logits: NDArray[np.float32]) -> Tokens:
-        """Return what `_drawn` does of one row, in half the time: tokens that are left out add zero to the sum."""
+        """Return the result of `_drawn` for one row, in half the time: tokens that are left out add zero to the sum."""
         scores = logits.astype(np.float64) / self._sampling.temperature
         # `kept` is in the order of the ids, as the weights of `_drawn` are: the same number draws the same token.
         kept = np.flatnonzero(scores >= np.partition(scores, -few)[-few])

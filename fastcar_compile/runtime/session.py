@@ -26,12 +26,12 @@ def open_session(
     """Return a session with the compiled thresholds.
 
     Args:
-        backend: one of `BACKENDS`, or what opens a stepper. record: keep every replay decision.
+        backend: one of `BACKENDS`, or a function that opens a stepper. record: keep every replay decision.
         threads: CPU threads, 1 up to the cores that the process may run on; None: all usable cores.
 
     Raises:
-        BackendError: unknown backend, or one that cannot run here.
-        InputError: a bad number of threads, or too many.
+        BackendError: the backend is unknown, or cannot run here.
+        InputError: `threads` is not a whole number, or is too large.
     """
     options = BackendOptions(None if threads is None else thread_count(threads))
     if not isinstance(backend, str) and not callable(backend):
@@ -58,11 +58,11 @@ class Session(Described):
     """One video at a time, on one backend. Sessions share weights, never state.
 
     Inputs are numpy arrays, torch tensors, or anything that speaks DLPack. Torch tensors in give torch tensors out;
-    everything else gives numpy arrays.
+    other inputs give numpy arrays.
 
-    A sequence belongs to one thread: to that which last called `reset` or `generate`, after opening to the first that
-    calls anything. Calls of another thread, calls from within a call, and calls in a child process after a fork raise
-    an InputError. docs/reference/threads.md describes it.
+    A sequence belongs to one thread: the thread that last called `reset` or `generate`, after opening the first thread
+    that calls anything. Calls of another thread, calls from within a call, and calls in a child process after a fork
+    raise an InputError. docs/reference/threads.md describes the rules.
 
     A session is a context manager that closes itself.
 
@@ -124,7 +124,7 @@ class Session(Described):
     def reset(self) -> None:
         """Clear everything: caches, chains, position and statistics. Thresholds and the context stay.
 
-        The session is the calling thread's from then on.
+        The session belongs to the calling thread from then on.
 
         Raises:
             InputError: a call is running, the session is closed, or it was opened before a fork.
@@ -153,13 +153,13 @@ class Session(Described):
             return np.array([self._never if t is None else t for t in thresholds], np.float32)
 
     def set_threshold(self, threshold: float | Sequence[float | None] | Thresholds | None) -> None:
-        """Set one threshold for every layer that may replay, one per layer, or calibrated ones, from the next step on.
+        """Set one threshold for every layer that may replay, one per layer, or calibrated thresholds.
 
-        None: never, with any gate.
+        The thresholds hold from the next decode step on. With None no layer replays, with any gate.
 
         Raises:
-            InputError: wrong length, NaN, or a threshold for a layer that was compiled without replay.
-            ArtifactError: calibrated thresholds of another gate or number of layers.
+            InputError: the length is wrong, a threshold is NaN, or a layer was compiled without replay.
+            ArtifactError: the calibrated thresholds belong to another gate or number of layers.
         """
         if isinstance(threshold, Thresholds):
             threshold.check([self._gate if can else None for can in self._can_replay], "set_threshold")
@@ -185,16 +185,16 @@ class Session(Described):
         return found
 
     def set_context(self, context: Any, mask: Any = None) -> None:
-        """Set what cross-attention reads, from the next prompt on. Its keys and values are computed here, once.
+        """Set the context of cross-attention, from the next prompt on. Its keys and values are computed here, once.
 
         Args:
-            context: float32 [B, L, C], such as text embeddings; each row of the batch has its own. A decoder with a
-                context mask takes fewer than L tokens too: the others are hidden.
-            mask: bool [B, L], True where a token of the context is seen; None: all of them are.
+            context: float32 [B, L, C], such as text embeddings; each row of the batch has its own context. A decoder
+                with a context mask takes fewer than L tokens too: the other tokens are hidden.
+            mask: bool [B, L], True where a token of the context is seen; None: all tokens are seen.
 
         Raises:
-            InputError: the decoder has no cross-attention; wrong dtype or shape; a row without a token to see; or the
-                session already holds tokens, or is another thread's.
+            InputError: the decoder has no cross-attention, dtype or shape are wrong, a row has no token to see, or the
+                session already holds tokens or belongs to another thread.
         """
         with self._guard:
             if self._position:
@@ -215,8 +215,8 @@ class Session(Described):
             Logits of the last token, float32 [B, V] (or hidden states [B, H]).
 
         Raises:
-            InputError: wrong dtype or shape, prompt longer than the cache, the session has already decoded, or it is
-                another thread's.
+            InputError: dtype or shape are wrong, the prompt is longer than the cache, or the session already holds
+                tokens or belongs to another thread.
         """
         with self._guard:
             return self._prefill(inputs)
@@ -238,7 +238,7 @@ class Session(Described):
         """Read at most `chunk` tokens from position `start` on; return the logits of the last one, [B, V]."""
         count = part.shape[1]
         if count <= self._stepper.single_tokens:
-            # The last token is apart: of the others only keys and values are wanted.
+            # The last token is read alone: of the earlier tokens only keys and values are wanted.
             for i in range(count - 1):
                 self._stepper.prefill(part[:, i : i + 1], start + i)
             return self._stepper.prefill(part[:, count - 1 :], start + count - 1)[:, 0]
@@ -248,7 +248,7 @@ class Session(Described):
         return self._stepper.prefill(padded, start)[:, count - 1]
 
     def step(self, inputs: Any) -> Any:
-        """One decode forward.
+        """Run one decode forward and return its logits.
 
         Args:
             inputs: int64 [B], or embeddings float32 [B, H].
@@ -257,7 +257,7 @@ class Session(Described):
             Logits float32 [B, V] (or hidden states [B, H]).
 
         Raises:
-            InputError: wrong dtype or shape, the cache is full, or the session is another thread's.
+            InputError: dtype or shape are wrong, the cache is full, or the session belongs to another thread.
         """
         with self._guard:
             return self._decode(inputs)
@@ -280,16 +280,16 @@ class Session(Described):
         progress: bool = False,
         on_token: Callable[[Any], object] | None = None,
     ) -> Any:
-        """Reset, read the prompt, sample one token from it and decode the others: num_tokens - 1 decode forwards.
+        """Reset, read the prompt, sample one token from it and decode the other tokens: num_tokens - 1 decode forwards.
 
         Args:
             prompt: int64 [B, P]; with guidance, the unconditional prompts are its second half.
             num_tokens: tokens to generate.
-            sample: `Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)`, or a function that is
-                given logits of the prompt's kind, numpy or torch; None is greedy.
+            sample: `Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)`, or a function of
+                logits of the prompt's kind, numpy or torch; None is greedy.
             progress: show a progress bar.
-            on_token: called with the token ids of each position, int64 [B], as soon as they are chosen. It and a
-                sampler may read the session and set thresholds; other calls of this session raise an InputError.
+            on_token: called with the token ids of each position, int64 [B], as soon as they are chosen. The function
+                and a sampler may read the session and set thresholds; other calls of this session raise an InputError.
 
         Returns:
             int64 [B, num_tokens].
@@ -308,7 +308,7 @@ class Session(Described):
             raise InputError(
                 f"{count_text(ids.shape[1], 'prompt token')} and {num_tokens} new ones do not fit "
                 f"max_seq_len {self._config.max_seq_len}",
-                hint="ask for fewer, or compile with a larger max_seq_len",
+                hint="ask for fewer tokens, or compile with a larger max_seq_len",
             )
         choose = _chooser(sample, prompt, ids)
         tokens: list[Array] = []
@@ -333,7 +333,7 @@ class Session(Described):
             raise InputError(f"{who} {count_text(count, 'token')}, but max_seq_len is {capacity}", hint=hint)
 
     def _checked(self, inputs: Any, steps: int | None) -> Array:
-        """int64 [B, T] or float32 [B, T, H]; T = 1 where the caller gives one token per row."""
+        """Return inputs int64 [B, T] or float32 [B, T, H]; T = 1 where the caller gives one token per row."""
         config = self._config
         if config.context is not None and not self._has_context:
             length, size = config.context.length, config.context.size
@@ -343,10 +343,10 @@ class Session(Described):
             )
             raise InputError("the decoder has cross-attention, and its context is not set", hint=hint)
         array = to_numpy(inputs)
-        # Most steps pass this comparison. The full check has the error texts.
+        # Most decode steps pass this comparison. The full check has the error texts.
         if steps != 1 or array.shape != self._step_shape or array.dtype != self._dtype:
             self._check_array(array, steps)
-        if steps is None and array.shape[1] > config.max_seq_len:  # before its ids are read
+        if steps is None and array.shape[1] > config.max_seq_len:  # before the ids of the prompt are read
             self._require_room(array.shape[1], "the prompt has")
         if config.token_ids is not None:
             self._check_ids(array, config.token_ids)
@@ -371,7 +371,7 @@ class Session(Described):
 
     @staticmethod
     def _check_ids(ids: Array, vocab_size: int) -> None:
-        # A reduction over one element takes ten times as long as reading it, and most steps have one.
+        # A reduction over one element takes ten times as long as reading it, and most decode steps have one element.
         least, most = (ids.item(),) * 2 if ids.size == 1 else (ids.min(), ids.max())
         if least < 0 or most >= vocab_size:
             bad = ids[(ids < 0) | (ids >= vocab_size)].flat[0]
@@ -381,17 +381,17 @@ class Session(Described):
 
 
 def _chooser(sample: Sampler | Sampling | None, prompt: Any, ids: Array) -> Callable[[Array], Array]:
-    """Return what chooses token ids int64 [B] from logits; a caller's own function gets them in the prompt's kind."""
+    """Return a function from logits to token ids int64 [B]; the caller's own function gets the prompt's kind."""
     if isinstance(sample, Sampling):
         return sample.start(ids)
     if sample is None:
-        return greedy  # of numpy, whatever the prompt is: both kinds take the first of equal logits
+        return greedy  # in numpy, whatever the prompt is: both kinds take the first of equal logits
     check_function("sample", sample)
     return lambda logits: _chosen(sample(like(prompt, logits)), len(ids))
 
 
 def _chosen(tokens: Any, rows: int) -> Array:
-    """Return what a caller's sampler chose, int64 [B]."""
+    """Return the tokens that a caller's sampler chose, int64 [B]."""
     array = to_numpy(tokens)
     if not np.issubdtype(array.dtype, np.integer) or array.shape != (rows,):
         what = f"the sampler returned {array.dtype} {list(array.shape)}"
@@ -400,7 +400,7 @@ def _chosen(tokens: Any, rows: int) -> Array:
 
 
 def _steps(count: int, progress: bool) -> Any:
-    """Return `count` turns, with a progress bar on request."""
+    """Return an iterator of `count` rounds, with a progress bar on request."""
     if not progress:
         return range(count)
     from rich.progress import track

@@ -34,7 +34,7 @@ def to_numpy(value: Any) -> NDArray[Any]:
     """Return an array: of a torch tensor, of anything that speaks DLPack, or of a sequence.
 
     Raises:
-        InputError: numpy has no such array: bfloat16, sparse, without values, ragged.
+        InputError: numpy has no such array: the value is bfloat16, sparse, ragged, or without values.
     """
     try:
         if _is_torch(value):
@@ -62,17 +62,17 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class GivenContext:
-    """tokens: float32 [B, L, C]. mask: bool [B, L]; None: the decoder takes none."""
+    """A checked context. tokens: float32 [B, L, C]. mask: bool [B, L]; None: the decoder takes no mask."""
 
     tokens: Array
     mask: Array | None
 
 
 def checked_context(config: DecoderConfig, context: Array, mask: Array | None) -> GivenContext:
-    """Return a context of the compiled length. One that is shorter is padded, and its padding hidden.
+    """Return a context of the compiled length. A shorter context is padded, and its padding hidden.
 
     Raises:
-        InputError: the decoder has no cross-attention, or the arrays are of another dtype or shape than it takes.
+        InputError: the decoder has no cross-attention, or takes arrays of another dtype or shape.
     """
     spec = config.context
     if spec is None:
@@ -113,7 +113,7 @@ def _checked_mask(shape: tuple[int, ...], mask: Array | None) -> Array:
     return mask
 
 
-# What a session counts: replay decisions per forward, layer and row.
+# Counts of a session: replay decisions per forward, layer and row.
 
 
 _KEPT = 256
@@ -158,7 +158,7 @@ class Stats:
 
     @property
     def eligible_replay_ratio(self) -> float:
-        """The same, counting only the forwards that may replay (t >= F)."""
+        """Share of (forward, layer, row) that replayed, counting only the forwards that may replay (t >= F)."""
         total = max(0, self.forwards - self.tokens_per_frame) * self._added.size
         return float(self._counts.sum() / total) if total else 0.0
 
@@ -170,7 +170,7 @@ class Stats:
 
     @property
     def decisions(self) -> np.ndarray:
-        """bool [forwards, L, B].
+        """Replay decisions, bool [forwards, L, B].
 
         Raises:
             InputError: the session was not made with record=True.
@@ -183,8 +183,8 @@ class Stats:
 class StateArena:
     """Every state of a session in one anonymous mapping.
 
-    A page takes memory when it is first written. So caches cost what is filled of them, rounded up to the 2 MiB of a
-    huge page where the system has those.
+    A page takes memory when it is first written. So caches cost their filled part, rounded up to the 2 MiB of a
+    huge page where the system has huge pages.
 
     Attributes:
         arrays: name -> the state, at an address of whole cache lines that never changes; all zero at first.
@@ -198,7 +198,7 @@ class StateArena:
             at += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
         self._memory = _reserved(max(at, 1))
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Attention reads keys and values of all heads once per step. With 4 KiB pages it waits for translations.
+            # Every decode step reads keys and values of all heads. With 4 KiB pages it waits for translations.
             with suppress(OSError):  # a kernel without huge pages refuses, and nothing else changes
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._specs = list(specs)
@@ -229,10 +229,10 @@ class StateArena:
 
 
 def _reserved(size: int) -> mmap.mmap:
-    """Return so much memory, which is taken page by page as it is written.
+    """Return memory of `size` bytes, which is taken page by page as it is written.
 
     Raises:
-        BackendError: the system does not give it.
+        BackendError: the system does not give the memory.
     """
     hint = "compile with a smaller max_seq_len, with a window, or with a narrower KV cache"
     try:

@@ -36,7 +36,7 @@ _LIBRARIES: dict[str, Any] = {}
 _COUNT = count()
 
 _CPU, _POOLED = 1, 2
-"""DLPack's device type of CPUs; the VM's allocator that keeps freed blocks."""
+"""DLPack's device type of CPUs, and the VM's allocator that keeps freed blocks."""
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def _array_get_item() -> Callable[..., Any]:
 
 
 def register(name: str, function: Callable[..., Any]) -> None:
-    """Let compiled libraries call a Python function by this name. It gets tensors that speak DLPack, and scalars."""
+    """Register a Python function for compiled libraries. It gets tensors that speak DLPack, and scalars."""
     _ffi().register_global_func(name, function, override=True)
 
 
@@ -113,7 +113,7 @@ def adopt(array: Array) -> Tensor:
 
 
 def element(results: Any, index: int) -> Any:
-    """Return one of a function's results: what `results[index]` is, in a fifth of the time."""
+    """Return `results[index]` of a function's results, in a fifth of the time."""
     return _array_get_item()(results, index)
 
 
@@ -131,10 +131,10 @@ def _loaded(name: str, content: bytes) -> Any:
     """Return the module of a library. Equal content is one module, and stays loaded: sessions hold its functions.
 
     The linker knows a library by the path that it was opened under, and answers a second opening of that path with the
-    first library, even if another file is there by now. So it gets a sealed file in memory, and no path twice.
+    first library, even if the path has another file by now. So it gets a sealed file in memory, and no path twice.
 
     Args:
-        name: of the memory file, for /proc/PID/maps.
+        name: name of the memory file, for /proc/PID/maps.
     """
     digest = sha256(content).hexdigest()
     if digest not in _LIBRARIES:
@@ -166,7 +166,7 @@ class Machine:
         content: bytes of the library.
 
     Attributes:
-        name: of the library's file, for error texts.
+        name: name of the library's file, for error texts.
 
     Raises:
         BackendError: the library cannot be loaded.
@@ -184,7 +184,7 @@ class Machine:
         """Return a function of the library.
 
         Raises:
-            BackendError: it has none of this name.
+            BackendError: the library has no function of this name.
         """
         try:
             return self._module[name]

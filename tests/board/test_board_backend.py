@@ -146,7 +146,7 @@ def test_environment_is_checked(artifact: fc.Artifact, pyxrt: Faulty, monkeypatc
     pyxrt(artifact)
     monkeypatch.setenv("FASTCAR_DEVICE", "first")
     with pytest.raises(
-        BackendError, match=r"'first' is no device index\n  where: \$FASTCAR_DEVICE\n  hint:  give 0, 1"
+        BackendError, match=r"'first' is not a device index\n  where: \$FASTCAR_DEVICE\n  hint:  give 0, 1"
     ):
         artifact.session("board")
     monkeypatch.setenv("FASTCAR_DEVICE", "3")
@@ -225,7 +225,7 @@ def test_misuse_of_a_kernel_is_refused(artifact: fc.Artifact, pyxrt: Faulty) -> 
         unit.run()
     with pytest.raises(InternalError, match=r"fastcar_engine: \d+ bytes for table, which has \d+"):
         unit.read("table", unit.argument("table").bytes + 1)
-    with pytest.raises(InternalError, match="fastcar_engine: table is no scalar of 4 bytes"):
+    with pytest.raises(InternalError, match="fastcar_engine: table is not a scalar of 4 bytes"):
         unit.set({"table": 1})
 
 

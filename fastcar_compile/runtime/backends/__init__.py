@@ -1,4 +1,4 @@
-"""Backends by name; each is one module or folder here, or an entry point of another package."""
+"""Backends by name; each backend is a module or a folder here, or an entry point of another package."""
 
 from fastcar_compile.runtime.backends.base import BACKENDS, Array, BackendOptions, OpenStepper, Stepper, StepResult
 

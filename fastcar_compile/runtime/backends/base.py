@@ -1,4 +1,4 @@
-"""What a backend's device side is: a function that opens an artifact, and the stepper that it returns."""
+"""The device side of a backend: a function that opens an artifact, and the stepper that it returns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StepResult:
 
     @classmethod
     def of(cls, logits: Array, decisions: Array | None, scores: Array | None, layers: int) -> StepResult:
-        """Return a result; None stands for what a dense decoder does not have."""
+        """Return a result; None stands for the parts that a dense decoder does not have."""
         shape = (layers, logits.shape[0])
         return cls(
             logits,
@@ -46,7 +46,7 @@ class Stepper(ABC):
 
     Attributes:
         prefill_chunk: tokens of one `prefill` call; 0: any number.
-        single_tokens: up to so many tokens are read faster by `prefill` calls of one token each than by a padded chunk.
+        single_tokens: up to this number, tokens are read faster by `prefill` calls of one token than by a padded chunk.
     """
 
     prefill_chunk: int = 0
@@ -87,7 +87,7 @@ class Stepper(ABC):
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What a caller may choose. threads: CPU threads; None: every core that the process may use."""
+    """The options of a caller. threads: CPU threads; None: every core that the process may use."""
 
     threads: int | None = None
 

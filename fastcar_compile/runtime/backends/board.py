@@ -71,7 +71,7 @@ def _meminfo(path: Path) -> dict[str, int]:
         lines = path.read_text().splitlines()
     except OSError as error:
         what = f"the memory of the board cannot be read: {error.strerror}"
-        raise BackendError(what, where=str(path), hint=f"set {MEMINFO}=none where there is no such file") from error
+        raise BackendError(what, where=str(path), hint=f"set {MEMINFO}=none where the file is missing") from error
     words = [line.replace(":", " ").split() for line in lines]
     return {w[0]: 1024 * int(w[1]) for w in words if len(w) > 1 and w[1].isdecimal()}
 
@@ -148,7 +148,7 @@ def _xclbin() -> Path:
 def _index() -> int:
     text = os.environ.get(DEVICE, "0")
     if not text.isdecimal():
-        raise BackendError(f"{text!r} is no device index", where=f"${DEVICE}", hint="give 0, 1, …")
+        raise BackendError(f"{text!r} is not a device index", where=f"${DEVICE}", hint="give 0, 1, …")
     return int(text)
 
 

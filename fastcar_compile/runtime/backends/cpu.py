@@ -53,7 +53,7 @@ def library_of(artifact: StoredArtifact) -> Library:
     """Return the best library of an artifact that this CPU runs.
 
     Raises:
-        BackendError: there are none, or they are for another TVM.
+        BackendError: the artifact has no libraries, or they are for another TVM.
     """
     check_tvm(artifact.manifest.producer)
     triple = f"{platform.machine()}-linux-gnu"
@@ -64,7 +64,7 @@ def library_of(artifact: StoredArtifact) -> Library:
 def check_tvm(producer: Mapping[str, str]) -> None:
     """Raise BackendError unless TVM here has the major and minor version that compiled the artifact.
 
-    The format of its libraries and the names of the functions that they call change between those.
+    The format of its libraries and the names of the functions that they call change between minor versions.
     """
     written, here = producer.get("tvm", "none"), metadata.version("apache-tvm")
     if written.split(".")[:2] != here.split(".")[:2]:
@@ -76,13 +76,13 @@ def check_tvm(producer: Mapping[str, str]) -> None:
 
 
 def programs_for(host: HostSection, triple: str, flags: frozenset[str]) -> ProgramsPart:
-    """Return the best programs that a CPU runs: one of the variants, or those of the board.
+    """Return the best programs that a CPU runs: one of the variants, or the programs of the board.
 
     Args:
         triple: of the CPU. flags: what it offers, as /proc/cpuinfo names it.
 
     Raises:
-        BackendError: there are none for it.
+        BackendError: no library is for this CPU.
     """
     # The manifest lists the best variant of an architecture first.
     for variant in host.variants:
@@ -109,7 +109,7 @@ class _Program:
     """One program of a library with its arguments in place: every call hands over the same list.
 
     Args:
-        known: inputs and parameters by name; the program keeps those that it takes.
+        known: inputs and parameters by name; the program keeps the values that it takes.
 
     Attributes:
         names, arguments: what the program takes, in its order.
@@ -128,7 +128,7 @@ class _Program:
             raise BackendError(f"the library does not take these arguments: {error}", where=machine.name) from error
 
     def __call__(self, *names: str) -> list[Array | None]:
-        """Run it; return the results of these names. None: it has no such result.
+        """Run the program; return the results of these names. None: the program has no result of this name.
 
         The results are views of the VM's memory, which the VM uses again once they are gone.
         """
@@ -175,7 +175,7 @@ def _context_inputs(config: DecoderConfig) -> dict[str, Array]:
 
 
 class Embedding:
-    """What a host computes for an accelerator that runs whole decode steps: the rows of one token per batch row.
+    """The host's program for an accelerator that runs whole decode steps: the rows of one token per batch row.
 
     Args:
         params: weights by name. threads: TVM threads; None: every core that the process may use.
@@ -221,7 +221,7 @@ class CpuStepper(Stepper):
     Raises:
         BackendError: the library cannot be loaded, or needs a parameter that is not given; or more threads than TVM's
             pool can have.
-        InputError: a bad number of threads, too many, or one that cannot be had after a fork.
+        InputError: `threads` is not a whole number, is too large, or is not possible after a fork.
     """
 
     def __init__(

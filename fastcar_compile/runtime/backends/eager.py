@@ -24,7 +24,7 @@ from fastcar_compile.runtime.guard import forks
 def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> EagerStepper:
     """Open an artifact in eager PyTorch, which has its own threads; see OpenStepper.
 
-    In a forked child it has one: PyTorch's others stayed in the parent.
+    In a forked child it has one thread: PyTorch's other threads stayed in the parent.
     """
     if forks():
         torch.set_num_threads(1)

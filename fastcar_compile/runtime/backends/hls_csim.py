@@ -43,19 +43,19 @@ FLAGS = [
     "-shared",
 ]
 KERNELS = ("fastcar_engine.cpp", "fastcar_step.cpp")
-"""The kernels; a project has one of them."""
+"""Names of the kernels; a project has one of these kernels."""
 
 SOURCES = ("fastcar_csim.cpp", *KERNELS)
-"""What a library is built from: the exact sums, and the project's kernel."""
+"""Sources of a library: the exact sums, and the project's kernel."""
 
 INSTALL_EXTRA = "install the extra `csim`: pip install 'fastcar_compile[csim]'"
 
 
 def ap_types_folder() -> Path:
-    """Return the folder of ap_int.h: $AP_TYPES, else the one in the installed hls4ml, which is found but not imported.
+    """Return the folder of ap_int.h: $AP_TYPES, else the folder in the installed hls4ml, which is not imported.
 
     Raises:
-        BackendError: there is none.
+        BackendError: no folder has ap_int.h.
     """
     if "AP_TYPES" in os.environ:
         folder = Path(os.environ["AP_TYPES"])
@@ -73,7 +73,7 @@ def compiler() -> str:
     """Return the path of g++ ($CXX if set).
 
     Raises:
-        BackendError: it is not installed.
+        BackendError: g++ is not installed.
     """
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
@@ -86,7 +86,7 @@ def compiler() -> str:
 
 
 def folder_sources(folder: Path, names: Sequence[str] = SOURCES) -> dict[str, bytes]:
-    """Return the headers of a project's folder, and those of these sources that it has, by name."""
+    """Return the headers of a project's folder, and the sources of this list that the folder has, by name."""
     paths = [*folder.glob("*.hpp"), *(folder / name for name in names)]
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
@@ -99,7 +99,7 @@ def open_library(files: Mapping[str, bytes], build_dir: Path, defines: Sequence[
     it.
 
     Args:
-        files: sources and headers by name. defines: macros of the build, such as those of `counters.py`.
+        files: sources and headers by name. defines: macros of the build, such as `COUNTERS`.
 
     Raises:
         BackendError: a source, g++ or the ap_types headers are missing, or the sources do not compile.
@@ -123,7 +123,7 @@ def build_library(
     """Return the library built from these sources; it is compiled unless `build_dir` holds it already.
 
     Args:
-        files: sources and headers by name. sources: those of them that are compiled.
+        files: sources and headers by name. sources: names of the files that are compiled.
 
     Raises:
         BackendError: a source, g++ or the ap_types headers are missing, or the sources do not compile.
@@ -180,12 +180,12 @@ STATIC_MAPPING = "FASTCAR_STATIC_MAPPING"
 
 @dataclass(frozen=True)
 class Work:
-    """What the engine executed.
+    """The work that the engine executed.
 
     Attributes:
         mac: iterations of the MAC array, one word of every weight port each.
         weight_beats: beats of all AXI ports that read weights.
-        row_beats: 128-bit words of x and y. copy_beats: of replayed rows.
+        row_beats: 128-bit words of x and y. copy_beats: 128-bit words of replayed rows.
     """
 
     mac: int
@@ -212,7 +212,7 @@ def read_counters(library: ctypes.CDLL) -> Work:
 
 
 WORD_BYTES = 16
-"""A 128-bit word lies at a multiple of this."""
+"""Alignment of a 128-bit word, in bytes."""
 
 
 class CsimUnit(ComputeUnit):
@@ -252,7 +252,7 @@ class CsimUnit(ComputeUnit):
 
 
 def aligned(data: Bytes) -> Bytes:
-    """Return the bytes at an address of whole words; a copy unless they are there already."""
+    """Return the bytes at an address of whole words; a copy unless they lie at one already."""
     if data.ctypes.data % WORD_BYTES == 0:
         return data
     buffer = np.empty(data.size + WORD_BYTES, np.uint8)

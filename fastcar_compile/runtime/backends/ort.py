@@ -23,11 +23,11 @@ from fastcar_compile.runtime.guard import thread_count
 onnxruntime: Any = import_module("onnxruntime")  # it has no types
 
 _NOWHERE = "/proc/self/no-such-folder"
-"""Where onnxruntime looks for weights that are not among those in memory: without it, in the working directory."""
+"""Folder in which onnxruntime looks for weights that are not in memory; by default it takes the working directory."""
 
 _SPIN_US = "100"
-"""Microseconds that an idle thread waits for work before it sleeps: about what passes between two parallel operators.
-onnxruntime's own default is longer than a step, for which it would take a core from other sessions."""
+"""Microseconds that an idle thread waits for work before it sleeps: about the time between two parallel operators.
+onnxruntime's own default is longer than a decode step, for which it would take a core from other sessions."""
 
 
 _open: WeakSet[Any] = WeakSet()
@@ -37,7 +37,7 @@ _open: WeakSet[Any] = WeakSet()
 def _keep_open_in_child() -> None:
     """Keep the parent's sessions from ever being closed in a forked child, where closing one waits for its threads.
 
-    Their threads sleep, and a child has none of them.
+    Their threads sleep, and a child does not have these threads.
     """
     for session in list(_open):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
@@ -67,8 +67,8 @@ class OnnxModel:
     """A model.
 
     Args:
-        name: of its file, for error texts. content: its bytes.
-        weights: files that it may have its weights in, uint8 [N], by the names that it knows them by.
+        name: name of its file, for error texts. content: bytes of the file.
+        weights: files that may hold the weights, uint8 [N], by the names that the model has for them.
     """
 
     name: str
@@ -81,7 +81,7 @@ class OrtStepper(Stepper):
 
     Args:
         model: the decode step. threads: None: every core that the process may use.
-        context: what makes the states that cross-attention reads.
+        context: the model that makes the states that cross-attention reads.
 
     Raises:
         BackendError: onnxruntime cannot load a model.
@@ -169,7 +169,7 @@ def _zeros(specs: Iterable[State]) -> dict[str, Any]:
 
 
 def _exit_at_once() -> None:
-    """Let a forked child end without the destructors of libraries: onnxruntime's waits for a thread of the parent.
+    """End a forked child without destructors of libraries: onnxruntime's destructor waits for a thread of the parent.
 
     Python itself has ended by then: its files are flushed, and the exit status stays.
     """

@@ -1,1 +1,1 @@
-"""What every backend with an accelerator shares: kernels called by argument name, the controller, the offload calls."""
+"""Parts of every backend with an accelerator: kernels called by argument name, the controller, the offload calls."""

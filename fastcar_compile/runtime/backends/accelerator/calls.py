@@ -23,7 +23,7 @@ from fastcar_compile.runtime.tvm_runtime import as_array, fill, register
 
 Bytes = NDArray[np.uint8]
 Buffer = Any
-"""Memory of a device; what it is belongs to the unit that made it."""
+"""Memory of a device; only the unit that made it knows its form."""
 
 
 class ComputeUnit(ABC):
@@ -86,7 +86,7 @@ class ComputeUnit(ABC):
         return self._download(self._own(name, size), size)
 
     def fill(self, *names: str) -> None:
-        """Give arguments their own buffers, whatever is in them: the kernel will not read them."""
+        """Give arguments their own buffers with any content: the kernel will not read them."""
         for name in names:
             self._own(name, 0)
 
@@ -100,17 +100,17 @@ class ComputeUnit(ABC):
         """Set scalars of 32 bits."""
         for name, value in scalars.items():
             if self.argument(name).kind != "scalar" or self.argument(name).bytes != 4:
-                raise InternalError(f"{self.kernel.name}: {name} is no scalar of 4 bytes")
+                raise InternalError(f"{self.kernel.name}: {name} is not a scalar of 4 bytes")
             self._set_argument(self.kernel.index(name), value)
             self._filled.add(name)
 
     def run(self) -> None:
-        """Execute the kernel once.
+        """Run the kernel once.
 
         Raises:
             InternalError: an argument was never filled. BackendError: the kernel did not complete.
         """
-        # Nobody fills outputs before a run, so they get their buffers here.
+        # No caller fills outputs before a run, so they get their buffers here.
         self.fill(*(a.name for a in self.kernel.arguments if a.kind == "out"))
         lacking = [a.name for a in self.kernel.arguments if a.name not in self._filled]
         if lacking:
@@ -131,7 +131,7 @@ Array = NDArray[Any]
 
 
 class Offloaded(Protocol):
-    """What runs offloaded gates, MLPs and linears."""
+    """The runner of offloaded gates, MLPs and linears."""
 
     def gate(self, layer: int, inputs: GateInputs[Array], chain: Array) -> tuple[Array, Array, Array]:
         """Return replay bool [B], score float32 [B] and chain int32 [B] of one layer.
@@ -151,7 +151,7 @@ class Offloaded(Protocol):
 
 
 _current: ContextVar[Offloaded | None] = ContextVar("fastcar_accelerator_backend", default=None)
-"""What the running library is bound to: TVM's functions are global, sessions are not."""
+"""The backend of the running library: TVM's functions are global, sessions are not."""
 
 
 @contextmanager
@@ -186,7 +186,7 @@ def _offloaded_gate(query: Any, keys: Any, x: Any, cached: Any, chain: Any, *res
 
 
 def _absent(operand: Any) -> bool:
-    """Return whether the gate does not read an operand: it is the integer 0 then."""
+    """Return whether the gate does not read an operand: the operand is the integer 0 then."""
     return isinstance(operand, int)
 
 

@@ -32,12 +32,12 @@ class Controller:
     def __init__(self, unit: ComputeUnit) -> None:
         self._unit = unit
         self._networks: dict[int, Buffer] = {}
-        self._crc = 0  # of the table loaded last, which the kernel compares with the one on chip
+        self._crc = 0  # CRC of the table loaded last, which the kernel compares with the table on chip
 
     def load(self, table: bytes) -> Status:
         """Load a control table, any bytes, and return the result of its checks.
 
-        Unless it is OK, there is no table on chip.
+        Unless the result is OK, the chip holds no table.
         """
         unit = self._unit
         # The kernel reads whole memory words. `table_bytes` has the true length, which the CRC covers.
@@ -84,7 +84,7 @@ class Controller:
 
 @dataclass(frozen=True)
 class GateDecision:
-    """What the unit decides for one layer: replay bool [B], score float32 [B], chain int32 [B] with this forward."""
+    """The unit's decision for one layer: replay bool [B], score float32 [B], chain int32 [B] with this forward."""
 
     replay: Array
     score: Array
@@ -92,7 +92,7 @@ class GateDecision:
 
 
 class LiveTable:
-    """A control table whose thresholds are those of a session. Where small scores replay it holds minus thresholds.
+    """A control table with the thresholds of a session. Where small scores replay it holds minus thresholds.
 
     Args:
         data: drs/table.bin.
@@ -110,9 +110,9 @@ class LiveTable:
         return self.table.factors[layer] != 0
 
     def follow(self, thresholds: Array) -> bytes | None:
-        """Take thresholds float32 [L]; return the table with them, None where it had them before.
+        """Take thresholds float32 [L]; return the table with these thresholds, None where it had them before.
 
-        A threshold of a layer whose gate the host decides is not the controller's.
+        The controller does not use the threshold of a layer whose gate the host decides.
         """
         given = (self.sign * thresholds).tolist()
         # A threshold of +inf keeps the controller from replaying a layer that the host decides.
@@ -127,7 +127,7 @@ class GateController:
     """Decides layer by layer through the controller.
 
     Args:
-        controller: that is asked. table: drs/table.bin; it is loaded here.
+        controller: controller that decides. table: drs/table.bin; it is loaded here.
 
     Raises:
         UserError: the table is not valid. BackendError: the controller refuses it.
@@ -146,7 +146,7 @@ class GateController:
     def start(self, step: int, thresholds: Array) -> None:
         """Begin decode forward number `step`; thresholds float32 [L].
 
-        Others than before are a new table, which is loaded once. Where small scores replay, the unit compares minus
+        Changed thresholds make a new table, which is loaded once. Where small scores replay, the unit compares minus
         score and minus threshold.
 
         Raises:

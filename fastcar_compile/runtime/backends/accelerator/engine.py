@@ -29,7 +29,7 @@ class Engine:
     """The compute kernel.
 
     Args:
-        unit: that runs it. hidden: H. batch: B.
+        unit: unit that runs the kernel. hidden: H. batch: B.
     """
 
     def __init__(self, unit: ComputeUnit, hidden: int, batch: int) -> None:
@@ -41,7 +41,7 @@ class Engine:
         """Return a weight stream, uint8 [ports * section], as one buffer per port on the device.
 
         Raises:
-            UserError: it is not of this design.
+            UserError: the stream does not fit this design.
         """
         section, rest = divmod(stream.size, len(self._ports))
         most = self.unit.argument(self._ports[0]).bytes
@@ -80,7 +80,7 @@ class Engine:
 
     def _run(self, x: Array, index_register: int, weights: Sequence[Buffer], inputs: int, outputs: int) -> Array:
         self.bind(weights)
-        # The kernel needs a buffer for every memory argument, also for those that this operation does not read.
+        # The kernel needs a buffer for every memory argument, also for arguments that this operation does not read.
         self.unit.fill(*_CONTROLLED)
         self._write_rows("x", x, inputs)
         self.unit.set({"index_register": index_register})

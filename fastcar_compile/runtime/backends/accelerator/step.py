@@ -43,7 +43,7 @@ _HINT = "build the device binary from this artifact, or compile the model again"
 
 @dataclass(frozen=True)
 class Token:
-    """What a step is of: a position, and the number of the decode forward, or NO_STEP for a position of a prompt."""
+    """The place of a step: a position, and the number of the decode forward, or NO_STEP for a position of a prompt."""
 
     position: int
     step: int = NO_STEP
@@ -53,10 +53,11 @@ class StepKernel:
     """One step program on a unit. Its buffers are bound once.
 
     Args:
-        unit: that runs the kernel. program: it is loaded here. tensors: weights of every port, and the constants.
+        unit: unit that runs the kernel. program: step program, which is loaded here. tensors: weights of every port,
+            and the constants.
 
     Raises:
-        ArtifactError: the tensors are not those of the kernel. BackendError: the kernel refuses the program.
+        ArtifactError: the tensors do not fit the kernel. BackendError: the kernel refuses the program.
     """
 
     def __init__(self, unit: ComputeUnit, program: StepProgram, tensors: Mapping[str, Array]) -> None:
@@ -110,7 +111,7 @@ class StepKernel:
         """Return what the controller decided in the last run, for each of these layers.
 
         Raises:
-            BackendError: it stopped in one of them.
+            BackendError: the controller stopped in one of these layers.
         """
         # The first memory word of the report is the status; an answer per layer follows.
         words = self._report[WORD_BYTES // 4 :].reshape(-1, RESULT_WORDS)
@@ -121,7 +122,7 @@ class StepKernel:
         sizes, names = self._sizes, self._unit.kernel.caches()
         words, together = sizes.key_words + sizes.value_words, sizes.ports // len(names)
         parts = [self._unit.read(name, words * together * WORD_BYTES).view(np.int8) for name in names]
-        # An AXI port carries several logical ports word by word: the swap takes them apart.
+        # An AXI port carries several logical ports word by word: the swap separates the ports.
         ports = np.stack(parts).reshape(len(names), words, together, WORD_BYTES).swapaxes(1, 2)
         whole = ports.reshape(sizes.ports, words, WORD_BYTES)
         return whole[:, : sizes.key_words], whole[:, sizes.key_words :]
@@ -149,7 +150,7 @@ class StepKernel:
         """Return the bytes of an argument.
 
         Raises:
-            ArtifactError: it is missing, or not as long as the kernel's argument.
+            ArtifactError: the tensor is missing, or not as long as the kernel's argument.
         """
         wanted = self._unit.argument(name).bytes
         found = tensors.get(name)
@@ -166,7 +167,7 @@ class StepStepper(Stepper):
         unit: the artifact's kernel on a device.
 
     Raises:
-        UserError: the program, the table or the weights are not valid, or of another decoder.
+        UserError: the program, the table or the weights are not valid, or belong to another decoder.
         BackendError: the kernel refuses one of them.
     """
 
@@ -195,7 +196,7 @@ class StepStepper(Stepper):
         return np.stack(logits, 1)
 
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
-        """Run one decode forward; see Stepper.decode. Other thresholds than before are loaded first, in a launch."""
+        """Run one decode forward; see Stepper.decode. Changed thresholds are loaded first, in a launch."""
         changed = self._live.follow(thresholds)
         if changed is not None:
             self._kernel.load_table(changed)
@@ -217,7 +218,7 @@ class StepStepper(Stepper):
         return self._kernel.run(rows, token)[:, : self._config.vocab_size]
 
     def _check(self, program: StepProgram, file: str) -> None:
-        """Raise ArtifactError where a program is of another decoder."""
+        """Raise ArtifactError where a program belongs to another decoder."""
         config, sizes = self._config, program.sizes
         # A row of the hidden size is whole memory words: the builder refuses other sizes.
         words = config.batch_size * config.hidden_size * 4 // WORD_BYTES
@@ -228,17 +229,17 @@ class StepStepper(Stepper):
 
 
 class StatePlaces:
-    """Where the states of a decoder are in the memory of a step kernel.
+    """The places of a decoder's states in the memory of a step kernel.
 
     Args:
-        part: says it by name. states: of the decoder.
+        part: manifest entry with the place of each state. states: states of the decoder.
     """
 
     def __init__(self, part: StepPart, states: tuple[State, ...]) -> None:
         self._first, self._states = part.states, states
 
     def read(self, kernel: StepKernel, ports: int) -> dict[str, Array]:
-        """Return every state by name: keys and values int8 [B, Hkv, S, D + ceil(D / 32)], others as they are kept."""
+        """Return every state by name: keys and values int8 [B, Hkv, S, D + ceil(D / 32)], other states as kept."""
         keys, values = kernel.sections()
         cached = {StateRole.KEY_CACHE: keys, StateRole.VALUE_CACHE: values}
         replay = kernel.replay()
@@ -275,7 +276,7 @@ def accelerator_of(artifact: StoredArtifact) -> AcceleratorSection:
     """Return the accelerator's section.
 
     Raises:
-        BackendError: there is none.
+        BackendError: the artifact has no accelerator.
     """
     if artifact.manifest.accelerator is None:
         hint = "compile for a target with an accelerator and quant='w8a8' or 'w4a8'"
@@ -284,10 +285,10 @@ def accelerator_of(artifact: StoredArtifact) -> AcceleratorSection:
 
 
 def stepper_on(artifact: StoredArtifact, options: BackendOptions, unit: ComputeUnit) -> Stepper:
-    """Return a stepper on the artifact's kernel: one of whole steps where the accelerator runs them.
+    """Return a stepper on the artifact's kernel: a stepper of whole steps where the accelerator runs whole steps.
 
     Raises:
-        UserError: a file of the accelerator is not valid. BackendError: the kernel refuses one.
+        UserError: a file of the accelerator is not valid. BackendError: the kernel refuses a file.
     """
     section = accelerator_of(artifact)
     return (AcceleratorStepper if section.step is None else StepStepper)(artifact, options, unit)
@@ -339,7 +340,7 @@ class AcceleratorStepper(CpuStepper):
         return decision.replay, decision.score, decision.chain
 
     def mlp(self, layer: int, x: Array, replay: Array, cached: Array) -> Array:
-        """Return the rows of one layer's MLP; replayed rows are those of `cached`."""
+        """Return the rows of one layer's MLP; replayed rows are rows of `cached`."""
         wanted = sum(1 << row for row, replayed in enumerate(replay.tolist()) if not replayed)
         self._gate.require(layer, wanted)
         if not wanted:  # nothing to launch
