@@ -123,9 +123,9 @@ def test_branches_count(tmp_path: Path) -> None:
 
 
 def test_what_is_no_graph_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"this is no graph file.*\n.*fastcar opt"):
+    with pytest.raises(ArtifactError, match=r"this is not a graph file.*\n.*fastcar opt"):
         diff(tmp_path, {"branches": {}}, graph())
-    with pytest.raises(ArtifactError, match=r"one is an artifact, one is not.*\n.*two graph files"):
+    with pytest.raises(ArtifactError, match=r"only one of them is an artifact.*\n.*two graph files"):
         fc.diff(tmp_path, tmp_path / "a.json")
 
 

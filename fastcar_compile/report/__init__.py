@@ -1,1 +1,1 @@
-"""What the compiler tells: the dry run, differences of two artifacts, this machine, and the inspection page."""
+"""Reports of the compiler: the dry run, differences of two artifacts, this machine, and the inspection page."""

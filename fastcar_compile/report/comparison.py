@@ -26,7 +26,7 @@ _HINT = "`fastcar opt -o NAME.json` and an artifact's graph/ hold graph files"
 
 
 class Change(NamedTuple):
-    """What differs at a path; None: a side has no value. In `places` layers, "*" is the layer's number in the path."""
+    """A difference at a path; None: a side has no value. In `places` layers, "*" is the layer's number in the path."""
 
     path: str
     a: Any
@@ -35,17 +35,17 @@ class Change(NamedTuple):
 
 
 def diff(a: str | Path, b: str | Path) -> dict[str, tuple[Change, ...]]:
-    """Return what differs between two artifacts, or two graph files, by part; empty: they are equal. Nothing is run.
+    """Return the differences of two artifacts, or of two graph files, by part; empty: they are equal. No code is run.
 
     The parts are "options", "versions", "figures", "graphs", "weights", "sections" and "files". Every file is checked.
 
     Raises:
-        ArtifactError: one is damaged or malformed, or one is an artifact and the other a graph file.
+        ArtifactError: a side is damaged or malformed, or one side is an artifact and the other a graph file.
     """
     left, right = path_of("a", a), path_of("b", b)
     if left.is_dir() != right.is_dir():
         raise ArtifactError(
-            f"{left}, {right}: one is an artifact, one is not", hint="compare two artifacts, or two graph files"
+            f"{left}, {right}: only one of them is an artifact", hint="compare two artifacts, or two graph files"
         )
     one, other = (_artifact(path) if path.is_dir() else _graph_file(path) for path in (left, right))
     same = one.get("files") == other.get("files")  # so are the weights, which need not be read for it
@@ -78,7 +78,7 @@ def _graph_file(path: Path) -> dict[str, Any]:
 
 
 def changes(a: Any, b: Any) -> tuple[Change, ...]:
-    """Return where two values of JSON differ. Entries of lists are aligned by name; equal changes of layers are one."""
+    """Return the differences of two JSON values. Lists are aligned by name; equal changes of layers count as one."""
     groups: dict[tuple[str, ...], list[Change]] = {}
     for change in _leaves("", a, b):
         groups.setdefault(tuple(_NUMBER.sub("*", str(part)) for part in change), []).append(change)
@@ -110,16 +110,16 @@ def _name(item: Any) -> str:
 
 
 def _nodes_of(file: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Take the graphs out of a graph file; return each as name of a node -> its type and arguments."""
+    """Return the graphs of a graph file, each as name of a node -> its type and arguments."""
     try:
         prefill = file.pop("prefill", None)
         return {"decode": _nodes(file.pop("decode")), "prefill": _nodes(prefill) if prefill else {}}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArtifactError(f"this is no graph file: {type(error).__name__}: {error}", hint=_HINT) from error
+        raise ArtifactError(f"this is not a graph file: {type(error).__name__}: {error}", hint=_HINT) from error
 
 
 def _nodes(graph: dict[str, Any], branch: str = "") -> dict[str, str]:
-    """Return type and operands of nodes. They are named by module and operator, so a new node renames no others."""
+    """Return type and operands of nodes, named by module and operator, so that a new node renames no other node."""
     names, found, seen = dict[str, str](), dict[str, str](), Counter[str]()
     for entry in graph["nodes"]:
         op, target, module = entry["op"], entry["target"], f"{branch}{entry.get('module', '')}"
@@ -135,7 +135,7 @@ def _nodes(graph: dict[str, Any], branch: str = "") -> dict[str, str]:
 
 
 def tensors(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return types and shapes; for b, where these are equal, how many elements differ, and by how much at most."""
+    """Return types and shapes; for b, where these are equal, also the count and the largest of the differences."""
     one, other = ({name: f"{value.dtype}{list(value.shape)}" for name, value in side.items()} for side in (a, b))
     for name in dict(one.items() & other.items()):
         x, y, bits = a[name], b[name], f"u{a[name].itemsize}"

@@ -1,4 +1,4 @@
-"""What `compile` would do, without doing it: a typed report of everything that is decided before code generation."""
+"""A dry run of `compile`: a typed report of everything that is decided before code generation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fastcar_compile.support.values import checked
 
 
 class Problem(Part):
-    """What `compile` would refuse."""
+    """A problem that `compile` would refuse."""
 
     what: str
     where: str = ""
@@ -33,11 +33,11 @@ class Problem(Part):
 
 
 class Speed(Part):
-    """What the hardware model predicts for the chosen design.
+    """A prediction of the hardware model for the chosen design.
 
     Args:
-        case: "dense", or how much replays. replay_ratio: share of all MLPs that replay.
-        bound_by: what takes the largest share of a step.
+        case: "dense", or the replay in words. replay_ratio: share of all MLPs that replay.
+        bound_by: the part that takes the largest share of a decode step.
     """
 
     case: str
@@ -51,16 +51,16 @@ class Speed(Part):
 
 @checked()
 class DryRun(Part):
-    """What `compile` would do, found without code generation; nothing is written.
+    """The result of a dry run; no code is generated, and no file is written.
 
     Args:
-        options: what was asked for, with the defaults filled in. target: name of the board or CPU.
+        options: the options of `compile`, with the defaults filled in. target: name of the board or CPU.
         decoder: sizes. layers: every layer with module path, source line and gate. pipeline: the passes that ran.
-        placements: what runs where. fallbacks: what runs in another way than asked for.
-        problems: what `compile` would refuse; empty: it would build the artifact.
-        state: what a session keeps from step to step. memory: bytes, per bank of the board.
+        placements: where each part runs. fallbacks: parts that run in another way than the options ask for.
+        problems: problems that `compile` would refuse; empty: it would build the artifact.
+        state: states that a session keeps from decode step to decode step. memory: bytes, per bank of the board.
         design, exploration, controller: the engine that was chosen; None without an accelerator.
-        speed: predictions of the hardware model, dense first; empty where there is no engine to model.
+        speed: predictions of the hardware model, dense first; empty without an engine to model.
     """
 
     options: CompileConfig
@@ -93,7 +93,7 @@ class DryRun(Part):
 
 
 def dry_run_of(plan: BuildPlan) -> DryRun:
-    """Return what code generation would be given, and what the hardware model says of it."""
+    """Return the input of code generation, and the predictions of the hardware model."""
     engine = plan.accelerator
     decoder, layers = decoder_section(plan.program), layers_section(plan.program)
     return DryRun(
@@ -115,13 +115,13 @@ def dry_run_of(plan: BuildPlan) -> DryRun:
 
 
 def _problems(errors: Sequence[CompileError]) -> Iterator[Problem]:
-    """Yield every problem, those of an error that lists several one by one."""
+    """Yield every problem; an error that lists several problems gives them one by one."""
     for each in (single for error in errors for single in error.problems or (error,)):
         yield Problem(what=each.what, where=each.where, hint=each.hint)
 
 
 def _speed(plan: BuildPlan, engine: AcceleratorPlan) -> Iterator[Speed]:
-    """Yield the predictions, dense first; those of a decoder that does not fit are made as if it did."""
+    """Yield the predictions, dense first; a decoder that does not fit is predicted as if it did."""
     config, layers = plan.config, layers_section(plan.program)
     work = workload_of_sections(config, decoder_section(plan.program), layers.layers)
     most = replay_ceiling(config, layers)
@@ -152,7 +152,7 @@ def replay_ceiling(config: CompileConfig, layers: LayersSection) -> float:
     if replay is None:
         return 0.0
     able = sum(layer.replay is not None for layer in layers.layers) / len(layers.layers)
-    forwards = config.max_seq_len - 2  # as in report.json: of the positions, the first and the last are no decode step
+    forwards = config.max_seq_len - 2  # as in report.json: the first and the last position are not decode steps
     share = able * max(0.0, (forwards - config.tokens_per_frame) / forwards) if forwards > 0 else 0.0
     if replay.max_chain is not None:
         share *= replay.max_chain / (replay.max_chain + 1)

@@ -1,6 +1,6 @@
-"""Whether this machine has what the package builds and runs with: each tool, package and device as one check.
+"""Checks of this machine: one check for each tool, package and device that the package builds and runs with.
 
-Nothing heavy is imported, so that it also works where half of it is missing.
+No heavy package is imported, so that the checks also work on an incomplete installation.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ EXTRAS: dict[str, Severity] = {
     "csim": "warning",
     "sign": "info",
 }
-"""The extras whose packages are looked for, and how bad it is to lack them; "" are what every installation needs."""
+"""Extra -> severity of a missing package of it; "" stands for the packages that every installation needs."""
 
 HOST_HEADERS = {"openssl/opensslconf.h": "libssl-dev", "nlohmann/json.hpp": "nlohmann-json3-dev"}
-"""What the C++ host programs include, and Debian's packages of it."""
+"""Headers that the C++ host programs include, and Debian's packages of them."""
 
 FEW_BYTES, LITTLE_BYTES = 2 * 10**9, 2 * 10**8
 """Free bytes of the temporary folder: below the first a warning, below the second an error. Design choice: a library of
@@ -53,12 +53,13 @@ GB = 1e9
 
 @checked()
 class Check(BaseModel):
-    """One thing that was looked at.
+    """One tool, package or resource that was checked.
 
     Args:
-        name: of the tool, package or resource. severity: "error": nothing can be built or decoded; "warning": a part
-            of the package does not work; "info": something that only some need is missing; "ok".
-        message: what was found. hint: what to do about it; empty where nothing is to be done.
+        name: name of the tool, package or resource.
+        severity: "error": nothing can be built or decoded; "warning": a part of the package does not work; "info":
+            a thing that only some users need is missing; "ok".
+        message: what was found. hint: how to correct it; empty where no correction is needed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,7 +71,7 @@ class Check(BaseModel):
 
 
 def doctor() -> tuple[Check, ...]:
-    """Look at Python, packages, compilers, emulator, headers, vendor tools, CPU and disk space."""
+    """Return checks of Python, packages, compilers, emulator, headers, vendor tools, CPU and disk space."""
     return (
         *_packages(),
         _linker(),
@@ -85,7 +86,7 @@ def doctor() -> tuple[Check, ...]:
 
 
 def _packages() -> Iterator[Check]:
-    """Yield Python's version, and that of every package that the installation names."""
+    """Yield Python's version, and the version of every package that the installation names."""
     try:
         wanted = importlib.metadata.metadata(PACKAGE)["Requires-Python"]
         requirements = [Requirement(text) for text in importlib.metadata.requires(PACKAGE) or []]
@@ -103,7 +104,7 @@ def _packages() -> Iterator[Check]:
 
 
 def _belongs(requirement: Requirement, extra: str) -> bool:
-    """Whether a requirement is of this extra, and of nothing less."""
+    """Return whether a requirement belongs to this extra, and not to the base installation."""
     marker = requirement.marker
     if marker is None:
         return not extra
@@ -137,7 +138,7 @@ def _linker() -> Check:
 
 
 def _cross_compilers() -> Iterator[Check]:
-    """Yield the linkers of the boards' CPUs, and the emulators that run what they make."""
+    """Yield the linkers of the boards' CPUs, and the emulators that run the linked programs."""
     boards: dict[str, list[str]] = defaultdict(list)
     for name in available_targets():
         triple = load_target(name).host_triple
@@ -160,7 +161,7 @@ def _tool(name: str, severity: Severity, missing: str, hint: str) -> Check:
 
 
 def _version(name: str) -> str | None:
-    """Return the first line that a program says of itself; None: it is not on PATH, or does not run."""
+    """Return the first line of a program's version text; None: the program is not on PATH, or does not run."""
     path = shutil.which(name)
     if path is None:
         return None
@@ -212,9 +213,9 @@ def _vitis() -> Check:
 def _xrt() -> Check:
     """Return whether backend `board` finds XRT."""
     if importlib.util.find_spec("pyxrt") is not None:
-        return Check(name="xrt", severity="ok", message="pyxrt is there")
+        return Check(name="xrt", severity="ok", message="pyxrt is installed")
     folder = os.environ.get("XILINX_XRT")
-    what = "pyxrt is not there" if folder is None else f"pyxrt is not on Python's path, and XILINX_XRT is {folder}"
+    what = "pyxrt is not installed" if folder is None else f"pyxrt is not on Python's path, and XILINX_XRT is {folder}"
     hint = "install XRT on the board and source its setup.sh"
     return Check(name="xrt", severity="info", message=f"{what}: backend board cannot run here", hint=hint)
 
@@ -231,7 +232,7 @@ def _cpu() -> Check:
 
 
 def _disk() -> Check:
-    """Return whether the temporary folder has room for what other packages put there."""
+    """Return whether the temporary folder has room for the files of other packages."""
     folder = Path(os.environ.get("TMPDIR", "/tmp"))
     try:
         folder = Path(tempfile.gettempdir())  # raises where none of the usual folders can be written

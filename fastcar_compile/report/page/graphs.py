@@ -18,7 +18,7 @@ def page_graphs(before: Json, after: Json) -> tuple[PageGraph, PageGraph]:
 
 
 def prefill_graphs(before: Json, after: Json) -> tuple[PageGraph, PageGraph] | None:
-    """Return the same for a chunk of the prompt; None: the prompt is read token by token."""
+    """Return the graphs of a chunk of the prompt; None: the prompt is read token by token."""
     if before.get("prefill") is None or after.get("prefill") is None:
         return None
     return _pages(before, after, "prefill", "prefill_outputs")
@@ -161,10 +161,10 @@ def _short(node: PageNode) -> str:
 
 
 def _compare(before: Iterable[PageNode], after: Iterable[PageNode]) -> tuple[Iterable[PageNode], Iterable[PageNode]]:
-    """Return the nodes with what became of them.
+    """Return the nodes with the change that the passes made.
 
-    A node of both graphs keeps its name, operator and layer. Among the others, one operator of a module that stands for
-    the only other operator of that module and source line replaces it.
+    A node of both graphs keeps its name, operator and layer. Among the other nodes, an operator replaces the only
+    other operator of its module and source line.
     """
     left = {(_short(n), n.op, n.layer): n for n in before}
     right = {(_short(n), n.op, n.layer): n for n in after if (_short(n), n.op, n.layer) in left}
@@ -233,7 +233,7 @@ def _layer_keys(before: Iterable[PageNode], after: Iterable[PageNode]) -> dict[i
 
 
 def _shape_text(node: PageNode, known: Mapping[str, PageNode], places: Mapping[str, int]) -> str:
-    """Return what a node is, without names. A node of another layer counts by its type only."""
+    """Return the kind of a node, without names. A node outside of the layer counts by its type only."""
     read = [known[i] for i in (*node.inputs, *node.weights)]
     inside = [n.layer == node.layer for n in read]
     parts = [str(places[n.id]) if own else n.type for n, own in zip(read, inside, strict=True)]

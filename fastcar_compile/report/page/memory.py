@@ -1,4 +1,4 @@
-"""What lies where: memories and banks of the board, buffers of the kernels, state, parameters."""
+"""The content of the memories: banks of the board, buffers of the kernels, state, parameters."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _banks(manifest: Manifest, accelerator: AcceleratorSection) -> list[MemoryBa
         MemoryPiece(name="keys and values", bytes=argument.bytes)
         for kernel in accelerator.kernels
         for argument in kernel.arguments
-        if argument.name in kernel.caches()[:1]  # those of all ports have one size
+        if argument.name in kernel.caches()[:1]  # the buffers of all ports have one size
     ]
     note = "a bank of its own" if room is not None else "a part of the same memory"
     return [

@@ -16,7 +16,7 @@ class PagePart(BaseModel):
 
 
 class Fact(PagePart):
-    """One line of a table of two columns. group: what it belongs to."""
+    """One line of a table of two columns. group: heading that it belongs to."""
 
     label: str
     value: str
@@ -28,8 +28,8 @@ class PageNode(PagePart):
 
     Args:
         id: the name; inside of a branch, `branch/name`.
-        op: operator, or what a placeholder stands for.
-        type: dtype and shape. args: arguments that are no nodes.
+        op: operator, or the value that a placeholder stands for.
+        type: dtype and shape. args: arguments that are not nodes.
         inputs: ids of the nodes read. weights: ids of the parameters read. branches: of a `cond`.
         source: file and line in the model. made_by: the pass that made the node; "": the model.
         reason: key of `PageData.reasons`.
@@ -78,7 +78,7 @@ class PageGraph(PagePart):
 
 
 class PassLine(PagePart):
-    """What one pass did. made: nodes of the rewritten graph that it made."""
+    """The work of one pass. made: nodes of the rewritten graph that the pass made."""
 
     name: str
     options: str
@@ -88,11 +88,11 @@ class PassLine(PagePart):
 
 
 class LayerLine(PagePart):
-    """Attention, MLP and replay of one layer. replays: whether it may. Bytes are of its state, by role.
+    """Attention, MLP and replay of one layer. replays: the layer may replay. Bytes are of its state, by role.
 
     Args:
-        threshold: compiled in. calibrated: stored in the artifact; "": none. expected: share that replayed in
-            calibration. measured: share that replayed in the trace, of the forwards t >= F.
+        threshold: compiled threshold. calibrated: threshold stored in the artifact; "": none stored. expected: share
+            that replayed in calibration. measured: share that replayed in the trace, of the forwards t >= F.
     """
 
     layer: int
@@ -137,8 +137,8 @@ class StepLine(PagePart):
     """The time line of one decode step.
 
     Args:
-        title: `dense`, or what replays. note: what decided. replay: share of all decisions.
-        events: in Chrome's trace format, as `fastcar estimate --time-line` writes them.
+        title: `dense`, or the replay in words. note: origin of the decisions. replay: share of all decisions.
+        events: events in Chrome's trace format, as `fastcar estimate --time-line` writes them.
     """
 
     title: str
@@ -152,7 +152,7 @@ class OffloadLine(PagePart):
     """A call of the accelerator, or a linear that stays on the host, and why.
 
     Args:
-        shape: inputs and outputs. stream_bytes: of weights, one call. cycles: of one call, estimated.
+        shape: inputs and outputs. stream_bytes: bytes of weights of one call. cycles: estimated clocks of one call.
     """
 
     name: str
@@ -164,12 +164,12 @@ class OffloadLine(PagePart):
 
 
 class SpeedPage(PagePart):
-    """The estimate of a decode step. missing: why there is none.
+    """The estimate of a decode step. missing: the reason why the page has no estimate.
 
     Args:
-        shares: unit -> share of the step. resources: name -> used and limit. offload: what the accelerator computes.
-        clock_hz: of the fabric. steps: of the decoder compiled without replay; then, where something replays, with it.
-        unknown: nothing says how much replays.
+        shares: unit -> share of the step. resources: name -> used and limit. offload: part of the accelerator.
+        clock_hz: clock of the fabric. steps: decode step without replay; then, where a row replays, with replay.
+        unknown: the share that replays is not known.
     """
 
     missing: str = ""
@@ -191,7 +191,7 @@ class MemoryPiece(PagePart):
 
 
 class MemoryBar(PagePart):
-    """A memory, a bank of it, or all of a CPU's. capacity: None: it is not known."""
+    """A memory, a bank of it, or the whole memory of a CPU. capacity: None: not known."""
 
     name: str
     note: str
@@ -211,7 +211,7 @@ class TensorLine(PagePart):
 
 
 class BufferLine(PagePart):
-    """A buffer that the host gives to a kernel. port: of the memory, or banks of it; "": the linker chooses."""
+    """A buffer that the host gives to a kernel. port: port of the memory, or its banks; "": the linker chooses."""
 
     name: str
     kernel: str
@@ -241,8 +241,8 @@ class PageData(PagePart):
     """Everything on the page.
 
     Args:
-        name: of the artifact's folder. before, after: the decode step. prefill_before, prefill_after: a chunk of the
-            prompt; None: the prompt is read token by token. reasons: text of every key that nodes and passes have.
+        name: name of the artifact's folder. before, after: the decode step. prefill_before, prefill_after: a chunk of
+            the prompt; None: the prompt is read token by token. reasons: text of every key that nodes and passes have.
     """
 
     name: str

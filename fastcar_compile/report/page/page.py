@@ -27,24 +27,24 @@ from fastcar_compile.support.values import check_kind, path_of
 LINK = f"{HLS}/link.cfg"
 STYLES = ("parts.css", "page.css", "graph.css")
 BASE = "base.css"
-"""What the pages of fastcar share, before the styles of this one."""
+"""Styles that all pages of fastcar share, before the styles of this page."""
 SCRIPTS = (
     *("dagre.min.js", "core.js", "navigation.js", "layout.js", "draw.js", "overview.js", "graph.js", "details.js"),
     *("search.js", "replay.js", "time_drawing.js", "time_line.js", "speed.js", "memory.js", "main.js"),
 )
-"""In the order in which the page runs them. dagre is a library (dagre.LICENSE.txt)."""
+"""Scripts in the order in which the page runs them. dagre is a library (dagre.LICENSE.txt)."""
 
 
 def inspect(artifact: StoredArtifact, path: str | Path, decisions: Decisions | None = None) -> None:
     """Write an artifact's inspection page, one HTML file. The same artifact and decisions give the same bytes.
 
     Args:
-        artifact: what `compile` and `load` return.
+        artifact: an artifact that `compile` or `load` returned.
         decisions: replay decisions of a run, bool [forwards, layers, rows], such as `session.stats.decisions`; None:
             the page has no heat map.
 
     Raises:
-        InputError: the decisions are of another decoder, or the file cannot be written.
+        InputError: the decisions belong to another decoder, or the file cannot be written.
     """
     check_kind("the artifact", artifact, StoredArtifact, "what `compile` or `load` returns")
     page = path_of("the page", path)
@@ -56,10 +56,10 @@ def inspect(artifact: StoredArtifact, path: str | Path, decisions: Decisions | N
 
 
 def page_data(artifact: StoredArtifact, decisions: Decisions | None = None) -> PageData:
-    """Return what the page shows.
+    """Return the content of the page.
 
     Raises:
-        InputError: the decisions are of another decoder.
+        InputError: the decisions belong to another decoder.
     """
     manifest = artifact.manifest
     if decisions is not None:

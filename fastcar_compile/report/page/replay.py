@@ -49,7 +49,7 @@ def _by_layer(columns: list[NDArray[np.float64]], layers: int) -> tuple[tuple[fl
 
 
 def _measured(decisions: Decisions | None, stride: int) -> list[float] | None:
-    """Return the share of every layer that replayed, of the forwards that may replay; None: there is none."""
+    """Return the share of every layer that replayed, of the forwards that may replay; None: no forward may replay."""
     if decisions is None or len(decisions) <= stride:
         return None
     return [round(float(share), DIGITS) for share in decisions[stride:].mean((0, 2))]

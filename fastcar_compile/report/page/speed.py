@@ -21,7 +21,7 @@ from fastcar_compile.report.page.replay import Decisions
 
 @dataclass(frozen=True)
 class Replays:
-    """What replays in the prediction. decisions: None: nothing. recorded: of a session from its first forward on."""
+    """The replay decisions of a prediction. decisions: None: no row replays. recorded: a session made them."""
 
     decisions: Decisions | None
     recorded: bool
@@ -29,7 +29,7 @@ class Replays:
 
 
 def replays_of(manifest: Manifest, recorded: Decisions | None) -> Replays:
-    """Return recorded decisions; else those drawn for the shares of the calibration; else none."""
+    """Return recorded decisions; else decisions drawn for the shares of the calibration; else no decisions."""
     if recorded is not None:
         return Replays(recorded, True, "recorded decisions")
     stored, rows = manifest.thresholds, manifest.decoder.config.batch_size
@@ -45,10 +45,10 @@ def replays_of(manifest: Manifest, recorded: Decisions | None) -> Replays:
 
 
 def speed_page(artifact: StoredArtifact, decisions: Decisions | None) -> SpeedPage:
-    """Return what `fastcar estimate` says of an artifact on its own board; why not, where there is no prediction.
+    """Return the prediction of `fastcar estimate` for an artifact on its own board, or why it has no prediction.
 
     Args:
-        decisions: recorded, bool [forwards, layers, rows]; None: those of the calibration, where there was one.
+        decisions: recorded decisions, bool [forwards, layers, rows]; None: the shares of the calibration, if any.
     """
     manifest, target = artifact.manifest, artifact.manifest.target
     offload = tuple(offload_lines(manifest))
@@ -83,7 +83,7 @@ def speed_page(artifact: StoredArtifact, decisions: Decisions | None) -> SpeedPa
 
 
 def step_lines(result: Estimate, decided: str) -> Iterator[StepLine]:
-    """Yield the dense step; then, where something replays, the predicted one. decided: what decided what replays."""
+    """Yield the dense step; then, where a row replays, the step with replay. decided: origin of the decisions."""
     lines = [("dense", "The decoder compiled without replay.", 0.0, result.dense)]
     if ratio := result.replay_ratio:
         note = f"{decided[0].upper()}{decided[1:]}. The step nearest to the mean is shown."
@@ -93,7 +93,7 @@ def step_lines(result: Estimate, decided: str) -> Iterator[StepLine]:
 
 
 def offload_lines(manifest: Manifest) -> list[OffloadLine]:
-    """Return the calls of the accelerator, and the linears that stay on the host; nothing where there is none."""
+    """Return the calls of the accelerator, and the linears that stay on the host; empty where it has no accelerator."""
     accelerator = manifest.accelerator
     if accelerator is None:
         return []
