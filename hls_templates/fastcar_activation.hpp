@@ -10,7 +10,7 @@ namespace fastcar {
 
 enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2 };
 
-// The table and the half width of its range, of each activation that has one.
+// The table and the half width of its range, for each activation with a table.
 template <int ACTIVATION>
 struct Factor;
 

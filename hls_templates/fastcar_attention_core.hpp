@@ -2,7 +2,7 @@
 //
 // The array computes both products (fastcar_mac.hpp). A query, and the weights of 32 values, are blocks of 32 mantissas of 15
 // bits with an exponent. A mantissa is two int8 limbs, which are two rows of the array and share the word of the cache: so a
-// product of 15 by 8 bits takes one multiplier. The sums of 32 products are exact; scaled, they are added in the order of the
+// product of 15 by 8 bits takes one multiplier. The sums of 32 products are exact. Scaled sums are added in the order of the
 // definition.
 #ifndef FASTCAR_ATTENTION_CORE_HPP
 #define FASTCAR_ATTENTION_CORE_HPP
@@ -47,8 +47,8 @@ inline float limited(uint32_t bits) {
     return float_of_bits((bits & gate::SIGN) | cache::stored_magnitude(bits));
 }
 
-// Query head `head` of those that share the key head: `blocks` blocks of float32 from word `first` on -> limbs in words of 16,
-// and the exponents of its blocks.
+// Query head `head` of the query heads that share a key head: `blocks` blocks of float32 from word `first` on -> limbs in
+// words of 16, and the exponents of the blocks.
 template <int WORDS, int HEADS, int BLOCKS>
 void split_query(const word_t row[WORDS], uint32_t first, uint32_t blocks, uint32_t head,
                  int8_t input[BLOCKS * cache::BLOCK_WORDS][LIMBS * HEADS][INT8_LANES], int8_t exponents[HEADS][BLOCKS]) {
@@ -106,12 +106,12 @@ void block_step(const word_t word[PORTS], const int8_t input[LIMBS * HEADS][INT8
     }
 }
 
-// What one clock of a multiplication stands at: of `blocks` blocks in turn, each meets `turns` blocks of the cache.
+// The place of one clock in a multiplication: each of `blocks` blocks is multiplied by `turns` blocks of the cache.
 struct BlockPlace {
     uint32_t half;  // word of the block
     uint32_t block;
     uint32_t turn;
-    bool first_lap;  // all blocks have their first turn
+    bool first_lap;  // the blocks have their first product
 };
 
 inline BlockPlace next_block(const BlockPlace& now, uint32_t blocks, uint32_t turns) {
@@ -131,7 +131,7 @@ inline int clamp_exponent(int exponent) {
 }
 
 // The logit of one key: the blocks' sums, scaled, in ascending order. All BLOCKS adders follow each other in the pipeline, and
-// nothing is carried to the next key.
+// no value is carried to the next key.
 template <int BLOCKS>
 float logit_of(const int32_t sum[BLOCKS], const int8_t query[BLOCKS], const int8_t key[BLOCKS], uint32_t blocks, float factor) {
     FASTCAR_INLINE
@@ -151,8 +151,8 @@ float logit_of(const int32_t sum[BLOCKS], const int8_t query[BLOCKS], const int8
 
 // ---- weighted values
 
-// Four numerators of a head times 2^e of the values' exponents, and the larger of `largest` and their magnitudes. Of a
-// position that is not seen the weight is 0.
+// Four numerators of a head times 2^e of the values' exponents, and the larger of `largest` and their magnitudes. A
+// position that is not seen has the weight 0.
 inline uint32_t weigh_step(const int32_t numerator[FLOAT_LANES], const int8_t exponent[FLOAT_LANES], const bool seen[FLOAT_LANES],
                            uint32_t largest, float scaled[FLOAT_LANES]) {
     FASTCAR_INLINE
@@ -167,8 +167,8 @@ inline uint32_t weigh_step(const int32_t numerator[FLOAT_LANES], const int8_t ex
     return larger(largest, larger(larger(size[0], size[1]), larger(size[2], size[3])));
 }
 
-// Totals of a head's elements on one port. The loop that adds a tile takes at least TURNS turns, so that a total meets itself
-// again when its addition is done.
+// Accumulators of a head's elements on one port. The loop that adds a tile takes at least TURNS iterations, so that the
+// addition to an accumulator is done before the next one to it begins.
 template <int BLOCKS, int PORTS, int TURNS>
 struct Totals {
     static const int SLOTS = cache::ValueTile<BLOCKS, PORTS>::SLOTS;  // elements of a block

@@ -1,12 +1,12 @@
-// The DATAFLOW processes of attention, from the words of the cache to rows on chip; those behind the softmax are in
+// The DATAFLOW processes of attention, from the words of the cache to rows on chip; the processes behind the softmax are in
 // fastcar_value_processes.hpp. Each runs freely over the units of an instruction: a unit is a row of the batch, a key head, and
-// a run of at most HEADS query heads that share it. The processes are joined by FIFOs and form no circle: keys and values have
+// a run of at most HEADS query heads that share it. The processes are joined by FIFOs and form no cycle: keys and values have
 // multipliers of their own.
 //
 // read_cache > route_cache > multiply_blocks (keys) > scale_logits > soften > weigh_values > split_weights > multiply_blocks
 // (values) > add_values. Keys of a unit come before the values of the unit before it, so that its softmax has the time of a
-// unit's values. That of unit u is done when the keys of unit u + 1 have passed, and its numerators wait in their FIFO, which
-// has room for a head.
+// unit's values. The softmax of unit u is done when the keys of unit u + 1 have passed, and its numerators wait in their FIFO,
+// which has room for a head.
 #ifndef FASTCAR_ATTENTION_PROCESSES_HPP
 #define FASTCAR_ATTENTION_PROCESSES_HPP
 
@@ -18,10 +18,10 @@ namespace fastcar {
 namespace attention {
 
 static const int MOST_UNITS = 1 << 16;
-static const int MOST_CACHE_WORDS = 1 << 20;  // of a head
+static const int MOST_CACHE_WORDS = 1 << 20;  // words of a head's cache
 static const int QUADS = cache::TILE / FLOAT_LANES;
 
-// What the FIFOs carry.
+// Elements of the FIFOs.
 template <int HEADS>
 struct LimbWords {
     word_t word[LIMBS * HEADS];  // 16 elements of a block
@@ -53,8 +53,8 @@ struct Inverses {
     float inverse[HEADS];
 };
 
-// One AXI port: in turn t the keys of unit t and the values of unit t - 1; `turns` is one more than the units. The unit after
-// `runs` units has the next head of the cache. first, step: of a head's beats; length: those that are filled.
+// One AXI port: round t reads the keys of unit t and the values of unit t - 1; `turns` is one more than the units. The unit
+// after `runs` units has the next head of the cache. first, step: place of a head's beats; length: beats that are filled.
 template <int AXI_WORDS>
 void read_cache(const typename Beat<AXI_WORDS>::Type* cache, int turns, uint32_t runs, uint32_t key_first, uint32_t key_step,
                 uint32_t key_length, uint32_t value_first, uint32_t value_step, uint32_t value_length,
@@ -98,7 +98,7 @@ turns:
         FASTCAR_TRIPS(2, MOST_UNITS)
         const uint32_t keys = turn + 1 < turns ? key_length : 0;
         const uint32_t count = keys + (turn > 0 ? value_length : 0);
-        uint32_t place = 0;  // of the tile
+        uint32_t place = 0;  // word of the tile
     route_words:
         for (uint32_t i = 0; i < count; ++i) {
             FASTCAR_PIPELINE(1)
@@ -128,7 +128,7 @@ turns:
     }
 }
 
-// The query heads of every unit as limbs; `group` of them share a key head. Heads beyond the last run's are zeros. The queries
+// The query heads of every unit as limbs; `group` of them share a key head. Heads beyond the last run are zeros. The queries
 // are in `y` (`first_place`) or in `q`.
 template <int HEADS, int BLOCKS, int ROWS, int ROW_WORDS>
 void split_queries(const word_t y[ROWS][ROW_WORDS], const word_t q[ROWS][ROW_WORDS], bool first_place, uint32_t rows, uint32_t key_heads, uint32_t runs, uint32_t group,
@@ -196,8 +196,9 @@ units_of_a_head:
     }
 }
 
-// One array of multipliers: `words` words of every port per unit meet the limbs, a word of all ports per clock. Of keys
-// (`kept`) the limbs of a unit stay, and a row's blocks are sent together. Of values every block of weights comes in its turn.
+// One array of multipliers: `words` words of every port per unit are multiplied by the limbs, a word of all ports per clock.
+// For keys (`kept`) the limbs of a unit stay, and a row's blocks are sent together. For values the blocks of weights come one
+// after the other.
 template <int HEADS, int PORTS, int BLOCKS, int SENT>
 void multiply_blocks(hls::stream<word_t> in[PORTS], hls::stream<LimbWords<HEADS> >& limbs, int units, uint32_t words,
                      uint32_t blocks, uint32_t turns, bool kept, hls::stream<BlockSums<HEADS, PORTS, SENT> >& out) {
@@ -255,9 +256,9 @@ units:
     }
 }
 
-// A key per clock, all heads side by side: the PORTS keys of a row of the tile one after another, from the port on that has
-// position 0 of the head (cache::port_of_key). `steps`: of all tiles of a unit, each its words of exponents and its keys; those
-// behind `rows` are left out.
+// A key per clock, all heads in parallel: the PORTS keys of a row of the tile one after another, from the port on that has
+// position 0 of the head (cache::port_of_key). `steps`: clocks of all tiles of a unit, for the words of exponents and the keys
+// of each tile; keys behind `rows` are left out.
 template <int HEADS, int PORTS, int BLOCKS>
 void scale_logits(hls::stream<word_t> exponents[PORTS], hls::stream<BlockSums<HEADS, PORTS, BLOCKS> >& sums,
                   hls::stream<QueryScales<HEADS, BLOCKS> >& scales, int units, uint32_t runs, uint32_t steps, uint32_t blocks,
@@ -274,7 +275,7 @@ units:
         FASTCAR_AGGREGATE(query)
         BlockSums<HEADS, PORTS, BLOCKS> now;
         FASTCAR_AGGREGATE(now)
-        uint32_t step = 0;  // of the tile
+        uint32_t step = 0;  // clock of the tile
         uint32_t port = 0;
         uint32_t row = 0;
         uint32_t position = 0;

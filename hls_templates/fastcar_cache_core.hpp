@@ -1,11 +1,11 @@
 // Keys and values as int8 blocks with one exponent each (docs/reference/numerics.md, "int8"), and where they lie in memory.
-// Plain functions over words, no streams. A weight port has a section of the cache as it has one of the weights.
+// Plain functions over words, no streams. A weight port has a section of the cache, as it has a section of the weights.
 //
-// Keys: position s of head n (counted over the rows of the batch) is row s / P of port (s + n) mod P, so that a key is a channel
-// of the array and its words hold 16 elements, and the heads of a position are on all ports. A tile is 16 rows of a port: a
-// word of exponents per block, then the rows. Values: a tile is 32 positions, as many as share a
-// block of weights; a word holds 16 of them of one element, so that the array sums over positions. Element i of a block is on
-// port i mod P. The exponents of a tile, two words per block, begin its ports' words in turn.
+// Keys: position s of head n (counted over the rows of the batch) is row s / P of port (s + n) mod P. So a key is a channel of
+// the array, its words hold 16 elements, and the heads of a position are on all ports. A tile is 16 rows of a port: a word of
+// exponents per block, then the rows. Values: a tile is the 32 positions of one block of weights; a word holds one element at
+// 16 positions, so that the array sums over positions. Element i of a block is on port i mod P. The exponents of a tile, two
+// words per block, are spread over the ports and stand before the elements.
 #ifndef FASTCAR_CACHE_CORE_HPP
 #define FASTCAR_CACHE_CORE_HPP
 
@@ -18,7 +18,7 @@ namespace cache {
 static const int BLOCK = 32;             // elements that share an exponent
 static const int BLOCK_FLOAT_WORDS = 8;  // words of float32
 static const int BLOCK_WORDS = 2;        // words of int8
-static const int KEY_ROWS = 16;          // of a tile, on one port
+static const int KEY_ROWS = 16;          // rows of a tile on one port
 static const int TILE = 32;              // positions of a tile of values
 static const int LEAST_EXPONENT = -120;
 static const int BLOCK_OF_NAN = -128;
@@ -26,7 +26,7 @@ static const int EXCESS = 133;
 static const uint32_t LARGEST_BITS = 0x7F7E0000u;  // 127 * 2^121; larger magnitudes count as this
 static const uint32_t CARRY = 1u << 16;            // carries into the exponent from 127.5 / 128 of a power of two on
 
-// Magnitude bits of a value as it is stored; those of a NaN are above all others.
+// Magnitude bits of a value as it is stored; the bits of a NaN are above the bits of every number.
 inline uint32_t stored_magnitude(uint32_t bits) {
     FASTCAR_INLINE
     const uint32_t size = gate::magnitude_of(bits);
@@ -66,7 +66,7 @@ inline void mantissas_step(const word_t& word, int8_t exponent, int8_t mantissas
 }
 
 // A head of `head_words` float32 words from `first` on -> mantissas and exponents. Mantissas of missing elements are zero.
-// exponents: a word per clock; mantissas: the same, four elements.
+// exponents: a word per clock; mantissas: four elements per clock.
 template <int WORDS, int BLOCKS>
 void quantize_head(const word_t row[WORDS], uint32_t first, uint32_t head_words, int8_t mantissas[BLOCKS * BLOCK],
                    int8_t exponents[BLOCKS]) {
@@ -93,7 +93,7 @@ round_mantissas:
     }
 }
 
-// ---- appending: what one port's section of a head gets; `first` is the head's first word in it
+// ---- appending to one port's section of a head; `first` is the head's first word in the section
 
 // A word with one of its 16 bytes replaced.
 inline word_t replace_step(const word_t& word, uint32_t lane, int8_t value) {
@@ -129,14 +129,14 @@ uint32_t port_of_key(uint32_t position, uint32_t turned) {
     return port >= PORTS ? port - PORTS : port;
 }
 
-// `turned` of the next head.
+// The value of `turned` for the next head.
 template <int PORTS>
 uint32_t next_turn(uint32_t turned) {
     FASTCAR_INLINE
     return turned + 1 == PORTS ? 0 : turned + 1;
 }
 
-// Where the key of row `row` of a weight port lies: the exponents of its tile, and its own words.
+// The place of the key of row `row` of a weight port: the exponents of its tile, and its own words.
 struct KeyPlace {
     uint32_t exponents;
     uint32_t mantissas;
@@ -150,8 +150,8 @@ inline KeyPlace place_of_key(uint32_t first, uint32_t row, uint32_t blocks) {
     return place;
 }
 
-// AXI port `axi` gets all of the key at `position`, or nothing (`turned`: port_of_key). Other words of its beats, and the exponents of other rows,
-// keep what they are; beats of one word are not read.
+// AXI port `axi` gets the whole key at `position`, or no word (`turned`: port_of_key). Other words of its beats, and the
+// exponents of other rows, keep their values; beats of one word are not read.
 template <int BLOCKS, int PORTS, int AXI_WORDS>
 void append_key(const int8_t mantissas[BLOCKS * BLOCK], const int8_t exponents[BLOCKS], uint32_t blocks, uint32_t first,
                 uint32_t position, uint32_t turned, uint32_t axi, typename Beat<AXI_WORDS>::Type* cache) {
@@ -231,15 +231,15 @@ struct ValueTile {
     static const int WORDS = HEAD + 2 * BLOCKS * SLOTS;
 };
 
-// Where the loop over a tile of values is: of the words of exponents (2 * block + half, over all ports), or of mantissas.
+// The place of the loop over a tile of values: in the words of exponents (2 * block + half, over all ports), or of mantissas.
 struct TilePlace {
-    uint32_t number;   // of the word of exponents
-    uint32_t half;     // of the positions: words of mantissas alternate
-    uint32_t element;  // of the block
+    uint32_t number;   // number of the word of exponents
+    uint32_t half;     // half of the positions: words of mantissas alternate
+    uint32_t element;  // element of the block
     uint32_t base;     // first element of the block
 };
 
-// The byte of a value that a word of port `port` gets, if any; moves on to the port's next word. `half`: of the positions.
+// The byte of a value that a word of port `port` gets, if any; moves on to the port's next word. `half`: half of the positions.
 template <int BLOCKS, int PORTS>
 word_t value_step(const word_t& word, const int8_t mantissas[BLOCKS * BLOCK], const int8_t exponents[BLOCKS], uint32_t blocks,
                   bool head, uint32_t half, uint32_t lane, uint32_t port, TilePlace& now) {
@@ -258,8 +258,8 @@ word_t value_step(const word_t& word, const int8_t mantissas[BLOCKS * BLOCK], co
     return changed;
 }
 
-// AXI port `axi` gets the elements of the value at `position` that are its weight ports', a byte of every other word of the
-// tile, and the exponents whose turn it is. The tile is read in one burst and written in another.
+// AXI port `axi` gets the elements of the value at `position` that belong to its weight ports, a byte of every other word of
+// the tile, and the exponents that belong to these ports. The tile is read in one burst and written in a second burst.
 template <int BLOCKS, int PORTS, int AXI_WORDS>
 void append_value(const int8_t mantissas[BLOCKS * BLOCK], const int8_t exponents[BLOCKS], uint32_t blocks, uint32_t head_words,
                   uint32_t first, uint32_t position, uint32_t axi, typename Beat<AXI_WORDS>::Type* cache) {

@@ -1,6 +1,6 @@
 // Two int8 products per DSP48E2 (AMD WP486): one 27 x 18 multiplier takes (high * 2^18 + low) and a factor that both
-// share, so its result is high * shared * 2^18 + low * shared. The low product borrows from the high one when it is
-// negative, which `split` gives back. Sums of packed products are split once, as long as the low sum keeps to 18 bits.
+// share, so its result is high * shared * 2^18 + low * shared. A negative low product borrows from the high product,
+// which `split` gives back. Sums of packed products are split once, as long as the low sum keeps to 18 bits.
 // No product is bound to a DSP by itself, and no sum of packed products is balanced: so the tool forms multiply-adds, and
 // cascades of eight of them.
 #ifndef FASTCAR_MAC_HPP
@@ -24,7 +24,7 @@ typedef ap_int<48> packed_sum_t;
 static const int LOW_BITS = 18;
 
 // Products that one low sum can hold. Activations are within 127, weights within 2^(bits - 1):
-// 8 * 127 * 128 < 2^17 for int8, and for int4 far more than a word has.
+// 8 * 127 * 128 < 2^17 for int8, and for int4 far more products than a word has.
 static const int PRODUCTS_PER_SUM = 8;
 
 struct Pair {
@@ -87,7 +87,7 @@ int32_t dot(const int8_t left[LANES], const int8_t right[LANES]) {
 
 // One word of every port against one word of every row. Two rows share the weights of a port; a row without a partner
 // shares its inputs between two ports; with one port and one row left a product has a multiplier to itself.
-// Bit r of `busy` is 0: nothing is multiplied for row r alone, whose products are of no use.
+// Where bit r of `busy` is 0, no multiplier works for row r alone, whose products are not used.
 template <int PORTS, int ROWS, int LANES>
 void multiply_words(const int8_t weight[PORTS][LANES], const int8_t input[ROWS][LANES], uint32_t busy,
                     int32_t product[ROWS][PORTS]) {

@@ -13,7 +13,7 @@ namespace norm {
 
 static const uint32_t LEAST_FIELD = 94;  // exponent field that scales a row of small values
 static const int SCALE_FIELD = 144;      // a row is divided by 2^(field - SCALE_FIELD)
-static const int DROPPED_BITS = 6;       // of the 24 that the largest value has
+static const int DROPPED_BITS = 6;       // of the 24 bits of the largest value
 
 inline uint32_t field_of(uint32_t largest) {
     FASTCAR_INLINE
@@ -64,7 +64,7 @@ inline word_t scale_word(const word_t& x, const word_t& weight, float inverse) {
 }
 
 // `words` words of a row from `first` on -> the same words of another place: a whole row, or one head of it. `given`: words of
-// `memory` that become the weight meanwhile, all of them or none. inverse_size: float32(1 / values).
+// `memory` that become the weight meanwhile: all words or no word. inverse_size: float32(1 / values).
 template <int PLACES, int ROWS, int WORDS>
 void normalize(word_t rows[PLACES][ROWS][WORDS], const row::Pair& at, uint32_t first, uint32_t words, const word_t* memory,
                uint32_t weight_at, uint32_t given, word_t weight[WORDS], float inverse_size, float epsilon) {

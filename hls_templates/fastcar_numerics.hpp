@@ -52,7 +52,7 @@ void store_lanes(const int8_t lanes[LANES], int8_t word[LANES]) {
     }
 }
 
-// FLOAT_LANES values of a row from k on; what lies beyond `count` is zero.
+// FLOAT_LANES values of a row from k on; values beyond `count` are zero.
 template <int K>
 void load_lanes(const float row[K], int k, int count, float x[FLOAT_LANES]) {
     FASTCAR_INLINE
@@ -81,7 +81,7 @@ inline uint32_t amax_step(uint32_t amax, const float x[FLOAT_LANES], int real) {
     return larger(amax, larger(larger(size[0], size[1]), larger(size[2], size[3])));
 }
 
-// FLOAT_LANES values -> int8, of which the first `real` count; the others are zero.
+// FLOAT_LANES values -> int8, of which the first `real` count; the other lanes are zero.
 inline void quantize_step(const float x[FLOAT_LANES], float inverse, int real, int8_t q[FLOAT_LANES]) {
     FASTCAR_INLINE
     FASTCAR_UNROLL

@@ -8,7 +8,7 @@
 namespace fastcar {
 namespace row {
 
-// Of rows in several places, a memory each: row `row` of two different ones.
+// Row `row` of two different places; every place is a memory of its own.
 struct Pair {
     uint32_t source;
     uint32_t target;
@@ -28,7 +28,7 @@ inline word_t add_step(const word_t& left, const word_t& right) {
     return pack_float(sum);
 }
 
-// target + source -> target. A word is written once and read once, so no word meets itself again.
+// target + source -> target. A word is written once and read once, so no addition waits for an earlier one.
 template <int PLACES, int ROWS, int WORDS>
 void add_row(word_t rows[PLACES][ROWS][WORDS], const Pair& at, uint32_t words) {
     FASTCAR_NO_INLINE
@@ -44,12 +44,12 @@ add_words:
 // ---- rotary position embedding
 
 // Heads of a row in words, and the part of a head that rotates: its first 2 * half_words words. Element i of the first half
-// is paired with element i of the second.
+// is paired with element i of the second half.
 struct Rotation {
-    uint32_t first;       // word
-    uint32_t words;       // of all heads
-    uint32_t head_words;  // of a head
-    uint32_t half_words;  // of half of what rotates
+    uint32_t first;       // first word
+    uint32_t words;       // words of all heads
+    uint32_t head_words;  // words of a head
+    uint32_t half_words;  // words of half of the rotating part
 };
 
 // One word of a half against the same word of the other half: own * cos - other * sin in the first half, + in the second.
@@ -66,15 +66,15 @@ inline word_t rotate_step(const word_t& own, const word_t& other, const word_t& 
     return pack_float(turned);
 }
 
-// All heads of a row, a word per clock: two words are read, the table's words too, and one is written to another place.
-// What does not rotate is copied. cosine, sine: half_words words of this position.
+// All heads of a row, a word per clock: two words of the row and the table's words are read, and one word is written to another
+// place. The part that does not rotate is copied. cosine, sine: half_words words of this position.
 template <int PLACES, int ROWS, int WORDS, int HALF_WORDS>
 void rotate_row(word_t rows[PLACES][ROWS][WORDS], const Pair& row, const word_t cosine[HALF_WORDS],
                 const word_t sine[HALF_WORDS], const Rotation& shape) {
     FASTCAR_NO_INLINE
     const uint32_t half = shape.half_words;
-    uint32_t word = 0;   // of the head
-    uint32_t place = 0;  // of the half
+    uint32_t word = 0;   // word of the head
+    uint32_t place = 0;  // word of the half
 rotate_words:
     for (uint32_t i = 0; i < shape.words; ++i) {
         FASTCAR_PIPELINE(1)

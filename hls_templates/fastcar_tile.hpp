@@ -2,10 +2,10 @@
 //
 // A product is N output channels by K inputs. Channel c = (t * tile + j) * PORTS + p is row j of tile t on weight port p,
 // so a tile is `tile` rows on every port. Before its rows a tile has its head: the scales, then (if the product has them)
-// the float32 biases. S holds the largest sizes (fastcar_engine_core.hpp, Shapes): those of the buffers.
+// the float32 biases. S holds the largest sizes (fastcar_engine_core.hpp, Shapes), which are the sizes of the buffers.
 //
 // The tile stays where it is while `passes` go over it; in a pass every core multiplies one row. Bit pass * CORES + core
-// of `occupied` is 1 where there is a row. Loops are flat, with counters instead of divisions: a pass costs no start.
+// of `occupied` is 1 where the pass has a row. Loops are flat, with counters instead of divisions: a pass costs no start.
 #ifndef FASTCAR_TILE_HPP
 #define FASTCAR_TILE_HPP
 
@@ -19,7 +19,7 @@ namespace fastcar {
 struct Int8Channels {
     static const int LANES = INT8_LANES;
     static const int SCALE_LANES = FLOAT_LANES;
-    static const int GROUP = 1 << 16;  // all of a channel
+    static const int GROUP = 1 << 16;  // a whole channel
     static const bool GROUPED = false;
     static void unpack(const word_t& word, int8_t lanes[LANES]) {
         FASTCAR_INLINE
@@ -129,14 +129,14 @@ words:
     }
 }
 
-// One sum of int8 weights: its value before the bias. There is one sum per channel, so nothing is carried on.
+// One sum of int8 weights: its value before the bias. A channel has one sum, so no value is carried on.
 inline float scale_step(Int8Channels, int32_t sum, float scale, float row_scale, bool, float&) {
     FASTCAR_INLINE
     return dequantize(sum, row_scale, scale);
 }
 
-// One sum of int4 weights. Groups of a channel are added in ascending order, in `total`; of the last group the result is
-// the channel's value before the bias.
+// One sum of int4 weights. Groups of a channel are added in ascending order, in `total`; the result of the last group
+// is the channel's value before the bias.
 inline float scale_step(Int4Groups, int32_t sum, float scale, float row_scale, bool first, float& total) {
     FASTCAR_INLINE
     const float part = static_cast<float>(sum) * scale;
@@ -144,19 +144,19 @@ inline float scale_step(Int4Groups, int32_t sum, float scale, float row_scale, b
     return total * row_scale;
 }
 
-// Where scale_tile stands.
+// The place of scale_tile in its loop.
 struct ScalePlace {
-    int block;   // of ports: PORT_LANES ports
-    int row;     // of the tile
-    int group;   // of a channel
+    int block;   // block of PORT_LANES ports
+    int row;     // row of the tile
+    int group;   // group of a channel
     int sum;     // first sum of the row
     int place;   // row * PORT_BLOCKS + block
     int pass;
-    int sums;    // of the passes before
-    int values;  // of the passes before
+    int sums;    // sums of the earlier passes
+    int values;  // values of the earlier passes
 };
 
-// The place after this one; `rows` places of a row lie between two groups of a channel, `tile` of them are real.
+// The next place; `rows` places of a row lie between two groups of a channel, and `tile` of these places are real.
 template <class S>
 ScalePlace next_place(const ScalePlace& now, int tile, int rows, int sums, int tile_sums) {
     FASTCAR_INLINE
@@ -175,10 +175,10 @@ ScalePlace next_place(const ScalePlace& now, int tile, int rows, int sums, int t
     return next;
 }
 
-// Sums of a tile -> values, all cores side by side.
+// Sums of a tile -> values, all cores in parallel.
 // groups: `steps` = passes * sums * rows * PORT_BLOCKS: group, row of the tile, block of ports; PORT_LANES ports per clock.
-// A channel's total meets itself again after rows * PORT_BLOCKS >= SCALE_DISTANCE clocks, which hides the adder's latency:
-// a tile of fewer than SCALE_ROWS rows takes as many turns as one of SCALE_ROWS.
+// Two additions to a channel's sum are rows * PORT_BLOCKS >= SCALE_DISTANCE clocks apart, which hides the adder's latency:
+// a tile of fewer than SCALE_ROWS rows takes as many clocks as a tile of SCALE_ROWS.
 template <class S>
 void scale_tile(const word_t head[S::PORTS][S::HEAD_WORDS], const int32_t acc[S::CORES][S::PORTS][S::SUMS],
                 const float row_scale[S::CORES][S::PASSES], uint64_t occupied, int steps, int tile, int rows, int sums,

@@ -7,7 +7,7 @@
 namespace fastcar {
 namespace attention {
 
-// What the FIFOs carry.
+// Elements of the FIFOs.
 template <int HEADS>
 struct ScaledWeights {
     float weight[HEADS][FLOAT_LANES];
@@ -25,9 +25,9 @@ struct WeightScales {
     bool unknown;
 };
 
-// The weights of the tiles: numerators times 2^e of the values' exponents, four positions of every head per clock. `tiles`: of
-// all units; `head`: words of exponents of a tile on a port; then the blocks, eight turns each. The numerators of a tile come
-// in the first block's turns and stay.
+// The weights of the tiles: numerators times 2^e of the values' exponents, four positions of every head per clock. `tiles`:
+// tiles of all units; `head`: words of exponents of a tile on a port; then the blocks, eight clocks each. The numerators of a
+// tile come in the clocks of the first block and stay.
 template <int HEADS, int PORTS, int BLOCKS>
 void weigh_values(hls::stream<word_t> exponents[PORTS], hls::stream<Numerators<HEADS> >& numerators, uint32_t tiles,
                   uint32_t head, uint32_t blocks, hls::stream<ScaledWeights<HEADS> >& out_weights,
@@ -51,7 +51,7 @@ tiles:
             const bool is_head = i < head;
             const uint32_t place = is_head ? 0 : i - head;
             const uint32_t quad = place % QUADS;
-            const uint32_t number = place / FLOAT_LANES;  // of the word of exponents
+            const uint32_t number = place / FLOAT_LANES;  // number of the word of exponents
             if (is_head) {
                 FASTCAR_UNROLL
                 for (int p = 0; p < PORTS; ++p) {
@@ -135,8 +135,8 @@ split_groups:
     }
 }
 
-// Totals of a unit's elements, all ports and heads side by side, an element of each per clock; then its heads -> the rows.
-// `turns` per tile are at least TURNS; `steps`: of all tiles of a unit.
+// Accumulators of a unit's elements, all ports and heads in parallel, an element of each per clock; then its heads -> the
+// rows. `turns` clocks per tile are at least TURNS; `steps`: clocks of all tiles of a unit.
 template <int HEADS, int PORTS, int BLOCKS, int TURNS, int ROWS, int ROW_WORDS>
 void add_values(hls::stream<BlockSums<HEADS, PORTS, 1> >& sums, hls::stream<WeightScales<HEADS> >& scales,
                 hls::stream<Inverses<HEADS> >& inverses, uint32_t rows, uint32_t key_heads, uint32_t runs, uint32_t group,
