@@ -40,14 +40,14 @@ from fastcar_compile.support.values import LOGGER, path_of, plain, reporter, sho
 
 DEFAULT_TOKENS_PER_FRAME = 256
 CODE_GENERATION_BYTES = 128 << 20
-"""Less than any build takes beyond the imports: one of two layers took 181 MB on 23 November 2026."""
+"""Lower bound of what a build takes beyond the imports: a build of two layers took 181 MB on 23 November 2026."""
 
 Progress = Callable[[str], None]
 Model = nn.Module | ExportedProgram | Checkpoint
 
 
 class CompileOptions(TypedDict, total=False):
-    """The options of `compile`, whose docstring says what each of them is."""
+    """The options of `compile`; its docstring describes them."""
 
     tokens_per_frame: int | None
     max_seq_len: int | None
@@ -105,11 +105,11 @@ def compile(
     strict: bool = False,
     progress: Progress | None = None,
 ) -> Artifact | DryRun:
-    """Compile an autoregressive video decoder ahead of time.
+    """Compile an autoregressive video decoder ahead of time and return its artifact.
 
     Args:
         model: a Hugging Face decoder, a module that follows docs/reference/step_protocol.md, its export, or the
-            path of a Hugging Face folder (or it opened, a Checkpoint), whose weights are read one tensor at a time.
+            path of a Hugging Face folder (or a Checkpoint of it), whose weights are read one tensor at a time.
         target: name, path to a .toml file, or Target.
         tokens_per_frame: stride F in tokens between a token and its counterpart one frame earlier; default: the model
             config's `tokens_per_frame`, else 256 with a warning.
@@ -118,38 +118,40 @@ def compile(
         batch_size: rows B, at most 32.
         quant: "none" (float32), "bf16" (bfloat16 weights), "w8a8" or "w4a8"; default: w8a8 where the target has an
             accelerator, else none.
-        replay: when MLPs replay; None compiles a dense decoder. Without thresholds, those of the gate, with a warning:
-            `calibrate` chooses them.
+        replay: when MLPs replay; None compiles a dense decoder. Without thresholds, the gate's default holds, with
+            a warning: `calibrate` chooses thresholds.
         prefill_chunk: tokens per prefill call. Default: 64; where a frame has more tokens, an equal part of a frame of
             at most 256, so that frames as a prompt need no padding.
-        offload: what the target's accelerator computes: "mlp"; "linears" (the MLPs, the projections and the head); or
+        offload: the accelerator's part: "mlp"; "linears" (the MLPs, the projections and the head); or
             "all": the whole decode step, one launch per token, with kv="int8" and numerics="exact". Default: "all"
             where it can, unless kv or numerics say otherwise or the hardware model predicts a shorter dense step for
             "linears"; where it cannot, "mlp", with a warning that gives the reasons.
-        sparse_attention: attention sinks and a sliding window over a KV cache of bounded size; None: to all positions.
-        kv: what keys and values are cached as: "float32"; "float16": half the bytes, values rounded half to even and
+        sparse_attention: attention sinks and a sliding window over a bounded KV cache; None: all positions are seen.
+        kv: type of cached keys and values: "float32"; "float16": half the bytes, values rounded half to even and
             at most ±65504; or "int8": a quarter, 32 values of a head sharing an exponent. Default: "float32", and
             "int8" where the accelerator computes whole steps or, by default, linears.
         numerics: "native", or "exact": the whole decode step is defined bit for bit, so that backends, threads and
             prefill give equal logits; for w8a8 and w4a8 with kv="int8" (docs/reference/numerics.md). Default: "native",
             and "exact" with offload="all".
         host_cpus: instruction sets to carry libraries for: "native" (the build machine's best), or names of
-            `fastcar_compile.codegen.tvm.isa`, such as "avx512-vnni", "avx2", "neon". A session picks the best that
-            its CPU runs.
-        output: folder of the artifact; written atomically. The artifact's `path` and the logger say where it is.
-        dry_run: stop before code generation and report what would be built; nothing is written. A folder then needs no
+            `fastcar_compile.codegen.tvm.isa`, such as "avx512-vnni", "avx2", "neon". A session picks the best
+            library that its CPU runs.
+        output: folder of the artifact; written atomically. The artifact's `path` and the logger name the folder.
+        dry_run: stop before code generation and report what would be built; no file is written. A folder then needs no
             more than its config.json.
-        strict: refuse whatever would run in another way than asked for, such as a linear that the host keeps.
-        progress: called with the name of each stage. The logger `fastcar_compile` has it too, at INFO.
+        strict: refuse every part that would run in another way than the options ask for, such as a linear that the
+            host keeps.
+        progress: called with the name of each phase. The logger `fastcar_compile` has the name too, at INFO.
 
     Returns:
-        The artifact, open; a report instead with `dry_run`.
+        The artifact, open; with `dry_run` a report instead.
 
     Raises:
-        CompileError: everything about the model and the options that cannot be compiled, at once. With `strict`, every
+        CompileError: the model or the options cannot be compiled; the error lists all problems. With `strict`, every
             fallback with its reason.
-        TargetError: unknown or malformed target, or one that is there for estimates only.
-        ArtifactError: `output` exists and is no artifact, cannot be written, has no room, or is another build's.
+        TargetError: the target is unknown, is malformed, or serves estimates only.
+        ArtifactError: `output` exists and is not an artifact, cannot be written, has no room, or belongs to another
+            build.
         UserError: the memory does not suffice.
     """
     say = reporter(progress)
@@ -181,7 +183,7 @@ def compile(
         if writer is not None:
             require_memory(CODE_GENERATION_BYTES, "code generation")
         program, passes = _analysed(model, config, say)
-        # The passes change the program in place; a copy is what the artifact shows as the graph before.
+        # The passes change the program in place; the artifact shows a copy as the graph before.
         original = None if writer is None and wish is None else copy.deepcopy(program)
         say("rewriting the graph and choosing the hardware design")
         plan = decide(program, config, board, original=original, wish=wish, before=passes)
@@ -201,7 +203,7 @@ def _analysed(model: Model, config: CompileConfig, say: Progress) -> tuple[Decod
     """Return the captured program with explicit state and known layers, and the passes that made it.
 
     Raises:
-        CompileError: where a structure of the model is the reason, that structure and its place.
+        CompileError: the model cannot be compiled; the error names a structure of the model where it is the reason.
     """
     try:
         return _captured(model, config, say)
@@ -234,7 +236,7 @@ def _captured(model: Model, config: CompileConfig, say: Progress) -> tuple[Decod
     run_pipeline(program, passes)
     if merged := merged_weights(program):
         number = count_text(len(merged), "weight")
-        text = f"LoRA adapters are merged into {number}, such as {merged[0]}; others need another build"
+        text = f"LoRA adapters are merged into {number}, such as {merged[0]}; other adapters need a new build"
         warnings.warn(text, UserWarning, stacklevel=5)
     return program, passes
 
@@ -242,10 +244,10 @@ def _captured(model: Model, config: CompileConfig, say: Progress) -> tuple[Decod
 def _sizes(
     model: Model, tokens_per_frame: int | None, max_seq_len: int | None
 ) -> tuple[dict[str, int], list[Fallback]]:
-    """Return the caller's sizes, or those that the model states; and what had to be assumed.
+    """Return the caller's sizes, or the sizes that the model states; and the assumed sizes.
 
     Raises:
-        CompileError: the model is none, or no decoder, or nobody says max_seq_len.
+        CompileError: the model is not a decoder, or neither caller nor model gives max_seq_len.
     """
     if not isinstance(model, nn.Module | ExportedProgram | Checkpoint):
         what = f"cannot compile a {type(model).__name__}"
@@ -269,7 +271,7 @@ def _sizes(
 
 
 def _warn_of(plan: BuildPlan) -> None:
-    """Warn where the board gets no kernels, and of thresholds that nobody gave: a default one fits no decoder."""
+    """Warn where the board gets no kernels, and where the caller gives no thresholds: the default fits no decoder."""
     for fallback in plan.fallbacks:
         if fallback.kind == "accelerator":
             text = f"target {plan.board.name} gets no accelerator kernels: {fallback.reason}"
@@ -277,7 +279,7 @@ def _warn_of(plan: BuildPlan) -> None:
     replay = plan.config.replay
     if replay is None or "threshold" in replay.model_fields_set:
         return
-    text = f"no thresholds were given: every layer replays at the default one of gate {replay.gate}, "
+    text = f"no thresholds were given: every layer replays at the default threshold of gate {replay.gate}, "
     text += f"{replay.threshold:g}, which was not chosen for this decoder. Calibrate the artifact (fc.calibrate, "
     text += "fastcar calibrate), or compile without replay (replay=None, --no-replay)"
     warnings.warn(text, UserWarning, stacklevel=3)
@@ -292,7 +294,7 @@ def _check_target(board: Target, offload: str | None) -> None:
 
 
 def _repetition(model: object) -> list[Pass]:
-    """The pass that repeats a checkpoint's last captured layer; none where every layer was captured."""
+    """Return the pass that repeats a checkpoint's last captured layer; empty where every layer was captured."""
     if not isinstance(model, Checkpoint):
         return []
     skeleton = model.skeleton

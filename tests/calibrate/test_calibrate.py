@@ -118,7 +118,7 @@ def test_bad_goals(options: dict[str, Any], text: str) -> None:
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     path = tmp_path_factory.mktemp("calibrate") / "artifact"
     options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "prefill_chunk": 8}
-    text = r"no thresholds were given: .* default one of gate input_delta, 0\.1, .*fastcar calibrate.*--no-replay"
+    text = r"no thresholds were given: .* default threshold of gate input_delta, 0\.1, .*fastcar calibrate.*--no-replay"
     with pytest.warns(UserWarning, match=text):
         return fc.compile(llama(), "cpu", replay=REPLAY, output=path, **options)
 
