@@ -40,9 +40,9 @@ WRITTEN_BY = "<!-- Written by `python benchmarks/doom.py --docs`; do not edit. -
 
 INTRODUCTION = """# Speed of the game decoder
 
-How long a step of the decoder of `examples/doom` takes, recorded on {date}. A frame is {tokens} tokens, and frames per
-second count all of them. Sampling and pixels are not counted. [Speed on a CPU](speed.md) has the method and the
-settings of the peers; OpenVINO in float32 has no compressed weights.
+This page says how long a decode step of `examples/doom` takes, recorded on {date}. A frame is {tokens} tokens, and
+frames per second count all of them. Sampling and pixels are not counted. [Speed on a CPU](speed.md) has the method and
+the settings of the peers; OpenVINO in float32 has no compressed weights.
 
 - A sample is one frame, the last of a full window of {context} positions. Every engine attends to all of them.
 - Ratios are medians over the rounds: both blocks of a ratio follow each other within seconds.
@@ -50,14 +50,15 @@ settings of the peers; OpenVINO in float32 has no compressed weights.
 {play}"""
 
 PLAY = """- "play" decodes two frames of real play with gate `{gate}` and its calibrated thresholds, and measures the
-  second. In the first no layer may replay yet. Each round has another start; the share is the mean over the rounds.
+  second. In the first frame no layer may replay yet. Each round has a new start; the share is the mean over the rounds.
 """
 
 STEP = """
-## Parts of a step
+## Parts of a decode step
 
-Milliseconds of a {precision} step with {kv} keys and values. TVM's hook times each kernel. The time of the least kernel
-is the hook's own, and is subtracted from each. Virtual machine and Python are the rest of a step without the hook.
+The table has milliseconds of a {precision} decode step with {kv} keys and values. TVM's hook times each kernel. The
+time of the least kernel is the hook's own, and is subtracted from each. Virtual machine and Python are the rest of a
+step without the hook.
 
 """
 

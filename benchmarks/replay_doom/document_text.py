@@ -8,21 +8,21 @@ it by hand.
 
 A sequence has {frames} frames of held-out play. The first {prompt} are a prompt. The other {decoded} are decoded, each
 token from the true past (teacher-forced). Figures are of the last {measured} frames, because the first decoded frame
-has nothing to replay. There are {held_out} sequences of each of the three maps that the decoder was trained on (*seen
+has no frame to replay. There are {held_out} sequences of each of the three maps that the decoder was trained on (*seen
 maps*), and {unseen} of a map that neither decoder nor gate nor threshold has seen (*unseen map*). They are evenly
 spaced, but one of {rich} was chosen because it shows shooting, which is rare. So figures of all frames are means of the
 kinds of motion, each with its share of all recorded play. With so few sequences, a few points of replay mean nothing.
 
 - A frame is an action token and {image} image tokens. The action is given, so it counts neither in the NLL nor in the
-  agreement. Its forward may replay like any, and counts in *replay*.
+  agreement. Its forward may replay like any other, and counts in *replay*.
 - *replay*: share of the eligible forwards (t >= F) whose MLP is replayed, over all layers.
-- *cost*: NLL per image token with replay, over the NLL of the same decoder without.
+- *cost*: NLL per image token with replay, over the NLL of the same decoder without replay.
 - *trained*: the decoder as it was trained. *tuned*: fine-tuned together with its gate `learned`, in only {tuned} steps
   of {batch} sequences of {train_frames} frames, at a rate of {rate:g}, for {tuned_target} replay. It is not shipped.
   It has one threshold for all layers, as the gate was trained.
 - `tas, mean of heads` is the paper's gate. `tas, trained heads` has a trained weight per query head ({tas} steps).
   `learned` is a trained network ({learned} steps). Both were trained for {gate_target} replay. `random` replays by a
-  hash: it is what chance gives.
+  hash, so its figures are the result of chance.
 - Thresholds of the trained decoder come from {calibration} other sequences of each seen map: along the layers' own loss
   curves (`learned`: one for all layers), and the most replay within {low:.2f}x and {high:.2f}x of the dense NLL there.
 """
@@ -61,9 +61,9 @@ count alike here, so shooting, which is easy, weighs more than in play. On the u
 TAS = """## TAS on camera motion
 
 The paper's claim: where a token's query is like the key at the same place one frame earlier, the MLP's output is like
-the one before, so it can be replayed. Here the claim is measured directly, on the dense decoder. The change of an
-output is |y - y one frame earlier| / |y|. The table has its median, and the rank correlation (Spearman) of each score
-with it: 1 ranks all tokens rightly, 0 is chance. Figures are means of the layers.
+the output one frame earlier, so it can be replayed. Here the claim is measured directly, on the dense decoder. The
+change of an output is |y - y one frame earlier| / |y|. The table has its median, and the rank correlation (Spearman) of
+each score with it: 1 ranks all tokens rightly, 0 is chance. Figures are means of the layers.
 
 ![Rank correlations](../images/doom/similarity.png)
 """
@@ -72,7 +72,7 @@ WORTH = """
 In layer 0 TAS ranks the changes ({tas_first:.2f}), in the later layers hardly ({tas_later:.2f} on average). The change
 of the MLP's input, which costs as little to measure, ranks them in all ({delta_first:.2f}, {delta_later:.2f}). In
 turning frames an MLP's output changes by {turning:.2f} of its own size at the median. A turn of 10 degrees moves the
-picture by about one of its eight tokens, so the same place shows something else. There every gate finds less
+picture by about one of its eight tokens, so the same place shows something else. While turning, every gate finds less
 to replay than while walking. Where the picture stands still, nearly everything could be replayed, but TAS hardly finds
 more of it than chance. So on this decoder the claim holds in the first layer only, and a gate that looks at the MLP's
 input is better everywhere.
@@ -80,9 +80,9 @@ input is better everywhere.
 
 DRIFT = """## Drift
 
-{rollouts} rollouts of {rollout_frames} generated frames begin with 16 true ones. Dense and replay have the same actions
-and the same random draws. Thresholds are those of {high:.2f}x. Two dense rollouts with other draws show how far apart
-two equally good continuations are.
+{rollouts} rollouts of {rollout_frames} generated frames begin with 16 true frames. Dense and replay have the same
+actions and the same random draws. Thresholds are the thresholds of {high:.2f}x. Two dense rollouts with other draws
+show how far apart two equally good continuations are.
 
 ![PSNR by generated frame](../images/doom/drift.png)
 """
@@ -90,8 +90,8 @@ two equally good continuations are.
 WINDOWS = """## Sliding windows
 
 Attention to the last {windows} tokens (one and two frames) and to the first 16 positions, which the decoder was not
-trained for. Seen maps. Gates have the thresholds of {high:.2f}x with full attention. The cost counts from the dense NLL
-with full attention.
+trained for. Figures are of seen maps. Gates have the thresholds of {high:.2f}x with full attention. The cost counts
+from the dense NLL with full attention.
 """
 
 PRECISIONS = """## Precisions

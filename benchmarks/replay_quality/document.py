@@ -24,9 +24,9 @@ This page measures what replay costs the shipped decoders in likelihood. `python
 it; do not edit it by hand.
 
 The decoders (`examples/moving_shapes`, `examples/bouncing_digits`) are float32. Each was trained for its videos
-alone. The ones in `tuned/` were [fine-tuned for replay](../explanation/gates.md#fine-tuning-for-replay) together with
-their gate `learned`. The videos are held out: no decoder, gate or threshold has seen them. Every token is predicted
-from the true past (teacher-forced). Figures are of frames 2 to 8.
+alone. The decoders in `tuned/` were [fine-tuned for replay](../explanation/gates.md#fine-tuning-for-replay) together
+with their gate `learned`. The videos are held out: no decoder, gate or threshold has seen them. Every token is
+predicted from the true past (teacher-forced). Figures are of frames 2 to 8.
 
 - *replay*: share of the eligible forwards (t >= F); in brackets, of all forwards, as the paper counts.
 - *NLL*: nats per token. The dense NLL is small, so a small increase is large in proportion. Both are given.
