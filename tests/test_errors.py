@@ -42,7 +42,10 @@ GATE = fc.ReplayConfig(threshold=[0.1, 0.2, 0.3], heads=[[0], [0], [0]])
                 "give max_seq_len=33",
             ],
         ),
-        ({"replay": GATE}, ["the gate belongs to another decoder: it has 3 layers, but this decoder has 2", "train-gate"]),
+        (
+            {"replay": GATE},
+            ["the gate belongs to another decoder: it has 3 layers, but this decoder has 2", "train-gate"],
+        ),
         ({"batch_size": 2}, ["in each of batch_size rows, with static caches of as many"]),
     ],
 )
