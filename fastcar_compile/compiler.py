@@ -193,7 +193,8 @@ def compile(
         if writer is None or original is None:
             return dry_run_of(plan)
         plan.require_buildable()
-        _warn_of(plan)
+        _warn_of_host(plan)
+        _warn_of_defaults(plan.config.replay)
         emit_artifact(writer, plan, original, variants, say)
     LOGGER.info("the artifact is in %s", writer.path)
     return Artifact(writer.path, None if plan.program.lazy else original.graph_module, digests=writer.digests)
@@ -270,13 +271,16 @@ def _sizes(
     return {"tokens_per_frame": frame, "max_seq_len": length}, assumed
 
 
-def _warn_of(plan: BuildPlan) -> None:
-    """Warn where the board gets no kernels, and where the caller gives no thresholds: the default fits no decoder."""
+def _warn_of_host(plan: BuildPlan) -> None:
+    """Warn where a board gets no kernels."""
     for fallback in plan.fallbacks:
         if fallback.kind == "accelerator":
             text = f"target {plan.board.name} gets no accelerator kernels: {fallback.reason}"
             warnings.warn(text, UserWarning, stacklevel=3)
-    replay = plan.config.replay
+
+
+def _warn_of_defaults(replay: ReplayConfig | None) -> None:
+    """Warn of thresholds that nobody gave: the default threshold of a gate fits no decoder in particular."""
     if replay is None or "threshold" in replay.model_fields_set:
         return
     text = f"no thresholds were given: every layer replays at the default threshold of gate {replay.gate}, "

@@ -93,6 +93,12 @@ def test_a_bfloat16_checkpoint_keeps_its_bits(tmp_path: Path) -> None:
     assert torch.equal(params[kept[0]].view(torch.int16), stored[name].view(torch.int16))
 
 
+def test_a_board_without_kernels_is_warned_of(tmp_path: Path) -> None:
+    text = "target zcu102 gets no accelerator kernels: the kernels are int8, and quant is 'bf16'"
+    with pytest.warns(UserWarning, match=text):
+        build(llama(), tmp_path / "artifact", target="zcu102")
+
+
 def test_no_estimate_for_an_engine_that_does_not_exist() -> None:
     with pytest.raises(InputError, match=r'quant = "bf16" \(the engine is int8: w8a8 or w4a8\)'):
         estimate(Workload(load_shape("vila-u-7b"), "bf16", 1024), load_target("u280"))
