@@ -22,7 +22,7 @@ from fastcar_compile.codegen.tvm.kernels.attention.softmax import (
 )
 from fastcar_compile.codegen.tvm.kernels.cache import Row, RowFormat, row_at
 from fastcar_compile.codegen.tvm.kernels.script import inlined
-from fastcar_compile.codegen.tvm.kernels.vectors import LINE, PREFETCH_BYTES, add_lanes, prefetch, vector_lanes
+from fastcar_compile.codegen.tvm.kernels.vectors import LINE, PREFETCH_BYTES, add_lanes, vector_lanes
 
 
 def attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: InstructionSet) -> AttendRows:
@@ -82,13 +82,10 @@ def _logits(rows_of: RowFormat, rule: LogitRule) -> Callable[..., None]:
                 # r: unrolled, the lines of four rows, line r % lines of row r // lines.
                 for r in T.unroll(PARALLEL_KEYS * lines):
                     T.evaluate(
-                        prefetch(
-                            o.keys[
-                                step.group.b,
-                                step.group.h,
-                                step.rows.ahead(step.start + part * PARALLEL_KEYS + r // lines),
-                                r % lines * rows_of.elements_of(LINE),
-                            ]
+                        step.prefetch(
+                            o.keys,
+                            step.start + part * PARALLEL_KEYS + r // lines,
+                            r % lines * rows_of.elements_of(LINE),
                         )
                     )
             multiply(o, step, part, dot)
@@ -109,16 +106,7 @@ def _add_values(rows_of: RowFormat) -> Callable[..., None]:
     @inlined
     def prefetch_value(o, step, r):
         for u in T.unroll(lines):
-            T.evaluate(
-                prefetch(
-                    o.values[
-                        step.group.b,
-                        step.group.h,
-                        step.rows.ahead(step.start + r),
-                        u * rows_of.elements_of(LINE),
-                    ]
-                )
-            )
+            T.evaluate(step.prefetch(o.values, step.start + r, u * rows_of.elements_of(LINE)))
 
     @inlined
     def add_values(o, step, block, acc):

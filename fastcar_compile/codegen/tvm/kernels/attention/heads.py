@@ -19,15 +19,7 @@ from fastcar_compile.codegen.tvm.kernels.attention.softmax import (
 )
 from fastcar_compile.codegen.tvm.kernels.cache import Row, RowFormat, row_at
 from fastcar_compile.codegen.tvm.kernels.script import inlined
-from fastcar_compile.codegen.tvm.kernels.vectors import (
-    LINE,
-    PREFETCH_BYTES,
-    Expr,
-    exp_not_positive,
-    fence,
-    prefetch,
-    vector,
-)
+from fastcar_compile.codegen.tvm.kernels.vectors import LINE, PREFETCH_BYTES, Expr, exp_not_positive, fence, vector
 from fastcar_compile.config.formats import kv_type
 
 LANES = 16
@@ -222,16 +214,7 @@ def _prefetch_rows(rows_of: RowFormat, count: int) -> Callable[..., None]:
         # Only the first tile of heads prefetches, and its rows are adjacent in the cache.
         if step.rows.ahead is not None and step.g == 0:
             for line in T.unroll(lines):
-                T.evaluate(
-                    prefetch(
-                        cache[
-                            step.group.b,
-                            step.group.h,
-                            step.rows.ahead(step.start + number),
-                            line * rows_of.elements_of(LINE),
-                        ]
-                    )
-                )
+                T.evaluate(step.prefetch(cache, step.start + number, line * rows_of.elements_of(LINE)))
 
     return prefetch_rows
 

@@ -46,7 +46,6 @@ from fastcar_compile.codegen.tvm.kernels.vectors import (
     fold_fours,
     load_from,
     magnitude_bits,
-    prefetch,
     ramp,
     vector,
     vpdpbusd,
@@ -264,16 +263,7 @@ def add_values(d: int) -> Callable[..., None]:
                 # The first query head prefetches the whole rows with its first piece.
                 if step.rows.ahead is not None and step.g + piece == 0:
                     for line in T.unroll(lines):
-                        T.evaluate(
-                            prefetch(
-                                o.values[
-                                    step.group.b,
-                                    step.group.h,
-                                    step.rows.ahead(step.start + part * PARALLEL_KEYS),
-                                    line * LINE,
-                                ]
-                            )
-                        )
+                        T.evaluate(step.prefetch(o.values, step.start + part * PARALLEL_KEYS, line * LINE))
                 add_four_rows(o, step, part, piece, split, sums)
             rescale(o.state.acc, step, block.stat[DECAY], piece, split, sums)
 

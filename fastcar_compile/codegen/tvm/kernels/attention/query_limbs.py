@@ -25,7 +25,6 @@ from fastcar_compile.codegen.tvm.kernels.vectors import (
     intrinsic,
     load_from,
     magnitude_bits,
-    prefetch,
     ramp,
     vector,
     vpdpbusd,
@@ -213,11 +212,7 @@ def multiply_keys(d: int) -> Callable[..., None]:
     def prefetch_keys(o, step, part):
         # Four rows are adjacent in the cache: their lines are one run.
         for line in T.unroll(lines):
-            T.evaluate(
-                prefetch(
-                    o.keys[step.group.b, step.group.h, step.rows.ahead(step.start + part * PARALLEL_KEYS), line * LINE]
-                )
-            )
+            T.evaluate(step.prefetch(o.keys, step.start + part * PARALLEL_KEYS, line * LINE))
 
     @inlined
     def add_vector(o, step, part, c, query, sums):

@@ -9,7 +9,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.kernels.script import inlined
-from fastcar_compile.codegen.tvm.kernels.vectors import Expr, exp_not_positive, tanh
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, exp_not_positive, prefetch, tanh
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,11 @@ class Step:
     def clamped(self, number: Expr) -> tuple[Expr, Expr, Expr]:
         """Return the same. The last row stands for those past the range."""
         return self.group.b, self.group.h, self.rows.at(T.min(self.start + number, self.rows.last - 1))
+
+    def prefetch(self, cache: Any, row: Expr, element: Expr) -> Expr:
+        """Return the prefetch of a line of the row that is read after row `row` of the range; it has one ahead."""
+        assert self.rows.ahead is not None
+        return prefetch(cache[self.group.b, self.group.h, self.rows.ahead(row), element])
 
     def four_rows(self, part: Expr) -> list[tuple[Expr, Expr, Expr]]:
         """Return the clamped indices of rows 4 * part .. 4 * part + 3."""
