@@ -11,11 +11,18 @@ from torch import Tensor
 from tvm.tirx import PrimFunc
 
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, cpu_flags, host_instruction_set, instruction_set
+from fastcar_compile.codegen.tvm.isa import (
+    INSTRUCTION_SETS,
+    PORTABLE,
+    InstructionSet,
+    cpu_flags,
+    host_instruction_set,
+    instruction_set,
+)
 from fastcar_compile.codegen.tvm.kernels.attention import decode
 from fastcar_compile.codegen.tvm.kernels.attention import heads as attend_heads
 from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
-from fastcar_compile.codegen.tvm.kernels.attention.decode import context_attention, decode_attention
+from fastcar_compile.codegen.tvm.kernels.attention.decode import context_attention, decode_attention, window_attention
 from fastcar_compile.codegen.tvm.kernels.attention.int8 import suits
 from fastcar_compile.codegen.tvm.kernels.attention.online import (
     context_parts,
@@ -129,6 +136,17 @@ def test_int8_rows_of_whole_vectors(
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     expected = torch.einsum("bhs,bhsd->bhd", logits.softmax(-1), values.repeat_interleave(group, 1))
     torch.testing.assert_close(y[:, :, 0].double(), expected, atol=1e-6 * d**0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS, ids=lambda isa: isa.name)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+def test_kernels_are_made_on_a_cpu_that_cannot_run_them(isa: InstructionSet, dtype: str) -> None:
+    shapes = (2, 4, 1, 64), (2, 2, 48, 64)
+    decode, window = (
+        decode_attention(*shapes, 0.3, dtype, None, isa),
+        window_attention(*shapes, 0.3, 4, 16, dtype, None, isa),
+    )
+    assert all(isinstance(kernel, PrimFunc) for kernel in (decode, window))
 
 
 @pytest.mark.parametrize("d", [64, 128])

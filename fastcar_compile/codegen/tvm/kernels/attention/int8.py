@@ -324,7 +324,7 @@ def attend_rows(d: int, group: int, rule: LogitRule, _dtype: str, _isa: Instruct
         exact = T.alloc_buffer((quads * lanes,), "float32")
         weight_limbs = T.alloc_buffer((quads * lanes,), "int32")
         largest = T.alloc_buffer((lanes,), "int32")
-        unit = T.alloc_buffer((lanes,), "float32")
+        units = T.alloc_buffer((lanes,), "float32")
         # Four rows of values, interleaved bytewise in two steps.
         interleaved = T.alloc_buffer((4 * VECTOR_BYTES,), "int8")
         column = T.alloc_buffer((4 * VECTOR_BYTES,), "int8")
@@ -335,7 +335,7 @@ def attend_rows(d: int, group: int, rule: LogitRule, _dtype: str, _isa: Instruct
         query = T.meta_var(SplitQuery(limbs, scales, correction))
         sums = T.meta_var(LogitSums(keys, pairs, logit, four))
         values = T.meta_var(
-            (SplitWeights(exact, weight_limbs, largest, unit), ValueSums(interleaved, column, low, middle, high))
+            (SplitWeights(exact, weight_limbs, largest, units), ValueSums(interleaved, column, low, middle, high))
         )
         split(o, heads, query, sums, integers)
         # block: rows in order. g: query heads, which find the block in the first-level cache.
