@@ -9,7 +9,7 @@ import typer
 
 from fastcar_compile.artifact.layout import SIGNATURE
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.options import parse_ids, read_tokens
+from fastcar_compile.cli.options import CountedOption, PromptOption, VideosOption, parse_ids, read_videos
 from fastcar_compile.cli.output import print_fields, print_json, print_text
 from fastcar_compile.cli.places import Writes
 from fastcar_compile.errors import UserError, count_text
@@ -22,13 +22,11 @@ if TYPE_CHECKING:
 @command
 def calibrate_command(
     artifact: Annotated[Path, typer.Argument(help="Folder of the artifact, compiled with the gate to calibrate.")],
-    videos: Annotated[Path, typer.Option(help=".npy or .safetensors, int64 [N, T], prompt included.")],
+    videos: VideosOption,
     target_replay: Annotated[float | None, typer.Option(help="Least share of the forwards t >= F that replay.")] = None,
     max_nll_increase: Annotated[float | None, typer.Option(help="Greatest increase of the NLL; 0.1: 10 %.")] = None,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")] = 1,
-    counted: Annotated[
-        str | None, typer.Option(help="Token ids that the decoder predicts, FIRST:END; others are given. Default: all.")
-    ] = None,
+    prompt: PromptOption = 1,
+    counted: CountedOption = None,
     search_videos: Annotated[
         int | None,
         typer.Option(min=1, help="On how many of the videos layers share the replay out; all meet the target."),
@@ -57,7 +55,7 @@ def calibrate_command(
         raise UserError(
             what, where=str(artifact), hint="give --output FILE instead, or --drop-signature and sign again"
         )
-    tokens = read_tokens(videos, "video file", dims=(2,))
+    tokens = read_videos(videos)
     with stages(as_json, "calibrate") as show:
         show("checking the files")
         loaded = fc.load(str(artifact))

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.options import parse_heads, parse_thresholds
+from fastcar_compile.cli.options import TARGETS, TokensPerFrameOption, names_of, parse_heads, parse_thresholds
 from fastcar_compile.cli.output import Column, print_fields, print_json, print_table, print_text, size_text
 from fastcar_compile.cli.places import MayRead, Writes
-from fastcar_compile.cli.targets import target_names
 from fastcar_compile.errors import UserError, count_text
 from fastcar_compile.support.values import model_hint
 
 if TYPE_CHECKING:
-    from fastcar_compile import Artifact, ReplayConfig, SparseAttention
+    from pydantic import BaseModel
+
+    from fastcar_compile import Artifact, SparseAttention
     from fastcar_compile.codegen.plan import Bank
     from fastcar_compile.ir.types import LayerSite
     from fastcar_compile.report.dry_run import DryRun
@@ -182,27 +183,6 @@ def span(layers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def gate_names() -> list[str]:
-    """Return the names of the gates, for shell completion."""
-    from fastcar_compile.gates import GATES
-
-    return list(GATES)
-
-
-def quant_names() -> list[str]:
-    """Return the names of the quantisation formats, for shell completion."""
-    from fastcar_compile.config.formats import QUANT_FORMATS
-
-    return list(QUANT_FORMATS)
-
-
-def kv_names() -> list[str]:
-    """Return the names of the KV types, for shell completion."""
-    from fastcar_compile.config.formats import KV_TYPES
-
-    return list(KV_TYPES)
-
-
 @command
 def compile_command(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder (config.json, *.safetensors) or .pt2 file.")],
@@ -211,25 +191,28 @@ def compile_command(
     ] = None,
     target: Annotated[
         str,
-        typer.Option(help="Target name or .toml file; see `fastcar targets`.", autocompletion=target_names),
+        typer.Option(help="Target name or .toml file; see `fastcar targets`.", autocompletion=TARGETS),
         MayRead(),
     ] = "zcu102",
-    tokens_per_frame: Annotated[
-        int | None, typer.Option(help="Tokens of one frame; default: the model's config.")
-    ] = None,
+    tokens_per_frame: TokensPerFrameOption = None,
     max_seq_len: Annotated[int | None, typer.Option(help="Positions of the KV cache; default: the model's.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows decoded together.")] = 1,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(help="Tokens per call of the prefill; default: 64, or an equal part of a frame."),
+    ] = None,
     quant: Annotated[
         str | None,
         typer.Option(
             help="none, bf16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.",
-            autocompletion=quant_names,
+            autocompletion=names_of("fastcar_compile.config.formats:QUANT_FORMATS.keys"),
         ),
     ] = None,
     gate: Annotated[
         str,
         typer.Option(
-            help="What decides: tas, input_delta, bound, learned; always, never, random.", autocompletion=gate_names
+            help="What decides: tas, input_delta, bound, learned; always, never, random.",
+            autocompletion=names_of("fastcar_compile.gates:GATES.keys"),
         ),
     ] = "tas",
     gate_weights: Annotated[Path | None, typer.Option(help="Weights of gate learned, .safetensors.")] = None,
@@ -259,7 +242,7 @@ def compile_command(
         str | None,
         typer.Option(
             help="What keys and values are cached as: float32 (default), float16, int8 (default with --offload all).",
-            autocompletion=kv_names,
+            autocompletion=names_of("fastcar_compile.config.formats:KV_TYPES.keys"),
         ),
     ] = None,
     numerics: Annotated[
@@ -281,52 +264,53 @@ def compile_command(
 
     With --dry-run, say what would be compiled.
     """
+    given: dict[str, Any] = dict(locals())
     import fastcar_compile as fc
     from fastcar_compile.config.targets import load_target, require_buildable
 
     require_buildable(load_target(target))  # cheap refusals come before the model is read
-    replay = None
-    if not no_replay:
-        rule: dict[str, Any] = {"max_chain": max_chain, "refresh_every": refresh_every, "couple_cfg": couple_cfg}
-        rule |= {"gate": gate, "gate_weights": gate_weights}
-        replay = parse_replay(rule, threshold, heads)
-    options: dict[str, Any] = {
-        "target": target,
-        "tokens_per_frame": tokens_per_frame,
-        "max_seq_len": max_seq_len,
-        "batch_size": batch_size,
-        "quant": quant,
-        "replay": replay,
-        "offload": offload,
-        "sparse_attention": parse_sparse(window, sinks, window_positions),
-        "kv": kv,
-        "numerics": numerics,
-        "host_cpus": [name.strip() for name in host_cpus.split(",")],
-        "strict": strict,
-    }
-    if dry_run:
-        return _dry_run(model, options, as_json)
-    if output is None:
+    given["threshold"] = None if threshold is None else parse_thresholds(threshold)
+    given["heads"] = None if heads is None else parse_heads(heads)
+    given["positions"] = window_positions
+    options = _of(fc.CompileConfig, given)
+    options |= {"replay": None if no_replay else fc.ReplayConfig(**_of(fc.ReplayConfig, given))}
+    options |= {"sparse_attention": _sparse(given)}
+    options |= {"host_cpus": [name.strip() for name in host_cpus.split(",")], "strict": strict}
+    if output is None and not dry_run:
         raise UserError("there is no folder for the artifact", hint="give --output FOLDER, or --dry-run")
-    with stages(as_json, "compile") as show:
+    with stages(as_json, "dry run" if dry_run else "compile") as show:
         show("checking the model")
-        artifact = fc.compile(load_model(model), dry_run=False, output=str(output), **options)
-    _show_artifact(artifact, as_json)
-    return ExitCode.OK
-
-
-def _dry_run(model: Path, options: dict[str, Any], as_json: bool) -> ExitCode:
-    """Print the report; the exit code says whether `compile` would build the artifact."""
-    import fastcar_compile as fc
-
-    with stages(as_json, "dry run") as show:
-        show("checking the model")
-        report = fc.compile(load_model(model, weights=False), dry_run=True, **options)
+        build: Any = fc.compile  # its overloads know literals alone
+        found = build(load_model(model, weights=not dry_run), dry_run=dry_run, output=str(output), **options)
+    if not dry_run:
+        _show_artifact(found, as_json)
+        return ExitCode.OK
     if as_json:
-        print_json(report.to_json())
+        print_json(found.to_json())
     else:
-        show_dry_run(report)
-    return ExitCode.OK if report.ok else ExitCode.USER_ERROR
+        show_dry_run(found)
+    return ExitCode.OK if found.ok else ExitCode.USER_ERROR
+
+
+def _of(config: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that are fields of a configuration. Those that were left out are None, and left to it."""
+    return {name: given[name] for name in config.model_fields if given.get(name) is not None}
+
+
+def _sparse(given: dict[str, Any]) -> SparseAttention | None:
+    """Return the sparse attention of --window, --sinks and --window-positions; None without a window.
+
+    Raises:
+        UserError: sinks or positions without a window. CompileError: a value is not valid.
+    """
+    from fastcar_compile.config import SparseAttention
+
+    options = _of(SparseAttention, given)
+    if "window" in options or not options:
+        return SparseAttention(**options) if options else None
+    flags = {"sinks": "--sinks", "positions": "--window-positions"}
+    what = f"{' and '.join(flags[name] for name in flags if name in options)} given without --window"
+    raise UserError(what, hint="give --window too, for example --window 256")
 
 
 def _show_artifact(artifact: Artifact, as_json: bool) -> None:
@@ -342,37 +326,6 @@ def _show_artifact(artifact: Artifact, as_json: bool) -> None:
         f"{artifact.path}: {able} of {count_text(sites, 'layer')} may replay, "
         f"{count_text(len(files), 'file')}, {size_text(size)}\n{artifact.digest}"
     )
-
-
-def parse_replay(options: dict[str, Any], threshold: str | None, heads: str | None) -> ReplayConfig:
-    """Return the replay of --threshold, --heads and the options that need no reading; the gate's threshold by default.
-
-    Raises:
-        UserError: a threshold or a head is no number. CompileError: a value is not valid.
-    """
-    from fastcar_compile.config import ReplayConfig
-
-    read: dict[str, Any] = {} if threshold is None else {"threshold": parse_thresholds(threshold)}
-    return ReplayConfig(**read, **options, heads=None if heads is None else parse_heads(heads))
-
-
-def parse_sparse(window: int | None, sinks: int | None, positions: str | None) -> SparseAttention | None:
-    """Return the sparse attention of --window, --sinks and --window-positions; None without a window.
-
-    Raises:
-        UserError: sinks or positions without a window. CompileError: a value is not valid.
-    """
-    from fastcar_compile.config import SparseAttention
-
-    given = {"sinks": sinks, "positions": positions}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if window is not None:
-        return SparseAttention(window=window, **options)
-    if options:
-        flags = {"sinks": "--sinks", "positions": "--window-positions"}
-        what = f"{' and '.join(flags[name] for name in options)} given without --window"
-        raise UserError(what, hint="give --window too, for example --window 256")
-    return None
 
 
 def load_model(path: Path, *, weights: bool = True) -> Any:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.options import existing, require_one
+from fastcar_compile.cli.options import TARGETS, existing, require_one
 from fastcar_compile.cli.output import print_fields, print_json, print_text
 from fastcar_compile.cli.places import MayRead, Writes
-from fastcar_compile.cli.targets import target_names
 from fastcar_compile.errors import CompileError, UserError, count_text
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from fastcar_compile.config.targets import Target
 
 SHAPE_CONTEXT, SHAPE_QUANT = 512, "w8a8"
-OFFLOADS = ("mlp", "linears", "all")
 
 
 @command
@@ -32,7 +30,7 @@ def estimate_command(
     shape: Annotated[str | None, typer.Option(help="A decoder by name, without weights, e.g. llama2-7b.")] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="Board; default: the artifact's, or zcu102.", autocompletion=target_names),
+        typer.Option(help="Board; default: the artifact's, or zcu102.", autocompletion=TARGETS),
         MayRead(),
     ] = None,
     quant: Annotated[str | None, typer.Option(help="w8a8 or w4a8; default: the artifact's, or w8a8.")] = None,
@@ -166,13 +164,15 @@ def with_options(work: Workload, wishes: dict[str, Any]) -> Workload:
     Raises:
         UserError: a quantisation or an offload that there is not.
     """
+    from fastcar_compile.config import CompileConfig
     from fastcar_compile.config.formats import ACCELERATED
 
+    offloads: tuple[str, ...] = get_args(CompileConfig.model_fields["offload"].annotation)
     given = {name: value for name, value in wishes.items() if value is not None}
     if given.get("quant", SHAPE_QUANT) not in ACCELERATED:
         raise UserError(f"there is no engine for --quant {given['quant']}", hint=f"give {' or '.join(ACCELERATED)}")
-    if given.get("offload", OFFLOADS[0]) not in OFFLOADS:
-        raise UserError(f"--offload {given['offload']} is not known", hint=f"give one of {', '.join(OFFLOADS)}")
+    if given.get("offload", offloads[0]) not in offloads:
+        raise UserError(f"--offload {given['offload']} is not known", hint=f"give one of {', '.join(offloads)}")
     if "sink_window" in given:
         given["kv_rows"] = None  # an artifact's own ring has another window
     if given.keys() - {"offload", "replay"}:

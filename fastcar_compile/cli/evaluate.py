@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.options import existing, parse_heads, parse_ids, read_tokens
+from fastcar_compile.cli.options import (
+    CountedOption,
+    PromptOption,
+    TokensPerFrameOption,
+    VideosOption,
+    existing,
+    parse_heads,
+    parse_ids,
+    read_videos,
+)
 from fastcar_compile.cli.output import Column, print_json, print_table
 from fastcar_compile.cli.places import MayRead, Writes
 from fastcar_compile.errors import UserError, os_errors
@@ -25,7 +34,7 @@ if TYPE_CHECKING:
 @command
 def evaluate_command(
     decoder: Annotated[Path, typer.Argument(help="Folder of an artifact, or of a Hugging Face decoder.")],
-    videos: Annotated[Path, typer.Option(help="Held-out: .safetensors, .npz or .npy, int64 [N, T], prompt included.")],
+    videos: VideosOption,
     calibration_videos: Annotated[Path | None, typer.Option(help="Others, on which thresholds are chosen.")] = None,
     gates: Annotated[str, typer.Option(help="Separated by commas.")] = "tas,input_delta",
     heads: Annotated[str | None, typer.Option(help="Query heads of gate tas, as `fastcar compile` takes them.")] = None,
@@ -47,12 +56,10 @@ def evaluate_command(
     detokenize: Annotated[
         str | None, typer.Option(help="module:function or file.py:function, for PSNR, SSIM and pictures."), MayRead()
     ] = None,
-    tokens_per_frame: Annotated[int | None, typer.Option(help="Default: the decoder's config.")] = None,
+    tokens_per_frame: TokensPerFrameOption = None,
     quant: Annotated[str, typer.Option(help="Of a Hugging Face decoder: none, w8a8 or w4a8.")] = "none",
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")] = 1,
-    counted: Annotated[
-        str | None, typer.Option(help="Token ids that the decoder predicts, FIRST:END; others are given. Default: all.")
-    ] = None,
+    prompt: PromptOption = 1,
+    counted: CountedOption = None,
     journal: Annotated[
         Path | None,
         typer.Option(help="Folder that keeps every measurement; goes on from it."),
@@ -66,7 +73,10 @@ def evaluate_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
-    """Measure replay against the dense decoder."""
+    """Measure replay against the dense decoder.
+
+    The videos should be none that the gate or the decoder was trained on.
+    """
     from fastcar_compile.tune import evaluate
     from fastcar_compile.tune.evaluate.pictures import draw
 
@@ -75,8 +85,8 @@ def evaluate_command(
         raise UserError("exactly one of --calibration-videos and --cases is needed", hint=hint)
     attentions = parse_attentions(sparse_attention)
     function = None if detokenize is None else evaluate.entry_point(detokenize)
-    held_out = read_tokens(videos, "video file", dims=(2,))
-    choosing = None if calibration_videos is None else read_tokens(calibration_videos, "video file", dims=(2,))
+    held_out = read_videos(videos)
+    choosing = None if calibration_videos is None else read_videos(calibration_videos)
     wanted = parse_ratios(ratios)
     if journal is not None:
         journal.mkdir(parents=True, exist_ok=True)

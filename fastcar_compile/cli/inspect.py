@@ -13,7 +13,7 @@ import typer
 
 from fastcar_compile.artifact.layout import SIGNATURE
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.options import existing, require_one
+from fastcar_compile.cli.options import ArtifactArgument, existing, require_one
 from fastcar_compile.cli.output import (
     Column,
     print_fields,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @command
 def inspect_command(
-    artifact: Annotated[Path, typer.Argument(help="Folder of the artifact.")],
+    artifact: ArtifactArgument,
     sites: Annotated[bool, typer.Option("--sites", help="The layers found, and where.")] = False,
     before: Annotated[bool, typer.Option("--before", help="The decode graph before the passes.")] = False,
     after: Annotated[bool, typer.Option("--after", help="The decode graph after the passes.")] = False,

@@ -1,11 +1,15 @@
-"""Options that are more than a word: thresholds, heads, windows, token files; and what excludes what."""
+"""Options that several commands have, those that are more than a word, and what excludes what."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
 
 from fastcar_compile.errors import UserError
 from fastcar_compile.support.values import read_arrays, refuse_pipe
@@ -15,6 +19,29 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Tokens = NDArray[np.int64]
+
+
+def names_of(where: str) -> Callable[[], list[str]]:
+    """Return a function that returns names for shell completion: what the call of "module:attribute" does."""
+
+    def names() -> list[str]:
+        module, _, attribute = where.partition(":")
+        return list(attrgetter(attribute)(import_module(module))())
+
+    return names
+
+
+TARGETS = names_of("fastcar_compile.config.targets:available_targets")
+BACKENDS = names_of("fastcar_compile.runtime.backends:BACKENDS.names")
+
+ArtifactArgument = Annotated[Path, typer.Argument(help="Folder of the artifact.")]
+VideosOption = Annotated[Path, typer.Option(help=".safetensors, .npz or .npy, int64 [N, T], prompt included.")]
+PromptOption = Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")]
+CountedOption = Annotated[
+    str | None, typer.Option(help="Token ids that the decoder predicts, FIRST:END; others are given. Default: all.")
+]
+TokensPerFrameOption = Annotated[int | None, typer.Option(help="Tokens of one frame; default: the model's config.")]
+ThresholdOption = Annotated[str | None, typer.Option(help="Overrides the compiled threshold(s).")]
 
 
 def parse_thresholds(text: str) -> float | list[float | None]:
@@ -128,6 +155,11 @@ def parse_ids(text: str | None) -> tuple[int, int] | None:
     return int(first), int(end)
 
 
+def read_videos(path: Path) -> Tokens:
+    """Return videos from a file, int64 [N, T]; see `read_tokens`."""
+    return read_tokens(path, "video file", dims=(2,))
+
+
 def read_tokens(path: Path, what: str, *, dims: Sequence[int]) -> Tokens:
     """Return token ids from a .npy, .npz or .safetensors file: its tensor "tokens", or its only one, int64.
 
@@ -173,7 +205,6 @@ def read_context(path: Path, *, mask: bool) -> NDArray[Any]:
 
 
 def _arrays(path: Path, what: str) -> Mapping[str, NDArray[Any]]:
-
     try:
         if path.suffix == ".safetensors":
             from safetensors import numpy as safetensors

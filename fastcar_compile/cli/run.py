@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.options import existing, parse_prompt, parse_thresholds, read_context, read_tokens, require_one
+from fastcar_compile.cli.options import (
+    BACKENDS,
+    ArtifactArgument,
+    ThresholdOption,
+    existing,
+    parse_prompt,
+    parse_thresholds,
+    read_context,
+    read_tokens,
+    require_one,
+)
 from fastcar_compile.cli.output import print_fields, print_json, print_text
 from fastcar_compile.cli.places import Writes
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
@@ -23,13 +33,6 @@ if TYPE_CHECKING:
     from fastcar_compile import Session
 
     Tokens = NDArray[np.int64]
-
-
-def backend_names() -> list[str]:
-    """Return the names of the backends, for shell completion."""
-    from fastcar_compile.runtime.backends import BACKENDS
-
-    return BACKENDS.names()
 
 
 class Clock:
@@ -55,14 +58,14 @@ class Clock:
 
 @command
 def run_command(
-    artifact: Annotated[Path, typer.Argument(help="Folder of the artifact.")],
+    artifact: ArtifactArgument,
     prompt: Annotated[str | None, typer.Option(help="Token ids, separated by commas or blanks.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help=".npy, .npz or .safetensors, int64 [P] or [B, P].")] = None,
     num_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 256,
     backend: Annotated[
-        str, typer.Option(help="cpu, onnxruntime, hls-csim, eager or board.", autocompletion=backend_names)
+        str, typer.Option(help="cpu, onnxruntime, hls-csim, eager or board.", autocompletion=BACKENDS)
     ] = "cpu",
-    threshold: Annotated[str | None, typer.Option(help="Overrides the compiled threshold(s).")] = None,
+    threshold: ThresholdOption = None,
     thresholds: Annotated[Path | None, typer.Option(help="File of `fastcar calibrate`.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

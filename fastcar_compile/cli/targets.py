@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command
+from fastcar_compile.cli.options import TARGETS
 from fastcar_compile.cli.output import Column, print_fields, print_json, print_table, print_text
 from fastcar_compile.errors import count_text
 
@@ -14,18 +15,11 @@ if TYPE_CHECKING:
     from fastcar_compile.config.targets import Memory, Target
 
 
-def target_names() -> list[str]:
-    """Return the names of the targets, for shell completion."""
-    from fastcar_compile.config.targets import available_targets
-
-    return list(available_targets())
-
-
 @command
 def targets_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="A target's name or a path to its .toml file.", autocompletion=target_names),
+        typer.Argument(help="A target's name or a path to its .toml file.", autocompletion=TARGETS),
     ] = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
@@ -39,7 +33,7 @@ def targets_command(
         else:
             _show_one(target)
         return ExitCode.OK
-    targets = [load_target(each) for each in target_names()]
+    targets = [load_target(each) for each in TARGETS()]
     if as_json:
         print_json({"targets": [target.model_dump(mode="json") for target in targets]})
     else:

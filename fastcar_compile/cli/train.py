@@ -4,36 +4,42 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
+from fastcar_compile.artifact.layout import MANIFEST
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.evaluate import read_module
-from fastcar_compile.cli.options import existing, parse_ids, read_tokens
+from fastcar_compile.cli.options import (
+    CountedOption,
+    PromptOption,
+    TokensPerFrameOption,
+    VideosOption,
+    existing,
+    parse_ids,
+    read_videos,
+)
 from fastcar_compile.cli.output import print_fields, print_json
 from fastcar_compile.cli.places import Writes
 from fastcar_compile.errors import UserError
 
 if TYPE_CHECKING:
-    from fastcar_compile import TrainedGate
+    from fastcar_compile import TrainedGate, TunedDecoder
 
+T = TypeVar("T")
 
 Decoder = Annotated[Path, typer.Argument(help="Folder of a Hugging Face decoder.")]
-Videos = Annotated[Path, typer.Option(help="To train on: .safetensors, .npz or .npy, int64 [N, T], with prompt.")]
-Target = Annotated[float, typer.Option(help="Share of the forwards t >= F that shall replay.")]
+TargetReplay = Annotated[float, typer.Option(help="Share of the forwards t >= F that shall replay.")]
 Gate = Annotated[str, typer.Option(help="learned, or tas (a weight per query head).")]
 Start = Annotated[Path | None, typer.Option(help="A trained gate of the same kind and units to go on from.")]
 Units = Annotated[int, typer.Option(help="Of the hidden layer of gate learned.")]
 Steps = Annotated[int, typer.Option(help="Of the optimiser.")]
 Batch = Annotated[int, typer.Option(help="Videos per step.")]
 Seed = Annotated[int, typer.Option(help="Of first weights, order of videos and noise.")]
-TokensPerFrame = Annotated[int | None, typer.Option(help="Default: the decoder's config.")]
-Prompt = Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")]
-Counted = Annotated[
-    str | None, typer.Option(help="Token ids that the decoder predicts, FIRST:END; others are given. Default: all.")
-]
 Checkpoint = Annotated[
     Path | None, typer.Option(help="An interrupted training goes on from this file."), Writes("checkpoint")
 ]
@@ -42,8 +48,8 @@ Checkpoint = Annotated[
 @command
 def train_gate_command(
     decoder: Decoder,
-    videos: Videos,
-    target_replay: Target,
+    videos: VideosOption,
+    target_replay: TargetReplay,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Write the gate to this .safetensors file."), Writes("gate")
     ],
@@ -53,45 +59,40 @@ def train_gate_command(
     steps: Steps = 200,
     batch: Batch = 4,
     seed: Seed = 0,
-    tokens_per_frame: TokensPerFrame = None,
-    prompt: Prompt = 1,
-    counted: Counted = None,
+    tokens_per_frame: TokensPerFrameOption = None,
+    prompt: PromptOption = 1,
+    counted: CountedOption = None,
     checkpoint: Checkpoint = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Train a gate for a decoder whose weights stay."""
     import fastcar_compile as fc
 
-    not_compiled(decoder)
-    tokens, first = read_tokens(videos, "video file", dims=(2,)), read_start(start)
-    with stages(as_json, "train-gate") as show:
-        show("reading the decoder")
-        found = fc.train_gate(
-            read_module(decoder),
-            tokens,
-            gate=gate,
-            target_replay=target_replay,
-            units=units,
-            steps=steps,
-            batch=batch,
-            seed=seed,
-            tokens_per_frame=tokens_per_frame,
-            prompt=prompt,
-            counted=parse_ids(counted),
-            start=first,
-            checkpoint=checkpoint,
-        )
+    def save(found: TrainedGate) -> None:
         found.save(output)
-    show_gate(found, output, as_json)
+
+    show_gate(_trained("train-gate", fc.train_gate, locals(), save), output, as_json)
     return ExitCode.OK
 
 
-def not_compiled(decoder: Path) -> None:
-    """Raise UserError where the decoder is an artifact."""
-    existing(decoder, "decoder")
-    if (decoder / "manifest.json").is_file():
+def _trained(title: str, train: Callable[..., T], given: Mapping[str, Any], save: Callable[[T], None]) -> T:
+    """Return what `train` makes of a command's options, saved.
+
+    Raises:
+        UserError: the decoder is an artifact.
+    """
+    decoder = existing(given["decoder"], "decoder")
+    if (decoder / MANIFEST).is_file():
         hint = "give the decoder's Hugging Face folder, then compile with the gate"
         raise UserError("gates are trained before a decoder is compiled", where=str(decoder), hint=hint)
+    videos = read_videos(given["videos"])
+    options = {name: given[name] for name in signature(train).parameters if name in given}
+    options |= {"counted": parse_ids(given["counted"]), "start": read_start(given["start"]), "videos": videos}
+    with stages(given["as_json"], title) as show:
+        show("reading the decoder")
+        found = train(read_module(decoder), **options)
+        save(found)
+    return found
 
 
 def read_start(path: Path | None) -> TrainedGate | None:
@@ -118,14 +119,11 @@ def show_gate(found: TrainedGate, output: Path, as_json: bool) -> None:
     print_fields(fields)
 
 
-# `fastcar tune-decoder`: a decoder and its gate, trained together.
-
-
 @command
 def tune_decoder_command(
     decoder: Decoder,
-    videos: Videos,
-    target_replay: Target,
+    videos: VideosOption,
+    target_replay: TargetReplay,
     output: Annotated[
         Path,
         typer.Option("--output", "-o", help="New folder: the decoder in model/, the gate in gate.safetensors."),
@@ -138,9 +136,9 @@ def tune_decoder_command(
     steps: Steps = 400,
     batch: Batch = 4,
     seed: Seed = 0,
-    tokens_per_frame: TokensPerFrame = None,
-    prompt: Prompt = 1,
-    counted: Counted = None,
+    tokens_per_frame: TokensPerFrameOption = None,
+    prompt: PromptOption = 1,
+    counted: CountedOption = None,
     checkpoint: Checkpoint = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
@@ -150,28 +148,10 @@ def tune_decoder_command(
     """
     import fastcar_compile as fc
 
-    not_compiled(decoder)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError("the output exists already", where=str(output), hint="give a new folder")
-    tokens, first = read_tokens(videos, "video file", dims=(2,)), read_start(start)
-    with stages(as_json, "tune-decoder") as show:
-        show("reading the decoder")
-        found = fc.tune_decoder(
-            read_module(decoder),
-            tokens,
-            rate=rate,
-            gate=gate,
-            target_replay=target_replay,
-            units=units,
-            steps=steps,
-            batch=batch,
-            seed=seed,
-            tokens_per_frame=tokens_per_frame,
-            prompt=prompt,
-            counted=parse_ids(counted),
-            start=first,
-            checkpoint=checkpoint,
-        )
+
+    def save(found: TunedDecoder) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         # A kill while writing leaves no half of a decoder under the name that was asked for.
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.tuning-") as scratch:
@@ -179,5 +159,7 @@ def tune_decoder_command(
             model.save_pretrained(whole / "model")
             found.gate.save(whole / "gate.safetensors")
             os.replace(whole, output)
+
+    found = _trained("tune-decoder", fc.tune_decoder, locals(), save)
     show_gate(found.gate, output / "gate.safetensors", as_json)
     return ExitCode.OK

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.options import require_one
+from fastcar_compile.cli.options import ArtifactArgument, require_one
 from fastcar_compile.cli.output import print_fields, print_json, print_text
 from fastcar_compile.errors import InputError, UserError, count_text
 
@@ -58,7 +58,7 @@ def open_artifact(path: Path, digest: str | None, public_key: Path | None, rerea
 
 @command
 def sign_command(
-    artifact: Annotated[Path, typer.Argument(help="Folder of the artifact.")],
+    artifact: ArtifactArgument,
     key: Annotated[Path | None, typer.Option(help="Private key, PEM (openssl ecparam -name prime256v1 ...).")] = None,
     passphrase_file: Annotated[
         Path | None, typer.Option(help=f"First line: the key's passphrase; default: {PASSPHRASE}.")
@@ -86,7 +86,7 @@ def sign_command(
 
 @command
 def verify_signature_command(
-    artifact: Annotated[Path, typer.Argument(help="Folder of the artifact.")],
+    artifact: ArtifactArgument,
     key: Annotated[Path | None, typer.Option(help="Public key of who must have signed, PEM.")] = None,
     digest: DigestOption = None,
     root: Annotated[str | None, _removed("--root")] = None,

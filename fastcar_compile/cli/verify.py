@@ -6,13 +6,12 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.options import parse_thresholds
+from fastcar_compile.cli.options import ArtifactArgument, ThresholdOption, parse_thresholds
 from fastcar_compile.cli.output import Column, print_json, print_table, print_text
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, open_artifact
 from fastcar_compile.errors import UserError, count_text
@@ -74,7 +73,7 @@ class Allowed:
 
 @command
 def verify_command(
-    artifact: Annotated[Path, typer.Argument(help="Folder of the artifact.")],
+    artifact: ArtifactArgument,
     backends: Annotated[
         str | None, typer.Option(help="Backends, separated by commas; default: all that the artifact has.")
     ] = None,
@@ -87,7 +86,7 @@ def verify_command(
             "reference in the last place gives.",
         ),
     ] = None,
-    threshold: Annotated[str | None, typer.Option(help="Overrides the compiled threshold(s).")] = None,
+    threshold: ThresholdOption = None,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
     digest: DigestOption = None,
     public_key: KeyOption = None,

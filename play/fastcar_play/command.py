@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+from fastcar_compile.cli.options import BACKENDS, ArtifactArgument
 from fastcar_compile.cli.output import interactive, print_fields, print_json, print_text
-from fastcar_compile.cli.run import backend_names
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
 from fastcar_compile.errors import count_text
 from fastcar_compile.support.machine import usable_cores
@@ -31,7 +31,7 @@ OPEN = "whoever reaches this machine there can play, and use its cores; there is
 
 @command
 def play_command(
-    artifact: Annotated[Path, typer.Argument(help="Folder of the artifact.")],
+    artifact: ArtifactArgument,
     world: Annotated[Path, typer.Option(help="Folder of the world that the decoder was trained on.")],
     host: Annotated[
         str, typer.Option(help="Address to listen at. Others than this machine reach 0.0.0.0, without a password.")
@@ -40,7 +40,7 @@ def play_command(
     visitors: Annotated[
         int | None, typer.Option(min=1, max=limits.VISITORS, help="Players at once; default: one per core.")
     ] = None,
-    backend: Annotated[str, typer.Option(help="cpu or onnxruntime.", autocompletion=backend_names)] = "cpu",
+    backend: Annotated[str, typer.Option(help="cpu or onnxruntime.", autocompletion=BACKENDS)] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each player.")] = None,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
     digest: DigestOption = None,

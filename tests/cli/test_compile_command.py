@@ -3,16 +3,24 @@
 import json
 import logging
 import math
+import re
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from pydantic import BaseModel
 from typer.testing import Result
 
-import fastcar_compile
+import fastcar_compile as fc
+from fastcar_compile.cli.commands import REGISTRY
+from fastcar_compile.compiler import CompileOptions
+from fastcar_compile.config.formats import KV_TYPES, QUANT_FORMATS
+from fastcar_compile.gates import GATES
 from fastcar_compile.support.values import LOGGER, reporter
+from fastcar_compile.tune.evaluate import Study
 
 from .conftest import FakeArtifact
 
@@ -29,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
         seen.append({"model": model, **options})
         return FakeArtifact(tmp_path / "artifact")
 
-    monkeypatch.setattr(fastcar_compile, "compile", fake_compile)
+    monkeypatch.setattr(fc, "compile", fake_compile)
     return seen
 
 
@@ -63,7 +71,7 @@ def test_huggingface_folder(fastcar: Callable[..., Result], calls: list[dict[str
     assert call == {
         "target": "kv260", "tokens_per_frame": 4, "max_seq_len": 32, "batch_size": 2, "quant": "w8a8",
         "offload": "linears", "sparse_attention": None, "output": str(tmp_path / "out"),
-        "host_cpus": ["native", "avx2"], "kv": "float16", "numerics": None, "strict": False,
+        "host_cpus": ["native", "avx2"], "kv": "float16", "strict": False,
     }  # fmt: skip
 
 
@@ -188,3 +196,67 @@ def test_a_name_on_the_hub(fastcar: Callable[..., Result], tmp_path: Path) -> No
     result = fastcar("compile", "org/model", "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert "downloaded first: hf download org/model --local-dir model" in result.stderr.replace("\n", " ")
+
+
+def literals(config: type[BaseModel], field: str) -> tuple[str, ...]:
+    """The values of a field that is a Literal."""
+    return get_args(config.model_fields[field].annotation)
+
+
+CHOICES = {
+    "gate": GATES,
+    "kv": KV_TYPES,
+    "numerics": literals(fc.CompileConfig, "numerics"),
+    "offload": literals(fc.CompileConfig, "offload"),
+    "quant": QUANT_FORMATS,
+    "window_positions": literals(fc.SparseAttention, "positions"),
+}
+"""Option of `fastcar compile` -> its values."""
+
+
+def test_the_options_of_compile_are_the_fields_of_its_config() -> None:
+    """Names, defaults, choices and documentation of the configuration, of the function and of the command."""
+    config, replay = fc.CompileConfig.model_fields, fc.ReplayConfig.model_fields
+    function, found = fc.compile, REGISTRY.load("compile")
+    there, here = signature(function).parameters, signature(found).parameters
+    assert there.keys() == CompileOptions.__annotations__.keys() | {"model", "target", "dry_run"}
+    assert there.keys() - config.keys() == {"model", "host_cpus", "output", "dry_run", "strict", "progress"}
+    sparse = {"window", "sinks", "window_positions"}
+    given = (there.keys() | replay.keys()) - {"replay", "sparse_attention", "progress"}
+    assert here.keys() == given | sparse | {"no_replay", "as_json"}
+
+    for name in (config.keys() & there.keys()) - {"target", "replay"}:
+        assert there[name].default in (None, config[name].default), name  # None: `compile` chooses, or the config does
+    for name in (there.keys() & here.keys()) - {"output", "host_cpus"}:
+        assert here[name].default == there[name].default, name
+    for name in replay:
+        assert here[name].default in (None, replay[name].default), name
+
+    for documented, names in ((function, there), (fc.CompileConfig, config), (fc.ReplayConfig, replay)):
+        assert [name for name in names if f"        {name}: " not in f"    {documented.__doc__}"] == []
+    for command, names in (("compile", CHOICES), ("estimate", ("kv", "offload"))):
+        hints = get_type_hints(REGISTRY.load(command).__wrapped__, include_extras=True)
+        for name in names:
+            words = re.findall(r"[\w-]+", hints[name].__metadata__[0].help)
+            assert [value for value in CHOICES[name] if value not in words] == [], f"{command} {name}"
+    for name in CHOICES.keys() & there.keys():
+        assert [value for value in CHOICES[name] if f'"{value}"' not in str(function.__doc__)] == [], name
+
+
+@pytest.mark.parametrize(
+    ("command", "function", "not_here", "other_defaults"),
+    [
+        ("calibrate", fc.calibrate, {"source", "replay", "tokens_per_frame", "quant", "progress"}, set()),
+        ("evaluate", Study, {"source", "groups", "progress"}, set()),
+        ("run", fc.Sampling, set(), {"temperature"}),
+        ("train-gate", fc.train_gate, {"model", "softness", "progress"}, set()),
+        ("tune-decoder", fc.tune_decoder, {"model", "softness", "progress"}, set()),
+    ],
+)
+def test_a_command_has_the_options_of_its_function(
+    command: str, function: Callable[..., Any], not_here: set[str], other_defaults: set[str]
+) -> None:
+    here, there = signature(REGISTRY.load(command)).parameters, signature(function).parameters
+    both = here.keys() & there.keys()
+    assert there.keys() - both == not_here
+    assert {name for name in both if here[name].default != there[name].default} == other_defaults
