@@ -69,6 +69,13 @@ def replace(old: fx.Node, new: fx.Node) -> None:
     old.graph.erase_node(old)
 
 
+def replace_call(old: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], *, made_by: str) -> None:
+    """Put `target(*args)` in the place of `old` and its role."""
+    with old.graph.inserting_before(old):
+        new = call(old.graph, target, args, origin=old, made_by=made_by)
+    replace(old, new)
+
+
 def attribute(module: fx.GraphModule, target: str, value: Tensor, origin: fx.Node, made_by: str) -> fx.Node:
     """Insert a `get_attr` node for a new tensor attribute, which is registered at its first use."""
     path, _, leaf = target.rpartition(".")
@@ -91,27 +98,6 @@ class Edit:
 
 
 def derived_parameters(
-    module: fx.GraphModule, parameter: fx.Node, suffixes: tuple[str, ...], make: Make, edit: Edit, *, origin: fx.Node
-) -> tuple[fx.Node, ...]:
-    """Insert `get_attr` nodes for a parameter in another format: for what `make` gives of it, `<parameter>_<suffix>`.
-
-    A parameter without a value (meta device) is derived by a recipe of `edit.lazy` when its value is asked for.
-    `parameter_of` gives the old name for the new nodes.
-    """
-    return _derived(module, parameter, suffixes, make, edit, origin=origin, by_rows=True)
-
-
-def rearranged_parameters(
-    module: fx.GraphModule, parameter: fx.Node, suffixes: tuple[str, ...], make: Make, edit: Edit, *, origin: fx.Node
-) -> tuple[fx.Node, ...]:
-    """Insert `get_attr` nodes as `derived_parameters` does, for parameters of their own, such as a transposed weight.
-
-    `make` gets the whole parameter: its results need not have its rows.
-    """
-    return _derived(module, parameter, suffixes, make, edit, origin=origin, by_rows=False)
-
-
-def _derived(
     module: fx.GraphModule,
     parameter: fx.Node,
     suffixes: tuple[str, ...],
@@ -119,8 +105,17 @@ def _derived(
     edit: Edit,
     *,
     origin: fx.Node,
-    by_rows: bool,
+    by_rows: bool = True,
 ) -> tuple[fx.Node, ...]:
+    """Insert `get_attr` nodes for what `make` gives of a parameter, `<parameter>_<suffix>`.
+
+    A parameter without a value (meta device) is derived by a recipe of `edit.lazy` when its value is asked for.
+
+    Args:
+        by_rows: the results are the parameter in another format, row by row, and `parameter_of` gives its name for
+            them. Otherwise they are parameters of their own, such as a transposed weight, and `make` gets the whole
+            parameter.
+    """
     target = str(parameter.target)
     # On the meta device `make` gives shapes only, and the recipe runs when the value is asked for.
     value = tensor_attribute(module, target)

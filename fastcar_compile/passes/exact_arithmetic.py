@@ -25,7 +25,7 @@ from fastcar_compile.ir.query import (
     value_of,
     with_branches,
 )
-from fastcar_compile.ir.rewrite import attribute, call, replace
+from fastcar_compile.ir.rewrite import attribute, replace_call
 from fastcar_compile.passes.patterns.norms import rms_norm, rotary, shape
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
@@ -184,11 +184,6 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=TOLERANCE)
 
 
-def same_tables(a: Tensor, b: Tensor) -> bool:
-    """Return whether two graphs have the same angles."""
-    return _alike(a, b)
-
-
 @dataclass(frozen=True)
 class ExactArithmetic(Pass):
     """Replace what backends round in their own order, in both graphs and in the branches of replay.
@@ -222,10 +217,7 @@ class ExactArithmetic(Pass):
 def _norms(graph: fx.Graph) -> bool:
     found = [(node, match) for node in graph.nodes if (match := rms_norm(node)) is not None]
     for node, (x, weight, epsilon) in found:
-        with graph.inserting_before(node):
-            arguments = (x, weight, epsilon)
-            new = call(graph, fastcar.exact_norm.default, arguments, origin=node, made_by=ExactArithmetic.name)
-        replace(node, new)
+        replace_call(node, fastcar.exact_norm.default, (x, weight, epsilon), made_by=ExactArithmetic.name)
     graph.eliminate_dead_code()
     return bool(found)
 
@@ -238,9 +230,7 @@ def _attentions(graph: fx.Graph) -> bool:
         target = fastcar.exact_attention.default
         if window is not None:
             target, operands = fastcar.exact_window_attention.default, (*operands, window.sinks, window.window)
-        with graph.inserting_before(node):
-            new = call(graph, target, operands, origin=node, made_by=ExactArithmetic.name)
-        replace(node, new)
+        replace_call(node, target, operands, made_by=ExactArithmetic.name)
     return bool(found)
 
 
@@ -266,7 +256,8 @@ def _rotate(program: DecoderProgram) -> Iterator[CompileError]:
                 what = f"numerics='exact': the rotary embedding {rotation.node.name}: {table}"
                 yield CompileError(what, where=where(rotation.node), hint=hint)
             else:
-                _replace_rotation(module, rotation, table, _number(tables, table))
+                number = next(i for i, other in enumerate(tables) if other is table)
+                _replace_rotation(module, rotation, table, number)
 
 
 def _table(program: DecoderProgram, module: fx.GraphModule, rotation: Rotation, tables: list[Tensor]) -> Tensor | str:
@@ -292,19 +283,14 @@ def _known_table(module: fx.GraphModule, rotation: Rotation, tables: list[Tensor
     if isinstance(few, str):
         return few
     for table in tables:
-        if same_tables(table[: len(few)], few):
+        if _alike(table[: len(few)], few):
             return table
     return "the prefill graph has other angles"
-
-
-def _number(tables: list[Tensor], table: Tensor) -> int:
-    return next(i for i, other in enumerate(tables) if other is table)
 
 
 def _replace_rotation(module: fx.GraphModule, rotation: Rotation, table: Tensor, number: int) -> None:
     graph, made_by = module.graph, ExactArithmetic.name
     with graph.inserting_before(rotation.node):
         angles = attribute(module, f"rotary_table_{number}", table, rotation.node, made_by)
-        arguments = (rotation.x, angles, placeholder(graph, "position"))
-        new = call(graph, fastcar.exact_rotary.default, arguments, origin=rotation.node, made_by=made_by)
-    replace(rotation.node, new)
+    arguments = (rotation.x, angles, placeholder(graph, "position"))
+    replace_call(rotation.node, fastcar.exact_rotary.default, arguments, made_by=made_by)

@@ -12,7 +12,7 @@ from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op, node_arg, optional_arg, shape_of, value_of
-from fastcar_compile.ir.rewrite import Edit, call, rearranged_parameters
+from fastcar_compile.ir.rewrite import Edit, call, derived_parameters
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.addmm, aten.mm, aten.matmul)
@@ -91,7 +91,7 @@ def _replace(module: fx.GraphModule, node: fx.Node, edit: Edit) -> None:
     with graph.inserting_before(node):
         rows = weight
         if is_linear or weight in node.args:  # its rows are the product's inputs, not its outputs
-            (rows,) = rearranged_parameters(module, weight, ("transposed",), _transposed, edit, origin=node)
+            (rows,) = derived_parameters(module, weight, ("transposed",), _transposed, edit, origin=node, by_rows=False)
         arguments = (x if unfolded is None else unfolded, rows, *bias)
         new = call(graph, aten.linear.default, arguments, origin=node, made_by=edit.made_by)
     for user in [node] if unfolded is None else list(node.users):

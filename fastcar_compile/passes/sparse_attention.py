@@ -16,7 +16,7 @@ from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import ancestors, evaluate, is_op, node_arg, placeholder
-from fastcar_compile.ir.rewrite import call, set_origin
+from fastcar_compile.ir.rewrite import call, replace_call, set_origin
 from fastcar_compile.ir.types import DecoderConfig, Ring
 from fastcar_compile.passes.patterns.caches import RingRewriter, reads_keys, refresh_shapes, rows_needed
 
@@ -273,4 +273,4 @@ class _Rewriter:
         arguments = (query, *others, self.ring.sinks, self.ring.window, sink_query)
         if (softcap := softcap_of(node)) is not None:
             arguments = (*arguments, softcap)
-        self.caches.replace(node, fastcar.window_attention.default, arguments)
+        replace_call(node, fastcar.window_attention.default, arguments, made_by=SparsifyAttention.name)

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import activation_of, is_op, node_arg, shape_of
-from fastcar_compile.ir.rewrite import Edit, call, rearranged_parameters
+from fastcar_compile.ir.rewrite import Edit, call, derived_parameters
 
 aten = torch.ops.aten
 
@@ -65,7 +65,10 @@ def _replace(module: fx.GraphModule, node: fx.Node, edit: Edit) -> None:
     linear, graph = node_arg(node, 0), module.graph
     with graph.inserting_before(linear):
         names = ("first", "second")
-        parts = [rearranged_parameters(module, n, names, _halves, edit, origin=linear) for n in _parameters(linear)]
+        parts = [
+            derived_parameters(module, n, names, _halves, edit, origin=linear, by_rows=False)
+            for n in _parameters(linear)
+        ]
     for half in list(node.users):
         # `getitem(chunk, 0)` is the half of the first N / 2 outputs, whether the model calls it gate or up.
         own = [p[0] if half.args[1] == 0 else p[1] for p in parts]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import fx
@@ -13,7 +12,7 @@ from fastcar_compile.ir.layers import RingRows, mark, ring_of
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import argument_names, is_op, node_arg, placeholder, value_of
-from fastcar_compile.ir.rewrite import call, fake_like, replace
+from fastcar_compile.ir.rewrite import call, fake_like, replace_call
 from fastcar_compile.ir.types import DecoderConfig
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
@@ -98,12 +97,6 @@ class RingRewriter:
             if ring_of(key_cache_of(node)) is not None:
                 find_again(self.config, node, self.made_by)
 
-    def replace(self, node: fx.Node, target: Any, arguments: tuple[Any, ...], **options: Any) -> None:
-        """Put a call in the place of a node."""
-        with self.graph.inserting_before(node):
-            new = call(self.graph, target, arguments, origin=node, made_by=self.made_by, **options)
-        replace(node, new)
-
     def _write(self, node: fx.Node, ring: RingRows) -> None:
         cache, value = node_arg(node, 0), node_arg(node, 1)
         if not is_op(node, fastcar.cache_write) or cache.op != "placeholder":
@@ -113,7 +106,8 @@ class RingRewriter:
         old = value_of(cache)
         shape = (*old.shape[:2], ring.sinks + ring.rows, old.shape[3])
         cache.meta["val"] = fake_like(self.graph, torch.empty(shape, dtype=old.dtype, device="meta"))
-        self.replace(node, fastcar.ring_write.default, (cache, value, self.position, ring.sinks))
+        arguments = (cache, value, self.position, ring.sinks)
+        replace_call(node, fastcar.ring_write.default, arguments, made_by=self.made_by)
 
 
 def reads_keys(program: DecoderProgram) -> set[str]:
