@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 import fastcar_compile.ir.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (it registers the operators)
-from fastcar_compile.ir.query import placeholder_names, tensor_attributes, value_of
+from fastcar_compile.ir.query import placeholder_names, tensor_attributes
 from fastcar_compile.ir.sites import layer_sites
 from fastcar_compile.ir.types import CONTEXT_ROLES, DecoderConfig, LayerSite, StateRole
 from fastcar_compile.ir.weights import LazyWeights, Parameters
@@ -101,17 +101,3 @@ class DecoderProgram:
         yield from self.graphs()
         if self.context is not None:
             yield self.context
-
-    def state_names(self, *roles: StateRole) -> list[str]:
-        """Return the names of the states with one of these roles, of all states without an argument."""
-        return [s.name for s in self.state if not roles or s.role in roles]
-
-    def example_inputs(self, graph: fx.GraphModule | None = None) -> list[Tensor]:
-        """Return zero tensors for every placeholder of a graph, in order."""
-        module = graph or self.graph_module
-        return [_zeros_like(n) for n in module.graph.nodes if n.op == "placeholder"]
-
-
-def _zeros_like(node: fx.Node) -> Tensor:
-    val = value_of(node)
-    return torch.zeros(tuple(val.shape), dtype=val.dtype)

@@ -39,7 +39,7 @@ def test_names_if_and_state(tmp_path: Path) -> None:
     export_onnx(source, tmp_path / "decoder.onnx")
     graph = onnx.load(tmp_path / "decoder.onnx").graph
     assert [i.name for i in graph.input] == source.inputs
-    states = source.state_names()
+    states = [spec.name for spec in source.state]
     assert [o.name for o in graph.output] == [f"{n}_out" if n in states else n for n in source.outputs]
     assert "mlp_cache_0_out" in {o.name for o in graph.output}
     inlined = onnx.inliner.inline_local_functions(onnx.load(tmp_path / "decoder.onnx"))
