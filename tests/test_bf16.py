@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
+from agreement import decode
 from decoders import llama
 from test_checkpoint import save
 
@@ -35,12 +36,6 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     return build(llama(), tmp_path_factory.mktemp("bf16") / "artifact")
 
 
-def logits(session: fc.Session, ids: torch.Tensor) -> torch.Tensor:
-    out = [session.prefill(ids[:, :14])]
-    out += [session.step(ids[:, i]) for i in range(14, ids.shape[1])]
-    return torch.stack(out, 1)
-
-
 def tokens() -> torch.Tensor:
     return torch.randint(0, 17, (1, LENGTH), generator=torch.Generator().manual_seed(3))
 
@@ -55,16 +50,18 @@ def test_backends_agree_and_follow_the_model_with_rounded_weights(artifact: fc.A
     for name in ("eager", "cpu", "onnxruntime"):
         session = artifact.session(name)
         session.set_threshold(float("inf"))
-        torch.testing.assert_close(logits(session, ids), expected, atol=1e-4, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            decode(session, ids, 14), expected, atol=1e-4, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_replay_decisions_agree(artifact: fc.Artifact) -> None:
     ids = tokens()
     eager, cpu, ort = (artifact.session(b, record=True) for b in ("eager", "cpu", "onnxruntime"))
-    expected = logits(eager, ids)
+    expected = decode(eager, ids, 14)
     assert 0.0 < eager.stats.replay_ratio < 0.8
     for session in (cpu, ort):
-        torch.testing.assert_close(logits(session, ids), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(decode(session, ids, 14), expected, atol=1e-4, rtol=0)
         assert (session.stats.decisions == eager.stats.decisions).all()
 
 

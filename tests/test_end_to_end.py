@@ -6,12 +6,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from agreement import decode
 from decoders import PlainDecoder, headless_llama, llama
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.explain import Described, Description
 from fastcar_compile.runtime.backends.cpu import CpuStepper
-from fastcar_compile.runtime.session import Session
 from fastcar_compile.runtime.tvm_runtime import fill
 
 FRAME, LENGTH = 8, 65
@@ -83,14 +83,6 @@ def test_graphs_print_without_releases_of_memory(artifacts: dict[str, fc.Artifac
         assert "= None" not in text
         assert "No stacktrace" not in text
         assert "tokens = None" in graph.code, "the code that runs frees its values"
-
-
-def decode(session: Session, ids: torch.Tensor, prompt: int) -> torch.Tensor:
-    """Logits [B, T - prompt + 1, V] of a prefill and the steps after it."""
-    session.reset()
-    out = [session.prefill(ids[:, :prompt])]
-    out += [session.step(ids[:, i]) for i in range(prompt, ids.shape[1])]
-    return torch.stack(out, 1)
 
 
 def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:

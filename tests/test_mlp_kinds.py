@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import agreement
 import pytest
 import torch
 from conftest import check_module, check_tool
@@ -36,9 +37,7 @@ def gemma() -> nn.Module:
 
 def decode(session: Session) -> Tensor:
     ids = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(1))
-    out = [session.prefill(ids[:, :1])]
-    out += [session.step(ids[:, i]) for i in range(1, ids.shape[1])]
-    return torch.stack(out)
+    return agreement.decode(session, ids, 1)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from agreement import decode
 from conftest import check_module, check_tool
 from decoders import PlainDecoder, llama
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
@@ -19,7 +19,6 @@ from fastcar_compile.codegen.hls.model.workload import design_of, workload_of
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.tensor_files import load_tensors
 from fastcar_compile.report.page.speed import offload_lines
-from fastcar_compile.runtime.session import Session
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "moving_shapes"
 FRAME, TOKENS, LAYERS = 256, 300, 2
@@ -47,13 +46,6 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(artifact=artifact, ids=ids, report=report)
 
 
-def decode(session: Session, ids: Tensor) -> Tensor:
-    """Logits [B, T, V]; the first token is the prompt."""
-    out = [session.prefill(ids[:, :1])]
-    out += [session.step(ids[:, i]) for i in range(1, ids.shape[1])]
-    return torch.stack(out, 1)
-
-
 def test_a_video_segment_has_the_same_logits_on_cpu_and_on_the_engine(example: SimpleNamespace) -> None:
     cpu, hls = (example.artifact.session(b, record=True) for b in ("cpu", "hls-csim"))
     counts = dict.fromkeys(CALLS, 0)
@@ -65,7 +57,7 @@ def test_a_video_segment_has_the_same_logits_on_cpu_and_on_the_engine(example: S
         return run(x, call, weights)
 
     engine.linear = counted
-    expected, actual = decode(cpu, example.ids), decode(hls, example.ids)
+    expected, actual = decode(cpu, example.ids, 1), decode(hls, example.ids, 1)
     assert torch.equal(actual, expected)
     assert np.array_equal(cpu.stats.decisions, hls.stats.decisions)
     assert 0.02 < cpu.stats.replay_ratio < 0.36
@@ -123,7 +115,7 @@ def test_int4_with_biases_and_a_plain_mlp(tmp_path: Path) -> None:
     assert {s.bits for s in accelerator.design.linears.values()} == {4}
     ids = torch.randint(0, 11, (2, 33), generator=torch.Generator().manual_seed(4))
     cpu, hls = (artifact.session(b, record=True) for b in ("cpu", "hls-csim"))
-    assert torch.equal(decode(cpu, ids), decode(hls, ids))
+    assert torch.equal(decode(cpu, ids, 1), decode(hls, ids, 1))
     assert np.array_equal(cpu.stats.decisions, hls.stats.decisions)
     assert 0.0 < cpu.stats.replay_ratio < 0.8
 

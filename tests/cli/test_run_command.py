@@ -38,6 +38,12 @@ def test_text_form(fastcar: Callable[..., Result]) -> None:
 
 
 @pytest.mark.usefixtures("fake")
+def test_one_token_has_no_speed(fastcar: Callable[..., Result]) -> None:
+    data = json.loads(fastcar("run", "x", "--prompt", "3", "--num-tokens", "1", "--json").stdout)
+    assert (data["tokens"], data["tokens_per_second"]) == ([[4], [4]], None)
+
+
+@pytest.mark.usefixtures("fake")
 def test_sampling_is_seeded(fastcar: Callable[..., Result]) -> None:
     words = ("run", "x", "--prompt", "3", "--num-tokens", "20", "--temperature", "2", "--json")
     first, again, other = (json.loads(fastcar(*words, "--seed", seed).stdout)["tokens"] for seed in (1, 1, 2))

@@ -56,6 +56,16 @@ def test_rounding_is_measured_where_a_quantised_backend_differs(
     assert fastcar("verify", "x", "--tolerance", "0.05").exit_code == 1
 
 
+def test_rounding_counts_until_a_decision_differs(fastcar: Callable[..., Result], fake: FakeArtifact) -> None:
+    """A replay more or less is no rounding: the error of step 7 comes after the flip of step 6."""
+    fake.options |= {"quant": "w8a8"}
+    fake.make |= {
+        "cpu": functools.partial(FakeSession, 0.15),
+        "perturbed": functools.partial(FakeSession, 9.0, True, 7),
+    }
+    assert json.loads(fastcar("verify", "x", "--json").stdout)["rounding"] == 0.0
+
+
 def test_threshold_goes_to_every_session(fastcar: Callable[..., Result], fake: FakeArtifact) -> None:
     fastcar("verify", "x", "--threshold=-inf")
     assert [session.thresholds for session in fake.sessions] == [-math.inf] * 3

@@ -163,6 +163,13 @@ def test_callbacks_may_read_and_set_thresholds_but_not_decode(session: Session) 
     np.testing.assert_array_equal(session.generate(prompt, 4), expected)
 
 
+def test_a_session_of_a_callback_decodes(session: Session) -> None:
+    other = Session(SlowStepper(), program(CASE).config, [None] * LAYERS)
+    seen: list[int] = []
+    session.generate(token()[:, None], 4, on_token=lambda _: seen.append(int(other.step(token())[0].argmax())))
+    assert seen == [1, 2, 3, 4]
+
+
 def test_a_closed_session_says_so(session: Session) -> None:
     with session as same:
         assert same is session
