@@ -7,7 +7,7 @@
 
 namespace fastcar {
 
-enum Counter { COUNT_MAC, COUNT_WEIGHT_BEATS, COUNT_ROW_BEATS, COUNT_COPY_BEATS, COUNTERS };
+enum Counter { COUNT_MAC, COUNT_WEIGHT_BEATS, COUNT_ROW_BEATS, COUNTERS };
 
 }  // namespace fastcar
 

@@ -34,7 +34,6 @@ struct Product {
 // What one call computes, decoded once; products == 0 means that nothing is computed.
 struct Call {
     uint32_t computing;  // rows that compute
-    uint32_t copied;     // rows that are copied from the cache
     int products;
     int words;        // of every section
     int row_words;    // of x
@@ -141,7 +140,7 @@ int products_of(uint32_t op, int inputs, int channels, int tile, int tiles) {
     return op == OP_MLP ? 2 : fits ? 1 : 0;
 }
 
-// A call of the engine from its arguments. Rows of an MLP that do not compute are copied.
+// An instruction of the array from its fields; bit b of `index_register`: row b computes.
 template <class C>
 Call decode(uint32_t index_register, uint32_t op, int inputs, int channels, int tile, int tiles) {
     FASTCAR_NO_INLINE
@@ -151,7 +150,6 @@ Call decode(uint32_t index_register, uint32_t op, int inputs, int channels, int 
     const bool computes = products > 0 && (index_register & all) != 0;
     Call call;
     call.computing = computes ? index_register & all : 0u;
-    call.copied = op == OP_MLP ? ~index_register & all : 0u;
     call.products = computes ? products : 0;
     call.words = computes ? (products > 1 ? product_words(first_product<C>()) : 0) + product_words(last) : 0;
     call.row_words = words_for(products > 1 ? C::HIDDEN : last.inputs, FLOAT_LANES);

@@ -63,23 +63,10 @@ words:
     }
 }
 
-// A replayed row of an MLP is copied from the cache bit for bit; a row that a linear does not compute is not written.
-// copies: rows, copied words of a row. tiles: t tiles, rows, words of a row's tile, as the array sends them.
+// A row that does not compute is not written. tiles: t tiles, rows, words of a row's tile, as the array sends them.
 template <class C>
-void write_rows(const word_t* cached, uint32_t copied, uint32_t computing, int tiles, int whole, int result_words,
-                hls::stream<word_t>& in, word_t* y) {
+void write_rows(uint32_t computing, int tiles, int whole, int result_words, hls::stream<word_t>& in, word_t* y) {
     FASTCAR_NO_INLINE
-copies:
-    for (int row = 0; row < C::BATCH; ++row) {
-        const int count = row_computes(copied, row) ? result_words : 0;
-    copied_words:
-        for (int i = 0; i < count; ++i) {
-            FASTCAR_PIPELINE(1)
-            FASTCAR_TRIPS(0, Shapes<C>::INPUTS)
-            FASTCAR_COUNT(COUNT_COPY_BEATS)
-            y[row * result_words + i] = cached[row * result_words + i];
-        }
-    }
 tiles:
     for (int t = 0; t < tiles; ++t) {
         FASTCAR_TRIPS(0, MOST_CHANNELS)

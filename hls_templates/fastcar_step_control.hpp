@@ -28,6 +28,7 @@ struct Launch {
     uint32_t bytes;
     uint32_t position;
     uint32_t step;
+    uint32_t entry;  // number of the first instruction
 };
 
 // ---- what the kernel holds
@@ -42,7 +43,7 @@ inline bool in_section(uint64_t first, const Product& product, const Sizes& size
     return first + static_cast<uint64_t>(product_words(product)) <= sizes.weight_words;
 }
 
-template <class C>
+template <class C, class D>
 bool linear_held(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const bool bias = f.word[LINEAR_BIAS] != 0;
@@ -51,17 +52,21 @@ bool linear_held(const Fields& f, const Sizes& sizes) {
     const bool fits = fastcar::linear_fits<C>(inputs, channels, tile, tiles, bias);
     const Product product =
         make_product<typename Shapes<C>::Format>(inputs, channels, fits ? tile : 1, fits ? tiles : 1, false, bias);
-    const bool places = f.word[LINEAR_SOURCE] == A_ROWS &&
-                        (f.word[LINEAR_TARGET] == Y_ROWS || f.word[LINEAR_TARGET] == OUTPUT_ROWS);
+    const bool on_chip = f.word[LINEAR_SOURCE] == A_ROWS &&
+                         (f.word[LINEAR_TARGET] == Y_ROWS || f.word[LINEAR_TARGET] == OUTPUT_ROWS);
+    const bool places = D::PLACES == 0 ? in_memory(f.word[LINEAR_SOURCE], f.word[LINEAR_TARGET]) : on_chip;
     return places && fits && in_section(f.word[LINEAR_WEIGHTS], product, sizes);
 }
 
-template <class C>
+template <class C, class D>
 bool mlp_held(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
+    const uint64_t row = words_for(C::HIDDEN, FLOAT_LANES);
+    const bool on_chip = f.word[MLP_SOURCE] == A_ROWS && f.word[MLP_TARGET] == Y_ROWS && row <= sizes.row_words;
+    const bool memory = in_memory(f.word[MLP_SOURCE], f.word[MLP_TARGET]) && inside(0, sizes.rows, row, sizes.input_words) &&
+                        inside(0, sizes.rows, row, sizes.output_words);
     const uint64_t second = static_cast<uint64_t>(f.word[MLP_WEIGHTS]) + product_words(first_product<C>());
-    return f.word[MLP_SOURCE] == A_ROWS && f.word[MLP_TARGET] == Y_ROWS &&
-           static_cast<uint32_t>(words_for(C::HIDDEN, FLOAT_LANES)) <= sizes.row_words &&
+    return (D::PLACES == 0 ? memory : on_chip) &&
            in_section(second, last_product<C>(OP_MLP, 0, 0, 0, 0), sizes);
 }
 
@@ -88,18 +93,20 @@ bool is_held(const Fields& f, const Sizes& sizes) {
     FASTCAR_NO_INLINE
     switch (f.opcode) {
         case OP_LINEAR:
-            return linear_held<C>(f, sizes);
+            return has<D>(OP_LINEAR) && linear_held<C, D>(f, sizes);
         case OP_MLP:
-            return mlp_held<C>(f, sizes);
+            return has<D>(OP_MLP) && mlp_held<C, D>(f, sizes);
         case OP_ROTATE:
-            return 2 * f.word[ROTATE_HALF_WORDS] <= static_cast<uint32_t>(D::BLOCKS * cache::BLOCK_FLOAT_WORDS);
+            return has<D>(OP_ROTATE) && 2 * f.word[ROTATE_HALF_WORDS] <= static_cast<uint32_t>(D::BLOCKS * cache::BLOCK_FLOAT_WORDS);
         case OP_APPEND_KEYS:
         case OP_APPEND_VALUES:
-            return f.word[APPEND_KEYS_BLOCKS] <= D::BLOCKS;
+            return has<D>(OP_APPEND_KEYS) && f.word[APPEND_KEYS_BLOCKS] <= D::BLOCKS;
         case OP_ATTEND:
-            return attend_held<D>(f);
+            return has<D>(OP_ATTEND) && attend_held<D>(f);
         case OP_DECIDE:
-            return f.layer < D::LAYERS && decide_held<D, T>(f, sizes);
+            return has<D>(OP_DECIDE) && f.layer < D::LAYERS && decide_held<D, T>(f, sizes);
+        case OP_DECIDE_ROWS:
+            return has<D>(OP_DECIDE_ROWS) && (f.word[DECIDE_ROWS_UNITS] > 0) == (T::GATE == drs::GATE_LEARNED);
         default:
             return true;
     }
@@ -119,9 +126,9 @@ struct Loaded {
 template <class C, class D, class T>
 uint32_t load_program(const word_t* memory, uint32_t bytes, Loaded<D::INSTRUCTIONS>& loaded) {
     FASTCAR_NO_INLINE
-    const uint32_t status = load<D::INSTRUCTIONS>(memory, bytes, loaded.program);
+    const uint32_t status = load<D::INSTRUCTIONS, D>(memory, bytes, loaded.program);
     const Sizes& sizes = loaded.program.sizes;
-    const bool held = sizes.rows <= D::ROWS && sizes.row_words <= D::ROW_WORDS && sizes.ports == C::PORTS &&
+    const bool held = sizes.rows <= D::ROWS && (D::PLACES == 0 || sizes.row_words <= D::ROW_WORDS) && sizes.ports == C::PORTS &&
                       sizes.positions <= D::POSITIONS;
     const uint32_t count = status == OK && held ? loaded.program.count : 0;
     loaded.program.count = count;
@@ -133,7 +140,7 @@ check_instructions:
         const Fields f = instruction_of<D::INSTRUCTIONS>(loaded.program, i);
         const bool fits = is_held<C, D, T>(f, sizes);
         loaded.refused = !fits && i < loaded.refused ? i : loaded.refused;
-        loaded.decides = loaded.decides || f.opcode == OP_DECIDE;
+        loaded.decides = loaded.decides || f.opcode == OP_DECIDE || f.opcode == OP_DECIDE_ROWS;
     }
     return status == OK && !held ? static_cast<uint32_t>(BAD_HEADER) : status;
 }
@@ -145,6 +152,13 @@ struct Outcome {
     uint32_t number;
 };
 
+// A launch begins at the first instruction, or behind an END.
+template <int INSTRUCTIONS>
+bool starts_at(const Program<INSTRUCTIONS>& program, uint32_t entry) {
+    FASTCAR_NO_INLINE
+    return entry == 0 || (entry < program.count && instruction_of<INSTRUCTIONS>(program, entry - 1).opcode == OP_END);
+}
+
 // Nothing is executed of a program that the kernel does not hold whole.
 template <class C, class D, class T>
 Outcome begin(const Launch& launch, const word_t* program, Loaded<D::INSTRUCTIONS>& loaded) {
@@ -152,7 +166,7 @@ Outcome begin(const Launch& launch, const word_t* program, Loaded<D::INSTRUCTION
     Outcome outcome = {0, DONE, 0};
     if (launch.op == LOAD_PROGRAM) {
         outcome.status = load_program<C, D, T>(program, launch.bytes, loaded);
-    } else if (launch.op == LOAD_TABLE) {
+    } else if (launch.op == LOAD_TABLE && (has<D>(OP_DECIDE) || has<D>(OP_DECIDE_ROWS))) {
         outcome.count = 1;  // the controller is that of DECIDE
     } else {
         const bool ready = launch.op == RUN && loaded.program.count > 0 &&
@@ -160,6 +174,8 @@ Outcome begin(const Launch& launch, const word_t* program, Loaded<D::INSTRUCTION
         const bool held = loaded.refused == loaded.program.count;
         outcome.status = !ready ? NOT_LOADED : held ? DONE : NOT_HELD;
         outcome.number = held ? 0 : loaded.refused;
+        const bool starts = starts_at<D::INSTRUCTIONS>(loaded.program, launch.entry);
+        outcome.status = outcome.status == DONE && !starts ? static_cast<uint32_t>(NOT_LOADED) : outcome.status;
         outcome.count = outcome.status == DONE ? loaded.program.count : 0;
     }
     return outcome;
@@ -167,10 +183,10 @@ Outcome begin(const Launch& launch, const word_t* program, Loaded<D::INSTRUCTION
 
 // The instruction of a program, or the one that loads a control table.
 template <int INSTRUCTIONS>
-Fields next_instruction(const Launch& launch, const Loaded<INSTRUCTIONS>& loaded, uint32_t number) {
+Fields next_instruction(const Launch& launch, const Loaded<INSTRUCTIONS>& loaded, uint32_t number, uint32_t decide) {
     FASTCAR_NO_INLINE
     Fields table = {};
-    table.opcode = OP_DECIDE;
+    table.opcode = decide;
     return launch.op == LOAD_TABLE ? table : instruction_of<INSTRUCTIONS>(loaded.program, number);
 }
 

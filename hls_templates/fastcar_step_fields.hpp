@@ -20,6 +20,7 @@ enum StepOpcode {
     OP_DECIDE = 10,
     OP_REPLAY = 11,
     OP_END = 12,
+    OP_DECIDE_ROWS = 13,
 };
 
 enum Place {
@@ -29,6 +30,7 @@ enum Place {
     Q_ROWS = 3,
     K_ROWS = 4,
     OUTPUT_ROWS = 5,
+    INPUT_ROWS = 6,
 };
 
 enum LoadField {
@@ -154,6 +156,15 @@ enum ReplayField {
 
 enum EndField {
     END_WORDS = 1,
+};
+
+enum DecideRowsField {
+    DECIDE_ROWS_QUERY_WORDS = 1,
+    DECIDE_ROWS_KEY_WORDS = 2,
+    DECIDE_ROWS_NETWORK = 3,
+    DECIDE_ROWS_UNITS = 4,
+    DECIDE_ROWS_COUNT = 5,
+    DECIDE_ROWS_WORDS = 6,
 };
 
 }  // namespace step

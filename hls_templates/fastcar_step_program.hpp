@@ -21,6 +21,12 @@ static const uint32_t MOST_UNITS = 4096;
 static const uint32_t ROWS_ON_CHIP = 5;
 static const uint32_t INSTRUCTION_BEATS = INSTRUCTION_WORDS / FLOAT_LANES;
 
+// Every opcode, and rows on chip.
+struct WholeSteps {
+    static const uint32_t OPCODES = 0xFFFFFFFFu;
+    static const int PLACES = 5;
+};
+
 enum Status { OK, TOO_SHORT, BAD_MAGIC, BAD_VERSION, BAD_LENGTH, BAD_CRC, BAD_HEADER, BAD_INSTRUCTION };
 
 // Words 5 to 15 of the header.
@@ -88,6 +94,11 @@ inline bool on_chip(uint32_t place) {
     return place < ROWS_ON_CHIP;
 }
 
+inline bool moves_on_chip(uint32_t source, uint32_t target) {
+    FASTCAR_INLINE
+    return on_chip(source) && on_chip(target) && source != target;
+}
+
 // `count` times `words` words from `first` on lie within `room`; 64 bits hold every product of what was counted.
 inline bool inside(uint64_t first, uint64_t count, uint64_t words, uint64_t room) {
     FASTCAR_INLINE
@@ -116,33 +127,39 @@ inline bool ring_fits(uint64_t sinks, uint32_t ring, const Sizes& sizes) {
 
 inline bool norm_fits(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
-    return on_chip(f.word[NORM_SOURCE]) && on_chip(f.word[NORM_TARGET]) && f.word[NORM_SOURCE] != f.word[NORM_TARGET] &&
+    return moves_on_chip(f.word[NORM_SOURCE], f.word[NORM_TARGET]) &&
            counts(f.word[NORM_COUNT]) && counts(f.word[NORM_PIECES]) &&
            inside(f.word[NORM_FIRST], f.word[NORM_PIECES], f.word[NORM_COUNT], sizes.row_words) &&
            inside(f.word[NORM_WEIGHT], 1, f.word[NORM_COUNT], sizes.constant_words);
+}
+
+// Rows of a short program come from memory and go there, from word 0 on.
+inline bool in_memory(uint32_t source, uint32_t target) {
+    FASTCAR_INLINE
+    return source == INPUT_ROWS && target == OUTPUT_ROWS;
 }
 
 inline bool linear_fits(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint32_t channels = f.word[LINEAR_CHANNELS];
     const uint64_t words = (static_cast<uint64_t>(channels) + FLOAT_LANES - 1) / FLOAT_LANES;
-    const bool leaves = f.word[LINEAR_TARGET] == OUTPUT_ROWS;
-    const bool places = on_chip(f.word[LINEAR_SOURCE]) && (leaves || on_chip(f.word[LINEAR_TARGET])) &&
-                        f.word[LINEAR_SOURCE] != f.word[LINEAR_TARGET];
+    const uint64_t read = (f.word[LINEAR_INPUTS] + FLOAT_LANES - 1) / FLOAT_LANES;
+    const bool leaves = f.word[LINEAR_TARGET] == OUTPUT_ROWS, comes = in_memory(f.word[LINEAR_SOURCE], f.word[LINEAR_TARGET]);
+    const bool places = comes || (leaves && on_chip(f.word[LINEAR_SOURCE])) ||
+                        moves_on_chip(f.word[LINEAR_SOURCE], f.word[LINEAR_TARGET]);
     const bool small = counts(f.word[LINEAR_INPUTS]) && counts(f.word[LINEAR_TILE]) && channels >= 1 &&
                        channels <= MOST_STEP_CHANNELS && f.word[LINEAR_TILES] >= 1 && f.word[LINEAR_TILES] <= channels;
     const uint64_t covered = static_cast<uint64_t>(f.word[LINEAR_TILE]) * f.word[LINEAR_TILES] * sizes.ports;
     return places && small && covered >= channels && f.word[LINEAR_BIAS] <= 1 &&
            f.word[LINEAR_WEIGHTS] < sizes.weight_words &&
-           inside(0, 1, (f.word[LINEAR_INPUTS] + FLOAT_LANES - 1) / FLOAT_LANES, sizes.row_words) &&
+           (comes ? inside(0, sizes.rows, read, sizes.input_words) : read <= sizes.row_words) &&
            (leaves ? inside(0, sizes.rows, words, sizes.output_words) : words <= sizes.row_words);
 }
 
 inline bool rotate_fits(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint64_t half = f.word[ROTATE_HALF_WORDS];
-    return on_chip(f.word[ROTATE_SOURCE]) && on_chip(f.word[ROTATE_TARGET]) &&
-           f.word[ROTATE_SOURCE] != f.word[ROTATE_TARGET] && counts(f.word[ROTATE_HEADS]) &&
+    return moves_on_chip(f.word[ROTATE_SOURCE], f.word[ROTATE_TARGET]) && counts(f.word[ROTATE_HEADS]) &&
            counts(f.word[ROTATE_HEAD_WORDS]) && counts(f.word[ROTATE_HALF_WORDS]) && 2 * half <= f.word[ROTATE_HEAD_WORDS] &&
            inside(f.word[ROTATE_FIRST], f.word[ROTATE_HEADS], f.word[ROTATE_HEAD_WORDS], sizes.row_words) &&
            f.word[ROTATE_TABLE_ROWS] >= 1 && f.word[ROTATE_TABLE_ROWS] <= MOST_WORDS &&
@@ -164,9 +181,8 @@ inline bool attend_fits(const Fields& f, const Sizes& sizes) {
     const uint32_t key_heads = f.word[ATTEND_KEY_HEADS];
     const uint32_t blocks = f.word[ATTEND_BLOCKS];
     const uint64_t heads = f.word[ATTEND_HEADS];
-    const bool small = on_chip(f.word[ATTEND_SOURCE]) && on_chip(f.word[ATTEND_TARGET]) &&
-                       f.word[ATTEND_SOURCE] != f.word[ATTEND_TARGET] && counts(f.word[ATTEND_HEADS]) && counts(key_heads) &&
-                       counts(blocks);
+    const bool small = moves_on_chip(f.word[ATTEND_SOURCE], f.word[ATTEND_TARGET]) && counts(f.word[ATTEND_HEADS]) &&
+                       counts(key_heads) && counts(blocks);
     const uint64_t cached = static_cast<uint64_t>(sizes.rows) * key_heads;
     return small && heads % (small ? key_heads : 1u) == 0 && f.word[ATTEND_WINDOW] >= 1 &&
            ring_fits(f.word[ATTEND_SINKS], f.word[ATTEND_RING], sizes) &&
@@ -178,9 +194,9 @@ inline bool attend_fits(const Fields& f, const Sizes& sizes) {
 static const uint32_t CHAIN_BEATS = INDEX_REGISTER_BITS / FLOAT_LANES;  // memory words of the chain counts of a slot
 
 // Memory words of a network of gate `learned`.
-inline uint64_t network_words_of(const Fields& f) {
+inline uint64_t network_words_of(uint64_t units, uint32_t count) {
     FASTCAR_INLINE
-    return 1 + static_cast<uint64_t>(f.word[DECIDE_UNITS]) * (1 + 2 * ((f.word[DECIDE_COUNT] + 1) / 2));
+    return 1 + units * (1 + 2 * ((count + 1) / 2));
 }
 
 inline bool gate_query_fits(const Fields& f, const Sizes& sizes) {
@@ -213,7 +229,8 @@ inline bool decide_fits(const Fields& f, const Sizes& sizes) {
     const bool no_input = (f.word[DECIDE_INPUT] | f.word[DECIDE_COUNT] | f.word[DECIDE_INPUTS]) == 0;
     const bool no_network = (f.word[DECIDE_NETWORK] | f.word[DECIDE_UNITS]) == 0;
     const bool network = f.word[DECIDE_UNITS] >= 1 && f.word[DECIDE_UNITS] <= MOST_UNITS &&
-                         inside(f.word[DECIDE_NETWORK], 1, network_words_of(f), sizes.constant_words);
+                         inside(f.word[DECIDE_NETWORK], 1, network_words_of(f.word[DECIDE_UNITS], f.word[DECIDE_COUNT]),
+                                sizes.constant_words);
     return counted && (drs::reads_query(gate) ? gate_query_fits(f, sizes) : no_query) &&
            (drs::reads_input(gate) ? gate_input_fits(f, sizes) : no_input) && (gate == drs::GATE_LEARNED ? network : no_network);
 }
@@ -221,9 +238,8 @@ inline bool decide_fits(const Fields& f, const Sizes& sizes) {
 inline bool replay_fits(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint64_t slots = f.word[REPLAY_SLOTS];
-    return on_chip(f.word[REPLAY_SOURCE]) && on_chip(f.word[REPLAY_TARGET]) &&
-           f.word[REPLAY_SOURCE] != f.word[REPLAY_TARGET] && counts(f.word[REPLAY_COUNT]) && counts(f.word[REPLAY_SLOTS]) &&
-           f.word[REPLAY_COUNT] <= sizes.row_words &&
+    return moves_on_chip(f.word[REPLAY_SOURCE], f.word[REPLAY_TARGET]) && counts(f.word[REPLAY_COUNT]) &&
+           counts(f.word[REPLAY_SLOTS]) && f.word[REPLAY_COUNT] <= sizes.row_words &&
            inside(f.word[REPLAY_CACHE], slots * sizes.rows, f.word[REPLAY_COUNT], sizes.replay_words);
 }
 
@@ -237,9 +253,32 @@ inline bool rest_is_zero(const Fields& f, int used) {
     return any == 0;
 }
 
+// Chain counts, q and x, then the key and the kept x, one after another from word 0 of the input on.
+inline bool decide_rows_fit(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    const uint32_t units = f.word[DECIDE_ROWS_UNITS];
+    const uint64_t query = f.word[DECIDE_ROWS_QUERY_WORDS], count = f.word[DECIDE_ROWS_COUNT];
+    const bool network = units <= MOST_UNITS && counts(f.word[DECIDE_ROWS_COUNT]) && query == sizes.rows * count &&
+                         inside(f.word[DECIDE_ROWS_NETWORK], 1, network_words_of(units, f.word[DECIDE_ROWS_COUNT]),
+                                sizes.constant_words);
+    return inside(CHAIN_BEATS + query, 1, f.word[DECIDE_ROWS_KEY_WORDS], sizes.input_words) &&
+           (units == 0 ? (f.word[DECIDE_ROWS_NETWORK] | f.word[DECIDE_ROWS_COUNT]) == 0 : network);
+}
+
+// Whether the kernel has an opcode: what it has not folds away.
+template <class D>
+bool has(uint32_t opcode) {
+    FASTCAR_INLINE
+    return ((D::OPCODES >> opcode) & 1u) != 0;
+}
+
 // Whether an instruction is known, its fields are in range, and it stays inside of its buffers.
-inline bool instruction_fits(const Fields& f, const Sizes& sizes) {
+template <class D>
+bool instruction_fits(const Fields& f, const Sizes& sizes) {
     FASTCAR_NO_INLINE
+    if (f.opcode > OP_DECIDE_ROWS || !has<D>(f.opcode)) {
+        return false;
+    }
     switch (f.opcode) {
         case OP_LOAD:
             return rest_is_zero(f, LOAD_WORDS) && on_chip(f.word[LOAD_TARGET]) && counts(f.word[LOAD_COUNT]) &&
@@ -249,8 +288,8 @@ inline bool instruction_fits(const Fields& f, const Sizes& sizes) {
         case OP_LINEAR:
             return rest_is_zero(f, LINEAR_WORDS) && linear_fits(f, sizes);
         case OP_MLP:
-            return rest_is_zero(f, MLP_WORDS) && on_chip(f.word[MLP_SOURCE]) && on_chip(f.word[MLP_TARGET]) &&
-                   f.word[MLP_SOURCE] != f.word[MLP_TARGET] && f.word[MLP_WEIGHTS] < sizes.weight_words;
+            return rest_is_zero(f, MLP_WORDS) && f.word[MLP_WEIGHTS] < sizes.weight_words &&
+                   (in_memory(f.word[MLP_SOURCE], f.word[MLP_TARGET]) || moves_on_chip(f.word[MLP_SOURCE], f.word[MLP_TARGET]));
         case OP_ROTATE:
             return rest_is_zero(f, ROTATE_WORDS) && rotate_fits(f, sizes);
         case OP_APPEND_KEYS:
@@ -262,11 +301,12 @@ inline bool instruction_fits(const Fields& f, const Sizes& sizes) {
         case OP_ATTEND:
             return rest_is_zero(f, ATTEND_WORDS) && attend_fits(f, sizes);
         case OP_ADD:
-            return rest_is_zero(f, ADD_WORDS) && on_chip(f.word[ADD_SOURCE]) && on_chip(f.word[ADD_TARGET]) &&
-                   f.word[ADD_SOURCE] != f.word[ADD_TARGET] && counts(f.word[ADD_COUNT]) &&
-                   f.word[ADD_COUNT] <= sizes.row_words;
+            return rest_is_zero(f, ADD_WORDS) && moves_on_chip(f.word[ADD_SOURCE], f.word[ADD_TARGET]) &&
+                   counts(f.word[ADD_COUNT]) && f.word[ADD_COUNT] <= sizes.row_words;
         case OP_DECIDE:
             return rest_is_zero(f, DECIDE_WORDS) && decide_fits(f, sizes);
+        case OP_DECIDE_ROWS:
+            return rest_is_zero(f, DECIDE_ROWS_WORDS) && decide_rows_fit(f, sizes);
         case OP_REPLAY:
             return rest_is_zero(f, REPLAY_WORDS) && replay_fits(f, sizes);
         case OP_END:
@@ -297,8 +337,8 @@ add_words_to_crc:
     return ~crc;
 }
 
-// Copies the instructions and checks each; END is the last one and no other.
-template <int INSTRUCTIONS>
+// Copies the instructions and checks each; the last one is END. Others end the launches that begin before them.
+template <int INSTRUCTIONS, class D>
 bool load_instructions(const word_t* memory, Program<INSTRUCTIONS>& program) {
     FASTCAR_NO_INLINE
     bool good = true;
@@ -315,13 +355,13 @@ load_instruction:
         }
         const Fields fields = fields_of(beats);
         const bool last = i + 1 == program.count;
-        good = good && instruction_fits(fields, program.sizes) && (fields.opcode == OP_END) == last;
+        good = good && instruction_fits<D>(fields, program.sizes) && (fields.opcode == OP_END || !last);
     }
     return good;
 }
 
 // Loads a program of `bytes` bytes. With a status other than OK there is no program (count 0).
-template <int INSTRUCTIONS>
+template <int INSTRUCTIONS, class D = WholeSteps>
 uint32_t load(const word_t* memory, uint32_t bytes, Program<INSTRUCTIONS>& program) {
     FASTCAR_NO_INLINE
     uint32_t header[HEADER_WORDS] = {};
@@ -357,7 +397,7 @@ read_header:
     }
     program.sizes = sizes;
     program.count = count;
-    const bool good = load_instructions<INSTRUCTIONS>(memory, program);
+    const bool good = load_instructions<INSTRUCTIONS, D>(memory, program);
     program.count = good ? count : 0;
     return good ? OK : BAD_INSTRUCTION;
 }

@@ -51,7 +51,7 @@ def test_cpu_and_hls_simulation_are_equal_and_others_close(
     options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": 2, "prefill_chunk": 1}
     options |= {"offload": "mlp", "replay": fc.ReplayConfig(threshold=0.0)}
     artifact = fc.compile(model(), "zcu102", quant=quant, output=tmp_path / "built", **options)
-    assert kind in (artifact.path / "hls" / "fastcar_engine.cpp").read_text().splitlines()[0]
+    assert kind in (artifact.path / "hls" / "fastcar_step.cpp").read_text().splitlines()[0]
     cpu, hls = (artifact.session(backend, record=True) for backend in ("cpu", "hls-csim"))
     expected = decode(cpu)
     assert 0.0 < cpu.stats.replay_ratio < 1.0

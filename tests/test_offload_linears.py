@@ -49,14 +49,14 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 def test_a_video_segment_has_the_same_logits_on_cpu_and_on_the_engine(example: SimpleNamespace) -> None:
     cpu, hls = (example.artifact.session(b, record=True) for b in ("cpu", "hls-csim"))
     counts = dict.fromkeys(CALLS, 0)
-    engine = hls._stepper._engine
-    run = engine.linear
+    kernel = hls._stepper._kernel
+    run = kernel.linear
 
-    def counted(x: np.ndarray, call: object, weights: list[np.ndarray]) -> np.ndarray:
-        counts[next(n for n, w in hls._stepper._weights.items() if w is weights)] += 1
-        return run(x, call, weights)
+    def counted(number: int, x: np.ndarray) -> np.ndarray:
+        counts[CALLS[number]] += 1
+        return run(number, x)
 
-    engine.linear = counted
+    kernel.linear = counted
     expected, actual = decode(cpu, example.ids, 1), decode(hls, example.ids, 1)
     assert torch.equal(actual, expected)
     assert np.array_equal(cpu.stats.decisions, hls.stats.decisions)
@@ -84,10 +84,10 @@ def test_the_artifact_tells_what_is_offloaded(example: SimpleNamespace) -> None:
     assert artifact.manifest.options.offload == section.offload == "linears"
     assert [c.name for c in section.linears] == CALLS
     streams = load_tensors(artifact.path / section.weights)
-    sizes = {name: len(stream) for name, stream in streams.items()}
-    assert sizes == section.design.linear_stream_bytes | {
-        f"layer_{i}": section.design.stream_bytes for i in range(LAYERS)
-    }
+    every = LAYERS * section.design.stream_bytes + sum(section.design.linear_stream_bytes.values())
+    assert {name: len(stream) for name, stream in streams.items()} == dict.fromkeys(
+        section.kernels[0].weights(), every // len(section.kernels[0].weights())
+    )
     report = json.loads((artifact.path / "report.json").read_text())
     assert report["accelerator"]["linears"] == [c.model_dump(mode="json") for c in section.linears]
     offload = offload_lines(artifact.manifest)
@@ -100,7 +100,7 @@ def test_the_artifact_tells_what_is_offloaded(example: SimpleNamespace) -> None:
     assert "offload  gate: the TAS unit decides from q and the cached key" in text
     assert "outside of the layers:\n  offload  head: lm_head; 128 -> 17" in text
     assert "lm_head" not in artifact.explain(layer=1)
-    assert (artifact.path / "hls" / "fastcar_engine.cpp").is_file()
+    assert (artifact.path / "hls" / "fastcar_step.cpp").is_file()
 
 
 def test_int4_with_biases_and_a_plain_mlp(tmp_path: Path) -> None:

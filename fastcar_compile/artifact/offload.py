@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 MLP_FUNCTION = "fastcar.offloaded_mlp"
 """Packed function (x [B, H], replay [B], cached [B, H], layer, out [B, H]). The offload program calls it and the two
 below. A library that has this program can be loaded only where they are registered."""
@@ -17,23 +15,6 @@ step [1], stride, layer, replay [B], score [B], new chain [B]). The last three a
 the integer 0 where the gate compares no query, x and the cached x where it does not read the MLP's input."""
 
 FUNCTIONS = (MLP_FUNCTION, LINEAR_FUNCTION, GATE_FUNCTION)
-
-NETWORK = "gate_"
-"""Names of the networks of gate `learned` among the accelerator's weights begin with this; the layer follows."""
-
-
-class Op(IntEnum):
-    """Values of the engine's argument `op`; with any other value the engine reads and writes nothing."""
-
-    MLP = 0
-    LINEAR = 1
-    LINEAR_BIAS = 2
-    TABLE = 3
-    """The controller loads the control table and checks it."""
-
-    GATE = 4
-    """The controller decides one layer."""
-
 
 EMBEDDED = "embedded"
 """Name of the result of the program `embed`: the rows that the step kernel is given, float32 [B, 1, H]."""

@@ -209,7 +209,7 @@ def _best_offload(plan: BuildPlan) -> str:
     except UserError:
         return "all"
     own = plan.accelerator
-    return default_offload(work, plan.board, whole=None if own is None else (own.design, own.program))
+    return default_offload(work, plan.board, whole=None if own is None else (own.design, own.whole))
 
 
 def _plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from fastcar_compile.config.formats import BY_SAFETENSORS, DTYPES, DType, dtype_of
+from fastcar_compile.config.formats import BY_SAFETENSORS, DType, dtype_of
 from fastcar_compile.errors import ArtifactError, InternalError
 from fastcar_compile.support import limits
 from fastcar_compile.support.strict_json import parse_json
@@ -205,28 +205,6 @@ class Arrays:
     def pieces(self, names: Iterable[str]) -> Iterator[Piece]:
         """Yield every array whole."""
         return ((name, 0, octets(self._arrays[name])) for name in names)
-
-
-class LazyStreams:
-    """Byte streams that are made when they are asked for.
-
-    Args:
-        streams: name -> (bytes, what makes the uint8 array of that length), in order.
-    """
-
-    def __init__(self, streams: Mapping[str, tuple[int, Callable[[], Array]]]) -> None:
-        self._streams = dict(streams)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._streams)
-
-    def spec(self, name: str) -> TensorSpec:
-        """Return element type and shape."""
-        return TensorSpec(DTYPES["uint8"], (self._streams[name][0],))
-
-    def pieces(self, names: Iterable[str]) -> Iterator[Piece]:
-        """Yield every stream whole."""
-        return ((name, 0, octets(self._streams[name][1]())) for name in names)
 
 
 def save_tensors(path: str | Path, arrays: Mapping[str, Array]) -> None:

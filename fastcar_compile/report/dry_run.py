@@ -130,7 +130,7 @@ def _speed(plan: BuildPlan, engine: AcceleratorPlan) -> Iterator[Speed]:
         cases |= {"half of what may replay": most / 2, "all that may replay": most}
     for case, ratio in cases.items():
         asked = replace(work, replay=ratio)
-        result = estimate(asked, plan.board, design=engine.design, program=engine.program, what_if=bool(plan.problems))
+        result = estimate(asked, plan.board, design=engine.design, program=engine.whole, what_if=bool(plan.problems))
         yield Speed(
             case=case,
             replay_ratio=ratio,

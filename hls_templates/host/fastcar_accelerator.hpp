@@ -1,5 +1,6 @@
-// The accelerator of one decoder: weights of every call on the device; one kernel decides and computes. The same
-// steps as fastcar_compile/runtime/backends/accelerator.
+// The accelerator of one decoder: one kernel that keeps its program and control table. A launch runs the instructions from an
+// entry up to an END: a whole decode step, or one decision, MLP or linear. Weights, caches and buffers stay on the device. The same
+// steps as fastcar_compile/runtime/backends/accelerator/kernel.py.
 #ifndef FASTCAR_ACCELERATOR_HPP
 #define FASTCAR_ACCELERATOR_HPP
 
@@ -12,14 +13,34 @@
 
 #include "fastcar_artifact.hpp"
 #include "fastcar_memory.hpp"
+#include "fastcar_program.hpp"
 #include "fastcar_safetensors.hpp"
 #include "fastcar_xrt.hpp"
 
 namespace fastcar_host {
 
-// Words of the table and of the controller's result (docs/reference/drs_table.md).
-static const size_t TABLE_CRC = 2;
-enum Result { STATUS = 0, INDEX_REGISTER = 1, SCORES = 4, CHAIN = 36 };
+// Words of a step program's header, and of its instructions (docs/reference/step_program.md).
+enum Header {
+    COUNT = 4,
+    ROWS = 5,
+    PORTS = 6,
+    CONSTANT_WORDS = 9,
+    WEIGHT_WORDS = 10,
+    KEY_WORDS = 11,
+    VALUE_WORDS = 12,
+    INPUT_WORDS = 13,
+    OUTPUT_WORDS = 14,
+    REPLAY_WORDS = 15,
+    HEADER_WORDS = 16
+};
+static const size_t INSTRUCTION_WORDS = 16;
+enum InstructionWord { QUERY = 1, KEY = 2, INPUTS = 3, CHANNELS = 4 };  // QUERY, KEY: of DECIDE_ROWS; the others of LINEAR
+
+// 32-bit words of the report: what became of the launch, and behind them the controller's answers.
+enum Report { STATUS = 0, INSTRUCTION = 1, ANSWERS = 4 };
+enum Answer { ANSWER_STATUS = 0, INDEX_REGISTER = 1, SCORES = 4, CHAIN = 36, ANSWER_WORDS = 68 };
+
+static const uint32_t ALL_ROWS = 0xFFFFFFFFu;
 
 // What a gate is decided on: q float32 [B, heads, depth]; the key of position - F, float32 [B, kv_heads, depth]; the MLP's
 // input and that of the slot's last computed visit, float32 [B, H]; replays in a row, int32 [B]. Null: the gate does not read
@@ -39,57 +60,99 @@ struct GateInputs {
 class Accelerator {
 public:
     // `meminfo`: says how much contiguous memory is free, on a board whose memory is also Linux's.
-    // `artifact`: the design's weights and table were checked.
+    // `artifact`: the design's weights, table and program were checked.
     // Throws Error: no device, an xclbin of another design, too little memory, or files that do not fit the design.
-    Accelerator(const Artifact& artifact, const std::string& xclbin, unsigned device, const std::string& meminfo)
-        : spec_(accelerator_spec()), device_(device, xclbin, {engine_spec()}), engine_(device_, engine_spec()),
-          computing_(static_cast<size_t>(spec_.layers), 0) {
-        const Mapping& bytes = artifact.data(spec_.weights);
-        const Safetensors weights(artifact.place(spec_.weights), bytes.data(), bytes.bytes());
+    Accelerator(const Artifact& artifact, const DecoderSpec& decoder, const std::string& xclbin, unsigned device,
+                const std::string& meminfo)
+        : spec_(accelerator_spec()), batch_(decoder.batch), hidden_(decoder.hidden), device_(device, xclbin, {kernel_spec()}),
+          kernel_(device_, kernel_spec()) {
+        const Mapping &program = artifact.data(spec_.program), &table = artifact.data(spec_.table);
+        read_program(program, artifact.place(spec_.program), decoder);
         if (spec_.shared_memory) {
-            require_contiguous(buffer_bytes(weights), meminfo);
+            require_contiguous(buffer_bytes(), meminfo);
         }
-        for (int64_t layer = 0; layer < spec_.layers; ++layer) {
-            load_stream(weights, "layer_" + std::to_string(layer));
-        }
-        for (int64_t layer : spec_.network ? spec_.gated : std::vector<int64_t>()) {
-            load_network(weights, layer);
-        }
-        for (const LinearSpec& linear : spec_.linears) {
-            load_stream(weights, linear.name);
-            linears_.emplace(linear.name, linear);
-        }
-        for (const ArgumentSpec& argument : engine_spec().arguments) {
+        load_weights(artifact);
+        for (const ArgumentSpec& argument : kernel_spec().arguments) {
             if (argument.kind == Kind::SCALAR) {
-                engine_.set(argument.name, 0u);
+                kernel_.set(argument.name, 0u);
             }
         }
-        load_table(artifact.data(spec_.table), artifact.place(spec_.table));
+        for (size_t i = 0; i < SCALARS; ++i) {
+            scalars_[i] = kernel_.scalar<uint32_t>(SCALAR_NAMES[i]);
+        }
+        input_ = kernel_.map("input");
+        output_ = kernel_.map("output");
+        report_ = kernel_.map("report");
+        for (const ArgumentSpec& argument : kernel_spec().arguments) {
+            if (argument.name == "replay" || argument.name.rfind("cache_", 0) == 0) {
+                kept_.push_back(kernel_.map(argument.name));
+            }
+        }
+        reset();
+        load(OP_LOAD_PROGRAM, program, "step program", artifact.place(spec_.program), PROGRAM_STATUSES);
+        if (decides_) {
+            load(OP_LOAD_TABLE, table, "control table", artifact.place(spec_.table), TABLE_STATUSES);
+        }
+        kernel_.set("op", OP_RUN);
     }
 
-    Accelerator(const Accelerator&) = delete;  // the compute units refer to the device
+    Accelerator(const Accelerator&) = delete;  // the compute unit refers to the device
     Accelerator& operator=(const Accelerator&) = delete;
+
+    // Before another video: keys, values and everything of replay are 0.
+    void reset() {
+        for (Mapped& buffer : kept_) {
+            buffer.clear();
+        }
+    }
+
+    // ---- whole steps
+
+    // The rows of the next launch, float32 [B, H]: what is written here is what `run` gives the kernel.
+    float* input() const { return input_.as<float>(); }
+
+    // One position of every row: decode forward `step`, or NO_STEP. Throws Error: the kernel stopped.
+    void run(int64_t position, uint32_t step) {
+        launch(words_[INPUT_WORDS] * WORD, 0, static_cast<uint32_t>(position), step, ALL_ROWS);
+    }
+
+    // The output of the last launch, float32 [B, output_stride()]: the logits, and what fills the last word.
+    const float* output() {
+        output_.from_device(words_[OUTPUT_WORDS] * WORD);
+        return output_.as<float>();
+    }
+
+    int64_t output_stride() const { return static_cast<int64_t>(words_[OUTPUT_WORDS] * WORD / sizeof(float)) / batch_; }
+
+    // How many (layer, row) replayed in the last launch, which was a decode forward. Throws Error: the controller stopped.
+    int64_t replayed() const {
+        int64_t count = 0;
+        for (const int64_t layer : spec_.gated) {
+            const uint32_t computing = answer(layer, layer)[INDEX_REGISTER];
+            for (int64_t row = 0; row < batch_; ++row) {
+                count += (computing >> row & 1u) == 0 ? 1 : 0;
+            }
+        }
+        return count;
+    }
+
+    // ---- short programs
 
     // Decides for one layer. replay [B], score float32 [B], new chain counts int32 [B].
     void gate(int64_t layer, const GateInputs& inputs, uint8_t* replay, float* score, int32_t* chain) {
-        const std::vector<char> query = operand(inputs.query, inputs.heads, inputs.depth, inputs.x);
-        const std::vector<char> key = operand(inputs.keys, inputs.kv_heads, inputs.depth, inputs.cached);
-        engine_.write("query", query.data(), query.size());
-        if (spec_.network) {
-            write_beside_network(layer, key);
-        } else {
-            engine_.write("key", key.data(), key.size());
+        char* words = input_.as<char>();
+        std::memset(words, 0, CHAIN_BYTES);
+        std::memcpy(words, inputs.chain, sizeof(int32_t) * rows());
+        const uint32_t entry = decisions_.at(layer);
+        const uint64_t query = put(CHAIN_BYTES, inputs.query, inputs.heads, inputs.depth, inputs.x);
+        const uint64_t key = put(query, inputs.keys, inputs.kv_heads, inputs.depth, inputs.cached);
+        if (query - CHAIN_BYTES != field(entry, QUERY) * WORD || key - query != field(entry, KEY) * WORD) {
+            throw Error("the gate reads other sizes than the step program", "layer " + std::to_string(layer),
+                        "use the files of one artifact together");
         }
-        engine_.write("chain", inputs.chain, sizeof(int32_t) * rows());
-        engine_.set("op", OP_GATE);
-        engine_.set("step", static_cast<uint32_t>(inputs.step));
-        engine_.set("query_words", static_cast<uint32_t>(query.size() / WORD));
-        engine_.set("key_words", static_cast<uint32_t>(key.size() / WORD));
-        engine_.set("crc", table_crc_);
-        engine_.set("layer", static_cast<uint32_t>(layer));
-        engine_.run();
-        const std::vector<uint32_t> result = answer("layer " + std::to_string(layer));
-        computing_[static_cast<size_t>(layer)] = result[INDEX_REGISTER];
+        launch(key, entry, 0, static_cast<uint32_t>(inputs.step), ALL_ROWS);
+        const uint32_t* result = answer(layer, 0);
+        computing_[layer] = result[INDEX_REGISTER];
         for (size_t row = 0; row < rows(); ++row) {
             replay[row] = (result[INDEX_REGISTER] >> row & 1u) == 0 ? 1 : 0;
             std::memcpy(&score[row], &result[SCORES + row], sizeof(float));
@@ -102,201 +165,209 @@ public:
     // controller decided, or the host's mask in a layer without a gate in the table.
     // Throws Error: the mask is not what the controller decided.
     void mlp(int64_t layer, const float* x, const uint8_t* replay, const float* cached, float* y) {
-        const uint32_t wanted = computing_rows(replay);
-        if (is_gated(layer) && computing_[static_cast<size_t>(layer)] != wanted) {
+        uint32_t wanted = 0;
+        for (size_t row = 0; row < rows(); ++row) {
+            wanted |= (replay[row] == 0 ? 1u : 0u) << row;
+        }
+        if (decisions_.count(layer) != 0 && computing_.at(layer) != wanted) {
             throw Error("the host's replay mask is not what the DRS controller decided", "layer " + std::to_string(layer),
                         "use the files of one artifact together");
         }
-        if (wanted == 0) {  // nothing to launch: the rows are copied where they are
-            std::copy(cached, cached + spec_.batch * spec_.hidden, y);
-            return;
+        std::copy(cached, cached + batch_ * hidden_, y);
+        if (wanted != 0) {
+            product(mlps_.at(static_cast<size_t>(layer)), x, hidden_, wanted, y, hidden_);
         }
-        write_rows("cached", cached, spec_.hidden);
-        set_operation(OP_MLP, LinearSpec());
-        run("layer_" + std::to_string(layer), wanted, x, spec_.hidden, y, spec_.hidden);
     }
 
     // One linear, or several side by side: x float32 [B, inputs] to y float32 [B, channels], every row.
     void linear(const std::string& name, const float* x, float* y) {
-        const auto found = linears_.find(name);
-        if (found == linears_.end()) {
+        const auto found = std::find(spec_.linears.begin(), spec_.linears.end(), name);
+        if (found == spec_.linears.end()) {
             throw Error("the accelerator has no linear `" + name + "`", "", "use the files of one artifact together");
         }
-        const LinearSpec& call = found->second;
-        set_operation(call.biased ? OP_LINEAR_BIAS : OP_LINEAR, call);
-        run(name, 0xFFFFFFFFu, x, call.inputs, y, call.channels);
+        const uint32_t entry = linears_.at(static_cast<size_t>(found - spec_.linears.begin()));
+        product(entry, x, field(entry, INPUTS), ALL_ROWS, y, field(entry, CHANNELS));
     }
 
 private:
     static constexpr uint64_t PAGE = 4096;
     static constexpr uint64_t WORD = 16;  // bytes of a memory word; every row and every head begins one
+    static constexpr uint64_t CHAIN_BYTES = 128;
+    static constexpr size_t SCALARS = 4;
+    static constexpr const char* SCALAR_NAMES[SCALARS] = {"entry", "position", "step", "active"};
 
-    size_t rows() const { return static_cast<size_t>(spec_.batch); }
+    size_t rows() const { return static_cast<size_t>(batch_); }
 
     static uint64_t padded(int64_t floats) {
         return (sizeof(float) * static_cast<uint64_t>(floats) + WORD - 1) / WORD * WORD;
     }
 
-    // Bytes of every buffer on the device: all weight streams, and the kernels' other memory arguments.
-    uint64_t buffer_bytes(const Safetensors& weights) const {
-        const auto pages = [](uint64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; };
+    static std::string name_of(uint32_t status, const Statuses& known) {
+        const auto found = known.find(status);
+        return found == known.end() ? std::to_string(status) : found->second;
+    }
+
+    // Bytes of every buffer on the device.
+    static uint64_t buffer_bytes() {
         uint64_t bytes = 0;
-        for (int64_t layer = 0; layer < spec_.layers; ++layer) {
-            bytes += pages(weights.info("layer_" + std::to_string(layer)).bytes);
-        }
-        for (int64_t layer : spec_.network ? spec_.gated : std::vector<int64_t>()) {
-            bytes += pages(weights.info("gate_" + std::to_string(layer)).bytes + rows() * padded(spec_.hidden));
-        }
-        for (const LinearSpec& linear : spec_.linears) {
-            bytes += pages(weights.info(linear.name).bytes);
-        }
-        for (const ArgumentSpec& argument : engine_spec().arguments) {
-            const bool own = argument.kind != Kind::SCALAR && argument.name.rfind("weights_", 0) != 0;
-            bytes += own ? pages(argument.bytes) : 0;
+        for (const ArgumentSpec& argument : kernel_spec().arguments) {
+            bytes += argument.kind == Kind::SCALAR ? 0 : (argument.bytes + PAGE - 1) / PAGE * PAGE;
         }
         return bytes;
     }
 
-    // One buffer per weight port, holding that port's section of the stream.
-    void load_stream(const Safetensors& file, const std::string& name) {
-        const std::vector<std::string> ports = engine_.weights();
-        const uint64_t bytes = file.info(name).bytes, section = bytes / ports.size();
-        if (section * ports.size() != bytes || section > engine_.bytes_of(ports.front()) || section % WORD != 0) {
-            throw Error("`" + name + "` has " + std::to_string(bytes) + " bytes; the kernel takes at most " +
-                            std::to_string(engine_.bytes_of(ports.front())) + " on each of " +
-                            std::to_string(ports.size()) + " ports",
-                        spec_.weights, "use the files of one artifact together");
+    int64_t field(uint32_t instruction, size_t word) const {
+        return words_[HEADER_WORDS + INSTRUCTION_WORDS * instruction + word];
+    }
+
+    // The kernel does not know how long its buffers are: a program that reaches beyond one must not get there.
+    void read_program(const Mapping& program, const std::string& where, const DecoderSpec& decoder) {
+        words_.resize(program.bytes() / sizeof(uint32_t));
+        if (words_.size() < HEADER_WORDS) {
+            throw Error("the step program is shorter than its header", where, "compile the model again");
         }
-        for (size_t port = 0; port < ports.size(); ++port) {
-            xrt::bo buffer = engine_.make_buffer(ports[port], section);
-            file.read(name, port * section, buffer.map(), section);
-            buffer.sync(XCL_BO_SYNC_BO_TO_DEVICE);
-            streams_[name].push_back(buffer);
+        std::memcpy(words_.data(), program.data(), words_.size() * sizeof(uint32_t));
+        const uint64_t ports = kernel_.weights().size(), together = words_[PORTS] / ports;
+        const std::map<std::string, uint64_t> needs = {
+            {"weights_0", words_[WEIGHT_WORDS] * together},
+            {"cache_0", (static_cast<uint64_t>(words_[KEY_WORDS]) + words_[VALUE_WORDS]) * together},
+            {"constants", words_[CONSTANT_WORDS]},
+            {"input", words_[INPUT_WORDS]},
+            {"output", words_[OUTPUT_WORDS]},
+            {"replay", words_[REPLAY_WORDS]}};
+        for (const auto& need : needs) {
+            const uint64_t room = need.second == 0 ? 0 : kernel_.bytes_of(need.first);
+            if (need.second * WORD > room) {
+                throw Error("the step program needs " + std::to_string(need.second * WORD) + " bytes of `" + need.first +
+                                "`, which has " + std::to_string(room),
+                            where, "use the files of one artifact together");
+            }
+        }
+        const uint64_t logits = padded(decoder.vocab) / WORD, row = padded(hidden_) / WORD;
+        const bool step = words_[INPUT_WORDS] == words_[ROWS] * row && words_[OUTPUT_WORDS] == words_[ROWS] * logits;
+        if (words_[ROWS] != rows() || (spec_.whole && !step) || words_[PORTS] % ports != 0 ||
+            words_.size() != HEADER_WORDS + static_cast<uint64_t>(INSTRUCTION_WORDS) * words_[COUNT]) {
+            throw Error("the step program is of another decoder than this host program", where,
+                        "use the files of one artifact together");
+        }
+        for (uint32_t i = 0; i < words_[COUNT]; ++i) {
+            const uint32_t opcode = field(i, 0) & 0xFFFF, layer = static_cast<uint32_t>(field(i, 0)) >> 16;
+            decides_ = decides_ || opcode == OPCODE_DECIDE || opcode == OPCODE_DECIDE_ROWS;
+            if (opcode == OPCODE_DECIDE_ROWS) decisions_[layer] = i;
+            if (opcode == OPCODE_MLP) mlps_.push_back(i);
+            if (opcode == OPCODE_LINEAR) linears_.push_back(i);
         }
     }
 
-    // A layer's network lies behind the words of the cached rows, in a buffer of its own.
-    void load_network(const Safetensors& file, int64_t layer) {
-        const std::string name = "gate_" + std::to_string(layer);
-        const uint64_t bytes = file.info(name).bytes, room = rows() * padded(spec_.hidden);
-        xrt::bo buffer = engine_.make_buffer("key", room + bytes);
-        std::memset(buffer.map(), 0, room);
-        file.read(name, 0, buffer.map<char*>() + room, bytes);
-        buffer.sync(XCL_BO_SYNC_BO_TO_DEVICE);
-        networks_.emplace(layer, buffer);
-    }
-
-    void write_beside_network(int64_t layer, const std::vector<char>& cached) {
-        xrt::bo& buffer = networks_.at(layer);
-        std::memcpy(buffer.map(), cached.data(), cached.size());
-        buffer.sync(XCL_BO_SYNC_BO_TO_DEVICE);
-        engine_.bind("key", buffer);
-    }
-
-    // Once: the controller checks the table and keeps it on chip.
-    void load_table(const Mapping& table, const std::string& path) {
-        if (table.bytes() < (TABLE_CRC + 1) * sizeof(uint32_t)) {
-            throw Error("the DRS table is too short", path, "compile the model again");
+    // Once: every weight port's bytes, and the constants.
+    void load_weights(const Artifact& artifact) {
+        const Mapping& bytes = artifact.data(spec_.weights);
+        const std::string where = artifact.place(spec_.weights);
+        const Safetensors file(where, bytes.data(), bytes.bytes());
+        std::vector<std::string> names = kernel_.weights();
+        for (const std::string& name : kernel_.beginning(CONSTANTS)) {
+            names.push_back(name);
         }
-        std::memcpy(&table_crc_, table.data() + TABLE_CRC * sizeof(uint32_t), sizeof(table_crc_));
-        engine_.write("table", table.data(), table.bytes());
-        bind_weights("layer_0");
-        engine_.set("op", OP_TABLE);
-        engine_.set("table_bytes", static_cast<uint32_t>(table.bytes()));
-        engine_.run();
-        answer("loading " + path);
+        for (const std::string& name : names) {
+            const uint64_t found = file.info(name).bytes, wanted = kernel_.bytes_of(name);
+            if (found != wanted) {
+                throw Error("`" + name + "` has " + std::to_string(found) + " bytes; the kernel reads " + std::to_string(wanted),
+                            where, "use the files of one artifact together");
+            }
+            Mapped buffer = kernel_.map(name);
+            file.read(name, 0, buffer.as<char>(), wanted);
+            buffer.to_device(wanted);
+        }
     }
 
-    // What the controller wrote in the last run.
-    std::vector<uint32_t> answer(const std::string& where) {
-        std::vector<uint32_t> result(engine_.bytes_of("result") / sizeof(uint32_t));
-        engine_.read("result", result.data(), result.size() * sizeof(uint32_t));
-        if (result[STATUS] != 0) {
-            throw Error("the DRS controller stopped with status " + std::to_string(result[STATUS]), where,
+    // Once: the kernel checks a program or a table and keeps it on chip.
+    void load(uint32_t operation, const Mapping& bytes, const std::string& what, const std::string& where,
+              const Statuses& statuses) {
+        kernel_.write("program", bytes.data(), bytes.bytes());
+        kernel_.set("op", operation);
+        kernel_.set("bytes", static_cast<uint32_t>(bytes.bytes()));
+        kernel_.run();
+        report_.from_device(WORD);
+        const uint32_t status = report_.as<uint32_t>()[STATUS];
+        if (status != 0) {
+            throw Error("the kernel refuses the " + what + " with status " + name_of(status, statuses), where,
+                        "copy the artifact again, and link its kernels");
+        }
+    }
+
+    // `given`: bytes of the input that were written. Throws Error: the kernel stopped.
+    void launch(uint64_t given, uint32_t entry, uint32_t position, uint32_t step, uint32_t active) {
+        input_.to_device(given);
+        const uint32_t values[SCALARS] = {entry, position, step, active};
+        for (size_t i = 0; i < SCALARS; ++i) {
+            kernel_.set(scalars_[i], values[i]);
+        }
+        kernel_.run();
+        report_.from_device(step == NO_STEP ? WORD : report_.bytes());
+        const uint32_t* report = report_.as<uint32_t>();
+        if (report[STATUS] != 0) {
+            throw Error("the kernel stopped with status " + name_of(report[STATUS], RUN_STATUSES) + " at instruction " +
+                            std::to_string(report[INSTRUCTION]),
+                        kernel_spec().name, "link the kernels of this artifact again");
+        }
+    }
+
+    // What the controller decided of a layer: answer `number` of the last report. Throws Error: it stopped.
+    const uint32_t* answer(int64_t layer, int64_t number) const {
+        const uint32_t* found = report_.as<uint32_t>() + ANSWERS + ANSWER_WORDS * number;
+        if (found[ANSWER_STATUS] != 0) {
+            throw Error("the DRS controller stopped with status " + name_of(found[ANSWER_STATUS], TABLE_STATUSES),
+                        "layer " + std::to_string(layer),
                         "docs/reference/drs_table.md lists the statuses; copy the artifact again");
         }
-        return result;
+        return found;
     }
 
-    uint32_t computing_rows(const uint8_t* replay) const {
-        uint32_t computing = 0;
+    // The active rows of a product, x float32 [B, inputs] to y float32 [B, channels].
+    void product(uint32_t entry, const float* x, int64_t inputs, uint32_t active, float* y, int64_t channels) {
+        launch(append(0, x, rows(), inputs), entry, 0, NO_STEP, active);
+        output_.from_device(rows() * padded(channels));
         for (size_t row = 0; row < rows(); ++row) {
-            computing |= (replay[row] == 0 ? 1u : 0u) << row;
-        }
-        return computing;
-    }
-
-    bool is_gated(int64_t layer) const {
-        return std::find(spec_.gated.begin(), spec_.gated.end(), layer) != spec_.gated.end();
-    }
-
-    // The weight arguments, and what a run that computes nothing leaves alone.
-    void bind_weights(const std::string& stream) {
-        const std::vector<std::string> ports = engine_.weights();
-        for (size_t port = 0; port < ports.size(); ++port) {
-            engine_.bind(ports[port], streams_.at(stream)[port]);
-        }
-        for (const char* argument : {"x", "cached", "table", "query", "key", "chain"}) {
-            engine_.fill(argument);
+            if ((active >> row & 1u) != 0) {
+                std::memcpy(y + row * static_cast<size_t>(channels), output_.as<char>() + row * padded(channels),
+                            sizeof(float) * static_cast<size_t>(channels));
+            }
         }
     }
 
-    // `call` plays no part in an MLP.
-    void set_operation(uint32_t operation, const LinearSpec& call) {
-        engine_.set("op", operation);
-        engine_.set("inputs", static_cast<int32_t>(call.inputs));
-        engine_.set("channels", static_cast<int32_t>(call.channels));
-        engine_.set("tile", static_cast<int32_t>(call.tile));
-        engine_.set("tiles", static_cast<int32_t>(call.tiles));
+    // An operand at byte `at` of the input: heads [B, heads, depth], then rows [B, H]; each head and each row begins a word.
+    // Returns the byte behind it.
+    uint64_t put(uint64_t at, const float* values, int64_t heads, int64_t depth, const float* input) {
+        at = append(at, values, values == nullptr ? 0 : rows() * static_cast<size_t>(heads), depth);
+        return append(at, input, input == nullptr ? 0 : rows(), hidden_);
     }
 
-    void run(const std::string& stream, uint32_t computed, const float* x, int64_t inputs, float* y, int64_t outputs) {
-        bind_weights(stream);
-        write_rows("x", x, inputs);
-        engine_.set("index_register", computed);
-        engine_.run();
-        std::vector<char> words(rows() * padded(outputs));
-        engine_.read("y", words.data(), words.size());
-        for (size_t row = 0; row < rows(); ++row) {
-            std::memcpy(y + row * static_cast<size_t>(outputs), &words[row * padded(outputs)],
-                        sizeof(float) * static_cast<size_t>(outputs));
+    uint64_t append(uint64_t at, const float* values, size_t count, int64_t width) {
+        const uint64_t pitch = padded(width), own = sizeof(float) * static_cast<uint64_t>(width);
+        if (at + count * pitch > input_.bytes()) {
+            throw Error("rows of " + std::to_string(width) + " values are too long for the kernel's input", kernel_spec().name,
+                        "use the files of one artifact together");
         }
-    }
-
-    void write_rows(const std::string& argument, const float* values, int64_t width) {
-        std::vector<char> words(rows() * padded(width), 0);
-        for (size_t row = 0; row < rows(); ++row) {
-            std::memcpy(&words[row * padded(width)], values + row * static_cast<size_t>(width),
-                        sizeof(float) * static_cast<size_t>(width));
-        }
-        engine_.write(argument, words.data(), words.size());
-    }
-
-    // The words of an operand: heads [B, heads, depth], then rows [B, H]; each head and each row begins one.
-    std::vector<char> operand(const float* values, int64_t heads, int64_t depth, const float* input) const {
-        std::vector<char> words;
-        append(words, values, values == nullptr ? 0 : rows() * static_cast<size_t>(heads), depth);
-        append(words, input, input == nullptr ? 0 : rows(), spec_.hidden);
-        return words;
-    }
-
-    static void append(std::vector<char>& words, const float* values, size_t count, int64_t width) {
-        const size_t first = words.size();
-        words.resize(first + count * padded(width), 0);
         for (size_t i = 0; i < count; ++i) {
-            std::memcpy(&words[first + i * padded(width)], values + i * static_cast<size_t>(width),
-                        sizeof(float) * static_cast<size_t>(width));
+            std::memset(input_.as<char>() + at + own, 0, pitch - own);
+            std::memcpy(input_.as<char>() + at, values + i * static_cast<size_t>(width), own);
+            at += pitch;
         }
+        return at;
     }
 
     AcceleratorSpec spec_;
+    int64_t batch_, hidden_;
     Device device_;
-    ComputeUnit engine_;
-    std::map<std::string, std::vector<xrt::bo>> streams_;  // per call, a buffer per port
-    std::map<int64_t, xrt::bo> networks_;                  // per layer, with room for the cached rows
-    std::map<std::string, LinearSpec> linears_;
-    std::vector<uint32_t> computing_;  // per layer: rows that the last decision has compute
-    uint32_t table_crc_ = 0;
+    ComputeUnit kernel_;
+    std::vector<uint32_t> words_;                          // of the step program
+    std::map<int64_t, uint32_t> decisions_;                // of short programs: layer -> instruction
+    std::vector<uint32_t> mlps_, linears_;                 // their instructions, in order
+    std::map<int64_t, uint32_t> computing_;                // layer -> rows that the last decision has compute
+    bool decides_ = false;
+    size_t scalars_[SCALARS] = {};  // places of the arguments
+    Mapped input_, output_, report_;
+    std::vector<Mapped> kept_;  // from launch to launch: caches and replay
 };
 
 }  // namespace fastcar_host

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "fastcar_accelerator.hpp"
 #include "fastcar_library.hpp"
 #include "fastcar_sampling.hpp"
-#include "fastcar_step_accelerator.hpp"
 
 namespace fastcar_host {
 
@@ -53,7 +53,7 @@ class StepDecoder {
 public:
     // `artifact`: check_files was called; it and `accelerator` have to outlive the decoder.
     // Throws Error: a file does not fit the decoder.
-    StepDecoder(const Artifact& artifact, const DecoderSpec& spec, StepAccelerator& accelerator)
+    StepDecoder(const Artifact& artifact, const DecoderSpec& spec, Accelerator& accelerator)
         : spec_(spec), accelerator_(accelerator) {
         if (!spec.takes_embeddings) {
             embedding_.emplace(artifact, spec);
@@ -112,7 +112,7 @@ private:
     }
 
     const DecoderSpec spec_;
-    StepAccelerator& accelerator_;
+    Accelerator& accelerator_;
     std::optional<Embedding> embedding_;
     Progress progress_;
 };

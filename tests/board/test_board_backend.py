@@ -69,7 +69,7 @@ def test_logits_equal_those_of_the_cpu(artifact: fc.Artifact, pyxrt: Faulty) -> 
     fake = pyxrt(artifact)
     decisions = assert_same_logits(artifact)
     launched = int((~decisions.all(2)).sum())
-    assert starts(fake) == {"fastcar_engine": 1 + decisions.shape[0] + launched}  # the table, layer 0's gate, MLPs
+    assert starts(fake) == {"fastcar_step": 2 + decisions.shape[0] + launched}
 
 
 def test_logits_are_equal_with_linears_offloaded(engine_artifact: fc.Artifact, pyxrt: Faulty) -> None:
@@ -78,17 +78,17 @@ def test_logits_are_equal_with_linears_offloaded(engine_artifact: fc.Artifact, p
     linears = len(accelerator_of(engine_artifact).linears)
     assert linears == 3  # q, k and v; o; the head
     launched = int((~decisions.all(2)).sum()) + linears * decisions.shape[0]
-    assert starts(fake) == {"fastcar_engine": 1 + decisions.shape[0] + launched}
+    assert starts(fake) == {"fastcar_step": 2 + decisions.shape[0] + launched}
 
 
 def test_rows_that_the_host_has_replay_are_not_computed(foreign_artifact: fc.Artifact, pyxrt: Faulty) -> None:
     fake = pyxrt(foreign_artifact)
     decisions = assert_same_logits(foreign_artifact)
     (compute,) = accelerator_of(foreign_artifact).kernels
-    _table, prompt, *runs = [call[2] for call in fake.calls if call[:2] == ("start", compute.name)]
-    assert prompt[compute.index("index_register")] == 15  # a prompt of one token is a dense decode step
+    _program, prompt, *runs = [call[2] for call in fake.calls if call[:2] == ("start", compute.name)]
+    assert prompt[compute.index("active")] == 15  # a prompt of one token is a dense decode step
     registers = ((~decisions) @ (1 << np.arange(4))).reshape(-1).tolist()
-    assert [scalars[compute.index("index_register")] for scalars in runs] == [r for r in registers if r]
+    assert [scalars[compute.index("active")] for scalars in runs] == [r for r in registers if r]
 
 
 def test_buffers_are_those_of_the_interfaces(artifact: fc.Artifact, pyxrt: Faulty) -> None:
@@ -98,34 +98,28 @@ def test_buffers_are_those_of_the_interfaces(artifact: fc.Artifact, pyxrt: Fault
     (compute,) = accelerator.kernels
     assert fake.calls[0] == ("xclbin", str(artifact.path / "drs" / "table.bin"))
     assert fake.calls[1:3] == [("device", 0), ("kernel", compute.name)]
-    loaded = [c[1:] for c in fake.calls if c[0] == "bo"]
-    section = accelerator.design.stream_bytes // len(compute.weights())
-    groups = [100 * len(compute.name) + compute.index(name) for name in compute.weights()]
-    weights = [(section, group) for group in groups] * 2
-    assert loaded[: len(weights)] == weights
-    opened = set(loaded[len(weights) :])
+    assert {c[1:] for c in fake.calls if c[0] == "bo"} == buffers_of(compute), "buffers are made once"
     fake.calls.clear()
     session.prefill(torch.tensor([[1], [2]]))
     session.step(torch.tensor([3, 4]))
-    stepped = {c[1:] for c in fake.calls if c[0] == "bo"}
-    assert (opened | stepped, opened & stepped) == (buffers_of(compute), set())
+    assert not [c for c in fake.calls if c[0] == "bo"]
 
 
 def buffers_of(kernel: KernelPart) -> set[tuple[int, int]]:
-    """Size and memory group of what a kernel reads and writes besides its weights."""
-    memory = [a for a in kernel.arguments if a.kind != "scalar" and a.name not in kernel.weights()]
+    """Size and memory group of what a kernel reads and writes."""
+    memory = [a for a in kernel.arguments if a.kind != "scalar"]
     return {(a.bytes, 100 * len(kernel.name) + kernel.index(a.name)) for a in memory}
 
 
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("no kernel", r"the xclbin has no kernel fastcar_engine\n  where: .*table.bin\n  hint:  link the kernels"),
-        ("other design", r"of another design: fastcar_engine has 23 arguments, expected are 24\n  where: .*table.bin"),
+        ("no kernel", r"the xclbin has no kernel fastcar_step\n  where: .*table.bin\n  hint:  link the kernels"),
+        ("other design", r"of another design: fastcar_step has 13 arguments, expected are 14\n  where: .*table.bin"),
         ("other program", r"the device holds the xclbin 2, not 1\n  where: device 0\n  hint:  another program"),
         (
             "no memory",
-            r"no memory for \d+ bytes: std::bad_alloc\n  where: fastcar_engine, argument weights_0\n  hint:  free",
+            r"no memory for \d+ bytes: std::bad_alloc\n  where: fastcar_step, argument weights_0\n  hint:  free",
         ),
     ],
 )
@@ -137,7 +131,7 @@ def test_faults_are_told_when_the_session_opens(artifact: fc.Artifact, pyxrt: Fa
 
 def test_a_kernel_that_hangs_is_told(artifact: fc.Artifact, pyxrt: Faulty) -> None:
     pyxrt(artifact, "hang")
-    text = r"the kernel did not complete: timeout\n  where: fastcar_engine\n  hint:  see `dmesg`"
+    text = r"the kernel did not complete: timeout\n  where: fastcar_step\n  hint:  see `dmesg`"
     with pytest.raises(BackendError, match=text):
         artifact.session("board")
 
@@ -219,14 +213,12 @@ def test_misuse_of_a_kernel_is_refused(artifact: fc.Artifact, pyxrt: Faulty) -> 
     pyxrt(artifact)
     (kernel,) = accelerator_of(artifact).kernels
     unit = XrtUnit(Device([kernel]), kernel)
-    with pytest.raises(
-        InternalError, match=r"fastcar_engine: arguments that were never filled: weights_0, .*, key_words"
-    ):
+    with pytest.raises(InternalError, match=r"fastcar_step: arguments that were never filled: weights_0, .*, active"):
         unit.run()
-    with pytest.raises(InternalError, match=r"fastcar_engine: \d+ bytes for table, which has \d+"):
-        unit.read("table", unit.argument("table").bytes + 1)
-    with pytest.raises(InternalError, match="fastcar_engine: table is not a scalar of 4 bytes"):
-        unit.set({"table": 1})
+    with pytest.raises(InternalError, match=r"fastcar_step: \d+ bytes for program, which has \d+"):
+        unit.read("program", unit.argument("program").bytes + 1)
+    with pytest.raises(InternalError, match="fastcar_step: program is not a scalar of 4 bytes"):
+        unit.set({"program": 1})
 
 
 def test_libraries_are_picked_by_machine(artifact: fc.Artifact) -> None:

@@ -23,6 +23,7 @@ import fastcar_compile as fc
 from board.conftest import Machine
 from fastcar_compile.artifact.manifest import sealed
 from fastcar_compile.codegen.hls.control_table.table import Status
+from fastcar_compile.codegen.hls.step_program.program import StepOp
 from fastcar_compile.runtime.backends.accelerator.step import accelerator_of
 from fastcar_compile.runtime.backends.board import buffer_bytes
 
@@ -157,7 +158,7 @@ def test_tokens_are_equal_with_linears_offloaded(
 def test_rows_that_the_host_has_replay_are_not_computed(
     foreign_artifact: fc.Artifact, native: Machine, fake_library: Fake, tmp_path: Path
 ) -> None:
-    """A gate that the host decides: the engine gets the mask as its Index Register, layer by layer."""
+    """A gate that the host decides: the kernel gets the mask of its rows, layer by layer."""
     built = build(foreign_artifact, native, fake_library, tmp_path)
     assert accelerator_of(foreign_artifact).design.axi_words > 1
     prompts, log = [[16], [3], [5], [11]], tmp_path / "log"
@@ -192,23 +193,22 @@ def test_the_fabric_decides(
 
 
 def index_registers(log: Path) -> list[int]:
-    """The Index Registers of the engine's runs in a log of the stand-in; the first loads the table."""
-    _table, *runs = [line.split() for line in log.read_text().splitlines()]
-    scalars = [dict(word.split("=") for word in words) for name, *words in runs if name == "fastcar_engine"]
-    return [int(values["index_register"]) for values in scalars]
+    """The active rows of the kernel's runs in a log of the stand-in."""
+    runs = [dict(word.split("=") for word in line.split()[1:]) for line in log.read_text().splitlines()]
+    return [int(values["active"]) for values in runs if int(values["op"]) == StepOp.RUN]
 
 
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("no kernel", "error: the xclbin has no kernel fastcar_engine\n  where: {xclbin}\n  hint:  link the kernels"),
-        ("other design", "error: the xclbin is of another design: fastcar_engine takes weights_0 "),
+        ("no kernel", "error: the xclbin has no kernel fastcar_step\n  where: {xclbin}\n  hint:  link the kernels"),
+        ("other design", "error: the xclbin is of another design: fastcar_step takes weights_0 "),
         ("other program", "error: the device holds the xclbin 00000000-0000-0000-0000-000000000002, not 0000"),
         (
             "no memory",
-            "error: no memory for {section} bytes: std::bad_alloc\n  where: fastcar_engine, argument w",
+            "error: no memory for {section} bytes: std::bad_alloc\n  where: fastcar_step, argument w",
         ),
-        ("hang", "error: the kernel did not complete, XRT state 8\n  where: fastcar_engine\n  hint:  see `dmesg`"),
+        ("hang", "error: the kernel did not complete, XRT state 8\n  where: fastcar_step\n  hint:  see `dmesg`"),
     ],
 )
 def test_faults_of_the_board_are_told(built: Built, fault: str, text: str) -> None:
@@ -216,8 +216,7 @@ def test_faults_of_the_board_are_told(built: Built, fault: str, text: str) -> No
     assert done.returncode == 2
     accelerator = built.artifact.manifest.accelerator
     assert accelerator is not None
-    ports = sum(a.name.startswith("weights_") for a in accelerator.kernels[0].arguments)
-    section = accelerator.design.stream_bytes // ports
+    section = accelerator.kernels[0].arguments[0].bytes
     assert text.format(xclbin=built.xclbin, section=section) in done.stderr
     assert done.stdout == ""
 

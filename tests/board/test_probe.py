@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hls.library import DESIGNS
 
-from fastcar_compile.codegen.hls.interface import TYPE_BYTES, ControlSizes, engine_interface, probe_interface
-from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.codegen.hls.controller_project import table_of_sizes
+from fastcar_compile.codegen.hls.design.step_usage import StepDesign
+from fastcar_compile.codegen.hls.interface import TYPE_BYTES, kernel_interface, probe_interface
+from fastcar_compile.codegen.hls.project import emit_hls, short_program
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder
 
@@ -26,22 +29,23 @@ def make(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["make", *words], cwd=project, capture_output=True, text=True, check=False)
 
 
-def test_its_weight_ports_are_those_of_the_engine(project: Path) -> None:
-    engine, probe = engine_interface(DESIGNS["example"], ControlSizes(1)), probe_interface(DESIGNS["example"])
-    weights = [port for port in engine.ports if port.name.startswith("weights_")]
-    assert list(probe.ports[: len(weights)]) == weights
+def test_its_weight_ports_are_those_of_the_kernel(project: Path) -> None:
+    made, probe = DESIGNS["example"], probe_interface(DESIGNS["example"])
+    table = table_of_sizes(made)
+    kernel = kernel_interface(made, StepDesign.of(short_program(made, table)), table)
+    weights = [port for port in kernel.ports if port.name.startswith("weights_")]
+    own = [replace(port, depth=0, mapped=0) for port in probe.ports[: len(weights)]]
+    assert own == [replace(port, depth=0, mapped=0) for port in weights]
     assert [port.name for port in probe.ports[len(weights) :]] == ["result", "words", "ports"]
     text = (project / "fastcar_probe.cpp").read_text()
     assert all(line in text for line in probe.pragmas())
-    own = [line for line in probe.pragmas() if "port=weights_" in line]
-    assert [line for line in engine.pragmas() if "port=weights_" in line] == own
 
 
-def test_it_is_linked_alone_to_the_memory_of_the_engine(project: Path) -> None:
+def test_it_is_linked_alone_to_the_memory_of_the_kernel(project: Path) -> None:
     lines = (project / "probe_link.cfg").read_text().splitlines()
     assert lines[:3] == ["[connectivity]", "nk=fastcar_probe:1:fastcar_probe_1", "sp=fastcar_probe_1.weights_0:HP0"]
     engine = (project / "link.cfg").read_text().splitlines()
-    connected = [line.replace("fastcar_probe", "fastcar_engine") for line in lines if ".weights_" in line]
+    connected = [line.replace("fastcar_probe", "fastcar_step") for line in lines if ".weights_" in line]
     assert [line for line in engine if ".weights_" in line] == connected
     assert not [line for line in engine if "probe" in line]
     config = (project / "fastcar_probe_hls_config.cfg").read_text()

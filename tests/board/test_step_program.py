@@ -65,8 +65,8 @@ def test_a_prompt_that_does_not_fit_is_refused(built: Built) -> None:
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        (PROGRAM, "the step kernel refuses the step program with status BAD_CRC"),
-        (TABLE, "the step kernel refuses the control table with status BAD_CRC"),
+        (PROGRAM, "the kernel refuses the step program with status BAD_CRC"),
+        (TABLE, "the kernel refuses the control table with status BAD_CRC"),
     ],
 )
 def test_what_the_kernel_refuses_is_told(built: Built, file: str, text: str) -> None:

@@ -19,7 +19,7 @@ from fastcar_compile.errors import CompileError
 
 U280 = load_target("u280")
 
-KERNELS = ("fastcar_engine", "fastcar_drs")
+KERNELS = ("fastcar_step", "fastcar_drs")
 FAKE_VPP = """#!/bin/sh
 echo "v++ $*" >> "$LOG"
 case "$*" in
@@ -58,9 +58,9 @@ def commands(
     platform: str = "zcu102.xpfm", rootfs: str = "rootfs.ext4", image: str = "Image", sd: str = ""
 ) -> list[str]:
     """What Vitis has to run for csynth, link and package of the example design."""
-    objects = "build/fastcar_engine/fastcar_engine.xo"
+    objects = "build/fastcar_step/fastcar_step.xo"
     return [
-        "v++ -c --mode hls --config fastcar_engine_hls_config.cfg --work_dir build/fastcar_engine",
+        "v++ -c --mode hls --config fastcar_step_hls_config.cfg --work_dir build/fastcar_step",
         f"v++ -l -t hw --platform {platform} --config link.cfg --temp_dir build/_x -o build/fastcar.xclbin {objects}",
         f"v++ -p -t hw --platform {platform} build/fastcar.xclbin --package.out_dir build/package "
         f"--package.boot_mode sd --package.image_format ext4 --package.rootfs {rootfs} --package.kernel_image {image} "
@@ -69,7 +69,7 @@ def commands(
 
 
 def test_every_file_that_a_configuration_names_is_there(project: Path) -> None:
-    for kernel, bench in zip(KERNELS, ("engine_testbench.cpp", "drs_testbench.cpp"), strict=True):
+    for kernel, bench in zip(KERNELS, ("step_testbench.cpp", "drs_testbench.cpp"), strict=True):
         lines = (project / f"{kernel}_hls_config.cfg").read_text().splitlines()
         assert lines[:2] == ["part=xczu9eg-ffvb1156-2-e", ""]
         assert lines[2:] == [
@@ -90,22 +90,18 @@ def test_every_file_that_a_configuration_names_is_there(project: Path) -> None:
 
 def test_link_configuration(project: Path) -> None:
     lines = (project / "link.cfg").read_text().splitlines()
-    assert lines[:2] == ["[connectivity]", "nk=fastcar_engine:1:fastcar_engine_1"]
-    assert lines[2:14] == [
-        "sp=fastcar_engine_1.weights_0:HP0",
-        "sp=fastcar_engine_1.weights_1:HP1",
-        "sp=fastcar_engine_1.weights_2:HP3",
-        "sp=fastcar_engine_1.weights_3:HPC0",
-        "sp=fastcar_engine_1.x:HP2",
-        "sp=fastcar_engine_1.cached:HPC1",
-        "sp=fastcar_engine_1.y:HPC1",
-        "sp=fastcar_engine_1.table:HP2",
-        "sp=fastcar_engine_1.query:HP2",
-        "sp=fastcar_engine_1.key:HP2",
-        "sp=fastcar_engine_1.chain:HP2",
-        "sp=fastcar_engine_1.result:HPC1",
+    assert lines[:2] == ["[connectivity]", "nk=fastcar_step:1:fastcar_step_1"]
+    assert lines[2:10] == [
+        "sp=fastcar_step_1.weights_0:HP0",
+        "sp=fastcar_step_1.weights_1:HP1",
+        "sp=fastcar_step_1.weights_2:HP3",
+        "sp=fastcar_step_1.weights_3:HPC0",
+        "sp=fastcar_step_1.program:HP2",
+        "sp=fastcar_step_1.input:HP2",
+        "sp=fastcar_step_1.output:HPC1",
+        "sp=fastcar_step_1.report:HPC1",
     ]
-    assert lines[14:] == ["", "[clock]", "freqHz=250000000:fastcar_engine_1"]
+    assert lines[10:] == ["", "[clock]", "freqHz=250000000:fastcar_step_1"]
 
 
 def kernel(name: str, weights: int, *others: str) -> KernelInterface:
@@ -234,10 +230,7 @@ def test_what_the_user_has_to_give_is_asked_for(project: Path, vpp: dict[str, st
 def test_a_kernel_that_was_not_written_is_told(project: Path, vpp: dict[str, str]) -> None:
     done = make(project, "csynth", **vpp, EMPTY="1")
     assert done.returncode == 2
-    assert (
-        "v++ has not written build/fastcar_engine/fastcar_engine.xo: see its log below build/fastcar_engine"
-        in done.stderr
-    )
+    assert "v++ has not written build/fastcar_step/fastcar_step.xo: see its log below build/fastcar_step" in done.stderr
 
 
 def test_an_artifact_is_not_built_in(project: Path) -> None:

@@ -51,7 +51,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 def test_compile(compiled: tuple[Path, dict[str, Any]]) -> None:
     path, report = compiled
     assert report["sites"] == 2
-    for name in ("graph/decoder.onnx", "hls/fastcar_engine.cpp", "drs/table.bin", "report.json", "manifest.json"):
+    for name in ("graph/decoder.onnx", "hls/fastcar_step.cpp", "drs/table.bin", "report.json", "manifest.json"):
         assert (path / name).is_file()
     assert report["files"] == sum(1 for f in path.rglob("*") if f.is_file()) - 1
 

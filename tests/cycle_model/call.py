@@ -114,7 +114,7 @@ def _array_network(call: EngineCall, memory: Memory) -> Network:
         "scale_tile": _stage(call, 2, ("head", "acc"), ("value",)),
         "finish_tile": _stage(call, 3, ("value",), ("results",)),
         "send_tile": _send(call),
-        "write_rows": _write_rows(call, memory),
+        "write_rows": _write_rows(call),
     }
     fifos = {
         "ports": Fifo(call.fifo_words, "read_weights", "share_weights"),
@@ -196,9 +196,8 @@ def _send(call: EngineCall) -> Iterator[Action]:
         yield Post("end of a product")
 
 
-def _write_rows(call: EngineCall, memory: Memory) -> Iterator[Action]:
+def _write_rows(call: EngineCall) -> Iterator[Action]:
     last = call.products[-1]
-    yield from [Run("copies", call.results, 1, memory.latency, memory=MEMORY, words=2)] * call.copied
     loop = tile_loops(last.product, call.load).send
     for _tile in range(last.product.tiles):
         if loop.trips:

@@ -11,9 +11,9 @@ from filelock import FileLock
 from hls.conftest import csim_tools
 
 from drs.tables import LIMITS, Controller, table_for
+from drs.unit import DrsUnit
 from fastcar_compile.codegen.hls.controller_project import emit_drs
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
-from fastcar_compile.runtime.backends.accelerator import controller as kernels
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, build_library, folder_sources
 
 __all__ = ["csim_tools"]
@@ -43,5 +43,5 @@ def controller(csim_tools: None, _built: dict[str, Controller], tmp_path_factory
         with FileLock(libraries / "drs.lock"):
             library = ctypes.CDLL(str(build_library(folder_sources(folder, CONTROLLER), libraries, CONTROLLER)))
         kernel = drs_interface(ControlSizes(WORDS, WORDS, WORDS)).part
-        _built["drs"] = Controller(kernels.Controller(CsimUnit(library, kernel)))
+        _built["drs"] = Controller(DrsUnit(CsimUnit(library, kernel)))
     return _built["drs"]

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from drs.unit import DrsUnit
 from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_heads
 from fastcar_compile.codegen.hls.control_table.reader import check, header_of
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status
-from fastcar_compile.runtime.backends.accelerator import controller
 
 LIMITS = Limits(cores=2, rows=32, table_words=4096, query_words=1024, key_words=64, heads=16)
 """Of the controller in these tests."""
@@ -75,7 +75,7 @@ def repaired(words: Sequence[int]) -> bytes:
 class Controller:
     """The HLS controller, held to the Python simulator at every load and call."""
 
-    kernel: controller.Controller
+    kernel: DrsUnit
     limits: Limits = LIMITS
 
     def agreed(self, table: DrsTable | bytes, call: LayerCall) -> LayerTrace:

@@ -16,6 +16,7 @@ from hls.conftest import csim_tools
 
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from drs.tables import FRAME, LATER, Controller
+from drs.unit import DrsUnit
 from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_inputs, pack_network
 from fastcar_compile.codegen.hls.control_table.reader import check, read_table
@@ -29,7 +30,6 @@ from fastcar_compile.errors import UserError
 from fastcar_compile.gates import GATES, decided_on_accelerator
 from fastcar_compile.gates.base import GateInputs, GateKind
 from fastcar_compile.gates.tensors import exact_weights
-from fastcar_compile.runtime.backends.accelerator import controller as kernels
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, ap_types_folder, build_library, compiler, folder_sources
 
 fastcar = torch.ops.fastcar
@@ -134,7 +134,7 @@ def library_of(name: str, folder: Path) -> Path:
 def controller_of(name: str, folder: Path) -> Controller:
     """A controller that is built for this gate, with the networks in its memory."""
     table, library = CASES[name].table(0.5), ctypes.CDLL(str(library_of(name, folder)))
-    kernel = kernels.Controller(CsimUnit(library, drs_interface(control_sizes(table)).part))
+    kernel = DrsUnit(CsimUnit(library, drs_interface(control_sizes(table)).part))
     if name == "learned":
         for layer in range(LAYERS):
             kernel.load_network(layer, words_of(layer).view(np.uint8).reshape(-1), table.key_words)

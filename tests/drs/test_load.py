@@ -15,6 +15,7 @@ import pytest
 from drs.conftest import WORDS
 from drs.tables import FRAME, LATER, LIMITS, Controller, call_for, table_for
 from drs.test_document import TEXT
+from drs.unit import DrsUnit
 from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_heads
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
@@ -37,7 +38,6 @@ from fastcar_compile.codegen.hls.design.controller import (
 )
 from fastcar_compile.codegen.hls.design.loops import Loop
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
-from fastcar_compile.runtime.backends.accelerator import controller as kernels
 from fastcar_compile.runtime.backends.hls_csim import FLAGS, CsimUnit, ap_types_folder, compiler
 
 LLAMA = AttentionShape(32, 32, 128)
@@ -61,7 +61,7 @@ def llama_call(rows: int, layer: int = 0) -> LayerCall:
 class Counting:
     """A controller for 32 rows of LLaMA-2-7B that counts."""
 
-    kernel: kernels.Controller
+    kernel: DrsUnit
     library: ctypes.CDLL
 
     def moved(self) -> dict[str, Traffic]:
@@ -83,9 +83,7 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Counting:
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     library = ctypes.CDLL(str(folder / "counting.so"))
-    return Counting(
-        kernels.Controller(CsimUnit(library, drs_interface(ControlSizes(WORDS, WORDS, WORDS)).part)), library
-    )
+    return Counting(DrsUnit(CsimUnit(library, drs_interface(ControlSizes(WORDS, WORDS, WORDS)).part)), library)
 
 
 def test_there_is_no_table_before_a_load_and_after_one_that_failed(controller: Controller) -> None:
@@ -100,7 +98,7 @@ def test_another_table_than_the_host_counts_on_is_noticed(controller: Controller
     """As when another program loads its own."""
     kernel, call = controller.kernel, call_for(0b010)
     assert kernel.load(table_for().to_bytes()) is Status.OK
-    other = kernels.Controller(kernel._unit)
+    other = DrsUnit(kernel._unit)
     assert other.load(table_for(2).to_bytes()) is Status.OK
     assert kernel.run(call, 0).status is Status.NO_TABLE
     assert other.run(call_for(0b01, 2), 2).status is Status.OK

@@ -23,7 +23,8 @@ from fastcar_compile.ir.ops.offload import GateDecision, bound_gate_unit
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.offload_gate import OffloadGate
-from fastcar_compile.runtime.backends.accelerator.controller import GateController
+from fastcar_compile.runtime.backends.accelerator.kernel import LiveTable
+from fastcar_compile.runtime.backends.accelerator.step import GateController
 from fastcar_compile.runtime.backends.eager import EagerStepper
 
 FORWARDS = 3 * FRAME
@@ -68,11 +69,16 @@ def thresholds_of(case: Case, shift: float = 0.0) -> np.ndarray:
     return np.array([np.inf if t is None else t + shift for t in case.thresholds], np.float32)
 
 
+def gate_controller(controller: Controller, table: DrsTable) -> GateController:
+    """A controller with this table."""
+    controller.kernel.load_table(table.to_bytes())
+    return GateController(controller.kernel, LiveTable(table.to_bytes()))
+
+
 def asked(unit: GateController, layer: int, inputs: GateInputs[torch.Tensor], chain: torch.Tensor) -> GateDecision:
     """The unit's decision for a graph in eager PyTorch."""
     given = GateInputs(*(None if tensor is None else tensor.numpy() for tensor in vars(inputs).values()))
-    found = unit.decide(layer, given, chain.numpy())
-    return GateDecision(*map(torch.from_numpy, (found.replay, found.score, found.chain)))
+    return GateDecision(*map(torch.from_numpy, unit.decide(layer, given, chain.numpy())))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -99,7 +105,7 @@ def test_decisions_scores_and_logits_are_those_of_the_rewritten_graph(controller
     """Bit for bit; in the second half with other thresholds."""
     host = run_pipeline(copy.deepcopy(program(case)), [OffloadGate()])
     reference, backend = eager(program(case)), eager(host)
-    unit = GateController(controller.kernel, table_of(case).to_bytes())
+    unit = gate_controller(controller, table_of(case))
     replayed = 0
 
     def decided(layer: int, inputs: GateInputs[torch.Tensor], chain: torch.Tensor, step: int) -> GateDecision:
@@ -113,7 +119,7 @@ def test_decisions_scores_and_logits_are_those_of_the_rewritten_graph(controller
             actual = backend.decode(token, t, t, thresholds)
         for name in ("logits", "decisions", "scores"):
             np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
-        for layer in filter(unit.decides, range(LAYERS)):
+        for layer in (n for n, t in enumerate(case.thresholds) if t is not None):
             computing = sum(1 << row for row in range(case.batch) if not expected.decisions[layer][row])
             unit.require(layer, computing)
             with pytest.raises(InternalError, match="the host's replay mask is not what the DRS controller decided"):
@@ -127,24 +133,24 @@ def test_thresholds_are_loaded_when_they_change(controller: Controller, monkeypa
     kernel, loaded = controller.kernel, []
     load = kernel.load
     monkeypatch.setattr(kernel, "load", lambda table: loaded.append(read_table(table).thresholds) or load(table))
-    unit = GateController(kernel, table_for(1).to_bytes())
+    unit = gate_controller(controller, table_for(1))
     one, none = np.ones((1, 1, 1), np.float32), np.zeros(1, np.int32)
     replays = []
     for threshold in (0.0, 0.0, 2.0, 2.0, 0.0):
         unit.start(64, np.full(3, threshold, np.float32))
-        replays += [bool(unit.decide(layer, GateInputs(one, one), none).replay[0]) for layer in range(3)]
+        replays += [bool(unit.decide(layer, GateInputs(one, one), none)[0][0]) for layer in range(3)]
     assert loaded == [(0.0,) * 3, (2.0,) * 3, (0.0,) * 3]
     assert replays == [*[True] * 6, *[False] * 6, *[True] * 3]
 
 
 def test_what_does_not_fit_the_table_is_reported(controller: Controller) -> None:
-    unit = GateController(controller.kernel, table_for(2).to_bytes())
+    unit = gate_controller(controller, table_for(2))
     unit.start(64, np.zeros(3, np.float32))
     inputs = GateInputs(np.ones((2, 8, 1), np.float32), np.ones((2, 1, 1), np.float32))
     with pytest.raises(BackendError, match=r"stopped with status BAD_OPERANDS\n  where: layer 1"):
         unit.decide(1, inputs, np.zeros(2, np.int32))
     with pytest.raises(UserError, match="the DRS table is not valid: BAD_CRC"):
-        GateController(controller.kernel, table_for(2).to_bytes()[:-1] + b"\x07")
+        LiveTable(table_for(2).to_bytes()[:-1] + b"\x07")
 
 
 def test_layers_of_different_attention_are_refused() -> None:

@@ -106,7 +106,7 @@ def test_the_artifact_tells_what_is_offloaded(artifact: fc.Artifact) -> None:
     assert (options.offload, options.kv, options.numerics) == ("all", "int8", "exact")
     step, (kernel,) = section.step, section.kernels
     assert step is not None
-    program = read_program((artifact.path / step.program).read_bytes())
+    program = read_program((artifact.path / section.program).read_bytes())
     assert step.instructions == len(program.instructions)
     listed = json.loads((artifact.path / "step" / "program.json").read_text())
     assert listed == json.loads(json.dumps(program.to_json()))
@@ -119,10 +119,9 @@ def test_the_artifact_tells_what_is_offloaded(artifact: fc.Artifact) -> None:
     assert "offload  layer_1.o: model.layers.1.self_attn.o_proj; 128 -> 64, one instruction, all rows" in text
     names = {part.name for part in (artifact.path / "hls").iterdir()}
     assert f"{kernel.name}.cpp" in names
-    assert "fastcar_engine.cpp" not in names
     host = {part.name for part in (artifact.path / "host" / "src").iterdir()}
-    assert {"fastcar_board.cpp", "fastcar_step_accelerator.hpp"} <= host
-    assert "fastcar_accelerator.hpp" not in host
+    assert {"fastcar_board.cpp", "fastcar_accelerator.hpp", "fastcar_step_decoder.hpp"} <= host
+    assert "fastcar_offload.hpp" not in host
 
 
 def test_a_damaged_program_is_refused(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,5 +203,5 @@ def test_weights_of_another_kernel_are_refused(artifact: fc.Artifact, monkeypatc
         return {key: tensor[: len(tensor) - cut] for key, tensor in original(name).items()}
 
     monkeypatch.setattr(artifact, "tensors", short)
-    with pytest.raises(ArtifactError, match=r"`weights_0` has \d+ bytes; the step kernel reads \d+"):
+    with pytest.raises(ArtifactError, match=r"`weights_0` has \d+ bytes; the kernel reads \d+"):
         artifact.session("hls-csim")

@@ -167,7 +167,7 @@ def test_the_fabric_decides_as_cpu(decided: fc.Artifact) -> None:
     logits, decisions = decoded(cpu, thresholds)
     found, same = decoded(simulated, thresholds)
     assert isinstance(simulated._stepper, AcceleratorStepper)
-    assert all(simulated._stepper._gate.decides(layer) for layer in range(LAYERS))
+    assert all(simulated._stepper._gate._live.decides(layer) for layer in range(LAYERS))
     np.testing.assert_array_equal(same, decisions)
     np.testing.assert_array_equal(found, logits)
     assert isinstance(cpu._stepper, CpuStepper)

@@ -1,28 +1,41 @@
-"""A design in C simulation: the engine as a session calls it, on whole weight streams, and the exact sums."""
+"""A design in C simulation: the kernel's MLP and linears on whole weight streams, and the exact sums."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from fastcar_compile.artifact.offload import Op
 from fastcar_compile.artifact.sections import KernelPart
-from fastcar_compile.codegen.hls.controller_project import control_sizes, table_of_sizes
+from fastcar_compile.codegen.hls.controller_project import table_of_sizes
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import Product
-from fastcar_compile.codegen.hls.interface import engine_interface
-from fastcar_compile.codegen.hls.project import emit_hls
-from fastcar_compile.runtime.backends.accelerator.engine import ALL_ROWS, Engine, padded_rows
+from fastcar_compile.codegen.hls.design.step_usage import StepDesign
+from fastcar_compile.codegen.hls.interface import kernel_interface
+from fastcar_compile.codegen.hls.project import emit_hls, linear_plan, short_program
+from fastcar_compile.codegen.hls.step_program.builder import ShortPlan, build_short
+from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit
+from fastcar_compile.runtime.backends.accelerator.kernel import ALL_ROWS, Kernel, padded_rows
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, aligned, folder_sources, open_library
 from hls.library import Array
 
 ROOM = 1 << 22
+MLP, LINEAR, LINEAR_BIAS = range(3)
+"""What fastcar_csim_sums is asked for."""
+
+
+class OneCall(Kernel):
+    """A kernel whose program is one call of the MLP or of any linear, and whose weights are its stream."""
+
+    def _bytes(self, tensors: Mapping[str, Array], name: str) -> Array:
+        return tensors[name]
 
 
 class Simulation:
-    """The engine of `made` in a loaded library.
+    """The kernel of `made` in a loaded library.
 
     Args:
         suffix: of the names of its functions there.
@@ -30,11 +43,11 @@ class Simulation:
 
     def __init__(self, library: ctypes.CDLL, made: Design, suffix: str = "") -> None:
         self.design, self.batch, self.hidden = made, made.mlp.batch, made.mlp.hidden
-        kernel = engine_interface(made, control_sizes(table_of_sizes(made))).part
+        table = table_of_sizes(made)
+        kernel = kernel_interface(made, StepDesign.of(short_program(made, table)), table).part
         # Room for any linear, not only those of the design.
         arguments = (a if a.kind == "scalar" else a.model_copy(update={"bytes": ROOM}) for a in kernel.arguments)
-        unit = CsimUnit(library, KernelPart(name=kernel.name + suffix, arguments=tuple(arguments)))
-        self.engine = Engine(unit, self.hidden, self.batch)
+        self.unit: ComputeUnit = CsimUnit(library, KernelPart(name=kernel.name + suffix, arguments=tuple(arguments)))
         self._sums = getattr(library, f"fastcar_csim_sums{suffix}")
 
     @classmethod
@@ -43,15 +56,30 @@ class Simulation:
         emit_hls(made, folder)
         return cls(open_library(folder_sources(folder), libraries), made)
 
-    def mlp(self, x: Array, index_register: int, cached: Array, stream: Array) -> Array:
-        """As Engine.mlp."""
-        return self.engine.mlp(x, index_register, cached, self.engine.load("mlp", stream))
+    def program(self, product: Product | None = None) -> StepProgram:
+        """A program with the MLP, and with this linear."""
+        words = self.design.section_words if product is None else 0
+        linears = () if product is None else (linear_plan(product),)
+        layers = 1 if product is None else 0
+        plan = ShortPlan(layers, self.batch, self.design.ports, self.hidden, words, linears)
+        return build_short(plan)
+
+    def kernel(self, stream: Array, product: Product | None = None) -> Kernel:
+        """The kernel with one call and its weights."""
+        names = self.unit.kernel.weights()
+        parts = stream.reshape(len(names), -1)
+        return OneCall(self.unit, self.program(product), dict(zip(names, parts, strict=True)))
+
+    def mlp(self, x: Array, active: int, cached: Array, stream: Array) -> Array:
+        """As Kernel.mlp."""
+        return self.kernel(stream).mlp(0, x, active, cached)
 
     def linear(self, x: Array, product: Product, stream: Array, rows: int = ALL_ROWS, y: Array | None = None) -> Array:
-        """As Engine.linear; rows that are not computed keep what `y` (zeros) holds."""
+        """As Kernel.linear; rows that are not computed keep what `y` (zeros) holds."""
         before = np.zeros((self.batch, product.channels), np.float32) if y is None else y
-        self.engine.unit.write("y", padded_rows(before))
-        return self.engine.linear(x, product.part, self.engine.load("linear", stream), rows)
+        kernel = self.kernel(stream, product)
+        self.unit.write("output", padded_rows(before))
+        return kernel.linear(0, x, rows)
 
     def mlp_sums(self, x: Array, stream: Array) -> tuple[Array, ...]:
         """The exact sums of every row, from the kernel's own functions.
@@ -61,7 +89,7 @@ class Simulation:
         """
         made, parts = self.design, 2 if self.design.mlp.gated else 1
         sizes = [p.channels * p.sums for p in (made.gate_up, made.down)]
-        found = np.stack([self._row(row, stream, Op.MLP, (0, 0, 0, 0), sum(sizes)) for row in x])
+        found = np.stack([self._row(row, stream, MLP, (0, 0, 0, 0), sum(sizes)) for row in x])
         first = found[:, : sizes[0]].reshape(self.batch, -1, parts, made.gate_up.sums)
         down = found[:, sizes[0] :].reshape(self.batch, -1, made.down.sums)
         sums = (*(first[:, :, part] for part in range(parts)), down)
@@ -69,14 +97,14 @@ class Simulation:
 
     def linear_sums(self, x: Array, product: Product, stream: Array) -> Array:
         """The same of one linear call."""
-        op, size = Op.LINEAR_BIAS if product.bias else Op.LINEAR, product.channels * product.sums
+        op, size = LINEAR_BIAS if product.bias else LINEAR, product.channels * product.sums
         request = (product.inputs, product.channels, product.tile, product.tiles)
         found = np.stack([self._row(row, stream, op, request, size) for row in x])
         sums = found.reshape(self.batch, product.channels, product.sums)
         return sums if product.bits == 4 else sums[..., 0]
 
     def refuses(self, op: int, request: tuple[int, int, int, int]) -> bool:
-        """Whether the engine refuses a linear of these inputs, channels, tile and tiles, and writes nothing."""
+        """Whether the array refuses a linear of these inputs, channels, tile and tiles, and writes nothing."""
         x, sums = np.zeros(400, np.float32), np.full(400, 7, np.int32)
         done = self._sums(_at(x), None, ctypes.c_uint32(op), *request, _at(sums))
         return done == 0 and bool((sums == 7).all())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +11,14 @@ import pytest
 from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_heads
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, map_rows, run_layer
-from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Status
-from fastcar_compile.codegen.hls.controller_project import control_sizes, limits_of
-from fastcar_compile.codegen.hls.interface import engine_interface
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable
+from fastcar_compile.codegen.hls.controller_project import limits_of
+from fastcar_compile.codegen.hls.design.step_usage import StepDesign
+from fastcar_compile.codegen.hls.interface import kernel_interface
 from fastcar_compile.codegen.hls.packing import pack_mlp
-from fastcar_compile.codegen.hls.project import emit_hls
-from fastcar_compile.runtime.backends.accelerator.calls import Buffer
-from fastcar_compile.runtime.backends.accelerator.controller import Controller
-from fastcar_compile.runtime.backends.accelerator.engine import Engine
+from fastcar_compile.codegen.hls.project import emit_hls, short_program
+from fastcar_compile.errors import BackendError, InternalError
+from fastcar_compile.runtime.backends.accelerator.kernel import Kernel, Launch
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, folder_sources, open_library
 from hls.library import Array, assert_same_bits, design, random_layer, reference
 from hls.test_project import run_program
@@ -35,15 +35,13 @@ def table_for(rows: int = ROWS, cores: int = MADE.mlp.cores) -> DrsTable:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """The engine in C simulation with random weights of every layer, its table loaded."""
+class Loaded:
+    """The kernel in C simulation with random weights of every layer."""
 
-    engine: Engine
-    controller: Controller
+    kernel: Kernel
     x: Array
     cached: Array
     computed: list[Array]
-    weights: list[list[Buffer]]
 
     def expected(self, layer: int, register: int) -> Array:
         """Rows that compute, and copies of the others."""
@@ -52,18 +50,17 @@ class Kernel:
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     folder, rng, table = tmp_path_factory.mktemp("control"), np.random.default_rng(3), table_for()
+    step = StepDesign.of(short_program(MADE, table))
     emit_hls(MADE, folder, table)
-    unit = CsimUnit(
-        open_library(folder_sources(folder), folder / "build"), engine_interface(MADE, control_sizes(table)).part
-    )
-    engine, controller = Engine(unit, MADE.mlp.hidden, ROWS), Controller(unit)
-    x, cached = rng.normal(size=(2, ROWS, MADE.mlp.hidden)).astype(np.float32)
+    unit = CsimUnit(open_library(folder_sources(folder), folder / "build"), kernel_interface(MADE, step, table).part)
     layers = [random_layer(MADE.mlp, rng) for _ in range(LAYERS)]
-    weights = [engine.load(f"layer_{i}", pack_mlp(layer, MADE)) for i, layer in enumerate(layers)]
-    engine.bind(weights[0])
-    return Kernel(engine, controller, x, cached, [reference(x, layer, MADE.mlp).y for layer in layers], weights)
+    sections = [pack_mlp(layer, MADE).reshape(MADE.axi_weight_ports, -1) for layer in layers]
+    tensors = {f"weights_{p}": np.concatenate([s[p] for s in sections]) for p in range(MADE.axi_weight_ports)}
+    x, cached = rng.normal(size=(2, ROWS, MADE.mlp.hidden)).astype(np.float32)
+    kernel = Kernel(unit, step.program, tensors)
+    return Loaded(kernel, x, cached, [reference(x, layer, MADE.mlp).y for layer in layers])
 
 
 def call_of(layer: int, register: int) -> LayerCall:
@@ -74,32 +71,55 @@ def call_of(layer: int, register: int) -> LayerCall:
     return LayerCall(layer, LATER, query, key, np.zeros(ROWS, np.int32))
 
 
-def test_forwards_of_random_decisions(csim_tools: None, kernel: Kernel) -> None:
+def test_forwards_of_random_decisions(csim_tools: None, loaded: Loaded) -> None:
     """Every pattern as it comes. The array takes the register that the host gives it, and keeps the table on chip."""
-    rng, table = np.random.default_rng(4), table_for()
-    assert kernel.controller.load(table.to_bytes()) is Status.OK
+    rng, table, kernel = np.random.default_rng(4), table_for(), loaded.kernel
+    kernel.load_table(table.to_bytes())
     for _ in range(12):
         for layer in range(LAYERS):
             register = int(rng.choice([0, 2**ROWS - 1, *rng.integers(1, 2**ROWS, 3)]))
-            trace = kernel.controller.run(call_of(layer, register), ROWS)
-            assert trace == run_layer(table, call_of(layer, register), limits=limits_of(table))
-            assert trace.index_register == (register if layer < 2 else 2**ROWS - 1)
-            rows = kernel.engine.mlp(kernel.x, register, kernel.cached, kernel.weights[layer])
-            assert_same_bits(rows, kernel.expected(layer, register))
+            if layer < 2:
+                trace = kernel.decide(call_of(layer, register))
+                assert trace == run_layer(table, call_of(layer, register), limits=limits_of(table))
+                assert trace.index_register == register
+            assert_same_bits(kernel.mlp(layer, loaded.x, register, loaded.cached), loaded.expected(layer, register))
 
 
-def test_a_table_of_another_array_is_refused(csim_tools: None, kernel: Kernel) -> None:
-    """More rows than the array, or other cores."""
-    cases = ((ROWS, 4, Status.OK), (ROWS, 2, Status.BAD_HEADER), (4, 4, Status.OK), (ROWS + 1, 4, Status.BAD_HEADER))
-    for rows, cores, expected in cases:
-        assert kernel.controller.load(table_for(rows, cores).to_bytes()) is expected
+def test_a_table_of_another_array_is_refused(csim_tools: None, loaded: Loaded) -> None:
+    """More rows than the array, or other cores. Without a table nothing is decided."""
+    for rows, cores, fits in ((ROWS, 4, True), (ROWS, 2, False), (4, 4, True), (ROWS + 1, 4, False)):
+        data = table_for(rows, cores).to_bytes()
+        if fits:
+            loaded.kernel.load_table(data)
+        else:
+            with pytest.raises(BackendError, match="refuses the control table with status BAD_HEADER"):
+                loaded.kernel.load_table(data)
+    with pytest.raises(BackendError, match="stopped with status NOT_LOADED at instruction 0"):
+        loaded.kernel.decide(call_of(0, 1))
+    assert_same_bits(loaded.kernel.mlp(0, loaded.x, 3, loaded.cached), loaded.expected(0, 3))
+
+
+def test_a_decision_of_other_sizes_is_refused(csim_tools: None, loaded: Loaded) -> None:
+    """By the host, which would write beyond them; by the kernel, where the table has other sizes than the program."""
+    call = call_of(0, 1)
+    with pytest.raises(InternalError, match="operands of 24 and 11 words; the step program reads 24 and 12"):
+        loaded.kernel.decide(replace(call, key=call.key[:-1]))
+    loaded.kernel.load_table(table_for(4).to_bytes())
+    with pytest.raises(BackendError, match="stopped with status NOT_HELD at instruction 0"):
+        loaded.kernel.decide(call)
+
+
+def test_a_launch_begins_behind_an_end(csim_tools: None, loaded: Loaded) -> None:
+    for entry in (1, 3, len(loaded.kernel.program.instructions), 2**32 - 1):
+        with pytest.raises(BackendError, match="stopped with status NOT_LOADED"):
+            loaded.kernel.launch(Launch(entry), loaded.x)
 
 
 def test_controller_and_array_are_of_one_size(tmp_path: Path) -> None:
     """The sources say so to the compiler: a table of other cores gives no kernel."""
     emit_hls(MADE, tmp_path, table_for(cores=3))
     assert "CORES = 3" in (tmp_path / "fastcar_drs_config.hpp").read_text()
-    assert "static_assert(DrsConfig::CORES == EngineConfig::CORES" in (tmp_path / "fastcar_engine.cpp").read_text()
+    assert "static_assert(DrsConfig::CORES == EngineConfig::CORES" in (tmp_path / "fastcar_step.cpp").read_text()
 
 
 PLACES = """

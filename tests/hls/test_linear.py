@@ -83,14 +83,13 @@ def test_a_negative_zero_stays_one_without_a_bias(library: Simulation) -> None:
 @any_linears
 def test_weights_are_not_read_without_a_row(library: Simulation, design_name: str) -> None:
     """The address of the weights is null, so that a read would end the process."""
-    engine, product = library.engine, next(iter(DESIGNS[design_name].linears.values()))
-    sevens, null = np.full((library.batch, product.channels), 7, np.float32), [NULL] * library.design.axi_weight_ports
+    product = next(iter(DESIGNS[design_name].linears.values()))
+    kernel = library.kernel(np.zeros(product.stream_bytes, np.uint8), product)
+    for name in library.unit.kernel.weights():
+        library.unit.bind(name, NULL)
+    library.unit.write("output", np.full((library.batch, product.channels), 7, np.float32).view(np.uint8).reshape(-1))
     x = np.zeros((library.batch, product.inputs), np.float32)
-    library.linear(x, product, np.zeros(product.stream_bytes, np.uint8), 0, sevens)
-    assert (engine.linear(x, product.part, null, 0) == 7).all()
-    engine.unit.set({"op": 3, "index_register": 0xFFFFFFFF})  # 3 is no operation
-    engine.unit.run()
-    assert (engine.unit.read("y", 4 * product.channels).view(np.float32) == 7).all()
+    assert (kernel.linear(0, x, 0).reshape(-1)[: product.channels] == 7).all()
 
 
 @int8_linears
@@ -118,9 +117,7 @@ def test_a_request_beyond_the_buffers_is_refused(library: Simulation, change: di
 def test_wrong_arrays_are_refused(library: Simulation) -> None:
     product = DESIGNS["linears"].linears["qkv"]
     x, stream = np.zeros((5, 300), np.float32), np.zeros(product.stream_bytes, np.uint8)
-    with pytest.raises(UserError, match=r"x is float32 \[1, 300\]; the engine takes float32 \[5, 300\]"):
+    with pytest.raises(UserError, match=r"x is float32 \[1, 300\]; the kernel takes float32 \[5, 300\]"):
         library.linear(x[:1], product, stream)
-    with pytest.raises(UserError, match=r"`linear` has 3 bytes; the kernel takes at most \d+ on each of its 2 weight"):
-        library.linear(x, product, stream[:3])
     with pytest.raises(CompileError, match="big has 400 inputs; the engine's buffers hold 300, and tiles of 64 words"):
         DESIGNS["linears"].fit(LinearSpec("big", 400, 3))

@@ -14,7 +14,6 @@ from hls import lint
 from hls.library import DESIGNS
 
 NOT_SYNTHESISED = {
-    "engine_testbench.cpp",
     "drs_testbench.cpp",
     "probe_testbench.cpp",
     "step_testbench.cpp",
@@ -22,10 +21,10 @@ NOT_SYNTHESISED = {
     "fastcar_csim.hpp",
     "fastcar_reference.hpp",
 }
-TOPS = ("fastcar_engine.cpp", "fastcar_drs.cpp", "fastcar_probe.cpp")
+TOPS = ("fastcar_step.cpp", "fastcar_drs.cpp", "fastcar_probe.cpp")
 PROBE_FILES = {"fastcar_probe.cpp", "fastcar_probe.hpp"}
 AXI_PORTS = "EngineConfig::PORTS / EngineConfig::AXI_WORDS"
-STREAM_FILES = {"fastcar_engine.cpp", "fastcar_engine_processes.hpp"}
+STREAM_FILES = {"fastcar_step.cpp", "fastcar_engine_processes.hpp"}
 STEP_STREAMS = {"fastcar_attention_processes.hpp", "fastcar_step_processes.hpp", "fastcar_value_processes.hpp"}
 CORES = ("fastcar_tile.hpp", "fastcar_engine_core.hpp")
 """The functions that the dataflow regions call."""
@@ -65,7 +64,7 @@ def test_kernel_sources_are_clean(project: dict[str, str]) -> None:
     assert found == []
     assert lint.find_recursion(list(kernels.values())) == []
     defined = {name for text in kernels.values() for name, _, _ in lint.functions(lint.code_of(text))}
-    assert {"fastcar_engine", "compute", "mac_tile", "quantize_rows", "fastcar_drs", "control"} < defined
+    assert {"fastcar_step", "compute", "mac_tile", "quantize_rows", "fastcar_drs", "control"} < defined
 
 
 def test_no_floating_point_in_the_mac_array(project: dict[str, str]) -> None:
@@ -82,7 +81,7 @@ def test_every_top_argument_has_its_pragmas(project: dict[str, str]) -> None:
 
 
 def test_streams_have_one_producer_and_one_consumer(project: dict[str, str], design_name: str) -> None:
-    top, processes = project["fastcar_engine.cpp"], project["fastcar_engine_processes.hpp"]
+    top, processes = project["fastcar_step.cpp"], project["fastcar_engine_processes.hpp"]
     assert lint.find_shared_streams(top, processes, stream_sizes(design_name)) == []
     top, ports = project["fastcar_probe.cpp"], DESIGNS[design_name].axi_weight_ports
     assert lint.find_shared_streams(top, project["fastcar_probe.hpp"], {str(ports): ports}) == []
@@ -116,7 +115,7 @@ def test_sums_of_packed_products_keep_their_cascade(project: dict[str, str]) -> 
 
 
 ENGINE_FILES = (
-    *("fastcar_engine.cpp", "fastcar_engine_processes.hpp", "fastcar_engine_core.hpp", "fastcar_tile.hpp"),
+    *("fastcar_step.cpp", "fastcar_engine_processes.hpp", "fastcar_engine_core.hpp", "fastcar_tile.hpp"),
     *("fastcar_mac.hpp", "fastcar_numerics.hpp", "fastcar_activation.hpp", "fastcar_word.hpp", "fastcar_mapping.hpp"),
 )
 
@@ -135,7 +134,7 @@ def test_loops_have_labels_and_memories_no_initial_values(project: dict[str, str
 
 
 def test_steps_of_pipelined_loops_declare_what_they_carry(project: dict[str, str]) -> None:
-    texts = [project[name] for name in (*ENGINE_FILES, *STEP_FILES)]
+    texts = [project[name] for name in (*ENGINE_FILES[1:], *STEP_FILES)]  # the first is the top
     assert lint.find_undeclared_recurrences(texts) == []
     assert lint.find_loops_in_steps(texts) == []
     steps = {name for text in texts for name, _, _ in lint.functions(text) if name.endswith("_step")}
@@ -282,38 +281,38 @@ def test_a_pragma_in_the_wrong_place_is_found(line: str) -> None:
     ("right", "wrong"),
     [
         ('extern "C" void', "void"),
-        ("mode=m_axi port=x ", "mode=m_axi port=cached "),
-        ("#pragma HLS interface mode=m_axi port=x bundle=gmem_x offset=direct\n", ""),
+        ("mode=m_axi port=input ", "mode=m_axi port=output "),
+        ("#pragma HLS interface mode=m_axi port=input bundle=gmem_x offset=direct\n", ""),
         ("offset=direct\n#else", "offset=slave\n#else"),
-        ("#pragma HLS INTERFACE mode=s_axilite port=index_register bundle=control\n", ""),
+        ("#pragma HLS INTERFACE mode=s_axilite port=active bundle=control\n", ""),
         ("mode=s_axilite port=return ", "s_axilite port=return "),
     ],
 )
 @pytest.mark.parametrize("design_name", ["example"])
 def test_a_wrong_interface_is_found(project: dict[str, str], right: str, wrong: str) -> None:
-    text = project["fastcar_engine.cpp"]
+    text = project["fastcar_step.cpp"]
     assert right in text
     assert lint.find_ports_without_pragma(text.replace(right, wrong))
 
 
 def test_unequal_bursts_are_found(project: dict[str, str]) -> None:
-    text = project["fastcar_engine.cpp"]
-    assert "gmem_y" in lint.find_unequal_bursts(re.sub("(port=y .*outstanding=).*", r"\g<1>9", text))
+    text = project["fastcar_step.cpp"]
+    assert "gmem_y" in lint.find_unequal_bursts(re.sub("(port=output .*outstanding=).*", r"\g<1>9", text))
     assert "gmem_x" in lint.find_unequal_bursts(text.replace(" num_write_outstanding=8", ""))
 
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("(rows_in, weights, core_of,", "(rows_out, weights, core_of,"),
-        ("words, ports[3]", "words, ports[2]"),
+        ("(rows_in, streamed, core_of,", "(rows_out, streamed, core_of,"),
+        ("end_word, ports[3]", "end_word, ports[2]"),
         ("in[p].read()", "in[p].read(); in[p].write(0)"),
         ("out.write(weights[i])", "out.read()"),
     ],
 )
 @pytest.mark.parametrize("design_name", ["example"])
 def test_a_shared_stream_is_found(project: dict[str, str], design_name: str, right: str, wrong: str) -> None:
-    top, processes = project["fastcar_engine.cpp"], project["fastcar_engine_processes.hpp"]
+    top, processes = project["fastcar_step.cpp"], project["fastcar_engine_processes.hpp"]
     assert right in top + processes
     top, processes = top.replace(right, wrong), processes.replace(right, wrong)
     assert lint.find_shared_streams(top, processes, stream_sizes(design_name))

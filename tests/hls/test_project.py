@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from conftest import Precompiled
 
-from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface, engine_interface
-from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.codegen.hls.controller_project import table_of_sizes
+from fastcar_compile.codegen.hls.design.step_usage import StepDesign
+from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface, kernel_interface
+from fastcar_compile.codegen.hls.project import emit_hls, short_program
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, folder_sources, open_library
@@ -38,7 +40,9 @@ def run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
 def test_every_argument_has_its_pragmas(tmp_path: Path) -> None:
     made = DESIGNS["example"]
     emit_hls(made, tmp_path)
-    for kernel in (engine_interface(made, ControlSizes(100)), drs_interface(ControlSizes(100))):
+    table = table_of_sizes(made)
+    top = kernel_interface(made, StepDesign.of(short_program(made, table)), table)
+    for kernel in (top, drs_interface(ControlSizes(100))):
         text = (tmp_path / f"{kernel.name}.cpp").read_text()
         for name in [*(p.name for p in kernel.ports), "return"]:
             assert re.search(rf"#pragma HLS INTERFACE mode=s_axilite port={name} bundle=control\n", text), name
@@ -49,16 +53,16 @@ def test_every_argument_has_its_pragmas(tmp_path: Path) -> None:
 
 def test_configurations_name_part_clock_and_memories(tmp_path: Path) -> None:
     emit_hls(DESIGNS["example"], tmp_path, board=load_target("zcu102"))
-    config = (tmp_path / "fastcar_engine_hls_config.cfg").read_text()
+    config = (tmp_path / "fastcar_step_hls_config.cfg").read_text()
     assert "part=xczu9eg-ffvb1156-2-e\n" in config
     assert "clock=250MHz\n" in config
-    assert "tb.file=engine_testbench.cpp\n" in config
+    assert "tb.file=step_testbench.cpp\n" in config
     drs_config = (tmp_path / "fastcar_drs_hls_config.cfg").read_text()
     assert "syn.top=fastcar_drs\n" in drs_config
     assert "tb.file=drs_testbench.cpp\n" in drs_config
     link = (tmp_path / "link.cfg").read_text().splitlines()
-    assert "nk=fastcar_engine:1:fastcar_engine_1" in link
-    assert "sp=fastcar_engine_1.weights_3:HPC0" in link
+    assert "nk=fastcar_step:1:fastcar_step_1" in link
+    assert "sp=fastcar_step_1.weights_3:HPC0" in link
     assert not [line for line in link if "fastcar_drs" in line]
 
 
@@ -114,9 +118,9 @@ def test_every_emitted_source_compiles_by_clang(
     kernels."""
     require_tool("clang++")
     sources = {path.name for path in emit_hls(DESIGNS["int4"], tmp_path) if path.suffix == ".cpp"}
-    kernels = {f"fastcar_{name}.cpp" for name in ("engine", "drs", "probe")}
-    assert sources - kernels == {"engine_testbench.cpp", "drs_testbench.cpp", "probe_testbench.cpp", "fastcar_csim.cpp"}
-    done = check_syntax("clang++", [tmp_path / "fastcar_csim.cpp", tmp_path / "fastcar_engine.cpp"])
+    kernels = {f"fastcar_{name}.cpp" for name in ("step", "drs", "probe")}
+    assert sources - kernels == {"step_testbench.cpp", "drs_testbench.cpp", "probe_testbench.cpp", "fastcar_csim.cpp"}
+    done = check_syntax("clang++", [tmp_path / "fastcar_csim.cpp", tmp_path / "fastcar_step.cpp"])
     assert done.returncode == 0, done.stderr
 
 
@@ -198,37 +202,36 @@ def test_test_bench_passes(
     done = run("make", "csim", *given, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS: DRS, " in done.stdout
-    assert "PASS: MLP, " in done.stdout
-    assert "linears, " not in done.stdout
+    assert "PASS: 4 launch(es)" in done.stdout
 
 
 def test_the_bench_of_linears_passes(
     csim_tools: None, require_tool: Callable[[str], str], precompiled: Precompiled, tmp_path: Path
 ) -> None:
-    """The engine's, under the sanitizers. The other benches know nothing of linears."""
+    """The kernel's, under the sanitizers. The other benches know nothing of linears."""
     require_tool("make")
     emit_hls(DESIGNS["linears"], tmp_path)
-    built = run("make", "build/engine_testbench", *fast_build(tmp_path, f"g++ {SANITIZED}", precompiled), cwd=tmp_path)
+    built = run("make", "build/step_testbench", *fast_build(tmp_path, f"g++ {SANITIZED}", precompiled), cwd=tmp_path)
     assert built.returncode == 0, built.stderr
-    done = run("build/engine_testbench", cwd=tmp_path)
+    done = run("build/step_testbench", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASS: linears, 2 shape(s), 0 mismatch(es)" in done.stdout
+    assert "PASS: 12 launch(es) of 5 row(s), 0 problem(s)" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("header", "right", "wrong", "bench"),
     [
-        ("fastcar_numerics.hpp", "rest > 0.5f", "rest > 0.75f", "engine_testbench"),
-        ("fastcar_engine_core.hpp", "covered - chunk < channels", "covered < channels", "engine_testbench"),
+        ("fastcar_numerics.hpp", "rest > 0.5f", "rest > 0.75f", "step_testbench"),
+        ("fastcar_step_control.hpp", ".opcode == OP_END);", ".opcode == OP_MLP);", "step_testbench"),
         (
             "fastcar_tile.hpp",
             "scale_words + now.row / FLOAT_LANES",
             "scale_words + now.row / HALF_LANES",
-            "engine_testbench",
+            "step_testbench",
         ),
         ("fastcar_drs.hpp", "= index_register;", "= index_register ^ 1;", "drs_testbench"),
     ],
-    ids=["rounding", "refusals", "bias", "drs"],
+    ids=["rounding", "entry", "bias", "drs"],
 )
 def test_test_benches_find_a_wrong_kernel(
     csim_tools: None,

@@ -94,7 +94,6 @@ def test_rows_that_decide_alike_gain_nothing(
     assert drs.mac == computed * BATCH // CORES * tile_words()
     words = MADE.max_row_words
     assert drs.row_beats == computed * BATCH * 2 * words
-    assert drs.copy_beats == (FORWARDS - computed) * BATCH * words
 
 
 def test_a_library_without_counters_says_so(csim_tools: None, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from conftest import shared_folder
 from filelock import FileLock
 
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
-from fastcar_compile.codegen.hls.project import emit_step
+from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.runtime.backends.hls_csim import aligned, build_library, folder_sources, open_library
 from step.decoder import Decoder
 from step.kernel import Kernel
@@ -86,7 +86,7 @@ def build_kernel(tmp_path_factory: pytest.TempPathFactory) -> BuildKernel:
 
     def build(made: Decoder, group: int) -> Kernel:
         step, project = StepDesign.of(made.program, group), tmp_path_factory.mktemp("step_project")
-        emit_step(made.made, step, made.table, project)
+        emit_hls(made.made, project, made.table, step=step)
         with FileLock(folder / "lock"):
             return Kernel(open_library(folder_sources(project), folder), made, step)
 

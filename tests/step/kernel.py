@@ -1,4 +1,4 @@
-"""The kernel of whole steps in C simulation, launched as a host does."""
+"""A kernel of whole steps in C simulation, launched as a host does."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
-from fastcar_compile.codegen.hls.interface import REPORT_LAYER_WORDS, KernelInterface, step_interface
+from fastcar_compile.codegen.hls.interface import REPORT_LAYER_WORDS, KernelInterface, kernel_interface
 from fastcar_compile.codegen.hls.step_program.program import StepOp
 from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
+from fastcar_compile.runtime.backends.accelerator.kernel import ALL_ROWS
 from fastcar_compile.runtime.backends.hls_csim import aligned
 from step.decoder import VOCAB, Decoder
 from step.values import Array
@@ -41,7 +42,7 @@ class Kernel:
     @property
     def interface(self) -> KernelInterface:
         """Its arguments."""
-        return step_interface(self.made.made, self.step, self.made.table)
+        return kernel_interface(self.made.made, self.step, self.made.table)
 
     def put(self, name: str, array: Array) -> None:
         """Copy an array to the beginning of a buffer."""
@@ -56,7 +57,7 @@ class Kernel:
     def launch(self, op: int, size: int = 0, position: int = 0, step: int = 0) -> tuple[int, int]:
         """Launch once; return the status, and the number of the instruction that was refused."""
         memories = (ctypes.c_void_p(array.ctypes.data) for array in self.memory.values())
-        self._function(*memories, *(ctypes.c_uint32(value) for value in (op, size, position, step)))
+        self._function(*memories, *(ctypes.c_uint32(value) for value in (op, size, 0, position, step, ALL_ROWS)))
         status, number = self.memory["report"][:8].view(np.uint32)
         return int(status), int(number)
 

@@ -11,8 +11,8 @@ from conftest import Precompiled
 from hls.test_project import SANITIZED, fast_build, run
 
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
-from fastcar_compile.codegen.hls.interface import step_interface
-from fastcar_compile.codegen.hls.project import emit_step
+from fastcar_compile.codegen.hls.interface import kernel_interface
+from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.codegen.hls.step_program.instructions import Add, Attend, Decide
 from fastcar_compile.codegen.hls.step_program.program import read_program
 from fastcar_compile.codegen.hls.step_sample import sample_program
@@ -37,7 +37,7 @@ def test_the_sample_is_one_layer_on_a_small_memory() -> None:
 
 def test_the_project_is_whole(tmp_path: Path) -> None:
     """Configurations name the kernel, and co-simulation maps what the bench has."""
-    emit_step(MADE.made, STEP, MADE.table, tmp_path, load_target("zcu102"))
+    emit_hls(MADE.made, tmp_path, MADE.table, load_target("zcu102"), STEP)
     config = (tmp_path / "fastcar_step_hls_config.cfg").read_text()
     assert "syn.top=fastcar_step\n" in config
     assert "tb.file=step_testbench.cpp\n" in config
@@ -45,7 +45,7 @@ def test_the_project_is_whole(tmp_path: Path) -> None:
     assert "nk=fastcar_step:1:fastcar_step_1\n" in link
     assert re.search(r"sp=fastcar_step_1\.weights_0:(\w+)\nsp=[^\n]*\nsp=fastcar_step_1\.cache_0:\1\n", link)
     sample = sample_program(MADE.program, MADE.made).sizes
-    top, weights = (tmp_path / "fastcar_step.cpp").read_text(), step_interface(MADE.made, STEP, MADE.table).ports[0]
+    top, weights = (tmp_path / "fastcar_step.cpp").read_text(), kernel_interface(MADE.made, STEP, MADE.table).ports[0]
     assert weights.depth == MADE.program.sizes.weight_words
     assert re.search(rf"port=weights_0 bundle=gmem_w0 offset=slave depth={sample.weight_words} ", top)
 
@@ -69,13 +69,13 @@ def test_the_bench_tells_a_right_kernel_from_a_wrong_one(
 ) -> None:
     """Under AddressSanitizer and UBSan; and with another rotation."""
     require_tool("make")
-    emit_step(MADE.made, STEP, MADE.table, tmp_path)
+    emit_hls(MADE.made, tmp_path, MADE.table, step=STEP)
     core = tmp_path / "fastcar_row_core.hpp"
     assert right in core.read_text()
     core.write_text(core.read_text().replace(right, wrong))
     built = run("make", "build/step_testbench", *fast_build(tmp_path, cxx, precompiled), cwd=tmp_path)
     assert built.returncode == 0, built.stderr
     done = run("build/step_testbench", cwd=tmp_path)
-    assert (
-        ("PASS: step, 2 row(s), 3 position(s), 0 problem(s)" in done.stdout) == (done.returncode == 0) == (not right)
-    ), done.stdout + done.stderr
+    assert ("PASS: 3 launch(es) of 2 row(s), 0 problem(s)" in done.stdout) == (done.returncode == 0) == (not right), (
+        done.stdout + done.stderr
+    )

@@ -1,4 +1,4 @@
-"""Rules for the HLS sources of a kernel of whole steps (CONTRIBUTING.md), as tests/hls has them for the engine."""
+"""Rules for the HLS sources of a kernel of whole steps (CONTRIBUTING.md), as tests/hls has them for short programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hls.test_lint import AXI_PORTS, CORES, NOT_SYNTHESISED
 
 from fastcar_compile.codegen.hls.design.loops import step_recurrences
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
-from fastcar_compile.codegen.hls.project import emit_step
+from fastcar_compile.codegen.hls.project import emit_hls
 from step.test_step import DECODERS
 
 STREAM_FILES = (
@@ -33,7 +33,7 @@ def gate(request: pytest.FixtureRequest) -> str:
 def sources(gate: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Name -> text of what is synthesised."""
     made, folder = DECODERS[gate], tmp_path_factory.mktemp("sources")
-    found = emit_step(made.made, StepDesign.of(made.program, 2), made.table, folder)
+    found = emit_hls(made.made, folder, made.table, step=StepDesign.of(made.program, 2))
     return {p.name: p.read_text() for p in found if p.suffix in (".hpp", ".cpp") and p.name not in NOT_SYNTHESISED}
 
 
@@ -113,5 +113,5 @@ def test_every_loop_keeps_its_interval(
 
 def test_same_design_same_bytes(sources: dict[str, str], gate: str, tmp_path: Path) -> None:
     made = DECODERS[gate]
-    again = emit_step(made.made, StepDesign.of(made.program, 2), made.table, tmp_path)
+    again = emit_hls(made.made, tmp_path, made.table, step=StepDesign.of(made.program, 2))
     assert {p.name: p.read_text() for p in again if p.name in sources} == sources

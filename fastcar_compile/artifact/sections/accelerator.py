@@ -190,12 +190,11 @@ class StepPart(Part):
     """A whole decode step on the accelerator.
 
     Args:
-        program: file of the step program. instructions: number of its instructions.
+        instructions: number of instructions of the program.
         states: name of a state -> its first memory word: keys and values in a port's section of the caches, other
             states in the replay buffer (docs/reference/artifact.md).
     """
 
-    program: str
     instructions: int
     states: dict[str, int]
 
@@ -204,17 +203,18 @@ class AcceleratorSection(Section):
     """Everything that a host needs to call the kernels.
 
     Args:
-        weights: file of the weight streams. table: the DRS control table.
-        kernels: kernels that a host calls: the engine, or with offload="all" the step kernel.
+        weights: file of the weight streams. table: the DRS control table. program: the step program.
+        kernels: the kernel that a host calls.
         linears, on_host: the calls outside of the MLPs, and with offload="linears" the linears that the host keeps.
         step: with offload="all", the whole decode step.
     """
 
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
 
     offload: Literal["mlp", "linears", "all"]
     weights: str
     table: str
+    program: str
     controller: ControllerPart
     design: DesignPart
     exploration: ExplorationPart

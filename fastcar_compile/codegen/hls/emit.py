@@ -19,7 +19,7 @@ from fastcar_compile.artifact.layout import (
     STEP_PROGRAM,
     STEP_PROGRAM_JSON,
 )
-from fastcar_compile.artifact.offload import CONSTANTS, NETWORK
+from fastcar_compile.artifact.offload import CONSTANTS
 from fastcar_compile.artifact.sections.accelerator import (
     AcceleratorSection,
     HostLinearPart,
@@ -28,53 +28,39 @@ from fastcar_compile.artifact.sections.accelerator import (
 )
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EmitContext
-from fastcar_compile.codegen.hls.control import controller_part, network_stream, networks_of
-from fastcar_compile.codegen.hls.control_table.gate import network_words
+from fastcar_compile.codegen.hls.control import controller_part
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.product import WORD_BYTES
-from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
 from fastcar_compile.codegen.hls.plan import AcceleratorPlan
-from fastcar_compile.codegen.hls.project import emit_hls, emit_step
+from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.codegen.hls.step_program.instructions import AppendKeys, AppendValues, Decide, Instruction, Replay
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
-from fastcar_compile.ir.tensor_files import LazyStreams, TensorSpec
+from fastcar_compile.ir.tensor_files import TensorSpec
 from fastcar_compile.ir.types import LayerSite, StateRole
 from fastcar_compile.passes.patterns.linear_calls import LinearCall
 
-# The files of a whole decode step: its weights and constants, one tensor per argument, and the step program.
+# The files of a kernel: its weights and constants, one tensor per argument, and the step program.
 
 
 Streams = Mapping[str, tuple[int, Callable[[], NDArray[np.uint8]]]]
 """Name of a weight stream -> its bytes on all ports, and what packs it."""
 
 
-def write_step(
-    writer: ArtifactWriter, plan: AcceleratorPlan, streams: Streams, constants: NDArray[Any], state: list[StateSpec]
-) -> StepPart:
-    """Write weights, constants and the step program; return what the manifest says of the step.
-
-    Args:
-        plan: of whole steps. constants: words of float32. state: of the decoder.
-    """
-    if plan.step is None or plan.program is None:
-        raise InternalError("the accelerator does not run whole steps")
-    (kernel,) = plan.kernels
-    ports, order = kernel.part.weights(), plan.step.streams
+def write_sources(writer: ArtifactWriter, plan: AcceleratorPlan, streams: Streams, constants: NDArray[Any]) -> None:
+    """Write weights, constants (float32 words) and the step program of the kernel, whose arguments take the weights."""
+    ports, order = plan.kernel.part.weights(), plan.streams
     section, rest = divmod(sum(streams[name][0] for name in order), len(ports))
     if rest:
         raise InternalError(f"weight streams do not divide into {len(ports)} ports")
     specs = {port: TensorSpec(DTYPES["uint8"], (section,)) for port in ports}
-    specs[CONSTANTS] = TensorSpec(DTYPES["float32"], constants.shape)
+    if constants.size:
+        specs[CONSTANTS] = TensorSpec(DTYPES["float32"], constants.shape)
     writer.write_pieces(ACCELERATOR_WEIGHTS, specs, _pieces(order, ports, streams, constants))
     writer.write_bytes(STEP_PROGRAM, plan.program.to_bytes())
     writer.write_text(STEP_PROGRAM_JSON, json.dumps(plan.program.to_json(), sort_keys=True, indent=1) + "\n")
-    return StepPart(
-        program=STEP_PROGRAM, instructions=len(plan.program.instructions), states=state_places(plan.program, state)
-    )
 
 
 def _pieces(
@@ -87,7 +73,8 @@ def _pieces(
         for port, part in zip(ports, parts, strict=True):
             yield port, at, part.data
         at += parts.shape[1]
-    yield CONSTANTS, 0, _bytes(constants).data
+    if constants.size:
+        yield CONSTANTS, 0, _bytes(constants).data
 
 
 def _bytes(values: NDArray[Any]) -> NDArray[np.uint8]:
@@ -132,7 +119,7 @@ class HlsEmitter:
     """Writes the HLS project, the DRS control table and the accelerator's weight streams of an FPGA target."""
 
     def emit(self, program: DecoderProgram, context: EmitContext) -> AcceleratorSection | None:
-        """Write hls/, drs/, step/ for whole steps, and weights/accelerator.safetensors; see Emitter.emit."""
+        """Write hls/, drs/, step/ and weights/accelerator.safetensors; see Emitter.emit."""
         writer, plan = context.writer, context.plan.accelerator
         if plan is None:
             return None
@@ -144,10 +131,11 @@ class HlsEmitter:
             offload=context.plan.config.offload,
             weights=ACCELERATOR_WEIGHTS,
             table=DRS_TABLE,
+            program=STEP_PROGRAM,
             controller=controller_part(plan.table),
             design=plan.design.part,
             exploration=plan.found.part,
-            kernels=tuple(interface.part for interface in plan.kernels),
+            kernels=(plan.kernel.part,),
             linears=tuple(LinearCallPart(**call.to_json()) for call in plan.calls),
             on_host=tuple(HostLinearPart(**asdict(linear)) for linear in plan.kept),
             step=step,
@@ -155,16 +143,13 @@ class HlsEmitter:
 
 
 def _emit_project(program: DecoderProgram, context: EmitContext, plan: AcceleratorPlan) -> StepPart | None:
-    """Write the kernel and its weights; return the step, where it runs whole ones."""
-    writer, board = context.writer, context.plan.board
-    streams, folder = weight_streams(program, plan), writer.root / HLS
-    if plan.step is None or plan.program is None:
-        streams |= _network_streams(program, plan.design)
-        emit_hls(plan.design, folder, plan.table, board=board)
-        writer.write_streamed(ACCELERATOR_WEIGHTS, streams, LazyStreams(streams))
+    """Write the kernel, its program and its weights; return the step, where it runs whole ones."""
+    emit_hls(plan.design, context.writer.root / HLS, plan.table, context.plan.board, plan.kernel_design)
+    write_sources(context.writer, plan, weight_streams(program, plan), plan.constants(program))
+    if plan.step is None:
         return None
-    emit_step(plan.design, StepDesign.of(plan.program, plan.found.group), plan.table, folder, board=board)
-    return write_step(writer, plan, streams, plan.step.constants(program), program.state)
+    places = state_places(plan.program, program.state)
+    return StepPart(instructions=len(plan.program.instructions), states=places)
 
 
 def weight_streams(program: DecoderProgram, plan: AcceleratorPlan) -> dict[str, tuple[int, Stream]]:
@@ -177,17 +162,6 @@ def weight_streams(program: DecoderProgram, plan: AcceleratorPlan) -> dict[str, 
         product = design.linears[call.name]
         streams[call.name] = (product.stream_bytes, partial(_linear_stream, program, call, design))
     return streams
-
-
-def _network_streams(program: DecoderProgram, design: Design) -> dict[str, tuple[int, Stream]]:
-    """Return the networks of the gates in the same form."""
-    return {
-        f"{NETWORK}{layer}": (
-            network_words(weights.units, design.mlp.hidden) * WORD_BYTES,
-            partial(network_stream, weights),
-        )
-        for layer, weights in networks_of(program).items()
-    }
 
 
 def _mlp_stream(program: DecoderProgram, site: LayerSite, design: Design) -> NDArray[np.uint8]:

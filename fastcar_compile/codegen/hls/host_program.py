@@ -9,13 +9,14 @@ import torch
 
 from fastcar_compile.artifact.layout import HOST_SOURCES, README, weight_file
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
-from fastcar_compile.artifact.offload import CONSTANTS, FUNCTIONS, GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION, Op
+from fastcar_compile.artifact.offload import CONSTANTS, FUNCTIONS, GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION
 from fastcar_compile.artifact.sections import AcceleratorSection, BoardPart, HostSection
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.control_table.table import Status as TableStatus
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import probe_interface
 from fastcar_compile.codegen.hls.render import probe_word_bytes, render
+from fastcar_compile.codegen.hls.step_program.instructions import Opcode
 from fastcar_compile.codegen.hls.step_program.program import Status as ProgramStatus
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus
 from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
@@ -25,9 +26,9 @@ from fastcar_compile.gates.base import GateKind
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.types import REPLAY_ROLES
 
-BOARD_SOURCES = ("fastcar_memory.hpp", "fastcar_probe.cpp", "fastcar_xrt.hpp")
-ENGINE_SOURCES = ("fastcar_accelerator.hpp", "fastcar_offload.hpp")
-STEP_SOURCES = ("fastcar_step_accelerator.hpp", "fastcar_step_decoder.hpp")
+BOARD_SOURCES = ("fastcar_accelerator.hpp", "fastcar_memory.hpp", "fastcar_probe.cpp", "fastcar_xrt.hpp")
+SHORT_SOURCES = ("fastcar_offload.hpp",)
+STEP_SOURCES = ("fastcar_step_decoder.hpp",)
 """Files for an accelerator: any; one that is called in every layer; one that runs whole steps."""
 
 _DTYPES = {
@@ -92,7 +93,7 @@ def host_sources(
     texts["Makefile"] = render("host/Makefile", accelerator=accelerator is not None)
     if accelerator is not None:
         texts["fastcar_board.cpp"] = render("host/fastcar_board.cpp", step=accelerator.step)
-        texts["fastcar_kernels.hpp"] = _kernels(program, target, accelerator)
+        texts["fastcar_kernels.hpp"] = _kernels(target, accelerator)
     texts["fastcar_program.hpp"] = render(
         "host/fastcar_program.hpp",
         manifest_schema=SCHEMA_VERSION,
@@ -113,18 +114,17 @@ def host_sources(
 def _unused(accelerator: AcceleratorSection | None) -> tuple[str, ...]:
     """Return the files that a program for this accelerator, or for none, has no part of."""
     if accelerator is None:
-        return BOARD_SOURCES + ENGINE_SOURCES + STEP_SOURCES
-    return STEP_SOURCES if accelerator.step is None else ENGINE_SOURCES
+        return BOARD_SOURCES + SHORT_SOURCES + STEP_SOURCES
+    return STEP_SOURCES if accelerator.step is None else SHORT_SOURCES
 
 
-def _kernels(program: DecoderProgram, target: Target, accelerator: AcceleratorSection) -> str:
+def _kernels(target: Target, accelerator: AcceleratorSection) -> str:
     """Return the kernel, the probe, and what the host calls the kernel with."""
     (kernel,) = accelerator.kernels
     step = accelerator.step
     probe = probe_interface(Design.of(accelerator.design))
     return render(
         "host/fastcar_kernels.hpp",
-        config=program.config,
         kernel=kernel,
         probe=probe.part,
         probe_word_bytes=probe_word_bytes(probe),
@@ -132,15 +132,15 @@ def _kernels(program: DecoderProgram, target: Target, accelerator: AcceleratorSe
         table=accelerator.table,
         gated=accelerator.controller.gated_layers,
         at_most=GateKind[accelerator.controller.gate.upper()].at_most,
-        network=accelerator.controller.gate == GateKind.LEARNED.name.lower(),
         shared_memory=target.shares_memory,
-        linears=accelerator.design.linears,
+        program=accelerator.program,
+        linears=[call.name for call in accelerator.linears] if step is None else [],
         step=step,
         statuses=_STATUSES,
         no_step=NO_STEP,
         constants=CONSTANTS,
         functions=_FUNCTIONS if step is None else {},
-        operations={f"OP_{op.name}": op.value for op in (Op if step is None else StepOp)},
+        operations={f"OP_{op.name}": op.value for op in StepOp} | {f"OPCODE_{op.name}": op.value for op in Opcode},
     )
 
 

@@ -132,10 +132,6 @@ class KernelInterface:
         """Return the memory arguments, in order."""
         return [port for port in self.ports if port.mode == "m_axi"]
 
-    def streams(self) -> list[KernelPort]:
-        """Return the memory arguments of the array, in order; the others are the controller's."""
-        return [port for port in self.memories() if port.name not in CONTROLLER_MEMORIES]
-
     def bundles(self) -> list[str]:
         """Return the AXI ports of the kernel, in order of first use."""
         return list(dict.fromkeys(p.bundle for p in self.ports if p.mode == "m_axi"))
@@ -161,7 +157,6 @@ class ControlSizes:
         )
 
 
-CONTROLLER_MEMORIES = ("table", "query", "key", "chain", "result")
 CONTROLLER_SCALARS = ("crc", "table_bytes", "layer", "step", "query_words", "key_words")
 
 
@@ -172,41 +167,20 @@ def weight_ports(design: Design) -> list[KernelPort]:
     return [KernelPort(f"weights_{p}", beat, "m_axi", f"gmem_w{p}", words) for p in ports]
 
 
-def engine_interface(design: Design, control: ControlSizes) -> KernelInterface:
-    """Return the interface of the engine: the array with its TAS unit and controller.
-
-    `weights_p` takes section p of the call's stream, that of one AXI port, so that it may lie in the port's own memory.
-    `op` is a value of `Op`. `inputs`, `channels`, `tile` and `tiles` describe a linear; they play no part in an MLP.
-    """
-    rows = design.mlp.batch * design.max_row_words
-    sizes = [KernelPort(name, "int32_t") for name in ("inputs", "channels", "tile", "tiles")]
-    return KernelInterface(
-        "fastcar_engine",
-        (
-            *weight_ports(design),
-            # `cached` and `y` share a port: reads and writes have separate AXI channels.
-            KernelPort("x", WORD, "m_axi", "gmem_x", rows),
-            KernelPort("cached", WORD, "m_axi", "gmem_y", rows),
-            KernelPort("y", WORD, "m_axi", "gmem_y", rows, writable=True),
-            *control.memories("gmem_x", "gmem_y"),
-            KernelPort("index_register", "uint32_t"),
-            KernelPort("op", "uint32_t"),
-            *sizes,
-            *(KernelPort(name, "uint32_t") for name in CONTROLLER_SCALARS),
-        ),
-    )
-
-
 REPORT_LAYER_WORDS = RESULT_WORDS // FLOATS_PER_WORD
 """Memory words of the controller's answer for one layer, in the report of a step."""
 
 
-def step_interface(design: Design, step: StepDesign, table: DrsTable) -> KernelInterface:
-    """Return the interface of the kernel of whole decode steps (docs/reference/accelerator.md).
+SCALARS = ("op", "bytes", "entry", "position", "step", "active")
+"""Scalar arguments of the kernel."""
+
+
+def kernel_interface(design: Design, step: StepDesign, table: DrsTable) -> KernelInterface:
+    """Return the interface of the kernel (docs/reference/accelerator.md).
 
     `weights_p` takes section p of all weight streams, one after another. `cache_p` takes that of all keys, then of all
-    values. `program` takes the step program or the control table, by `op`, a value of `StepOp`. Co-simulation maps the
-    memory of the test bench, which is one layer's.
+    values. `program` takes the step program or the control table, by `op`, a value of `StepOp`. A kernel of short
+    programs has no caches and no replay buffer. Co-simulation maps the memory of the test bench, which is one layer's.
     """
     beat, ports, sizes = WEIGHT_TYPES[design.axi_words], range(design.axi_weight_ports), step.sizes
     bench = sample_program(step.program, design).sizes
@@ -214,28 +188,30 @@ def step_interface(design: Design, step: StepDesign, table: DrsTable) -> KernelI
     program = max(step.program_words, -(-table.words // FLOATS_PER_WORD))
     report = 1 + REPORT_LAYER_WORDS * step.layers
 
-    def read(name: str, words: int, mapped: int) -> KernelPort:
-        return KernelPort(name, WORD, "m_axi", "gmem_x", max(words, 1), mapped=max(mapped, 1))
-
-    def written(name: str, words: int, mapped: int) -> KernelPort:
-        return KernelPort(name, WORD, "m_axi", "gmem_y", max(words, 1), writable=True, mapped=max(mapped, 1))
+    def memory(name: str, words: int, mapped: int, *, written: bool = False) -> KernelPort:
+        port = "gmem_y" if written else "gmem_x"
+        return KernelPort(name, WORD, "m_axi", port, max(words, 1), written, mapped=max(mapped, 1))
 
     def of_port(name: str, port: int, words: int, mapped: int, *, writable: bool) -> KernelPort:
         bundle = f"gmem_w{port}"
         return KernelPort(f"{name}_{port}", beat, "m_axi", bundle, words, writable, mapped=mapped)
 
+    weights = [of_port("weights", p, sizes.weight_words, bench.weight_words, writable=False) for p in ports]
+    caches = [of_port("cache", p, cached, mapped, writable=True) for p in ports if step.whole]
+    constants = [memory("constants", sizes.constant_words, bench.constant_words)] if step.reads_constants else []
+    replay = [memory("replay", sizes.replay_words, bench.replay_words, written=True)] if step.whole else []
     return KernelInterface(
         "fastcar_step",
         (
-            *(of_port("weights", p, sizes.weight_words, bench.weight_words, writable=False) for p in ports),
-            *(of_port("cache", p, cached, mapped, writable=True) for p in ports),
-            read("constants", sizes.constant_words, bench.constant_words),
-            read("program", program, program),
-            read("input", sizes.input_words, bench.input_words),
-            written("output", sizes.output_words, bench.output_words),
-            written("replay", sizes.replay_words, bench.replay_words),
-            written("report", report, report),
-            *(KernelPort(name, "uint32_t") for name in ("op", "bytes", "position", "step")),
+            *weights,
+            *caches,
+            *constants,
+            memory("program", program, program),
+            memory("input", sizes.input_words, bench.input_words),
+            memory("output", sizes.output_words, bench.output_words, written=True),
+            *replay,
+            memory("report", report, report, written=True),
+            *(KernelPort(name, "uint32_t") for name in SCALARS),
         ),
     )
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fastcar_compile.codegen.hls.control import control_table, controller_spec
+import numpy as np
+from numpy.typing import NDArray
+
+from fastcar_compile.codegen.hls.control import control_table, controller_spec, network_stream, networks_of
 from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, explore
 from fastcar_compile.codegen.hls.design.memory import Footprint, capacity, held, require_fit
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec, StepSpec
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
-from fastcar_compile.codegen.hls.interface import KernelInterface, step_interface
-from fastcar_compile.codegen.hls.project import kernel_interfaces
+from fastcar_compile.codegen.hls.interface import KernelInterface, kernel_interface
+from fastcar_compile.codegen.hls.project import short_program
 from fastcar_compile.codegen.hls.step_plan import StepForm, step_form
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.config import CompileConfig
@@ -46,19 +50,47 @@ class AcceleratorPlan(Offloaded):
 
     Args:
         found: the design, and why it is no faster.
-        table: the DRS control table. kernels: as a host calls them.
-        program: of a whole decode step.
+        table: the DRS control table.
+        program: a whole decode step; without `step` short programs.
     """
 
     found: Exploration
     table: DrsTable
-    kernels: Sequence[KernelInterface]
-    program: StepProgram | None
+    program: StepProgram
 
     @property
     def design(self) -> Design:
         """The engine."""
         return self.found.design
+
+    @property
+    def whole(self) -> StepProgram | None:
+        """The program of a whole decode step; None: the host sequences short programs."""
+        return None if self.step is None else self.program
+
+    @property
+    def kernel_design(self) -> StepDesign:
+        """What the kernel executes."""
+        return StepDesign.of(self.program, self.found.group if self.step is not None else None)
+
+    @property
+    def kernel(self) -> KernelInterface:
+        """The kernel as a host calls it."""
+        return kernel_interface(self.design, self.kernel_design, self.table)
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the weight streams, in the order of a section."""
+        if self.step is not None:
+            return self.step.streams
+        return (*(f"layer_{n}" for n in range(self.design.mlp.layers)), *(call.name for call in self.calls))
+
+    def constants(self, program: DecoderProgram) -> NDArray[Any]:
+        """Return what the program reads besides weights and caches, float32 words: of short programs the networks."""
+        if self.step is not None:
+            return self.step.constants(program)
+        networks = [network_stream(own).view(np.float32) for _, own in sorted(networks_of(program).items())]
+        return np.concatenate([*networks, np.zeros(0, np.float32)])
 
 
 def offloaded(program: DecoderProgram, offload: str) -> Offloaded:
@@ -95,12 +127,12 @@ def plan_accelerator(program: DecoderProgram, config: CompileConfig, board: Targ
     # A memory that is too small for the decoder is reported elsewhere: its banks would refuse every design.
     found = explore(wanted, board, banks=footprint_of(program, config, board).total <= capacity(board))
     table = control_table(program, config, found.design.mlp.cores)
-    whole = None if work.step is None else work.step.program(found.design)
-    if whole is None:
-        kernels = kernel_interfaces(found.design, table)
+    if work.step is None:
+        units = [len(own.b1) for _, own in sorted(networks_of(program).items())]
+        ran = short_program(found.design, table, units)
     else:
-        kernels = [step_interface(found.design, StepDesign.of(whole, found.group), table)]
-    return AcceleratorPlan(work.calls, work.kept, work.step, found=found, table=table, kernels=kernels, program=whole)
+        ran = work.step.program(found.design)
+    return AcceleratorPlan(work.calls, work.kept, work.step, found=found, table=table, program=ran)
 
 
 def require_memory(program: DecoderProgram, config: CompileConfig, board: Target) -> None:

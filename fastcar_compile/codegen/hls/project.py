@@ -3,23 +3,55 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 from fastcar_compile.codegen.hls.control_table.table import DrsTable
-from fastcar_compile.codegen.hls.controller_project import control_sizes, emit_drs, limits_of, table_of_sizes
+from fastcar_compile.codegen.hls.controller_project import emit_drs, limits_of, table_of_sizes
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import total_latency
+from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
-from fastcar_compile.codegen.hls.interface import KernelInterface, engine_interface, step_interface, weight_ports
+from fastcar_compile.codegen.hls.interface import KernelInterface, kernel_interface, weight_ports
 from fastcar_compile.codegen.hls.render import TEMPLATES, Bench, Benches, probe_files, render, vitis_files
-from fastcar_compile.codegen.hls.step_program.program import Status, StepOp, StepStatus
+from fastcar_compile.codegen.hls.step_program.builder import LinearPlan, ShortPlan, build_short
+from fastcar_compile.codegen.hls.step_program.program import Status, StepOp, StepProgram, StepStatus
 from fastcar_compile.codegen.hls.step_sample import sample_program
 from fastcar_compile.config.targets import Target
 
-SOURCES = ("fastcar_config.hpp", "fastcar_engine.hpp", "fastcar_engine.cpp", "engine_testbench.cpp")
-"""What depends on the design of the engine."""
+SOURCES = ("fastcar_config.hpp", "fastcar_step_config.hpp", "fastcar_step.hpp", "fastcar_step.cpp")
+"""What depends on the design."""
+
+
+def short_program(design: Design, table: DrsTable, units: Sequence[int] = ()) -> StepProgram:
+    """Return the short programs of a design: its MLPs, its linears, and the decisions of the layers that the table gates.
+
+    Args:
+        units: of the gated layers' networks; (): as many as the table's for each, if it has any.
+    """
+    gated = tuple(layer for layer, factor in enumerate(table.factors) if factor != 0)
+    return build_short(
+        ShortPlan(
+            layers=design.mlp.layers,
+            rows=design.mlp.batch,
+            ports=design.ports,
+            hidden=design.mlp.hidden,
+            mlp_words=design.section_words,
+            linears=tuple(linear_plan(product) for product in design.linears.values()),
+            gated=gated,
+            query_words=table.query_words,
+            key_words=table.key_words,
+            units=tuple(units) or ((table.units,) * len(gated) if table.units else ()),
+        )
+    )
+
+
+def linear_plan(product: Product) -> LinearPlan:
+    """Return a product as a step program has it."""
+    words = product.section_words
+    return LinearPlan(product.inputs, product.channels, product.tile, product.tiles, words, bias=product.bias)
 
 
 def emit_hls(
@@ -27,61 +59,25 @@ def emit_hls(
     out_dir: Path,
     table: DrsTable | None = None,
     board: Target | None = None,
+    step: StepDesign | None = None,
 ) -> list[Path]:
     """Write the project into `out_dir` (made if needed); return the files, sorted. Same arguments, same bytes.
 
     Args:
-        table: the DRS control table that the controller has to hold; None: one of the design's sizes.
+        design: of the array. table: the DRS control table that the controller has to hold; None: one of the design's sizes.
         board: whose memory the kernels are connected to; None: v++ chooses.
+        step: what the kernel executes; None: the design's short programs.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     table = table or table_of_sizes(design)
-    (engine,) = kernel_interfaces(design, table)
-    fifo_words = FIFO_WORDS // design.axi_words
-    texts = {name: render(name, design=design, kernel=engine, fifo_words=fifo_words) for name in SOURCES}
-    controller = emit_drs(table, limits_of(table))
-    texts |= controller.texts
-    benches = Benches([Bench(engine, "engine_testbench.cpp")], [Bench(controller.kernel, "drs_testbench.cpp")])
-    texts |= vitis_files(design.budget.part, design.budget.clock_mhz, benches, board)
-    texts |= probe_files(design, board)
-    texts |= {p.name: p.read_text() for p in files(TEMPLATES).iterdir() if p.name.endswith((".hpp", ".cpp"))}
-    return [_write(out_dir / name, text) for name, text in sorted(texts.items())]
-
-
-def kernel_interfaces(design: Design, table: DrsTable) -> list[KernelInterface]:
-    """Return the kernels that a host calls: the engine with its TAS unit and controller for tables of this size."""
-    return [engine_interface(design, control_sizes(table))]
-
-
-def _write(path: Path, text: str) -> Path:
-    path.write_text(text)
-    return path
-
-
-# The HLS project of a kernel of whole decode steps.
-
-
-STEP_SOURCES = ("fastcar_config.hpp", "fastcar_step_config.hpp", "fastcar_step.hpp", "fastcar_step.cpp")
-"""What depends on the design."""
-
-
-def emit_step(
-    design: Design, step: StepDesign, table: DrsTable, out_dir: Path, board: Target | None = None
-) -> list[Path]:
-    """Write the project into `out_dir` (made if needed); return the files, sorted. Same arguments, same bytes.
-
-    Args:
-        design: of the array. table: the DRS control table that the controller has to hold.
-        board: whose memory the kernels are connected to; None: v++ chooses.
-    """
-    out_dir.mkdir(parents=True, exist_ok=True)
-    kernel = step_interface(design, step, table)
+    step = step or StepDesign.of(short_program(design, table))
+    kernel = kernel_interface(design, step, table)
     weights, caches = (
         [port for port in kernel.ports if port.name.startswith(prefix)] for prefix in ("weights_", "cache_")
     )
     values = {"design": design, "step": step, "kernel": kernel, "weights": weights, "caches": caches}
     values |= {"fifo_words": FIFO_WORDS // design.axi_words, "total_turns": total_latency(design.budget.clock_mhz)}
-    texts = {name: render(name, **values) for name in STEP_SOURCES}
+    texts = {name: render(name, **values) for name in SOURCES}
     texts[STEP_BENCH] = step_bench(design, step, kernel)
     controller = emit_drs(table, limits_of(table))
     texts |= controller.texts
@@ -89,15 +85,15 @@ def emit_step(
     texts |= vitis_files(design.budget.part, design.budget.clock_mhz, benches, board)
     texts |= probe_files(design, board)
     texts |= {p.name: p.read_text() for p in files(TEMPLATES).iterdir() if p.name.endswith((".hpp", ".cpp"))}
-    return [_step_project_write(out_dir / name, text) for name, text in sorted(texts.items())]
+    return [_write(out_dir / name, text) for name, text in sorted(texts.items())]
 
 
-def _step_project_write(path: Path, text: str) -> Path:
+def _write(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
 
 
-# The test bench of the kernel of whole decode steps.
+# The test bench of the kernel.
 
 
 STEP_BENCH = "step_testbench.cpp"
@@ -110,6 +106,7 @@ def step_bench(design: Design, step: StepDesign, kernel: KernelInterface) -> str
     return render(
         STEP_BENCH,
         design=design,
+        step=step,
         kernel=kernel,
         ports=len(weight_ports(design)),
         sizes=program.sizes,

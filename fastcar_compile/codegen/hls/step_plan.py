@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.control import gate_kind, network_stream, networks_of
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.product import Product
+from fastcar_compile.codegen.hls.project import linear_plan
 from fastcar_compile.codegen.hls.step_graph import HEAD, LayerParts, StepParts, step_parts
 from fastcar_compile.codegen.hls.step_program.builder import (
     NO_WINDOW,
     AttentionPlan,
     CachePlan,
-    LinearPlan,
     ReplayPlan,
     StepPlan,
     build_step,
@@ -63,14 +62,16 @@ class StepForm:
             hidden=design.mlp.hidden,
             epsilon=self.epsilon,
             attention=self.attention,
-            qkv=_linear(design.linears["layer_0.qkv"]),
-            o=_linear(design.linears["layer_0.o"]),
+            qkv=linear_plan(design.linears["layer_0.qkv"]),
+            o=linear_plan(design.linears["layer_0.o"]),
             mlp_words=design.section_words,
-            head=_linear(design.linears[HEAD]),
+            head=linear_plan(design.linears[HEAD]),
             replay=self.replay,
         )
         for place, wanted in (("qkv", step.qkv), ("o", step.o)):
-            _only({wanted, *(_linear(design.linears[f"layer_{n}.{place}"]) for n in numbers)}, f"the linears {place}")
+            _only(
+                {wanted, *(linear_plan(design.linears[f"layer_{n}.{place}"]) for n in numbers)}, f"the linears {place}"
+            )
         try:
             return build_step(step)
         except UserError as error:
@@ -130,11 +131,6 @@ def _only(found: set[T], what: str) -> T:
     if len(found) != 1:
         raise _refusal(f"{what} differ: {', '.join(sorted(map(str, found)))}")
     return next(iter(found))
-
-
-def _linear(product: Product) -> LinearPlan:
-    words = product.section_words
-    return LinearPlan(product.inputs, product.channels, product.tile, product.tiles, words, bias=product.bias)
 
 
 def _attention(program: DecoderProgram, parts: StepParts) -> AttentionPlan:

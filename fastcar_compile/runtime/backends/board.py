@@ -31,17 +31,10 @@ MB = 1e6
 
 
 def buffer_bytes(section: AcceleratorSection) -> int:
-    """Return the bytes of every buffer on the device: all weight streams, and the kernels' other memory arguments.
-
-    The weight arguments of a step kernel hold all streams.
-    """
-    design, streams, weights = section.design, list[int](), set[str]()
-    if section.step is None:
-        streams = [design.stream_bytes] * design.spec.layers + list(design.linear_stream_bytes.values())
-        weights = {name for kernel in section.kernels for name in kernel.weights()}
-    arguments = [a.bytes for k in section.kernels for a in k.arguments if a.kind != "scalar" and a.name not in weights]
+    """Return the bytes of every buffer on the device: those of the kernel's memory arguments."""
+    arguments = [a.bytes for kernel in section.kernels for a in kernel.arguments if a.kind != "scalar"]
     # CMA hands out whole pages, so every buffer is rounded up to one.
-    return sum(-(-size // PAGE) * PAGE for size in streams + arguments)
+    return sum(-(-size // PAGE) * PAGE for size in arguments)
 
 
 def require_contiguous(manifest: Manifest, section: AcceleratorSection) -> None:

@@ -42,10 +42,7 @@ FLAGS = [
     "-fno-gnu-unique",  # a library with such symbols is never unloaded
     "-shared",
 ]
-KERNELS = ("fastcar_engine.cpp", "fastcar_step.cpp")
-"""Names of the kernels; a project has one of these kernels."""
-
-SOURCES = ("fastcar_csim.cpp", *KERNELS)
+SOURCES = ("fastcar_csim.cpp", "fastcar_step.cpp")
 """Sources of a library: the exact sums, and the project's kernel."""
 
 INSTALL_EXTRA = "install the extra `csim`: pip install 'fastcar_compile[csim]'"
@@ -94,7 +91,7 @@ def folder_sources(folder: Path, names: Sequence[str] = SOURCES) -> dict[str, by
 def open_library(files: Mapping[str, bytes], build_dir: Path, defines: Sequence[str] = ()) -> ctypes.CDLL:
     """Compile a project (as `emit_hls` writes it) in `build_dir`, or take the library already built; load a copy.
 
-    Each call is an accelerator of its own: the engine keeps its control table from call to call, and a process loads
+    Each call is an accelerator of its own: the kernel keeps its control table from call to call, and a process loads
     the same file only once. The copy's file is not needed any more. The library is unloaded with the last function of
     it.
 
@@ -104,8 +101,7 @@ def open_library(files: Mapping[str, bytes], build_dir: Path, defines: Sequence[
     Raises:
         BackendError: a source, g++ or the ap_types headers are missing, or the sources do not compile.
     """
-    kernel = next((name for name in KERNELS if name in files), KERNELS[0])
-    path = build_library(files, build_dir, (SOURCES[0], kernel), defines)
+    path = build_library(files, build_dir, SOURCES, defines)
     # NFS keeps the name of a file that is mapped.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="fastcar-", ignore_cleanup_errors=True) as folder:
         library = ctypes.CDLL(str(shutil.copy(path, folder)))
@@ -185,13 +181,12 @@ class Work:
     Attributes:
         mac: iterations of the MAC array, one word of every weight port each.
         weight_beats: beats of all AXI ports that read weights.
-        row_beats: 128-bit words of x and y. copy_beats: 128-bit words of replayed rows.
+        row_beats: 128-bit words of rows that are read from memory and written there.
     """
 
     mac: int
     weight_beats: int
     row_beats: int
-    copy_beats: int
 
 
 def read_counters(library: ctypes.CDLL) -> Work:
@@ -203,7 +198,7 @@ def read_counters(library: ctypes.CDLL) -> Work:
     entry = getattr(library, "fastcar_csim_counters", None)
     if entry is None:
         raise BackendError("this C simulation does not count its work", hint=f"build it with {COUNTERS}")
-    counts = (ctypes.c_uint64 * 4)()
+    counts = (ctypes.c_uint64 * 3)()
     entry(counts)
     return Work(*counts)
 

@@ -144,10 +144,6 @@ class Design:
         longest = max([self.mlp.hidden, *(max(p.inputs, p.channels) for p in self.linears.values())])
         return float_words(longest)
 
-    def shapes(self) -> list[Product]:
-        """Return one unbiased product per distinct shape of a linear, for the test bench."""
-        return list(dict.fromkeys(replace(p, bias=False) for p in self.linears.values()))
-
     @property
     def mlp_cycles(self) -> int:
         """Estimated clocks of an MLP in which every row computes; memory latency is left out."""

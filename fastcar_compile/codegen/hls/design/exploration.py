@@ -21,7 +21,7 @@ from fastcar_compile.codegen.hls.design.spec import (
     StepSpec,
     check_linears,
 )
-from fastcar_compile.codegen.hls.design.step_usage import StepParts, step_usage, total
+from fastcar_compile.codegen.hls.design.step_usage import StepParts, short_usage, step_usage, total
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS, Usage
 from fastcar_compile.codegen.hls.step_program.instructions import MAX_PORTS
 from fastcar_compile.config.targets import Target
@@ -117,7 +117,8 @@ def explore(
         TargetError: the target has no fabric.
     """
     mlp, linears = wanted.mlp, wanted.linears
-    budget = _beside(budget_of(target), controller_usage(wanted.controller.limits(mlp)))
+    short = [] if wanted.step else [short_usage(mlp.layers, len(linears))]
+    budget = _beside(budget_of(target), total([controller_usage(wanted.controller.limits(mlp)), *short]))
     numbers = cores or core_choices(mlp.batch)
     room = _Room(target, wanted.step, banks=banks)
     # One row on one core shows how many ports a single sequence can use.
@@ -322,7 +323,8 @@ def resources_of(
         step: of a kernel of whole steps.
     """
     limits, parts = target.budget(), [design.usage, controller_usage(controller.limits(design.mlp))]
-    used = asdict(total(parts + ([step_usage(StepParts.of(design, step))] if step else [])))
+    rest = step_usage(StepParts.of(design, step)) if step else short_usage(design.mlp.layers, len(design.linears))
+    used = asdict(total([*parts, rest]))
     return {
         name: {"used": count, "limit": limits[name], "share": count / limits[name] if limits[name] else 0.0}
         for name, count in used.items()

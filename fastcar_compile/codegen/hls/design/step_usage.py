@@ -19,6 +19,7 @@ from fastcar_compile.codegen.hls.design.usage import (
     FLOAT_FF,
     FLOAT_LUT,
     FLOAT_MULTIPLY_DSP,
+    READS,
     STAGES,
     STEP_FIFO_WORDS,
     STREAM_FF,
@@ -40,6 +41,7 @@ from fastcar_compile.codegen.hls.step_program.instructions import (
     Append,
     Attend,
     Decide,
+    Opcode,
     Sizes,
 )
 from fastcar_compile.codegen.hls.step_program.program import HEADER_WORDS, StepProgram
@@ -68,6 +70,26 @@ class StepDesign:
         shared = [i.heads // i.key_heads for i in program.instructions if isinstance(i, Attend)]
         most = max(shared, default=1)
         return cls(program, most if group is None else min(group, most))
+
+    @property
+    def whole(self) -> bool:
+        """Whether rows are on chip, for whole steps; else they are in memory, for short programs."""
+        return self.program.whole
+
+    @property
+    def opcodes(self) -> list[str]:
+        """Names of the instructions that the kernel executes, those of its program; others are not built."""
+        return sorted({instruction.opcode.name for instruction in self.program.instructions})
+
+    @property
+    def opcode_bits(self) -> int:
+        """Bit n: the kernel executes the opcode n."""
+        return sum(1 << Opcode[name] for name in self.opcodes)
+
+    @property
+    def reads_constants(self) -> bool:
+        """Whether there are any: norm weights and RoPE tables of whole steps, networks of gates."""
+        return self.whole or self.sizes.constant_words > 0
 
     @property
     def sizes(self) -> Sizes:
@@ -146,6 +168,18 @@ one of four)."""
 
 LOADER_LUT, LOADER_FF = 1_500, 1_500
 """Checks and CRC-32 of a step program, beside those of the control table. Estimate."""
+
+
+SHORT_LUT, SHORT_FF = 2_000, 2_000
+"""Loader and sequencer of short programs, whose three opcodes have few checks and no vector loops. Estimate."""
+
+
+def short_usage(layers: int, linears: int) -> Usage:
+    """Return what a kernel of short programs has beside its array and controller: a decision and an MLP per layer, linears."""
+    instructions = 4 * layers + 2 * linears
+    program = bram_blocks(WORD_BITS, instructions * INSTRUCTION_WORDS // FLOATS_PER_WORD)
+    # Nothing is read through the port of the results, which the array is counted with.
+    return Usage(lut=SHORT_LUT, ff=SHORT_FF, dsp=0, bram36=program - READS.blocks(WORD_BYTES))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork
 from fastcar_compile.codegen.hls.design.loops import Load
-from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
+from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork, Repeated
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS
 from fastcar_compile.errors import count_text
@@ -34,7 +34,6 @@ class EngineCall:
     Args:
         control: what the controller does. products: one, or the two of an MLP; none: the array has nothing to do.
         load: of the array. ports: weight ports, 128 bits each.
-        copied: rows that are copied from the cache.
         rows_on_chip, results_on_chip: whether rows come from the chip and stay there.
     """
 
@@ -42,7 +41,6 @@ class EngineCall:
     products: tuple[NamedProduct, ...]
     load: Load
     ports: int
-    copied: int = 0
     rows_on_chip: bool = False
     results_on_chip: bool = False
 
@@ -72,11 +70,6 @@ class EngineCall:
     def product_bytes(self, number: int) -> int:
         """Return the bytes of weights and scales that all ports read from the memory for a product."""
         return self.products[number].product.port_words * self.ports * WORD_BYTES
-
-    @property
-    def results(self) -> int:
-        """128-bit words of one row of results."""
-        return float_words(self.products[-1].product.channels)
 
 
 @dataclass(frozen=True)

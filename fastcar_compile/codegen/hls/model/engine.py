@@ -145,13 +145,7 @@ class Engine:
     def mlp_call(self, linears: Sequence[LinearShape], load: RowLoad) -> EngineCall:
         """Return one start for an MLP, whose Index Register the host gives."""
         first, last = (NamedProduct(x.name, self._product(x), i == 0) for i, x in enumerate(linears))
-        return EngineCall(
-            self._work(ControlOp.PLACE),
-            (first, last),
-            self._load(load),
-            self.design.ports,
-            copied=self.design.mlp.batch - load.rows,
-        )
+        return EngineCall(self._work(ControlOp.PLACE), (first, last), self._load(load), self.design.ports)
 
     def gate_call(self) -> EngineCall:
         """Return one start for a decision."""
@@ -198,7 +192,7 @@ class Engine:
 
     def _array(self, call: EngineCall) -> tuple[CallPart, ...]:
         parts, gap = list[CallPart](), _load_clocks(call, self.memory)
-        left = _write_clocks(call, self.memory)
+        left = _write_clocks(call)
         for number, named in enumerate(call.products):
             gap += sum(loop.cycles for loop in quantize_loops(named.product, call.load))
             clocks, unit = _product_clocks(call, named, self.memory, gap)
@@ -232,11 +226,10 @@ def _load_clocks(call: EngineCall, memory: Memory) -> float:
     return float(max(ready + load_loop(inputs, call.load).cycles, rows * (float_words(inputs) + memory.latency)))
 
 
-def _write_clocks(call: EngineCall, memory: Memory) -> float:
-    """Return the clocks that the process works that writes y: copied rows first, then those of every tile."""
+def _write_clocks(call: EngineCall) -> float:
+    """Return the clocks that the process works that writes the rows of every tile."""
     last = call.products[-1]
-    copies = call.copied * (call.results + memory.latency)
-    return float(copies + last.product.tiles * tile_loops(last.product, call.load).send.trips)
+    return float(last.product.tiles * tile_loops(last.product, call.load).send.trips)
 
 
 def _product_clocks(call: EngineCall, named: NamedProduct, memory: Memory, gap: float) -> tuple[float, str]:

@@ -11,18 +11,17 @@ from fastcar_compile.codegen.hls.design.control_loops import ControlShape
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, explore
 from fastcar_compile.codegen.hls.design.memory import GB, bank_excess, capacity, require_banks, require_fit
-from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.spec import StepBuffers
 from fastcar_compile.codegen.hls.model.engine import Engine
 from fastcar_compile.codegen.hls.model.rows import Decisions, Draw, coupled, draw_decisions
 from fastcar_compile.codegen.hls.model.step import Board, StepKernel, host_of
 from fastcar_compile.codegen.hls.model.workload import Workload
+from fastcar_compile.codegen.hls.project import linear_plan
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.builder import (
     NO_WINDOW,
     AttentionPlan,
     CachePlan,
-    LinearPlan,
     ReplayPlan,
     StepPlan,
     build_step,
@@ -182,7 +181,7 @@ def step_program(work: Workload, design: Design) -> StepProgram:
     """
     shape, linears, gate = work.shape, design.linears, work.gate
     units = (gate.units,) * shape.layers if gate.units else ()
-    head = _linear(linears["head" if shape.head else "layer_0.o"])
+    head = linear_plan(linears["head" if shape.head else "layer_0.o"])
     program = build_step(
         StepPlan(
             layers=shape.layers,
@@ -191,8 +190,8 @@ def step_program(work: Workload, design: Design) -> StepProgram:
             hidden=shape.hidden,
             epsilon=EPSILON,
             attention=_attention(work),
-            qkv=_linear(linears["layer_0.qkv"]),
-            o=_linear(linears["layer_0.o"]),
+            qkv=linear_plan(linears["layer_0.qkv"]),
+            o=linear_plan(linears["layer_0.o"]),
             mlp_words=design.section_words,
             head=head,
             replay=ReplayPlan(shape.tokens_per_frame, (True,) * shape.layers, gate.kind, units),
@@ -215,11 +214,6 @@ def without_replay(program: StepProgram) -> StepProgram:
 def _without_head(program: StepProgram) -> list[step.Instruction]:
     kept = program.instructions
     return [i for i in kept if not (isinstance(i, step.Linear) and i.target is Place.OUTPUT)]
-
-
-def _linear(product: Product) -> LinearPlan:
-    words = product.section_words
-    return LinearPlan(product.inputs, product.channels, product.tile, product.tiles, words, bias=product.bias)
 
 
 def _attention(work: Workload) -> AttentionPlan:

@@ -223,10 +223,11 @@ def _sink_window(layers: Sequence[LayerSite], context: int) -> tuple[int, int] |
 
 
 def program_of(artifact: StoredArtifact) -> StepProgram | None:
-    """Return the step program that was emitted; None: there is none."""
+    """Return the program of whole steps that was emitted; None: there is none."""
     accelerator = artifact.manifest.accelerator
-    step = None if accelerator is None else accelerator.step
-    return None if step is None else read_program(artifact.files.data(step.program))
+    if accelerator is None or accelerator.step is None:
+        return None
+    return read_program(artifact.files.data(accelerator.program))
 
 
 def design_of(manifest: Manifest, board: Target) -> Design | None:

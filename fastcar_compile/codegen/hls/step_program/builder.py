@@ -282,6 +282,61 @@ class _Builder:
         yield step.End(plan.layers)
 
 
+@dataclass(frozen=True)
+class ShortPlan:
+    """A decoder whose MLPs, gates and linears the host calls one by one.
+
+    Args:
+        mlp_words: of an MLP's weights on one port. linears: in call order.
+        gated: layers that the control table decides. query_words, key_words: of what the gate reads, all rows.
+        units: per gated layer the hidden units of its network, for gate `learned`; else ().
+    """
+
+    layers: int
+    rows: int
+    ports: int
+    hidden: int
+    mlp_words: int
+    linears: tuple[LinearPlan, ...] = ()
+    gated: tuple[int, ...] = ()
+    query_words: int = 0
+    key_words: int = 0
+    units: tuple[int, ...] = ()
+
+
+def build_short(plan: ShortPlan) -> StepProgram:
+    """Return the short programs of a decoder: the decisions of the gated layers, the MLPs, the linears, each with its END.
+
+    In a section of the weights, MLPs come before linears. The constants are the networks of the gated layers.
+    """
+    words = -(-plan.hidden // LANES)
+    networks = tuple(accumulate((network_words(n, plan.hidden) for n in plan.units), initial=0))
+    weights = tuple(accumulate((own.words for own in plan.linears), initial=plan.layers * plan.mlp_words))
+    learned = [(at, units, words) for at, units in zip(networks, plan.units, strict=False)] or [()] * len(plan.gated)
+    decide = (
+        step.DecideRows(n, plan.query_words, plan.key_words, *own) for n, own in zip(plan.gated, learned, strict=True)
+    )
+    mlps = (step.Mlp(n, Place.INPUT, Place.OUTPUT, n * plan.mlp_words) for n in range(plan.layers))
+    places = zip(plan.linears, weights, strict=False)
+    linears = (_linear(0, Place.INPUT, Place.OUTPUT, own, at) for own, at in places)
+    decided = step.CHAIN_WORDS + plan.query_words + plan.key_words if plan.gated else 0
+    return StepProgram(
+        Sizes(
+            rows=plan.rows,
+            ports=plan.ports,
+            positions=1,
+            row_words=1,
+            constant_words=networks[-1],
+            weight_words=weights[-1],
+            key_words=0,
+            value_words=0,
+            input_words=max(decided, plan.rows * max([words, *(-(-own.inputs // LANES) for own in plan.linears)])),
+            output_words=plan.rows * max([words, *(-(-own.channels // LANES) for own in plan.linears)]),
+        ),
+        tuple(i for own in (*decide, *mlps, *linears) for i in (own, step.End(0))),
+    )
+
+
 def _linear(layer: int, source: Place, target: Place, plan: LinearPlan, weights: int) -> step.Linear:
     sizes = (plan.inputs, plan.channels, plan.tile, plan.tiles, int(plan.bias))
     return step.Linear(layer, source, target, *sizes, weights)

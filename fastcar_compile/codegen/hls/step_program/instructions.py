@@ -76,7 +76,7 @@ MAX_CHANNELS = 1 << 18
 
 
 class Place(IntEnum):
-    """Where rows are: on chip, or in the output buffer."""
+    """Where rows are: on chip, or in the output or input buffer."""
 
     X = 0
     """The residual stream."""
@@ -87,6 +87,8 @@ class Place(IntEnum):
     Q = 3
     K = 4
     OUTPUT = 5
+    INPUT = 6
+    """Of short programs: the rows begin at word 0, as those of the output do."""
 
 
 ROWS_ON_CHIP = 5
@@ -108,6 +110,7 @@ class Opcode(IntEnum):
     DECIDE = 10
     REPLAY = 11
     END = 12
+    DECIDE_ROWS = 13
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,11 @@ def counts(*values: int) -> bool:
 def on_chip(*places: int) -> bool:
     """Return whether these are places on chip, all of them different."""
     return all(place < ROWS_ON_CHIP for place in places) and len(set(places)) == len(places)
+
+
+def in_memory(source: int, target: int) -> bool:
+    """Return whether rows come from the input and go to the output, as those of a short program."""
+    return (source, target) == (Place.INPUT, Place.OUTPUT)
 
 
 @dataclass(frozen=True)
@@ -205,10 +213,11 @@ class Linear(Instruction):
         small = (
             counts(self.inputs, self.tile) and 1 <= self.channels <= MAX_CHANNELS and 1 <= self.tiles <= self.channels
         )
-        places = on_chip(self.source) and self.target <= Place.OUTPUT and self.source != self.target
-        words = -(-self.channels // LANES)
-        target = room.rows * words <= room.output_words if self.target == Place.OUTPUT else words <= room.row_words
-        source = -(-self.inputs // LANES) <= room.row_words
+        comes, leaves = in_memory(self.source, self.target), self.target == Place.OUTPUT
+        places = comes or (on_chip(self.source) if leaves else on_chip(self.source, self.target))
+        words, read = -(-self.channels // LANES), -(-self.inputs // LANES)
+        target = room.rows * words <= room.output_words if leaves else words <= room.row_words
+        source = room.rows * read <= room.input_words if comes else read <= room.row_words
         # The last tile may reach beyond the channels, but no channel may be left without a tile.
         covered = self.tile * self.tiles * room.ports >= self.channels
         return (
@@ -227,7 +236,8 @@ class Mlp(Instruction):
 
     def fits(self, room: Sizes) -> bool:
         """See Instruction.fits."""
-        return on_chip(self.source, self.target) and self.weights < room.weight_words
+        places = in_memory(self.source, self.target) or on_chip(self.source, self.target)
+        return places and self.weights < room.weight_words
 
 
 @dataclass(frozen=True)
@@ -408,6 +418,33 @@ class Decide(Instruction):
 
 
 @dataclass(frozen=True)
+class DecideRows(Instruction):
+    """Decide of a short program, on what the host wrote into the input.
+
+    That is from word 0 on: 32 chain counts, `query_words` of q and x of all rows, `key_words` of the cached key and x.
+
+    Args:
+        network, units, count: of gate `learned`: as in Decide; `count` words are a row of x. Else 0.
+    """
+
+    opcode = Opcode.DECIDE_ROWS
+    query_words: int
+    key_words: int
+    network: int = 0
+    units: int = 0
+    count: int = 0
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        if CHAIN_WORDS + self.query_words + self.key_words > room.input_words:
+            return False
+        if not self.units:
+            return not self.network and not self.count
+        small = self.units <= MAX_UNITS and counts(self.count) and self.query_words == room.rows * self.count
+        return small and self.network + network_words(self.units, LANES * self.count) <= room.constant_words
+
+
+@dataclass(frozen=True)
 class Replay(Instruction):
     """Adds the source where a row computes, and keeps it in the slot; elsewhere adds what the slot holds."""
 
@@ -426,7 +463,7 @@ class Replay(Instruction):
 
 @dataclass(frozen=True)
 class End(Instruction):
-    """The step is done."""
+    """The launch is done. A program has several where it can begin behind one of them."""
 
     opcode = Opcode.END
 
@@ -437,7 +474,21 @@ class End(Instruction):
 
 KINDS: dict[int, type[Instruction]] = {
     kind.opcode: kind
-    for kind in (Load, Norm, Linear, Mlp, Rotate, AppendKeys, AppendValues, Attend, Add, Decide, Replay, End)
+    for kind in (
+        Load,
+        Norm,
+        Linear,
+        Mlp,
+        Rotate,
+        AppendKeys,
+        AppendValues,
+        Attend,
+        Add,
+        Decide,
+        Replay,
+        End,
+        DecideRows,
+    )
 }
 
 

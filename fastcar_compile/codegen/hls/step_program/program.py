@@ -13,8 +13,11 @@ from typing import Any, get_type_hints
 from fastcar_compile.codegen.hls.step_program.instructions import (
     INSTRUCTION_WORDS,
     KINDS,
+    Decide,
+    DecideRows,
     End,
     Instruction,
+    Load,
     Opcode,
     Place,
     Sizes,
@@ -128,16 +131,30 @@ _EXPLAINED = {
     Status.BAD_LENGTH: "its length is not the one in its header",
     Status.BAD_CRC: "its CRC-32 does not match its content",
     Status.BAD_HEADER: "a header field is out of range",
-    Status.BAD_INSTRUCTION: "an instruction is unknown or reaches outside of a buffer, or END is not the last one",
+    Status.BAD_INSTRUCTION: "an instruction is unknown or reaches outside of a buffer, or the last one is not END",
 }
 
 
 @dataclass(frozen=True)
 class StepProgram:
-    """A decode step: END is its last instruction."""
+    """A decode step, or short programs: END is the last instruction."""
 
     sizes: Sizes
     instructions: tuple[Instruction, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a decode step with its rows on chip; else short programs, whose rows are in memory."""
+        return isinstance(self.instructions[0], Load)
+
+    def entries(self, kind: type[Instruction]) -> list[int]:
+        """Return the numbers of the instructions of a kind, in order."""
+        return [number for number, instruction in enumerate(self.instructions) if isinstance(instruction, kind)]
+
+    @property
+    def decides(self) -> bool:
+        """Whether it needs a control table."""
+        return any(isinstance(instruction, Decide | DecideRows) for instruction in self.instructions)
 
     def to_bytes(self) -> bytes:
         """Return the binary form; same program, same bytes."""
@@ -187,9 +204,8 @@ def _instructions(data: bytes) -> tuple[Instruction, ...] | None:
         if instruction is None or not instruction.fits(sizes):
             return None
         found.append(instruction)
-    # END stands last and nowhere else, so the engine always meets it.
-    ends = [isinstance(instruction, End) for instruction in found]
-    return tuple(found) if ends == [False] * (len(found) - 1) + [True] else None
+    # END stands last, so every launch meets one.
+    return tuple(found) if isinstance(found[-1], End) else None
 
 
 def read_program(data: bytes) -> StepProgram:

@@ -1,163 +1,30 @@
-"""A session whose decode steps run on an accelerator, a launch per token; the host embeds and samples."""
+"""Sessions whose decode steps run on an accelerator: whole, a launch per token, or their gates, MLPs and linears."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.artifact.offload import CONSTANTS, NETWORK
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import AcceleratorSection, State
 from fastcar_compile.artifact.sections.accelerator import StepPart
-from fastcar_compile.codegen.hls.control_table.reader import read_table
-from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS, LayerTrace, read_result
-from fastcar_compile.codegen.hls.control_table.table import Status as TableStatus
+from fastcar_compile.codegen.hls.control_table.gate import pack_inputs
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout
 from fastcar_compile.codegen.hls.step_program.instructions import CHAIN_WORDS, Decide
-from fastcar_compile.codegen.hls.step_program.program import Status as ProgramStatus
-from fastcar_compile.codegen.hls.step_program.program import StepOp, StepProgram, StepStatus, read_program
-from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
+from fastcar_compile.codegen.hls.step_program.program import StepProgram, read_program
 from fastcar_compile.errors import ArtifactError, BackendError, InternalError
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.ir.types import StateRole
-from fastcar_compile.runtime.backends.accelerator.calls import Bytes, ComputeUnit, stepping
-from fastcar_compile.runtime.backends.accelerator.controller import Controller, GateController, LiveTable
-from fastcar_compile.runtime.backends.accelerator.engine import Engine
+from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit, stepping
+from fastcar_compile.runtime.backends.accelerator.kernel import WORD_BYTES, Kernel, Launch, LiveTable
 from fastcar_compile.runtime.backends.base import BackendOptions, Stepper, StepResult
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Embedding, library_of
 
-# The step kernel on a unit: it keeps a step program and a control table, and runs a token per launch.
-#
-# hls_templates/host/fastcar_step_accelerator.hpp is the same in C++.
-
-
 Array = NDArray[Any]
-
-WORD_BYTES = 16
-_HINT = "build the device binary from this artifact, or compile the model again"
-
-
-@dataclass(frozen=True)
-class Token:
-    """The place of a step: a position, and the number of the decode forward, or NO_STEP for a position of a prompt."""
-
-    position: int
-    step: int = NO_STEP
-
-
-class StepKernel:
-    """One step program on a unit. Its buffers are bound once.
-
-    Args:
-        unit: unit that runs the kernel. program: step program, which is loaded here. tensors: weights of every port,
-            and the constants.
-
-    Raises:
-        ArtifactError: the tensors do not fit the kernel. BackendError: the kernel refuses the program.
-    """
-
-    def __init__(self, unit: ComputeUnit, program: StepProgram, tensors: Mapping[str, Array]) -> None:
-        self._unit, self._sizes = unit, program.sizes
-        self._report: NDArray[np.uint32] = np.zeros(0, np.uint32)
-        for name in (*unit.kernel.weights(), CONSTANTS):
-            unit.bind(name, unit.make_buffer(name, self._bytes(tensors, name)))
-        unit.fill("input")
-        unit.set(dict.fromkeys(("op", "bytes", "position", "step"), 0))
-        self.clear()
-        status = ProgramStatus(self._load(StepOp.LOAD_PROGRAM, program.to_bytes()))
-        if status is not ProgramStatus.OK:
-            what = f"the step kernel refuses the step program with status {status.name}"
-            raise BackendError(what, where=unit.kernel.name, hint=_HINT)
-
-    def load_table(self, table: bytes) -> None:
-        """Load a control table.
-
-        Raises:
-            BackendError: the kernel refuses it.
-        """
-        status = TableStatus(self._load(StepOp.LOAD_TABLE, table))
-        if status is not TableStatus.OK:
-            what = f"the step kernel refuses the control table with status {status.name}"
-            raise BackendError(what, where=self._unit.kernel.name, hint=_HINT)
-
-    def clear(self) -> None:
-        """Set keys, values and everything of replay to zero."""
-        self._unit.clear(*self._unit.kernel.caches(), "replay")
-
-    def run(self, rows: Array, token: Token) -> Array:
-        """Return the output of one step, float32 [B, N], N a multiple of 4; rows float32 [B, H].
-
-        Raises:
-            BackendError: the kernel stopped.
-        """
-        unit = self._unit
-        unit.write("input", np.ascontiguousarray(rows).view(np.uint8).reshape(-1))
-        unit.set({"op": StepOp.RUN, "position": token.position, "step": token.step})
-        unit.run()
-        self._report = unit.read("report", unit.argument("report").bytes).view(np.uint32)
-        status, number = self._report[:2].tolist()
-        if status != StepStatus.DONE:
-            text = StepStatus(status).name if status in tuple(StepStatus) else str(status)
-            what = f"the step kernel stopped with status {text} at instruction {number}"
-            raise BackendError(what, where=unit.kernel.name, hint=_HINT)
-        output = unit.read("output", self._sizes.output_words * WORD_BYTES)
-        return output.view(np.float32).reshape(self._sizes.rows, -1)
-
-    def answers(self, layers: list[int]) -> list[LayerTrace]:
-        """Return what the controller decided in the last run, for each of these layers.
-
-        Raises:
-            BackendError: the controller stopped in one of these layers.
-        """
-        # The first memory word of the report is the status; an answer per layer follows.
-        words = self._report[WORD_BYTES // 4 :].reshape(-1, RESULT_WORDS)
-        return [self._answer(layer, words[layer]) for layer in layers]
-
-    def sections(self) -> tuple[Array, Array]:
-        """Return keys and values as they are in memory: int8 [ports, words, 16]."""
-        sizes, names = self._sizes, self._unit.kernel.caches()
-        words, together = sizes.key_words + sizes.value_words, sizes.ports // len(names)
-        parts = [self._unit.read(name, words * together * WORD_BYTES).view(np.int8) for name in names]
-        # An AXI port carries several logical ports word by word: the swap separates the ports.
-        ports = np.stack(parts).reshape(len(names), words, together, WORD_BYTES).swapaxes(1, 2)
-        whole = ports.reshape(sizes.ports, words, WORD_BYTES)
-        return whole[:, : sizes.key_words], whole[:, sizes.key_words :]
-
-    def replay(self) -> Bytes:
-        """Return the replay buffer."""
-        return self._unit.read("replay", self._sizes.replay_words * WORD_BYTES)
-
-    def _answer(self, layer: int, words: Array) -> LayerTrace:
-        trace = read_result(words, self._sizes.rows)
-        if trace.status is not TableStatus.OK:
-            where = f"{self._unit.kernel.name}, layer {layer}"
-            what = f"the DRS controller stopped with status {trace.status.name}"
-            raise BackendError(what, where=where, hint=_HINT)
-        return trace
-
-    def _load(self, operation: StepOp, data: bytes) -> int:
-        """Return the status of loading a program or a table."""
-        self._unit.write("program", np.frombuffer(data + bytes(-len(data) % WORD_BYTES), np.uint8))
-        self._unit.set({"op": operation, "bytes": len(data)})
-        self._unit.run()
-        return int(self._unit.read("report", WORD_BYTES).view(np.uint32)[0])
-
-    def _bytes(self, tensors: Mapping[str, Array], name: str) -> Bytes:
-        """Return the bytes of an argument.
-
-        Raises:
-            ArtifactError: the tensor is missing, or not as long as the kernel's argument.
-        """
-        wanted = self._unit.argument(name).bytes
-        found = tensors.get(name)
-        if found is None or found.nbytes != wanted:
-            what = f"`{name}` has {0 if found is None else found.nbytes} bytes; the step kernel reads {wanted}"
-            raise ArtifactError(what, where=self._unit.kernel.name, hint="use the files of one artifact together")
-        return found.view(np.uint8).reshape(-1)
 
 
 class StepStepper(Stepper):
@@ -177,12 +44,9 @@ class StepStepper(Stepper):
             raise InternalError("the artifact's accelerator runs no whole steps")
         self._config, self._states = decoder.config, StatePlaces(section.step, decoder.state)
         self._embed = Embedding(library_of(artifact), decoder.config, artifact.arrays(), options.threads)
-        program = read_program(artifact.files.data(section.step.program))
-        self._check(program, section.step.program)
-        table = artifact.files.data(section.table)
-        self._kernel = StepKernel(unit, program, artifact.tensors(section.weights))
-        self._kernel.load_table(table)
-        self._live, self._program = LiveTable(table), program
+        self._kernel, self._live = open_kernel(artifact, unit)
+        self._program = program = self._kernel.program
+        self._check(program, section.program)
         self._gated = [i.layer for i in program.instructions if isinstance(i, Decide)]
 
     def reset(self) -> None:
@@ -192,7 +56,7 @@ class StepStepper(Stepper):
     def prefill(self, inputs: Array, position: int) -> Array:
         """Run the positions of a prompt, one per launch; see Stepper.prefill."""
         count = inputs.shape[1]
-        logits = [self._run(inputs[:, i : i + 1], Token(position + i)) for i in range(count)]
+        logits = [self._run(inputs[:, i : i + 1], Launch(position=position + i)) for i in range(count)]
         return np.stack(logits, 1)
 
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
@@ -200,22 +64,21 @@ class StepStepper(Stepper):
         changed = self._live.follow(thresholds)
         if changed is not None:
             self._kernel.load_table(changed)
-        logits = self._run(inputs, Token(position, step))[:, None]
+        logits = self._run(inputs, Launch(position=position, step=step))[:, None]
         decisions = np.zeros((len(thresholds), len(logits)), np.bool_)
         scores = np.zeros((len(thresholds), len(logits)), np.float32)
         for layer, trace in zip(self._gated, self._kernel.answers(self._gated), strict=True):
-            decisions[layer] = [not trace.index_register >> row & 1 for row in range(len(logits))]
-            scores[layer] = self._live.sign * np.array(trace.scores, np.float32)
+            decisions[layer], scores[layer] = self._live.replayed(trace), self._live.scores(trace)
         return StepResult(logits, decisions, scores)
 
     def states(self) -> dict[str, Array]:
         """Return every state by name, as the decoder's graph has it."""
         return self._states.read(self._kernel, self._program.sizes.ports)
 
-    def _run(self, inputs: Array, token: Token) -> Array:
+    def _run(self, inputs: Array, launch: Launch) -> Array:
         """Return the logits of one position, float32 [B, V]."""
-        rows = self._embed(inputs, token.position)[:, 0]
-        return self._kernel.run(rows, token)[:, : self._config.vocab_size]
+        rows = self._embed(inputs, launch.position)[:, 0]
+        return self._kernel.step(rows, launch)[:, : self._config.vocab_size]
 
     def _check(self, program: StepProgram, file: str) -> None:
         """Raise ArtifactError where a program belongs to another decoder."""
@@ -238,7 +101,7 @@ class StatePlaces:
     def __init__(self, part: StepPart, states: tuple[State, ...]) -> None:
         self._first, self._states = part.states, states
 
-    def read(self, kernel: StepKernel, ports: int) -> dict[str, Array]:
+    def read(self, kernel: Kernel, ports: int) -> dict[str, Array]:
         """Return every state by name: keys and values int8 [B, Hkv, S, D + ceil(D / 32)], other states as kept."""
         keys, values = kernel.sections()
         cached = {StateRole.KEY_CACHE: keys, StateRole.VALUE_CACHE: values}
@@ -294,6 +157,20 @@ def stepper_on(artifact: StoredArtifact, options: BackendOptions, unit: ComputeU
     return (AcceleratorStepper if section.step is None else StepStepper)(artifact, options, unit)
 
 
+def open_kernel(artifact: StoredArtifact, unit: ComputeUnit) -> tuple[Kernel, LiveTable]:
+    """Return the artifact's kernel with its program and control table loaded, and that table.
+
+    Raises:
+        UserError: the program, the table or the weights are not valid. BackendError: the kernel refuses one of them.
+    """
+    section = accelerator_of(artifact)
+    kernel = Kernel(unit, read_program(artifact.files.data(section.program)), artifact.tensors(section.weights))
+    table = artifact.files.data(section.table)
+    live = LiveTable(table)
+    kernel.load_table(table)
+    return kernel, live
+
+
 class AcceleratorStepper(CpuStepper):
     """CpuStepper whose gates, MLPs and offloaded linears run on an accelerator. Prefill stays on the host.
 
@@ -304,22 +181,13 @@ class AcceleratorStepper(CpuStepper):
         unit: the artifact's kernel on a device.
 
     Raises:
-        UserError: the table or a weight stream is not valid.
+        UserError: the program, the table or the weights are not valid.
     """
 
     def __init__(self, artifact: StoredArtifact, options: BackendOptions, unit: ComputeUnit) -> None:
-        section, config = accelerator_of(artifact), artifact.manifest.decoder.config
-        self._engine = Engine(unit, config.hidden_size, config.batch_size)
-        streams = artifact.tensors(section.weights)
-        weights = {name: stream for name, stream in streams.items() if not name.startswith(NETWORK)}
-        self._weights = {name: self._engine.load(name, stream) for name, stream in weights.items()}
-        # The controller's calls need buffers on the weight ports, though they read none of them.
-        self._engine.bind(self._weights["layer_0"])
-        table = artifact.files.data(section.table)
-        controller, words = Controller(unit), read_table(table).key_words
-        for name in streams.keys() - weights.keys():
-            controller.load_network(int(name.removeprefix(NETWORK)), np.asarray(streams[name]), words)
-        self._gate, self._linears = GateController(controller, table), section.design.linears
+        self._kernel, live = open_kernel(artifact, unit)
+        self._gate = GateController(self._kernel, live)
+        self._linears = [call.name for call in accelerator_of(artifact).linears]
         library, decoder = library_of(artifact), artifact.manifest.decoder
         super().__init__(library, decoder, artifact.arrays(), options.threads, decode="offload")
 
@@ -336,8 +204,7 @@ class AcceleratorStepper(CpuStepper):
 
     def gate(self, layer: int, inputs: GateInputs[Array], chain: Array) -> tuple[Array, Array, Array]:
         """Return replay, score and chain of one layer."""
-        decision = self._gate.decide(layer, inputs, chain)
-        return decision.replay, decision.score, decision.chain
+        return self._gate.decide(layer, inputs, chain)
 
     def mlp(self, layer: int, x: Array, replay: Array, cached: Array) -> Array:
         """Return the rows of one layer's MLP; replayed rows are rows of `cached`."""
@@ -345,8 +212,60 @@ class AcceleratorStepper(CpuStepper):
         self._gate.require(layer, wanted)
         if not wanted:  # nothing to launch
             return cached
-        return self._engine.mlp(x, wanted, cached, self._weights[f"layer_{layer}"])
+        return self._kernel.mlp(layer, x, wanted, cached)
 
     def linear(self, name: str, x: Array) -> Array:
         """Return every row of one linear call."""
-        return self._engine.linear(x, self._linears[name], self._weights[name])
+        return self._kernel.linear(self._linears.index(name), x)
+
+
+class DecidingKernel(Protocol):
+    """What GateController asks of a kernel; see Kernel."""
+
+    def load_table(self, table: bytes) -> None: ...
+    def decide(self, call: LayerCall) -> LayerTrace: ...
+
+
+class GateController:
+    """Decides layer by layer through a kernel whose table is loaded."""
+
+    def __init__(self, kernel: DecidingKernel, live: LiveTable) -> None:
+        self._kernel, self._live = kernel, live
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last forward."""
+        self._step = 0
+        self._registers: dict[int, int] = {}
+
+    def start(self, step: int, thresholds: Array) -> None:
+        """Begin decode forward number `step`; thresholds float32 [L].
+
+        Others than before are a new table, which is loaded once.
+
+        Raises:
+            BackendError: the kernel refuses the table.
+        """
+        self._step = step
+        self._registers.clear()
+        changed = self._live.follow(thresholds)
+        if changed is not None:
+            self._kernel.load_table(changed)
+
+    def decide(self, layer: int, inputs: GateInputs[Array], chain: Array) -> tuple[Array, Array, Array]:
+        """Return replay bool [B], score float32 [B] and chain int32 [B] with this forward, of one layer.
+
+        Args:
+            inputs: what the layer's gate reads. chain: int32 [B], replays in a row at this slot.
+
+        Raises:
+            BackendError: the controller stopped with a status other than OK.
+        """
+        trace = self._kernel.decide(LayerCall(layer, self._step, *pack_inputs(inputs), chain))
+        self._registers[layer] = trace.index_register
+        return self._live.replayed(trace), self._live.scores(trace), np.array(trace.chain, np.int32)
+
+    def require(self, layer: int, mask: int) -> None:
+        """Raise InternalError where bit b of a layer's `mask`, 1: row b computes, is not what was decided for row b."""
+        if self._live.decides(layer) and self._registers[layer] != mask:
+            raise InternalError(f"layer {layer}: the host's replay mask is not what the DRS controller decided")

@@ -1,0 +1,267 @@
+"""The kernel on a unit: it keeps a step program and a control table. A launch runs the instructions up to an END.
+
+hls_templates/host/fastcar_accelerator.hpp is the same in C++.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastcar_compile.codegen.hls.control_table.reader import read_table
+from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS, LayerCall, LayerTrace, read_result
+from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS
+from fastcar_compile.codegen.hls.control_table.table import Status as TableStatus
+from fastcar_compile.codegen.hls.step_program.instructions import DecideRows, Linear, Mlp
+from fastcar_compile.codegen.hls.step_program.program import Status as ProgramStatus
+from fastcar_compile.codegen.hls.step_program.program import StepOp, StepProgram, StepStatus
+from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
+from fastcar_compile.errors import ArtifactError, BackendError, InputError, InternalError
+from fastcar_compile.runtime.backends.accelerator.calls import Bytes, ComputeUnit
+
+Array = NDArray[Any]
+
+ALL_ROWS = 0xFFFFFFFF
+WORD_BYTES = 16
+"""Bytes of a memory word; every row begins one."""
+
+_HINT = "build the device binary from this artifact, or compile the model again"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch runs.
+
+    Args:
+        entry: number of its first instruction. position: of the token.
+        step: number of the decode forward; NO_STEP: nothing is decided. active: bit b is 1: row b computes.
+    """
+
+    entry: int = 0
+    position: int = 0
+    step: int = NO_STEP
+    active: int = ALL_ROWS
+
+
+class Kernel:
+    """A step program on a unit. Its buffers are bound once.
+
+    Args:
+        unit: that runs the kernel. program: it is loaded here. tensors: weights of every port, and the constants.
+
+    Raises:
+        ArtifactError: the tensors are not those of the kernel. BackendError: the kernel refuses the program.
+    """
+
+    def __init__(self, unit: ComputeUnit, program: StepProgram, tensors: Mapping[str, Array]) -> None:
+        self.unit, self.program = unit, program
+        self._report: NDArray[np.uint32] = np.zeros(0, np.uint32)
+        arguments = unit.kernel.arguments
+        self._kept = [a.name for a in arguments if a.name in (*unit.kernel.caches(), "replay")]
+        for name in (a.name for a in arguments if a.name in (*unit.kernel.weights(), "constants")):
+            unit.bind(name, unit.make_buffer(name, self._bytes(tensors, name)))
+        unit.fill("input")
+        unit.set({a.name: 0 for a in arguments if a.kind == "scalar"})
+        self._mlps, self._linears = ([(i, program.instructions[i]) for i in program.entries(k)] for k in (Mlp, Linear))
+        self._decisions = {program.instructions[i].layer: i for i in program.entries(DecideRows)}
+        self.clear()
+        status = ProgramStatus(self._load(StepOp.LOAD_PROGRAM, program.to_bytes()))
+        if status is not ProgramStatus.OK:
+            raise self._error(f"refuses the step program with status {status.name}")
+
+    def load_table(self, table: bytes) -> None:
+        """Load a control table, which a program without decisions does not need.
+
+        Raises:
+            BackendError: the kernel refuses it.
+        """
+        if not self.program.decides:
+            return
+        status = TableStatus(self._load(StepOp.LOAD_TABLE, table))
+        if status is not TableStatus.OK:
+            raise self._error(f"refuses the control table with status {status.name}")
+
+    def clear(self) -> None:
+        """Set keys, values and everything of replay to zero."""
+        self.unit.clear(*self._kept)
+
+    def launch(self, launch: Launch, data: Array) -> None:
+        """Run a launch on an input that begins with this.
+
+        Raises:
+            BackendError: the kernel stopped.
+        """
+        unit = self.unit
+        unit.write("input", np.ascontiguousarray(data).view(np.uint8).reshape(-1))
+        unit.set({"op": StepOp.RUN} | vars(launch))
+        unit.run()
+        self._report = unit.read("report", unit.argument("report").bytes).view(np.uint32)
+        status, number = self._report[:2].tolist()
+        if status != StepStatus.DONE:
+            text = StepStatus(status).name if status in tuple(StepStatus) else str(status)
+            raise self._error(f"stopped with status {text} at instruction {number}")
+
+    def step(self, rows: Array, launch: Launch) -> Array:
+        """Return the output of a whole step, float32 [B, N], N a multiple of 4; rows float32 [B, H].
+
+        Raises:
+            BackendError: the kernel stopped.
+        """
+        self.launch(launch, rows)
+        sizes = self.program.sizes
+        return self.unit.read("output", sizes.output_words * WORD_BYTES).view(np.float32).reshape(sizes.rows, -1)
+
+    def answers(self, layers: list[int]) -> list[LayerTrace]:
+        """Return what the controller decided in the last step, for each of these layers.
+
+        Raises:
+            BackendError: it stopped in one of them.
+        """
+        # The first memory word of the report is the status; an answer per layer follows.
+        words = self._report[WORD_BYTES // 4 :].reshape(-1, RESULT_WORDS)
+        return [self._answer(layer, words[layer]) for layer in layers]
+
+    def decide(self, call: LayerCall) -> LayerTrace:
+        """Return the decision of a layer by its short program, with the table that was loaded.
+
+        Raises:
+            BackendError: the controller stopped.
+        """
+        instruction = self.program.instructions[self._decisions[call.layer]]
+        sizes = (instruction.query_words, instruction.key_words) if isinstance(instruction, DecideRows) else (0, 0)
+        if (len(call.query), len(call.key)) != sizes:
+            given = f"operands of {len(call.query)} and {len(call.key)} words"
+            raise InternalError(f"layer {call.layer}: {given}; the step program reads {sizes[0]} and {sizes[1]}")
+        # The input has 32 counts, whatever the batch is.
+        chain = np.zeros(MAX_ROWS, np.int32)
+        chain[: len(call.chain)] = call.chain
+        words = [np.ascontiguousarray(a).view(np.uint8).reshape(-1) for a in (chain, call.query, call.key)]
+        self.launch(Launch(self._decisions[call.layer], step=call.step), np.concatenate(words))
+        return self._answer(call.layer, self._report[WORD_BYTES // 4 :])
+
+    def mlp(self, layer: int, x: Array, active: int, cached: Array) -> Array:
+        """Return the rows of one MLP, float32 [B, H].
+
+        Args:
+            x, cached: float32 [B, H]. active: bit b is 1: row b computes, 0: it is that of `cached`.
+        """
+        computes = [bool(active >> row & 1) for row in range(len(x))]
+        y = self._rows(self._mlps[layer][0], x, (x.shape[1], x.shape[1]), active)
+        return np.where(np.array(computes)[:, None], y, cached)
+
+    def linear(self, number: int, x: Array, active: int = ALL_ROWS) -> Array:
+        """Return the rows of linear call `number`, float32 [B, N], of x float32 [B, K]; only active rows are theirs."""
+        entry, instruction = self._linears[number]
+        sizes = (instruction.inputs, instruction.channels) if isinstance(instruction, Linear) else (0, 0)
+        return self._rows(entry, x, sizes, active)
+
+    def sections(self) -> tuple[Array, Array]:
+        """Return keys and values as they are in memory: int8 [ports, words, 16]."""
+        sizes, names = self.program.sizes, self.unit.kernel.caches()
+        words, together = sizes.key_words + sizes.value_words, sizes.ports // len(names)
+        parts = [self.unit.read(name, words * together * WORD_BYTES).view(np.int8) for name in names]
+        # An AXI port carries several logical ports word by word: the swap takes them apart.
+        ports = np.stack(parts).reshape(len(names), words, together, WORD_BYTES).swapaxes(1, 2)
+        whole = ports.reshape(sizes.ports, words, WORD_BYTES)
+        return whole[:, : sizes.key_words], whole[:, sizes.key_words :]
+
+    def replay(self) -> Bytes:
+        """Return the replay buffer."""
+        return self.unit.read("replay", self.program.sizes.replay_words * WORD_BYTES)
+
+    def _rows(self, entry: int, x: Array, sizes: tuple[int, int], active: int) -> Array:
+        """Return the rows [B, N] that a short program leaves; `sizes`: K of x, and N."""
+        wanted = (self.program.sizes.rows, sizes[0])
+        if x.shape != wanted or x.dtype != np.float32:
+            raise InputError(f"x is {x.dtype} {list(x.shape)}; the kernel takes float32 {list(wanted)}")
+        self.launch(Launch(entry, active=active), padded_rows(x))
+        # A row in memory ends with the lanes that fill its last word; they are cut off here.
+        pitch = row_bytes(sizes[1])
+        rows = self.unit.read("output", len(x) * pitch).reshape(len(x), pitch)
+        return np.ascontiguousarray(rows.view(np.float32)[:, : sizes[1]])
+
+    def _answer(self, layer: int, words: Array) -> LayerTrace:
+        trace = read_result(words, self.program.sizes.rows)
+        if trace.status is not TableStatus.OK:
+            where = f"{self.unit.kernel.name}, layer {layer}"
+            raise BackendError(f"the DRS controller stopped with status {trace.status.name}", where=where, hint=_HINT)
+        return trace
+
+    def _load(self, operation: StepOp, data: bytes) -> int:
+        """Return the status of loading a program or a table."""
+        self.unit.write("program", np.frombuffer(data + bytes(-len(data) % WORD_BYTES), np.uint8))
+        self.unit.set({"op": operation, "bytes": len(data)})
+        self.unit.run()
+        return int(self.unit.read("report", WORD_BYTES).view(np.uint32)[0])
+
+    def _bytes(self, tensors: Mapping[str, Array], name: str) -> Bytes:
+        """Return the bytes of an argument.
+
+        Raises:
+            ArtifactError: it is missing, or not as long as the kernel's argument.
+        """
+        wanted = self.unit.argument(name).bytes
+        found = tensors.get(name)
+        if found is None or found.nbytes != wanted:
+            what = f"`{name}` has {0 if found is None else found.nbytes} bytes; the kernel reads {wanted}"
+            raise ArtifactError(what, where=self.unit.kernel.name, hint="use the files of one artifact together")
+        return found.view(np.uint8).reshape(-1)
+
+    def _error(self, what: str) -> BackendError:
+        return BackendError(f"the kernel {what}", where=self.unit.kernel.name, hint=_HINT)
+
+
+def padded_rows(rows: Array) -> NDArray[np.uint8]:
+    """Return float32 rows as memory words; spare lanes are zero."""
+    padded = np.zeros((len(rows), row_bytes(rows.shape[1]) // 4), np.float32)
+    padded[:, : rows.shape[1]] = rows
+    return padded.view(np.uint8).reshape(-1)
+
+
+def row_bytes(width: int) -> int:
+    """Return the bytes from one row of float32 values to the next."""
+    return -(-4 * width // WORD_BYTES) * WORD_BYTES
+
+
+class LiveTable:
+    """A control table whose thresholds are those of a session. Where small scores replay it holds minus thresholds.
+
+    Args:
+        data: drs/table.bin.
+
+    Raises:
+        UserError: the table is not valid.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self.table = read_table(data)
+        self.sign = np.float32(-1 if self.table.gate.at_most else 1)
+
+    def decides(self, layer: int) -> bool:
+        """Return whether the table has a gate for this layer; else the host decides, or the layer never replays."""
+        return self.table.factors[layer] != 0
+
+    def follow(self, thresholds: Array) -> bytes | None:
+        """Take thresholds float32 [L]; return the table with them, None where it had them before.
+
+        A threshold of a layer whose gate the host decides is not the controller's.
+        """
+        given = (self.sign * thresholds).tolist()
+        # A threshold of +inf keeps the controller from replaying a layer that the host decides.
+        own = [t if self.decides(layer) else float("inf") for layer, t in enumerate(given)]
+        if tuple(own) == self.table.thresholds:
+            return None
+        self.table = self.table.with_thresholds(own)
+        return self.table.to_bytes()
+
+    def replayed(self, trace: LayerTrace) -> Array:
+        """Return which rows replay, bool [B]: a bit of the Index Register says that the row computes."""
+        return np.array([not trace.index_register >> row & 1 for row in range(self.table.rows)])
+
+    def scores(self, trace: LayerTrace) -> Array:
+        """Return the scores of the rows, float32 [B]."""
+        return self.sign * np.array(trace.scores, np.float32)
