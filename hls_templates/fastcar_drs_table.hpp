@@ -13,8 +13,8 @@ namespace fastcar {
 namespace drs {
 
 static const uint32_t MAGIC = 0x53524446u;  // "FDRS"
-static const uint32_t VERSION = 5;
-static const uint32_t HEADER_WORDS = 24;
+static const uint32_t VERSION = 6;
+static const uint32_t HEADER_WORDS = 36;
 static const uint32_t MAX_TABLE_WORDS = 65536;
 static const uint32_t MAX_LAYERS = 65535;
 static const uint32_t MAX_COUNT = 65535;
@@ -52,8 +52,23 @@ enum Field {
     F_UNITS,
     F_REFRESH_PERIOD,
     F_ROW_INPUT_WORDS,
-    F_DISTANCE_WEIGHT
+    F_DISTANCE_WEIGHT,
+    F_INSTRUCTIONS,
+    F_PORTS,
+    F_POSITIONS,
+    F_ROW_WORDS,
+    F_CONSTANT_WORDS,
+    F_WEIGHT_WORDS,
+    F_CACHED_KEY_WORDS,
+    F_CACHED_VALUE_WORDS,
+    F_INPUT_WORDS,
+    F_OUTPUT_WORDS,
+    F_REPLAY_WORDS,
+    F_SPARE
 };
+
+static const int SIZE_WORDS = F_REPLAY_WORDS - F_PORTS + 1;  // what a program needs, in the header
+static const uint32_t PROGRAM_WORDS = 16;                    // of an instruction
 
 enum Status {
     OK,
@@ -63,6 +78,7 @@ enum Status {
     BAD_LENGTH,
     BAD_CRC,
     BAD_HEADER,
+    BAD_INSTRUCTION,
     NO_TABLE,
     BAD_LAYER,
     BAD_OPERANDS
@@ -169,19 +185,27 @@ bool counts_are_valid(const uint32_t header[HEADER_WORDS]) {
            header[F_CORES] == static_cast<uint32_t>(C::CORES) && header[F_TOKENS_PER_FRAME] != 0;
 }
 
-// Call after counts_are_valid and heads_are_valid: then nothing here overflows.
-inline bool length_is_valid(const uint32_t header[HEADER_WORDS]) {
+// Call after counts_are_valid and heads_are_valid: then nothing here overflows. The program begins at a whole memory word.
+template <class C>
+bool length_is_valid(const uint32_t header[HEADER_WORDS]) {
     FASTCAR_NO_INLINE
-    const uint32_t layers = header[F_LAYERS];
+    const uint32_t layers = header[F_LAYERS], count = header[F_INSTRUCTIONS];
     const uint32_t weights = (header[F_FLAGS] & WEIGHTED) != 0 ? times(layers, header[F_HEADS]) : 0;
-    return weights <= MAX_TABLE_WORDS && header[F_WORDS] == HEADER_WORDS + 2 * layers + weights;
+    uint32_t sizes = 0;
+    FASTCAR_UNROLL
+    for (int i = 0; i < SIZE_WORDS; ++i) {
+        sizes |= header[F_PORTS + i];
+    }
+    const bool empty = (count != 0 || sizes == 0) && header[F_SPARE] == 0;
+    return weights <= MAX_TABLE_WORDS && count <= static_cast<uint32_t>(C::INSTRUCTIONS) && empty &&
+           header[F_WORDS] == (((HEADER_WORDS + 2 * layers + weights + 3) >> 2) << 2) + PROGRAM_WORDS * count;
 }
 
 // Word `at` of a table of `count` words goes on chip; returns the CRC with it. The first three words have no part in it.
 template <class C>
 uint32_t load_step(uint32_t crc, uint32_t word, uint32_t at, uint32_t count, uint32_t words[C::TABLE_WORDS]) {
     FASTCAR_INLINE
-    if (at < count) {
+    if (at < count && at < static_cast<uint32_t>(C::TABLE_WORDS)) {
         words[at] = word;
     }
     return at > F_CRC && at < count ? crc_step(crc, word) : crc;
@@ -196,7 +220,7 @@ uint32_t load_words(const word_t* table, uint32_t first, uint32_t end, uint32_t 
 read_table:
     for (uint32_t i = first; i < end; ++i) {
         FASTCAR_PIPELINE(4)
-        FASTCAR_TRIPS(1, C::TABLE_WORDS / 4 + 1)
+        FASTCAR_TRIPS(1, (C::TABLE_WORDS + 16 * C::INSTRUCTIONS) / 4 + 1)
         FASTCAR_BEAT(TABLE, i)
         const word_t word = table[i];
         crc = load_step<C>(crc, lane_bits(word, 0), 4 * i, count, words);
@@ -207,7 +231,7 @@ read_table:
     return crc;
 }
 
-// Copies the table from memory and checks it as it comes. C: CORES, ROWS, TABLE_WORDS, QUERY_WORDS, KEY_WORDS, GATE, UNITS
+// Copies the table from memory and checks it as it comes; the program behind it is only counted. C: CORES, INSTRUCTIONS, ROWS, TABLE_WORDS, QUERY_WORDS, KEY_WORDS, GATE, UNITS
 // and HEADS of this controller.
 template <class C>
 Status load_table(const word_t* table, uint32_t table_bytes, uint32_t header[HEADER_WORDS],
@@ -230,7 +254,7 @@ copy_header:
         return BAD_VERSION;
     }
     const uint32_t count = table_bytes >> 2;
-    if ((table_bytes & 3u) != 0 || header[F_WORDS] != count || count > C::TABLE_WORDS) {
+    if ((table_bytes & 3u) != 0 || header[F_WORDS] != count || count > C::TABLE_WORDS + PROGRAM_WORDS * C::INSTRUCTIONS) {
         return BAD_LENGTH;
     }
     crc = load_words<C>(table, HEADER_WORDS / 4, (count + 3) >> 2, count, crc, words);
@@ -238,7 +262,7 @@ copy_header:
         return BAD_CRC;
     }
     if (!counts_are_valid<C>(header) || !gate_is_valid<C>(header) || !heads_are_valid(header) || !heads_fit<C>(header) ||
-        !operands_are_valid<C>(header) || !length_is_valid(header)) {
+        !operands_are_valid<C>(header) || !length_is_valid<C>(header)) {
         return BAD_HEADER;
     }
     return OK;

@@ -11,9 +11,8 @@ namespace fastcar {
 namespace step {
 
 // Values of the argument `op`.
-static const uint32_t LOAD_PROGRAM = 0;
-static const uint32_t LOAD_TABLE = 1;
-static const uint32_t RUN = 2;
+static const uint32_t LOAD = 0;
+static const uint32_t RUN = 1;
 
 static const uint32_t NO_STEP = 0xFFFFFFFFu;  // of a prompt: nothing is decided, replayed or kept
 
@@ -117,32 +116,32 @@ template <int INSTRUCTIONS>
 struct Loaded {
     Program<INSTRUCTIONS> program;
     uint32_t refused;  // the first instruction that the kernel cannot execute, or the number of them
-    bool decides;
-    bool has_table;
-    uint32_t crc;  // of the control table
 };
 
-// Loads a program; returns its status.
+// Loads a control table and its program; returns the status. Without one of them there is none.
 template <class C, class D, class T>
-uint32_t load_program(const word_t* memory, uint32_t bytes, Loaded<D::INSTRUCTIONS>& loaded) {
+uint32_t load_program(const word_t* memory, uint32_t bytes, uint32_t header[drs::HEADER_WORDS], uint32_t words[T::TABLE_WORDS],
+                      Loaded<D::INSTRUCTIONS>& loaded) {
     FASTCAR_NO_INLINE
-    const uint32_t status = load<D::INSTRUCTIONS, D>(memory, bytes, loaded.program);
+    uint32_t status = drs::load_table<T>(memory, bytes, header, words);
+    loaded.program.count = 0;
+    if (status == drs::OK) {
+        status = load<D::INSTRUCTIONS, D>(memory, header, loaded.program);
+    }
     const Sizes& sizes = loaded.program.sizes;
     const bool held = sizes.rows <= D::ROWS && (D::PLACES == 0 || sizes.row_words <= D::ROW_WORDS) && sizes.ports == C::PORTS &&
                       sizes.positions <= D::POSITIONS;
-    const uint32_t count = status == OK && held ? loaded.program.count : 0;
+    const uint32_t count = status == drs::OK && held ? loaded.program.count : 0;
     loaded.program.count = count;
     loaded.refused = count;
-    loaded.decides = false;
 check_instructions:
     for (uint32_t i = 0; i < count; ++i) {
         FASTCAR_TRIPS(1, D::INSTRUCTIONS)
         const Fields f = instruction_of<D::INSTRUCTIONS>(loaded.program, i);
         const bool fits = is_held<C, D, T>(f, sizes);
         loaded.refused = !fits && i < loaded.refused ? i : loaded.refused;
-        loaded.decides = loaded.decides || f.opcode == OP_DECIDE || f.opcode == OP_DECIDE_ROWS;
     }
-    return status == OK && !held ? static_cast<uint32_t>(BAD_HEADER) : status;
+    return status == drs::OK && !held && header[drs::F_INSTRUCTIONS] != 0 ? static_cast<uint32_t>(drs::BAD_HEADER) : status;
 }
 
 // What a launch executes and how it ends: `number` is that of the instruction that did not.
@@ -161,44 +160,26 @@ bool starts_at(const Program<INSTRUCTIONS>& program, uint32_t entry) {
 
 // Nothing is executed of a program that the kernel does not hold whole.
 template <class C, class D, class T>
-Outcome begin(const Launch& launch, const word_t* program, Loaded<D::INSTRUCTIONS>& loaded) {
+Outcome begin(const Launch& launch, const word_t* program, uint32_t header[drs::HEADER_WORDS], uint32_t words[T::TABLE_WORDS],
+              Loaded<D::INSTRUCTIONS>& loaded) {
     FASTCAR_NO_INLINE
     Outcome outcome = {0, DONE, 0};
-    if (launch.op == LOAD_PROGRAM) {
-        outcome.status = load_program<C, D, T>(program, launch.bytes, loaded);
-    } else if (launch.op == LOAD_TABLE && (has<D>(OP_DECIDE) || has<D>(OP_DECIDE_ROWS))) {
-        outcome.count = 1;  // the controller is that of DECIDE
+    if (launch.op == LOAD) {
+        outcome.status = load_program<C, D, T>(program, launch.bytes, header, words, loaded);
     } else {
-        const bool ready = launch.op == RUN && loaded.program.count > 0 &&
-                           (loaded.has_table || !loaded.decides || launch.step == NO_STEP);
+        const bool ready = launch.op == RUN && loaded.program.count > 0 && starts_at<D::INSTRUCTIONS>(loaded.program, launch.entry);
         const bool held = loaded.refused == loaded.program.count;
         outcome.status = !ready ? NOT_LOADED : held ? DONE : NOT_HELD;
         outcome.number = held ? 0 : loaded.refused;
-        const bool starts = starts_at<D::INSTRUCTIONS>(loaded.program, launch.entry);
-        outcome.status = outcome.status == DONE && !starts ? static_cast<uint32_t>(NOT_LOADED) : outcome.status;
         outcome.count = outcome.status == DONE ? loaded.program.count : 0;
     }
     return outcome;
 }
 
-// The instruction of a program, or the one that loads a control table.
-template <int INSTRUCTIONS>
-Fields next_instruction(const Launch& launch, const Loaded<INSTRUCTIONS>& loaded, uint32_t number, uint32_t decide) {
-    FASTCAR_NO_INLINE
-    Fields table = {};
-    table.opcode = decide;
-    return launch.op == LOAD_TABLE ? table : instruction_of<INSTRUCTIONS>(loaded.program, number);
-}
-
-inline bool decides_now(const Launch& launch) {
+// The outcome after instruction `number`, which the controller may have refused: then the launch ends.
+inline Outcome ended(const Outcome& before, uint32_t refused, uint32_t number) {
     FASTCAR_INLINE
-    return launch.op == LOAD_TABLE || launch.step != NO_STEP;
-}
-
-// The outcome after instruction `number`, which the controller may have refused: then the step ends.
-inline Outcome ended(const Launch& launch, const Outcome& before, uint32_t refused, uint32_t number) {
-    FASTCAR_INLINE
-    const Outcome stopped = {0, launch.op == LOAD_TABLE ? refused : static_cast<uint32_t>(NOT_HELD), number};
+    const Outcome stopped = {0, NOT_HELD, number};
     return refused == drs::OK ? before : stopped;
 }
 

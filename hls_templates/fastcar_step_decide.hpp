@@ -66,42 +66,33 @@ keep_each_row:
     }
 }
 
-// One call of the controller: loads the control table, or decides a layer. `computing` becomes the rows whose MLP computes;
-// the new chain counts go to the replay buffer. `crc`: of the table, which stays from call to call. Returns the status.
+// Decides a layer. `computing` becomes the rows whose MLP computes; the new chain counts go to the replay buffer. Returns the
+// status.
 template <class T>
-uint32_t call_controller(const Launch& launch, const Fields& f, uint32_t count, const word_t* program, const word_t* constants,
-                         const word_t query[Operands<T>::QUERY], const word_t key[Operands<T>::KEY], uint32_t& crc,
-                         uint32_t& computing, word_t* replay, word_t answer[ANSWER_BEATS]) {
+uint32_t call_controller(const uint32_t header[drs::HEADER_WORDS], const uint32_t words[T::TABLE_WORDS], const Launch& launch,
+                         const Fields& f, uint32_t count, const word_t* constants, const word_t query[Operands<T>::QUERY],
+                         const word_t key[Operands<T>::KEY], uint32_t& computing, word_t* replay,
+                         uint32_t answer[drs::ANSWER_WORDS]) {
     FASTCAR_NO_INLINE
-    const bool loads = launch.op == LOAD_TABLE;
-    const uint32_t slot = loads ? 0 : f.word[DECIDE_CHAIN] + launch.step % f.word[DECIDE_STRIDE] * CHAIN_BEATS;
-    const uint32_t beats = loads ? 0 : CHAIN_BEATS;
+    const uint32_t slot = f.word[DECIDE_CHAIN] + launch.step % f.word[DECIDE_STRIDE] * CHAIN_BEATS;
     word_t chain[CHAIN_BEATS];
-    word_t found[ANSWER_BEATS];
-    crc = loads ? (launch.bytes >= 16 ? lane_bits(program[0], 2) : 0) : crc;
 read_chain_counts:
-    for (uint32_t i = 0; i < beats; ++i) {
+    for (uint32_t i = 0; i < CHAIN_BEATS; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(0, CHAIN_BEATS)
         chain[i] = replay[slot + i];
     }
     const uint32_t input = f.word[DECIDE_COUNT];
-    const drs::Call call = {crc, f.layer, launch.step, count * (query_words_of(f) + input), count * (key_words_of(f) + input),
+    const drs::Call call = {0, f.layer, launch.step, count * (query_words_of(f) + input), count * (key_words_of(f) + input),
                             f.word[DECIDE_NETWORK], f.word[DECIDE_UNITS]};
-    drs::control<T>(loads ? drs::OP_TABLE : drs::OP_GATE, program, launch.bytes, call, query, key, constants, chain, found);
-    const uint32_t status = lane_bits(found[0], 0);
-    const bool decided = !loads && status == drs::OK;
-    computing = decided ? lane_bits(found[0], drs::R_INDEX_REGISTER) : 0xFFFFFFFFu;
+    const uint32_t status = drs::decide_layer<T>(header, words, call, query, key, constants, chain, answer);
+    const bool decided = status == drs::OK;
+    answer[drs::R_STATUS] = status;
+    computing = decided ? answer[drs::R_INDEX_REGISTER] : computing;
 write_chain_counts:
-    for (uint32_t i = 0; i < beats; ++i) {
+    for (uint32_t i = 0; i < CHAIN_BEATS; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(0, CHAIN_BEATS)
-        replay[slot + i] = decided ? found[drs::R_CHAIN / FLOAT_LANES + i] : chain[i];
-    }
-copy_answer:
-    for (uint32_t i = 0; i < ANSWER_BEATS; ++i) {
-        FASTCAR_PIPELINE(1)
-        answer[i] = decided || i == 0 ? found[i] : word_t(0);
+        const uint32_t at = drs::R_CHAIN + FLOAT_LANES * i;
+        replay[slot + i] = decided ? word_of_bits(answer[at], answer[at + 1], answer[at + 2], answer[at + 3]) : chain[i];
     }
     return status;
 }

@@ -1,4 +1,4 @@
-// A step program on chip: loaded once with its checks in the documented order (docs/reference/step_program.md). Every loop is
+// The program of a control table on chip: loaded once, behind the checks of the table (docs/reference/drs_table.md). Every loop is
 // bounded, and an instruction that passes reads and writes inside of its buffers only.
 #ifndef FASTCAR_STEP_PROGRAM_HPP
 #define FASTCAR_STEP_PROGRAM_HPP
@@ -9,9 +9,6 @@
 namespace fastcar {
 namespace step {
 
-static const uint32_t MAGIC = 0x50545346u;  // "FSTP"
-static const uint32_t VERSION = 1;
-static const uint32_t HEADER_WORDS = 16;
 static const uint32_t MAX_ROWS = 32;
 static const uint32_t MAX_PORTS = 64;
 static const uint32_t MAX_COUNT = 65535;
@@ -27,9 +24,7 @@ struct WholeSteps {
     static const int PLACES = 5;
 };
 
-enum Status { OK, TOO_SHORT, BAD_MAGIC, BAD_VERSION, BAD_LENGTH, BAD_CRC, BAD_HEADER, BAD_INSTRUCTION };
-
-// Words 5 to 15 of the header.
+// Words 5 and 25 to 34 of the header.
 struct Sizes {
     uint32_t rows;
     uint32_t ports;
@@ -324,22 +319,9 @@ inline bool sizes_are_valid(const Sizes& sizes) {
            sizes.input_words <= MOST_WORDS && sizes.output_words <= MOST_WORDS && sizes.replay_words <= MOST_WORDS;
 }
 
-// CRC-32 of the words 3 to `words` - 1.
-inline uint32_t crc_of(const word_t* memory, uint32_t words) {
-    FASTCAR_NO_INLINE
-    uint32_t crc = 0xFFFFFFFFu;
-add_words_to_crc:
-    for (uint32_t i = 3; i < words; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(13, 1048576)
-        crc = drs::crc_step(crc, lane_bits(memory[i / FLOAT_LANES], static_cast<int>(i % FLOAT_LANES)));
-    }
-    return ~crc;
-}
-
 // Copies the instructions and checks each; the last one is END. Others end the launches that begin before them.
 template <int INSTRUCTIONS, class D>
-bool load_instructions(const word_t* memory, Program<INSTRUCTIONS>& program) {
+bool load_instructions(const word_t* memory, uint32_t first, Program<INSTRUCTIONS>& program) {
     FASTCAR_NO_INLINE
     bool good = true;
 load_instruction:
@@ -350,7 +332,7 @@ load_instruction:
     load_beats:
         for (uint32_t beat = 0; beat < INSTRUCTION_BEATS; ++beat) {
             FASTCAR_PIPELINE(1)
-            beats[beat] = memory[HEADER_WORDS / FLOAT_LANES + i * INSTRUCTION_BEATS + beat];
+            beats[beat] = memory[first + i * INSTRUCTION_BEATS + beat];
             program.words[i * INSTRUCTION_BEATS + beat] = beats[beat];
         }
         const Fields fields = fields_of(beats);
@@ -360,46 +342,28 @@ load_instruction:
     return good;
 }
 
-// Loads a program of `bytes` bytes. With a status other than OK there is no program (count 0).
+// Loads the program of a table whose header is checked. With a status other than OK there is no program (count 0).
 template <int INSTRUCTIONS, class D = WholeSteps>
-uint32_t load(const word_t* memory, uint32_t bytes, Program<INSTRUCTIONS>& program) {
+uint32_t load(const word_t* memory, const uint32_t header[drs::HEADER_WORDS], Program<INSTRUCTIONS>& program) {
     FASTCAR_NO_INLINE
-    uint32_t header[HEADER_WORDS] = {};
-    FASTCAR_PARTITION(header, 0)
-    program.count = 0;
-    if (bytes < 4 * HEADER_WORDS) {
-        return TOO_SHORT;
-    }
-read_header:
-    for (uint32_t i = 0; i < HEADER_WORDS; ++i) {
-        FASTCAR_PIPELINE(1)
-        header[i] = lane_bits(memory[i / FLOAT_LANES], static_cast<int>(i % FLOAT_LANES));
-    }
-    const uint32_t words = header[3];
-    const uint32_t count = header[4];
-    if (header[0] != MAGIC) {
-        return BAD_MAGIC;
-    }
-    if (header[1] != VERSION) {
-        return BAD_VERSION;
-    }
-    if (bytes % 4 != 0 || words != bytes / 4 || words > HEADER_WORDS + INSTRUCTIONS * INSTRUCTION_WORDS) {
-        return BAD_LENGTH;
-    }
-    if (crc_of(memory, words) != header[2]) {
-        return BAD_CRC;
-    }
-    const Sizes sizes = {header[5], header[6],  header[7],  header[8],  header[9],
-                         header[10], header[11], header[12], header[13], header[14], header[15]};
-    const bool length = count <= INSTRUCTIONS && words == HEADER_WORDS + count * INSTRUCTION_WORDS;
-    if (!sizes_are_valid(sizes) || count == 0 || !length) {
-        return BAD_HEADER;
-    }
+    const Sizes sizes = {header[drs::F_ROWS],           header[drs::F_PORTS],           header[drs::F_POSITIONS],
+                         header[drs::F_ROW_WORDS],      header[drs::F_CONSTANT_WORDS],  header[drs::F_WEIGHT_WORDS],
+                         header[drs::F_CACHED_KEY_WORDS], header[drs::F_CACHED_VALUE_WORDS], header[drs::F_INPUT_WORDS],
+                         header[drs::F_OUTPUT_WORDS],   header[drs::F_REPLAY_WORDS]};
+    const uint32_t count = header[drs::F_INSTRUCTIONS];
     program.sizes = sizes;
+    program.count = 0;
+    if (count == 0) {
+        return drs::OK;
+    }
+    if (!sizes_are_valid(sizes)) {
+        return drs::BAD_HEADER;
+    }
     program.count = count;
-    const bool good = load_instructions<INSTRUCTIONS, D>(memory, program);
+    const uint32_t first = (header[drs::F_WORDS] - count * INSTRUCTION_WORDS) / FLOAT_LANES;
+    const bool good = load_instructions<INSTRUCTIONS, D>(memory, first, program);
     program.count = good ? count : 0;
-    return good ? OK : BAD_INSTRUCTION;
+    return good ? drs::OK : drs::BAD_INSTRUCTION;
 }
 
 }  // namespace step

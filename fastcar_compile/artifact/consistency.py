@@ -173,7 +173,6 @@ def _files(manifest: Manifest) -> Iterator[str]:
     if manifest.accelerator is not None:
         yield from _not_a_file(manifest, "accelerator.weights", manifest.accelerator.weights)
         yield from _not_a_file(manifest, "accelerator.table", manifest.accelerator.table)
-        yield from _not_a_file(manifest, "accelerator.program", manifest.accelerator.program)
 
 
 def _thresholds(manifest: Manifest) -> Iterator[str]:

@@ -157,7 +157,7 @@ def _step(accelerator: AcceleratorSection | None) -> str:
         return ""
     return (
         f"  offload   the whole decode step, one launch per token: {accelerator.step.instructions} instructions of "
-        f"{accelerator.program}; the host embeds and samples; a position of a prompt is a launch, too\n"
+        f"{accelerator.table}; the host embeds and samples; a position of a prompt is a launch, too\n"
     )
 
 

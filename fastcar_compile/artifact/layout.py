@@ -44,7 +44,6 @@ ACCELERATOR_WEIGHTS = "weights/accelerator.safetensors"
 
 HLS = "hls"
 DRS_TABLE, DRS_TABLE_JSON = "drs/table.bin", "drs/table.json"
-STEP_PROGRAM, STEP_PROGRAM_JSON = "step/program.bin", "step/program.json"
 
 HOST_SOURCES = "host/src"
 

@@ -19,19 +19,19 @@
 
 namespace fastcar_host {
 
-// Words of a step program's header, and of its instructions (docs/reference/step_program.md).
+// Words of a control table's header, and of the instructions at its end (docs/reference/drs_table.md).
 enum Header {
-    COUNT = 4,
     ROWS = 5,
-    PORTS = 6,
-    CONSTANT_WORDS = 9,
-    WEIGHT_WORDS = 10,
-    KEY_WORDS = 11,
-    VALUE_WORDS = 12,
-    INPUT_WORDS = 13,
-    OUTPUT_WORDS = 14,
-    REPLAY_WORDS = 15,
-    HEADER_WORDS = 16
+    COUNT = 24,
+    PORTS = 25,
+    CONSTANT_WORDS = 28,
+    WEIGHT_WORDS = 29,
+    KEY_WORDS = 30,
+    VALUE_WORDS = 31,
+    INPUT_WORDS = 32,
+    OUTPUT_WORDS = 33,
+    REPLAY_WORDS = 34,
+    HEADER_WORDS = 36
 };
 static const size_t INSTRUCTION_WORDS = 16;
 enum InstructionWord { QUERY = 1, KEY = 2, INPUTS = 3, CHANNELS = 4 };  // QUERY, KEY: of DECIDE_ROWS; the others of LINEAR
@@ -60,14 +60,14 @@ struct GateInputs {
 class Accelerator {
 public:
     // `meminfo`: says how much contiguous memory is free, on a board whose memory is also Linux's.
-    // `artifact`: the design's weights, table and program were checked.
+    // `artifact`: the design's weights and table were checked.
     // Throws Error: no device, an xclbin of another design, too little memory, or files that do not fit the design.
     Accelerator(const Artifact& artifact, const DecoderSpec& decoder, const std::string& xclbin, unsigned device,
                 const std::string& meminfo)
         : spec_(accelerator_spec()), batch_(decoder.batch), hidden_(decoder.hidden), device_(device, xclbin, {kernel_spec()}),
           kernel_(device_, kernel_spec()) {
-        const Mapping &program = artifact.data(spec_.program), &table = artifact.data(spec_.table);
-        read_program(program, artifact.place(spec_.program), decoder);
+        const Mapping& table = artifact.data(spec_.table);
+        read_program(table, artifact.place(spec_.table), decoder);
         if (spec_.shared_memory) {
             require_contiguous(buffer_bytes(), meminfo);
         }
@@ -89,10 +89,7 @@ public:
             }
         }
         reset();
-        load(OP_LOAD_PROGRAM, program, "step program", artifact.place(spec_.program), PROGRAM_STATUSES);
-        if (decides_) {
-            load(OP_LOAD_TABLE, table, "control table", artifact.place(spec_.table), TABLE_STATUSES);
-        }
+        load(table, artifact.place(spec_.table));
         kernel_.set("op", OP_RUN);
     }
 
@@ -147,7 +144,7 @@ public:
         const uint64_t query = put(CHAIN_BYTES, inputs.query, inputs.heads, inputs.depth, inputs.x);
         const uint64_t key = put(query, inputs.keys, inputs.kv_heads, inputs.depth, inputs.cached);
         if (query - CHAIN_BYTES != field(entry, QUERY) * WORD || key - query != field(entry, KEY) * WORD) {
-            throw Error("the gate reads other sizes than the step program", "layer " + std::to_string(layer),
+            throw Error("the gate reads other sizes than the program", "layer " + std::to_string(layer),
                         "use the files of one artifact together");
         }
         launch(key, entry, 0, static_cast<uint32_t>(inputs.step), ALL_ROWS);
@@ -217,14 +214,14 @@ private:
     }
 
     int64_t field(uint32_t instruction, size_t word) const {
-        return words_[HEADER_WORDS + INSTRUCTION_WORDS * instruction + word];
+        return words_[words_.size() - INSTRUCTION_WORDS * (words_[COUNT] - instruction) + word];
     }
 
     // The kernel does not know how long its buffers are: a program that reaches beyond one must not get there.
     void read_program(const Mapping& program, const std::string& where, const DecoderSpec& decoder) {
         words_.resize(program.bytes() / sizeof(uint32_t));
         if (words_.size() < HEADER_WORDS) {
-            throw Error("the step program is shorter than its header", where, "compile the model again");
+            throw Error("the control table is shorter than its header", where, "compile the model again");
         }
         std::memcpy(words_.data(), program.data(), words_.size() * sizeof(uint32_t));
         const uint64_t ports = kernel_.weights().size(), together = words_[PORTS] / ports;
@@ -238,7 +235,7 @@ private:
         for (const auto& need : needs) {
             const uint64_t room = need.second == 0 ? 0 : kernel_.bytes_of(need.first);
             if (need.second * WORD > room) {
-                throw Error("the step program needs " + std::to_string(need.second * WORD) + " bytes of `" + need.first +
+                throw Error("the control table needs " + std::to_string(need.second * WORD) + " bytes of `" + need.first +
                                 "`, which has " + std::to_string(room),
                             where, "use the files of one artifact together");
             }
@@ -246,13 +243,12 @@ private:
         const uint64_t logits = padded(decoder.vocab) / WORD, row = padded(hidden_) / WORD;
         const bool step = words_[INPUT_WORDS] == words_[ROWS] * row && words_[OUTPUT_WORDS] == words_[ROWS] * logits;
         if (words_[ROWS] != rows() || (spec_.whole && !step) || words_[PORTS] % ports != 0 ||
-            words_.size() != HEADER_WORDS + static_cast<uint64_t>(INSTRUCTION_WORDS) * words_[COUNT]) {
-            throw Error("the step program is of another decoder than this host program", where,
+            words_.size() < HEADER_WORDS + static_cast<uint64_t>(INSTRUCTION_WORDS) * words_[COUNT]) {
+            throw Error("the control table is of another decoder than this host program", where,
                         "use the files of one artifact together");
         }
         for (uint32_t i = 0; i < words_[COUNT]; ++i) {
             const uint32_t opcode = field(i, 0) & 0xFFFF, layer = static_cast<uint32_t>(field(i, 0)) >> 16;
-            decides_ = decides_ || opcode == OPCODE_DECIDE || opcode == OPCODE_DECIDE_ROWS;
             if (opcode == OPCODE_DECIDE_ROWS) decisions_[layer] = i;
             if (opcode == OPCODE_MLP) mlps_.push_back(i);
             if (opcode == OPCODE_LINEAR) linears_.push_back(i);
@@ -280,17 +276,16 @@ private:
         }
     }
 
-    // Once: the kernel checks a program or a table and keeps it on chip.
-    void load(uint32_t operation, const Mapping& bytes, const std::string& what, const std::string& where,
-              const Statuses& statuses) {
+    // Once: the kernel checks the table and keeps it on chip.
+    void load(const Mapping& bytes, const std::string& where) {
         kernel_.write("program", bytes.data(), bytes.bytes());
-        kernel_.set("op", operation);
+        kernel_.set("op", OP_LOAD);
         kernel_.set("bytes", static_cast<uint32_t>(bytes.bytes()));
         kernel_.run();
         report_.from_device(WORD);
         const uint32_t status = report_.as<uint32_t>()[STATUS];
         if (status != 0) {
-            throw Error("the kernel refuses the " + what + " with status " + name_of(status, statuses), where,
+            throw Error("the kernel refuses the control table with status " + name_of(status, TABLE_STATUSES), where,
                         "copy the artifact again, and link its kernels");
         }
     }
@@ -360,11 +355,10 @@ private:
     int64_t batch_, hidden_;
     Device device_;
     ComputeUnit kernel_;
-    std::vector<uint32_t> words_;                          // of the step program
+    std::vector<uint32_t> words_;                          // of the control table
     std::map<int64_t, uint32_t> decisions_;                // of short programs: layer -> instruction
     std::vector<uint32_t> mlps_, linears_;                 // their instructions, in order
     std::map<int64_t, uint32_t> computing_;                // layer -> rows that the last decision has compute
-    bool decides_ = false;
     size_t scalars_[SCALARS] = {};  // places of the arguments
     Mapped input_, output_, report_;
     std::vector<Mapped> kept_;  // from launch to launch: caches and replay

@@ -19,7 +19,7 @@ from fastcar_compile.runtime.backends.board import buffer_bytes
 
 PROMPT, COUNT = [[16, 2, 11], [3, 4, 5]], 40
 WORDS = ("--prompt", "1", "--num-tokens", 9)
-PROGRAM, TABLE = "step/program.bin", "drs/table.bin"
+TABLE = "drs/table.bin"
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,7 @@ def test_a_launch_per_position_gives_the_tokens_of_the_session(built: Built, tmp
     launches = [(int(line["op"]), int(line["position"]), int(line["step"])) for line in lines]
     length = len(PROMPT[0])
     assert launches == [
-        (StepOp.LOAD_PROGRAM, 0, 0),
-        (StepOp.LOAD_TABLE, 0, 0),
+        (StepOp.LOAD, 0, 0),
         *((StepOp.RUN, position, NO_STEP) for position in range(length)),
         *((StepOp.RUN, length + step, step) for step in range(COUNT - 1)),
     ]
@@ -62,41 +61,35 @@ def test_a_prompt_that_does_not_fit_is_refused(built: Built) -> None:
         assert done.stderr.startswith(f"error: {text}")
 
 
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        (PROGRAM, "the kernel refuses the step program with status BAD_CRC"),
-        (TABLE, "the kernel refuses the control table with status BAD_CRC"),
-    ],
-)
-def test_what_the_kernel_refuses_is_told(built: Built, file: str, text: str) -> None:
+def test_what_the_kernel_refuses_is_told(built: Built) -> None:
     """Where a manifest vouches for it."""
-    good = (built.folder / file).read_bytes()
-    with built.replaced(file, good[:-1] + bytes([good[-1] ^ 1])):
+    good = (built.folder / TABLE).read_bytes()
+    with built.replaced(TABLE, good[:-1] + bytes([good[-1] ^ 1])):
         done = built.run("--xclbin", built.xclbin, *WORDS)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {text}\n  where: {built.folder}/{file}\n  hint:  copy the artifact again")
+    text = "the kernel refuses the control table with status BAD_CRC"
+    assert done.stderr.startswith(f"error: {text}\n  where: {built.folder}/{TABLE}\n  hint:  copy the artifact again")
 
 
 @pytest.mark.parametrize(
     ("word", "value", "text"),
     [
-        (5, 1, "the step program is of another decoder than this host program"),
-        (13, 1, "the step program is of another decoder than this host program"),
-        (10, 10**6, "the step program needs 16000000 bytes of `weights_0`, which has "),
-        (11, 10**6, "bytes of `cache_0`, which has "),
-        (15, 10**6, "the step program needs 16000000 bytes of `replay`, which has "),
+        (5, 1, "the control table is of another decoder than this host program"),
+        (32, 1, "the control table is of another decoder than this host program"),
+        (29, 10**6, "the control table needs 16000000 bytes of `weights_0`, which has "),
+        (30, 10**6, "bytes of `cache_0`, which has "),
+        (34, 10**6, "the control table needs 16000000 bytes of `replay`, which has "),
     ],
 )
 def test_a_program_of_another_decoder_is_told(built: Built, word: int, value: int, text: str) -> None:
     """Before it is loaded: the kernel does not know how long its buffers are."""
-    program = bytearray((built.folder / PROGRAM).read_bytes())
+    program = bytearray((built.folder / TABLE).read_bytes())
     struct.pack_into("<I", program, 4 * word, value)
-    with built.replaced(PROGRAM, bytes(program)):
+    with built.replaced(TABLE, bytes(program)):
         done = built.run("--xclbin", built.xclbin, *WORDS)
     assert (done.returncode, done.stdout) == (2, "")
     assert text in done.stderr.splitlines()[0]
-    assert f"\n  where: {built.folder}/{PROGRAM}\n  hint:  use the files of one artifact together" in done.stderr
+    assert f"\n  where: {built.folder}/{TABLE}\n  hint:  use the files of one artifact together" in done.stderr
 
 
 @pytest.mark.parametrize(

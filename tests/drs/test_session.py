@@ -71,7 +71,7 @@ def thresholds_of(case: Case, shift: float = 0.0) -> np.ndarray:
 
 def gate_controller(controller: Controller, table: DrsTable) -> GateController:
     """A controller with this table."""
-    controller.kernel.load_table(table.to_bytes())
+    controller.kernel.load(table.to_bytes())
     return GateController(controller.kernel, LiveTable(table.to_bytes()))
 
 
@@ -149,7 +149,7 @@ def test_what_does_not_fit_the_table_is_reported(controller: Controller) -> None
     inputs = GateInputs(np.ones((2, 8, 1), np.float32), np.ones((2, 1, 1), np.float32))
     with pytest.raises(BackendError, match=r"stopped with status BAD_OPERANDS\n  where: layer 1"):
         unit.decide(1, inputs, np.zeros(2, np.int32))
-    with pytest.raises(UserError, match="the DRS table is not valid: BAD_CRC"):
+    with pytest.raises(UserError, match="the control table is not valid: BAD_CRC"):
         LiveTable(table_for(2).to_bytes()[:-1] + b"\x07")
 
 

@@ -39,7 +39,7 @@ class DrsUnit:
         unit.set({"op": TABLE, "table_bytes": len(table)} | dict.fromkeys(_CALL, 0))
         unit.run()
         # Bytes 8 to 11 of a table are its CRC. Every later call repeats it, so a table of another program is noticed.
-        self._crc = int.from_bytes(table[8:12], "little")
+        self._crc, self._rows = int.from_bytes(table[8:12], "little"), int.from_bytes(table[20:24], "little")
         return Status(int(unit.read("result", _WORD_BYTES).view(np.uint32)[0]))
 
     def load_network(self, layer: int, network: NDArray[np.uint8], key_words: int) -> None:
@@ -74,14 +74,8 @@ class DrsUnit:
         unit.run()
         return read_result(unit.read("result", 4 * RESULT_WORDS).view(np.uint32), rows)
 
-    def load_table(self, table: bytes) -> None:
-        """Load a table; BackendError where it is refused, as Kernel does."""
-        self._rows = int.from_bytes(table[20:24], "little")
-        if (status := self.load(table)) is not Status.OK:
-            raise BackendError(f"the controller refuses the table with status {status.name}")
-
     def decide(self, call: LayerCall) -> LayerTrace:
-        """As Kernel.decide, with the table of the last load_table."""
+        """As Kernel.decide, with the table of the last load."""
         trace = self.run(call, self._rows)
         if trace.status is not Status.OK:
             raise BackendError(f"the controller stopped with status {trace.status.name}", where=f"layer {call.layer}")

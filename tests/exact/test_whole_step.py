@@ -92,7 +92,7 @@ def test_the_board_launches_once_per_token(
     monkeypatch.setenv(MEMINFO, "none")
     board, ids = artifact.session("board", record=True), token_ids()[:, : PROMPT + STEPS]
     loaded = len([call for call in fake.calls if call[0] == "start"])
-    assert loaded == 2  # program and table
+    assert loaded == 1, "the control table"
     assert torch.equal(decode(board, ids, PROMPT), decode(simulated, ids, PROMPT))
     assert np.array_equal(board.stats.decisions, simulated.stats.decisions)
     assert len([call for call in fake.calls if call[0] == "start"]) == loaded + PROMPT + STEPS
@@ -106,16 +106,16 @@ def test_the_artifact_tells_what_is_offloaded(artifact: fc.Artifact) -> None:
     assert (options.offload, options.kv, options.numerics) == ("all", "int8", "exact")
     step, (kernel,) = section.step, section.kernels
     assert step is not None
-    program = read_program((artifact.path / section.program).read_bytes())
+    program = read_program((artifact.path / section.table).read_bytes())
     assert step.instructions == len(program.instructions)
-    listed = json.loads((artifact.path / "step" / "program.json").read_text())
-    assert listed == json.loads(json.dumps(program.to_json()))
+    listed = json.loads((artifact.path / "drs" / "table.json").read_text())
+    assert listed["program"] == json.loads(json.dumps(program.to_json()))
     tensors = load_tensors(artifact.path / section.weights)
     sizes = {a.name: a.bytes for a in kernel.arguments}
     assert {name: tensor.nbytes for name, tensor in tensors.items()} == {name: sizes[name] for name in tensors}
     assert set(tensors) == {*kernel.weights(), "constants"}
     text = artifact.explain()
-    assert f"the whole decode step, one launch per token: {step.instructions} instructions of step/program.bin" in text
+    assert f"the whole decode step, one launch per token: {step.instructions} instructions of drs/table.bin" in text
     assert "offload  layer_1.o: model.layers.1.self_attn.o_proj; 128 -> 64, one instruction, all rows" in text
     names = {part.name for part in (artifact.path / "hls").iterdir()}
     assert f"{kernel.name}.cpp" in names
@@ -126,14 +126,14 @@ def test_the_artifact_tells_what_is_offloaded(artifact: fc.Artifact) -> None:
 
 def test_a_damaged_program_is_refused(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     check_module("hls4ml")
-    data = (artifact.path / "step" / "program.bin").read_bytes()
+    data = (artifact.path / "drs" / "table.bin").read_bytes()
     original = artifact.files.data
 
     def damaged(name: str, *limits: int) -> bytes:
-        return data[:-1] + b"\1" if name == "step/program.bin" else original(name, *limits)
+        return data[:-1] + b"\1" if name == "drs/table.bin" else original(name, *limits)
 
     monkeypatch.setattr(artifact.files, "data", damaged)
-    with pytest.raises(fc.UserError, match="the step program is not valid: BAD_CRC"):
+    with pytest.raises(fc.UserError, match="the control table is not valid: BAD_CRC"):
         artifact.session("hls-csim")
 
 

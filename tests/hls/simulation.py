@@ -16,7 +16,6 @@ from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface
 from fastcar_compile.codegen.hls.project import emit_hls, linear_plan, short_program
 from fastcar_compile.codegen.hls.step_program.builder import ShortPlan, build_short
-from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit
 from fastcar_compile.runtime.backends.accelerator.kernel import ALL_ROWS, Kernel, padded_rows
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, aligned, folder_sources, open_library
@@ -56,19 +55,19 @@ class Simulation:
         emit_hls(made, folder)
         return cls(open_library(folder_sources(folder), libraries), made)
 
-    def program(self, product: Product | None = None) -> StepProgram:
-        """A program with the MLP, and with this linear."""
+    def table(self, product: Product | None = None) -> bytes:
+        """A table whose program is the MLP, or this linear."""
         words = self.design.section_words if product is None else 0
         linears = () if product is None else (linear_plan(product),)
         layers = 1 if product is None else 0
         plan = ShortPlan(layers, self.batch, self.design.ports, self.hidden, words, linears)
-        return build_short(plan)
+        return build_short(plan).to_bytes(table_of_sizes(self.design))
 
     def kernel(self, stream: Array, product: Product | None = None) -> Kernel:
         """The kernel with one call and its weights."""
         names = self.unit.kernel.weights()
         parts = stream.reshape(len(names), -1)
-        return OneCall(self.unit, self.program(product), dict(zip(names, parts, strict=True)))
+        return OneCall(self.unit, self.table(product), dict(zip(names, parts, strict=True)))
 
     def mlp(self, x: Array, active: int, cached: Array, stream: Array) -> Array:
         """As Kernel.mlp."""

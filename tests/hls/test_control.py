@@ -59,7 +59,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     sections = [pack_mlp(layer, MADE).reshape(MADE.axi_weight_ports, -1) for layer in layers]
     tensors = {f"weights_{p}": np.concatenate([s[p] for s in sections]) for p in range(MADE.axi_weight_ports)}
     x, cached = rng.normal(size=(2, ROWS, MADE.mlp.hidden)).astype(np.float32)
-    kernel = Kernel(unit, step.program, tensors)
+    kernel = Kernel(unit, step.program.to_bytes(table), tensors)
     return Loaded(kernel, x, cached, [reference(x, layer, MADE.mlp).y for layer in layers])
 
 
@@ -74,7 +74,7 @@ def call_of(layer: int, register: int) -> LayerCall:
 def test_forwards_of_random_decisions(csim_tools: None, loaded: Loaded) -> None:
     """Every pattern as it comes. The array takes the register that the host gives it, and keeps the table on chip."""
     rng, table, kernel = np.random.default_rng(4), table_for(), loaded.kernel
-    kernel.load_table(table.to_bytes())
+    kernel.load(kernel.program.to_bytes(table))
     for _ in range(12):
         for layer in range(LAYERS):
             register = int(rng.choice([0, 2**ROWS - 1, *rng.integers(1, 2**ROWS, 3)]))
@@ -86,27 +86,22 @@ def test_forwards_of_random_decisions(csim_tools: None, loaded: Loaded) -> None:
 
 
 def test_a_table_of_another_array_is_refused(csim_tools: None, loaded: Loaded) -> None:
-    """More rows than the array, or other cores. Without a table nothing is decided."""
-    for rows, cores, fits in ((ROWS, 4, True), (ROWS, 2, False), (4, 4, True), (ROWS + 1, 4, False)):
-        data = table_for(rows, cores).to_bytes()
-        if fits:
-            loaded.kernel.load_table(data)
-        else:
-            with pytest.raises(BackendError, match="refuses the control table with status BAD_HEADER"):
-                loaded.kernel.load_table(data)
+    """More or fewer rows than the array, or other cores. Then nothing runs."""
+    program = loaded.kernel.program
+    for rows, cores in ((ROWS, 2), (ROWS + 1, 4)):
+        with pytest.raises(BackendError, match="refuses the control table with status BAD_HEADER"):
+            loaded.kernel.load(program.to_bytes(table_for(rows, cores)))
     with pytest.raises(BackendError, match="stopped with status NOT_LOADED at instruction 0"):
         loaded.kernel.decide(call_of(0, 1))
+    loaded.kernel.load(program.to_bytes(table_for()))
     assert_same_bits(loaded.kernel.mlp(0, loaded.x, 3, loaded.cached), loaded.expected(0, 3))
 
 
 def test_a_decision_of_other_sizes_is_refused(csim_tools: None, loaded: Loaded) -> None:
-    """By the host, which would write beyond them; by the kernel, where the table has other sizes than the program."""
+    """By the host, which would write beyond them."""
     call = call_of(0, 1)
     with pytest.raises(InternalError, match="operands of 24 and 11 words; the step program reads 24 and 12"):
         loaded.kernel.decide(replace(call, key=call.key[:-1]))
-    loaded.kernel.load_table(table_for(4).to_bytes())
-    with pytest.raises(BackendError, match="stopped with status NOT_HELD at instruction 0"):
-        loaded.kernel.decide(call)
 
 
 def test_a_launch_begins_behind_an_end(csim_tools: None, loaded: Loaded) -> None:

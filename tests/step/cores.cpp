@@ -28,6 +28,12 @@ void append(const word_t* row, uint32_t first, uint32_t blocks, uint32_t positio
     }
 }
 
+// LIMITS of programs.py.
+struct Limits {
+    static const int CORES = 1, ROWS = 32, TABLE_WORDS = 64, QUERY_WORDS = 1, KEY_WORDS = 1, UNITS = 1, INSTRUCTIONS = 64;
+    static const uint32_t GATE = fastcar::drs::GATE_TAS, HEADS = 0;
+};
+
 }  // namespace
 
 extern "C" {
@@ -52,10 +58,12 @@ void step_normalize(word_t rows[2][1][WORDS], uint32_t first, uint32_t words, co
     fastcar::norm::normalize<2, 1, WORDS>(rows, at, first, words, weight, 0, words, kept, inverse_size, epsilon);
 }
 
-// A program of at most 64 instructions; returns the status.
+// A table with a program of at most 64 instructions; returns the status.
 uint32_t step_load(const word_t* memory, uint32_t bytes) {
     static fastcar::step::Program<64> program;
-    return fastcar::step::load<64>(memory, bytes, program);
+    static uint32_t header[fastcar::drs::HEADER_WORDS], words[Limits::TABLE_WORDS];
+    const uint32_t status = fastcar::drs::load_table<Limits>(memory, bytes, header, words);
+    return status == fastcar::drs::OK ? fastcar::step::load<Limits::INSTRUCTIONS>(memory, header, program) : status;
 }
 
 // Returns 0 for a number of ports that is not here.

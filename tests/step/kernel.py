@@ -61,12 +61,12 @@ class Kernel:
         status, number = self.memory["report"][:8].view(np.uint32)
         return int(status), int(number)
 
-    def load(self, data: bytes, op: StepOp = StepOp.LOAD_PROGRAM) -> int:
-        """Load a program or a control table; return the status."""
+    def load(self, data: bytes) -> int:
+        """Load a control table with its program; return the status."""
         room = self.memory["program"].size
         kept, self.memory["program"] = self.memory["program"], aligned(np.zeros(max(room, len(data) + 16), np.uint8))
         self.put("program", np.frombuffer(data, np.uint8))
-        status, _ = self.launch(op, len(data))
+        status, _ = self.launch(StepOp.LOAD, len(data))
         self.memory["program"] = kept
         return status
 

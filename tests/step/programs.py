@@ -6,7 +6,10 @@ import struct
 import zlib
 from collections.abc import Sequence
 
+from fastcar_compile.codegen.hls.control_table.builder import build_table
+from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.step_program.builder import AttentionPlan, CachePlan, LinearPlan, ReplayPlan, StepPlan
+from fastcar_compile.codegen.hls.step_program.program import StepProgram
 
 HEADS = AttentionPlan(4, 2, 32, rotary=32, table_rows=40, factor=0.25, cache=CachePlan(0, 40))
 
@@ -29,6 +32,15 @@ def plan(
         head=LinearPlan(64, 17, tile=1, tiles=5, words=256),
         replay=replay,
     )
+
+
+LIMITS = Limits(cores=1, table_words=64, query_words=1, key_words=1, instructions=64)
+"""What cores.cpp loads."""
+
+
+def binary(program: StepProgram) -> bytes:
+    """A program in a table of two layers without gates."""
+    return program.to_bytes(build_table(2, program.sizes.rows, 1, 7, [0.0] * 2))
 
 
 def repaired(words: Sequence[int]) -> bytes:

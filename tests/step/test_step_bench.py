@@ -27,7 +27,7 @@ def test_the_sample_is_one_layer_on_a_small_memory() -> None:
     """Every reach lies within its sizes; what replays is computed."""
     sample = sample_program(MADE.program, MADE.made)
     assert all(instruction.fits(sample.sizes) for instruction in sample.instructions)
-    assert read_program(sample.to_bytes()) == sample
+    assert read_program(sample.to_bytes(MADE.table)) == sample
     assert sum(isinstance(i, Attend) for i in sample.instructions) == 1
     assert sum(isinstance(i, Add) for i in sample.instructions) == 2
     assert not any(isinstance(i, Decide) for i in sample.instructions)

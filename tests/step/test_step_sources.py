@@ -66,7 +66,13 @@ def test_its_regions_are_canonical(sources: dict[str, str], gate: str) -> None:
 def test_one_unit_serves_every_instruction_of_its_kind(sources: dict[str, str]) -> None:
     """One call site each, but multipliers of keys and of values."""
     code = "".join(lint.code_of(text) for name, text in sources.items() if name != "fastcar_drs.cpp")
-    for function, calls in (("compute", 1), ("control", 1), ("normalize", 1), ("add_row", 1), ("multiply_blocks", 2)):
+    for function, calls in (
+        ("compute", 1),
+        ("call_controller", 1),
+        ("normalize", 1),
+        ("add_row", 1),
+        ("multiply_blocks", 2),
+    ):
         assert len(re.findall(rf"(?<!void )\b{function}<[^;(){{}}]*>\(", code)) == calls, function
 
 

@@ -203,7 +203,7 @@ class AcceleratorSection(Section):
     """Everything that a host needs to call the kernels.
 
     Args:
-        weights: file of the weight streams. table: the DRS control table. program: the step program.
+        weights: file of the weight streams. table: the control table with its program.
         kernels: the kernel that a host calls.
         linears, on_host: the calls outside of the MLPs, and with offload="linears" the linears that the host keeps.
         step: with offload="all", the whole decode step.
@@ -214,7 +214,6 @@ class AcceleratorSection(Section):
     offload: Literal["mlp", "linears", "all"]
     weights: str
     table: str
-    program: str
     controller: ControllerPart
     design: DesignPart
     exploration: ExplorationPart

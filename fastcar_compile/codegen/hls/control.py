@@ -140,5 +140,5 @@ def controller_part(table: DrsTable) -> ControllerPart:
 
 
 def _limits_part(limits: Limits, table: DrsTable) -> LimitsPart:
-    sizes = {name: size for name, size in asdict(limits).items() if name != "gate"}
+    sizes = {name: size for name, size in asdict(limits).items() if name not in ("gate", "instructions")}
     return LimitsPart(**sizes, gate=table.gate.name.lower())

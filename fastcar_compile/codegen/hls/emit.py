@@ -16,8 +16,6 @@ from fastcar_compile.artifact.layout import (
     DRS_TABLE,
     DRS_TABLE_JSON,
     HLS,
-    STEP_PROGRAM,
-    STEP_PROGRAM_JSON,
 )
 from fastcar_compile.artifact.offload import CONSTANTS
 from fastcar_compile.artifact.sections.accelerator import (
@@ -49,8 +47,8 @@ Streams = Mapping[str, tuple[int, Callable[[], NDArray[np.uint8]]]]
 """Name of a weight stream -> its bytes on all ports, and what packs it."""
 
 
-def write_sources(writer: ArtifactWriter, plan: AcceleratorPlan, streams: Streams, constants: NDArray[Any]) -> None:
-    """Write weights, constants (float32 words) and the step program of the kernel, whose arguments take the weights."""
+def write_weights(writer: ArtifactWriter, plan: AcceleratorPlan, streams: Streams, constants: NDArray[Any]) -> None:
+    """Write weights and constants (float32 words) of the kernel, a tensor per argument."""
     ports, order = plan.kernel.part.weights(), plan.streams
     section, rest = divmod(sum(streams[name][0] for name in order), len(ports))
     if rest:
@@ -59,8 +57,13 @@ def write_sources(writer: ArtifactWriter, plan: AcceleratorPlan, streams: Stream
     if constants.size:
         specs[CONSTANTS] = TensorSpec(DTYPES["float32"], constants.shape)
     writer.write_pieces(ACCELERATOR_WEIGHTS, specs, _pieces(order, ports, streams, constants))
-    writer.write_bytes(STEP_PROGRAM, plan.program.to_bytes())
-    writer.write_text(STEP_PROGRAM_JSON, json.dumps(plan.program.to_json(), sort_keys=True, indent=1) + "\n")
+
+
+def write_table(writer: ArtifactWriter, plan: AcceleratorPlan) -> None:
+    """Write the control table with its program, and its JSON twin."""
+    writer.write_bytes(DRS_TABLE, plan.program.to_bytes(plan.table))
+    listed = plan.table.to_json() | {"program": plan.program.to_json()}
+    writer.write_text(DRS_TABLE_JSON, json.dumps(listed, sort_keys=True, indent=1) + "\n")
 
 
 def _pieces(
@@ -119,19 +122,16 @@ class HlsEmitter:
     """Writes the HLS project, the DRS control table and the accelerator's weight streams of an FPGA target."""
 
     def emit(self, program: DecoderProgram, context: EmitContext) -> AcceleratorSection | None:
-        """Write hls/, drs/, step/ and weights/accelerator.safetensors; see Emitter.emit."""
-        writer, plan = context.writer, context.plan.accelerator
+        """Write hls/, drs/ and weights/accelerator.safetensors; see Emitter.emit."""
+        plan = context.plan.accelerator
         if plan is None:
             return None
         context.say("writing the HLS project and the DRS table")
         step = _emit_project(program, context, plan)
-        writer.write_bytes(DRS_TABLE, plan.table.to_bytes())
-        writer.write_text(DRS_TABLE_JSON, json.dumps(plan.table.to_json(), sort_keys=True, indent=1) + "\n")
         return AcceleratorSection(
             offload=context.plan.config.offload,
             weights=ACCELERATOR_WEIGHTS,
             table=DRS_TABLE,
-            program=STEP_PROGRAM,
             controller=controller_part(plan.table),
             design=plan.design.part,
             exploration=plan.found.part,
@@ -143,9 +143,10 @@ class HlsEmitter:
 
 
 def _emit_project(program: DecoderProgram, context: EmitContext, plan: AcceleratorPlan) -> StepPart | None:
-    """Write the kernel, its program and its weights; return the step, where it runs whole ones."""
+    """Write the kernel, its table and its weights; return the step, where it runs whole ones."""
     emit_hls(plan.design, context.writer.root / HLS, plan.table, context.plan.board, plan.kernel_design)
-    write_sources(context.writer, plan, weight_streams(program, plan), plan.constants(program))
+    write_weights(context.writer, plan, weight_streams(program, plan), plan.constants(program))
+    write_table(context.writer, plan)
     if plan.step is None:
         return None
     places = state_places(plan.program, program.state)

@@ -12,12 +12,11 @@ from fastcar_compile.artifact.manifest import SCHEMA_VERSION
 from fastcar_compile.artifact.offload import CONSTANTS, FUNCTIONS, GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION
 from fastcar_compile.artifact.sections import AcceleratorSection, BoardPart, HostSection
 from fastcar_compile.codegen.base import EmitContext
-from fastcar_compile.codegen.hls.control_table.table import Status as TableStatus
+from fastcar_compile.codegen.hls.control_table.table import Status
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import probe_interface
 from fastcar_compile.codegen.hls.render import probe_word_bytes, render
 from fastcar_compile.codegen.hls.step_program.instructions import Opcode
-from fastcar_compile.codegen.hls.step_program.program import Status as ProgramStatus
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus
 from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
 from fastcar_compile.config.targets import Target
@@ -47,7 +46,7 @@ _DTYPES = {
 
 _FUNCTIONS = {"MLP_FUNCTION": MLP_FUNCTION, "GATE_FUNCTION": GATE_FUNCTION, "LINEAR_FUNCTION": LINEAR_FUNCTION}
 _COMPUTES = {"mlp": "the MLPs", "linears": "the MLPs, projections and head", "all": "every layer and the head"}
-_STATUSES = {"PROGRAM_STATUSES": ProgramStatus, "TABLE_STATUSES": TableStatus, "RUN_STATUSES": StepStatus}
+_STATUSES = {"TABLE_STATUSES": Status, "RUN_STATUSES": StepStatus}
 
 
 class HostProgramEmitter:
@@ -133,7 +132,6 @@ def _kernels(target: Target, accelerator: AcceleratorSection) -> str:
         gated=accelerator.controller.gated_layers,
         at_most=GateKind[accelerator.controller.gate.upper()].at_most,
         shared_memory=target.shares_memory,
-        program=accelerator.program,
         linears=[call.name for call in accelerator.linears] if step is None else [],
         step=step,
         statuses=_STATUSES,

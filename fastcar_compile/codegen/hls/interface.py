@@ -179,13 +179,13 @@ def kernel_interface(design: Design, step: StepDesign, table: DrsTable) -> Kerne
     """Return the interface of the kernel (docs/reference/accelerator.md).
 
     `weights_p` takes section p of all weight streams, one after another. `cache_p` takes that of all keys, then of all
-    values. `program` takes the step program or the control table, by `op`, a value of `StepOp`. A kernel of short
+    values. `program` takes the control table with its program. A kernel of short
     programs has no caches and no replay buffer. Co-simulation maps the memory of the test bench, which is one layer's.
     """
     beat, ports, sizes = WEIGHT_TYPES[design.axi_words], range(design.axi_weight_ports), step.sizes
     bench = sample_program(step.program, design).sizes
     cached, mapped = (of.key_words + of.value_words for of in (sizes, bench))
-    program = max(step.program_words, -(-table.words // FLOATS_PER_WORD))
+    program = table.words // FLOATS_PER_WORD + step.program_words
     report = 1 + REPORT_LAYER_WORDS * step.layers
 
     def memory(name: str, words: int, mapped: int, *, written: bool = False) -> KernelPort:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
-from fastcar_compile.codegen.hls.control_table.table import DrsTable
+from fastcar_compile.codegen.hls.control_table.table import DrsTable, Status
 from fastcar_compile.codegen.hls.controller_project import emit_drs, limits_of, table_of_sizes
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import total_latency
@@ -17,7 +18,7 @@ from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
 from fastcar_compile.codegen.hls.interface import KernelInterface, kernel_interface, weight_ports
 from fastcar_compile.codegen.hls.render import TEMPLATES, Bench, Benches, probe_files, render, vitis_files
 from fastcar_compile.codegen.hls.step_program.builder import LinearPlan, ShortPlan, build_short
-from fastcar_compile.codegen.hls.step_program.program import Status, StepOp, StepProgram, StepStatus
+from fastcar_compile.codegen.hls.step_program.program import StepOp, StepProgram, StepStatus
 from fastcar_compile.codegen.hls.step_sample import sample_program
 from fastcar_compile.config.targets import Target
 
@@ -78,8 +79,8 @@ def emit_hls(
     values = {"design": design, "step": step, "kernel": kernel, "weights": weights, "caches": caches}
     values |= {"fifo_words": FIFO_WORDS // design.axi_words, "total_turns": total_latency(design.budget.clock_mhz)}
     texts = {name: render(name, **values) for name in SOURCES}
-    texts[STEP_BENCH] = step_bench(design, step, kernel)
-    controller = emit_drs(table, limits_of(table))
+    texts[STEP_BENCH] = step_bench(design, step, table, kernel)
+    controller = emit_drs(table, replace(limits_of(table), instructions=step.instructions))
     texts |= controller.texts
     benches = Benches([Bench(kernel, STEP_BENCH)], [Bench(controller.kernel, "drs_testbench.cpp")])
     texts |= vitis_files(design.budget.part, design.budget.clock_mhz, benches, board)
@@ -99,10 +100,10 @@ def _write(path: Path, text: str) -> Path:
 STEP_BENCH = "step_testbench.cpp"
 
 
-def step_bench(design: Design, step: StepDesign, kernel: KernelInterface) -> str:
+def step_bench(design: Design, step: StepDesign, table: DrsTable, kernel: KernelInterface) -> str:
     """Return the text of the test bench: a layer of the decoder and its head with random weights."""
     program = sample_program(step.program, design)
-    data = program.to_bytes()
+    data = program.to_bytes(table)
     return render(
         STEP_BENCH,
         design=design,
@@ -111,6 +112,7 @@ def step_bench(design: Design, step: StepDesign, kernel: KernelInterface) -> str
         ports=len(weight_ports(design)),
         sizes=program.sizes,
         instructions=len(program.instructions),
+        first=table.words,
         words=[f"0x{word:08x}u" for word in struct.unpack(f"<{len(data) // 4}I", data)],
         operations=StepOp,
         run=StepStatus,

@@ -13,7 +13,7 @@ using namespace fastcar::drs;
 template <uint32_t KIND>
 struct Limits {
     static const uint32_t CORES = 2, ROWS = 32, QUERY_WORDS = 1024, KEY_WORDS = 64, UNITS = 64, HEADS = 16;
-    static const int TABLE_WORDS = 4096;
+    static const int TABLE_WORDS = 4096, INSTRUCTIONS = 64;
     static const uint32_t GATE = KIND;
 };
 

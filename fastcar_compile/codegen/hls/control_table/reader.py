@@ -11,9 +11,12 @@ from fastcar_compile.codegen.hls.control_table.gate import Gate
 from fastcar_compile.codegen.hls.control_table.table import (
     COUPLE_CFG,
     HEADER_WORDS,
+    INSTRUCTION_WORDS,
+    LAYER_FIELDS,
     MAGIC,
     MAX_CORES,
     MAX_COUNT,
+    MAX_INSTRUCTIONS,
     MAX_LAYERS,
     MAX_UNITS,
     UNLIMITED,
@@ -34,6 +37,7 @@ _EXPLAINED = {
     Status.BAD_LENGTH: "its length is not the one in its header",
     Status.BAD_CRC: "its CRC-32 does not match its content",
     Status.BAD_HEADER: "a header field is out of range",
+    Status.BAD_INSTRUCTION: "an instruction is unknown or reaches outside of a buffer, or the last one is not END",
 }
 
 
@@ -64,6 +68,18 @@ class Header(NamedTuple):
     refresh_period: int
     input_words: int
     distance_weight: int
+    instructions: int
+    ports: int
+    positions: int
+    row_words: int
+    constant_words: int
+    weight_words: int
+    cached_key_words: int
+    cached_value_words: int
+    read_words: int
+    written_words: int
+    replay_words: int
+    spare: int
 
     @property
     def weighted_heads(self) -> int:
@@ -81,8 +97,24 @@ class Header(NamedTuple):
             self._counts_are_valid(limits)
             and self._gate_is_valid(limits)
             and self._attention_is_valid(limits)
-            and self.words == table_words(self.layers, self.weighted_heads)
+            and self._program_is_valid(limits)
+            and self.words == self.program_word + INSTRUCTION_WORDS * self.instructions
         )
+
+    @property
+    def program_word(self) -> int:
+        """The first word of the program."""
+        return table_words(self.layers, self.weighted_heads)
+
+    @property
+    def program_sizes(self) -> tuple[int, ...]:
+        """What the program needs of its engine and memory, besides rows."""
+        return self[25:35]
+
+    def _program_is_valid(self, limits: Limits) -> bool:
+        # Sizes are checked with the program's instructions. Without a program they are 0.
+        empty = self.instructions > 0 or not any(self.program_sizes)
+        return empty and self.spare == 0 and self.instructions <= limits.instructions
 
     def _counts_are_valid(self, limits: Limits) -> bool:
         return (
@@ -142,7 +174,7 @@ def check(data: bytes, limits: Limits | None = None) -> Status:
     Args:
         limits: of the hardware. None: those of the format.
     """
-    limits = limits or Limits(gate=None, units=MAX_UNITS, heads=MAX_COUNT)
+    limits = limits or Limits(gate=None, units=MAX_UNITS, heads=MAX_COUNT, instructions=MAX_INSTRUCTIONS)
     if len(data) < 4 * HEADER_WORDS:
         return Status.TOO_SHORT
     header = header_of(data)
@@ -150,7 +182,8 @@ def check(data: bytes, limits: Limits | None = None) -> Status:
         return Status.BAD_MAGIC
     if header.version != VERSION:
         return Status.BAD_VERSION
-    if len(data) % 4 or header.words != len(data) // 4 or header.words > limits.table_words:
+    most = limits.table_words + INSTRUCTION_WORDS * limits.instructions
+    if len(data) % 4 or header.words != len(data) // 4 or header.words > most:
         return Status.BAD_LENGTH
     # The CRC covers everything behind its own word: magic and version are checked before it.
     if zlib.crc32(data[12:]) != header.crc:
@@ -188,7 +221,7 @@ def _distance_weight(data: bytes) -> float:
 
 def _head_weights(data: bytes, layer: int) -> tuple[float, ...] | None:
     header = header_of(data)
-    first = table_words(header.layers) + layer * header.weighted_heads
+    first = HEADER_WORDS + LAYER_FIELDS * header.layers + layer * header.weighted_heads
     # An empty tuple means that heads have no weights.
     return _floats(data, first, header.weighted_heads) or None
 
@@ -200,16 +233,20 @@ def _explained(data: bytes, status: Status) -> str:
     return _EXPLAINED[status]
 
 
+def require(data: bytes, status: Status) -> None:
+    """Raise UserError unless a check found nothing; the text names the one that failed."""
+    if status is not Status.OK:
+        hint = "compile the model again"
+        raise UserError(f"the control table is not valid: {status.name}, {_explained(data, status)}", hint=hint)
+
+
 def read_table(data: bytes) -> DrsTable:
     """Read and check a binary table.
 
     Raises:
         UserError: the table is damaged or of another version; the text names the check that failed.
     """
-    status = check(data)
-    if status is not Status.OK:
-        hint = "compile the model again"
-        raise UserError(f"the DRS table is not valid: {status.name}, {_explained(data, status)}", hint=hint)
+    require(data, check(data))
     header = header_of(data)
     weights = [_head_weights(data, layer) for layer in range(header.layers)]
     return DrsTable(

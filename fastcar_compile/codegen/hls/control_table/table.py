@@ -16,8 +16,8 @@ from fastcar_compile.gates.scores import float32
 MAGIC = 0x53524446
 """The bytes "FDRS"."""
 
-VERSION = 5
-HEADER_WORDS = 24
+VERSION = 6
+HEADER_WORDS = 36
 MAX_ROWS = 32
 MAX_CORES = 32
 MAX_LAYERS = 65535
@@ -34,6 +34,11 @@ LAYER_FIELDS = 2
 MAX_UNITS = 4096
 """Hidden units of a network of gate `learned`."""
 
+MAX_INSTRUCTIONS = 65535
+
+INSTRUCTION_WORDS = 16
+"""32-bit words of an instruction: four memory words."""
+
 FLOATS_PER_WORD = 4
 """float32 values in a memory word of 128 bits; every head of q and k begins a word."""
 
@@ -49,7 +54,7 @@ WEIGHTED = 2
 
 
 class Status(IntEnum):
-    """Result of loading a table (up to BAD_HEADER) or of deciding a layer.
+    """Result of loading a table (up to BAD_INSTRUCTION) or of deciding a layer.
 
     The checks run in this order; the first that fails is reported.
     """
@@ -61,9 +66,10 @@ class Status(IntEnum):
     BAD_LENGTH = 4
     BAD_CRC = 5
     BAD_HEADER = 6
-    NO_TABLE = 7
-    BAD_LAYER = 8
-    BAD_OPERANDS = 9
+    BAD_INSTRUCTION = 7
+    NO_TABLE = 8
+    BAD_LAYER = 9
+    BAD_OPERANDS = 10
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Limits:
 
     Args:
         cores: of the array, which a table has to name. None: any, for a reader of tables. rows: of the batch.
-        table_words: 32-bit words of a table.
+        table_words: 32-bit words of a table without instructions. instructions: of its program.
         query_words: 128-bit words of one row of q, all heads.
         key_words: of one row of the key, all heads, and of one row of the MLP's input.
         gate: the score that it computes. None: any, for a reader of tables. units: of the largest network.
@@ -89,6 +95,20 @@ class Limits:
     gate: GateKind | None = GateKind.TAS
     units: int = 1
     heads: int = 0
+    instructions: int = 0
+
+
+@dataclass(frozen=True)
+class ProgramWords:
+    """A program as a table holds it: words 25 to 34 of the header, and `INSTRUCTION_WORDS` per instruction."""
+
+    sizes: tuple[int, ...] = (0,) * 10
+    instructions: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Instructions."""
+        return len(self.instructions) // INSTRUCTION_WORDS
 
 
 @dataclass(frozen=True)
@@ -193,7 +213,7 @@ class DrsTable:
 
     @property
     def words(self) -> int:
-        """32-bit words of the table."""
+        """32-bit words of the table, without a program."""
         return table_words(self.layers, self.weighted_heads)
 
     @property
@@ -205,12 +225,21 @@ class DrsTable:
         """Return the same table with other thresholds (they are run-time inputs: a host writes a new table)."""
         return replace(self, thresholds=tuple(float32(t) for t in thresholds))
 
-    def to_bytes(self) -> bytes:
-        """Return the binary form; same table, same bytes."""
+    def to_bytes(self, program: ProgramWords | None = None) -> bytes:
+        """Return the binary form with a program, or with none; same table, same bytes."""
+        program = program or ProgramWords()
         shape = self.attention
         flags = (COUPLE_CFG if self.couple_cfg else 0) | (0 if self.head_weights is None else WEIGHTED)
         fields = (
-            *(self.words, self.layers, self.rows, self.cores, self.tokens_per_frame, self.gate, flags),
+            *(
+                self.words + len(program.instructions),
+                self.layers,
+                self.rows,
+                self.cores,
+                self.tokens_per_frame,
+                self.gate,
+                flags,
+            ),
             UNLIMITED if self.max_chain is None else self.max_chain,
             *(shape.heads, shape.kv_heads, shape.head_dim, shape.group, shape.head_words),
             *(self.row_query_words, self.row_key_words, self.query_words, self.key_words),
@@ -218,8 +247,14 @@ class DrsTable:
         )
         # Head weights lie layer by layer behind the factors, so the table has no gap without them.
         weights = [weight for layer in self.head_weights or () for weight in layer]
-        floats = (self.distance_weight, *self.thresholds, *self.factors, *weights)
-        body = struct.pack(f"<{len(fields)}I{len(floats)}f", *fields, *floats)
+        floats = (*self.thresholds, *self.factors, *weights)
+        body = struct.pack(f"<{len(fields)}If", *fields, self.distance_weight)
+        body += struct.pack(f"<{len(program.sizes) + 2}I", program.count, *program.sizes, 0)
+        body += struct.pack(f"<{len(floats)}f", *floats)
+        # Instructions are whole memory words, so they begin at one.
+        body += bytes(4 * self.words - 12 - len(body)) + struct.pack(
+            f"<{len(program.instructions)}I", *program.instructions
+        )
         # Magic, version and CRC stand in front of the body: the CRC covers the body alone.
         return struct.pack("<3I", MAGIC, VERSION, zlib.crc32(body)) + body
 
@@ -248,5 +283,13 @@ class DrsTable:
 
 
 def table_words(layers: int, weighted_heads: int = 0) -> int:
-    """Return the words of a table of these sizes."""
-    return HEADER_WORDS + layers * (LAYER_FIELDS + weighted_heads)
+    """Return the words of a table of these sizes without a program, whole memory words."""
+    return -(-(HEADER_WORDS + layers * (LAYER_FIELDS + weighted_heads)) // FLOATS_PER_WORD) * FLOATS_PER_WORD
+
+
+def with_thresholds(data: bytes, thresholds: Sequence[float]) -> bytes:
+    """Return the bytes of a table with other thresholds, and the CRC-32 that fits."""
+    changed = bytearray(data)
+    struct.pack_into(f"<{len(thresholds)}f", changed, 4 * HEADER_WORDS, *thresholds)
+    struct.pack_into("<I", changed, 8, zlib.crc32(changed[12:]))
+    return bytes(changed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS
 from fastcar_compile.codegen.hls.design.controller import ROOT_FF, ROOT_LUT
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS, WORD_BYTES
@@ -35,7 +36,6 @@ from fastcar_compile.codegen.hls.design.usage import (
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, CacheLayout
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES as CACHE_LANES
 from fastcar_compile.codegen.hls.step_program.instructions import (
-    INSTRUCTION_WORDS,
     LANES,
     ROWS_ON_CHIP,
     Append,
@@ -44,7 +44,7 @@ from fastcar_compile.codegen.hls.step_program.instructions import (
     Opcode,
     Sizes,
 )
-from fastcar_compile.codegen.hls.step_program.program import HEADER_WORDS, StepProgram
+from fastcar_compile.codegen.hls.step_program.program import StepProgram
 
 # What a kernel of whole decode steps has besides its array: rows, query heads and positions on chip.
 
@@ -119,8 +119,8 @@ class StepDesign:
 
     @property
     def program_words(self) -> int:
-        """Memory words of the longest program."""
-        return (HEADER_WORDS + self.instructions * INSTRUCTION_WORDS) // LANES
+        """Memory words of the program."""
+        return self.instructions * INSTRUCTION_WORDS // LANES
 
     @property
     def cache_words(self) -> int:

@@ -227,7 +227,7 @@ def program_of(artifact: StoredArtifact) -> StepProgram | None:
     accelerator = artifact.manifest.accelerator
     if accelerator is None or accelerator.step is None:
         return None
-    return read_program(artifact.files.data(accelerator.program))
+    return read_program(artifact.files.data(accelerator.table))
 
 
 def design_of(manifest: Manifest, board: Target) -> Design | None:

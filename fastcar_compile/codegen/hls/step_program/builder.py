@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fastcar_compile.codegen.hls.control_table.gate import network_words
+from fastcar_compile.codegen.hls.control_table.table import MAX_INSTRUCTIONS
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout
 from fastcar_compile.codegen.hls.step_program.instructions import LANES, Place, Sizes
-from fastcar_compile.codegen.hls.step_program.program import MAX_INSTRUCTIONS, StepProgram
+from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates.base import GateKind
 from fastcar_compile.gates.scores import float32

@@ -1,4 +1,4 @@
-"""Instructions of a decode step, a class each: its fields are its words (docs/reference/step_program.md)."""
+"""Instructions of a decode step, a class each: its fields are its words (docs/reference/drs_table.md)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from enum import IntEnum
 from typing import Any, ClassVar
 
 from fastcar_compile.codegen.hls.control_table.gate import network_words
-from fastcar_compile.codegen.hls.control_table.table import MAX_UNITS
+from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS, MAX_ROWS, MAX_UNITS
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout
 from fastcar_compile.gates.base import GateKind
 
 # What a step program needs of an engine and its memory.
 
 
-MAX_ROWS = 32
 MAX_PORTS = 64
 
 MAX_COUNT = 65535
 """Most of anything that is counted, besides channels, words of a buffer and rows of a table."""
+
 
 MAX_WORDS = 1 << 30
 """Memory words of a buffer."""
@@ -28,7 +28,7 @@ MAX_WORDS = 1 << 30
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a program needs: words 5 to 15 of its header.
+    """What a program needs: words 5 and 25 to 34 of its table.
 
     Args:
         rows: of the batch. ports: weight ports. positions: that the key/value cache holds.
@@ -59,9 +59,6 @@ class Sizes:
             and max(*words, self.output_words, self.replay_words) <= MAX_WORDS
         )
 
-
-INSTRUCTION_WORDS = 16
-"""32-bit words of an instruction: four memory words."""
 
 LANES = 4
 """float32 values in a memory word of 128 bits."""

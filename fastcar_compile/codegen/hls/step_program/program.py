@@ -1,20 +1,19 @@
-"""A decode step as a list of instructions: little-endian binary, JSON, reader (docs/reference/step_program.md)."""
+"""The program of a control table: its words, JSON, reader (docs/reference/drs_table.md)."""
 
 from __future__ import annotations
 
 import dataclasses
 import struct
-import zlib
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cache
 from typing import Any, get_type_hints
 
+from fastcar_compile.codegen.hls.control_table import reader
+from fastcar_compile.codegen.hls.control_table.reader import header_of, require
+from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS, DrsTable, Limits, ProgramWords, Status
 from fastcar_compile.codegen.hls.step_program.instructions import (
-    INSTRUCTION_WORDS,
     KINDS,
-    Decide,
-    DecideRows,
     End,
     Instruction,
     Load,
@@ -85,20 +84,11 @@ static const int INSTRUCTION_WORDS = {words};
 """
 
 
-MAGIC = 0x50545346
-"""The bytes "FSTP"."""
-
-VERSION = 1
-HEADER_WORDS = 16
-MAX_INSTRUCTIONS = 65535
-
-
 class StepOp(IntEnum):
     """Values of the kernel's argument `op`."""
 
-    LOAD_PROGRAM = 0
-    LOAD_TABLE = 1
-    RUN = 2
+    LOAD = 0
+    RUN = 1
 
 
 class StepStatus(IntEnum):
@@ -106,33 +96,9 @@ class StepStatus(IntEnum):
 
     DONE = 0
     NOT_LOADED = 1
-    """There is no program, or no control table for one that decides."""
+    """There is no program, or the entry is no beginning."""
     NOT_HELD = 2
     """An instruction needs more than the kernel has, or the controller refused it."""
-
-
-class Status(IntEnum):
-    """Result of loading a program. The checks run in this order; the first that fails is reported."""
-
-    OK = 0
-    TOO_SHORT = 1
-    BAD_MAGIC = 2
-    BAD_VERSION = 3
-    BAD_LENGTH = 4
-    BAD_CRC = 5
-    BAD_HEADER = 6
-    BAD_INSTRUCTION = 7
-
-
-_EXPLAINED = {
-    Status.TOO_SHORT: f"it is shorter than its header of {4 * HEADER_WORDS} bytes",
-    Status.BAD_MAGIC: 'it does not begin with "FSTP"',
-    Status.BAD_VERSION: f"this program reads version {VERSION}",
-    Status.BAD_LENGTH: "its length is not the one in its header",
-    Status.BAD_CRC: "its CRC-32 does not match its content",
-    Status.BAD_HEADER: "a header field is out of range",
-    Status.BAD_INSTRUCTION: "an instruction is unknown or reaches outside of a buffer, or the last one is not END",
-}
 
 
 @dataclass(frozen=True)
@@ -152,54 +118,40 @@ class StepProgram:
         return [number for number, instruction in enumerate(self.instructions) if isinstance(instruction, kind)]
 
     @property
-    def decides(self) -> bool:
-        """Whether it needs a control table."""
-        return any(isinstance(instruction, Decide | DecideRows) for instruction in self.instructions)
-
-    def to_bytes(self) -> bytes:
-        """Return the binary form; same program, same bytes."""
-        count = len(self.instructions)
+    def words(self) -> ProgramWords:
+        """The words that a control table has of it."""
         sizes = [getattr(self.sizes, field.name) for field in fields(self.sizes)]
-        words = [HEADER_WORDS + count * INSTRUCTION_WORDS, count, *sizes]
-        words += [word for instruction in self.instructions for word in instruction.words]
-        body = struct.pack(f"<{len(words)}I", *words)
-        return struct.pack("<3I", MAGIC, VERSION, zlib.crc32(body)) + body
+        return ProgramWords(tuple(sizes[1:]), tuple(word for i in self.instructions for word in i.words))
+
+    def to_bytes(self, table: DrsTable) -> bytes:
+        """Return the binary form with the table of the same rows; same program, same bytes."""
+        return table.to_bytes(self.words)
 
     def to_json(self) -> dict[str, Any]:
         """Return the same content as plain values."""
         sizes = {field.name: getattr(self.sizes, field.name) for field in fields(self.sizes)}
-        return {"version": VERSION, **sizes, "instructions": [i.to_json() for i in self.instructions]}
+        return {**sizes, "instructions": [i.to_json() for i in self.instructions]}
 
 
-def check(data: bytes, capacity: int = MAX_INSTRUCTIONS) -> Status:
-    """Return the first check of a program that fails, or OK, for an engine that holds `capacity` instructions."""
-    if len(data) < 4 * HEADER_WORDS:
-        return Status.TOO_SHORT
-    magic, version, crc, words, count = struct.unpack_from("<5I", data)
-    if magic != MAGIC:
-        return Status.BAD_MAGIC
-    if version != VERSION:
-        return Status.BAD_VERSION
-    # The length is checked before the CRC: the engine reads as many words for the CRC as the header says.
-    if words * 4 != len(data) or words > HEADER_WORDS + capacity * INSTRUCTION_WORDS:
-        return Status.BAD_LENGTH
-    if zlib.crc32(data[12:]) != crc:
-        return Status.BAD_CRC
-    length = words == HEADER_WORDS + count * INSTRUCTION_WORDS
-    if not (_sizes(data).is_valid() and count >= 1 and length):
+def check(data: bytes, limits: Limits | None = None) -> Status:
+    """Return the first check of a control table and its program that fails, or OK."""
+    status = reader.check(data, limits)
+    if status is not Status.OK or not header_of(data).instructions:
+        return status
+    if not _sizes(data).is_valid():
         return Status.BAD_HEADER
     return Status.BAD_INSTRUCTION if _instructions(data) is None else Status.OK
 
 
 def _sizes(data: bytes) -> Sizes:
-    # Byte 20 is word 5: magic, version, CRC, length and count stand before the sizes.
-    return Sizes(*struct.unpack_from(f"<{len(fields(Sizes))}I", data, 20))
+    header = header_of(data)
+    return Sizes(header.rows, *header.program_sizes)
 
 
 def _instructions(data: bytes) -> tuple[Instruction, ...] | None:
     """Return the instructions of a program whose header is checked; None where one is not valid."""
     sizes, found = _sizes(data), list[Instruction]()
-    for words in struct.iter_unpack(f"<{INSTRUCTION_WORDS}I", data[4 * HEADER_WORDS :]):
+    for words in struct.iter_unpack(f"<{INSTRUCTION_WORDS}I", data[4 * header_of(data).program_word :]):
         instruction = decode(words)
         if instruction is None or not instruction.fits(sizes):
             return None
@@ -209,14 +161,13 @@ def _instructions(data: bytes) -> tuple[Instruction, ...] | None:
 
 
 def read_program(data: bytes) -> StepProgram:
-    """Read and check a binary program.
+    """Read and check the program of a control table.
 
     Raises:
-        UserError: it is damaged or of another version; the text names the check that failed.
+        UserError: it is damaged, of another version, or has no program; the text names the check that failed.
     """
-    status = check(data)
-    instructions = _instructions(data) if status is Status.OK else None
+    require(data, check(data))
+    instructions = _instructions(data) if header_of(data).instructions else None
     if instructions is None:
-        text = f"the step program is not valid: {status.name}, {_EXPLAINED[status]}"
-        raise UserError(text, hint="compile the model again")
+        raise UserError("the control table has no program", hint="compile the model again")
     return StepProgram(_sizes(data), instructions)

@@ -1,4 +1,4 @@
-"""The kernel on a unit: it keeps a step program and a control table. A launch runs the instructions up to an END.
+"""The kernel on a unit: it keeps a control table with its program. A launch runs the instructions up to an END.
 
 hls_templates/host/fastcar_accelerator.hpp is the same in C++.
 """
@@ -14,11 +14,9 @@ from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.control_table.reader import read_table
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS, LayerCall, LayerTrace, read_result
-from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS
-from fastcar_compile.codegen.hls.control_table.table import Status as TableStatus
+from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS, Status, with_thresholds
 from fastcar_compile.codegen.hls.step_program.instructions import DecideRows, Linear, Mlp
-from fastcar_compile.codegen.hls.step_program.program import Status as ProgramStatus
-from fastcar_compile.codegen.hls.step_program.program import StepOp, StepProgram, StepStatus
+from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus, read_program
 from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
 from fastcar_compile.errors import ArtifactError, BackendError, InputError, InternalError
 from fastcar_compile.runtime.backends.accelerator.calls import Bytes, ComputeUnit
@@ -48,17 +46,18 @@ class Launch:
 
 
 class Kernel:
-    """A step program on a unit. Its buffers are bound once.
+    """A control table and its program on a unit. Buffers are bound once.
 
     Args:
-        unit: that runs the kernel. program: it is loaded here. tensors: weights of every port, and the constants.
+        unit: that runs the kernel. table: it is loaded here. tensors: weights of every port, and the constants.
 
     Raises:
-        ArtifactError: the tensors are not those of the kernel. BackendError: the kernel refuses the program.
+        UserError: the table is not valid. ArtifactError: the tensors are not those of the kernel.
+        BackendError: the kernel refuses the table.
     """
 
-    def __init__(self, unit: ComputeUnit, program: StepProgram, tensors: Mapping[str, Array]) -> None:
-        self.unit, self.program = unit, program
+    def __init__(self, unit: ComputeUnit, table: bytes, tensors: Mapping[str, Array]) -> None:
+        self.unit, self.program = unit, read_program(table)
         self._report: NDArray[np.uint32] = np.zeros(0, np.uint32)
         arguments = unit.kernel.arguments
         self._kept = [a.name for a in arguments if a.name in (*unit.kernel.caches(), "replay")]
@@ -66,23 +65,24 @@ class Kernel:
             unit.bind(name, unit.make_buffer(name, self._bytes(tensors, name)))
         unit.fill("input")
         unit.set({a.name: 0 for a in arguments if a.kind == "scalar"})
-        self._mlps, self._linears = ([(i, program.instructions[i]) for i in program.entries(k)] for k in (Mlp, Linear))
-        self._decisions = {program.instructions[i].layer: i for i in program.entries(DecideRows)}
+        self._mlps, self._linears = (
+            [(i, self.program.instructions[i]) for i in self.program.entries(k)] for k in (Mlp, Linear)
+        )
+        self._decisions = {self.program.instructions[i].layer: i for i in self.program.entries(DecideRows)}
         self.clear()
-        status = ProgramStatus(self._load(StepOp.LOAD_PROGRAM, program.to_bytes()))
-        if status is not ProgramStatus.OK:
-            raise self._error(f"refuses the step program with status {status.name}")
+        self.load(table)
 
-    def load_table(self, table: bytes) -> None:
-        """Load a control table, which a program without decisions does not need.
+    def load(self, table: bytes) -> None:
+        """Load a control table with the same program.
 
         Raises:
             BackendError: the kernel refuses it.
         """
-        if not self.program.decides:
-            return
-        status = TableStatus(self._load(StepOp.LOAD_TABLE, table))
-        if status is not TableStatus.OK:
+        self.unit.write("program", np.frombuffer(table + bytes(-len(table) % WORD_BYTES), np.uint8))
+        self.unit.set({"op": StepOp.LOAD, "bytes": len(table)})
+        self.unit.run()
+        status = Status(int(self.unit.read("report", WORD_BYTES).view(np.uint32)[0]))
+        if status is not Status.OK:
             raise self._error(f"refuses the control table with status {status.name}")
 
     def clear(self) -> None:
@@ -186,17 +186,10 @@ class Kernel:
 
     def _answer(self, layer: int, words: Array) -> LayerTrace:
         trace = read_result(words, self.program.sizes.rows)
-        if trace.status is not TableStatus.OK:
+        if trace.status is not Status.OK:
             where = f"{self.unit.kernel.name}, layer {layer}"
             raise BackendError(f"the DRS controller stopped with status {trace.status.name}", where=where, hint=_HINT)
         return trace
-
-    def _load(self, operation: StepOp, data: bytes) -> int:
-        """Return the status of loading a program or a table."""
-        self.unit.write("program", np.frombuffer(data + bytes(-len(data) % WORD_BYTES), np.uint8))
-        self.unit.set({"op": operation, "bytes": len(data)})
-        self.unit.run()
-        return int(self.unit.read("report", WORD_BYTES).view(np.uint32)[0])
 
     def _bytes(self, tensors: Mapping[str, Array], name: str) -> Bytes:
         """Return the bytes of an argument.
@@ -238,7 +231,7 @@ class LiveTable:
     """
 
     def __init__(self, data: bytes) -> None:
-        self.table = read_table(data)
+        self.table, self._data = read_table(data), data
         self.sign = np.float32(-1 if self.table.gate.at_most else 1)
 
     def decides(self, layer: int) -> bool:
@@ -256,7 +249,7 @@ class LiveTable:
         if tuple(own) == self.table.thresholds:
             return None
         self.table = self.table.with_thresholds(own)
-        return self.table.to_bytes()
+        return with_thresholds(self._data, own)
 
     def replayed(self, trace: LayerTrace) -> Array:
         """Return which rows replay, bool [B]: a bit of the Index Register says that the row computes."""

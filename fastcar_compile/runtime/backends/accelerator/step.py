@@ -15,7 +15,7 @@ from fastcar_compile.codegen.hls.control_table.gate import pack_inputs
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout
 from fastcar_compile.codegen.hls.step_program.instructions import CHAIN_WORDS, Decide
-from fastcar_compile.codegen.hls.step_program.program import StepProgram, read_program
+from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.errors import ArtifactError, BackendError, InternalError
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.ir.types import StateRole
@@ -46,7 +46,7 @@ class StepStepper(Stepper):
         self._embed = Embedding(library_of(artifact), decoder.config, artifact.arrays(), options.threads)
         self._kernel, self._live = open_kernel(artifact, unit)
         self._program = program = self._kernel.program
-        self._check(program, section.program)
+        self._check(program, section.table)
         self._gated = [i.layer for i in program.instructions if isinstance(i, Decide)]
 
     def reset(self) -> None:
@@ -63,7 +63,7 @@ class StepStepper(Stepper):
         """Run one decode forward; see Stepper.decode. Changed thresholds are loaded first, in a launch."""
         changed = self._live.follow(thresholds)
         if changed is not None:
-            self._kernel.load_table(changed)
+            self._kernel.load(changed)
         logits = self._run(inputs, Launch(position=position, step=step))[:, None]
         decisions = np.zeros((len(thresholds), len(logits)), np.bool_)
         scores = np.zeros((len(thresholds), len(logits)), np.float32)
@@ -87,7 +87,7 @@ class StepStepper(Stepper):
         words = config.batch_size * config.hidden_size * 4 // WORD_BYTES
         logits = config.batch_size * -(-(config.vocab_size or 0) * 4 // WORD_BYTES)
         if (sizes.rows, sizes.input_words, sizes.output_words) != (config.batch_size, words, logits):
-            what = "the step program is of another decoder than the manifest"
+            what = "the program is of another decoder than the manifest"
             raise ArtifactError(what, where=file, hint="use the files of one artifact together")
 
 
@@ -158,17 +158,14 @@ def stepper_on(artifact: StoredArtifact, options: BackendOptions, unit: ComputeU
 
 
 def open_kernel(artifact: StoredArtifact, unit: ComputeUnit) -> tuple[Kernel, LiveTable]:
-    """Return the artifact's kernel with its program and control table loaded, and that table.
+    """Return the artifact's kernel with its control table loaded, and that table.
 
     Raises:
         UserError: the program, the table or the weights are not valid. BackendError: the kernel refuses one of them.
     """
     section = accelerator_of(artifact)
-    kernel = Kernel(unit, read_program(artifact.files.data(section.program)), artifact.tensors(section.weights))
     table = artifact.files.data(section.table)
-    live = LiveTable(table)
-    kernel.load_table(table)
-    return kernel, live
+    return Kernel(unit, table, artifact.tensors(section.weights)), LiveTable(table)
 
 
 class AcceleratorStepper(CpuStepper):
@@ -222,7 +219,7 @@ class AcceleratorStepper(CpuStepper):
 class DecidingKernel(Protocol):
     """What GateController asks of a kernel; see Kernel."""
 
-    def load_table(self, table: bytes) -> None: ...
+    def load(self, table: bytes) -> object: ...
     def decide(self, call: LayerCall) -> LayerTrace: ...
 
 
@@ -250,7 +247,7 @@ class GateController:
         self._registers.clear()
         changed = self._live.follow(thresholds)
         if changed is not None:
-            self._kernel.load_table(changed)
+            self._kernel.load(changed)
 
     def decide(self, layer: int, inputs: GateInputs[Array], chain: Array) -> tuple[Array, Array, Array]:
         """Return replay bool [B], score float32 [B] and chain int32 [B] with this forward, of one layer.
