@@ -33,6 +33,7 @@ from fastcar_compile.config.formats import ACCELERATED
 from fastcar_compile.config.targets import Target, has_accelerator
 from fastcar_compile.errors import CompileError, UserError, attempt
 from fastcar_compile.gates import decided_on_accelerator
+from fastcar_compile.gates.base import GateKind
 from fastcar_compile.ir.layers import layer_of
 from fastcar_compile.ir.pass_manager import Pass, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
@@ -313,7 +314,7 @@ def _gates(program: DecoderProgram) -> Iterator[Fallback]:
             layers[site.replay.gate].append(site.layer)
     for gate, found in layers.items():
         reason = f"the DRS controller has no unit for gate {gate}"
-        hint = "choose one that it has: tas, input_delta, bound, learned"
+        hint = f"choose one that it has: {', '.join(kind.name.lower() for kind in GateKind)}"
         place, what = tuple(found), "gate"
         yield Fallback(kind="gate", what=what, layers=place, instead="the host decides", reason=reason, hint=hint)
 

@@ -1,7 +1,7 @@
 """The loops of the TAS unit and DRS controller: how often each iterates, how long its pipeline is, what it moves.
 
 They run one after the other, and so do those that place the rows before the array starts (fastcar_drs.hpp,
-fastcar_engine.cpp). The closed form and the cycle model use the same loops. Depths are estimates, as in `loops.py`.
+fastcar_step.cpp). The closed form and the cycle model use the same loops. Depths are estimates, as in `loops.py`.
 """
 
 from __future__ import annotations
