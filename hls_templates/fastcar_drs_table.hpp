@@ -192,8 +192,9 @@ bool length_is_valid(const uint32_t header[HEADER_WORDS]) {
     const uint32_t layers = header[F_LAYERS], count = header[F_INSTRUCTIONS];
     const uint32_t weights = (header[F_FLAGS] & WEIGHTED) != 0 ? times(layers, header[F_HEADS]) : 0;
     uint32_t sizes = 0;
-    FASTCAR_UNROLL
+join_sizes:
     for (int i = 0; i < SIZE_WORDS; ++i) {
+        FASTCAR_PIPELINE(1)
         sizes |= header[F_PORTS + i];
     }
     const bool empty = (count != 0 || sizes == 0) && header[F_SPARE] == 0;
