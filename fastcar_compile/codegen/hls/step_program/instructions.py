@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -111,7 +112,7 @@ class Opcode(IntEnum):
 
 
 @dataclass(frozen=True)
-class Instruction:
+class Instruction(ABC):
     """An instruction; `layer` is for reports. Fields follow in order, a word each; a float is a float32."""
 
     opcode: ClassVar[Opcode]
@@ -130,9 +131,9 @@ class Instruction:
         named = {key: value.name if isinstance(value, IntEnum) else value for key, value in fields.items()}
         return {"opcode": self.opcode.name, **named}
 
+    @abstractmethod
     def fits(self, room: Sizes) -> bool:
         """Return whether the fields are in range, and nothing is read or written outside of its buffer."""
-        raise NotImplementedError
 
 
 def _word(value: int | float) -> int:
