@@ -5,6 +5,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.dev
 
+# Where it is set, as some images have it, every process compiles torch's sources anew: twice the time to start, for each of a few hundred in the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo play check test pytest families fuzz lint lowest docs bench lock sbom release clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
