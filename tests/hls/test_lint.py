@@ -19,7 +19,6 @@ NOT_SYNTHESISED = {
     "step_testbench.cpp",
     "fastcar_csim.cpp",
     "fastcar_csim.hpp",
-    "fastcar_reference.hpp",
 }
 TOPS = ("fastcar_step.cpp", "fastcar_drs.cpp", "fastcar_probe.cpp")
 PROBE_FILES = {"fastcar_probe.cpp", "fastcar_probe.hpp"}

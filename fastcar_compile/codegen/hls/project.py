@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from fastcar_compile.codegen.hls.interface import KernelInterface, kernel_interf
 from fastcar_compile.codegen.hls.render import TEMPLATES, Bench, Benches, probe_files, render, vitis_files
 from fastcar_compile.codegen.hls.step_program.builder import LinearPlan, ShortPlan, build_short
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepProgram, StepStatus
-from fastcar_compile.codegen.hls.step_sample import sample_program
+from fastcar_compile.codegen.hls.step_sample import Golden, sample_program
 from fastcar_compile.config.targets import Target
 
 SOURCES = ("fastcar_config.hpp", "fastcar_step_config.hpp", "fastcar_step.hpp", "fastcar_step.cpp")
@@ -101,19 +101,19 @@ STEP_BENCH = "step_testbench.cpp"
 
 
 def step_bench(design: Design, step: StepDesign, table: DrsTable, kernel: KernelInterface) -> str:
-    """Return the text of the test bench: a layer of the decoder and its head with random weights."""
+    """Return the text of the test bench: a layer of the decoder and its head with drawn weights, and their outputs."""
     program = sample_program(step.program, design)
-    data = program.to_bytes(table)
+    data, golden = program.to_bytes(table), Golden(program, design)
     return render(
         STEP_BENCH,
-        design=design,
         step=step,
         kernel=kernel,
         ports=len(weight_ports(design)),
         sizes=program.sizes,
-        instructions=len(program.instructions),
-        first=table.words,
         words=[f"0x{word:08x}u" for word in struct.unpack(f"<{len(data) // 4}I", data)],
+        products=[own.row for own in golden.products],
+        launches=[astuple(own) for own in golden.launches],
+        golden=[f"0x{word:08x}u" for word in golden.outputs],
         operations=StepOp,
         run=StepStatus,
         load=Status,
