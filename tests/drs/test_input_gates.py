@@ -120,8 +120,8 @@ def sources(name: str, folder: Path) -> Path:
         for path in files("hls_templates").iterdir():
             if path.name.endswith(".hpp"):
                 (own / path.name).write_text(path.read_text())
-        traffic = Path(__file__).with_name("traffic.cpp").read_text()
-        (own / COUNTED).write_text(f'#define FASTCAR_COUNT_TRAFFIC\n#include "fastcar_drs.cpp"\n{traffic}')
+        traffic = Path(__file__).with_name("traffic.hpp").read_text()
+        (own / COUNTED).write_text(f'{traffic}\n#include "fastcar_drs.cpp"\n')
     return own
 
 

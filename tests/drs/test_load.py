@@ -77,9 +77,9 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Counting:
     table = llama(32)
     for name, text in emit_drs(table, limits_of(table)).texts.items():
         (folder / name).write_text(text)
-    sources = [str(folder / "fastcar_drs.cpp"), str(Path(__file__).with_name("traffic.cpp"))]
+    sources = ["-include", str(Path(__file__).with_name("traffic.hpp")), str(folder / "fastcar_drs.cpp")]
     include = [f"-I{folder}", f"-I{files('hls_templates')}", "-isystem", str(ap_types_folder())]
-    command = [compiler(), *FLAGS, "-DFASTCAR_COUNT_TRAFFIC", *include, *sources, "-o", str(folder / "counting.so")]
+    command = [compiler(), *FLAGS, *include, *sources, "-o", str(folder / "counting.so")]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     library = ctypes.CDLL(str(folder / "counting.so"))

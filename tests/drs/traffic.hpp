@@ -1,11 +1,6 @@
-// What one call of the controller moves over its AXI ports, counted in C simulation when FASTCAR_COUNT_TRAFFIC is defined.
-// Hardware has no counters: without the macro both macros are empty.
-#ifndef FASTCAR_DRS_TRAFFIC_HPP
-#define FASTCAR_DRS_TRAFFIC_HPP
-
+// What the controller moves over its AXI ports, counted in C simulation: included before the controller's sources.
 #include <stdint.h>
-
-#if defined(FASTCAR_COUNT_TRAFFIC)
+#include <string.h>
 
 namespace fastcar {
 namespace drs {
@@ -33,23 +28,18 @@ struct Traffic {
     }
 };
 
-// One per library: a member of a template may be defined in a header.
-template <int>
-struct Counted {
-    static Traffic traffic;
-};
-template <int N>
-Traffic Counted<N>::traffic;
+static Traffic traffic;
 
 }  // namespace drs
 }  // namespace fastcar
 
-#define FASTCAR_BURST(argument) fastcar::drs::Counted<0>::traffic.begin(fastcar::drs::argument);
-#define FASTCAR_BEAT(argument, address) fastcar::drs::Counted<0>::traffic.beat(fastcar::drs::argument, address);
+#define FASTCAR_BURST(argument) fastcar::drs::traffic.begin(fastcar::drs::argument);
+#define FASTCAR_BEAT(argument, address) fastcar::drs::traffic.beat(fastcar::drs::argument, address);
 
-#else
-#define FASTCAR_BURST(argument)
-#define FASTCAR_BEAT(argument, address)
-#endif
-
-#endif
+// Bursts of every argument since the last question, then beats.
+extern "C" void moved(uint32_t* counts) {
+    fastcar::drs::Traffic& traffic = fastcar::drs::traffic;
+    memcpy(counts, traffic.bursts, sizeof(traffic.bursts));
+    memcpy(counts + fastcar::drs::ARGUMENTS, traffic.beats, sizeof(traffic.beats));
+    traffic = fastcar::drs::Traffic();
+}
