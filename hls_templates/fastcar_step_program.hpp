@@ -10,7 +10,7 @@ namespace fastcar {
 namespace step {
 
 static const uint32_t MAX_ROWS = 32;
-static const uint32_t MAX_PORTS = 64;
+static const uint32_t MAX_PORTS = 128;
 static const uint32_t MAX_COUNT = 65535;
 static const uint32_t MOST_WORDS = 1u << 30;
 static const uint32_t MOST_STEP_CHANNELS = 1u << 18;

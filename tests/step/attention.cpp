@@ -79,6 +79,9 @@ int step_attend(uint32_t ports, uint32_t heads, const word_t* query, uint32_t bl
         case 104:
             run<1, 4>(query, blocks, cache, key_words, value_words, window, factor, y);
             return 1;
+        case 220:
+            run<1, 120>(query, blocks, cache, key_words, value_words, window, factor, y);
+            return 1;
         default:
             return 0;
     }

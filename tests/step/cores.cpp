@@ -79,6 +79,9 @@ int step_append(uint32_t ports, const word_t* row, uint32_t first, uint32_t bloc
         case 4:
             append<4>(row, first, blocks, position, keys, key_words, values, value_words);
             return 1;
+        case 120:
+            append<120>(row, first, blocks, position, keys, key_words, values, value_words);
+            return 1;
         default:
             return 0;
     }

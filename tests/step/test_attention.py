@@ -66,6 +66,7 @@ class Case:
 CASES = {
     "one port": Case(CacheLayout(1, 32, 40), 1, 33),
     "one row": Case(CacheLayout(4, 128, 64), 1, 1),
+    "many ports": Case(CacheLayout(120, 64, 40), 1, 37),
     "many rows": Case(CacheLayout(4, 128, 256), 1, 251),
     "two heads": Case(CacheLayout(3, 96, 130), 2, 130),
     "two heads of a block": Case(CacheLayout(3, 32, 50), 2, 49),

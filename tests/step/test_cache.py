@@ -11,7 +11,7 @@ from fastcar_compile.ir.ops.operator import stored
 from step.conftest import Cores
 from step.values import Array, random_row
 
-LAYOUTS = [CacheLayout(1, 32, 20), CacheLayout(3, 96, 70), CacheLayout(4, 128, 40), CacheLayout(4, 32, 130)]
+LAYOUTS = [CacheLayout(1, 32, 20), CacheLayout(3, 96, 70), CacheLayout(4, 128, 40), CacheLayout(120, 32, 130)]
 HEAD = 5
 """Number of the head; tests/step/cores.cpp has the same."""
 

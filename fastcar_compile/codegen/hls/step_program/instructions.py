@@ -17,7 +17,7 @@ from fastcar_compile.gates.base import GateKind
 # What a step program needs of an engine and its memory.
 
 
-MAX_PORTS = 64
+MAX_PORTS = 128
 
 MAX_COUNT = 65535
 """Most of anything that is counted, besides channels, words of a buffer and rows of a table."""
