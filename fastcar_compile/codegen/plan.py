@@ -16,17 +16,17 @@ import torch
 
 from fastcar_compile.artifact.programs import decoder_section, layers_section
 from fastcar_compile.artifact.sections.decoder import Part
+from fastcar_compile.codegen.hls.accelerator import (
+    Accelerator,
+    Offloaded,
+    choose_accelerator,
+    footprint_of,
+    offloaded,
+    require_memory,
+)
 from fastcar_compile.codegen.hls.design.memory import bank_map, capacity, shares_memory
 from fastcar_compile.codegen.hls.model import default_offload
 from fastcar_compile.codegen.hls.model.workload import workload_of_sections
-from fastcar_compile.codegen.hls.plan import (
-    AcceleratorPlan,
-    Offloaded,
-    footprint_of,
-    offloaded,
-    plan_accelerator,
-    require_memory,
-)
 from fastcar_compile.codegen.tvm.isa import cross_compiler
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import ACCELERATED
@@ -119,7 +119,7 @@ class BuildPlan:
     config: CompileConfig
     board: Target
     pipeline: str
-    accelerator: AcceleratorPlan | None
+    accelerator: Accelerator | None
     placements: tuple[Placement, ...]
     memory: Memory
     fallbacks: tuple[Fallback, ...]
@@ -226,7 +226,7 @@ def _plan(
         attempt(problems, partial(require_memory, program, config, board))
         work = work or attempt(problems, partial(offloaded, program, config.offload))
         if work is not None:
-            accelerator = attempt(problems, partial(plan_accelerator, program, config, board, work))
+            accelerator = attempt(problems, partial(choose_accelerator, program, config, board, work))
     kept = () if work is None or config.offload != "linears" else _linears(work)
     fallbacks = (*_fallbacks(program, config, board), *kept, *_board_libraries(board))
     return BuildPlan(
@@ -359,7 +359,7 @@ def _placements(
     program: DecoderProgram,
     config: CompileConfig,
     board: Target,
-    plan: AcceleratorPlan | None,
+    plan: Accelerator | None,
     kept: Sequence[Fallback],
 ) -> Iterator[Placement]:
     """Yield the parts, the accelerator's first. `kept`: the fallbacks, whose reasons the host's parts repeat."""
@@ -395,7 +395,7 @@ def _why_host(board: Target, kept: Sequence[Fallback]) -> str:
     return next((f.reason for f in kept if f.kind == "accelerator"), "no engine was found: see the problems")
 
 
-def _calls(plan: AcceleratorPlan) -> Iterator[Placement]:
+def _calls(plan: Accelerator) -> Iterator[Placement]:
     """Yield the linear calls by their place in a layer."""
     layers: dict[str, list[int]] = {}
     counts: dict[str, int] = {}
@@ -410,7 +410,7 @@ def _calls(plan: AcceleratorPlan) -> Iterator[Placement]:
         yield Placement(what=place, unit="accelerator", layers=tuple(found), calls=counts[place], reason=reason)
 
 
-def _memory(program: DecoderProgram, config: CompileConfig, board: Target, plan: AcceleratorPlan | None) -> Memory:
+def _memory(program: DecoderProgram, config: CompileConfig, board: Target, plan: Accelerator | None) -> Memory:
     """Return the bytes of weights and state, and where they are."""
     totals = {str(role): sum(s.nbytes for s in program.state if s.role is role) for role in StateRole}
     weights = program.params.nbytes()
@@ -421,9 +421,7 @@ def _memory(program: DecoderProgram, config: CompileConfig, board: Target, plan:
     )
 
 
-def _banks(
-    program: DecoderProgram, config: CompileConfig, board: Target, plan: AcceleratorPlan | None
-) -> Iterator[Bank]:
+def _banks(program: DecoderProgram, config: CompileConfig, board: Target, plan: Accelerator | None) -> Iterator[Bank]:
     whole = shares_memory(board) or config.offload == "all"
     own = program.params.nbytes() + sum(s.nbytes for s in program.state)
     if plan is None or not whole:

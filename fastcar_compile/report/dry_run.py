@@ -13,10 +13,10 @@ from fastcar_compile.artifact.programs import decoder_section, layers_section
 from fastcar_compile.artifact.sections import LayersSection, State
 from fastcar_compile.artifact.sections.accelerator import ControllerPart, DesignPart, ExplorationPart
 from fastcar_compile.artifact.sections.decoder import Part
+from fastcar_compile.codegen.hls.accelerator import Accelerator
 from fastcar_compile.codegen.hls.control import controller_part
 from fastcar_compile.codegen.hls.model.system import estimate
 from fastcar_compile.codegen.hls.model.workload import workload_of_sections
-from fastcar_compile.codegen.hls.plan import AcceleratorPlan
 from fastcar_compile.codegen.plan import BuildPlan, Fallback, Memory, Placement
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import CompileError
@@ -120,7 +120,7 @@ def _problems(errors: Sequence[CompileError]) -> Iterator[Problem]:
         yield Problem(what=each.what, where=each.where, hint=each.hint)
 
 
-def _speed(plan: BuildPlan, engine: AcceleratorPlan) -> Iterator[Speed]:
+def _speed(plan: BuildPlan, engine: Accelerator) -> Iterator[Speed]:
     """Yield the predictions, dense first; a decoder that does not fit is predicted as if it did."""
     config, layers = plan.config, layers_section(plan.program)
     work = workload_of_sections(config, decoder_section(plan.program), layers.layers)

@@ -11,7 +11,7 @@ from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.codegen.hls.design.step_usage import StepParts, step_units
 from fastcar_compile.codegen.hls.model import Estimate, Workload, estimate, load_shape
 from fastcar_compile.codegen.hls.model.gate import GateModel
-from fastcar_compile.codegen.hls.model.question import step_program, without_replay
+from fastcar_compile.codegen.hls.model.question import program_of_shape, without_replay
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import CompileError, InputError
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_refused_by_resource() -> None:
 
 def test_the_program_is_what_the_compiler_builds() -> None:
     work = Workload(TINY, "w4a8", 64, 2, "all", gate=GateModel.named("learned"))
-    program = step_program(work, explore(work.kernel_spec(), ZCU102).design)
+    program = program_of_shape(work, explore(work.kernel_spec(), ZCU102).design)
     kinds = [type(i) for i in program.instructions]
     assert kinds.count(step.Decide) == kinds.count(step.Replay) == TINY.layers
     dense = without_replay(program)
@@ -78,7 +78,7 @@ def test_the_program_is_what_the_compiler_builds() -> None:
     assert step.Replay not in found
     assert found.count(step.Add) == 2 * TINY.layers
     headless = replace(work, shape=TINY.model_copy(update={"vocab": 0}))
-    bare = step_program(headless, explore(headless.kernel_spec(), ZCU102).design)
+    bare = program_of_shape(headless, explore(headless.kernel_spec(), ZCU102).design)
     assert len(bare.instructions) == len(program.instructions) - 1
 
 

@@ -15,7 +15,7 @@ import fastcar_compile as fc
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.codegen.hls.model import Estimate, Workload, estimate, load_shape
-from fastcar_compile.codegen.hls.model.question import step_program
+from fastcar_compile.codegen.hls.model.question import program_of_shape
 from fastcar_compile.codegen.hls.model.time_line import trace_events, write_time_line
 from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
 from fastcar_compile.codegen.hls.step_program import instructions as step
@@ -60,7 +60,7 @@ def test_spans_of_a_lane_follow_each_other_and_calls_enclose_their_parts(work: W
 def test_the_calls_are_the_instructions_of_the_program_that_is_given() -> None:
     """Every instruction that takes time is one call, in order; a program without a norm has one call less."""
     design = explore(WHOLE.kernel_spec(), ZCU102).design
-    program = step_program(WHOLE, design)
+    program = program_of_shape(WHOLE, design)
     whole = estimate(replace(WHOLE, replay=0.0), ZCU102, design=design, program=program)
     decided = [i for i in program.instructions if not isinstance(i, step.Decide | step.End)]
     assert len(whole.step.calls) == len(decided)

@@ -14,8 +14,8 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface
-from fastcar_compile.codegen.hls.project import emit_hls, linear_plan, short_program
-from fastcar_compile.codegen.hls.step_program.builder import ShortPlan, build_short
+from fastcar_compile.codegen.hls.project import emit_hls, linear_form, short_program
+from fastcar_compile.codegen.hls.step_program.builder import ShortForm, build_short
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit
 from fastcar_compile.runtime.backends.accelerator.kernel import ALL_ROWS, Kernel, padded_rows
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, aligned, folder_sources, open_library
@@ -58,9 +58,9 @@ class Simulation:
     def table(self, product: Product | None = None) -> bytes:
         """A table whose program is the MLP, or this linear."""
         words = self.design.section_words if product is None else 0
-        linears = () if product is None else (linear_plan(product),)
+        linears = () if product is None else (linear_form(product),)
         layers = 1 if product is None else 0
-        plan = ShortPlan(layers, self.batch, self.design.ports, self.hidden, words, linears)
+        plan = ShortForm(layers, self.batch, self.design.ports, self.hidden, words, linears)
         return build_short(plan).to_bytes(table_of_sizes(self.design))
 
     def kernel(self, stream: Array, product: Product | None = None) -> Kernel:

@@ -14,11 +14,11 @@ from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsT
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
 from fastcar_compile.codegen.hls.step_program.builder import (
-    AttentionPlan,
-    CachePlan,
-    LinearPlan,
-    ReplayPlan,
-    StepPlan,
+    AttentionForm,
+    CacheForm,
+    LinearForm,
+    ReplayForm,
+    StepForm,
     build_step,
 )
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES, CacheLayout
@@ -90,7 +90,7 @@ class Gates:
         weight = 0.125 if self.kind is GateKind.BOUND else 0.0
         return GateScore(self.kind, reads, max(self.units, default=0), heads, weight)
 
-    def table(self, attention: AttentionPlan) -> DrsTable:
+    def table(self, attention: AttentionForm) -> DrsTable:
         """The control table."""
         shape = AttentionShape(attention.heads, attention.key_heads, attention.head_dim)
         sign = -1 if self.kind.at_most else 1
@@ -112,18 +112,18 @@ class Gates:
         return np.concatenate([np.zeros(0, np.float32), *found])
 
 
-def decoder(attention: AttentionPlan, quant: str, gates: Gates, axi_bits: int = 128) -> Decoder:
+def decoder(attention: AttentionForm, quant: str, gates: Gates, axi_bits: int = 128) -> Decoder:
     """A decoder of two layers and two rows. axi_bits: of an AXI port, which carries one weight port or two."""
     rng = np.random.default_rng(0)
     query, key = attention.heads * attention.head_dim, attention.key_heads * attention.head_dim
     linears = [("qkv", HIDDEN, query + 2 * key, False), ("o", query, HIDDEN, True), ("head", HIDDEN, VOCAB, False)]
     made = design(HIDDEN, 96, ROWS, 1, ports=4, linears=linears, quant=quant, axi_bits=axi_bits)
     plans = {name: _plan(made, name) for name, *_ in linears}
-    plan = StepPlan(
+    plan = StepForm(
         *(LAYERS, ROWS, made.ports, HIDDEN, float32(1e-5), attention, plans["qkv"], plans["o"]),
         mlp_words=made.section_words,
         head=plans["head"],
-        replay=ReplayPlan(FRAME, gates.gated, gates.kind, gates.units),
+        replay=ReplayForm(FRAME, gates.gated, gates.kind, gates.units),
     )
     program = build_step(plan)
     weights, sections = {}, []
@@ -144,9 +144,9 @@ def decoder(attention: AttentionPlan, quant: str, gates: Gates, axi_bits: int = 
     return Decoder(made, program, gates.table(attention), weights, constants, np.concatenate(sections, 1))
 
 
-def _plan(made: Design, name: str) -> LinearPlan:
+def _plan(made: Design, name: str) -> LinearForm:
     product = made.linears[name]
-    return LinearPlan(
+    return LinearForm(
         product.inputs, product.channels, product.tile, product.tiles, product.section_words, bias=product.bias
     )
 
@@ -160,7 +160,7 @@ def _scaled(weights: LinearWeights) -> LinearWeights:
     )
 
 
-def _constants(program: StepProgram, attention: AttentionPlan, networks: Array, rng: np.random.Generator) -> Array:
+def _constants(program: StepProgram, attention: AttentionForm, networks: Array, rng: np.random.Generator) -> Array:
     """Norm weights near one, then the table of cosines and sines, then the networks."""
     table = attention.table_rows * attention.rotary
     weights = rng.uniform(0.5, 1.5, 4 * program.sizes.constant_words - table - len(networks))
@@ -179,7 +179,7 @@ def cached(memory: Memory, program: StepProgram, head_dim: int, number: int) -> 
     return layout.unpack_keys(keys, head), layout.unpack_values(values, head)
 
 
-ROTATED = AttentionPlan(
-    4, 2, 64, rotary=64, table_rows=48, factor=float32(0.125 * 1.4426950408889634), cache=CachePlan(0, 50)
+ROTATED = AttentionForm(
+    4, 2, 64, rotary=64, table_rows=48, factor=float32(0.125 * 1.4426950408889634), cache=CacheForm(0, 50)
 )
-NORMED = AttentionPlan(6, 2, 32, 16, table_rows=20, factor=0.25, cache=CachePlan(2, 33, 9), head_norm=True)
+NORMED = AttentionForm(6, 2, 32, 16, table_rows=20, factor=0.25, cache=CacheForm(2, 33, 9), head_norm=True)

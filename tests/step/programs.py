@@ -8,28 +8,28 @@ from collections.abc import Sequence
 
 from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.table import Limits
-from fastcar_compile.codegen.hls.step_program.builder import AttentionPlan, CachePlan, LinearPlan, ReplayPlan, StepPlan
+from fastcar_compile.codegen.hls.step_program.builder import AttentionForm, CacheForm, LinearForm, ReplayForm, StepForm
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 
-HEADS = AttentionPlan(4, 2, 32, rotary=32, table_rows=40, factor=0.25, cache=CachePlan(0, 40))
+HEADS = AttentionForm(4, 2, 32, rotary=32, table_rows=40, factor=0.25, cache=CacheForm(0, 40))
 
 
 def plan(
-    attention: AttentionPlan = HEADS, layers: int = 2, rows: int = 2, replay: ReplayPlan | None = None
-) -> StepPlan:
+    attention: AttentionForm = HEADS, layers: int = 2, rows: int = 2, replay: ReplayForm | None = None
+) -> StepForm:
     """A decoder of four weight ports."""
     query, key = attention.heads * attention.head_dim, attention.key_heads * attention.head_dim
-    return StepPlan(
+    return StepForm(
         layers=layers,
         rows=rows,
         ports=4,
         hidden=64,
         epsilon=1e-5,
         attention=attention,
-        qkv=LinearPlan(64, query + 2 * key, tile=4, tiles=-(-(query + 2 * key) // 16), words=512),
-        o=LinearPlan(query, 64, tile=4, tiles=4, words=256),
+        qkv=LinearForm(64, query + 2 * key, tile=4, tiles=-(-(query + 2 * key) // 16), words=512),
+        o=LinearForm(query, 64, tile=4, tiles=4, words=256),
         mlp_words=1024,
-        head=LinearPlan(64, 17, tile=1, tiles=5, words=256),
+        head=LinearForm(64, 17, tile=1, tiles=5, words=256),
         replay=replay,
     )
 

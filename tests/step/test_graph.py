@@ -17,10 +17,10 @@ from passes.tiny import backend_of
 from torch.fx import Node
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from fastcar_compile.codegen.hls.accelerator import Accelerator, choose_accelerator, offloaded
+from fastcar_compile.codegen.hls.decode_step import DecodeStep, decode_step
 from fastcar_compile.codegen.hls.emit import linear_weights
 from fastcar_compile.codegen.hls.packing import LinearWeights
-from fastcar_compile.codegen.hls.plan import AcceleratorPlan, offloaded, plan_accelerator
-from fastcar_compile.codegen.hls.step_plan import StepForm, step_form
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES
 from fastcar_compile.codegen.hls.step_program.instructions import Decide
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
@@ -44,7 +44,7 @@ class Captured:
     """A rewritten decoder, and what the engine computes of it."""
 
     program: DecoderProgram
-    plan: AcceleratorPlan
+    plan: Accelerator
 
     def memory(self, program: StepProgram, streams: tuple[str, ...], constants: Array) -> Memory:
         """Memory with empty caches; products by the place of their streams in a section."""
@@ -90,12 +90,12 @@ def compiled(program: DecoderProgram, **options: Any) -> Captured:
     config = CompileConfig(**{**SHAPE, **given, **options})
     run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
     work = offloaded(program, config.offload)
-    return Captured(program, plan_accelerator(program, config, load_target("zcu102"), work))
+    return Captured(program, choose_accelerator(program, config, load_target("zcu102"), work))
 
 
-def form_of(made: Captured) -> StepForm:
+def form_of(made: Captured) -> DecodeStep:
     """What its decode step is made of."""
-    return step_form(made.program, made.plan.calls, made.plan.kept)
+    return decode_step(made.program, made.plan.calls, made.plan.kept)
 
 
 @pytest.fixture(scope="module")

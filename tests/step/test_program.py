@@ -14,7 +14,7 @@ import pytest
 
 from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.control_table.table import HEADER_WORDS, Status
-from fastcar_compile.codegen.hls.step_program.builder import CachePlan, ReplayPlan, build_step
+from fastcar_compile.codegen.hls.step_program.builder import CacheForm, ReplayForm, build_step
 from fastcar_compile.codegen.hls.step_program.instructions import (
     KINDS,
     Add,
@@ -34,12 +34,12 @@ from step.conftest import Cores
 from step.programs import HEADS, LIMITS, binary, plan, repaired
 
 PROGRAM = build_step(plan())
-NORMED = build_step(plan(replace(HEADS, head_norm=True, rotary=16, cache=CachePlan(4, 30, 20)), layers=3, rows=1))
+NORMED = build_step(plan(replace(HEADS, head_norm=True, rotary=16, cache=CacheForm(4, 30, 20)), layers=3, rows=1))
 PLAIN = build_step(plan(replace(HEADS, rotary=0)))
-GATED = build_step(plan(replay=ReplayPlan(7, (False, True))))
-BOUND = build_step(plan(replay=ReplayPlan(7, (False, True), GateKind.BOUND)))
-LEARNED = build_step(plan(replay=ReplayPlan(7, (False, True), GateKind.LEARNED, units=(0, 3))))
-DELTA = build_step(plan(replay=ReplayPlan(7, (False, True), GateKind.INPUT_DELTA)))
+GATED = build_step(plan(replay=ReplayForm(7, (False, True))))
+BOUND = build_step(plan(replay=ReplayForm(7, (False, True), GateKind.BOUND)))
+LEARNED = build_step(plan(replay=ReplayForm(7, (False, True), GateKind.LEARNED, units=(0, 3))))
+DELTA = build_step(plan(replay=ReplayForm(7, (False, True), GateKind.INPUT_DELTA)))
 
 
 PROGRAMS = {
@@ -206,12 +206,12 @@ def test_what_cannot_be_built_is_named() -> None:
     with pytest.raises(UserError, match=r"heads of 48 elements .*; 4 heads on 3 key heads; 12 rotating elements"):
         build_step(plan(wrong))
     with pytest.raises(UserError, match="gates of 1 layers for 2 layers"):
-        build_step(plan(replay=ReplayPlan(7, (True,))))
-    learned = plan(replay=ReplayPlan(7, (True, True), GateKind.LEARNED))
+        build_step(plan(replay=ReplayForm(7, (True,))))
+    learned = plan(replay=ReplayForm(7, (True, True), GateKind.LEARNED))
     with pytest.raises(UserError, match="networks of 0 layers for gate learned of 2 layers"):
         build_step(learned)
     with pytest.raises(UserError, match="gate bound of heads without RoPE and norms"):
-        build_step(plan(replace(HEADS, rotary=0), replay=ReplayPlan(7, (True, True), GateKind.BOUND)))
+        build_step(plan(replace(HEADS, rotary=0), replay=ReplayForm(7, (True, True), GateKind.BOUND)))
     with pytest.raises(UserError, match="ROTATE of layer 0"):
         build_step(plan(replace(HEADS, table_rows=0)))
 

@@ -26,10 +26,10 @@ from fastcar_compile.artifact.sections.accelerator import (
 )
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EmitContext
+from fastcar_compile.codegen.hls.accelerator import Accelerator
 from fastcar_compile.codegen.hls.control import controller_part
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
-from fastcar_compile.codegen.hls.plan import AcceleratorPlan
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.codegen.hls.step_program.instructions import AppendKeys, AppendValues, Decide, Instruction, Replay
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
@@ -47,7 +47,7 @@ Streams = Mapping[str, tuple[int, Callable[[], NDArray[np.uint8]]]]
 """Name of a weight stream -> its bytes on all ports, and what packs it."""
 
 
-def write_weights(writer: ArtifactWriter, plan: AcceleratorPlan, streams: Streams, constants: NDArray[Any]) -> None:
+def write_weights(writer: ArtifactWriter, plan: Accelerator, streams: Streams, constants: NDArray[Any]) -> None:
     """Write weights and constants (float32 words) of the kernel, a tensor per argument."""
     ports, order = plan.kernel.part.weights(), plan.streams
     section, rest = divmod(sum(streams[name][0] for name in order), len(ports))
@@ -59,7 +59,7 @@ def write_weights(writer: ArtifactWriter, plan: AcceleratorPlan, streams: Stream
     writer.write_pieces(ACCELERATOR_WEIGHTS, specs, _pieces(order, ports, streams, constants))
 
 
-def write_table(writer: ArtifactWriter, plan: AcceleratorPlan) -> None:
+def write_table(writer: ArtifactWriter, plan: Accelerator) -> None:
     """Write the control table with its program, and its JSON twin."""
     writer.write_bytes(DRS_TABLE, plan.program.to_bytes(plan.table))
     listed = plan.table.to_json() | {"program": plan.program.to_json()}
@@ -142,7 +142,7 @@ class HlsEmitter:
         )
 
 
-def _emit_project(program: DecoderProgram, context: EmitContext, plan: AcceleratorPlan) -> StepPart | None:
+def _emit_project(program: DecoderProgram, context: EmitContext, plan: Accelerator) -> StepPart | None:
     """Write the kernel, its table and its weights; return the step, where it runs whole ones."""
     emit_hls(plan.design, context.writer.root / HLS, plan.table, context.plan.board, plan.kernel_design)
     write_weights(context.writer, plan, weight_streams(program, plan), plan.constants(program))
@@ -153,7 +153,7 @@ def _emit_project(program: DecoderProgram, context: EmitContext, plan: Accelerat
     return StepPart(instructions=len(plan.program.instructions), states=places)
 
 
-def weight_streams(program: DecoderProgram, plan: AcceleratorPlan) -> dict[str, tuple[int, Stream]]:
+def weight_streams(program: DecoderProgram, plan: Accelerator) -> dict[str, tuple[int, Stream]]:
     """Return the weight streams of the array by name: their bytes, and what packs them."""
     design = plan.design
     streams: dict[str, tuple[int, Stream]] = {

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 from importlib.resources import files
 from pathlib import Path
+from typing import TypeVar
 
 from fastcar_compile.codegen.hls.control_table.table import DrsTable, Status
 from fastcar_compile.codegen.hls.controller_project import emit_drs, limits_of, table_of_sizes
@@ -17,10 +18,24 @@ from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
 from fastcar_compile.codegen.hls.interface import KernelInterface, kernel_interface, weight_ports
 from fastcar_compile.codegen.hls.render import TEMPLATES, Bench, Benches, probe_files, render, vitis_files
-from fastcar_compile.codegen.hls.step_program.builder import LinearPlan, ShortPlan, build_short
+from fastcar_compile.codegen.hls.step_program.builder import (
+    AttentionForm,
+    LinearForm,
+    ReplayForm,
+    ShortForm,
+    StepForm,
+    build_short,
+    build_step,
+)
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepProgram, StepStatus
 from fastcar_compile.codegen.hls.step_sample import Golden, sample_program
 from fastcar_compile.config.targets import Target
+from fastcar_compile.errors import CompileError, UserError
+
+T = TypeVar("T")
+
+HEAD = "head"
+"""Name of the linear call behind the layers."""
 
 SOURCES = ("fastcar_config.hpp", "fastcar_step_config.hpp", "fastcar_step.hpp", "fastcar_step.cpp")
 """What depends on the design."""
@@ -34,13 +49,13 @@ def short_program(design: Design, table: DrsTable, units: Sequence[int] = ()) ->
     """
     gated = tuple(layer for layer, factor in enumerate(table.factors) if factor != 0)
     return build_short(
-        ShortPlan(
+        ShortForm(
             layers=design.mlp.layers,
             rows=design.mlp.batch,
             ports=design.ports,
             hidden=design.mlp.hidden,
             mlp_words=design.section_words,
-            linears=tuple(linear_plan(product) for product in design.linears.values()),
+            linears=tuple(linear_form(product) for product in design.linears.values()),
             gated=gated,
             query_words=table.query_words,
             key_words=table.key_words,
@@ -49,10 +64,63 @@ def short_program(design: Design, table: DrsTable, units: Sequence[int] = ()) ->
     )
 
 
-def linear_plan(product: Product) -> LinearPlan:
+def step_program(
+    design: Design, attention: AttentionForm, epsilon: float, replay: ReplayForm | None, head: str = HEAD
+) -> StepProgram:
+    """Return the step program of a decoder whose layers are alike, on a design that has its linears.
+
+    Args:
+        epsilon: of the norms. replay: of MLPs; None: there is none. head: name of the last linear.
+
+    Raises:
+        CompileError: what a step program cannot express.
+    """
+    linears = design.linears
+
+    def of_layers(place: str) -> LinearForm:
+        return only(
+            {linear_form(linears[f"layer_{n}.{place}"]) for n in range(design.mlp.layers)}, f"the linears {place}"
+        )
+
+    form = StepForm(
+        layers=design.mlp.layers,
+        rows=design.mlp.batch,
+        ports=design.ports,
+        hidden=design.mlp.hidden,
+        epsilon=epsilon,
+        attention=attention,
+        qkv=of_layers("qkv"),
+        o=of_layers("o"),
+        mlp_words=design.section_words,
+        head=linear_form(linears[head]),
+        replay=replay,
+    )
+    try:
+        return build_step(form)
+    except UserError as error:
+        raise refusal(error.what) from error
+
+
+def refusal(reason: str) -> CompileError:
+    """Return that a decoder has no step program."""
+    return CompileError(reason, hint='use offload="linears"')
+
+
+def only(found: set[T], what: str) -> T:
+    """Return the one element.
+
+    Raises:
+        CompileError: there are several, which a step program cannot express.
+    """
+    if len(found) != 1:
+        raise refusal(f"no step program: {what} differ: {', '.join(sorted(map(str, found)))}")
+    return next(iter(found))
+
+
+def linear_form(product: Product) -> LinearForm:
     """Return a product as a step program has it."""
     words = product.section_words
-    return LinearPlan(product.inputs, product.channels, product.tile, product.tiles, words, bias=product.bias)
+    return LinearForm(product.inputs, product.channels, product.tile, product.tiles, words, bias=product.bias)
 
 
 def emit_hls(

@@ -51,7 +51,7 @@ class _Sample:
         instructions = tuple(i for one in chosen for i in self._moved(one))
         sizes = self._all.sizes
         heads = [i for i in instructions if isinstance(i, step.Attend)]
-        layouts = [(sizes.rows * i.key_heads, step.layout_of(sizes, i.blocks)) for i in heads]
+        layouts = [(sizes.rows * i.key_heads, sizes.layout(i.blocks)) for i in heads]
         return StepProgram(
             replace(
                 sizes,

@@ -23,7 +23,7 @@ from fastcar_compile.codegen.hls.design.spec import (
 )
 from fastcar_compile.codegen.hls.design.step_usage import StepParts, short_usage, step_usage, total
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS, Usage
-from fastcar_compile.codegen.hls.step_program.instructions import MAX_PORTS
+from fastcar_compile.codegen.hls.step_program.cache_layout import MAX_PORTS
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError, TargetError
 

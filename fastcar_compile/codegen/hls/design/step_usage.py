@@ -33,17 +33,9 @@ from fastcar_compile.codegen.hls.design.usage import (
     multipliers,
     uram_blocks,
 )
-from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, CacheLayout
+from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, CacheLayout, Sizes
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES as CACHE_LANES
-from fastcar_compile.codegen.hls.step_program.instructions import (
-    LANES,
-    ROWS_ON_CHIP,
-    Append,
-    Attend,
-    Decide,
-    Opcode,
-    Sizes,
-)
+from fastcar_compile.codegen.hls.step_program.instructions import LANES, ROWS_ON_CHIP, Append, Attend, Decide, Opcode
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 
 # What a kernel of whole decode steps has besides its array: rows, query heads and positions on chip.

@@ -16,16 +16,9 @@ from fastcar_compile.codegen.hls.model.engine import Engine
 from fastcar_compile.codegen.hls.model.rows import Decisions, Draw, coupled, draw_decisions
 from fastcar_compile.codegen.hls.model.step import Board, StepKernel, host_of
 from fastcar_compile.codegen.hls.model.workload import Workload
-from fastcar_compile.codegen.hls.project import linear_plan
+from fastcar_compile.codegen.hls.project import HEAD, step_program
 from fastcar_compile.codegen.hls.step_program import instructions as step
-from fastcar_compile.codegen.hls.step_program.builder import (
-    NO_WINDOW,
-    AttentionPlan,
-    CachePlan,
-    ReplayPlan,
-    StepPlan,
-    build_step,
-)
+from fastcar_compile.codegen.hls.step_program.builder import NO_WINDOW, AttentionForm, CacheForm, ReplayForm
 from fastcar_compile.codegen.hls.step_program.instructions import Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.config.targets import Target
@@ -134,7 +127,7 @@ def ask(
 def _kernel(workload: Workload, design: Design, program: StepProgram | None, *, gated: bool) -> StepKernel:
     """Return a kernel with its program; one that decides nothing cannot say what a replay takes."""
     if program is None or (gated and not any(isinstance(i, step.Decide) for i in program.instructions)):
-        program = step_program(workload, design)
+        program = program_of_shape(workload, design)
     return StepKernel(program, without_replay(program))
 
 
@@ -171,7 +164,7 @@ def _checked(decisions: Decisions, workload: Workload) -> Decisions:
     return decisions
 
 
-def step_program(work: Workload, design: Design) -> StepProgram:
+def program_of_shape(work: Workload, design: Design) -> StepProgram:
     """Return the step program of a workload on a design.
 
     Of a decoder without a head, the head is a module of its own: its linear is left out.
@@ -179,24 +172,10 @@ def step_program(work: Workload, design: Design) -> StepProgram:
     Raises:
         UserError: sizes that no step program has.
     """
-    shape, linears, gate = work.shape, design.linears, work.gate
+    shape, gate = work.shape, work.gate
     units = (gate.units,) * shape.layers if gate.units else ()
-    head = linear_plan(linears["head" if shape.head else "layer_0.o"])
-    program = build_step(
-        StepPlan(
-            layers=shape.layers,
-            rows=work.batch,
-            ports=design.ports,
-            hidden=shape.hidden,
-            epsilon=EPSILON,
-            attention=_attention(work),
-            qkv=linear_plan(linears["layer_0.qkv"]),
-            o=linear_plan(linears["layer_0.o"]),
-            mlp_words=design.section_words,
-            head=head,
-            replay=ReplayPlan(shape.tokens_per_frame, (True,) * shape.layers, gate.kind, units),
-        )
-    )
+    replay = ReplayForm(shape.tokens_per_frame, (True,) * shape.layers, gate.kind, units)
+    program = step_program(design, _attention(work), EPSILON, replay, HEAD if shape.head else "layer_0.o")
     return program if shape.head else replace(program, instructions=tuple(_without_head(program)))
 
 
@@ -216,9 +195,9 @@ def _without_head(program: StepProgram) -> list[step.Instruction]:
     return [i for i in kept if not (isinstance(i, step.Linear) and i.target is Place.OUTPUT)]
 
 
-def _attention(work: Workload) -> AttentionPlan:
+def _attention(work: Workload) -> AttentionForm:
     shape, (sinks, window) = work.shape, work.sink_window or (0, NO_WINDOW)
-    cache = CachePlan(sinks, work.cached_rows - sinks, window)
+    cache = CacheForm(sinks, work.cached_rows - sinks, window)
     factor = float(logit_factor(shape.head_dim**-0.5))
     heads = (shape.heads, shape.kv_heads, shape.head_dim)
-    return AttentionPlan(*heads, shape.head_dim, work.cached_rows, factor, cache)
+    return AttentionForm(*heads, shape.head_dim, work.cached_rows, factor, cache)

@@ -1,4 +1,4 @@
-"""Where the engine's key/value cache lies in memory: a section per weight port (hls_templates/fastcar_cache_core.hpp).
+"""Memory of a step program: its sizes, and the key/value cache, a section per weight port (fastcar_cache_core.hpp).
 
 The rows are those of an int8 cache of every backend: D mantissas, then an exponent per block of 32. The engine wants
 keys row by row. Of values, it wants 16 positions of one element side by side: its array sums over the lanes of a word.
@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS
 
 Array = NDArray[Any]
 
@@ -138,3 +140,54 @@ class CacheLayout:
     def _join(self, mantissas: Array, exponents: Array) -> Array:
         parts = [mantissas.reshape(-1, self.head_dim), exponents.reshape(-1, self.blocks)]
         return np.concatenate(parts, 1)[: self.positions]
+
+
+# What a step program needs of an engine and its memory.
+
+
+MAX_PORTS = 128
+MAX_COUNT = 65535
+"""Most of anything that is counted, besides channels, words of a buffer and rows of a table."""
+
+MAX_WORDS = 1 << 30
+"""Memory words of a buffer."""
+
+
+def counts(*values: int) -> bool:
+    """Return whether each is 1 to MAX_COUNT."""
+    return all(1 <= value <= MAX_COUNT for value in values)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a program needs: words 5 and 25 to 34 of its table.
+
+    Args:
+        rows: of the batch. ports: weight ports. positions: that the key/value cache holds.
+        row_words: memory words of a row on chip. constant_words: of norm weights, RoPE tables and networks.
+        weight_words, key_words, value_words: of the section of one port. input_words, output_words: of all rows.
+        replay_words: of chain counts, and outputs and inputs of MLPs.
+    """
+
+    rows: int
+    ports: int
+    positions: int
+    row_words: int
+    constant_words: int
+    weight_words: int
+    key_words: int
+    value_words: int
+    input_words: int
+    output_words: int
+    replay_words: int = 0
+
+    def is_valid(self) -> bool:
+        """Return whether every size is in the format's range."""
+        small = 1 <= self.rows <= MAX_ROWS and 1 <= self.ports <= MAX_PORTS
+        words = (self.constant_words, self.weight_words, self.key_words, self.value_words, self.input_words)
+        largest = max(*words, self.output_words, self.replay_words)
+        return small and counts(self.row_words, self.positions) and largest <= MAX_WORDS
+
+    def layout(self, blocks: int) -> CacheLayout:
+        """Return how a head of so many blocks is cached."""
+        return CacheLayout(self.ports, blocks * BLOCK, self.positions)

@@ -10,56 +10,9 @@ from enum import IntEnum
 from typing import Any, ClassVar
 
 from fastcar_compile.codegen.hls.control_table.gate import network_words
-from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS, MAX_ROWS, MAX_UNITS
-from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout
+from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS, MAX_UNITS
+from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, MAX_WORDS, Sizes, counts
 from fastcar_compile.gates.base import GateKind
-
-# What a step program needs of an engine and its memory.
-
-
-MAX_PORTS = 128
-
-MAX_COUNT = 65535
-"""Most of anything that is counted, besides channels, words of a buffer and rows of a table."""
-
-
-MAX_WORDS = 1 << 30
-"""Memory words of a buffer."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a program needs: words 5 and 25 to 34 of its table.
-
-    Args:
-        rows: of the batch. ports: weight ports. positions: that the key/value cache holds.
-        row_words: memory words of a row on chip. constant_words: of norm weights, RoPE tables and networks.
-        weight_words, key_words, value_words: of the section of one port. input_words, output_words: of all rows.
-        replay_words: of chain counts, and outputs and inputs of MLPs.
-    """
-
-    rows: int
-    ports: int
-    positions: int
-    row_words: int
-    constant_words: int
-    weight_words: int
-    key_words: int
-    value_words: int
-    input_words: int
-    output_words: int
-    replay_words: int = 0
-
-    def is_valid(self) -> bool:
-        """Return whether every size is in the format's range."""
-        small = 1 <= self.rows <= MAX_ROWS and 1 <= self.ports <= MAX_PORTS and 1 <= self.row_words <= MAX_COUNT
-        words = (self.constant_words, self.weight_words, self.key_words, self.value_words, self.input_words)
-        return (
-            small
-            and 1 <= self.positions <= MAX_COUNT
-            and max(*words, self.output_words, self.replay_words) <= MAX_WORDS
-        )
-
 
 LANES = 4
 """float32 values in a memory word of 128 bits."""
@@ -140,11 +93,6 @@ def _word(value: int | float) -> int:
     # A Python float is a float32 word; an integer, a place or a gate is its value.
     # An int in a float field would be encoded as an integer.
     return struct.unpack("<I", struct.pack("<f", value))[0] if isinstance(value, float) else int(value)
-
-
-def counts(*values: int) -> bool:
-    """Return whether each is 1 to MAX_COUNT."""
-    return all(1 <= value <= MAX_COUNT for value in values)
 
 
 def on_chip(*places: int) -> bool:
@@ -291,7 +239,7 @@ class AppendKeys(Append):
 
     def fits(self, room: Sizes) -> bool:
         """See Instruction.fits."""
-        return self._fits(room, layout_of(room, self.blocks).key_words, room.key_words)
+        return self._fits(room, room.layout(self.blocks).key_words, room.key_words)
 
 
 @dataclass(frozen=True)
@@ -302,7 +250,7 @@ class AppendValues(Append):
 
     def fits(self, room: Sizes) -> bool:
         """See Instruction.fits."""
-        return self._fits(room, layout_of(room, self.blocks).value_words, room.value_words)
+        return self._fits(room, room.layout(self.blocks).value_words, room.value_words)
 
 
 @dataclass(frozen=True)
@@ -324,15 +272,11 @@ class Attend(Instruction):
 
     def fits(self, room: Sizes) -> bool:
         """See Instruction.fits."""
-        small = on_chip(self.source, self.target) and counts(self.heads, self.key_heads, self.blocks)
-        if not small or self.heads % self.key_heads:
-            return False
-        layout, heads = layout_of(room, self.blocks), room.rows * self.key_heads
         # A window of 0 would hide a token from itself, and softmax needs one visible row.
-        ring = self.ring >= 1 and self.sinks + self.ring <= room.positions and self.window >= 1
-        inside = self.heads * self.blocks * BLOCK_WORDS <= room.row_words
-        keys = self.keys + heads * layout.key_words <= room.key_words
-        return ring and inside and keys and self.values + heads * layout.value_words <= room.value_words
+        if not on_chip(self.source, self.target) or self.window < 1 or not reads_keys(self, room):
+            return False
+        heads = room.rows * self.key_heads
+        return self.values + heads * room.layout(self.blocks).value_words <= room.value_words
 
 
 @dataclass(frozen=True)
@@ -394,13 +338,7 @@ class Decide(Instruction):
         if not self.gate.reads_query:
             # Fields that the gate does not read are zero, so that a program cannot hide data in them.
             return not any((self.source, self.heads, self.key_heads, self.blocks, self.keys, self.sinks, self.ring))
-        small = on_chip(self.source) and counts(self.heads, self.key_heads, self.blocks)
-        if not small or self.heads % self.key_heads:
-            return False
-        ring = self.ring >= 1 and self.sinks + self.ring <= room.positions
-        inside = self.heads * self.blocks * BLOCK_WORDS <= room.row_words
-        cached = room.rows * self.key_heads * layout_of(room, self.blocks).key_words
-        return ring and inside and self.keys + cached <= room.key_words
+        return on_chip(self.source) and reads_keys(self, room)
 
     def _input_fits(self, room: Sizes) -> bool:
         if not self.gate.reads_input:
@@ -470,26 +408,15 @@ class End(Instruction):
         return True
 
 
-KINDS: dict[int, type[Instruction]] = {
-    kind.opcode: kind
-    for kind in (
-        Load,
-        Norm,
-        Linear,
-        Mlp,
-        Rotate,
-        AppendKeys,
-        AppendValues,
-        Attend,
-        Add,
-        Decide,
-        Replay,
-        End,
-        DecideRows,
-    )
-}
+_ALL = (Load, Norm, Linear, Mlp, Rotate, AppendKeys, AppendValues, Attend, Add, Decide, Replay, End, DecideRows)
+KINDS: dict[int, type[Instruction]] = {kind.opcode: kind for kind in _ALL}
 
 
-def layout_of(room: Sizes, blocks: int) -> CacheLayout:
-    """Return how a head of so many blocks is cached."""
-    return CacheLayout(room.ports, blocks * BLOCK, room.positions)
+def reads_keys(own: Attend | Decide, room: Sizes) -> bool:
+    """Return whether the query heads of an instruction are in a row, and their key heads in the cache."""
+    if not counts(own.heads, own.key_heads, own.blocks) or own.heads % own.key_heads:
+        return False
+    ring = own.ring >= 1 and own.sinks + own.ring <= room.positions
+    inside = own.heads * own.blocks * BLOCK_WORDS <= room.row_words
+    cached = room.rows * own.key_heads * room.layout(own.blocks).key_words
+    return ring and inside and own.keys + cached <= room.key_words

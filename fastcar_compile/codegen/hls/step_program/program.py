@@ -12,15 +12,8 @@ from typing import Any, get_type_hints
 from fastcar_compile.codegen.hls.control_table import reader
 from fastcar_compile.codegen.hls.control_table.reader import header_of, require
 from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS, DrsTable, Limits, ProgramWords, Status
-from fastcar_compile.codegen.hls.step_program.instructions import (
-    KINDS,
-    End,
-    Instruction,
-    Load,
-    Opcode,
-    Place,
-    Sizes,
-)
+from fastcar_compile.codegen.hls.step_program.cache_layout import Sizes
+from fastcar_compile.codegen.hls.step_program.instructions import KINDS, End, Instruction, Load, Opcode, Place
 from fastcar_compile.errors import UserError
 
 # Instructions from their words, and the C++ header with the number of every word.

@@ -134,12 +134,12 @@ class StepSimulator:
 
     @_execute.register
     def _(self, append: step.AppendKeys) -> None:
-        layout = step.layout_of(self.program.sizes, append.blocks)
+        layout = self.program.sizes.layout(append.blocks)
         self._append(append, self.memory.keys, layout.key_words, layout.unpack_keys, layout.pack_keys)
 
     @_execute.register
     def _(self, append: step.AppendValues) -> None:
-        layout = step.layout_of(self.program.sizes, append.blocks)
+        layout = self.program.sizes.layout(append.blocks)
         self._append(append, self.memory.values, layout.value_words, layout.unpack_values, layout.pack_values)
 
     def _append(
@@ -162,7 +162,7 @@ class StepSimulator:
 
     @_execute.register
     def _(self, attend: step.Attend) -> None:
-        layout = step.layout_of(self.program.sizes, attend.blocks)
+        layout = self.program.sizes.layout(attend.blocks)
         visible = _Ring(attend.sinks, attend.ring).visible(self._position, attend.window)
         dim, group = layout.head_dim, attend.heads // attend.key_heads
         heads = self._rows[attend.source, :, : attend.heads * dim].reshape(-1, group, dim)
@@ -209,7 +209,7 @@ class StepSimulator:
         """Return q and the cached key of position - stride, float32 [rows, heads, dim]; None: neither is read."""
         if not decide.gate.reads_query:
             return None, None
-        rows, layout = self.program.sizes.rows, step.layout_of(self.program.sizes, decide.blocks)
+        rows, layout = self.program.sizes.rows, self.program.sizes.layout(decide.blocks)
         # The first frame has no earlier key. Row 0 then gives a score that the controller ignores: every row computes.
         row = _Ring(decide.sinks, decide.ring).row(max(self._position - decide.stride, 0))
         places = [decide.keys + n * layout.key_words for n in range(rows * decide.key_heads)]

@@ -1,26 +1,35 @@
-"""What a decode step with exact numerics is made of, layer by layer, where a step program can express it."""
+"""What a decode step with exact numerics is made of, read off its graph, where a step program can express it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
+from fastcar_compile.codegen.hls.control import gate_kind, network_stream, networks_of
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.project import HEAD, only, refusal, step_program
+from fastcar_compile.codegen.hls.step_program.builder import NO_WINDOW, AttentionForm, CacheForm, ReplayForm
+from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.errors import CompileError, attempt
+from fastcar_compile.gates import decided_on_accelerator
+from fastcar_compile.ir.exact import logit_factor
 from fastcar_compile.ir.layers import Role, parameter_of, role_nodes
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import argument_names, is_op, node_arg, node_named, output_nodes, shape_of, with_branches
 from fastcar_compile.ir.sites import QUANTISED_LINEARS, branch_operands
 from fastcar_compile.ir.types import LayerSite
-from fastcar_compile.passes.patterns.linear_calls import LinearCall
+from fastcar_compile.passes.patterns.linear_calls import HostLinear, LinearCall
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
-HEAD = "head"
-"""Name of the linear call behind the layers."""
-
+HINT = 'use offload="linears"'
 ATTENTIONS = (fastcar.exact_attention, fastcar.exact_window_attention)
 MOVES = (aten.view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.transpose, aten.permute)
 
@@ -42,12 +51,40 @@ class LayerParts:
 
 
 @dataclass(frozen=True)
-class StepParts:
-    """Layers, and the norm in front of the head."""
+class DecodeStep:
+    """What a decode step is made of, whatever engine runs it. `last_norm`: weight of the norm in front of the head."""
 
     layers: tuple[LayerParts, ...]
     last_norm: str
+    attention: AttentionForm
     epsilon: float
+    replay: ReplayForm | None
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the weight streams, in the order of a section."""
+        numbers = range(len(self.layers))
+        return (*(name for n in numbers for name in (f"layer_{n}.qkv", f"layer_{n}.o", f"layer_{n}")), HEAD)
+
+    def program(self, design: Design) -> StepProgram:
+        """Return the step program for a design (`step_program`); values of parameters are not read."""
+        return step_program(design, self.attention, self.epsilon, self.replay)
+
+    def constants(self, program: DecoderProgram) -> NDArray[Any]:
+        """Return what the step program reads besides weights and caches, float32 words in the order of `build_step`."""
+
+        def tensor(name: str) -> NDArray[Any]:
+            return program.params[name].float().numpy().reshape(-1)
+
+        def of_layer(layer: LayerParts) -> list[NDArray[Any]]:
+            names = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
+            return [tensor(name) for name in names if name is not None]
+
+        table = self.layers[0].table
+        arrays = [a for layer in self.layers for a in of_layer(layer)]
+        tables = [] if table is None else [tensor(table)]
+        networks = [network_stream(own).view(np.float32) for _, own in sorted(networks_of(program).items())]
+        return np.concatenate([*arrays, tensor(self.last_norm), *tables, *networks])
 
 
 @dataclass(frozen=True)
@@ -57,19 +94,72 @@ class _Norm:
     epsilon: float
 
 
-def step_parts(program: DecoderProgram, calls: dict[str, LinearCall]) -> StepParts:
-    """Return the parts of the decode step.
+def decode_step(program: DecoderProgram, calls: Sequence[LinearCall], kept: Sequence[HostLinear]) -> DecodeStep:
+    """Return what a decode step with exact numerics is made of.
 
     Args:
-        calls: the linears outside of the MLPs, by their names.
+        calls: the linears outside of the MLPs. kept: those that no engine computes.
 
     Raises:
-        CompileError: operations that stand where a step program has others or none: behind the layers, and in a layer.
+        CompileError: everything that a step program cannot express.
     """
-    return _Reader(program, calls).parts()
+    problems = [refusal(f"no step program: the host keeps {linear.path}: {linear.reason}") for linear in kept]
+    replay = attempt(problems, partial(_replay, program))
+    parts = attempt(problems, _Reader(program, {call.name: call for call in calls}).parts)
+    if parts is None:
+        raise CompileError.collect(problems)
+    layers, last = parts
+    attention = attempt(problems, partial(_attention, program, layers))
+    epsilons = {*(e for layer in layers for e in layer.epsilons), last.epsilon}
+    epsilon = attempt(problems, partial(only, epsilons, "the norms' epsilons"))
+    if attention is not None:
+        wrong = [] if replay is None else replay.problems(len(program.sites), attention)
+        problems += [refusal(f"no step program: {text}") for text in (*attention.problems(), *wrong)]
+    if problems or attention is None or epsilon is None:
+        raise CompileError.collect(problems)
+    return DecodeStep(layers, last.weight, attention, epsilon, replay)
+
+
+def _attention(program: DecoderProgram, layers: Sequence[LayerParts]) -> AttentionForm:
+    table = only({layer.table for layer in layers}, "the RoPE tables")
+    rows, rotary = (1, 0) if table is None else program.params[table].shape
+    found = set[AttentionForm]()
+    for site, layer in zip(program.sites, layers, strict=True):
+        own = site.attention
+        window = NO_WINDOW if own.window is None else own.window
+        cache = CacheForm(own.sinks, own.cache_rows - own.sinks, window)
+        factor = float(logit_factor(own.scale))
+        heads = (own.num_heads, own.num_kv_heads, own.head_dim)
+        found.add(AttentionForm(*heads, rotary, rows, factor, cache, head_norm=layer.query_norm is not None))
+    return only(found, "the attentions of the layers")
+
+
+def _replay(program: DecoderProgram) -> ReplayForm | None:
+    """Return the replay of MLPs; None: every layer computes always."""
+    found = {site.replay.gate: site for site in program.sites if site.replay is not None}
+    foreign = [
+        CompileError(
+            f"no step program: the host decides gate {gate!r}, and has no part in a step",
+            where=site.source,
+            hint=HINT,
+        )
+        for gate, site in found.items()
+        if not decided_on_accelerator(gate)
+    ]
+    if foreign:
+        raise CompileError.collect(foreign)
+    networks, layers = networks_of(program), range(len(program.sites))
+    units = tuple(len(networks[layer].b1) if layer in networks else 0 for layer in layers if networks)
+    gated = tuple(site.replay is not None for site in program.sites)
+    return ReplayForm(program.config.tokens_per_frame, gated, gate_kind(program), units) if any(gated) else None
 
 
 class _Reader:
+    """Reads the parts off the graph of a decode step; `calls`: the linears outside of the MLPs, by their names.
+
+    Operations that stand where a step program has others or none are CompileErrors: behind the layers, and in a layer.
+    """
+
     def __init__(self, program: DecoderProgram, calls: dict[str, LinearCall]) -> None:
         self.program, self.calls = program, calls
         self.graph = program.graph_module.graph
@@ -77,8 +167,8 @@ class _Reader:
         modules = with_branches(program.graph_module)  # names are unique in a graph, those of linears in all of them
         self.linears = {n.name: n for module in modules for n in module.graph.nodes if is_op(n, *QUANTISED_LINEARS)}
 
-    def parts(self) -> StepParts:
-        """Return all of it. Layers are alike, and so is what is wrong with them: one of them is reported."""
+    def parts(self) -> tuple[tuple[LayerParts, ...], _Norm]:
+        """Return all layers, and the norm in front of the head. Layers are alike, and so is what is wrong with them: one of them is reported."""
         sites, found, problems = self.program.sites, list[LayerParts](), list[CompileError]()
         last = attempt(problems, self.last)
         for site, before in zip(sites, [None, *sites], strict=False):
@@ -88,13 +178,13 @@ class _Reader:
             found.append(part)
         if last is None or problems:
             raise CompileError.collect(problems)
-        return StepParts(tuple(found), last.weight, last.epsilon)
+        return tuple(found), last
 
     def last(self) -> _Norm:
         """Return the norm between the last layer and the head."""
         if HEAD not in self.calls:
             what = "a step program ends with a head, and this decoder has none that is quantised"
-            raise CompileError(what, hint='use offload="linears"')
+            raise refusal(what)
         head = self.expect(self.resolved(output_nodes(self.graph)[0]), self.linear(HEAD, 0), "the head")
         last = self.norm(self.resolved(node_arg(head, 0)))
         self.expect(self.resolved(last.x), self.node(self.program.sites[-1].exit), "the input of the last norm")
@@ -193,7 +283,7 @@ class _Reader:
     def linear(self, name: str, place: int) -> fx.Node:
         """Return a linear of a call."""
         if name not in self.calls or place >= len(self.calls[name].nodes):
-            raise CompileError(f"a step program has no linear {name}", hint='use offload="linears"')
+            raise refusal(f"a step program has no linear {name}")
         return self.node(self.calls[name].nodes[place])
 
     def node(self, name: str) -> fx.Node:
@@ -217,7 +307,7 @@ class _Reader:
 
     def refused(self, node: fx.Node, wanted: str) -> CompileError:
         what = f"a step program has {wanted}, and the decode step has {node.name} ({node.target}) there"
-        return CompileError(what, where=where(node), hint='use offload="linears"')
+        return CompileError(what, where=where(node), hint=HINT)
 
 
 def _keeps_order(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.control import control_table, controller_spec, network_stream, networks_of
 from fastcar_compile.codegen.hls.control_table.table import DrsTable
+from fastcar_compile.codegen.hls.decode_step import DecodeStep, decode_step
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, explore
 from fastcar_compile.codegen.hls.design.memory import Footprint, capacity, held, require_fit
@@ -18,7 +19,6 @@ from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec, StepSpe
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import KernelInterface, kernel_interface
 from fastcar_compile.codegen.hls.project import short_program
-from fastcar_compile.codegen.hls.step_plan import StepForm, step_form
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import quant_format
@@ -41,11 +41,11 @@ class Offloaded:
 
     calls: Sequence[LinearCall] = ()
     kept: Sequence[HostLinear] = ()
-    step: StepForm | None = None
+    step: DecodeStep | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class AcceleratorPlan(Offloaded):
+class Accelerator(Offloaded):
     """The engine and its work.
 
     Args:
@@ -107,10 +107,10 @@ def offloaded(program: DecoderProgram, offload: str) -> Offloaded:
     if not calls:
         reasons = "; ".join(f"{k.path}: {k.reason}" for k in kept) or "the decode step has none outside of the MLPs"
         raise CompileError(f"offload={offload!r} finds no linear to offload ({reasons})", hint="use offload='mlp'")
-    return Offloaded(calls, kept, step_form(program, calls, kept) if offload == "all" else None)
+    return Offloaded(calls, kept, decode_step(program, calls, kept) if offload == "all" else None)
 
 
-def plan_accelerator(program: DecoderProgram, config: CompileConfig, board: Target, work: Offloaded) -> AcceleratorPlan:
+def choose_accelerator(program: DecoderProgram, config: CompileConfig, board: Target, work: Offloaded) -> Accelerator:
     """Return the plan for a board, whether or not the board's memory holds the decoder.
 
     Where it does, the banks behind every weight port hold that port's part.
@@ -132,7 +132,7 @@ def plan_accelerator(program: DecoderProgram, config: CompileConfig, board: Targ
         ran = short_program(found.design, table, units)
     else:
         ran = work.step.program(found.design)
-    return AcceleratorPlan(work.calls, work.kept, work.step, found=found, table=table, program=ran)
+    return Accelerator(work.calls, work.kept, work.step, found=found, table=table, program=ran)
 
 
 def require_memory(program: DecoderProgram, config: CompileConfig, board: Target) -> None:
