@@ -6,7 +6,7 @@ from cycle_model.attend import ATTENTION, attend_network
 from cycle_model.call import ARRAY, CONTROL, engine_network, loop_network
 from cycle_model.kernel import simulate_network
 from cycle_model.network import Result
-from fastcar_compile.codegen.hls.design.control_loops import ControlShape
+from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.model.call import AttendCall, Call, CallPart, EngineCall, LoopCall
 from fastcar_compile.codegen.hls.model.engine import Engine
@@ -22,7 +22,7 @@ class CycleModel(Engine):
         results: every call that was simulated, in order, and what its network did.
     """
 
-    def __init__(self, design: Design, target: Target, control: ControlShape) -> None:
+    def __init__(self, design: Design, target: Target, control: DrsTable) -> None:
         super().__init__(design, target, control)
         self.results: dict[Call, Result] = {}
 

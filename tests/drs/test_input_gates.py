@@ -23,7 +23,7 @@ from fastcar_compile.codegen.hls.control_table.reader import check, read_table
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status
 from fastcar_compile.codegen.hls.controller_project import control_sizes, emit_drs, limits_of
-from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.controller import Traffic, controller_traffic
 from fastcar_compile.codegen.hls.interface import drs_interface
 from fastcar_compile.errors import UserError
@@ -253,7 +253,7 @@ def test_what_a_call_moves_is_what_the_model_says(name: str, folder: Path) -> No
     library.moved(counts)
     expected = controller_traffic(table)
     assert Traffic(sum(counts[:5]), sum(counts[5:])) == expected
-    loops = control_loops(ControlWork(ControlOp.GATE, ControlShape.of(table)))
+    loops = control_loops(ControlWork(ControlOp.GATE, table))
     assert sum(loop.trips for loop in loops if loop.moves) == expected.beats
 
 

@@ -28,7 +28,7 @@ from fastcar_compile.codegen.hls.control_table.table import (
     table_words,
 )
 from fastcar_compile.codegen.hls.controller_project import emit_drs, limits_of
-from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.controller import (
     Traffic,
     controller_cycles,
@@ -165,7 +165,7 @@ def test_clocks_and_memories_are_those_of_the_explanation() -> None:
 
 def loops_of(table: DrsTable) -> tuple[Loop, ...]:
     """The loops of a decision after which every row computes."""
-    return control_loops(ControlWork(ControlOp.GATE, ControlShape.of(table)))
+    return control_loops(ControlWork(ControlOp.GATE, table))
 
 
 def test_the_loops_move_what_is_counted() -> None:

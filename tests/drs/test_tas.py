@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from drs.tables import FRAME, LATER, ONE, Controller, numbers, table_for
 from fastcar_compile.codegen.hls.control_table.builder import build_table
-from fastcar_compile.codegen.hls.control_table.gate import pack_heads, tas_sums
-from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
+from fastcar_compile.codegen.hls.control_table.gate import pack_heads
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, tas_sums
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape
 
 fastcar = torch.ops.fastcar

@@ -7,7 +7,6 @@ import zlib
 from functools import lru_cache
 from typing import NamedTuple
 
-from fastcar_compile.codegen.hls.control_table.gate import Gate
 from fastcar_compile.codegen.hls.control_table.table import (
     COUPLE_CFG,
     HEADER_WORDS,
@@ -191,26 +190,6 @@ def check(data: bytes, limits: Limits | None = None) -> Status:
     return Status.OK if header.is_valid(limits) else Status.BAD_HEADER
 
 
-def gate_of(data: bytes, layer: int) -> Gate:
-    """Return the gate of a layer of a checked table."""
-    header = header_of(data)
-    (threshold,) = _floats(data, HEADER_WORDS + layer, 1)
-    (factor,) = _floats(data, HEADER_WORDS + header.layers + layer, 1)
-    return Gate(
-        rows=header.rows,
-        tokens_per_frame=header.tokens_per_frame,
-        attention=header.attention,
-        max_chain=None if header.max_chain == UNLIMITED else header.max_chain,
-        couple_cfg=bool(header.flags & COUPLE_CFG),
-        threshold=threshold,
-        factor=factor,
-        kind=GateKind(header.gate),
-        refresh_period=header.refresh_period,
-        distance_weight=_distance_weight(data),
-        head_weights=_head_weights(data, layer),
-    )
-
-
 def _floats(data: bytes, at: int, count: int) -> tuple[float, ...]:
     return struct.unpack_from(f"<{count}f", data, 4 * at)
 
@@ -240,6 +219,7 @@ def require(data: bytes, status: Status) -> None:
         raise UserError(f"the control table is not valid: {status.name}, {_explained(data, status)}", hint=hint)
 
 
+@lru_cache(maxsize=64)
 def read_table(data: bytes) -> DrsTable:
     """Read and check a binary table.
 

@@ -8,9 +8,26 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.hls.control_table.gate import Array, Operands, decide
-from fastcar_compile.codegen.hls.control_table.reader import Header, check, gate_of, header_of
-from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS, DrsTable, Limits, Status
+from fastcar_compile.codegen.hls.control_table.gate import Array, unpack_network
+from fastcar_compile.codegen.hls.control_table.reader import check, read_table
+from fastcar_compile.codegen.hls.control_table.table import (
+    FLOATS_PER_WORD,
+    MAX_ROWS,
+    AttentionShape,
+    DrsTable,
+    Limits,
+    Status,
+)
+from fastcar_compile.errors import InternalError
+from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.scores import (
+    TAS_FRACTION_BITS,
+    TAS_LIMIT,
+    Distance,
+    input_delta,
+    learned_score,
+    output_bound,
+)
 
 # What the DRS controller writes for one layer, as 32-bit words (docs/reference/drs_table.md, "Calls").
 
@@ -60,6 +77,19 @@ class LayerCall:
     chain: Array
     network: Array | None = None
 
+    def inputs(self, table: DrsTable) -> tuple[Array, Array]:
+        """Return x and the cached x, float32 [B, H with spare lanes of zero]."""
+        rows = table.rows
+        x, cached = self.query[rows * table.row_query_words :], self.key[rows * table.row_key_words :]
+        return x.reshape(rows, -1), cached.reshape(rows, -1)
+
+    def heads(self, table: DrsTable) -> tuple[Array, Array]:
+        """Return q [B, Hq, D] and the cached key [B, Hkv, D] with spare lanes of zero, float32."""
+        shape, rows = table.attention, table.rows
+        width = shape.head_words * FLOATS_PER_WORD
+        query, key = self.query[: rows * shape.query_words], self.key[: rows * shape.key_words]
+        return query.reshape(rows, shape.heads, width), key.reshape(rows, shape.kv_heads, width)
+
 
 @dataclass(frozen=True)
 class LayerTrace:
@@ -88,6 +118,73 @@ def map_rows(index_register: int, rows: int, cores: int) -> tuple[Place, ...]:
     return tuple(mapping)
 
 
+def tas_sums(query: Array, key: Array, rows: int, shape: AttentionShape) -> Array:
+    """Return the exact integer sums of products of 2^-24 (fastcar_compile.ir.ops.attention.tas), int64 [B].
+
+    Args:
+        query, key: memory words as of `pack_heads`.
+    """
+    width = shape.head_words * FLOATS_PER_WORD
+    grouped = query.reshape(rows, shape.kv_heads, shape.heads // shape.kv_heads, width).astype(np.float64)
+    keys = key.reshape(rows, shape.kv_heads, 1, width).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # infinity times zero is one of the products that are not finite
+        products = grouped * keys * (1 << TAS_FRACTION_BITS)
+    limited = np.clip(np.rint(products), -TAS_LIMIT, TAS_LIMIT)
+    return np.where(np.isfinite(products), limited, -TAS_LIMIT).astype(np.int64).sum((1, 2, 3))
+
+
+def scores_of(table: DrsTable, call: LayerCall) -> Array:
+    """Return what is compared with the threshold, float32 [B]: the score; minus the score where small ones replay."""
+    match table.gate:
+        case GateKind.TAS:
+            return _tas(table, call)
+        case GateKind.INPUT_DELTA:
+            return -input_delta(*call.inputs(table))
+        case GateKind.BOUND:
+            scale = Distance(table.distance_weight, table.factors[call.layer])
+            return -output_bound(*call.inputs(table), *call.heads(table), scale)
+        case GateKind.LEARNED:
+            if call.network is None:
+                raise InternalError("a call of gate `learned` has no network")
+            x, cached = call.inputs(table)  # spare lanes of a row are zero
+            return -learned_score(x, cached, *unpack_network(call.network, x.shape[1]))
+
+
+def _tas(table: DrsTable, call: LayerCall) -> Array:
+    query, key = call.heads(table)
+    with np.errstate(over="ignore", invalid="ignore"):  # a damaged factor or weight may be anything
+        # The product with a head weight rounds to float32 once, before the exact integer sum.
+        if table.head_weights is not None:
+            query = query * np.array(table.head_weights[call.layer], np.float32)[None, :, None]
+        # The int64 sum rounds to float32 first, then the factor multiplies in float32: two roundings, in this order.
+        factor = np.float32(table.factors[call.layer])
+        return tas_sums(query, key, table.rows, table.attention).astype(np.float32) * factor
+
+
+def _recomputes(table: DrsTable, step: int) -> bool:
+    """Return whether every row computes in this forward: in the first frame, and in frames of the refresh."""
+    first, refresh = step < table.tokens_per_frame, table.refresh_period
+    # A refresh lasts a whole frame: every one of the F slots computes once in it.
+    return first or (refresh != 0 and step % refresh < table.tokens_per_frame)
+
+
+def _decide(table: DrsTable, call: LayerCall) -> LayerTrace:
+    """Decide for every row of one layer with a gate."""
+    rows, threshold, chain = table.rows, np.float32(table.thresholds[call.layer]), call.chain[: table.rows]
+    scores = scores_of(table, call)
+    # A NaN score compares false, so its row computes. +inf is the value of "never", even for a score of +inf.
+    replay = (scores >= threshold) & (not _recomputes(table, call.step)) & (threshold != np.float32(np.inf))
+    if table.max_chain is not None:
+        # `chain` is the count before this forward: a row that reached the limit has to compute.
+        replay &= chain < table.max_chain
+    if table.couple_cfg:
+        # Rows b and b + B / 2 are conditional and unconditional: one row of a pair that computes makes both compute.
+        replay = np.tile(replay[: rows // 2] & replay[rows // 2 :], 2)
+    register = sum(1 << row for row in range(rows) if not replay[row])
+    counts = np.where(replay, chain + 1, 0).astype(np.int32)
+    return LayerTrace(Status.OK, register, tuple(scores.tolist()), tuple(counts.tolist()))
+
+
 def run_layer(table: DrsTable | bytes, call: LayerCall, *, limits: Limits | None = None) -> LayerTrace:
     """Return what the HLS controller answers to one call with this table: scores, Index Register, chain counts.
 
@@ -101,20 +198,13 @@ def run_layer(table: DrsTable | bytes, call: LayerCall, *, limits: Limits | None
     status = check(data, limits)
     if status is not Status.OK:
         return LayerTrace(status)
-    header = header_of(data)
-    if not 0 <= call.layer < header.layers:
+    own = read_table(data)
+    if not 0 <= call.layer < own.layers:
         return LayerTrace(Status.BAD_LAYER)
-    gate = gate_of(data, call.layer)
-    # A layer without a gate has no operands to check: its factor is 0.
-    if gate.factor != 0 and not _operands_fit(header, call):
-        return LayerTrace(Status.BAD_OPERANDS)
-    operands = Operands(call.query, call.key, call.network)
-    decision = decide(gate, call.step, operands, call.chain[: header.rows])
-    return LayerTrace(
-        Status.OK, decision.index_register, tuple(decision.scores.tolist()), tuple(decision.chain.tolist())
-    )
-
-
-def _operands_fit(header: Header, call: LayerCall) -> bool:
+    if own.factors[call.layer] == 0:
+        # A layer without a gate reads no operands. Every row computes: all bits are set, and every chain starts again.
+        return LayerTrace(Status.OK, (1 << own.rows) - 1, (0.0,) * own.rows, (0,) * own.rows)
     # Lengths count 128-bit words, as the kernel's arguments do.
-    return (header.query_words, header.key_words) == (len(call.query), len(call.key))
+    if (own.query_words, own.key_words) != (len(call.query), len(call.key)):
+        return LayerTrace(Status.BAD_OPERANDS)
+    return _decide(own, call)

@@ -74,100 +74,58 @@ class ControlOp(StrEnum):
 
 
 @dataclass(frozen=True)
-class ControlShape:
-    """Sizes of a control table, as far as clocks depend on them.
-
-    Args:
-        table_beats: 128-bit words of the table.
-        query_words, key_words: 128-bit words of one row of q and of the cached key; 0: the gate reads neither.
-        input_words: of one row of the MLP's input; 0: the gate does not read it. units: of the largest network.
-        heads: query heads. weighted: whether each has a weight in the table.
-        refreshes: whether the number of the forward is compared with a refresh period.
-    """
-
-    layers: int
-    rows: int
-    table_beats: int
-    query_words: int
-    key_words: int
-    input_words: int
-    gate: GateKind
-    units: int
-    heads: int = 1
-    weighted: bool = False
-    refreshes: bool = False
-
-    @classmethod
-    def of(cls, table: DrsTable) -> ControlShape:
-        """Return the sizes of a table."""
-        return cls(
-            layers=table.layers,
-            rows=table.rows,
-            table_beats=ceil(table.words / FLOATS_PER_WORD),
-            query_words=table.row_query_words,
-            key_words=table.row_key_words,
-            input_words=table.input_words,
-            gate=table.gate,
-            units=table.units,
-            heads=table.attention.heads,
-            weighted=table.head_weights is not None,
-            refreshes=table.refresh_period != 0,
-        )
-
-
-@dataclass(frozen=True)
 class ControlWork:
-    """What the controller does in one call."""
+    """What the controller does in one call, with this table."""
 
     op: ControlOp
-    shape: ControlShape
+    table: DrsTable
 
 
 @lru_cache(maxsize=4096)
 def control_loops(work: ControlWork) -> tuple[Loop, ...]:
     """Return the loops of one call, in order; those of PLACE run before the array starts."""
-    shape = work.shape
+    table = work.table
     match work.op:
         case ControlOp.PLACE:
             bounds = Loop("decode", "bounds", 1, DECODE_PRODUCTS * MULTIPLY)
             return bounds, Loop("place_rows", "rows", MAX_ROWS, INTEGER + WRITE)
         case ControlOp.TABLE:
-            return *_load_loops(shape), _answer(1)
+            return *_load_loops(table), _answer(1)
         case ControlOp.GATE:
             layer = Loop("read_layer", "fields", ceil(LAYER_FIELDS / 2), READ)  # two words of a block RAM per clock
-            return layer, *_decide_loops(shape), _answer(RESULT_WORDS // FLOATS_PER_WORD)
+            return layer, *_decide_loops(table), _answer(RESULT_WORDS // FLOATS_PER_WORD)
 
 
 def _answer(beats: int) -> Loop:
     return Loop("write_answer", "write_words", beats, READ, moves=True)
 
 
-def _scores(shape: ControlShape) -> tuple[Loop, ...]:
+def _scores(table: DrsTable) -> tuple[Loop, ...]:
     """Return the loops of all rows' scores and of their comparison with the threshold."""
-    first = FIRST_LOOPS[shape.gate](shape) if shape.gate in FIRST_LOOPS else ()
-    refresh = (Loop("remainder_of", "shift_bits", REMAINDER_BITS, COMPARE + INTEGER),) if shape.refreshes else ()
-    compare = Loop("rows_that_pass", "compare_rows", shape.rows, READ + COMPARE + INTEGER)
+    first = FIRST_LOOPS[table.gate](table) if table.gate in FIRST_LOOPS else ()
+    refresh = (Loop("remainder_of", "shift_bits", REMAINDER_BITS, COMPARE + INTEGER),) if table.refresh_period else ()
+    compare = Loop("rows_that_pass", "compare_rows", table.rows, READ + COMPARE + INTEGER)
     # One unit scores the rows, one after the other: the loops of a row repeat.
-    return *first, *SCORE_LOOPS[shape.gate](shape) * shape.rows, compare, *refresh
+    return *first, *SCORE_LOOPS[table.gate](table) * table.rows, compare, *refresh
 
 
-def _decide_loops(shape: ControlShape) -> tuple[Loop, ...]:
+def _decide_loops(table: DrsTable) -> tuple[Loop, ...]:
     """Return the loops of `decide_layer`, from the chain counts to the answer."""
     return (
-        Loop("read_chain", "read_counts", ceil(shape.rows / FLOATS_PER_WORD), WRITE, moves=True),
+        Loop("read_chain", "read_counts", ceil(table.rows / FLOATS_PER_WORD), WRITE, moves=True),
         Loop("decide", "clear_scores", MAX_ROWS, WRITE),
-        *_scores(shape),
+        *_scores(table),
         Loop("report_rows", "report_each_row", MAX_ROWS, READ + INTEGER + WRITE),
     )
 
 
-def _load_loops(shape: ControlShape) -> tuple[Loop, ...]:
+def _load_loops(table: DrsTable) -> tuple[Loop, ...]:
     """Return the loops that load a table and check it."""
-    header = HEADER_WORDS // FLOATS_PER_WORD
+    header, beats = HEADER_WORDS // FLOATS_PER_WORD, table.words // FLOATS_PER_WORD
     return (
         Loop("load_words", "read_table (header)", header, WRITE, TABLE_INTERVAL, moves=True),
         Loop("load_table", "copy_header", HEADER_WORDS, READ + WRITE),
-        Loop("load_words", "read_table", shape.table_beats - header, WRITE, TABLE_INTERVAL, moves=True),
+        Loop("load_words", "read_table", beats - header, WRITE, TABLE_INTERVAL, moves=True),
         # A check waits for the product before it, so the interval is as long as the check.
         Loop("load_table", "checks", CHECKS, MULTIPLY, MULTIPLY + COMPARE),
     )
@@ -177,67 +135,67 @@ def _key(words: int) -> Loop:
     return Loop("load_key", "read_key", words, WRITE, moves=True)
 
 
-def _tas(shape: ControlShape) -> tuple[Loop, ...]:
+def _tas(table: DrsTable) -> tuple[Loop, ...]:
     name, label, depth = "row_sum", "read_query", PRODUCT_DEPTH
-    if shape.weighted:
+    if table.weighted_heads:
         name, label, depth = "weighted_row_sum", "read_weighted_query", PRODUCT_DEPTH + MULTIPLY
     return (
-        _key(shape.key_words),
-        Loop(name, label, shape.query_words, depth, moves=True),
+        _key(table.row_key_words),
+        Loop(name, label, table.row_query_words, depth, moves=True),
         Loop("scores_of_rows", "score", 1, TO_FLOAT + MULTIPLY + WRITE),
     )
 
 
-def _head_weights(shape: ControlShape) -> tuple[Loop, ...]:
-    return (Loop("load_weights", "copy_weights", shape.heads, READ + WRITE),) if shape.weighted else ()
+def _head_weights(table: DrsTable) -> tuple[Loop, ...]:
+    return (Loop("load_weights", "copy_weights", table.attention.heads, READ + WRITE),) if table.weighted_heads else ()
 
 
-def _units(_shape: ControlShape) -> tuple[Loop, ...]:
+def _units(_table: DrsTable) -> tuple[Loop, ...]:
     return (Loop("network_scores", "units", 1, READ, moves=True),)
 
 
-def _input_delta(shape: ControlShape) -> tuple[Loop, ...]:
+def _input_delta(table: DrsTable) -> tuple[Loop, ...]:
     return (
-        _key(shape.input_words),
-        Loop("change_of_row", "read_change", shape.input_words, CHANGE_DEPTH, moves=True),
+        _key(table.input_words),
+        Loop("change_of_row", "read_change", table.input_words, CHANGE_DEPTH, moves=True),
         Loop("change_scores", "score", 1, TO_FLOAT + COMPARE + DIVIDE + WRITE),
     )
 
 
-def _bound(shape: ControlShape) -> tuple[Loop, ...]:
+def _bound(table: DrsTable) -> tuple[Loop, ...]:
     score = TO_FLOAT + 2 * MULTIPLY + ROOT_DEPTH + COMPARE + DIVIDE + ADD_CLOCKS + WRITE
     return (
-        _key(shape.input_words),
-        Loop("change_of_row", "read_change", shape.input_words, CHANGE_DEPTH, moves=True),
-        _key(shape.key_words),
-        Loop("heads_of_row", "read_heads", shape.query_words, HEADS_DEPTH, moves=True),
-        Loop("distance_of_heads", "add_cosines", shape.heads, COSINE_DEPTH),
+        _key(table.input_words),
+        Loop("change_of_row", "read_change", table.input_words, CHANGE_DEPTH, moves=True),
+        _key(table.row_key_words),
+        Loop("heads_of_row", "read_heads", table.row_query_words, HEADS_DEPTH, moves=True),
+        Loop("distance_of_heads", "add_cosines", table.attention.heads, COSINE_DEPTH),
         Loop("bound_scores", "score", 1, score),
     )
 
 
-def _learned(shape: ControlShape) -> tuple[Loop, ...]:
+def _learned(table: DrsTable) -> tuple[Loop, ...]:
     # A word of weights has eight values, so the features of a row fill pairs of words of four.
-    padded = shape.input_words + shape.input_words % 2
+    padded = table.input_words + table.input_words % 2
     # The first word of a network is its number of units; every row reads the others.
-    weights = network_words(shape.units, FLOATS_PER_WORD * shape.input_words) - 1
+    weights = network_words(table.units, FLOATS_PER_WORD * table.input_words) - 1
     return (
-        _key(shape.input_words),
+        _key(table.input_words),
         Loop(
             "features_of_row",
             "read_features",
-            shape.input_words,
-            FEATURE_DEPTH + padded - shape.input_words,
+            table.input_words,
+            FEATURE_DEPTH + padded - table.input_words,
             moves=True,
         ),
         Loop("round_features", "round_words", 2 * padded, ROUND_FEATURE_DEPTH),
         Loop("sums_of_units", "read_weights", weights, WEIGHT_DEPTH, moves=True),
-        Loop("network_score", "add_units", shape.units, UNIT_DEPTH),
+        Loop("network_score", "add_units", table.units, UNIT_DEPTH),
         Loop("network_score", "score", 1, TO_FLOAT + MULTIPLY + ADD_CLOCKS + WRITE),
     )
 
 
-SCORE_LOOPS: dict[GateKind, Callable[[ControlShape], tuple[Loop, ...]]] = {
+SCORE_LOOPS: dict[GateKind, Callable[[DrsTable], tuple[Loop, ...]]] = {
     GateKind.TAS: _tas,
     GateKind.INPUT_DELTA: _input_delta,
     GateKind.BOUND: _bound,
@@ -245,7 +203,7 @@ SCORE_LOOPS: dict[GateKind, Callable[[ControlShape], tuple[Loop, ...]]] = {
 }
 """By gate: the loops of one row's score."""
 
-FIRST_LOOPS: dict[GateKind, Callable[[ControlShape], tuple[Loop, ...]]] = {
+FIRST_LOOPS: dict[GateKind, Callable[[DrsTable], tuple[Loop, ...]]] = {
     GateKind.TAS: _head_weights,
     GateKind.LEARNED: _units,
 }

@@ -15,7 +15,7 @@ from fastcar_compile.codegen.hls.control_table.table import (
     Limits,
     table_words,
 )
-from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.spec import MlpSpec
 from fastcar_compile.codegen.hls.design.usage import Usage, bram_blocks
 from fastcar_compile.gates.base import GateKind
@@ -117,12 +117,12 @@ the scaling and bias of both."""
 
 def controller_cycles(table: DrsTable) -> int:
     """Return the clocks of one decision, without memory latency (`control_loops`); the table is on chip."""
-    return sum(loop.cycles for loop in control_loops(ControlWork(ControlOp.GATE, ControlShape.of(table))))
+    return sum(loop.cycles for loop in control_loops(ControlWork(ControlOp.GATE, table)))
 
 
 def load_cycles(table: DrsTable) -> int:
     """Return the clocks of loading the table, without memory latency."""
-    return sum(loop.cycles for loop in control_loops(ControlWork(ControlOp.TABLE, ControlShape.of(table))))
+    return sum(loop.cycles for loop in control_loops(ControlWork(ControlOp.TABLE, table)))
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ from functools import lru_cache
 from math import ceil
 
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
-from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD
+from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, DrsTable
 from fastcar_compile.codegen.hls.design.control_loops import (
     ROOT_DEPTH,
     SHIFT,
     ControlOp,
-    ControlShape,
     ControlWork,
     control_loops,
 )
@@ -194,7 +193,7 @@ class VectorWork:
     computing: int
     ports: int
     axi_words: int
-    control: ControlShape
+    control: DrsTable
 
 
 def vector_loops(instruction: step.Instruction, work: VectorWork) -> tuple[Repeated, ...]:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlShape, ControlWork, control_loops
+from fastcar_compile.codegen.hls.control_table.table import DrsTable
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import (
     STREAM_DEPTH,
@@ -115,7 +116,7 @@ class Engine:
     Stages of tiles overlap at the pace of the slowest, or of a weight stream that is slower than that.
     """
 
-    def __init__(self, design: Design, target: Target, control: ControlShape) -> None:
+    def __init__(self, design: Design, target: Target, control: DrsTable) -> None:
         self.design, self.target, self.control = design, target, control
         self.memory = memory_of(design, target)
         self._known: dict[Call, tuple[CallPart, ...]] = {}

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.hls.design.control_loops import ControlShape
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, explore
 from fastcar_compile.codegen.hls.design.memory import GB, bank_excess, capacity, require_banks, require_fit
@@ -61,7 +60,7 @@ class Question:
     def board(self, model: type[Engine] = Engine) -> Board:
         """Return the board; the tests give it another model of its engine."""
         work = self.workload
-        control = ControlShape.of(work.control_table(self.design.mlp.cores))
+        control = work.control_table(self.design.mlp.cores)
         return Board(
             model(self.design, self.target, control),
             host_of(self.target),
