@@ -32,8 +32,7 @@ from fastcar_compile.codegen.hls.design.loops import (
     tile_loops,
 )
 from fastcar_compile.codegen.hls.design.product import float_words
-from fastcar_compile.codegen.hls.model.call import EngineCall, LoopCall
-from fastcar_compile.codegen.hls.model.engine import Memory
+from fastcar_compile.codegen.hls.model.engine import EngineCall, LoopCall, Memory
 
 ARRAY = "mac_tile"
 """The process whose waiting is followed to its root: the multipliers."""

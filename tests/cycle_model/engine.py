@@ -8,8 +8,7 @@ from cycle_model.kernel import simulate_network
 from cycle_model.network import Result
 from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.model.call import AttendCall, Call, CallPart, EngineCall, LoopCall
-from fastcar_compile.codegen.hls.model.engine import Engine
+from fastcar_compile.codegen.hls.model.engine import AttendCall, Call, CallPart, Engine, EngineCall, LoopCall
 from fastcar_compile.codegen.hls.model.question import Question
 from fastcar_compile.codegen.hls.model.system import Run
 from fastcar_compile.config.targets import Target

@@ -12,8 +12,8 @@ from hls.conftest import csim_tools
 
 from drs.tables import LIMITS, Controller, table_for
 from drs.unit import DrsUnit
-from fastcar_compile.codegen.hls.controller_project import emit_drs
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
+from fastcar_compile.codegen.hls.project import emit_drs
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, build_library, folder_sources
 
 __all__ = ["csim_tools"]

@@ -22,10 +22,10 @@ from fastcar_compile.codegen.hls.control_table.gate import pack_inputs, pack_net
 from fastcar_compile.codegen.hls.control_table.reader import check, read_table
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status
-from fastcar_compile.codegen.hls.controller_project import control_sizes, emit_drs, limits_of
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.controller import Traffic, controller_traffic
 from fastcar_compile.codegen.hls.interface import drs_interface
+from fastcar_compile.codegen.hls.project import control_sizes, emit_drs, limits_of
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates import GATES, decided_on_accelerator
 from fastcar_compile.gates.base import GateInputs, GateKind

@@ -27,7 +27,6 @@ from fastcar_compile.codegen.hls.control_table.table import (
     Status,
     table_words,
 )
-from fastcar_compile.codegen.hls.controller_project import emit_drs, limits_of
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.controller import (
     Traffic,
@@ -38,6 +37,7 @@ from fastcar_compile.codegen.hls.design.controller import (
 )
 from fastcar_compile.codegen.hls.design.loops import Loop
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
+from fastcar_compile.codegen.hls.project import emit_drs, limits_of
 from fastcar_compile.runtime.backends.hls_csim import FLAGS, CsimUnit, ap_types_folder, compiler
 
 LLAMA = AttentionShape(32, 32, 128)

@@ -17,8 +17,8 @@ from hls import lint
 
 from drs.tables import LIMITS, table_for
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, table_words
-from fastcar_compile.codegen.hls.controller_project import emit_drs
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
+from fastcar_compile.codegen.hls.project import emit_drs
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, compiler
 
 SOURCES = ("fastcar_drs.hpp", "fastcar_drs_scores.hpp", "fastcar_drs_table.hpp", "fastcar_tas_core.hpp")

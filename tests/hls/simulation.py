@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from fastcar_compile.artifact.sections import KernelPart
-from fastcar_compile.codegen.hls.controller_project import table_of_sizes
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface
-from fastcar_compile.codegen.hls.project import emit_hls, linear_form, short_program
+from fastcar_compile.codegen.hls.project import emit_hls, linear_form, short_program, table_of_sizes
 from fastcar_compile.codegen.hls.step_program.builder import ShortForm, build_short
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit
 from fastcar_compile.runtime.backends.accelerator.kernel import ALL_ROWS, Kernel, padded_rows

@@ -12,11 +12,10 @@ from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_heads
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, map_rows, run_layer
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable
-from fastcar_compile.codegen.hls.controller_project import limits_of
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface
 from fastcar_compile.codegen.hls.packing import pack_mlp
-from fastcar_compile.codegen.hls.project import emit_hls, short_program
+from fastcar_compile.codegen.hls.project import emit_hls, limits_of, short_program
 from fastcar_compile.errors import BackendError, InternalError
 from fastcar_compile.runtime.backends.accelerator.kernel import Kernel, Launch
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, folder_sources, open_library

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from conftest import Precompiled
 
-from fastcar_compile.codegen.hls.controller_project import table_of_sizes
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface, kernel_interface
-from fastcar_compile.codegen.hls.project import emit_hls, short_program
+from fastcar_compile.codegen.hls.project import emit_hls, short_program, table_of_sizes
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, folder_sources, open_library

@@ -12,8 +12,8 @@ from fastcar_compile.artifact.sections.accelerator import ControllerPart, Limits
 from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_network
 from fastcar_compile.codegen.hls.control_table.table import VERSION, AttentionShape, DrsTable, Limits
-from fastcar_compile.codegen.hls.controller_project import limits_of
 from fastcar_compile.codegen.hls.design.controller import ControllerSpec, controller_cycles, controller_usage
+from fastcar_compile.codegen.hls.project import limits_of
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates import LayerWeights, decided_on_accelerator

@@ -12,10 +12,9 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import resources_of
 from fastcar_compile.codegen.hls.design.memory import capacity, measured_cap, peak_bandwidth
 from fastcar_compile.codegen.hls.model.engine import RowLoad
-from fastcar_compile.codegen.hls.model.instructions import run_program
 from fastcar_compile.codegen.hls.model.question import Question, ask
 from fastcar_compile.codegen.hls.model.rows import Decisions, Mapping, passes_of
-from fastcar_compile.codegen.hls.model.step import STREAMING, Board, Step, simulate_step
+from fastcar_compile.codegen.hls.model.step import STREAMING, Board, Step, run_program, simulate_step
 from fastcar_compile.codegen.hls.model.workload import Offload, Workload
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.config.targets import Target
