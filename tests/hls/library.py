@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.design.design import Design
@@ -16,7 +15,16 @@ from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
 from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear
+from fastcar_compile.codegen.hls.step_sample import activated
 from fastcar_compile.config.targets import load_target
+from fastcar_compile.ir.ops.linear import (
+    accumulate,
+    accumulate_groups,
+    pack_int4,
+    quantize_rows,
+    scaled_int4,
+    scaled_int8,
+)
 
 Array = NDArray[Any]
 
@@ -99,10 +107,10 @@ class Result:
 
 
 def reference(x: Array, layer: Sequence[LinearWeights], spec: MlpSpec) -> Result:
-    """docs/reference/numerics.md, in numpy; x float32 [B, H]."""
+    """docs/reference/numerics.md; x float32 [B, H]."""
     *first, down = layer
     sums, values = zip(*(linear(x, weights, spec) for weights in first), strict=True)
-    a = activate(values[0], spec.activation)
+    a = activated(torch.tensor(values[0]), spec).numpy()
     if spec.gated:
         a = a * values[1]
     down_sums, y = linear(a, down, spec)
@@ -110,41 +118,15 @@ def reference(x: Array, layer: Sequence[LinearWeights], spec: MlpSpec) -> Result
 
 
 def linear(x: Array, weights: LinearWeights, spec: MlpSpec) -> tuple[Array, Array]:
-    """Exact sums (int32 [B, N], for w4a8 [B, N, G]) and values of one linear."""
-    q, scale = quantize(x)
+    """Exact sums (int32 [B, N], for w4a8 [B, N, G]) and values of one linear, by the operators that define it."""
+    (q, scale), values = quantize_rows(torch.tensor(x)), torch.tensor(weights.values)
     if spec.weight_bits == 8:
-        sums = accumulate(q, weights.values)
-        y = sums.astype(np.float32) * (scale[:, None] * weights.scales)
+        sums, y = accumulate(q, values), scaled_int8(q, scale, values, torch.tensor(weights.scales))
     else:
-        sums = accumulate_groups(q, weights.values)
-        parts = sums.astype(np.float32) * weights.scales.astype(np.float32)
-        total = parts[..., 0]
-        for group in range(1, parts.shape[2]):
-            total = total + parts[..., group]
-        y = total * scale[:, None]
-    return sums, y if weights.bias is None else y + weights.bias
-
-
-def quantize(x: Array) -> tuple[Array, Array]:
-    """int8 rows and float32 scale of each."""
-    amax = np.maximum(np.abs(x).max(1), np.float32(1e-30))
-    inverse = np.float32(127) / amax
-    q = np.clip(np.rint(x * inverse[:, None]), -127, 127).astype(np.int8)
-    return q, amax * (np.float32(1) / np.float32(127))
-
-
-def accumulate(q: Array, weights: Array) -> Array:
-    """Exact int32 sums [B, N]."""
-    return (q.astype(np.int64) @ weights.astype(np.int64).T).astype(np.int32)
-
-
-def accumulate_groups(q: Array, weights: Array) -> Array:
-    """Exact int32 sums [B, N, G] over groups of 128."""
-    padded = np.zeros((len(q), weights.shape[1]), np.int64)
-    padded[:, : q.shape[1]] = q
-    groups = weights.shape[1] // 128
-    left, right = padded.reshape(len(q), groups, 128), weights.astype(np.int64).reshape(len(weights), groups, 128)
-    return np.einsum("bgk,ngk->bng", left, right).astype(np.int32)
+        packed = values if values.dtype == torch.uint8 else pack_int4(values)
+        sums = accumulate_groups(q, packed).permute(1, 2, 0)
+        y = scaled_int4(q, scale, packed, torch.tensor(weights.scales))
+    return sums.numpy(), (y if weights.bias is None else y + torch.tensor(weights.bias)).numpy()
 
 
 @dataclass(frozen=True)
@@ -174,40 +156,6 @@ class Linear:
     def reference(self, x: Array) -> Array:
         """docs/reference/numerics.md, "bit for bit", in numpy; x float32 [B, K]."""
         return linear(x, self.weights, self.spec)[1]
-
-
-LIMITS = {"silu": 16.0, "gelu": 8.0, "gelu_tanh": 8.0}
-
-
-@cache
-def factor_table(activation: str) -> Array:
-    """int64 [513]: the factor at 513 knots on [-limit, limit], times 2**24."""
-
-    def factor(x: float) -> float:
-        if activation == "gelu":
-            return 0.5 * math.erfc(-x / math.sqrt(2))
-        z = x if activation == "silu" else 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
-        return 1 / (1 + math.exp(-z)) if z > -700 else 0.0
-
-    limit = LIMITS[activation]
-    return np.rint([2.0**24 * factor(j * limit / 256 - limit) for j in range(513)]).astype(np.int64)
-
-
-def factor(x: Array, activation: str) -> Array:
-    """Table factor of float32 values."""
-    limit, table = np.float32(LIMITS[activation]), factor_table(activation)
-    fixed = np.rint(np.clip(x, -limit, limit) * (np.float32(16384) / limit)).astype(np.int64) + 16384
-    index = np.minimum(fixed >> 6, 511)
-    fraction = fixed - (index << 6)
-    knots = (table[index] * (64 - fraction) + table[index + 1] * fraction + 32) >> 6
-    return knots.astype(np.float32) * np.float32(2.0**-24)
-
-
-def activate(x: Array, activation: str) -> Array:
-    """The activation of float32 values."""
-    positive = np.where(x > 0, x, np.float32(0))
-    plain = {"relu": positive, "relu2": positive * positive}
-    return plain[activation] if activation in plain else x * factor(x, activation)
 
 
 def assert_same_bits(got: Array, want: Array) -> None:

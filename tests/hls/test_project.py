@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import Precompiled
 
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
@@ -18,14 +19,9 @@ from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface, k
 from fastcar_compile.codegen.hls.project import emit_hls, short_program, table_of_sizes
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import BackendError
+from fastcar_compile.ir.ops.linear import FACTORS, activation_factor, factor_table
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, folder_sources, open_library
-from hls.library import (
-    DESIGNS,
-    LIMITS,
-    assert_same_bits,
-    factor,
-    factor_table,
-)
+from hls.library import DESIGNS, assert_same_bits
 
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 HEADERS = sorted(p.name for p in files("hls_templates").iterdir() if p.name.endswith(".hpp"))
@@ -144,8 +140,8 @@ def run_program(text: str, folder: Path, *options: str) -> bytes:
 def test_activations_and_rounding_of_the_kernel_at_every_step(csim_tools: None, tmp_path: Path) -> None:
     """All 32,769 inputs that a table can tell apart, the ties between them, and what lies outside."""
     steps = np.arange(-2 * 16384 - 64, 2 * 16384 + 65, dtype=np.int32)
-    names = sorted(LIMITS)
-    factors = [f"fastcar::factor<fastcar::{n.upper()}>(i * {LIMITS[n] / 32768}f)" for n in names]
+    names = sorted(FACTORS)
+    factors = [f"fastcar::factor<fastcar::{n.upper()}>(i * {FACTORS[n].limit / 32768}f)" for n in names]
     output = run_program(
         '#include <stdio.h>\n#include "fastcar_activation.hpp"\n'
         "int main() {\n"
@@ -157,8 +153,8 @@ def test_activations_and_rounding_of_the_kernel_at_every_step(csim_tools: None, 
     got = np.frombuffer(output, np.float32).reshape(-1, 4)
     np.testing.assert_array_equal(got[:, 0], np.rint(steps / 2.0))
     for column, name in enumerate(names, 1):
-        x = steps.astype(np.float32) * np.float32(LIMITS[name] / 32768)
-        assert_same_bits(np.ascontiguousarray(got[:, column]), factor(x, name))
+        x = steps.astype(np.float32) * np.float32(FACTORS[name].limit / 32768)
+        assert_same_bits(np.ascontiguousarray(got[:, column]), activation_factor(torch.from_numpy(x), name).numpy())
 
 
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=all"

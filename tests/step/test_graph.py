@@ -20,7 +20,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from fastcar_compile.codegen.hls.accelerator import Accelerator, choose_accelerator, offloaded
 from fastcar_compile.codegen.hls.decode_step import DecodeStep, decode_step
 from fastcar_compile.codegen.hls.emit import linear_weights
-from fastcar_compile.codegen.hls.packing import LinearWeights
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES
 from fastcar_compile.codegen.hls.step_program.instructions import Decide
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
@@ -29,7 +28,6 @@ from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
-from fastcar_compile.ir.ops.linear import unpack_int4
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import node_named
@@ -61,19 +59,11 @@ class Captured:
         """A linear call, or the MLP of layer_<l>, in numpy."""
         spec, calls = self.plan.design.mlp, {call.name: call for call in self.plan.calls}
         if name in calls:
-            parts = unpacked(linear_weights(self.program, calls[name].weights, calls[name].biases))
+            parts = linear_weights(self.program, calls[name].weights, calls[name].biases)
             return lambda x: np.concatenate([linear(x, part, spec)[1] for part in parts], 1)
         site = self.program.sites[int(name.removeprefix("layer_"))]
-        own = unpacked(linear_weights(self.program, site.mlp.weights, site.mlp.biases))
+        own = linear_weights(self.program, site.mlp.weights, site.mlp.biases)
         return lambda x: reference(x[:, : spec.hidden], own, spec).y
-
-
-def unpacked(linears: list[LinearWeights]) -> list[LinearWeights]:
-    """The same linears; int4 as one value a byte."""
-    return [
-        replace(n, values=unpack_int4(torch.from_numpy(n.values)).numpy()) if n.values.dtype == np.uint8 else n
-        for n in linears
-    ]
 
 
 SHAPE = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": BATCH}

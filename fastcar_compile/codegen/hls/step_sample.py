@@ -220,7 +220,7 @@ class Golden:
 
         def mlp(x: NDArray[Any]) -> NDArray[Any]:
             a = up(torch.from_numpy(x))
-            return down(_activated(a[:, ::2], spec) * a[:, 1::2] if spec.gated else _activated(a, spec)).numpy()
+            return down(activated(a[:, ::2], spec) * a[:, 1::2] if spec.gated else activated(a, spec)).numpy()
 
         return mlp
 
@@ -249,7 +249,8 @@ class Golden:
         self._outputs.append(np.ascontiguousarray(y).view(np.uint32).reshape(-1))
 
 
-def _activated(x: Tensor, spec: MlpSpec) -> Tensor:
+def activated(x: Tensor, spec: MlpSpec) -> Tensor:
+    """Return the activation of an MLP, as the operators define it."""
     if spec.activation in TABLED:
         return x * activation_factor(x, spec.activation)
     positive = torch.relu(x)

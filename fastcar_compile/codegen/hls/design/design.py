@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
-from fastcar_compile.artifact.sections.accelerator import BudgetPart, DesignPart, MlpSpecPart
+from fastcar_compile.artifact.sections.accelerator import DesignPart
 from fastcar_compile.codegen.hls.design.loops import Load, load_loop, product_cycles, scale_rows
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words, section_words
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec
@@ -221,23 +221,17 @@ class Design:
     @property
     def part(self) -> DesignPart:
         """What the manifest and the report say of the design."""
+        fields = asdict(self)
         return DesignPart(
-            spec=MlpSpecPart(**asdict(self.mlp)),
-            budget=BudgetPart(**asdict(self.budget)),
-            ports=self.ports,
-            gate_up=self.gate_up.part,
-            down=self.down.part,
-            linears={name: product.part for name, product in self.linears.items()},
-            tiles_in_uram=self.tiles_in_uram,
+            spec=fields.pop("mlp"),
+            **fields,
             lanes=self.lanes,
-            axi_words=self.axi_words,
             passes=self.passes,
             stream_bytes=self.stream_bytes,
             linear_stream_bytes={name: product.stream_bytes for name, product in self.linears.items()},
             usage_estimate=self.usage.part,
             cycles_estimate=self.mlp_cycles,
             linear_cycles_estimate={name: self.cycles(name) for name in self.linears},
-            group=self.group,
         )
 
     @classmethod
