@@ -6,16 +6,18 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import ceil
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from drs.unit import DrsUnit
 from fastcar_compile.codegen.hls.control_table.builder import build_table
-from fastcar_compile.codegen.hls.control_table.gate import pack_heads
+from fastcar_compile.codegen.hls.control_table.gate import network_words, pack_heads
 from fastcar_compile.codegen.hls.control_table.reader import check, header_of
-from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
-from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status
+from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS, LayerCall, LayerTrace, run_layer
+from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, AttentionShape, DrsTable, Limits, Status
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 
 LIMITS = Limits(cores=2, rows=32, table_words=4096, query_words=1024, key_words=64, heads=16)
 """Of the controller in these tests."""
@@ -92,3 +94,56 @@ class Controller:
         for name in ("status", "index_register", "chain"):
             assert getattr(got, name) == getattr(want, name), name
         return got
+
+
+# What a call moves, and where rows compute.
+
+
+BURST_BEATS = 256
+"""The longest AXI4 burst."""
+
+
+def load_cycles(table: DrsTable) -> int:
+    """Return the clocks of loading the table, without memory latency."""
+    return sum(loop.cycles for loop in control_loops(ControlWork(ControlOp.TABLE, table)))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one call moves over the controller's AXI ports: bursts of at most 256 beats, and beats of 128 bits."""
+
+    bursts: int
+    beats: int
+
+
+def controller_traffic(table: DrsTable) -> Traffic:
+    """Return the traffic of one call for a layer with a gate; C simulation counts the same (tests/drs)."""
+    rows, width = table.rows, FLOATS_PER_WORD * table.input_words
+    # The first word of a network is its number of units, read once; every row reads the others.
+    network = network_words(table.units, width) - 1 if table.units else 0
+    runs = (table.row_query_words, table.row_key_words, table.input_words, table.input_words, network)
+    # Every call reads the chain counts and writes an answer, a burst each.
+    around = ceil(rows / FLOATS_PER_WORD) + RESULT_WORDS // FLOATS_PER_WORD
+    beats = rows * sum(runs) + (1 if network else 0) + around
+    return Traffic(rows * sum(ceil(words / BURST_BEATS) for words in runs) + 2 + (1 if network else 0), beats)
+
+
+class Place(NamedTuple):
+    """Where a row computes: on core `core`, in pass `pass_number` over the weights of a tile."""
+
+    core: int
+    pass_number: int
+
+
+def map_rows(index_register: int, rows: int, cores: int) -> tuple[Place, ...]:
+    """Return the Mapping Registers: the i-th row that computes goes to core i mod `cores` in pass i div `cores`.
+
+    The register of a replayed row is 0. Bits at or beyond `rows` are ignored.
+    """
+    mapping, computing = [Place(0, 0)] * rows, 0
+    for row in range(rows):
+        # Rows that compute are dealt to the cores in turn, so the cores' loads differ by one row at most.
+        if index_register >> row & 1:
+            mapping[row] = Place(computing % cores, computing // cores)
+            computing += 1
+    return tuple(mapping)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drs.oracle import Answer, Situation, decide
-from drs.tables import FRAME, LATER, Controller, call_for, numbers, table_for
-from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, map_rows
+from drs.tables import FRAME, LATER, Controller, call_for, map_rows, numbers, table_for
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace
 from fastcar_compile.codegen.hls.control_table.table import DrsTable, Status
 
 RANDOM_CALLS = 10_000

@@ -15,7 +15,7 @@ import torch
 from hls.conftest import csim_tools
 
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
-from drs.tables import FRAME, LATER, Controller
+from drs.tables import FRAME, LATER, Controller, Traffic, controller_traffic
 from drs.unit import DrsUnit
 from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_inputs, pack_network
@@ -23,7 +23,6 @@ from fastcar_compile.codegen.hls.control_table.reader import check, read_table
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
-from fastcar_compile.codegen.hls.design.controller import Traffic, controller_traffic
 from fastcar_compile.codegen.hls.interface import drs_interface
 from fastcar_compile.codegen.hls.project import control_sizes, emit_drs, limits_of
 from fastcar_compile.errors import UserError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from drs.conftest import WORDS
-from drs.tables import FRAME, LATER, LIMITS, Controller, call_for, table_for
+from drs.tables import FRAME, LATER, LIMITS, Controller, Traffic, call_for, controller_traffic, load_cycles, table_for
 from drs.test_document import TEXT
 from drs.unit import DrsUnit
 from fastcar_compile.codegen.hls.control_table.builder import build_table
@@ -29,11 +29,8 @@ from fastcar_compile.codegen.hls.control_table.table import (
 )
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.controller import (
-    Traffic,
     controller_cycles,
-    controller_traffic,
     controller_usage,
-    load_cycles,
 )
 from fastcar_compile.codegen.hls.design.loops import Loop
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface

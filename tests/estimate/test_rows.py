@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import check_module
+from drs.tables import map_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcar_compile.codegen.hls.control_table.simulator import map_rows
 from fastcar_compile.codegen.hls.model import Workload, load_shape
 from fastcar_compile.codegen.hls.model.question import ask
 from fastcar_compile.codegen.hls.model.rows import Draw, Mapping, core_rows, coupled, draw_decisions, passes_of

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drs.tables import map_rows
 
 from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_heads
-from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, map_rows, run_layer
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, run_layer
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface

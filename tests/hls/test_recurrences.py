@@ -2,19 +2,77 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
-from fastcar_compile.codegen.hls.design.loops import recurrences, total_latency
+from fastcar_compile.codegen.hls.design.loops import MEMORY_CLOCKS, total_latency
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.config.targets import available_targets, load_target
 from hls import lint
 from hls.library import design
 from hls.test_lint import ENGINE_FILES
+
+REGISTER_CLOCKS = 1
+"""An integer addition, a comparison or a copy in registers."""
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """What one loop carries on.
+
+    Args:
+        loop: function and label in the sources. variable: that the loop carries.
+        distance: iterations after which a value is read again, at least.
+        latency: clocks from that read to the write that the next read needs.
+    """
+
+    loop: str
+    variable: str
+    distance: int
+    latency: int
+
+    @property
+    def keeps_pace(self) -> bool:
+        """Whether the loop can start an iteration every clock."""
+        return self.distance >= self.latency
+
+
+def recurrences(design: Design) -> list[Recurrence]:
+    """Return every recurrence of the engine's loops for every product of the design; index counters are left out."""
+    clock, found = design.budget.clock_mhz, []
+    for product in design.products:
+        # A single sum per channel is scaled once and carries no total.
+        if product.sums > 1:
+            rows = max(product.tile, design.scale_rows)
+            found.append(Recurrence("scale_tile.groups", "total", rows * product.port_blocks, total_latency(clock)))
+    registers = (
+        ("mac_tile.words", "partial"),
+        ("quantize_rows.sizes", "amax"),
+        ("finish_tile.channels", "lanes"),
+        ("finish_tile.channels", "previous"),
+    )
+    found += [Recurrence(loop, variable, 1, REGISTER_CLOCKS) for loop, variable in registers]
+    return found
+
+
+def step_recurrences(design: Design) -> list[Recurrence]:
+    """Return those that a kernel of whole steps has besides the array's."""
+    total = total_latency(design.budget.clock_mhz)
+    return [
+        Recurrence("add_values.add_sums", "total", total, total),
+        Recurrence("multiply_blocks.multiply_words", "partial", 1, REGISTER_CLOCKS),
+        Recurrence("multiply_blocks.multiply_words", "input", 2, MEMORY_CLOCKS),
+        Recurrence("soften.keep_logits", "found", 1, REGISTER_CLOCKS),
+        Recurrence("soften.add_numerators", "sum", 1, REGISTER_CLOCKS),
+        Recurrence("weigh_values.scale_weights", "largest", 1, REGISTER_CLOCKS),
+        Recurrence("append_value.write_values", "now", 1, REGISTER_CLOCKS),
+    ]
+
 
 BOARDS = [name for name in available_targets() if name != "cpu"]
 SHAPES = {

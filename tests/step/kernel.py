@@ -78,7 +78,7 @@ class Kernel:
 
     def caches(self) -> tuple[Array, Array]:
         """Keys and values, int8 [ports, words, 16]."""
-        made, words = self.made.made, self.step.cache_words
+        made, words = self.made.made, self.step.sizes.key_words + self.step.sizes.value_words
         ports = [self.memory[f"cache_{p}"].view(np.int8) for p in range(made.axi_weight_ports)]
         beats = np.stack(ports).reshape(made.axi_weight_ports, words, made.axi_words, 16)
         sections = beats.transpose(0, 2, 1, 3).reshape(made.ports, words, 16)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hls import lint
 from hls.test_lint import AXI_PORTS, CORES, NOT_SYNTHESISED, findings
+from hls.test_recurrences import step_recurrences
 
-from fastcar_compile.codegen.hls.design.loops import step_recurrences
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.project import emit_hls
 from step.test_step import DECODERS

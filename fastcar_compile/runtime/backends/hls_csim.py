@@ -11,7 +11,6 @@ import subprocess
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -96,7 +95,7 @@ def open_library(files: Mapping[str, bytes], build_dir: Path, defines: Sequence[
     it.
 
     Args:
-        files: sources and headers by name. defines: macros of the build, such as `COUNTERS`.
+        files: sources and headers by name. defines: macros of the build, such as FASTCAR_COUNTERS.
 
     Raises:
         BackendError: a source, g++ or the ap_types headers are missing, or the sources do not compile.
@@ -162,45 +161,6 @@ def _compile(command: Sequence[str], files: Mapping[str, bytes], sources: Sequen
                 hint="compile the model again; if it persists, report it with this text",
             )
         os.replace(output, path)
-
-
-# Work that a C simulation library counts, where it was built with FASTCAR_COUNTERS.
-
-
-COUNTERS = "FASTCAR_COUNTERS"
-"""The macro that counts."""
-
-STATIC_MAPPING = "FASTCAR_STATIC_MAPPING"
-"""The macro that maps row b to core b mod C, for comparison with DRS."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work that the engine executed.
-
-    Attributes:
-        mac: iterations of the MAC array, one word of every weight port each.
-        weight_beats: beats of all AXI ports that read weights.
-        row_beats: 128-bit words of rows that are read from memory and written there.
-    """
-
-    mac: int
-    weight_beats: int
-    row_beats: int
-
-
-def read_counters(library: ctypes.CDLL) -> Work:
-    """Return the work since the last call of this function, and start again from zero.
-
-    Raises:
-        BackendError: the library was built without counters.
-    """
-    entry = getattr(library, "fastcar_csim_counters", None)
-    if entry is None:
-        raise BackendError("this C simulation does not count its work", hint=f"build it with {COUNTERS}")
-    counts = (ctypes.c_uint64 * 3)()
-    entry(counts)
-    return Work(*counts)
 
 
 # A kernel of a C simulation library.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,13 +51,6 @@ def read_result(words: NDArray[Any], rows: int) -> LayerTrace:
     )
 
 
-class Place(NamedTuple):
-    """Where a row computes: on core `core`, in pass `pass_number` over the weights of a tile."""
-
-    core: int
-    pass_number: int
-
-
 @dataclass(frozen=True)
 class LayerCall:
     """The arguments of one call of the controller.
@@ -102,20 +95,6 @@ class LayerTrace:
     index_register: int = 0
     scores: tuple[float, ...] = ()
     chain: tuple[int, ...] = ()
-
-
-def map_rows(index_register: int, rows: int, cores: int) -> tuple[Place, ...]:
-    """Return the Mapping Registers: the i-th row that computes goes to core i mod `cores` in pass i div `cores`.
-
-    The register of a replayed row is 0. Bits at or beyond `rows` are ignored.
-    """
-    mapping, computing = [Place(0, 0)] * rows, 0
-    for row in range(rows):
-        # Rows that compute are dealt to the cores in turn, so the cores' loads differ by one row at most.
-        if index_register >> row & 1:
-            mapping[row] = Place(computing % cores, computing // cores)
-            computing += 1
-    return tuple(mapping)
 
 
 def tas_sums(query: Array, key: Array, rows: int, shape: AttentionShape) -> Array:

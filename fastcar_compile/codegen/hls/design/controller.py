@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import ceil
 
 from fastcar_compile.codegen.hls.control_table.builder import GateScore
-from fastcar_compile.codegen.hls.control_table.gate import BFLOATS_PER_WORD, network_words
+from fastcar_compile.codegen.hls.control_table.gate import BFLOATS_PER_WORD
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
 from fastcar_compile.codegen.hls.control_table.table import (
     FLOATS_PER_WORD,
@@ -31,9 +30,6 @@ CHECK_DSP = 1
 
 ANSWER_BANKS = 4
 """The answer is collected in four banks of 32-bit words, so that it leaves as 128-bit words."""
-
-BURST_BEATS = 256
-"""The longest AXI4 burst."""
 
 PRODUCT_LUT, PRODUCT_FF = 350, 400
 """The shifter, rounding and limit of one product, and its share of the adder. Estimate."""
@@ -118,31 +114,6 @@ the scaling and bias of both."""
 def controller_cycles(table: DrsTable) -> int:
     """Return the clocks of one decision, without memory latency (`control_loops`); the table is on chip."""
     return sum(loop.cycles for loop in control_loops(ControlWork(ControlOp.GATE, table)))
-
-
-def load_cycles(table: DrsTable) -> int:
-    """Return the clocks of loading the table, without memory latency."""
-    return sum(loop.cycles for loop in control_loops(ControlWork(ControlOp.TABLE, table)))
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one call moves over the controller's AXI ports: bursts of at most 256 beats, and beats of 128 bits."""
-
-    bursts: int
-    beats: int
-
-
-def controller_traffic(table: DrsTable) -> Traffic:
-    """Return the traffic of one call for a layer with a gate; C simulation counts the same (tests/drs)."""
-    rows, width = table.rows, FLOATS_PER_WORD * table.input_words
-    # The first word of a network is its number of units, read once; every row reads the others.
-    network = network_words(table.units, width) - 1 if table.units else 0
-    runs = (table.row_query_words, table.row_key_words, table.input_words, table.input_words, network)
-    # Every call reads the chain counts and writes an answer, a burst each.
-    around = ceil(rows / FLOATS_PER_WORD) + RESULT_WORDS // FLOATS_PER_WORD
-    beats = rows * sum(runs) + (1 if network else 0) + around
-    return Traffic(rows * sum(ceil(words / BURST_BEATS) for words in runs) + 2 + (1 if network else 0), beats)
 
 
 def controller_usage(limits: Limits) -> Usage:

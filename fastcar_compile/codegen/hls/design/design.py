@@ -7,7 +7,7 @@ from functools import cached_property
 
 from fastcar_compile.artifact.sections.accelerator import DesignPart
 from fastcar_compile.codegen.hls.design.loops import Load, load_loop, product_cycles, scale_rows
-from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words, section_words
+from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, section_words
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.design.usage import STEP_FIFO_WORDS, Buffers, Usage, engine_usage
 from fastcar_compile.errors import CompileError
@@ -137,12 +137,6 @@ class Design:
     def max_section_words(self) -> int:
         """Most 128-bit words of one port's section."""
         return max([self.section_words, *(p.section_words for p in self.linears.values())])
-
-    @property
-    def max_row_words(self) -> int:
-        """128-bit words of the longest float32 row in or out."""
-        longest = max([self.mlp.hidden, *(max(p.inputs, p.channels) for p in self.linears.values())])
-        return float_words(longest)
 
     @property
     def mlp_cycles(self) -> int:

@@ -114,11 +114,6 @@ class StepDesign:
         """Memory words of the program."""
         return self.instructions * INSTRUCTION_WORDS // LANES
 
-    @property
-    def cache_words(self) -> int:
-        """Memory words of keys and values on one weight port."""
-        return self.sizes.key_words + self.sizes.value_words
-
 
 Memory = tuple[int, int, int]
 """Copies, bits and depth of a memory."""
