@@ -13,14 +13,13 @@ from gates.cases import CASES as GATE_CASES
 from lowering.integer_cases import CASES as INTEGER_CASES
 from lowering.integer_cases import TOGETHER
 from lowering.test_cached import CASES as CACHED_CASES
-from lowering.test_half import CASES as HALF_CASES
 from tvm.support import cc
 
 from board.conftest import FOLDERS, Machine
 from fastcar_compile.codegen.tvm.isa import instruction_set
 from fastcar_compile.codegen.tvm.target import host_target
 
-CASES = (*INTEGER_CASES, *TOGETHER, *HALF_CASES, *CACHED_CASES, *GATE_CASES)
+CASES = (*INTEGER_CASES, *TOGETHER, *CACHED_CASES, *GATE_CASES)
 TYPE_CODES = {"i": 0, "u": 1, "f": 2, "V": 4}
 """Of DLPack, by numpy's kind; bfloat16 is the one of kind V."""
 

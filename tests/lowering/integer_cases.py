@@ -11,6 +11,8 @@ from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels.registry import KERNELS
 from fastcar_compile.ir.ops.linear import quantize_rows, quantize_weight, quantize_weight_int4
 
+from .kernel_runs import named
+
 fastcar = torch.ops.fastcar
 KINDS = ("linear_w8a8", "linear_w4a8")
 SHAPES = (
@@ -46,9 +48,7 @@ class IntegerCase:
 
     def kernel(self, isa: InstructionSet) -> tvm.tirx.PrimFunc:
         """For an instruction set, under the case's name."""
-        kernel = KERNELS[self.kind](self.m, self.n, self.k, isa=isa).with_attr("global_symbol", self.name)
-        assert isinstance(kernel, tvm.tirx.PrimFunc)
-        return kernel
+        return named(KERNELS[self.kind](self.m, self.n, self.k, isa=isa), self.name)
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,7 @@ class TogetherCase:
 
     def kernel(self, isa: InstructionSet) -> tvm.tirx.PrimFunc:
         """For an instruction set, under the case's name."""
-        kernel = KERNELS["linears"](self.kind, self.m, self.ns, self.k, isa=isa)
-        named = kernel.with_attr("global_symbol", self.name)
-        assert isinstance(named, tvm.tirx.PrimFunc)
-        return named
+        return named(KERNELS["linears"](self.kind, self.m, self.ns, self.k, isa=isa), self.name)
 
 
 CASES = tuple(IntegerCase(kind, *shape) for kind in KINDS for shape in SHAPES)

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,3 +138,31 @@ def test_the_mlp_is_inside_the_branch() -> None:
     assert [(text.count("R.call_tir(linear_float"), text.count("linear_float_x2")) for text in branches] == [(2, 1)]
     layer = functions["segment_1"]
     assert (layer.count("R.call_tir(linear_float"), layer.count("linear_float_x3")) == (2, 1)
+
+
+def many(layers: int) -> Case:
+    """The last layer never replays."""
+    return Case(thresholds=(0.0,) * (layers - 1) + (None,))
+
+
+@pytest.mark.parametrize("layers", [11, 26])
+def test_every_layer_has_its_own_threshold_and_decision(layers: int, tmp_path: Path) -> None:
+    """More layers than one kernel takes, one of which never replays; a prime number of them and others."""
+    case = many(layers)
+    eager, cpu = eager_backend(case), cpu_backend(case, export(case, tmp_path))
+    random = np.random.default_rng(layers)
+    seen = np.zeros((layers, 2), bool)
+    for i, token in enumerate(tokens(case, 3 * FRAME)):
+        limits = np.where(random.random(layers) < 0.5, -INF, INF).astype(np.float32)
+        expected, actual = (backend.decode(token, i, i, limits) for backend in (eager, cpu))
+        np.testing.assert_array_equal(actual.decisions, expected.decisions)
+        np.testing.assert_allclose(actual.scores, expected.scores, atol=1e-4)
+        seen |= actual.decisions
+    np.testing.assert_array_equal(seen.all(axis=1), np.arange(layers) < layers - 1)
+
+
+def test_no_kernel_has_an_argument_for_every_layer() -> None:
+    """They take seconds to compile; the entry of the library is no kernel."""
+    module = lowered(many(26)).ir_module
+    kernels: list[Any] = [f for _, f in module.functions_items() if isinstance(f, tvm.tirx.PrimFunc)]
+    assert max(len(f.params) for f in kernels) <= 14

@@ -1,20 +1,231 @@
-"""The fusions on real graphs: a fused segment computes the same bits in PyTorch, and the program stays as it is."""
+"""Fusions: their kernels are exact against the operators that they stand for, and they are found in real graphs."""
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor, fx
+from tvm.tirx import PrimFunc
 
+import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.segment import segment
 from fastcar_compile.codegen.tvm.converters import CONVERTERS
-from fastcar_compile.codegen.tvm.fusion import QUANTIZED_LINEARS
+from fastcar_compile.codegen.tvm.fusion import QUANTIZED_LINEARS, gated_product
+from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, host_instruction_set
+from fastcar_compile.codegen.tvm.kernels.linear.activations import PARALLEL_ROW_ELEMENTS, activate_quantize
+from fastcar_compile.codegen.tvm.kernels.norm import (
+    layer_norm,
+    layer_norm_quantize,
+    rms_norm,
+    rms_norm_quantize,
+    rotary,
+)
 from fastcar_compile.codegen.tvm.pipeline import fuse
+from fastcar_compile.ir.ops.linear import FACTORS, factor_table
 from fastcar_compile.ir.query import output_nodes
 from fastcar_compile.ir.rewrite import set_outputs
+from fastcar_compile.passes.patterns.norms import layer_norm as layer_norm_of
+from fastcar_compile.passes.patterns.norms import rms_norm as rms_norm_of
+from fastcar_compile.passes.patterns.norms import rotary as rotary_of
 
-from .programs import Case, program
+from .kernel_runs import few, run, same_rows
+from .programs import LAYERS, Case, lowered, program
+
+# Kernels that stand for several operators: exact against those, and found in real graphs.
+
+
+fastcar = torch.ops.fastcar
+ISA = host_instruction_set()
+
+
+@few
+@example(33, 1001, "silu", 3.0, ISA, 0)  # in parallel
+@given(
+    st.integers(1, 3),
+    st.integers(1, 200),
+    st.sampled_from(sorted(FACTORS)),
+    st.sampled_from([0.0, 1e-35, 0.1, 4.0, 30.0]),
+    st.sampled_from([PORTABLE, ISA]),
+    st.integers(0, 99),
+)
+def test_activate_quantize_is_exact(
+    m: int, k: int, activation: str, size: float, isa: InstructionSet, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    assert PARALLEL_ROW_ELEMENTS <= 33 * 1001
+    gate, up = torch.randn(m, k) * size, torch.randn(m, k)
+    outputs = torch.zeros(m, k, dtype=torch.int8), torch.zeros(m)
+    found = run(activate_quantize(m, k, activation, isa), gate, up, factor_table(activation), *outputs)
+    same_rows(found, gate * fastcar.activation_factor(gate, activation) * up)
+
+
+@few
+@example(33, 1001, 1.0, 0)  # in parallel
+@given(st.integers(1, 3), st.integers(1, 200), st.sampled_from([0.0, 1e-3, 1.0, 300.0]), st.integers(0, 99))
+def test_rms_norm_quantize_is_exactly_the_norm_quantised(m: int, k: int, size: float, seed: int) -> None:
+    """An accelerator's host gets float rows, the CPU quantised ones: they must be the same numbers."""
+    torch.manual_seed(seed)
+    x, w = torch.randn(m, k) * size, torch.rand(k) + 0.5
+    y = run(rms_norm(m, k, 1e-6), x, w, torch.zeros(m, k))[-1]
+    expected = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+    torch.testing.assert_close(y, expected, atol=1e-6, rtol=1e-5)
+    same_rows(run(rms_norm_quantize(m, k, 1e-6), x, w, torch.zeros(m, k, dtype=torch.int8), torch.zeros(m)), y)
+
+
+@few
+@example(33, 1001, 1.0, 0.0, 0)  # in parallel
+@given(
+    st.integers(1, 3),
+    st.integers(2, 200),
+    st.sampled_from([1.0, 300.0]),
+    st.sampled_from([0.0, 10.0]),
+    st.integers(0, 99),
+)
+def test_layer_norm_quantize_is_exactly_the_norm_quantised(
+    m: int, k: int, size: float, offset: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x, w, b = torch.randn(m, k) * size + offset, torch.rand(k) + 0.5, torch.randn(k)
+    y = run(layer_norm(m, k, 1e-5), x, w, b, torch.zeros(m, k))[-1]
+    expected = torch.nn.functional.layer_norm(x.double(), (k,), w.double(), b.double(), 1e-5)
+    torch.testing.assert_close(y.double(), expected, atol=2e-5 * (1 + abs(offset)), rtol=1e-4)
+    same_rows(run(layer_norm_quantize(m, k, 1e-5), x, w, b, torch.zeros(m, k, dtype=torch.int8), torch.zeros(m)), y)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+@few
+@given(
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.sampled_from([2, 6, 12, 32, 80, 128]),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_rotary(b: int, h: int, t: int, d: int, own: bool, seed: int) -> None:
+    """With one table for all rows of the batch, and with one for each."""
+    torch.manual_seed(seed)
+    x, angle = torch.randn(b, h, t, d), torch.randn(b if own else 1, 1, t, d)
+    cos, sin = angle.cos(), angle.sin()
+    y = run(rotary((b, h, t, d), len(cos)), x, cos, sin, torch.zeros(b, h, t, d))[-1]
+    torch.testing.assert_close(y, _rotated(x, cos, sin), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("quant", ["none", "w8a8"])
+def test_a_real_decode_step_uses_them(quant: str) -> None:
+    names = [v.name_hint for v, f in lowered(Case(quant=quant)).ir_module.functions_items() if isinstance(f, PrimFunc)]
+    assert any(n.startswith("rotate") for n in names)
+    assert any(n.startswith("normalize_quantize_rows") for n in names) == (quant == "w8a8")
+    assert any(n.startswith("activate_quantize_i8") for n in names) == (quant == "w8a8")
+    assert LAYERS > 1  # and still one kernel for all layers
+    assert len([n for n in names if n.startswith("attend")]) == 1
+
+
+def _traced(function: Callable[..., Tensor], *inputs: Tensor) -> fx.Node:
+    """The operator that makes the result."""
+    exported = torch.export.export(_Module(function), inputs)
+    return output_nodes(exported.graph)[0]
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self._function(*inputs)
+
+
+def test_patterns_are_found_in_either_order() -> None:
+    x, table = torch.randn(2, 3, 4, 8), torch.randn(1, 1, 4, 8)
+    for function in (_rotated, lambda a, c, s: torch.cat([-a[..., 4:], a[..., :4]], -1) * s + c * a):
+        found = rotary_of(_traced(function, x, table, table + 1))
+        assert found is not None
+        assert [n.name for n in found[1:]] in (["args_1", "args_2"], ["inputs_1", "inputs_2"])
+    g = torch.randn(2, 8)
+    for function in (
+        lambda a, u: a * fastcar.activation_factor(a, "silu") * u,
+        lambda a, u: u * (fastcar.activation_factor(a, "silu") * a),
+    ):
+        found_product = gated_product(_traced(function, g, g + 1))
+        assert found_product is not None
+        assert found_product[2] == "silu"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, c, s: a * c + torch.cat([a[..., 4:], a[..., :4]], -1) * s,  # no minus
+        lambda a, c, s: a * c + torch.cat([-a[..., 5:], a[..., :5]], -1) * s,  # not the halves
+        lambda a, c, s: a * c + torch.cat([a[..., :4], -a[..., 4:]], -1) * s,  # not turned
+        lambda a, c, s: a * c - torch.cat([-a[..., 4:], a[..., :4]], -1) * s,
+        lambda a, c, s: torch.add(a * c, torch.cat([-a[..., 4:], a[..., :4]], -1) * s, alpha=2),
+        lambda a, c, s: a * c + torch.cat([-c.expand(2, 3, 4, 8)[..., 4:], a[..., :4]], -1) * s,  # of something else
+    ],
+)
+def test_what_only_resembles_a_rotary_embedding_is_left_alone(function: Callable[..., Tensor]) -> None:
+    x, table = torch.randn(2, 3, 4, 8), torch.randn(1, 1, 4, 8)
+    assert rotary_of(_traced(function, x, table, table + 1)) is None
+
+
+def _norm(x: Tensor, w: Tensor) -> Tensor:
+    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+
+def test_norms_are_found() -> None:
+    x, w = torch.randn(2, 3, 8), torch.randn(8)
+    for function in (_norm, lambda a, b: torch.rsqrt((a * a).mean([2], keepdim=True) + 1e-5) * a * b):
+        found = rms_norm_of(_traced(function, x, w))
+        assert found is not None
+        assert found[2] == 1e-5
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, w: w * (a * torch.rsqrt(a.pow(3).mean(-1, keepdim=True) + 1e-5)),
+        lambda a, w: w * (a * torch.rsqrt(a.pow(2).mean(1, keepdim=True) + 1e-5)),
+        lambda a, w: w * (a * torch.rsqrt((a + 1).pow(2).mean(-1, keepdim=True) + 1e-5)),
+        lambda a, w: w[:1] * (a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-5)),
+        lambda a, w: w + (a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-5)),
+    ],
+)
+def test_what_only_resembles_a_norm_is_left_alone(function: Callable[..., Tensor]) -> None:
+    assert rms_norm_of(_traced(function, torch.randn(2, 3, 8), torch.randn(8))) is None
+
+
+def test_layer_norms_are_found() -> None:
+    x, w = torch.randn(2, 3, 8), torch.randn(8)
+    cases = {
+        (True, True, 1e-5): lambda a, b: torch.layer_norm(a, [8], b, b + 1),
+        (True, False, 1e-6): lambda a, b: torch.layer_norm(a, [8], b, None, 1e-6),
+        (False, False, 1e-5): lambda a, b: torch.layer_norm(a, [8]),
+    }
+    for (weighted, biased, epsilon), function in cases.items():
+        found = layer_norm_of(_traced(function, x, w))
+        assert found is not None
+        assert (found[1] is not None, found[2] is not None, found[3]) == (weighted, biased, epsilon)
+    assert layer_norm_of(_traced(lambda a, b: torch.layer_norm(a, [3, 8]), x, w)) is None
+
+
+def test_what_only_resembles_a_gated_product_is_left_alone() -> None:
+    g = torch.randn(2, 8)
+    assert gated_product(_traced(lambda a, u: u * fastcar.activation_factor(a, "silu") * u, g, g + 1)) is None
+    assert gated_product(_traced(lambda a, u: a * fastcar.activation_factor(a, "silu") + u, g, g + 1)) is None
+    one_row = g[:1].clone()
+    assert gated_product(_traced(lambda a, u: a * fastcar.activation_factor(a, "silu") * u, g, one_row)) is None
+
+
+# The fusions on real graphs: a fused segment computes the same bits in PyTorch, and the program stays as it is.
+
 
 fastcar = torch.ops.fastcar
 

@@ -15,13 +15,7 @@ import tvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcar_compile.codegen.tvm.isa import (
-    INSTRUCTION_SETS,
-    InstructionSet,
-    cpu_flags,
-    host_instruction_set,
-    instruction_set,
-)
+from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, host_instruction_set, instruction_set
 from fastcar_compile.codegen.tvm.kernels.linear import w4a8 as int4_tiles
 from fastcar_compile.codegen.tvm.kernels.linear import w8a8 as linear_w8a8
 from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import INT4_DOTS
@@ -29,6 +23,7 @@ from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import INT8_DOTS
 from fastcar_compile.codegen.tvm.target import host_target
 
 from .integer_cases import CASES, KINDS, TOGETHER, IntegerCase, TogetherCase, module
+from .kernel_runs import needs
 
 EVEX = replace(instruction_set("avx512-vnni"), name="vpdpbusd on 256 bits", int8="vnni256")
 """The kernels of avx2-vnni, in the encoding of AVX-512."""
@@ -51,8 +46,7 @@ def check(
 
 @pytest.mark.parametrize("isa", X86, ids=lambda isa: isa.name)
 def test_kernels_are_exact(isa: InstructionSet) -> None:
-    if lacking := sorted(isa.flags - cpu_flags()):
-        pytest.skip(f"this CPU has no {', '.join(lacking)}")
+    needs(isa)
     cases = (*CASES, *TOGETHER)
     library = tvm.compile(module(isa, cases), target=host_target(isa))
     for case in cases:

@@ -5,14 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fastcar_compile.codegen.tvm.fusion  # noqa: F401  (registers the fused operators)
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.cache import (
     cache_write,
-    chain_read,
-    chain_write,
+    concat_rows,
+    ring_write,
     slot_read,
     slot_write,
     slots_write,
+    split_rows,
 )
 from fastcar_compile.codegen.tvm.kernels.gate import gate, gate_and_count
 from fastcar_compile.codegen.tvm.kernels.linear.activations import activation_factor, quantize_rows
@@ -20,29 +22,21 @@ from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import linear_w4a8
 from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import linear_w8a8
 from fastcar_compile.codegen.tvm.kernels.tas import tas
 from fastcar_compile.ir.ops.linear import FACTORS, factor_table, group_count, pack_int4
-from fastcar_compile.ir.ops.linear import quantize_rows as eager_quantize_rows
 from fastcar_compile.ir.ops.operator import stored
 
-from .kernel_runs import few, run
+from .kernel_runs import few, name_of, run, same_rows
 
 fastcar = torch.ops.fastcar
 
 ISA = host_instruction_set()
 
 
-def seeded(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
 @few
 @given(st.integers(1, 3), st.integers(1, 200), st.sampled_from([0.0, 1e-35, 1e-3, 1.0, 300.0]), st.integers(0, 99))
 def test_quantize_rows_is_exact(m: int, k: int, size: float, seed: int) -> None:
-    seeded(seed)
+    torch.manual_seed(seed)
     x = torch.randn(m, k) * size
-    _, q, s = run(quantize_rows(m, k), x, torch.zeros(m, k, dtype=torch.int8), torch.zeros(m))
-    expected_q, expected_s = eager_quantize_rows(x)
-    assert torch.equal(q, expected_q)
-    assert torch.equal(s, expected_s)
+    same_rows(run(quantize_rows(m, k), x, torch.zeros(m, k, dtype=torch.int8), torch.zeros(m)), x)
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
@@ -73,7 +67,7 @@ def test_linear_w4a8_at_the_largest_values(weight: int, scale: float) -> None:
     st.integers(0, 99),
 )
 def test_activation_factor_is_exact(activation: str, size: int, scale: float, isa: InstructionSet, seed: int) -> None:
-    seeded(seed)
+    torch.manual_seed(seed)
     x = torch.randn(size) * scale
     y = run(activation_factor(size, activation, isa), x, factor_table(activation), torch.zeros(size))[-1]
     assert torch.equal(y, fastcar.activation_factor(x, activation))
@@ -82,7 +76,7 @@ def test_activation_factor_is_exact(activation: str, size: int, scale: float, is
 @few
 @given(st.integers(1, 2), st.sampled_from([(4, 4), (4, 2)]), st.integers(0, 36), st.integers(1, 20), st.integers(0, 9))
 def test_tas(b: int, heads: tuple[int, int], position: int, stride: int, seed: int) -> None:
-    seeded(seed)
+    torch.manual_seed(seed)
     q, k = torch.randn(b, heads[0], 1, 16), torch.randn(b, heads[1], 37, 16)
     at = torch.tensor([position])
     for keys, dtype in ((k, "float32"), (k.half(), "float16"), (stored(k, torch.int8), "int8")):
@@ -105,7 +99,7 @@ def test_tas_of_extreme_values_is_exact(value: float) -> None:
 @given(st.integers(1, 3), st.sampled_from([(4, 2), (6, 6), (8, 1)]), st.integers(1, 130), st.integers(0, 99))
 def test_tas_is_the_mean_of_the_attention_logits(b: int, heads: tuple[int, int], dim: int, seed: int) -> None:
     """Against a plain sum in float64: off by the rounding of each product, and by that of the result."""
-    seeded(seed)
+    torch.manual_seed(seed)
     q, k = torch.randn(b, heads[0], 1, dim) * 3, torch.randn(b, heads[1], 9, dim) * 3
     repeated = k[:, :, 5].repeat_interleave(heads[0] // heads[1], 1).double()
     expected = 0.3 * (q[:, :, 0].double() * repeated).sum(-1).mean(1)
@@ -114,20 +108,23 @@ def test_tas_is_the_mean_of_the_attention_logits(b: int, heads: tuple[int, int],
 
 
 @few
-@given(st.integers(1, 3), st.integers(1, 6), st.integers(0, 12), st.integers(0, 9))
-def test_cache_write(b: int, rows: int, position: int, seed: int) -> None:
-    """Rows at or beyond S are dropped."""
-    seeded(seed)
-    cache, value, at = torch.randn(b, 2, 9, 12), torch.randn(b, 2, rows, 12), torch.tensor([position])
-    for before, dtype in ((cache, "float32"), (cache.half(), "float16"), (stored(cache, torch.int8), "int8")):
-        y = run(cache_write((b, 2, 9, 12), rows, dtype), before, value, at)[0]
+@given(st.integers(1, 6), st.integers(0, 30), st.sampled_from([1, 6, 12, 33, 48, 128]), st.integers(0, 9))
+def test_appended_rows(rows: int, position: int, dim: int, seed: int) -> None:
+    """Into a full cache, which drops rows at or beyond S, and into a ring."""
+    torch.manual_seed(seed)
+    cache, value, at = torch.randn(2, 3, 9, dim), torch.randn(2, 3, rows, dim), torch.tensor([position])
+    for dtype in (torch.float32, torch.float16, torch.int8):
+        before, name = stored(cache, dtype), name_of(dtype)
+        y = run(cache_write((2, 3, 9, dim), rows, name), before, value, at)[0]
         assert torch.equal(y, fastcar.cache_write(before, value, at))
+        y = run(ring_write((2, 3, 9, dim), rows, 2, name), before, value, at)[0]
+        assert torch.equal(y, fastcar.ring_write(before, value, at, 2))
 
 
 @few
 @given(st.integers(0, 20), st.sampled_from([-1, 1, 2]), st.booleans(), st.integers(0, 99))
 def test_gate(step: int, max_chain: int, couple: bool, seed: int) -> None:
-    seeded(seed)
+    torch.manual_seed(seed)
     score, threshold = torch.randn(4).round(decimals=1), torch.randn(1).round(decimals=1)
     chain, now = torch.randint(0, 3, (5, 4), dtype=torch.int32), torch.tensor([step])
     out = torch.zeros(4, dtype=torch.bool)
@@ -151,15 +148,31 @@ def test_gate_at_the_threshold(value: float) -> None:
 @few
 @given(st.integers(0, 20), st.integers(0, 9))
 def test_slots(step: int, seed: int) -> None:
-    seeded(seed)
+    torch.manual_seed(seed)
     cache, value, now = torch.randn(5, 2, 12), torch.randn(2, 12), torch.tensor([step])
-    assert torch.equal(run(slot_read((5, 2, 12)), cache, now, torch.zeros(2, 12))[-1], fastcar.slot_read(cache, now))
-    assert torch.equal(run(slot_write((5, 2, 12)), cache, value, now)[0], fastcar.slot_write(cache, value, now))
+    chain, count = torch.randint(0, 9, (5, 2), dtype=torch.int32), torch.tensor([7, 8], dtype=torch.int32)
+    for slots, row, dtype in ((cache, value, "float32"), (chain, count, "int32")):
+        shape = tuple(slots.shape)
+        read = run(slot_read(shape, dtype), slots, now, torch.zeros_like(row))[-1]
+        assert torch.equal(read, fastcar.slot_read(slots, now))
+        assert torch.equal(run(slot_write(shape, dtype), slots, row, now)[0], fastcar.slot_write(slots, row, now))
     inputs, x, replay = torch.randn(5, 2, 12), torch.randn(2, 12), torch.tensor([seed % 2 == 0, seed % 3 == 0])
     both = run(slots_write((5, 2, 12)), cache, inputs, value, x, replay, now)
     for found, expected in zip(both, fastcar.keep_frame(cache, inputs, value, x, replay, now), strict=False):
         assert torch.equal(found, expected)
-    chain, count = torch.randint(0, 9, (5, 2), dtype=torch.int32), torch.tensor([7, 8], dtype=torch.int32)
-    read = run(chain_read(5, 2), chain, now, torch.zeros(2, dtype=torch.int32))[-1]
-    assert torch.equal(read, fastcar.slot_read(chain, now))
-    assert torch.equal(run(chain_write(5, 2), chain, count, now)[0], fastcar.slot_write(chain, count, now))
+
+
+@few
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=8), st.sampled_from([torch.float32, torch.bool]))
+def test_joined_rows_follow_each_other(sizes: list[int], dtype: torch.dtype) -> None:
+    rows = [torch.randint(0, 2, (n,)).to(dtype) for n in sizes]
+    kernel = concat_rows(tuple(sizes), name_of(dtype))
+    assert torch.equal(run(kernel, *rows, torch.zeros(sum(sizes), dtype=dtype))[-1], torch.cat(rows))
+
+
+@few
+@given(count=st.integers(2, 8), size=st.integers(1, 5))
+def test_parts_are_in_order(count: int, size: int) -> None:
+    whole = torch.arange(count * size).float()
+    _, *parts = run(split_rows(count, size, "float32"), whole, *torch.full((count, size), -1.0))
+    assert torch.equal(torch.stack(parts), whole.reshape(count, size))

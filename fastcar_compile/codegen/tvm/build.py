@@ -17,11 +17,10 @@ from torch import fx
 from tvm import relax
 
 from fastcar_compile.artifact.sections import ProgramPart, ProgramsPart
-from fastcar_compile.codegen.segment import Segment, segment
 from fastcar_compile.codegen.tvm.fusion import QUANTIZED_LINEARS
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
-from fastcar_compile.codegen.tvm.pipeline import Entry, check_of, compile_module, import_graphs
+from fastcar_compile.codegen.tvm.pipeline import HostGraph, check_of, compile_module, import_graphs
 from fastcar_compile.codegen.tvm.relax_api import parameters
 from fastcar_compile.errors import CompileError, InternalError
 from fastcar_compile.ir.layers import Role, role_of
@@ -118,19 +117,6 @@ def _link(compiler: str, library: str, objects: Sequence[str], scratch: Path) ->
 
 
 @dataclass(frozen=True)
-class HostGraph:
-    """A decode step or a prefill chunk.
-
-    Attributes:
-        module: fx graph.
-        outputs: names of its results.
-    """
-
-    module: fx.GraphModule
-    outputs: Sequence[str]
-
-
-@dataclass(frozen=True)
 class LoweredModule:
     """Compiled graphs.
 
@@ -176,23 +162,23 @@ def lower(graphs: Mapping[str, HostGraph], isa: InstructionSet | None = None) ->
     isa = isa or host_instruction_set()
     # Before anything is imported, so that one error names every operator that has no lowering.
     _check_operators([graph.module for graph in graphs.values()], isa)
-    entries = {name: Entry(graph.module, segment(graph.module)) for name, graph in graphs.items()}
-    ir_module = import_graphs(entries, isa)
+    ir_module = import_graphs(graphs, isa)
+    segments = [part for graph in graphs.values() for part in graph.segments]
     return LoweredModule(
-        executable=compile_module(ir_module, isa, [*entries]),
-        programs={name: _program(name, entry, graphs[name].outputs) for name, entry in entries.items()},
-        distinct_layers=_distinct_layers([part for entry in entries.values() for part in entry.segments]),
+        executable=compile_module(ir_module, isa, [*graphs]),
+        programs={name: _program(name, graph) for name, graph in graphs.items()},
+        distinct_layers=len({part.key for part in segments if any(role_of(n) == Role.EXIT for n in part.part.nodes)}),
         ir_module=ir_module,
     )
 
 
-def _program(name: str, entry: Entry, outputs: Sequence[str]) -> ProgramPart:
+def _program(name: str, graph: HostGraph) -> ProgramPart:
     return ProgramPart(
         function=name,
         check=check_of(name),
-        inputs=tuple(str(n.target) for n in entry.module.graph.find_nodes(op="placeholder")),
-        params=tuple(parameters(entry.segments)),
-        outputs=tuple(outputs),
+        inputs=tuple(str(n.target) for n in graph.module.graph.find_nodes(op="placeholder")),
+        params=tuple(parameters(graph.segments)),
+        outputs=tuple(graph.outputs),
     )
 
 
@@ -206,7 +192,3 @@ def _check_operators(modules: Sequence[fx.GraphModule], isa: InstructionSet) -> 
     if unknown:
         problems = [CompileError(f"operator {n.target} has no TVM lowering", where=where(n)) for n in unknown]
         raise CompileError.collect(problems)
-
-
-def _distinct_layers(segments: Sequence[Segment]) -> int:
-    return len({part.key for part in segments if any(role_of(n) == Role.EXIT for n in part.part.nodes)})

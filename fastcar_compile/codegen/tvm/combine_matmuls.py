@@ -14,7 +14,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels.registry import KIND, LINEARS, OPTIONS, dispatch, specialise
-from fastcar_compile.codegen.tvm.relax_api import add_kernel, bindings_of, call_kernel, module_pass, tensor_type
+from fastcar_compile.codegen.tvm.relax_api import add_kernel, bindings_of, module_pass, tensor_type, untyped
 
 # specialise-kernels: kernels that depend on the instruction set are replaced by those of another.
 
@@ -99,7 +99,7 @@ class _Combiner(PyExprMutator):
         kernel = dispatch(self._isa, "linears", first.kind, first.m, tuple(one.n for one in group), first.k)
         arguments = [*first.rows, *(weight for one in group for weight in one.weights)]
         types = [tensor_type((one.m, one.n), "float32") for one in group]
-        return call_kernel(add_kernel(self.builder_, kernel), [self.visit_expr(a) for a in arguments], types)
+        return untyped.call_tir(add_kernel(self.builder_, kernel), [self.visit_expr(a) for a in arguments], types)
 
 
 def _groups(module: tvm.IRModule, function: relax.Function) -> list[list[_Matmul]]:

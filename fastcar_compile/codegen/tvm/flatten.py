@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import tvm
 from tvm import relax
 
-from fastcar_compile.codegen.tvm.relax_api import bindings_of, block, body_of, module_pass, with_functions
+from fastcar_compile.codegen.tvm.relax_api import bindings_of, module_pass, untyped, with_functions
 
 # Which variables of a function may share memory with its results.
 
@@ -17,13 +17,18 @@ def reachable(function: relax.Function) -> set[relax.Var]:
     values = dict(all_bindings(function.body))
     found: set[relax.Var] = set()
     # From the results back: any operand of a call may be what the call returns.
-    ahead = list(_variables(body_of(function).body))
+    ahead = list(_variables(_body(function).body))
     while ahead:
         var = ahead.pop()
         if var not in found:
             found.add(var)
             ahead += _variables(values.get(var))
     return found
+
+
+def _body(function: relax.Function) -> relax.SeqExpr:
+    assert isinstance(function.body, relax.SeqExpr)
+    return function.body
 
 
 def _variables(value: relax.Expr | None) -> Iterator[relax.Var]:
@@ -109,9 +114,11 @@ class _Flattener:
     def entry(self, function: relax.Function) -> relax.Function:
         """Return the flat entry. Its own buffers are made where they were: its results are among them."""
         values = _checked(function)
-        body = body_of(function)
+        body = _body(function)
         statements = self._statements(body, values)
-        whole = relax.SeqExpr([block(self._made), block(statements)], _replaced(body.body, values))
+        whole = relax.SeqExpr(
+            [untyped.BindingBlock(self._made), untyped.BindingBlock(statements)], _replaced(body.body, values)
+        )
         return relax.Function(function.params, whole, function.ret_ty, function.is_pure, function.attrs)
 
     def _statements(self, body: relax.Expr, values: Values) -> list[relax.VarBinding]:
@@ -155,7 +162,7 @@ class _Flattener:
         assert isinstance(branch, relax.SeqExpr)
         inside = dict(values)  # what a branch defines is not seen outside of it
         statements = self._statements(branch, inside)
-        return relax.SeqExpr([block(statements)], _replaced(branch.body, inside))
+        return relax.SeqExpr([untyped.BindingBlock(statements)], _replaced(branch.body, inside))
 
     def _call(self, name: str, arguments: list[relax.Expr]) -> tuple[list[relax.VarBinding], relax.Expr]:
         """Return the statements of one call, and its result."""
@@ -165,7 +172,7 @@ class _Flattener:
             self._shared[name] = self._share(function)
         values = {**self._shared[name], **dict(zip(function.params, arguments, strict=True)), **_checked(function)}
         statements = self._statements(function.body, values)
-        return statements, _replaced(body_of(function).body, values)
+        return statements, _replaced(_body(function).body, values)
 
     def _share(self, function: relax.Function) -> Values:
         """Make the function's buffers, and views of them, that no result of it can share memory with."""
@@ -189,7 +196,7 @@ def _checked(function: relax.Function) -> Values:
 def _checks(function: relax.Function, name: str) -> relax.Function:
     """Return a function of the same arguments that only checks them."""
     found = [relax.VarBinding(var, value) for var, value in all_bindings(function.body) if _is_check(value)]
-    body = relax.SeqExpr([block(found)], relax.Tuple([]))
+    body = relax.SeqExpr([untyped.BindingBlock(found)], relax.Tuple([]))
     only = relax.Function(function.params, body, relax.TupleType([]), function.is_pure, function.attrs)
     # Both functions are in one module, so they must not share variables.
     named = relax.utils.copy_with_new_vars(only).with_attr("global_symbol", name)

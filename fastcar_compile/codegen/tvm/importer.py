@@ -2,23 +2,225 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
+import numpy as np
 import torch
 import tvm
-from torch import fx
+from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.fx.node import Target
-from tvm import relax
+from tvm import relax, te
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
+from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.call import Call, Context, Value
-from fastcar_compile.codegen.tvm.converters import CONVERTERS
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.relax_api import type_of
-from fastcar_compile.errors import CompileError
+from fastcar_compile.codegen.tvm.kernels.registry import dispatch
+from fastcar_compile.codegen.tvm.relax_api import Shape, add_kernel, dtype_of, shape_of, tensor_type, type_of, untyped
+from fastcar_compile.errors import CompileError, InternalError
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import get_attribute, output_nodes
+from fastcar_compile.ir.query import bound, get_attribute, output_nodes
+
+Value = relax.Expr | tuple[relax.Expr, ...]
+"""What a converter returns: the operator's result, or its results."""
+
+FRESH = -1
+"""The place of a result that is no argument, but a new tensor."""
+
+_RESHAPE = tvm.ir.Op.get("relax.reshape")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor argument: its value in Relax, and its type as fx knows it."""
+
+    value: relax.Expr
+    shape: Shape
+    dtype: str
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """M and K of the tensor as a matrix of M rows of its last axis."""
+        return math.prod(self.shape[:-1]), self.shape[-1]
+
+
+class Call:
+    """A call that a converter lowers.
+
+    Arguments are read by the names of the operator's schema, each with the type that the converter needs.
+    """
+
+    def __init__(self, node: fx.Node, importer: SegmentImporter) -> None:
+        self._node, self._importer = node, importer
+        self._builder = importer.block_builder
+
+    @cached_property
+    def _arguments(self) -> dict[str, Any]:
+        return bound(self._node)
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the one result."""
+        return tuple(int(d) for d in self._node.meta["val"].shape)
+
+    @property
+    def dtype(self) -> str:
+        """TVM's name of the type of the one result."""
+        return dtype_of(self._node.meta["val"])
+
+    @property
+    def results(self) -> list[Tensor]:
+        """Fake tensors of several results."""
+        return list(self._node.meta["val"])
+
+    def tensor(self, name: str) -> Operand:
+        """Return a tensor argument.
+
+        Raises:
+            InternalError: the argument is no tensor.
+        """
+        operand = self.optional(name)
+        if operand is None:
+            raise InternalError(f"argument {name} of {self._node.name} is None, not a tensor")
+        return operand
+
+    def optional(self, name: str) -> Operand | None:
+        """Return a tensor argument that may be None."""
+        node = self._arguments[name]
+        return None if node is None else self._operand(node)
+
+    def tensors(self, name: str) -> list[Operand]:
+        """Return an argument that is a list of tensors."""
+        return [self._operand(node) for node in self._arguments[name]]
+
+    def optionals(self, name: str) -> list[Operand | None]:
+        """Return an argument that is a list of tensors, any of which may be None."""
+        return [None if node is None else self._operand(node) for node in self._arguments[name]]
+
+    def values(self, *names: str) -> list[relax.Expr]:
+        """Return the Relax values of tensor arguments."""
+        return [self.tensor(name).value for name in names]
+
+    def has(self, name: str) -> bool:
+        """Return whether the operator has such an argument, and it is not None."""
+        return self._arguments.get(name) is not None
+
+    def integer(self, name: str) -> int:
+        """Return an integer argument, or a truth value as 0 or 1."""
+        return int(self._arguments[name])
+
+    def number(self, name: str) -> float:
+        """Return a float argument."""
+        return float(self._arguments[name])
+
+    def text(self, name: str) -> str:
+        """Return a text argument."""
+        return str(self._arguments[name])
+
+    def numbers(self, name: str) -> list[Any]:
+        """Return an argument that is a list of numbers."""
+        return list(self._arguments[name])
+
+    def literal(self, name: str) -> relax.Var:
+        """Return the function's variable for an argument that names the layer."""
+        return self._importer.literals[self.integer(name)]
+
+    def stock(self) -> relax.Expr:
+        """Emit what TVM's own converter makes of the call."""
+        return self._importer.stock(self._node)
+
+    def dispatch(self, kind: str, *options: Any) -> PrimFunc:
+        """Return the kernel of that kind for the instruction set that is lowered for."""
+        return dispatch(self._importer.isa, kind, *options)
+
+    def emit(self, value: relax.Expr) -> relax.Var:
+        """Bind a value to a variable."""
+        return self._builder.emit(value)
+
+    def kernel(self, function: PrimFunc, args: Sequence[relax.Expr], shape: Shape | None = None) -> relax.Var:
+        """Emit a kernel of one result with the call's own dtype, and by default its shape."""
+        out = tensor_type(self.shape if shape is None else shape, self.dtype)
+        return self.emit(untyped.call_tir(add_kernel(self._builder, function), list(args), out))
+
+    def kernels(
+        self, function: PrimFunc, args: Sequence[relax.Expr], types: Sequence[tuple[Shape, str]]
+    ) -> list[relax.Var]:
+        """Emit a kernel of several results of these shapes and dtypes."""
+        outs = [tensor_type(shape, dtype) for shape, dtype in types]
+        return self._elements(untyped.call_tir(add_kernel(self._builder, function), list(args), outs), len(outs))
+
+    def elementwise(self, function: Callable[[Any], Any]) -> relax.Var:
+        """Emit a kernel that applies a function to every element of `self`; TVM may fuse it with others."""
+        name = function.__name__
+
+        def kernel(x: Any) -> Any:
+            return te.compute(self.shape, lambda *at: function(x(*at)), name=name)
+
+        return self._builder.emit_te(kernel, self.tensor("self").value, primfunc_name_hint=name)
+
+    def in_place(self, function: PrimFunc, args: Sequence[relax.Expr]) -> relax.Var:
+        """Emit a kernel that writes into its first argument, which is also the result: nothing copies a cache."""
+        # Place 0: the result's memory is that of the cache, which the caller gave as state.
+        out = tensor_type(self.shape, self.dtype)
+        return self.emit(untyped.op.call_tir_inplace(add_kernel(self._builder, function), list(args), [0], out))
+
+    def partly_in_place(
+        self, function: PrimFunc, args: Sequence[relax.Expr], places: Sequence[int]
+    ) -> tuple[relax.Var, ...]:
+        """Emit a kernel of several results: each is the argument at its place, which is written to, or `FRESH`."""
+        outs = [type_of(value) for value in self.results]
+        kernel = add_kernel(self._builder, function)
+        return tuple(self._elements(untyped.op.call_tir_inplace(kernel, list(args), list(places), outs), len(outs)))
+
+    def packed(self, name: str, args: Sequence[relax.Expr]) -> relax.Var:
+        """Emit a call of a packed function that the runtime registers."""
+        val = self._node.meta["val"]
+        out = type_of(val) if isinstance(val, Tensor) else [*map(type_of, val)]
+        return self.emit(untyped.call_dps_packed(name, list(args), out))
+
+    def reshape(self, value: relax.Expr, shape: Shape) -> relax.Expr:
+        """Return the value in another shape. A reshape of a reshape is one: TVM would fuse two into a copy."""
+        while (before := self._reshaped(value)) is not None:
+            value = before
+        return value if shape_of(value) == shape else self.emit(untyped.op.reshape(value, shape))
+
+    def constant(self, value: np.ndarray) -> relax.Expr:
+        """Return an array as a constant of the module."""
+        return relax.const(value, str(value.dtype))
+
+    def _elements(self, value: relax.Expr, count: int) -> list[relax.Var]:
+        """Bind a tuple and its elements one by one, so that later passes see variables."""
+        several = self.emit(value)
+        return [self.emit(relax.TupleGetItem(several, i)) for i in range(count)]
+
+    def _operand(self, node: fx.Node) -> Operand:
+        val = node.meta["val"]
+        return Operand(self._importer.env[node], tuple(int(d) for d in val.shape), dtype_of(val))
+
+    def _reshaped(self, value: relax.Expr) -> relax.Expr | None:
+        """Return what the value is a reshape of; None where it is none."""
+        made = self._builder.lookup_binding(value) if isinstance(value, relax.Var) else None
+        return made.args[0] if isinstance(made, relax.Call) and made.op == _RESHAPE else None
+
+
+Converter = Callable[[Call], Value]
+CONVERTERS: dict[Target, Converter] = {}
+"""Operator -> what lowers it. TVM's importer lowers the operators that are not here."""
+
+
+def converts(*operators: OpOverload) -> Callable[[Converter], Converter]:
+    """Register a function as the converter of these operators."""
+
+    def register(converter: Converter) -> Converter:
+        CONVERTERS.update(dict.fromkeys(operators, converter))
+        return converter
+
+    return register
+
 
 _COND = torch.ops.higher_order.cond
 
@@ -36,7 +238,9 @@ class SegmentImporter(ExportedProgramImporter):
 
     def __init__(self, builder: relax.BlockBuilder, isa: InstructionSet) -> None:
         super().__init__()
-        self.block_builder, self._isa = builder, isa
+        self.block_builder, self.isa = builder, isa
+        # The made function has variables for the literals of its segment: integers or texts that the entry knows.
+        self.literals: Sequence[relax.Var] = ()
 
     def knows(self, target: Target) -> bool:
         """Whether an operator can be imported."""
@@ -60,26 +264,24 @@ class SegmentImporter(ExportedProgramImporter):
         }
         placeholders = module.graph.find_nodes(op="placeholder")
         arguments = [relax.Var(n.name, type_of(n.meta["val"])) for n in placeholders]
-        # Literals are integers or texts, known when the entry calls the function.
-        own = [relax.Var(f"literal_{i}", relax.AnyType()) for i in range(literals)]
+        self.literals = [relax.Var(f"literal_{i}", relax.AnyType()) for i in range(literals)]
         values: dict[fx.Node, Any] = {**branches, **dict(zip(placeholders, arguments, strict=True))}
         # TVM's converters look up their operands in `env`.
         self.env = values
-        with self.block_builder.function(name, [*arguments, *own]):
+        with self.block_builder.function(name, [*arguments, *self.literals]):
             for node in [n for n in module.graph.nodes if n.op == "call_function"]:
-                values[node] = self._emit(node, own)
+                values[node] = self._emit(node)
             results = [values[n] for n in output_nodes(module.graph)]
             self.block_builder.emit_func_output(results[0] if len(results) == 1 else results)
         return self.block_builder.get().get_global_var(name)
 
-    def _emit(self, node: fx.Node, literals: Sequence[relax.Var]) -> Value:
+    def _emit(self, node: fx.Node) -> Value:
         if node.target is _COND:
-            return self._emit_cond(node, literals)
-        context = Context(self.block_builder, self._isa, self.env, literals, self._stock)
+            return self._emit_cond(node)
         converter = CONVERTERS.get(node.target)
-        return self._stock(node) if converter is None else converter(Call(node, context))
+        return self.stock(node) if converter is None else converter(Call(node, self))
 
-    def _stock(self, node: fx.Node) -> relax.Expr:
+    def stock(self, node: fx.Node) -> relax.Expr:
         """Return what TVM's own converter makes of the node. What it refuses is told as the model's fault.
 
         A failed assertion of a converter of this package is a defect, and stays what it is.
@@ -92,10 +294,10 @@ class SegmentImporter(ExportedProgramImporter):
         except (AssertionError, NotImplementedError, ValueError) as error:
             raise CompileError(f"TVM cannot import {node.target}: {error}", where=where(node)) from error
 
-    def _emit_cond(self, node: fx.Node, literals: Sequence[relax.Var]) -> relax.Var:
+    def _emit_cond(self, node: fx.Node) -> relax.Var:
         """Emit an `If` whose branches call the branches' functions."""
         condition, true, false, operands = cast("tuple[fx.Node, fx.Node, fx.Node, Sequence[fx.Node]]", node.args)
-        arguments = [*(self.env[n] for n in operands), *literals]
+        arguments = [*(self.env[n] for n in operands), *self.literals]
         # The condition is `replay.all()`: the true branch copies the cache, the false branch computes.
         then, otherwise = (relax.Call(self.env[branch], arguments) for branch in (true, false))
         return self.block_builder.emit(relax.If(self.env[condition], then, otherwise))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import tvm
 from torch import fx
 from tvm import relax
 from tvm.relax.backend.cpu_generic import pipeline as cpu
 
-from fastcar_compile.codegen.segment import Segment
+import fastcar_compile.codegen.tvm.converters  # noqa: F401  (registers them)
+from fastcar_compile.codegen.segment import Segment, segment
 from fastcar_compile.codegen.tvm.combine_matmuls import combine_parallel_matmuls, specialise_kernels
 from fastcar_compile.codegen.tvm.elementwise import schedule_elementwise
 from fastcar_compile.codegen.tvm.flatten import flatten
@@ -29,25 +31,24 @@ from fastcar_compile.codegen.tvm.target import host_target
 
 
 @dataclass(frozen=True)
-class Entry:
+class HostGraph:
     """A graph that becomes a function of the library: a decode step, or a prefill chunk.
 
     Attributes:
-        module: the graph.
-        segments: its parts, in order.
+        module: fx graph.
+        outputs: names of its results.
     """
 
     module: fx.GraphModule
-    segments: Sequence[Segment]
+    outputs: Sequence[str]
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """The parts of the graph, in order."""
+        return segment(self.module)
 
 
-FUSIONS: tuple[GraphStep, ...] = (
-    split_quantized_linears,
-    fuse_norms,
-    fuse_rotary,
-    fuse_quantize,
-    fuse_replay,
-)
+FUSIONS: tuple[GraphStep, ...] = (split_quantized_linears, fuse_norms, fuse_rotary, fuse_quantize, fuse_replay)
 """fx -> fx, on the copy of a segment and on its branches. The graph that users inspect keeps the single operators."""
 
 
@@ -92,7 +93,7 @@ def tvm_passes(target: tvm.target.Target) -> list[tvm.transform.Pass]:
     ]
 
 
-def import_graphs(entries: Mapping[str, Entry], isa: InstructionSet) -> tvm.IRModule:
+def import_graphs(entries: Mapping[str, HostGraph], isa: InstructionSet) -> tvm.IRModule:
     """Return the Relax module of graphs: a function for each distinct segment of them, fused, and the entries.
 
     Most segments of a decode step that calls the accelerator are those of the other one, and of the rest most kernels.

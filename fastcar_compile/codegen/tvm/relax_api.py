@@ -1,4 +1,4 @@
-"""TVM's functions with the types that they take: its annotations are missing or narrower. All casts are here."""
+"""TVM's functions with the types that they take: its annotations are missing or narrower."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fastcar_compile.codegen.segment import Segment
 from fastcar_compile.ir.query import output_nodes
 
 Shape = tuple[int, ...]
-Types = relax.TensorType | list[relax.TensorType]
+untyped: Any = relax
+"""Relax for calls whose arguments its annotations do not allow, such as lists of expressions."""
 
 
 def tensor_type(shape: Sequence[int], dtype: str) -> relax.TensorType:
@@ -41,45 +42,6 @@ def shape_of(value: relax.Expr) -> Shape:
 def add_kernel(builder: relax.BlockBuilder, kernel: PrimFunc) -> tvm.ir.GlobalVar:
     """Add a kernel to the module under its own name; equal kernels are one."""
     return builder.add_func(kernel, cast(Any, kernel).__name__)
-
-
-def call_kernel(kernel: tvm.ir.GlobalVar, args: Sequence[relax.Expr], out: Types) -> relax.Call:
-    """Return a call of a kernel that writes into new tensors."""
-    return relax.call_tir(kernel, cast(Any, list(args)), out)
-
-
-def call_in_place(
-    kernel: tvm.ir.GlobalVar, args: Sequence[relax.Expr], places: Sequence[int], outs: Sequence[relax.TensorType]
-) -> relax.Call:
-    """Return a call of a kernel whose results are the arguments at these places; at -1, new tensors."""
-    types = outs[0] if len(outs) == 1 else list(outs)
-    return relax.op.call_tir_inplace(kernel, cast(Any, list(args)), list(places), types)
-
-
-def call_packed(name: str, args: Sequence[relax.Expr], out: Types) -> relax.Call:
-    """Return a call of a packed function of the runtime."""
-    return relax.call_dps_packed(name, cast(Any, list(args)), out)
-
-
-def reshape(value: relax.Expr, shape: Shape) -> relax.Expr:
-    """Return the value in another shape."""
-    return relax.op.reshape(value, cast(Any, shape))
-
-
-def broadcast(value: relax.Expr, shape: Shape) -> relax.Expr:
-    """Return the value repeated to a shape."""
-    return relax.op.broadcast_to(value, cast(Any, shape))
-
-
-def block(bindings: Sequence[relax.Binding]) -> relax.BindingBlock:
-    """Return a block of statements."""
-    return relax.BindingBlock(list(bindings))
-
-
-def body_of(function: relax.Function) -> relax.SeqExpr:
-    """Return the body of a normalised function."""
-    assert isinstance(function.body, relax.SeqExpr)
-    return function.body
 
 
 def bindings_of(body: relax.Expr) -> Iterator[tuple[relax.Var, relax.Expr]]:

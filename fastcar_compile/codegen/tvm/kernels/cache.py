@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from tvm import te, topi
@@ -148,18 +148,18 @@ def ring_write(
 
 def _append(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr], dtype: str, isa: InstructionSet) -> PrimFunc:
     """Return the kernel. `row_of` gives the cache's row of a position."""
-    if dtype == "int8":
-        return _append_blocks(cache, rows, row_of)
-    b, h, s, d = cache
-    loop = _loop(cache, rows)
+    (b, h, s, d), width = cache, row_size(cache[3], dtype)
+    # Parallel over the heads of all rows of the batch where a second thread pays.
+    loop = T.parallel if b * h > 1 and b * h * rows * d >= PARALLEL_VALUES else T.serial
+    write_row = _write_blocks(d) if dtype == "int8" else _write_elements(d, dtype, isa)
 
     @script.prim_func(private=True, s_tir=True)
     def append(
-        keys: T.Buffer((b, h, s, d), dtype),
+        keys: T.Buffer((b, h, s, width), dtype),
         value: T.Buffer((b, h, rows, d), "float32"),
         position: T.Buffer((1,), "int64"),
     ):
-        # head: batch rows times key/value heads. r: appended rows. c: one row, vectorised along D.
+        # head: batch rows times key/value heads. r: appended rows.
         for head in loop(b * h):
             for r in range(rows):
                 with T.sblock("row"):
@@ -170,47 +170,24 @@ def _append(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr], dtype: 
                     at: T.let = row_of(p)
                     # A chunk may reach past the cache. Row S would be row 0 of the next head.
                     if at < s:
-                        for c in T.vectorized(d):
-                            keys[i, j, at, c] = from_float32(value[i, j, r, c], dtype, isa)
+                        write_row(keys, (i, j, at), value, (i, j, r))
 
     return append
 
 
-def _loop(cache: HeadShape, rows: int) -> Any:
-    """Return the loop over the heads of all rows of the batch: parallel where a second thread pays."""
-    b, h, _, d = cache
-    return T.parallel if b * h > 1 and b * h * rows * d >= PARALLEL_VALUES else T.serial
+def _write_elements(d: int, dtype: str, isa: InstructionSet) -> Callable[..., None]:
+    """Return the macro (keys, index of the cached row, value, index of its row): a row of d elements, vectorised."""
+
+    @inlined
+    def write_row(keys, target, value, source):
+        for c in T.vectorized(d):
+            keys[(*target, c)] = from_float32(value[(*source, c)], dtype, isa)
+
+    return write_row
 
 
-def _append_blocks(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr]) -> PrimFunc:
-    """Return the kernel for int8: per block the exponent from its largest magnitude's bits, then the mantissas."""
-    b, h, s, d = cache
-    width = row_size(d, "int8")
-    write_row, loop = _write_row(d), _loop(cache, rows)
-
-    @script.prim_func(private=True, s_tir=True)
-    def append_blocks(
-        keys: T.Buffer((b, h, s, width), "int8"),
-        value: T.Buffer((b, h, rows, d), "float32"),
-        position: T.Buffer((1,), "int64"),
-    ):
-        for head in loop(b * h):
-            for r in range(rows):
-                with T.sblock("row"):
-                    access([value, position], [keys])
-                    i: T.let = head // h
-                    j: T.let = head % h
-                    p: T.let = T.Cast("int32", position[0]) + r
-                    at: T.let = row_of(p)
-                    # Row S would be row 0 of the next head.
-                    if at < s:
-                        write_row(keys, (i, j, at), value, (i, j, r))
-
-    return append_blocks
-
-
-def _write_row(d: int) -> Callable[..., None]:
-    """Return the macro (keys, index of the cached row, value, index of its row): a row of d elements in int8 blocks."""
+def _write_blocks(d: int) -> Callable[..., None]:
+    """Return the same macro for int8: per block the exponent from its largest magnitude's bits, then the mantissas."""
     lanes, block = vector_lanes(d), cached.BLOCK
 
     @inlined
@@ -231,9 +208,7 @@ def _write_row(d: int) -> Callable[..., None]:
         # The inverse is a power of two, so its product is exact and only nearbyint rounds.
         for c in range(T.min(block, d - e * block) // lanes):
             keys[(*target, ramp(e * block + c * lanes, lanes))] = cast(
-                "int8",
-                T.nearbyint(_bounded(value[(*source, ramp(e * block + c * lanes, lanes))]) * inverse[0]),
-                lanes,
+                "int8", T.nearbyint(bounded(value[(*source, ramp(e * block + c * lanes, lanes))]) * inverse[0]), lanes
             )
 
     @inlined
@@ -245,7 +220,7 @@ def _write_row(d: int) -> Callable[..., None]:
         for e in range(-(-d // block)):
             largest_magnitude(value, source, e, top)
             # The exponent is that of limited magnitudes, because the mantissas are made from limited values.
-            exponent[0] = T.max(_exponent(T.min(top[0], _LARGEST)), cached.LEAST_EXPONENT)
+            exponent[0] = T.max(exponent_of(T.min(top[0], _LARGEST), cached.CACHE_BITS), cached.LEAST_EXPONENT)
             # Above infinity only NaN is left. Its block has mantissas of 0 and the exponent NOT_A_NUMBER.
             inverse[0] = T.Select(top[0] > _INFINITY, T.float32(0), power_of_two(-exponent[0]))
             # Exponents stand behind all D mantissas, so mantissas are whole vectors.
@@ -255,15 +230,14 @@ def _write_row(d: int) -> Callable[..., None]:
     return write_row
 
 
-def _exponent(bits: Expr) -> Expr:
-    """Return the exponent of the least scale with which a float32 of these bits rounds to at most 127."""
-    # The addition carries into the exponent field just where a mantissa of 127.5 or more would round to 128.
-    return T.shift_right(bits + T.int32(cached.rounds_up(cached.CACHE_BITS)), T.int32(cached.MANTISSA_BITS)) - T.int32(
-        cached.excess(cached.CACHE_BITS)
-    )
+def exponent_of(bits: Expr, mantissa_bits: int) -> Expr:
+    """Return the exponent of the least scale with which a float32 of these bits rounds to a mantissa of so many."""
+    # The addition carries into the exponent field just where a mantissa would round up past its largest value.
+    field = T.shift_right(bits + T.int32(cached.rounds_up(mantissa_bits)), T.int32(MANTISSA_BITS))
+    return field - T.int32(cached.excess(mantissa_bits))
 
 
-def _bounded(value: Expr) -> Expr:
+def bounded(value: Expr) -> Expr:
     """Return the value within what an int8 cache keeps. T.min gives its second operand where the first is a NaN."""
     return T.max(T.min(value, T.float32(cached.INT8_MAX)), T.float32(-cached.INT8_MAX))
 
@@ -305,47 +279,46 @@ def _opaque(tensors: list[Any], name: str) -> PrimFunc:
 # pyright: reportInvalidTypeForm=false
 
 
+def _element(row: tuple[int, ...], at: Any) -> tuple[Expr, ...]:
+    """Return the index of an element of a row [B] or [B, H], as T.grid gives it: one variable, or a list of them."""
+    return (at,) if len(row) == 1 else tuple(at)
+
+
 @kernel
-def slot_read(shape: tuple[int, int, int]) -> PrimFunc:
-    """Return the slot of `step` of a cache float32 [F, B, H]: float32 [B, H]."""
-    slots, rows, width = shape
+def slot_read(shape: tuple[int, ...], dtype: str) -> PrimFunc:
+    """Return the slot of `step` of a cache [F, B, H], or of counters [F, B]: [B, H], or [B]."""
+    slots, row = shape[0], shape[1:]
+    element = partial(_element, row)
 
     @script.prim_func(private=True, s_tir=True)
-    def read_slot(
-        cache: T.Buffer((slots, rows, width), "float32"),
-        step: T.Buffer((1,), "int64"),
-        y: T.Buffer((rows, width), "float32"),
-    ):
+    def read_slot(cache: T.Buffer(shape, dtype), step: T.Buffer((1,), "int64"), y: T.Buffer(row, dtype)):
         # One contiguous copy of B * H elements, because the slot is the outermost axis.
-        for i, c in T.grid(rows, width):
+        for at in T.grid(*row):
             with T.sblock("copy"):
                 access([cache, step], [y])
-                y[i, c] = cache[T.Cast("int32", step[0]) % slots, i, c]
+                y[element(at)] = cache[(T.Cast("int32", step[0]) % slots, *element(at))]
 
     return read_slot
 
 
 @kernel
-def slot_write(shape: tuple[int, int, int]) -> PrimFunc:
-    """Write value float32 [B, H] to the slot of `step` of a cache float32 [F, B, H], in place."""
-    slots, rows, width = shape
+def slot_write(shape: tuple[int, ...], dtype: str) -> PrimFunc:
+    """Write value [B, H], or [B], to the slot of `step` of a cache [F, B, H], or of counters [F, B], in place."""
+    slots, row = shape[0], shape[1:]
+    element = partial(_element, row)
 
     @script.prim_func(private=True, s_tir=True)
-    def write_slot(
-        cache: T.Buffer((slots, rows, width), "float32"),
-        value: T.Buffer((rows, width), "float32"),
-        step: T.Buffer((1,), "int64"),
-    ):
-        for i, c in T.grid(rows, width):
+    def write_slot(cache: T.Buffer(shape, dtype), value: T.Buffer(row, dtype), step: T.Buffer((1,), "int64")):
+        for at in T.grid(*row):
             with T.sblock("copy"):
                 access([value, step], [cache])
-                cache[T.Cast("int32", step[0]) % slots, i, c] = value[i, c]
+                cache[(T.Cast("int32", step[0]) % slots, *element(at))] = value[element(at)]
 
     return write_slot
 
 
 @kernel
-def slots_write(shape: tuple[int, int, int]) -> PrimFunc:
+def slots_write(shape: tuple[int, ...]) -> PrimFunc:
     """Write y float32 [B, H] to the slot of `step` of a cache float32 [F, B, H], in place, and the rows of x that do
     not replay to that of another one: `keep_frame`.
     """
@@ -374,35 +347,3 @@ def slots_write(shape: tuple[int, int, int]) -> PrimFunc:
                         inputs[T.Cast("int32", step[0]) % slots, i, c] = x[i, c]
 
     return write_slots
-
-
-@kernel
-def chain_read(slots: int, rows: int) -> PrimFunc:
-    """Return the slot of `step` of the counters int32 [F, B]: int32 [B]."""
-
-    @script.prim_func(private=True, s_tir=True)
-    def read_chain(
-        chain: T.Buffer((slots, rows), "int32"), step: T.Buffer((1,), "int64"), y: T.Buffer((rows,), "int32")
-    ):
-        for i in range(rows):
-            with T.sblock("copy"):
-                access([chain, step], [y])
-                y[i] = chain[T.Cast("int32", step[0]) % slots, i]
-
-    return read_chain
-
-
-@kernel
-def chain_write(slots: int, rows: int) -> PrimFunc:
-    """Write value int32 [B] to the slot of `step` of the counters int32 [F, B], in place."""
-
-    @script.prim_func(private=True, s_tir=True)
-    def write_chain(
-        chain: T.Buffer((slots, rows), "int32"), value: T.Buffer((rows,), "int32"), step: T.Buffer((1,), "int64")
-    ):
-        for i in range(rows):
-            with T.sblock("copy"):
-                access([value, step], [chain])
-                chain[T.Cast("int32", step[0]) % slots, i] = value[i]
-
-    return write_chain

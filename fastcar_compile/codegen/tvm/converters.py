@@ -1,0 +1,448 @@
+"""Converters: each makes of one call of one operator the Relax calls of its kernels. Importing them registers them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from tvm import relax
+from tvm.tirx import IntImm, PrimFunc
+
+import fastcar_compile.codegen.tvm.fusion  # noqa: F401  (registers the fused operators, which have converters too)
+from fastcar_compile.artifact.offload import GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION
+from fastcar_compile.codegen.tvm.importer import CONVERTERS, FRESH, Call, Operand, Value, converts
+from fastcar_compile.codegen.tvm.kernels import cache, norm
+from fastcar_compile.codegen.tvm.kernels.attention.decode import context_attention, ring_row
+from fastcar_compile.codegen.tvm.kernels.cache import MAX_ROWS
+from fastcar_compile.codegen.tvm.kernels.gate import gate, gate_and_count, input_delta, random_score
+from fastcar_compile.codegen.tvm.kernels.learned_score import learned_score
+from fastcar_compile.codegen.tvm.kernels.linear.activations import quantize_rows
+from fastcar_compile.codegen.tvm.kernels.registry import Kernel
+from fastcar_compile.codegen.tvm.kernels.vectors import gelu, gelu_tanh, sigmoid, silu, tanh
+from fastcar_compile.codegen.tvm.relax_api import untyped
+from fastcar_compile.ir.exact import EXP_TABLE
+from fastcar_compile.ir.ops.linear import factor_table
+
+aten, fastcar = torch.ops.aten, torch.ops.fastcar
+
+
+# PyTorch's own operators where TVM's converter is missing, unsafe or slow.
+
+
+@converts(aten.all.default)
+def _all(call: Call) -> Value:
+    """Emit `all` of a bool vector as the minimum over int8: TVM has no converter for it. One element is a view."""
+    x = call.tensor("self")
+    # At batch 1 the one decision is its own conjunction.
+    if math.prod(x.shape) == 1:
+        return call.reshape(x.value, ())
+    smallest = relax.op.min(relax.op.astype(x.value, "int8"))
+    return call.emit(relax.op.astype(call.emit(smallest), "bool"))
+
+
+@converts(aten.transpose.int)
+def _transpose(call: Call) -> Value:
+    """Emit a view where no element moves: at most one axis from the first to the last is longer than 1."""
+    x = call.tensor("self")
+    first, last = sorted(call.integer(name) % len(x.shape) for name in ("dim0", "dim1"))
+    if sum(n > 1 for n in x.shape[first : last + 1]) <= 1:
+        return call.reshape(x.value, call.shape)
+    axes = list(range(len(x.shape)))
+    axes[first], axes[last] = last, first
+    return call.emit(relax.op.permute_dims(x.value, axes))
+
+
+@converts(aten.embedding.default)
+def _embedding(call: Call) -> Value:
+    """Emit a clipping lookup: TVM's own reads out of bounds for an id outside the vocabulary."""
+    return call.emit(relax.op.take(*call.values("weight", "indices"), axis=0, mode="clip"))
+
+
+@converts(aten.full.default)
+def _full(call: Call) -> Value:
+    """Emit a constant, spread over the shape, for infinities: TVM's own fails for them."""
+    value = call.number("fill_value")
+    if not math.isinf(value):
+        return call.stock()
+    return call.emit(untyped.op.broadcast_to(relax.const(value, call.dtype), call.shape))
+
+
+@converts(aten.masked_fill.Scalar)
+def _masked_fill(call: Call) -> Value:
+    """Emit a choice for infinities, for the same reason."""
+    value = call.number("value")
+    if not math.isinf(value):
+        return call.stock()
+    filling = relax.const(value, call.dtype)
+    return call.emit(relax.op.where(call.tensor("mask").value, filling, call.tensor("self").value))
+
+
+@converts(aten.select.int)
+def _select(call: Call) -> Value:
+    """Emit a clipping lookup, as for the embedding: TVM's own does not check the index."""
+    index = relax.const(call.integer("index"), "int64")
+    return call.emit(relax.op.take(call.tensor("self").value, index, axis=call.integer("dim"), mode="clip"))
+
+
+@converts(aten.index.Tensor)
+def _index(call: Call) -> Value:
+    """Emit a clipping lookup for one index of int64, such as rows by position; else TVM's own."""
+    x, given = call.tensor("self"), call.optionals("indices")
+    axes = [axis for axis, index in enumerate(given) if index is not None]
+    index = given[axes[0]] if len(axes) == 1 else None
+    if index is None or index.dtype != "int64":
+        return call.stock()
+    return call.emit(relax.op.take(x.value, index.value, axis=axes[0], mode="clip"))
+
+
+@converts(aten.cat.default)
+def _cat(call: Call) -> Value:
+    """Emit a tree of joins for many vectors, such as the decisions of all layers; else TVM's own."""
+    parts = call.tensors("tensors")
+    if len(parts) <= MAX_ROWS or len(call.shape) != 1 or any(part.dtype != call.dtype for part in parts):
+        return call.stock()
+    # A kernel takes at most MAX_ROWS vectors, so joins of joins are made until one vector is left.
+    rows = [(part.value, part.shape[0]) for part in parts]
+    while len(rows) > 1:
+        rows = [_joined(call, rows[i : i + MAX_ROWS]) for i in range(0, len(rows), MAX_ROWS)]
+    return rows[0][0]
+
+
+def _joined(call: Call, rows: list[tuple[relax.Expr, int]]) -> tuple[relax.Expr, int]:
+    sizes = tuple(size for _, size in rows)
+    kernel = cache.concat_rows(sizes, call.dtype)
+    return call.kernel(kernel, [row for row, _ in rows], (sum(sizes),)), sum(sizes)
+
+
+@converts(aten.split.Tensor)
+def _split(call: Call) -> Value:
+    """Emit a tree of splits for a vector of many equal parts, such as the thresholds; else TVM's own."""
+    parts = [tuple(int(d) for d in part.shape) for part in call.results]
+    if len(parts) <= MAX_ROWS or any(shape != parts[0] or len(shape) != 1 for shape in parts):
+        return call.stock()
+    whole = call.tensor("self")
+    return tuple(_parted(call, whole.value, len(parts), parts[0][0], whole.dtype))
+
+
+def _parted(call: Call, whole: relax.Expr, count: int, size: int, dtype: str) -> list[relax.Expr]:
+    """Return `count` parts of `size` elements. Each kernel makes at most MAX_ROWS parts, which are split in turn."""
+    if count == 1:
+        return [whole]
+    inner = next((n for n in range(min(MAX_ROWS, count - 1), 0, -1) if count % n == 0), 1) if count > MAX_ROWS else 1
+    outer = count // inner
+    rows = call.kernels(cache.split_rows(outer, inner * size, dtype), [whole], [((inner * size,), dtype)] * outer)
+    return [part for row in rows for part in _parted(call, row, inner, size, dtype)]
+
+
+# Activations in float32 as plain arithmetic, which LLVM vectorises. TVM's own call libm for each element.
+
+
+def _elementwise(function: Callable[[Any], Any], call: Call) -> Value:
+    """Emit a kernel that TVM fuses with its neighbours; other types than float32 are left to TVM's converter."""
+    return call.elementwise(function) if call.dtype == "float32" else call.stock()
+
+
+@converts(aten.gelu.default)
+def _gelu(call: Call) -> Value:
+    return _elementwise(gelu_tanh if call.text("approximate") == "tanh" else gelu, call)
+
+
+# Linears, the quantisation of their rows, and the activations between them.
+
+
+def _float_linear(rows: str, call: Call) -> Value:
+    x, weight = call.tensor(rows), call.tensor("weight")
+    m, k = x.rows
+    n = weight.shape[0]
+    # float32 and bfloat16 weights differ in the kernel only.
+    kernel = call.dispatch(f"linear_{weight.dtype}", m, n, k)
+    y = call.kernel(kernel, [call.reshape(x.value, (m, k)), weight.value], (m, n))
+    return _biased(call, y)
+
+
+@converts(fastcar.integer_linear.default)
+def _integer_linear(call: Call) -> Value:
+    rows, weight = call.tensor("rows"), call.tensor("qweight")
+    (m, k), n = rows.rows, weight.shape[0]
+    kernel = call.dispatch("linear_w8a8" if weight.dtype == "int8" else "linear_w4a8", m, n, k)
+    quantized = [call.reshape(rows.value, (m, k)), call.reshape(call.tensor("scales").value, (m,))]
+    return _biased(call, call.kernel(kernel, [*quantized, weight.value, call.tensor("wscale").value], (m, n)))
+
+
+def _biased(call: Call, y: relax.Expr) -> Value:
+    """Emit the bias as an operator of its own, so that the product before it keeps its own rounding."""
+    bias = call.optional("bias")
+    if bias is not None:
+        y = call.emit(relax.op.add(y, bias.value))
+    return call.reshape(y, call.shape)
+
+
+@converts(fastcar.quantize_rows.default)
+def _quantize_rows(call: Call) -> Value:
+    x = call.tensor("x")
+    return quantized(call, quantize_rows(*x.rows), [call.reshape(x.value, x.rows)], x)
+
+
+@converts(fastcar.gated_quantize.default)
+def _gated_quantize(call: Call) -> Value:
+    gate, up, activation = call.tensor("gate"), call.tensor("up"), call.text("activation")
+    table = call.constant(factor_table(activation).numpy())
+    values = [*(call.reshape(x.value, x.rows) for x in (gate, up)), table]
+    return quantized(call, call.dispatch("activate_quantize", *gate.rows, activation), values, gate)
+
+
+def quantized(call: Call, kernel: PrimFunc, args: list[relax.Expr], x: Operand) -> Value:
+    """Emit a kernel whose results are int8 rows [M, K] and float32 scales [M], as rows and scales of x [..., K]."""
+    # The kernel sees a matrix [M, K]; rows and scales get the leading axes of x back.
+    m, k = x.rows
+    rows, scales = call.kernels(kernel, args, [((m, k), "int8"), ((m,), "float32")])
+    return call.reshape(rows, x.shape), call.reshape(scales, x.shape[:-1])
+
+
+@converts(fastcar.activation_factor.default)
+def _activation_factor(call: Call) -> Value:
+    x, activation = call.tensor("x"), call.text("activation")
+    size = math.prod(x.shape)
+    args = [call.reshape(x.value, (size,)), call.constant(factor_table(activation).numpy())]
+    return call.reshape(call.kernel(call.dispatch("activation_factor", size, activation), args, (size,)), x.shape)
+
+
+# Norms, alone and with the quantisation of their rows, and the rotary embedding.
+
+
+def _rows_and_weight(call: Call) -> list[relax.Expr]:
+    x = call.tensor("x")
+    return [call.reshape(x.value, x.rows), call.tensor("weight").value]
+
+
+def _rows_weight_and_bias(call: Call) -> list[relax.Expr]:
+    """Return rows, weight and bias; a missing weight is ones, a missing bias zeros."""
+    x, weight, bias = call.tensor("x"), call.optional("weight"), call.optional("bias")
+    ones, zeros = np.ones(x.shape[-1], np.float32), np.zeros(x.shape[-1], np.float32)
+    scale = call.constant(ones) if weight is None else weight.value
+    return [call.reshape(x.value, x.rows), scale, call.constant(zeros) if bias is None else bias.value]
+
+
+def _norm(kernel: Kernel, arguments: Callable[[Call], list[relax.Expr]], call: Call) -> Value:
+    x = call.tensor("x")
+    return call.reshape(call.kernel(kernel(*x.rows, call.number("epsilon")), arguments(call), x.rows), x.shape)
+
+
+def _norm_quantize(kernel: Kernel, arguments: Callable[[Call], list[relax.Expr]], call: Call) -> Value:
+    x = call.tensor("x")
+    return quantized(call, kernel(*x.rows, call.number("epsilon")), arguments(call), x)
+
+
+CONVERTERS |= {
+    aten.sigmoid.default: partial(_elementwise, sigmoid),
+    aten.tanh.default: partial(_elementwise, tanh),
+    aten.silu.default: partial(_elementwise, silu),
+    aten.linear.default: partial(_float_linear, "input"),
+    fastcar.linear_bf16.default: partial(_float_linear, "x"),
+    fastcar.rms_norm.default: partial(_norm, norm.rms_norm, _rows_and_weight),
+    fastcar.rms_norm_quantize.default: partial(_norm_quantize, norm.rms_norm_quantize, _rows_and_weight),
+    fastcar.exact_norm.default: partial(_norm, norm.exact_norm, _rows_and_weight),
+    fastcar.exact_norm_quantize.default: partial(_norm_quantize, norm.exact_norm_quantize, _rows_and_weight),
+    fastcar.layer_norm.default: partial(_norm, norm.layer_norm, _rows_weight_and_bias),
+    fastcar.layer_norm_quantize.default: partial(_norm_quantize, norm.layer_norm_quantize, _rows_weight_and_bias),
+}
+
+
+@converts(fastcar.rotary.default)
+def _rotary(call: Call) -> Value:
+    x, cos, sin = (call.tensor(name) for name in ("x", "cos", "sin"))
+    batch, heads, rows, width = x.shape
+    # Cosines and sines have one batch row for all, or one for each.
+    kernel = norm.rotary((batch, heads, rows, width), cos.shape[0])
+    return call.kernel(kernel, [x.value, *(call.reshape(t.value, t.shape) for t in (cos, sin))])
+
+
+@converts(fastcar.exact_rotary.default)
+def _exact_rotary(call: Call) -> Value:
+    batch, heads, rows, width = call.tensor("x").shape
+    kernel = norm.exact_rotary((batch, heads, rows, width), call.tensor("table").rows)
+    return call.kernel(kernel, call.values("x", "table", "position"))
+
+
+# Attention over the whole cache and over a window, and the temporal attention scores.
+
+
+def _softcap(call: Call) -> tuple[float, ...]:
+    """Return the soft-cap as the kernels' last option; nothing without one."""
+    return (call.number("softcap"),) if call.has("softcap") else ()
+
+
+@converts(fastcar.attention.default)
+def _attention(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    # One row reads each key once; a chunk is tiled, so that keys are reused by its rows.
+    kind = "attention" if query.shape[2] == 1 else "attention_chunk"
+    kernel = call.dispatch(kind, query.shape, keys.shape, call.number("scale"), keys.dtype, *_softcap(call))
+    return call.kernel(kernel, call.values("query", "key_cache", "value_cache", "position"))
+
+
+@converts(fastcar.window_attention.default)
+def _window_attention(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    options = (call.number("scale"), call.integer("sinks"), call.integer("window"), keys.dtype, *_softcap(call))
+    kernel = call.dispatch("window_attention", query.shape, keys.shape, *options)
+    sink_query = call.optional("sink_query") or query
+    return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache", "position"), sink_query.value])
+
+
+@converts(fastcar.exact_attention.default, fastcar.exact_window_attention.default)
+def _exact_attention(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    window = ((call.integer("sinks"), call.integer("window")),) if call.has("window") else ()
+    kernel = call.dispatch("exact_attention", query.shape, keys.shape, call.number("scale"), *window)
+    # Powers of two between whole exponents come from a table, because libraries round `exp2` in different ways.
+    table = call.constant(EXP_TABLE.astype(np.int32))
+    return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache", "position"), table])
+
+
+@converts(fastcar.context_attention.default)
+def _context_attention(call: Call) -> Value:
+    """Emit the kernel; without a mask one of zeros."""
+    query, values, mask = call.tensor("query"), call.tensor("values"), call.optional("mask")
+    rows = 1 if mask is None else mask.shape[0]
+    added = call.constant(np.zeros((1, 1, 1, values.shape[2]), np.float32)) if mask is None else mask.value
+    kernel = context_attention(query.shape, values.shape, rows, call.number("scale"), *_softcap(call))
+    return call.kernel(kernel, [*call.values("query", "keys", "values"), added])
+
+
+@converts(fastcar.tas.default)
+def _tas(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    kernel = call.dispatch("tas", query.shape, keys.shape, call.integer("stride"), call.number("scale"), keys.dtype)
+    return call.kernel(kernel, call.values("query", "key_cache", "position"))
+
+
+@converts(fastcar.tas_heads.default)
+def _tas_heads(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    # Heads and weights are data and not options: one kernel serves all layers.
+    factors = np.zeros(query.shape[1], np.float32)
+    factors[call.numbers("heads")] = call.numbers("weights")
+    options = (call.integer("stride"), call.number("scale"), keys.dtype)
+    kernel = call.dispatch("tas_heads", query.shape, keys.shape, *options)
+    return call.kernel(kernel, [*call.values("query", "key_cache", "position"), call.constant(factors)])
+
+
+# Key and value caches, ring caches, and the slots that hold one frame.
+
+
+@converts(fastcar.cache_write.default, fastcar.ring_write.default)
+def _cache_write(call: Call) -> Value:
+    *_, rows, d = call.tensor("value").shape
+    kind, sinks = ("ring_write", (call.integer("sinks"),)) if call.has("sinks") else ("cache_write", ())
+    # The kernels take the cache's shape with D of a head, whatever bytes a cached row has.
+    kernel = call.dispatch(kind, (*call.shape[:3], d), rows, *sinks, call.dtype)
+    return call.in_place(kernel, call.values("cache", "value", "position"))
+
+
+@converts(fastcar.ring_row.default)
+def _ring_row(call: Call) -> Value:
+    kernel = ring_row(call.integer("back"), call.integer("sinks"), call.integer("ring"))
+    return call.kernel(kernel, call.values("position"))
+
+
+@converts(fastcar.limit.default)
+def _limit(call: Call) -> Value:
+    return call.emit(relax.op.minimum(call.tensor("positions").value, relax.const(call.integer("most"), "int64")))
+
+
+@converts(fastcar.slot_read.default)
+def _slot_read(call: Call) -> Value:
+    return call.kernel(cache.slot_read(call.tensor("cache").shape, call.dtype), call.values("cache", "step"))
+
+
+@converts(fastcar.slot_write.default)
+def _slot_write(call: Call) -> Value:
+    return call.in_place(cache.slot_write(call.shape, call.dtype), call.values("cache", "value", "step"))
+
+
+@converts(fastcar.keep_frame.default)
+def _keep_frame(call: Call) -> Value:
+    # Both caches are written in place: results 0 and 1 are arguments 0 and 1.
+    kernel = cache.slots_write(call.tensor("cache").shape)
+    return call.partly_in_place(kernel, call.values("cache", "inputs", "y", "x", "replay", "step"), (0, 1))
+
+
+# The gate, and the scores that are no attention.
+
+
+@converts(fastcar.gate.default)
+def _gate(call: Call) -> Value:
+    return call.kernel(gate(*_gate_options(call)), call.values("score", "threshold", "step", "chain"))
+
+
+@converts(fastcar.gate_and_count.default)
+def _gate_and_count(call: Call) -> Value:
+    # The decision is a new tensor; the counters are written in place.
+    arguments = call.values("chain", "score", "threshold", "step")
+    return call.partly_in_place(gate_and_count(*_gate_options(call)), arguments, (FRESH, 0))
+
+
+def _gate_options(call: Call) -> tuple[int, int, int, int, bool, int, bool]:
+    """Return the options of `gate`, in their order."""
+    slots, batch = call.tensor("chain").shape
+    limits = (call.integer("stride"), call.integer("max_chain"))
+    rules = (bool(call.integer("couple_cfg")), call.integer("refresh_every"), bool(call.integer("at_most")))
+    return (batch, slots, *limits, *rules)
+
+
+@converts(fastcar.input_delta.default)
+def _input_delta(call: Call) -> Value:
+    return call.kernel(input_delta(*call.tensor("x").rows), call.values("x", "cached"))
+
+
+@converts(fastcar.output_bound.default)
+def _output_bound(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    # The change of the input is a score of its own, and here one term of the bound.
+    change = call.kernel(input_delta(*call.tensor("x").rows), call.values("x", "cached"))
+    options = (call.integer("stride"), call.number("weight"), keys.dtype)
+    kernel = call.dispatch("output_bound", query.shape, keys.shape, *options)
+    return call.kernel(kernel, [change, *call.values("query", "key_cache", "position")])
+
+
+@converts(fastcar.learned_score.default)
+def _learned_score(call: Call) -> Value:
+    kernel = learned_score(*call.tensor("x").rows, call.tensor("w1").shape[0])
+    return call.kernel(kernel, call.values("x", "cached", "w1", "b1", "w2", "b2"))
+
+
+@converts(fastcar.constant_score.default)
+def _constant_score(call: Call) -> Value:
+    return call.emit(call.constant(np.full(call.shape, call.number("value"), np.float32)))
+
+
+@converts(fastcar.random_score.default)
+def _random_score(call: Call) -> Value:
+    return call.kernel(random_score(call.integer("rows"), call.integer("layer")), call.values("step"))
+
+
+# Calls of the accelerator, as packed functions that the runtime registers.
+
+
+@converts(fastcar.offloaded_mlp.default)
+def _offloaded_mlp(call: Call) -> Value:
+    return call.packed(MLP_FUNCTION, [*call.values("x", "replay", "cached"), call.literal("layer")])
+
+
+@converts(fastcar.offloaded_linear.default)
+def _offloaded_linear(call: Call) -> Value:
+    return call.packed(LINEAR_FUNCTION, [*call.values("x"), call.literal("name")])
+
+
+@converts(fastcar.offloaded_gate.default)
+def _offloaded_gate(call: Call) -> Value:
+    """Emit the call; what the gate does not read is the integer 0."""
+    given = [call.optional(name) for name in ("query", "key_cache", "x", "cached")]
+    operands = [IntImm("int64", 0) if operand is None else operand.value for operand in given]
+    tensors: list[relax.Expr] = [*operands, *call.values("chain", "position", "step")]
+    return call.packed(GATE_FUNCTION, [*tensors, IntImm("int64", call.integer("stride")), call.literal("layer")])
