@@ -15,22 +15,23 @@ from fastcar_compile.codegen.tvm.isa import (
     INSTRUCTION_SETS,
     PORTABLE,
     InstructionSet,
-    cpu_flags,
     host_instruction_set,
     instruction_set,
 )
 from fastcar_compile.codegen.tvm.kernels.attention import decode
 from fastcar_compile.codegen.tvm.kernels.attention import heads as attend_heads
 from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
-from fastcar_compile.codegen.tvm.kernels.attention.decode import context_attention, decode_attention, window_attention
-from fastcar_compile.codegen.tvm.kernels.attention.int8 import suits
-from fastcar_compile.codegen.tvm.kernels.attention.online import (
+from fastcar_compile.codegen.tvm.kernels.attention.decode import (
+    context_attention,
     context_parts,
+    decode_attention,
+    window_attention,
 )
+from fastcar_compile.codegen.tvm.kernels.attention.int8 import suits
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK
 from fastcar_compile.ir.ops.operator import loaded, stored
 
-from .kernel_runs import few, run
+from .kernel_runs import few, name_of, needs, run
 
 Heads = tuple[int, int]
 HEADS = st.sampled_from([(4, 4), (4, 2), (6, 1), (5, 5), (3, 1)])
@@ -55,7 +56,7 @@ def _inputs(
 @cache
 def _kernel(b: int, heads: Heads, t: int, s: int, d: int, dtype: torch.dtype, cap: float | None = None) -> PrimFunc:
     make = decode_attention if t == 1 else chunk_attention
-    return make((b, heads[0], t, d), (b, heads[1], s, d), 0.3, str(dtype).removeprefix("torch."), cap, isa=ISA)
+    return make((b, heads[0], t, d), (b, heads[1], s, d), 0.3, name_of(dtype), cap, isa=ISA)
 
 
 def _check(
@@ -123,8 +124,7 @@ def test_int8_rows_of_whole_vectors(
     isa: InstructionSet, heads: Heads, position: int, d: int, cap: float | None, seed: int
 ) -> None:
     """AVX-512 VNNI multiplies them as integers: the query has 21 bits of its largest element, a weight 24."""
-    if lacking := sorted(isa.flags - cpu_flags()):
-        pytest.skip(f"this CPU has no {', '.join(lacking)}")
+    needs(isa)
     assert suits(d, "int8", isa) == (isa is not PORTABLE)
     torch.manual_seed(seed)
     q, k, v, at = _inputs(1, heads, 1, 100, d, position, torch.int8)
@@ -170,9 +170,8 @@ def test_heads_that_share_a_pass_change_no_bit(
 ) -> None:
     """Over an empty, a filled and a split last block of rows, in pieces of the context."""
     isa = instruction_set("avx512-vnni")
-    if lacking := sorted(isa.flags - cpu_flags()):
-        pytest.skip(f"this CPU has no {', '.join(lacking)}")
-    name = str(dtype).removeprefix("torch.")
+    needs(isa)
+    name = name_of(dtype)
     assert attend_heads.heads_together(d, heads[0] // heads[1], name, isa) == together
 
     def kernel() -> PrimFunc:
@@ -213,9 +212,9 @@ def test_query_heads_in_parallel_change_no_bit(
     """Of a cache too small for pieces of the context: a piece for each query head, against one loop over all."""
     b, s, d = 2, 400, 64
     kernel = partial(inspect.unwrap(decode_attention), (b, heads[0], 1, d), (b, heads[1], s, d), 0.3)
-    split = kernel(str(dtype).removeprefix("torch."), isa=ISA)
+    split = kernel(name_of(dtype), isa=ISA)
     monkeypatch.setattr(decode, "head_splits", lambda *_: 1)
-    whole = kernel(str(dtype).removeprefix("torch."), isa=ISA)
+    whole = kernel(name_of(dtype), isa=ISA)
     assert "T.parallel(" in split.script()
     assert "T.parallel(" not in whole.script()
     torch.manual_seed(0)

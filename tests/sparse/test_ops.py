@@ -1,6 +1,5 @@
 """The ring's operators against full caches and a mask; the kernels and ONNX definitions against the operators."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,21 +7,16 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-import tvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lowering.test_kernels import run
+from lowering.kernel_runs import name_of, run
 from onnx_export.test_ops import at
 from torch import Tensor
-from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.onnx.segments import quiet_exporter
 from fastcar_compile.codegen.onnx.translate import translate
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.attention import decode as kernels
-from fastcar_compile.codegen.tvm.kernels.attention.online import context_parts
-from fastcar_compile.codegen.tvm.kernels.cache import ring_write
-from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ir.ops.attention import row_of
 from fastcar_compile.ir.ops.operator import stored
 
@@ -123,12 +117,11 @@ def test_kernel_of_attention(
     caches = stored(torch.randn(2, 2, 2, sinks + ring, dim), dtype)
     query, other = torch.randn(2, 2, 4, count, dim)
     shapes = ((2, 4, count, dim), (2, 2, sinks + ring, dim))
-    name = str(dtype).removeprefix("torch.")
+    name = name_of(dtype)
     kernel = kernels.window_attention(*shapes, 0.4, sinks, window, name, cap, isa=host_instruction_set())
-    library = compiled(kernel)
     for position in (0, 1, sinks, sinks + window, 3 * ring + 1):
         expected = fastcar.window_attention(query, *caches, at(position), 0.4, sinks, window, other, cap)
-        actual = library(query, *caches, at(position), other, torch.zeros_like(query))
+        actual = run(kernel, query, *caches, at(position), other, torch.zeros_like(query))[-1]
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -137,14 +130,14 @@ def test_a_window_in_pieces(isa: InstructionSet) -> None:
     """Few heads over a long window: pieces of it in parallel, some of them empty; the ring wraps inside of one."""
     torch.manual_seed(0)
     hq, hkv, sinks, window, dim = 2, 1, 5, 1030, 128
-    assert context_parts(hkv, 2 * hkv * (sinks + window) * dim) > 1
+    assert kernels.context_parts(hkv, 2 * hkv * (sinks + window) * dim) > 1
     shape = (1, hkv, sinks + window + 3, dim)
     caches = stored(torch.randn(2, *shape), torch.int8)
     query, other = torch.randn(2, 1, hq, 1, dim)
-    library = compiled(kernels.window_attention((1, hq, 1, dim), shape, 0.1, sinks, window, "int8", isa=isa))
+    kernel = kernels.window_attention((1, hq, 1, dim), shape, 0.1, sinks, window, "int8", isa=isa)
     for position in (0, sinks, 40, window, 3000):
         expected = fastcar.window_attention(query, *caches, at(position), 0.1, sinks, window, other)
-        actual = library(query, *caches, at(position), other, torch.zeros_like(query))
+        actual = run(kernel, query, *caches, at(position), other, torch.zeros_like(query))[-1]
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -153,34 +146,13 @@ def test_a_window_does_not_hide_a_nan(position: int) -> None:
     caches = torch.zeros(2, 1, 1, 12, 8)
     caches[1, 0, 0, 1, 3] = torch.nan  # a sink
     query = torch.ones(1, 1, 1, 8)
-    library = compiled(kernels.window_attention((1, 1, 1, 8), (1, 1, 12, 8), 1.0, 4, 8))
-    actual = library(query, *caches, at(position), query, torch.zeros_like(query))
+    kernel = kernels.window_attention((1, 1, 1, 8), (1, 1, 12, 8), 1.0, 4, 8)
+    actual = run(kernel, query, *caches, at(position), query, torch.zeros_like(query))[-1]
     assert actual.isnan().flatten().tolist() == [c == 3 for c in range(8)]
 
 
-def compiled(kernel: PrimFunc) -> Callable[..., Tensor]:
-    """A kernel, compiled once; returns its last argument."""
-    module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
-    library = tvm.compile(module, target=host_target())
-
-    def call(*tensors: Tensor) -> Tensor:
-        arguments = [tvm.runtime.tensor(t.numpy()) for t in tensors]
-        library["main"](*arguments)
-        return torch.from_numpy(np.array(arguments[-1].numpy()))
-
-    return call
-
-
 @pytest.mark.parametrize("position", [0, 2, 3, 11, 30])
-def test_kernels_of_rows(position: int) -> None:
-    torch.manual_seed(position)
-    cache, value = torch.randn(2, 2, 9, 4), torch.randn(2, 2, 5, 4)
-    written = run(ring_write((2, 2, 9, 4), 5, 3), cache, value, at(position))[0]
-    assert torch.equal(written, fastcar.ring_write(cache, value, at(position), 3))
-    for name, dtype in (("float16", torch.float16), ("int8", torch.int8)):
-        narrow = stored(cache, dtype)
-        written = run(ring_write((2, 2, 9, 4), 5, 3, name), narrow, value, at(position))[0]
-        assert torch.equal(written, fastcar.ring_write(narrow, value, at(position), 3))
+def test_the_row_of_an_earlier_key(position: int) -> None:
     row = run(kernels.ring_row(4, 3, 6), at(position), at(0))[1]
     assert torch.equal(row, fastcar.ring_row(at(position), 4, 3, 6))
 

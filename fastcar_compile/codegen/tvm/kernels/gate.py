@@ -10,7 +10,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.cache import RowFormat, row_at
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, each, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.tas import (
     finite_or_nan,
     fixed_magnitude,
@@ -181,7 +181,7 @@ def output_bound(
 
 
 @inlined
-def _hash_round(x, p, added):
+def _hash_round(x, p, added, _number):
     """Write x[0]^5 + added modulo p to x[0]."""
     # p is below 2^31, so the product of two residues fits int64.
     x[1] = x[0] * x[0] % p
@@ -192,7 +192,6 @@ def _hash_round(x, p, added):
 def random_score(rows: int, layer: int) -> PrimFunc:
     """Return the hash of (step, layer, row) as a number in (0, 1], by the integer steps of `ops.gates.random_score`."""
     by_step, by_row, by_layer = HASH_FACTORS
-    first, second, third = HASH_ROUNDS
     offset = (layer + 1) * by_layer
     low_bits = 2 ** (31 - HASH_BITS)
 
@@ -205,9 +204,7 @@ def random_score(rows: int, layer: int) -> PrimFunc:
                 p: T.let = T.int64(HASH_PRIME)
                 row: T.let = (T.Cast("int64", i) + T.int64(1)) * T.int64(by_row)
                 x[0] = ((step[0] + T.int64(1)) * T.int64(by_step) + row + T.int64(offset)) % p
-                _hash_round(x, p, first)
-                _hash_round(x, p, second)
-                _hash_round(x, p, third)
+                each(_hash_round, HASH_ROUNDS, x, p)
                 # The upper 24 of 31 bits, plus 1: from 1 to 2^24, exact in float32.
                 y[i] = T.Cast("float32", x[0] // T.int64(low_bits) + T.int64(1)) * T.float32(2.0**-HASH_BITS)
 

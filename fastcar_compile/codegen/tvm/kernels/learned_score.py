@@ -12,7 +12,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.cache import power_of_two
-from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS
+from fastcar_compile.codegen.tvm.kernels.linear.rows import PARALLEL_WEIGHTS
 from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.tas import finite_or_nan, limited
 from fastcar_compile.codegen.tvm.kernels.tas import units as fixed_units

@@ -20,7 +20,7 @@ from fastcar_compile.codegen.tvm.kernels.cache import power_of_two
 from fastcar_compile.codegen.tvm.kernels.linear.activations import quantize_row, row_loop
 from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.tas import INFINITY, finite_or_nan
-from fastcar_compile.codegen.tvm.kernels.vectors import Expr, cast, fence, magnitude_bits, ramp
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, cast, fence, magnitude_bits, ramp, vector_lanes
 from fastcar_compile.ir import exact
 from fastcar_compile.ir.ops.operator import MANTISSA_BITS
 
@@ -276,7 +276,7 @@ def rotary(shape: HeadShape, tables: int) -> PrimFunc:
     """
     b, h, t, d = shape
     half = d // 2
-    lanes = next(v for v in (16, 8, 4, 2, 1) if half % v == 0)
+    lanes = vector_lanes(half)
     loop = T.parallel if b * h > 1 and b * h * t * d >= PARALLEL_ROTARY_ELEMENTS else T.serial
 
     @script.prim_func(private=True, s_tir=True)

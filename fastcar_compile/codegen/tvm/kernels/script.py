@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, cached_property, lru_cache, wraps
 from threading import RLock
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any, ParamSpec, cast
 
 import tvm
@@ -88,6 +88,31 @@ def access(reads: Sequence[Any], writes: Sequence[Any]) -> None:
     """Declare that a block of TVMScript reads and writes these buffers, each as a whole."""
     for declare, buffers in ((T.reads, reads), (T.writes, writes)):
         declare(*(buffer[tuple(slice(0, size) for size in buffer.shape)] for buffer in buffers))
+
+
+def temporaries(**parts: Any) -> Any:
+    """Allocate the temporaries of a kernel, each given as (*shape, dtype); return them by name.
+
+    What is no such tuple, such as an argument of the kernel, is a part of the result as it is.
+    """
+    made = SimpleNamespace()
+    for name, part in parts.items():
+        if isinstance(part, tuple) and isinstance(part[-1], str):
+            part = T.alloc_buffer(part[:-1], part[-1])
+            IRBuilder.name(name, part)
+        setattr(made, name, part)
+    return T.meta_var(made)
+
+
+def buffers(count: int, size: int, dtype: str = "float32") -> tuple[Any, ...]:
+    """Allocate `count` vectors: one buffer of 1024 bytes or more would not be on the stack."""
+    return tuple(T.alloc_buffer((size,), dtype) for _ in range(count))
+
+
+def each(macro: Callable[..., None], these: Sequence[Any], *arguments: Any) -> None:
+    """Call the macro for every one of several buffers: (arguments ..., buffer, its number)."""
+    for number, buffer in enumerate(these):
+        macro(*arguments, buffer, number)
 
 
 def inlined(function: Callable[..., None]) -> Callable[..., None]:

@@ -106,11 +106,6 @@ class _Heads:
         """Products of one vector."""
         return next(v for v in (8, 4, 2, 1) if self.query[3] % v == 0)
 
-    @staticmethod
-    def row_loop(rows: int) -> Any:
-        """Return the loop over rows of the batch: parallel where a second thread pays. A row takes about 1 µs."""
-        return T.parallel if rows >= PARALLEL_ROWS else T.serial
-
     def prefetch_keys(self) -> Any:
         """Return the macro (keys, i, before). Keys of heads are in as many pages: the waits for them overlap."""
         lines = -(-self.keys_of.bytes // LINE) + 1  # a row need not begin with a line
@@ -168,6 +163,26 @@ class _Heads:
 
         return sum_heads
 
+    def scores(self, stride: int, factor: float) -> Any:
+        """Return the macro (reads, query, keys, position, y): y[i] = factor * the sum of row i at position - stride."""
+        lanes, rows, sum_heads = self.lanes, self.query[0], self.sum_heads()
+        # Parallel where a second thread pays. A row takes about 1 µs.
+        loop = T.parallel if rows >= PARALLEL_ROWS else T.serial
+
+        @inlined
+        def scores(reads, query, keys, position, y):
+            for i in loop(rows):
+                with T.sblock("row"):
+                    access(reads, [y])
+                    acc = T.alloc_buffer((lanes,), "int64")
+                    product = T.alloc_buffer((lanes,), "float64")
+                    # Row `position - stride` is the same place of the frame before.
+                    before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
+                    sum_heads(query, keys, i, before, acc, product)
+                    y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
+
+        return scores
+
 
 @kernel
 def tas(
@@ -183,11 +198,8 @@ def tas(
     query float32 [B, Hq, T, D], of which row 0 counts, keys [B, Hkv, S, D] of `dtype`. Bit for bit as the operator:
     each product is rounded to fixed point, and integer sums are exact in any order.
     """
-    b, hq, t, d = query
-    hkv, s = cache[1], cache[2]
-    heads = _Heads(query, cache, dtype, isa)
-    width, lanes, factor = heads.keys_of.size, heads.lanes, score_factor(scale, hq)
-    loop, sum_heads = heads.row_loop(b), heads.sum_heads()
+    (b, hq, t, d), (_, hkv, s, _), heads = query, cache, _Heads(query, cache, dtype, isa)
+    width, scores = heads.keys_of.size, heads.scores(stride, score_factor(scale, hq))
 
     @script.prim_func(private=True, s_tir=True)
     def temporal_score(
@@ -196,15 +208,7 @@ def tas(
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b,), "float32"),
     ):
-        for i in loop(b):
-            with T.sblock("row"):
-                access([q, keys, position], [y])
-                acc = T.alloc_buffer((lanes,), "int64")
-                product = T.alloc_buffer((lanes,), "float64")
-                # Row `position - stride` is the same place of the frame before.
-                before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
-                sum_heads(_queries(q), keys, i, before, acc, product)
-                y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
+        scores([q, keys, position], _queries(q), keys, position, y)
 
     return temporal_score
 
@@ -222,11 +226,8 @@ def tas_heads(
 
     The weight of a head that is not chosen is 0. Shapes and bits are as for `tas`.
     """
-    b, hq, t, d = query
-    hkv, s = cache[1], cache[2]
-    heads = _Heads(query, cache, dtype, isa)
-    width, lanes, factor = heads.keys_of.size, heads.lanes, score_factor(scale, 1)
-    loop, sum_heads = heads.row_loop(b), heads.sum_heads()
+    (b, hq, t, d), (_, hkv, s, _), heads = query, cache, _Heads(query, cache, dtype, isa)
+    width, scores = heads.keys_of.size, heads.scores(stride, score_factor(scale, 1))
 
     @script.prim_func(private=True, s_tir=True)
     def weighted_temporal_score(
@@ -236,14 +237,7 @@ def tas_heads(
         weight: T.Buffer((hq,), "float32"),
         y: T.Buffer((b,), "float32"),
     ):
-        for i in loop(b):
-            with T.sblock("row"):
-                access([q, keys, position, weight], [y])
-                acc = T.alloc_buffer((lanes,), "int64")
-                product = T.alloc_buffer((lanes,), "float64")
-                before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
-                sum_heads(_weighted(q, weight), keys, i, before, acc, product)
-                y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
+        scores([q, keys, position, weight], _weighted(q, weight), keys, position, y)
 
     return weighted_temporal_score
 

@@ -12,18 +12,19 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script
-from fastcar_compile.codegen.tvm.kernels.attention.decode import filled_rows
-from fastcar_compile.codegen.tvm.kernels.attention.online import context_parts
+from fastcar_compile.codegen.tvm.kernels.attention.decode import context_parts, filled_rows
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import LOWEST, LogitRule
 from fastcar_compile.codegen.tvm.kernels.cache import RowFormat, row_at
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, each, inlined, kernel, temporaries
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, exp_not_positive, ramp, vector_lanes
+
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
 
 # The tiles of a prefill chunk's attention, as macros: query rows in the lanes of a vector, keys and values broadcast.
 #
 # Because lanes are query rows, the softmax needs no sum or maximum across lanes, and no key is transposed. Both
-# products
-# keep all of their sums in registers.
+# products keep all of their sums in registers.
 
 
 CHUNK_KEYS = 32
@@ -83,36 +84,6 @@ class ChunkShape:
 
 
 @dataclass(frozen=True)
-class ChunkOperands:
-    """Query and result of the kernel; y holds the accumulators until the last block."""
-
-    q: Any
-    y: Any
-
-
-@dataclass(frozen=True)
-class ChunkState:
-    """Temporaries of one iteration of the parallel loop.
-
-    Attributes:
-        queries: float32 [tiles, D, width], the transposed query rows.
-        m, l: float32 [tiles * width], running maximum and normaliser.
-        limits: int32 [tiles * width], how many cached rows each query row sees.
-        keys, values: float32 [32, D], the block.
-        weights: float32 [32, width], logits and then exp(logit - m) of one tile. decay: float32 [width].
-    """
-
-    queries: Any
-    m: Any
-    l: Any  # noqa: E741 (the paper's name)
-    limits: Any
-    keys: Any
-    values: Any
-    weights: Any
-    decay: Any
-
-
-@dataclass(frozen=True)
 class Tile:
     """Query rows of key/value head h of batch row b, from row `first` of the group on. Its state is number `slot`."""
 
@@ -141,54 +112,69 @@ def query_row(shape: ChunkShape, tile: Tile, offset: Expr) -> tuple[Expr, Expr, 
     return tile.b, tile.h * shape.group + row // t, row % t
 
 
+def state_buffers(shape: ChunkShape, slots: int) -> Any:
+    """Allocate the temporaries of one iteration of the parallel loop over `slots` tiles."""
+    d, width = shape.d, shape.width
+    return temporaries(
+        # Queries are transposed once and read for every block. m, l and limits have one lane per query row.
+        queries=(slots, d, width, "float32"),
+        m=(slots * width, "float32"),
+        l=(slots * width, "float32"),
+        # How many cached rows each query row sees.
+        limits=(slots * width, "int32"),
+        # One block of keys and values in float32, which all tiles of the item share.
+        keys=(CHUNK_KEYS, d, "float32"),
+        values=(CHUNK_KEYS, d, "float32"),
+        # Logits and then exp(logit - m) of one tile.
+        weights=(CHUNK_KEYS, width, "float32"),
+        decay=(width, "float32"),
+    )
+
+
 def begin_tile(shape: ChunkShape) -> Callable[..., None]:
-    """Return the macro (o, state, tile, position): the tile's transposed query rows, and its empty state."""
+    """Return the macro (q, y, state, tile, position): the tile's transposed query rows, and its empty state."""
     d, width = shape.d, shape.width
     row = partial(query_row, shape)
 
-    def four_rows(o: ChunkOperands, tile: Tile, g: Expr, c: Expr, k: Expr) -> Expr:
+    def four_rows(q: Any, tile: Tile, g: Expr, c: Expr, k: Expr) -> Expr:
         """Return column c + k of four query rows; k is a number."""
-        rows = [o.q[(*row(tile, g * QUAD + r), ramp(c, QUAD))] for r in range(QUAD)]
+        rows = [q[(*row(tile, g * QUAD + r), ramp(c, QUAD))] for r in range(QUAD)]
         return T.Shuffle(rows, [r * QUAD + k for r in range(QUAD)])
 
     @inlined
-    def copy_quad(o, state, tile, g, c, k):
-        state.queries[tile.slot, c + k, ramp(g * QUAD, QUAD)] = four_rows(o, tile, g, c, k)
-
-    def copy_quads(o: ChunkOperands, state: ChunkState, tile: Tile, g: Expr, c: Expr) -> None:
-        for k in range(QUAD):
-            copy_quad(o, state, tile, g, c, k)
+    def copy_quad(q, state, tile, g, c, k, _number):
+        state.queries[tile.slot, c + k, ramp(g * QUAD, QUAD)] = four_rows(q, tile, g, c, k)
 
     @inlined
-    def begin(o, state, tile, position):
+    def begin(q, y, state, tile, position):
         # g: four query rows. c: four columns. Four loads and four shuffles transpose 4 x 4 elements.
         for g in range(width // QUAD):
             for c in range(d // QUAD):
-                copy_quads(o, state, tile, g, c * QUAD)
+                each(copy_quad, range(QUAD), q, state, tile, g, c * QUAD)
         for r in range(width):
             for c in range(d % QUAD):
-                state.queries[tile.slot, d // QUAD * QUAD + c, r] = o.q[(*row(tile, r), d // QUAD * QUAD + c)]
+                state.queries[tile.slot, d // QUAD * QUAD + c, r] = q[(*row(tile, r), d // QUAD * QUAD + c)]
             state.limits[tile.slot * width + r] = filled_rows(position, row(tile, r)[2], shape.s)
             state.m[tile.slot * width + r] = T.float32(LOWEST)
             state.l[tile.slot * width + r] = T.float32(0)
             for c in range(d):
-                o.y[(*row(tile, r), c)] = T.float32(0)
+                y[(*row(tile, r), c)] = T.float32(0)
 
     return begin
 
 
 def finish_tile(shape: ChunkShape) -> Callable[..., None]:
-    """Return the macro (o, state, tile): the tile's accumulators become results."""
+    """Return the macro (y, state, tile): the tile's accumulators become results."""
     d, width = shape.d, shape.width
     row = partial(query_row, shape)
 
     @inlined
-    def finish(o, state, tile):
+    def finish(y, state, tile):
         # Copies of the last row are left out: y is scaled in place, so a second product would be wrong.
         for r in range(T.min(width, shape.total - tile.first)):
             inverse: T.let = T.float32(1) / state.l[tile.slot * width + r]
             for c in range(d):
-                o.y[(*row(tile, r), c)] *= inverse
+                y[(*row(tile, r), c)] *= inverse
 
     return finish
 
@@ -208,12 +194,12 @@ def convert_block(shape: ChunkShape) -> Callable[..., None]:
 
 
 def attend_tile(shape: ChunkShape) -> Callable[..., None]:
-    """Return the macro (o, state, tile, block): the tile's rows meet the block's keys and values."""
+    """Return the macro (y, state, tile, block): the tile's rows meet the block's keys and values."""
     some, parts = shape.broadcasts, shape.width // shape.broadcasts
     multiply, weigh, add_values = _multiply_keys(shape), _weigh(shape), _add_values(shape)
 
     @inlined
-    def attend(o, state, tile, block):
+    def attend(y, state, tile, block):
         # piece: the keys whose logits with all rows of the tile fit the registers.
         for piece in range((block.count + some - 1) // some):
             multiply(state, tile, block, piece * some)
@@ -223,7 +209,7 @@ def attend_tile(shape: ChunkShape) -> Callable[..., None]:
             # A part that lies past the last row has copies only, which would add to that row a second time.
             if tile.first + part * some < shape.total:
                 for piece in range(shape.d // shape.columns):
-                    add_values(o, state, tile, block, part * some, piece * shape.columns)
+                    add_values(y, state, tile, block, part * some, piece * shape.columns)
 
     return attend
 
@@ -232,7 +218,7 @@ def _multiply_keys(shape: ChunkShape) -> Callable[..., None]:
     """Return the macro (state, tile, block, j): logits of the tile with the keys from number j of the block on."""
     d, width, half, rule = shape.d, shape.width, shape.broadcasts // 2, shape.rule
 
-    def key(state: ChunkState, block: KeyBlock, j: Expr, c: Expr) -> Expr:
+    def key(state: Any, block: KeyBlock, j: Expr, c: Expr) -> Expr:
         """Return element c of key j, of the last one for those past it."""
         return state.keys[T.min(j, block.count - 1), c]
 
@@ -269,7 +255,7 @@ def _weigh(shape: ChunkShape) -> Callable[..., None]:
     width = shape.width
     every = ramp(0, width)
 
-    def seen(state: ChunkState, tile: Tile, block: KeyBlock, j: Expr) -> Expr:
+    def seen(state: Any, tile: Tile, block: KeyBlock, j: Expr) -> Expr:
         """Return the logits with key j, and the least number for rows that do not see it."""
         number = T.Broadcast(block.start + j, width)
         limits = state.limits[ramp(tile.slot * width, width)]
@@ -299,29 +285,31 @@ def _weigh(shape: ChunkShape) -> Callable[..., None]:
 
 
 def _add_values(shape: ChunkShape) -> Callable[..., None]:
-    """Return the macro (o, state, tile, block, r, column): rows and columns of y are rescaled and get the values."""
+    """Return the macro (y, state, tile, block, r, column): rows and columns of y are rescaled and get the values."""
     columns, some = shape.columns, shape.broadcasts
     half = some // 2
     row = partial(query_row, shape)
 
     @inlined
-    def rescale(o, state, tile, first, column, acc):
+    def rescale(y, state, tile, first, column, acc, number):
         for r in T.unroll(half):
             for c in T.vectorized(columns):
-                acc[r * columns + c] = o.y[(*row(tile, first + r), column + c)] * state.decay[first + r]
+                acc[r * columns + c] = (
+                    y[(*row(tile, first + number * half + r), column + c)] * state.decay[first + number * half + r]
+                )
 
     @inlined
-    def store(o, tile, first, column, acc):
+    def store(y, tile, first, column, acc, number):
         for r in T.unroll(half):
             for c in T.vectorized(columns):
-                o.y[(*row(tile, first + r), column + c)] = acc[r * columns + c]
+                y[(*row(tile, first + number * half + r), column + c)] = acc[r * columns + c]
 
     @inlined
-    def add_values(o, state, tile, block, first, column):
+    def add_values(y, state, tile, block, first, column):
+        # low: sums of the first `half` query rows. high: those of the others.
         low = T.alloc_buffer((half * columns,), "float32")
         high = T.alloc_buffer((half * columns,), "float32")
-        rescale(o, state, tile, first, column, low)
-        rescale(o, state, tile, first + half, column, high)
+        each(rescale, (low, high), y, state, tile, first, column)
         # Weights are broadcast and values are vectors: `broadcasts` times `columns` sums.
         # j: values in order. r: unrolled, query rows; low and high are in registers. c: columns.
         for j in range(block.count):
@@ -329,14 +317,9 @@ def _add_values(shape: ChunkShape) -> Callable[..., None]:
                 for c in T.vectorized(columns):
                     low[r * columns + c] += state.weights[j, first + r] * state.values[j, column + c]
                     high[r * columns + c] += state.weights[j, first + half + r] * state.values[j, column + c]
-        store(o, tile, first, column, low)
-        store(o, tile, first + half, column, high)
+        each(store, (low, high), y, tile, first, column)
 
     return add_values
-
-
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
 
 
 @kernel
@@ -377,18 +360,7 @@ def chunk_attention(
         for item in loop(b * hkv * parts):
             with T.sblock("rows"):
                 access([q, keys, values, position], [y])
-                # Queries are transposed once and read for every block. m, l and limits have one lane per query row.
-                queries = T.alloc_buffer((slots, d, width), "float32")
-                m = T.alloc_buffer((slots * width,), "float32")
-                l = T.alloc_buffer((slots * width,), "float32")  # noqa: E741
-                limits = T.alloc_buffer((slots * width,), "int32")
-                # One block of keys and values in float32, which all tiles of the item share.
-                block_keys = T.alloc_buffer((CHUNK_KEYS, d), "float32")
-                block_values = T.alloc_buffer((CHUNK_KEYS, d), "float32")
-                weights = T.alloc_buffer((CHUNK_KEYS, width), "float32")
-                decay = T.alloc_buffer((width,), "float32")
-                o = T.meta_var(ChunkOperands(q, y))
-                state = T.meta_var(ChunkState(queries, m, l, limits, block_keys, block_values, weights, decay))
+                state = state_buffers(shape, slots)
                 bi: T.let = item // (hkv * parts)
                 h: T.let = item // parts % hkv
                 # Part p has the tiles p, p + parts, p + 2 * parts and so on.
@@ -398,26 +370,21 @@ def chunk_attention(
                 # What the last query row sees. Earlier rows are masked in `attend`.
                 seen: T.let = filled_rows(position[0], t - 1, s)
                 for slot in range(mine):
-                    begin(o, state, Tile(bi, h, (part + slot * parts) * width, slot), position[0])
+                    begin(q, y, state, Tile(bi, h, (part + slot * parts) * width, slot), position[0])
                 # block: keys in order. slot: tiles of the group's query rows, which share the block.
                 for block in range((seen + CHUNK_KEYS - 1) // CHUNK_KEYS):
                     start: T.let = block * CHUNK_KEYS
                     filled = T.meta_var(KeyBlock(start, T.min(seen - start, CHUNK_KEYS)))
-                    convert(keys, block_keys, (bi, h), filled)
-                    convert(values, block_values, (bi, h), filled)
+                    convert(keys, state.keys, (bi, h), filled)
+                    convert(values, state.values, (bi, h), filled)
                     for slot in range(mine):
                         # The last row of a tile sees most, but for one that ends within a head.
                         last: T.let = (part + slot * parts) * width % t + width - 1
                         count: T.let = T.min(filled_rows(position[0], T.min(last, t - 1), s) - start, CHUNK_KEYS)
                         # All of the block lies behind the tile's last row: the causal mask skips it.
                         if count > 0:
-                            attend(
-                                o,
-                                state,
-                                Tile(bi, h, (part + slot * parts) * width, slot),
-                                KeyBlock(start, count),
-                            )
+                            attend(y, state, Tile(bi, h, (part + slot * parts) * width, slot), KeyBlock(start, count))
                 for slot in range(mine):
-                    finish(o, state, Tile(bi, h, (part + slot * parts) * width, slot))
+                    finish(y, state, Tile(bi, h, (part + slot * parts) * width, slot))
 
     return attend_chunk

@@ -1,7 +1,13 @@
-"""Decode attention: one query row per head over the filled part of the cache."""
+"""Decode attention: one query row per head over the filled part of the cache, and query rows over a window of it.
+
+Both are one pass over cached rows by online softmax (FlashAttention). Every slot of the state is a partial result:
+running maximum m, normaliser l and accumulator acc, the latter two relative to exp(m).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,15 +16,109 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script
-from fastcar_compile.codegen.tvm.kernels.attention.heads import heads_together
-from fastcar_compile.codegen.tvm.kernels.attention.online import context_parts, head_splits, online_softmax
-from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK, Group, LogitRule, Operands, Rows, State
-from fastcar_compile.codegen.tvm.kernels.script import access, kernel
-from fastcar_compile.codegen.tvm.kernels.vectors import exp_not_positive
+from fastcar_compile.codegen.tvm.kernels.attention import heads as attend_heads
+from fastcar_compile.codegen.tvm.kernels.attention import int8 as attend_int8
+from fastcar_compile.codegen.tvm.kernels.attention import softmax as attend_float
+from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK, LOWEST, Group, LogitRule, Operands, Rows
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel, temporaries
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, exp_not_positive
 from fastcar_compile.ir.ops.operator import row_size
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
 # pyright: reportInvalidTypeForm=false
+
+
+PARALLEL_CACHE_ELEMENTS = 1 << 18
+"""Cache elements from which a second thread pays for launching and awaiting a parallel region."""
+
+SPLIT_CACHE_ELEMENTS = 1 << 16
+"""Cache elements from which it pays where the pieces are whole query heads: no partial results are added."""
+
+PARTS = 16
+"""The least pieces of work of a parallel region. Few or an odd number of heads are cut along the context."""
+
+
+def context_parts(heads: int, elements: int) -> int:
+    """Return into how many parts the context of every head is cut, or 0 where a parallel region does not pay."""
+    if elements < PARALLEL_CACHE_ELEMENTS:
+        return 0
+    parts = 1
+    # Parts double until heads * parts is at least 12 pieces of work.
+    while heads * parts < PARTS * 3 // 4:
+        parts *= 2
+    return parts
+
+
+def head_splits(group: int, together: int, elements: int) -> int:
+    """Return into how many pieces the query heads of a group are cut, for a context that is not cut.
+
+    Heads that share a pass over the rows stay together. The results do not depend on it, and on one thread it costs
+    nothing: a small cache stays in the second-level cache.
+    """
+    return group // together if SPLIT_CACHE_ELEMENTS <= elements < PARALLEL_CACHE_ELEMENTS else 1
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """The macros.
+
+    Attributes:
+        ahead: the prefetch distance in rows, for `Rows.ahead`.
+        clear: (State, slot): empties the slots of a group.
+        attend: (Operands, Group, Rows): the group's query heads meet the rows. Its temporaries belong to one iteration
+            of a parallel loop.
+        finish: (y, State, Group, parts): writes the results of a group. The partial results of its query heads are in
+            `parts` runs of slots, a group apart, and are rescaled to one maximum and added.
+    """
+
+    ahead: int
+    clear: Callable[..., None]
+    attend: Callable[..., None]
+    finish: Callable[..., None]
+
+
+def online_softmax(d: int, group: int, rule: LogitRule, dtype: str, isa: InstructionSet) -> OnlineSoftmax:
+    """Return the macros for heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
+    # attend_heads takes no int8 cache, so at most one of the two special kinds fits.
+    kind = attend_int8 if attend_int8.suits(d, dtype, isa) else attend_float
+    if attend_heads.heads_together(d, group, dtype, isa) > 1:
+        kind = attend_heads
+    rows = kind.attend_rows(d, group, rule, dtype, isa)
+    place, run = rows.place, rows.run
+
+    @inlined
+    def clear(state, slot):
+        for g in range(group):
+            state.m[slot + g] = T.float32(LOWEST)
+            state.l[slot + g] = T.float32(0)
+            for c in T.vectorized(d):
+                state.acc[slot + g, c] = T.float32(0)
+
+    @inlined
+    def finish(y, state, heads, parts):
+        acc = T.alloc_buffer((d,), "float32")
+        stat = T.alloc_buffer((3,), "float32")  # m, l, and the factor that rescales one part
+        for g in range(group):
+            stat[0] = T.float32(LOWEST)
+            # First the maximum over all parts, then one pass that rescales every part to it, in the order of the parts.
+            for p in range(parts):
+                stat[0] = T.max(stat[0], state.m[heads.slot + p * group + g])
+            stat[1] = T.float32(0)
+            for c in T.vectorized(d):
+                acc[c] = T.float32(0)
+            for p in range(parts):
+                # An empty part has l and acc of 0: its factor does not matter. A single part has the factor exp(0) = 1.
+                stat[2] = exp_not_positive(state.m[heads.slot + p * group + g] - stat[0])
+                stat[1] += stat[2] * state.l[heads.slot + p * group + g]
+                for c in T.vectorized(d):
+                    acc[c] += stat[2] * state.acc[heads.slot + p * group + g, c]
+            # `place` undoes the permutation of columns by attend_int8.
+            # Runs of `run` columns are adjacent in both orders.
+            for c in T.unroll(d // run):
+                for v in T.vectorized(run):
+                    y[heads.b, heads.first + g, heads.i, c * run + v] = acc[place(c * run) + v] / stat[1]
+
+    return OnlineSoftmax(rows.ahead, clear, rows.attend, finish)
 
 
 def filled_rows(position: Any, row: Any, size: int) -> Any:
@@ -28,6 +128,82 @@ def filled_rows(position: Any, row: Any, size: int) -> Any:
 
 def _itself(row: Any) -> Any:
     return row
+
+
+@dataclass(frozen=True)
+class _Items:
+    """How attention is cut into items of one loop.
+
+    Attributes:
+        query, hkv: shape of the query, key/value heads.
+        splits: pieces of the query heads of a key/value head. parts: pieces of the context.
+        loop: over the items.
+        softmax: the macros for the query heads of a piece.
+    """
+
+    query: HeadShape
+    hkv: int
+    splits: int
+    parts: int
+    loop: Any
+    softmax: OnlineSoftmax
+
+    @classmethod
+    def of(cls, query: HeadShape, hkv: int, rows: int, rule: LogitRule, dtype: str, isa: InstructionSet) -> _Items:
+        """Return the cut for `rows` cached rows. A context is cut in parts, or the heads of a group in splits."""
+        b, hq, t, d = query
+        group, elements = hq // hkv, b * hkv * t * rows * d * 2
+        pieces = context_parts(b * hkv * t, elements)
+        splits = head_splits(group, attend_heads.heads_together(d, group, dtype, isa), elements)
+        loop = T.parallel if pieces or splits > 1 else T.serial
+        softmax = online_softmax(d, group // splits, rule, dtype, isa)
+        return cls(query, hkv, splits, max(pieces, 1), loop, softmax)
+
+    def span(self, rows: Expr) -> Expr:
+        """Return the rows of a part of `rows` rows: whole blocks, so only the last block of a context is not full."""
+        return (rows + self.parts * KEY_BLOCK - 1) // (self.parts * KEY_BLOCK) * KEY_BLOCK
+
+    def run(self, meet: Callable[..., None]) -> Callable[..., None]:
+        """Return the macro (q, sink_q, keys, values, position, y) of the kernel.
+
+        `meet` is the macro (o, sink_q, group, part, position): the query heads of an item meet their part of the rows.
+        """
+        (b, hq, t, d), softmax, parts = self.query, self.softmax, self.parts
+        pieces, size = self.hkv * self.splits, hq // (self.hkv * self.splits)
+
+        @inlined
+        def run(q, sink_q, keys, values, position, y):
+            # One slot per query head and row, and part of its context.
+            state = temporaries(
+                acc=(b * t * parts * hq, d, "float32"),
+                m=(b * t * parts * hq, "float32"),
+                l=(b * t * parts * hq, "float32"),
+            )
+            # item: key/value heads, pieces of their query heads, query rows, parts of the context
+            for item in self.loop(b * pieces * t * parts):
+                bi: T.let = item // (pieces * t * parts)
+                h: T.let = item // (self.splits * t * parts) % self.hkv
+                head: T.let = item // (t * parts) % pieces * size
+                i: T.let = item // parts % t
+                softmax.clear(state, item * size)
+                group = T.meta_var(Group(bi, h, head, i, item * size))
+                meet(Operands(q, keys, values, state), sink_q, group, item % parts, position)
+            # All parts are done. Joining them is serial: it takes parts * D products per head.
+            for row in range(b * pieces * t):
+                softmax.finish(
+                    y,
+                    state,
+                    Group(
+                        row // (pieces * t),
+                        row // (self.splits * t) % self.hkv,
+                        row // t % pieces * size,
+                        row % t,
+                        row * parts * size,
+                    ),
+                    parts,
+                )
+
+        return run
 
 
 @kernel
@@ -46,21 +222,25 @@ def decode_attention(
     those are few, over query heads of a small cache, or parts of the context. Such partial results are then rescaled
     and added.
     """
-    b, hq, _, d = query
-    hkv, s = cache[1], cache[2]
-    group, width = hq // hkv, row_size(d, dtype)
-    elements = b * hkv * s * d * 2
-    pieces = context_parts(b * hkv, elements)
-    # A context is cut in parts, or the group's heads in splits: head_splits is 1 where context_parts is not 0.
-    parts, splits = max(pieces, 1), head_splits(group, heads_together(d, group, dtype, isa), elements)
-    loop = T.parallel if pieces or splits > 1 else T.serial
-    size = group // splits
-    softmax = online_softmax(d, size, LogitRule(scale, softcap), dtype, isa)
+    (b, hq, _, d), (_, hkv, s, _), width = query, cache, row_size(query[3], dtype)
+    items = _Items.of(query, hkv, s, LogitRule(scale, softcap), dtype, isa)
+    softmax = items.softmax
 
     def ahead_of(last: Any, j: Any) -> Any:
         # Past the rows 0 .. last - 1 of a head come those of the next head.
         later = j + softmax.ahead
         return T.if_then_else(later < last, later, later - last + s)
+
+    @inlined
+    def meet(o, _sink_q, group, part, position):
+        filled: T.let = filled_rows(position[0], 0, s)
+        span: T.let = items.span(filled)
+        # A part that begins behind the filled rows has an empty range. Its slots stay empty: l and acc are 0.
+        first: T.let = part * span
+        last: T.let = T.min(first + span, filled)
+        softmax.attend(o, group, Rows(first, last, _itself, partial(ahead_of, last)))
+
+    run = items.run(meet)
 
     @script.prim_func(private=True, s_tir=True)
     def attend(
@@ -72,50 +252,12 @@ def decode_attention(
     ):
         with T.sblock("heads"):
             access([q, keys, values, position], [y])
-            # One slot per query head and part of its context.
-            acc = T.alloc_buffer((b * hkv * parts * group, d), "float32")
-            m = T.alloc_buffer((b * hkv * parts * group,), "float32")
-            l = T.alloc_buffer((b * hkv * parts * group,), "float32")  # noqa: E741
-            # item: key/value heads, then pieces of their query heads or of the context
-            for item in loop(b * hkv * splits * parts):
-                bi: T.let = item // (hkv * splits * parts)
-                h: T.let = item // (splits * parts) % hkv
-                head: T.let = item // parts % (hkv * splits) * size
-                filled: T.let = filled_rows(position[0], 0, s)
-                # Parts are whole blocks, so only the last block of a context is not full.
-                span: T.let = (filled + parts * KEY_BLOCK - 1) // (parts * KEY_BLOCK) * KEY_BLOCK
-                # A part that begins behind the filled rows has an empty range. Its slots stay empty: l and acc are 0.
-                first: T.let = item % parts * span
-                last: T.let = T.min(first + span, filled)
-                softmax.clear(State(m, l, acc), item * size)
-                softmax.attend(
-                    Operands(q, keys, values, State(m, l, acc)),
-                    Group(bi, h, head, 0, item * size),
-                    Rows(first, last, _itself, partial(ahead_of, last)),
-                )
-            # All parts are done. Joining them is serial: it takes parts * D products per head.
-            for row in range(b * hkv * splits):
-                softmax.finish(
-                    y,
-                    State(m, l, acc),
-                    Group(
-                        row // (hkv * splits),
-                        row // splits % hkv,
-                        row % (hkv * splits) * size,
-                        0,
-                        row * parts * size,
-                    ),
-                    parts,
-                )
+            run(q, q, keys, values, position, y)
 
     return attend
 
 
 # Sparse attention over a ring cache, and the row of an earlier key. ops/window.py defines the rows.
-
-
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
 
 
 @kernel
@@ -150,18 +292,9 @@ def window_attention(
     Parallel over query rows, key/value heads and, where those are few, parts of the window. The rows of a chunk read
     what the first row has fetched, so only a single row prefetches.
     """
-    b, hq, t, d = query
-    hkv, s = cache[1], cache[2]
-    group, ring, width = hq // hkv, s - sinks, row_size(d, dtype)
-    elements = b * hkv * t * (sinks + window) * d * 2
-    pieces = context_parts(b * hkv * t, elements)
-    parts, splits = max(pieces, 1), head_splits(group, heads_together(d, group, dtype, isa), elements)
-    loop = T.parallel if pieces or splits > 1 else T.serial
-    slots, size = b * hkv * t * parts * group, group // splits
-    softmax = online_softmax(d, size, LogitRule(scale, softcap), dtype, isa)
-
-    def sink(j: Any) -> Any:
-        return j
+    (b, hq, t, d), (_, hkv, s, _), width = query, cache, row_size(query[3], dtype)
+    items = _Items.of(query, hkv, sinks + window, LogitRule(scale, softcap), dtype, isa)
+    ring, softmax = s - sinks, items.softmax
 
     def sink_of_next_head(j: Any) -> Any:
         return j + s
@@ -178,6 +311,29 @@ def window_attention(
         past = later >= seen
         return recent(base, later - T.Select(past, seen, 0)) + T.Select(past, s, 0)
 
+    @inlined
+    def meet(o, sink_q, group, part, position):
+        p: T.let = T.Cast("int32", position[0]) + group.i
+        # begin: first position of the window, behind the sinks. base: its row of the ring.
+        # seen: rows of the window up to position p.
+        begin: T.let = T.max(p - (window - 1), sinks)
+        base: T.let = (begin - sinks) % ring
+        seen: T.let = T.max(p + 1 - begin, 0)
+        span: T.let = items.span(seen)
+        first: T.let = part * span
+        if sinks > 0:
+            # The first part meets the sinks. The other parts have an empty range of them.
+            met: T.let = T.if_then_else(part == 0, T.min(p + 1, sinks), 0)
+            softmax.attend(
+                Operands(sink_q, o.keys, o.values, o.state),
+                group,
+                Rows(0, met, _itself, sink_of_next_head if t == 1 else None),
+            )
+        ahead = T.meta_var(partial(ahead_of, seen, base) if t == 1 else None)
+        softmax.attend(o, group, Rows(first, T.min(first + span, seen), partial(recent, base), ahead))
+
+    run = items.run(meet)
+
     @script.prim_func(private=True, s_tir=True)
     def attend_to_window(
         q: T.Buffer((b, hq, t, d), "float32"),
@@ -189,66 +345,12 @@ def window_attention(
     ):
         with T.sblock("heads"):
             access([q, sink_q, keys, values, position], [y])
-            acc = T.alloc_buffer((slots, d), "float32")
-            m = T.alloc_buffer((slots,), "float32")
-            l = T.alloc_buffer((slots,), "float32")  # noqa: E741
-            # item: key/value heads, pieces of their query heads, query rows, pieces of the context
-            for item in loop(b * hkv * splits * t * parts):
-                bi: T.let = item // (hkv * splits * t * parts)
-                h: T.let = item // (splits * t * parts) % hkv
-                head: T.let = item // (t * parts) % (hkv * splits) * size
-                i: T.let = item // parts % t
-                p: T.let = T.Cast("int32", position[0]) + i
-                # begin: first position of the window, behind the sinks. base: its row of the ring.
-                # seen: rows of the window up to position p.
-                begin: T.let = T.max(p - (window - 1), sinks)
-                base: T.let = (begin - sinks) % ring
-                seen: T.let = T.max(p + 1 - begin, 0)
-                # Parts are whole blocks of rows, so only the last block is not full.
-                span: T.let = (seen + parts * KEY_BLOCK - 1) // (parts * KEY_BLOCK) * KEY_BLOCK
-                first: T.let = item % parts * span
-                softmax.clear(State(m, l, acc), item * size)
-                if sinks > 0:
-                    # The first part meets the sinks. The other parts have an empty range of them.
-                    met: T.let = T.if_then_else(item % parts == 0, T.min(p + 1, sinks), 0)
-                    softmax.attend(
-                        Operands(sink_q, keys, values, State(m, l, acc)),
-                        Group(bi, h, head, i, item * size),
-                        Rows(0, met, sink, sink_of_next_head if t == 1 else None),
-                    )
-                softmax.attend(
-                    Operands(q, keys, values, State(m, l, acc)),
-                    Group(bi, h, head, i, item * size),
-                    Rows(
-                        first,
-                        T.min(first + span, seen),
-                        partial(recent, base),
-                        partial(ahead_of, seen, base) if t == 1 else None,
-                    ),
-                )
-            # All parts are done. A row's parts are joined serially.
-            for row in range(b * hkv * splits * t):
-                softmax.finish(
-                    y,
-                    State(m, l, acc),
-                    Group(
-                        row // (hkv * splits * t),
-                        row // (splits * t) % hkv,
-                        row // t % (hkv * splits) * size,
-                        row % t,
-                        row * parts * size,
-                    ),
-                    parts,
-                )
+            run(q, sink_q, keys, values, position, y)
 
     return attend_to_window
 
 
 # Cross-attention: every query row over all tokens of a context, under a mask.
-
-
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
 
 
 LANES = 16

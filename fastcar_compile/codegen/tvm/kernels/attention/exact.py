@@ -15,9 +15,9 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script
-from fastcar_compile.codegen.tvm.kernels.attention.online import PARALLEL_CACHE_ELEMENTS
-from fastcar_compile.codegen.tvm.kernels.cache import power_of_two
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.attention.decode import PARALLEL_CACHE_ELEMENTS
+from fastcar_compile.codegen.tvm.kernels.cache import bounded, exponent_of, power_of_two
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel, temporaries
 from fastcar_compile.codegen.tvm.kernels.tas import INFINITY, NOT_A_NUMBER
 from fastcar_compile.codegen.tvm.kernels.vectors import (
     Expr,
@@ -31,7 +31,7 @@ from fastcar_compile.codegen.tvm.kernels.vectors import (
     vector_lanes,
 )
 from fastcar_compile.ir import exact
-from fastcar_compile.ir.ops.operator import BLOCK, INT8_MAX, LEAST_EXPONENT, MANTISSA_BITS, excess, rounds_up
+from fastcar_compile.ir.ops.operator import BLOCK, INT8_MAX, LEAST_EXPONENT
 from fastcar_compile.ir.ops.operator import NOT_A_NUMBER as NAN_EXPONENT
 
 # What the parts of exact attention share: the shape, the operands, and the temporaries of one query row.
@@ -79,51 +79,33 @@ class ExactShape:
         return T.Or(T.And(row < sinks, row <= position), T.And(row >= sinks, recent))
 
 
-@dataclass(frozen=True)
-class ExactOperands:
-    """The arguments of the kernel, and b, query head, key/value head, query row."""
-
-    q: Any
-    keys: Any
-    values: Any
-    table: Any
-    y: Any
-    at: tuple[Expr, Expr, Expr, Expr]
-
-
-@dataclass(frozen=True)
-class RoundedQuery:
-    """mantissas int32 [D], exponents int32 [n], and int32 [1]: whether it holds a NaN."""
-
-    mantissas: Any
-    exponents: Any
-    unknown: Any
-
-
-@dataclass(frozen=True)
-class RowSums:
-    """Temporaries of one query row.
-
-    Attributes:
-        logits: float32 [S] and whole tiles. weights: int32, alike, the numerators.
-        scaled: float32 [32], numerators of a tile times powers of two. integers: int32 [33], these as a wide block, and
-            its exponent.
-        acc: int32 [32], sums. total: float32 [1], of a logit.
-    """
-
-    logits: Any
-    weights: Any
-    scaled: Any
-    integers: Any
-    acc: Any
-    total: Any
+def row_buffers(shape: ExactShape) -> Any:
+    """Allocate the temporaries of one query row."""
+    held, n = tiles_of(shape.s) * BLOCK, shape.blocks
+    return temporaries(
+        # One logit and one numerator per cached row, rounded up to whole tiles of 32 rows.
+        logits=(held, "float32"),
+        weights=(held, "int32"),
+        # One tile of rows: numerators times powers of two, and these as a wide block with its exponent.
+        scaled=(BLOCK, "float32"),
+        integers=(BLOCK + 1, "int32"),
+        # The sums of a block of columns, and of a logit.
+        acc=(BLOCK, "int32"),
+        total=(1, "float32"),
+        # stat: the maximum of the logits, and the inverse of the sum.
+        # count: the sum of the numerators, exact in int64.
+        stat=(2, "float32"),
+        count=(1, "int64"),
+        # out: the weighted values in whole blocks. columns: 1 where a block of columns is NaN.
+        out=(n * BLOCK, "float32"),
+        columns=(n, "int32"),
+    )
 
 
 def wide_exponent(bits: Expr) -> Expr:
     """Return the exponent of a wide block whose largest magnitude has these bits."""
     # The carry is where the largest mantissa would round up to 2^14.
-    field = T.shift_right(bits + T.int32(rounds_up(exact.WIDE_BITS)), T.int32(MANTISSA_BITS))
-    return T.max(field - T.int32(excess(exact.WIDE_BITS)), T.int32(LEAST_EXPONENT))
+    return T.max(exponent_of(bits, exact.WIDE_BITS), T.int32(LEAST_EXPONENT))
 
 
 def not_a_number() -> Expr:
@@ -135,10 +117,6 @@ def not_a_number() -> Expr:
 
 MINUS_INFINITY = -0x800000
 """The bits of minus infinity, as TVM takes no such literal."""
-
-
-def _bounded(value: Expr) -> Expr:
-    return T.max(T.min(value, T.float32(INT8_MAX)), T.float32(-INT8_MAX))
 
 
 def round_query_of(shape: ExactShape) -> Callable[..., None]:
@@ -161,7 +139,7 @@ def round_query_of(shape: ExactShape) -> Callable[..., None]:
                 query.mantissas[e * BLOCK + c] = T.Cast(
                     "int32",
                     T.nearbyint(
-                        _bounded(o.q[o.at[0], o.at[1], o.at[3], e * BLOCK + c]) * power_of_two(0 - query.exponents[e])
+                        bounded(o.q[o.at[0], o.at[1], o.at[3], e * BLOCK + c]) * power_of_two(0 - query.exponents[e])
                     ),
                 )
 
@@ -169,7 +147,7 @@ def round_query_of(shape: ExactShape) -> Callable[..., None]:
 
 
 def multiply_keys_of(shape: ExactShape, scale: float) -> Callable[..., None]:
-    """Return the macro (o, query, sums, rows, position, newest, stat): the logits, and stat[0] their maximum.
+    """Return the macro (o, query, sums, rows, position, newest): the logits, and sums.stat[0] their maximum.
 
     The logit of a row that is not seen is NaN, up to the end of the last tile. query.unknown[0] becomes 1 where that of
     one that is seen is NaN.
@@ -206,8 +184,8 @@ def multiply_keys_of(shape: ExactShape, scale: float) -> Callable[..., None]:
         sums.logits[j] = sums.total[0] * T.float32(factor)
 
     @inlined
-    def multiply_keys(o, query, sums, rows, position, newest, stat):
-        stat[0] = T.reinterpret("float32", T.int32(MINUS_INFINITY))
+    def multiply_keys(o, query, sums, rows, position, newest):
+        sums.stat[0] = T.reinterpret("float32", T.int32(MINUS_INFINITY))
         for j in range(tiles_of(rows) * BLOCK):
             # NaN marks a row that is not seen, and `weigh` turns it into UNSEEN.
             sums.logits[j] = not_a_number()
@@ -216,7 +194,7 @@ def multiply_keys_of(shape: ExactShape, scale: float) -> Callable[..., None]:
                 if magnitude_bits(sums.logits[j], 1) > T.int32(INFINITY):  # TVM takes x != x for false
                     query.unknown[0] = 1
                 # T.max may lose a NaN. query.unknown[0] remembers it.
-                stat[0] = T.max(stat[0], sums.logits[j])
+                sums.stat[0] = T.max(sums.stat[0], sums.logits[j])
 
     return multiply_keys
 
@@ -248,12 +226,12 @@ def _power(low: Expr, high: Expr, units: Expr) -> Expr:
 
 
 @inlined
-def weigh(o, sums, rows, stat, count):
-    """Write the numerators of whole tiles, UNSEEN where the logit is NaN, and their sum to count[0]."""
+def weigh(o, sums, rows):
+    """Write the numerators of whole tiles, UNSEEN where the logit is NaN, and their sum to sums.count[0]."""
     units = T.alloc_buffer((LANES,), "int32")
     low = T.alloc_buffer((LANES,), "int32")
     high = T.alloc_buffer((LANES,), "int32")
-    count[0] = T.int64(0)
+    sums.count[0] = T.int64(0)
     # part: 16 logits. The arithmetic is in vectors, and only the table is read one lane at a time.
     for part in range(tiles_of(rows) * (BLOCK // LANES)):
         # T.max gives its second operand where the first is a NaN.
@@ -261,7 +239,7 @@ def weigh(o, sums, rows, stat, count):
             "int32",
             T.nearbyint(
                 T.max(
-                    sums.logits[ramp(part * LANES, LANES)] - T.Broadcast(stat[0], LANES),
+                    sums.logits[ramp(part * LANES, LANES)] - T.Broadcast(sums.stat[0], LANES),
                     T.Broadcast(T.float32(exact.EXP_LIMIT), LANES),
                 )
                 * T.Broadcast(T.float32(1 << exact.EXP_INPUT_BITS), LANES)
@@ -277,16 +255,15 @@ def weigh(o, sums, rows, stat, count):
             T.Broadcast(T.int32(UNSEEN), LANES),
         )
         # The maximum with 0 takes UNSEEN out of the sum. 16 numerators of at most 2^24 fit int32.
-        count[0] = count[0] + T.Cast(
-            "int64",
-            reduce_add(T.max(sums.weights[ramp(part * LANES, LANES)], T.Broadcast(T.int32(0), LANES)), LANES),
+        sums.count[0] = sums.count[0] + T.Cast(
+            "int64", reduce_add(T.max(sums.weights[ramp(part * LANES, LANES)], T.Broadcast(T.int32(0), LANES)), LANES)
         )
 
 
 def add_values_of(shape: ExactShape) -> Callable[..., None]:
-    """Return the macro (o, sums, rows, out, unknown): out float32 [n * 32] becomes the weighted values.
+    """Return the macro (o, sums, rows): sums.out becomes the weighted values.
 
-    unknown int32 [n] becomes 1 where a block of a row that is seen holds a NaN.
+    sums.columns becomes 1 where a block of a row that is seen holds a NaN.
     """
     d, lanes = shape.d, shape.lanes
     vectors = BLOCK // lanes
@@ -296,14 +273,14 @@ def add_values_of(shape: ExactShape) -> Callable[..., None]:
         return intrinsic("int32", f"llvm.vector.reduce.smax.v{BLOCK}i32", values)
 
     @inlined
-    def scale_weights(o, sums, start, count, e, unknown):
+    def scale_weights(o, sums, start, count, e):
         # Exponents of the tile's rows in this block of columns. Rows past the last one get 0.
         sums.integers[ramp(0, BLOCK)] = T.Broadcast(T.int32(0), BLOCK)
         for j in range(count):
             sums.integers[j] = T.Cast("int32", o.values[o.at[0], o.at[2], start + j, d + e])
         # weight - UNSEEN is 0 for a row that is not seen and positive for one that is.
-        unknown[e] = T.max(
-            unknown[e],
+        sums.columns[e] = T.max(
+            sums.columns[e],
             largest(
                 T.Select(
                     sums.integers[whole] == T.Broadcast(T.int32(NAN_EXPONENT), BLOCK),
@@ -317,21 +294,18 @@ def add_values_of(shape: ExactShape) -> Callable[..., None]:
             "float32", T.max(sums.weights[ramp(start, BLOCK)], T.Broadcast(T.int32(0), BLOCK)), BLOCK
         ) * power_of_two(
             T.max(
-                sums.integers[whole] - T.Broadcast(T.int32(exact.EXP_BITS), BLOCK),
-                T.Broadcast(T.int32(-126), BLOCK),
+                sums.integers[whole] - T.Broadcast(T.int32(exact.EXP_BITS), BLOCK), T.Broadcast(T.int32(-126), BLOCK)
             ),
             BLOCK,
         )
         # The 32 scaled numerators become one wide block, so that the products with mantissas are integers.
         sums.integers[BLOCK] = wide_exponent(largest(magnitude_bits(sums.scaled[whole], BLOCK)))
         sums.integers[whole] = cast(
-            "int32",
-            T.nearbyint(sums.scaled[whole] * T.Broadcast(power_of_two(0 - sums.integers[BLOCK]), BLOCK)),
-            BLOCK,
+            "int32", T.nearbyint(sums.scaled[whole] * T.Broadcast(power_of_two(0 - sums.integers[BLOCK]), BLOCK)), BLOCK
         )
 
     @inlined
-    def add_tile(o, sums, start, count, e, out):
+    def add_tile(o, sums, start, count, e):
         sums.acc[whole] = T.Broadcast(T.int32(0), BLOCK)
         # j: rows of the tile. v: vectors of the block's columns, whose sums are in registers.
         # 32 products of at most 2^14 * 2^7 are exact in int32.
@@ -343,21 +317,21 @@ def add_values_of(shape: ExactShape) -> Callable[..., None]:
                         sums.integers[j], lanes
                     ) * cast("int32", o.values[o.at[0], o.at[2], start + j, ramp(e * BLOCK + v * lanes, lanes)], lanes)
         # Tiles are added in float32 in the order of the cache. The fence rounds the product before the addition.
-        out[ramp(e * BLOCK, BLOCK)] = out[ramp(e * BLOCK, BLOCK)] + fence(
+        sums.out[ramp(e * BLOCK, BLOCK)] = sums.out[ramp(e * BLOCK, BLOCK)] + fence(
             f"float32x{BLOCK}",
             cast("float32", sums.acc[whole], BLOCK) * T.Broadcast(power_of_two(sums.integers[BLOCK]), BLOCK),
         )
 
     @inlined
-    def add_values(o, sums, rows, out, unknown):
+    def add_values(o, sums, rows):
         for e in range(shape.blocks):
-            unknown[e] = 0
-            out[ramp(e * BLOCK, BLOCK)] = T.Broadcast(T.float32(0), BLOCK)
+            sums.columns[e] = 0
+            sums.out[ramp(e * BLOCK, BLOCK)] = T.Broadcast(T.float32(0), BLOCK)
         # tile: 32 rows in the order of the memory. e: blocks of columns, each with an exponent of its own.
         for tile in range(tiles_of(rows)):
             for e in range(shape.blocks):
-                scale_weights(o, sums, tile * BLOCK, T.min(rows - tile * BLOCK, BLOCK), e, unknown)
-                add_tile(o, sums, tile * BLOCK, T.min(rows - tile * BLOCK, BLOCK), e, out)
+                scale_weights(o, sums, tile * BLOCK, T.min(rows - tile * BLOCK, BLOCK), e)
+                add_tile(o, sums, tile * BLOCK, T.min(rows - tile * BLOCK, BLOCK), e)
 
     return add_values
 
@@ -387,7 +361,7 @@ def exact_attention(
     items = b * hq * t
     loop = T.parallel if items > 1 and items * s * d >= PARALLEL_CACHE_ELEMENTS else T.serial
     round_query, multiply_keys = round_query_of(shape), multiply_keys_of(shape, scale)
-    add_values, held = add_values_of(shape), tiles_of(s) * BLOCK
+    add_values = add_values_of(shape)
 
     @script.prim_func(private=True, s_tir=True)
     def attend_exact(
@@ -401,24 +375,9 @@ def exact_attention(
         for item in loop(items):
             with T.sblock("row"):
                 access([q, keys, values, position, table], [y])
-                # One logit and one numerator per cached row, rounded up to whole tiles of 32 rows.
-                logits = T.alloc_buffer((held,), "float32")
-                weights = T.alloc_buffer((held,), "int32")
-                mantissas = T.alloc_buffer((d,), "int32")
-                exponents = T.alloc_buffer((n,), "int32")
-                unknown = T.alloc_buffer((1,), "int32")
-                # One tile of rows: numerators times powers of two, their integers, and the sums of a block of columns.
-                scaled = T.alloc_buffer((BLOCK,), "float32")
-                integers = T.alloc_buffer((BLOCK + 1,), "int32")
-                acc = T.alloc_buffer((BLOCK,), "int32")
-                total = T.alloc_buffer((1,), "float32")
-                # stat: the maximum of the logits, and the inverse of the sum.
-                # count: the sum of the numerators, exact in int64.
-                stat = T.alloc_buffer((2,), "float32")
-                count = T.alloc_buffer((1,), "int64")
-                # out: the weighted values in whole blocks. columns: 1 where a block of columns is NaN.
-                out = T.alloc_buffer((n * BLOCK,), "float32")
-                columns = T.alloc_buffer((n,), "int32")
+                sums = row_buffers(shape)
+                # The query as a wide block, and 1 in `unknown` where it holds a NaN.
+                own = temporaries(mantissas=(d, "int32"), exponents=(n, "int32"), unknown=(1, "int32"))
                 bi: T.let = item // (hq * t)
                 head: T.let = item // t % hq
                 i: T.let = item % t
@@ -427,19 +386,21 @@ def exact_attention(
                 newest: T.let = first + t - 1
                 # A ring holds rows of any age, so all rows up to the newest one are scanned and `sees` decides.
                 rows: T.let = T.min((place if window is None else newest) + 1, s)
-                o = T.meta_var(ExactOperands(q, keys, values, table, y, (bi, head, head // (hq // hkv), i)))
-                own = T.meta_var(RoundedQuery(mantissas, exponents, unknown))
-                sums = T.meta_var(RowSums(logits, weights, scaled, integers, acc, total))
+                # at: batch row, query head, key/value head, query row.
+                at = T.meta_var((bi, head, head // (hq // hkv), i))
+                o = temporaries(q=q, keys=keys, values=values, table=table, at=at)
                 round_query(o, own)
-                multiply_keys(o, own, sums, rows, place, newest, stat)
-                weigh(o, sums, rows, stat, count)
-                add_values(o, sums, rows, out, columns)
-                stat[1] = T.float32(1) / (T.Cast("float32", count[0]) * T.float32(2.0**-exact.EXP_BITS))
+                multiply_keys(o, own, sums, rows, place, newest)
+                weigh(o, sums, rows)
+                add_values(o, sums, rows)
+                sums.stat[1] = T.float32(1) / (T.Cast("float32", sums.count[0]) * T.float32(2.0**-exact.EXP_BITS))
                 # A maximum that is not finite makes the whole row NaN.
-                if magnitude_bits(stat[0], 1) >= T.int32(INFINITY):
-                    unknown[0] = 1
+                if magnitude_bits(sums.stat[0], 1) >= T.int32(INFINITY):
+                    own.unknown[0] = 1
                 # A NaN in a block of values makes the 32 columns of that block NaN, no others.
                 for c in range(d):
-                    y[bi, head, i, c] = T.Select(unknown[0] + columns[c // BLOCK] > 0, not_a_number(), out[c] * stat[1])
+                    y[bi, head, i, c] = T.Select(
+                        own.unknown[0] + sums.columns[c // BLOCK] > 0, not_a_number(), sums.out[c] * sums.stat[1]
+                    )
 
     return attend_exact

@@ -9,16 +9,9 @@ from typing import Any
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.attention.softmax import (
-    KEY_BLOCK,
-    AttendRows,
-    LogitRule,
-    Operands,
-    State,
-    Step,
-)
+from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK, AttendRows, LogitRule, Operands, Step
 from fastcar_compile.codegen.tvm.kernels.cache import Row, RowFormat, row_at
-from fastcar_compile.codegen.tvm.kernels.script import inlined
+from fastcar_compile.codegen.tvm.kernels.script import buffers, each, inlined, temporaries
 from fastcar_compile.codegen.tvm.kernels.vectors import LINE, PREFETCH_BYTES, Expr, exp_not_positive, fence, vector
 from fastcar_compile.config.formats import kv_type
 
@@ -48,24 +41,6 @@ _PAIRS: _Picks = (
 """Lower or upper two of every four lanes, as pairs (vunpcklpd, vunpckhpd)."""
 
 
-@dataclass(frozen=True)
-class SixteenSums:
-    """Buffers float32 [4 * 16], which fit registers; one of all vectors would be too large for the stack.
-
-    Attributes:
-        vectors: vector j of buffer i becomes sum 4 * j + i.
-        mixed: temporary.
-    """
-
-    vectors: tuple[Any, Any, Any, Any]
-    mixed: Any
-
-    @property
-    def result(self) -> Expr:
-        """The 16 sums after `add_lanes_of_all`."""
-        return self.vectors[0][vector(0, LANES)]
-
-
 def _pick(buffers: Sequence[Any], numbers: Sequence[int], lanes: Sequence[int]) -> Expr:
     """Return lanes of two vectors, which are the vectors of these numbers of two buffers."""
     return T.Shuffle([b[vector(n, LANES)] for b, n in zip(buffers, numbers, strict=True)], list(lanes))
@@ -82,7 +57,7 @@ def _lane(mixed: Any, number: int) -> Expr:
 
 
 @inlined
-def _fold(buffer):
+def _fold(buffer, _number):
     """Add halves of the four vectors down to four lanes each: one vector."""
     # 16 lanes of a sum become 8, then 4. Every step joins two vectors into one, so no lane is idle.
     buffer[vector(0, LANES)] = _folded(buffer, (0, 1), _HALVES)
@@ -91,34 +66,28 @@ def _fold(buffer):
     buffer[vector(0, LANES)] = _folded(buffer, (0, 1), _QUARTERS)
 
 
-def _fold_all(sums: SixteenSums) -> None:
-    for buffer in sums.vectors:
-        _fold(buffer)
-
-
 @inlined
-def add_lanes_of_all(sums):
-    """Write the sum of each vector's lanes to `sums.result`. The order is that of `add_lanes`, bit for bit."""
-    _fold_all(sums)
+def add_lanes_of_all(sums, mixed):
+    """Write the sum of each vector's lanes to sums[0][0 .. 15]. The order is that of `add_lanes`, bit for bit.
+
+    sums: four buffers float32 [4 * 16]. Vector j of buffer i becomes sum 4 * j + i. mixed: a temporary alike.
+    """
+    each(_fold, sums)
     # A 4 x 4 transpose in two rounds, in every four lanes: of the buffers in pairs here, of the pairs in `_lane`.
     # Then lane 4 j + i belongs to sum 4 j + i.
-    sums.mixed[vector(0, LANES)] = _pick(sums.vectors[:2], (0, 0), _SINGLES[0])
-    sums.mixed[vector(1, LANES)] = _pick(sums.vectors[:2], (0, 0), _SINGLES[1])
-    sums.mixed[vector(2, LANES)] = _pick(sums.vectors[2:], (0, 0), _SINGLES[0])
-    sums.mixed[vector(3, LANES)] = _pick(sums.vectors[2:], (0, 0), _SINGLES[1])
+    mixed[vector(0, LANES)] = _pick(sums[:2], (0, 0), _SINGLES[0])
+    mixed[vector(1, LANES)] = _pick(sums[:2], (0, 0), _SINGLES[1])
+    mixed[vector(2, LANES)] = _pick(sums[2:], (0, 0), _SINGLES[0])
+    mixed[vector(3, LANES)] = _pick(sums[2:], (0, 0), _SINGLES[1])
     # Lanes 0, 1, 2 and 3 are added in turn, because `add_lanes` does: another order rounds differently.
-    sums.vectors[0][vector(0, LANES)] = ((_lane(sums.mixed, 0) + _lane(sums.mixed, 1)) + _lane(sums.mixed, 2)) + _lane(
-        sums.mixed, 3
-    )
+    sums[0][vector(0, LANES)] = ((_lane(mixed, 0) + _lane(mixed, 1)) + _lane(mixed, 2)) + _lane(mixed, 3)
 
 
 # Query heads of a group meet float cached rows together on AVX-512, which has registers for all of their sums.
 #
-# Every sum is added in the order of `attend_float`, so results are equal bit for bit. What differs is what the lanes
-# of
-# a vector hold: the 16 logits of a part are those of several heads and keys. So the sums across lanes and exp take
-# one
-# vector for 16 logits, and a value row is loaded once for all heads.
+# Every sum is added in the order of `softmax.attend_rows`, so results are equal bit for bit. What differs is what the
+# lanes of a vector hold: the 16 logits of a part are those of several heads and keys. So the sums across lanes and
+# exp take one vector for 16 logits, and a value row is loaded once for all heads.
 
 
 @dataclass(frozen=True)
@@ -142,24 +111,6 @@ class HeadTile:
         return T.Shuffle([values[T.Ramp(start, 1, self.heads)]] * self.keys, list(range(LANES)))
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Temporaries of a block of rows.
-
-    Attributes:
-        weights: float32 [KEY_BLOCK * heads], row after row: logits, then exp(logit - m), and 0 past the block's rows.
-        m: float32 [16], the running maximum, by lane modulo `heads`. decay: alike, exp(old m - m).
-        l: float32 [heads], the normalisers.
-        acc: of each head, float32 [D].
-    """
-
-    weights: Any
-    m: Any
-    decay: Any
-    l: Any  # noqa: E741 (the paper's name)
-    acc: tuple[Any, ...]
-
-
 def heads_together(d: int, group: int, dtype: str, isa: InstructionSet) -> int:
     """Return how many heads share a pass: a vector's worth of accumulators at most; 1 where they cannot."""
     # A tile takes vectors of 16 lanes that cover D and elements without a block exponent.
@@ -177,22 +128,18 @@ def attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: Instructio
     @inlined
     def attend(o, heads_of, rows):
         # The 16 vectors of products stand in four buffers: one of 1024 bytes would not be on the stack.
-        vectors_0 = T.alloc_buffer((4 * LANES,), "float32")
-        vectors_1 = T.alloc_buffer((4 * LANES,), "float32")
-        vectors_2 = T.alloc_buffer((4 * LANES,), "float32")
-        vectors_3 = T.alloc_buffer((4 * LANES,), "float32")
-        mixed = T.alloc_buffer((4 * LANES,), "float32")
-        # One accumulator per head of the tile. With two heads, acc_2 and acc_3 stay unused.
-        acc_0 = T.alloc_buffer((d,), "float32")
-        acc_1 = T.alloc_buffer((d,), "float32")
-        acc_2 = T.alloc_buffer((d,), "float32")
-        acc_3 = T.alloc_buffer((d,), "float32")
-        weights = T.alloc_buffer((KEY_BLOCK * heads,), "float32")
-        m = T.alloc_buffer((LANES,), "float32")
-        decay = T.alloc_buffer((LANES,), "float32")
-        l = T.alloc_buffer((heads,), "float32")  # noqa: E741
-        sums = T.meta_var(SixteenSums((vectors_0, vectors_1, vectors_2, vectors_3), mixed))
-        block = T.meta_var(_Block(weights, m, decay, l, (acc_0, acc_1, acc_2, acc_3)[:heads]))
+        sums = buffers(4, 4 * LANES)
+        # One accumulator per head of the tile.
+        acc = buffers(heads, d)
+        block = temporaries(
+            mixed=(4 * LANES, "float32"),
+            # Row after row: logits, then exp(logit - m), and 0 past the block's rows.
+            weights=(KEY_BLOCK * heads, "float32"),
+            # The running maximum, by lane modulo `heads`, and exp(old m - m) alike; the heads' normalisers.
+            m=(LANES, "float32"),
+            decay=(LANES, "float32"),
+            l=(heads, "float32"),
+        )
         # number: blocks of rows in order. g: tiles of heads, which find the block in the first-level cache.
         for number in range((rows.last - rows.first + KEY_BLOCK - 1) // KEY_BLOCK):
             for g in range(group // heads):
@@ -200,7 +147,7 @@ def attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: Instructio
                 start: T.let = rows.first + number * KEY_BLOCK
                 logits(o, Step(heads_of, rows, g * heads, start, count), block, sums)
                 weigh(o.state, Step(heads_of, rows, g * heads, start, count), block)
-                add_values(o, Step(heads_of, rows, g * heads, start, count), block)
+                add_values(o, Step(heads_of, rows, g * heads, start, count), block, acc)
 
     return AttendRows(PREFETCH_BYTES // tile.rows_of.bytes, attend, lambda column: column, d)
 
@@ -224,13 +171,13 @@ def _multiply(tile: HeadTile) -> Callable[..., None]:
     rows_of, heads = tile.rows_of, tile.heads
 
     @inlined
-    def clear(buffer):
+    def clear(buffer, _i):
         for v in T.vectorized(LANES):
             for j in T.unroll(4):
                 buffer[j * LANES + v] = T.float32(0)
 
     @inlined
-    def add(o, step, number, c, i, buffer):
+    def add(o, step, number, c, buffer, i):
         # Vector j of buffer i is sum 4 j + i: head (4 j + i) % heads with key (4 j + i) // heads.
         for j in T.unroll(4):
             for v in T.vectorized(LANES):
@@ -238,21 +185,13 @@ def _multiply(tile: HeadTile) -> Callable[..., None]:
                     row_at(o.keys, *step.clamped(number + (4 * j + i) // heads)), c * LANES, v
                 )
 
-    def clear_all(sums: SixteenSums) -> None:
-        for buffer in sums.vectors:
-            clear(buffer)
-
-    def add_all(o: Operands, step: Step, number: Expr, c: Expr, sums: SixteenSums) -> None:
-        for i, buffer in enumerate(sums.vectors):
-            add(o, step, number, c, i, buffer)
-
     @inlined
     def multiply(o, step, number, sums):
-        clear_all(sums)
+        each(clear, sums)
         # c: unrolled along the head. i, j: unrolled, the sums of all heads and keys, in registers. v: one vector.
         # 16 registers hold the sums, 16 remain for the loaded vectors.
         for c in T.unroll(rows_of.dim // LANES):
-            add_all(o, step, number, c, sums)
+            each(add, sums, o, step, number, c)
 
     return multiply
 
@@ -269,10 +208,10 @@ def _logits(tile: HeadTile, rule: LogitRule) -> Callable[..., None]:
         for part in range((step.count + keys - 1) // keys):
             prefetch_rows(o.keys, step, part * keys)
             multiply(o, step, part * keys, sums)
-            add_lanes_of_all(sums)
+            add_lanes_of_all(sums, block.mixed)
             # The fence keeps LLVM from fusing the scale with the difference logit - m.
             block.weights[vector(part, LANES)] = fence(
-                f"float32x{LANES}", sums.result * T.Broadcast(T.float32(rule.scale), LANES)
+                f"float32x{LANES}", sums[0][vector(0, LANES)] * T.Broadcast(T.float32(rule.scale), LANES)
             )
             if rule.softcap is not None:
                 for v in T.vectorized(LANES):
@@ -330,18 +269,18 @@ def _weigh(tile: HeadTile) -> Callable[..., None]:
 
 
 def _add_values(tile: HeadTile) -> Callable[..., None]:
-    """Return the macro (o, step, block): l and acc of the slots are rescaled and get the block's rows."""
+    """Return the macro (o, step, block, acc): l and acc of the slots are rescaled and get the block's rows."""
     rows_of, heads, d = tile.rows_of, tile.heads, tile.rows_of.dim
     prefetch_rows = _prefetch_rows(rows_of, 1)
 
     @inlined
-    def begin(state, step, block, g, acc):
+    def begin(state, step, block, acc, g):
         for c in T.unroll(d // LANES):
             for v in T.vectorized(LANES):
                 acc[c * LANES + v] = state.acc[step.slot + g, c * LANES + v] * block.decay[g]
 
     @inlined
-    def add(o, step, r, weights, g, acc):
+    def add(o, step, r, weights, acc, g):
         for c in T.unroll(d // LANES):
             for v in T.vectorized(LANES):
                 acc[c * LANES + v] += rows_of.weighted(
@@ -349,38 +288,26 @@ def _add_values(tile: HeadTile) -> Callable[..., None]:
                 )
 
     @inlined
-    def end(state, step, g, acc):
+    def end(state, step, acc, g):
         for c in T.unroll(d // LANES):
             for v in T.vectorized(LANES):
                 state.acc[step.slot + g, c * LANES + v] = acc[c * LANES + v]
 
-    def begin_all(state: State, step: Step, block: _Block) -> None:
-        for g, acc in enumerate(block.acc):
-            begin(state, step, block, g, acc)
-
-    def add_all(o: Operands, step: Step, r: Expr, block: _Block) -> None:
-        for g, acc in enumerate(block.acc):
-            add(o, step, r, block.weights, g, acc)
-
-    def end_all(state: State, step: Step, block: _Block) -> None:
-        for g, acc in enumerate(block.acc):
-            end(state, step, g, acc)
-
     @inlined
-    def add_values(o, step, block):
+    def add_values(o, step, block, acc):
         for g in T.vectorized(heads):
             block.l[g] = o.state.l[step.slot + g] * block.decay[g]
-        begin_all(o.state, step, block)
+        each(begin, acc, o.state, step, block)
         # r: rows of the block. All accumulators are in registers.
         # A row of values is loaded once for all heads, whose weights are broadcast.
         for r in range(step.count):
             prefetch_rows(o.values, step, r)
-            # l is summed row by row, as `attend_float` does: the bits are equal.
+            # l is summed row by row, as `softmax.attend_rows` does: the bits are equal.
             for g in T.vectorized(heads):
                 block.l[g] += block.weights[r * heads + g]
-            add_all(o, step, r, block)
+            each(add, acc, o, step, r, block.weights)
         for g in T.vectorized(heads):
             o.state.l[step.slot + g] = block.l[g]
-        end_all(o.state, step, block)
+        each(end, acc, o.state, step)
 
     return add_values

@@ -8,7 +8,7 @@ output columns stay permuted (`place`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tvm.script import tirx as T
@@ -19,12 +19,12 @@ from fastcar_compile.codegen.tvm.kernels.attention.query_limbs import (
     SMALLEST,
     SUMS,
     VECTOR_BYTES,
-    LogitSums,
-    SplitQuery,
     block_scales,
+    logit_buffers,
     multiply_keys,
     shift_sums,
     split_query,
+    split_query_buffers,
     two_halves,
     unit,
 )
@@ -33,13 +33,13 @@ from fastcar_compile.codegen.tvm.kernels.attention.softmax import (
     KEY_BLOCK,
     PARALLEL_KEYS,
     AttendRows,
-    Block,
     LogitRule,
     M,
     Step,
+    block_buffers,
     weigh_block,
 )
-from fastcar_compile.codegen.tvm.kernels.script import inlined
+from fastcar_compile.codegen.tvm.kernels.script import buffers, each, inlined, temporaries
 from fastcar_compile.codegen.tvm.kernels.vectors import (
     LINE,
     Expr,
@@ -56,37 +56,28 @@ LARGEST = (1 << 24) - (1 << 8)
 """The largest integer of a weight, which has no sign. The rounded product with an inverse does not reach 2^24."""
 
 
-@dataclass(frozen=True)
-class SplitWeights:
-    """Temporaries: what the mantissas of rows are multiplied by, for each exponent block of the columns.
-
-    `lanes` is `lanes_for(d)`: four rows times the exponent blocks.
-
-    Attributes:
-        exact: float32 [8 * lanes], four rows at a time: in each row a block after the other.
-        limbs: int32, alike: the lowest limbs of four rows' integers, then the higher ones. The fourth limb is 0.
-        largest: int32 [lanes], the bits of the largest magnitude.
-        unit: float32 [lanes], the largest magnitude, then the value of the integer 1.
-    """
-
-    exact: Any
-    limbs: Any
-    largest: Any
-    unit: Any
+def split_weights_buffers(d: int) -> Any:
+    """Allocate what the mantissas of rows are multiplied by, for each exponent block of the columns."""
+    lanes = lanes_for(d)
+    return temporaries(
+        # Four rows at a time: in each row a block after the other.
+        exact=(KEY_BLOCK // PARALLEL_KEYS * lanes, "float32"),
+        # Alike: the lowest limbs of four rows' integers, then the higher ones. The fourth limb is 0.
+        limbs=(KEY_BLOCK // PARALLEL_KEYS * lanes, "int32"),
+        # The bits of the largest magnitude; that magnitude, then the value of the integer 1.
+        largest=(lanes, "int32"),
+        unit=(lanes, "float32"),
+    )
 
 
-@dataclass(frozen=True)
-class ValueSums:
-    """Temporaries: four interleaved rows in two steps, int8 [256] each, and sums by limb, int32 [columns] each.
-
-    One buffer of all three sums would be too large for the stack.
-    """
-
-    interleaved: Any
-    columns: Any
-    low: Any
-    middle: Any
-    high: Any
+def value_buffers(d: int) -> Any:
+    """Allocate four rows of values, interleaved bytewise in two steps, and sums by limb."""
+    return temporaries(
+        interleaved=(4 * VECTOR_BYTES, "int8"),
+        columns=(4 * VECTOR_BYTES, "int8"),
+        # Low, middle and high. With 128 columns they are 24 of the 32 registers.
+        limbs=buffers(LIMBS, columns_of(d), "int32"),
+    )
 
 
 def columns_of(d: int) -> int:
@@ -147,10 +138,10 @@ def _interleave_rows(values, rows, start, sums):
 
 
 @inlined
-def _add_vector(total, number, weights, columns, quarter):
+def _add_vector(number, weights, columns, quarter, total, k):
     # The weights' limb is the unsigned factor and mantissas are the signed one: no zero-point correction is needed.
     total[T.Ramp(number * SUMS, 1, SUMS)] = vpdpbusd(
-        total[vector(number, SUMS)], weights, columns[T.Ramp(quarter * VECTOR_BYTES, 1, VECTOR_BYTES)], VECTOR_BYTES
+        total[vector(number, SUMS)], weights(k), columns[T.Ramp(quarter * VECTOR_BYTES, 1, VECTOR_BYTES)], VECTOR_BYTES
     )
 
 
@@ -212,23 +203,21 @@ def add_values(d: int) -> Callable[..., None]:
     width, lanes, lines = columns_of(d), lanes_for(d), -(-PARALLEL_KEYS * (d + d // EXPONENT_BLOCK) // LINE)
     split_weights = _split_weights(d)
 
-    def limb(split: SplitWeights, part: Any, chunk: Any, k: int) -> Expr:
+    def limb(split: Any, part: Any, chunk: Any, k: int) -> Expr:
         """Return limb k of four rows, int8x64: of an exponent block in the lower half, of the next one in the upper."""
         a, b = (split.limbs[part * lanes + (2 * chunk + e) * 4 + k] for e in (0, 1))
         return T.reinterpret(f"int8x{VECTOR_BYTES}", two_halves(a, b, SUMS))
 
-    def total(sums: ValueSums, number: Any) -> Expr:
+    def total(sums: Any, number: Any) -> Expr:
         """Return a vector of sums as float32. Two limbs are exact, the third addition rounds."""
-        high, middle, low = (s[vector(number, SUMS)] for s in (sums.high, sums.middle, sums.low))
+        low, middle, high = (s[vector(number, SUMS)] for s in sums.limbs)
         lower = T.Cast(f"float32x{SUMS}", shift_sums(middle, 8) + low)
         return T.Cast(f"float32x{SUMS}", high) * T.Broadcast(T.float32(1 << 16), SUMS) + lower
 
     @inlined
-    def clear(sums):
+    def clear(total, _k):
         for v in T.unroll(width // SUMS):
-            sums.low[T.Ramp(v * SUMS, 1, SUMS)] = T.Broadcast(0, SUMS)
-            sums.middle[T.Ramp(v * SUMS, 1, SUMS)] = T.Broadcast(0, SUMS)
-            sums.high[T.Ramp(v * SUMS, 1, SUMS)] = T.Broadcast(0, SUMS)
+            total[T.Ramp(v * SUMS, 1, SUMS)] = T.Broadcast(0, SUMS)
 
     @inlined
     def add_four_rows(o, step, part, piece, split, sums):
@@ -237,9 +226,7 @@ def add_values(d: int) -> Callable[..., None]:
             _interleave_rows(o.values, step.four_rows(part), piece * width + c * VECTOR_BYTES, sums)
             for v in T.unroll(4):
                 # Three limbs are three independent chains of vpdpbusd, which hide its latency.
-                _add_vector(sums.low, 4 * c + v, limb(split, part, c, 0), sums.columns, v)
-                _add_vector(sums.middle, 4 * c + v, limb(split, part, c, 1), sums.columns, v)
-                _add_vector(sums.high, 4 * c + v, limb(split, part, c, 2), sums.columns, v)
+                each(_add_vector, sums.limbs, 4 * c + v, partial(limb, split, part, c), sums.columns, v)
 
     @inlined
     def rescale(acc, step, decay, piece, split, sums):
@@ -258,7 +245,7 @@ def add_values(d: int) -> Callable[..., None]:
         for piece in range(d // width):
             # The weights meet the exponents of these columns only, because each block of columns has its own.
             split_weights(o, step, d + piece * (width // EXPONENT_BLOCK), block.weights, split)
-            clear(sums)
+            each(clear, sums.limbs)
             for part in range((step.count + PARALLEL_KEYS - 1) // PARALLEL_KEYS):
                 # The first query head prefetches the whole rows with its first piece.
                 if step.rows.ahead is not None and step.g + piece == 0:
@@ -285,7 +272,6 @@ def suits(d: int, dtype: str, isa: InstructionSet) -> bool:
 def attend_rows(d: int, group: int, rule: LogitRule, _dtype: str, _isa: InstructionSet) -> AttendRows:
     """Return the macros for heads of d elements, `group` query heads per key/value head, caches of int8."""
     split, logits, add = split_query(d, group, rule.scale), multiply_keys(d), add_values(d)
-    vectors, columns, lanes, quads = d // VECTOR_BYTES, columns_of(d), lanes_for(d), KEY_BLOCK // PARALLEL_KEYS
 
     @inlined
     def add_block(o, step, block, query, sums, values):
@@ -308,41 +294,20 @@ def attend_rows(d: int, group: int, rule: LogitRule, _dtype: str, _isa: Instruct
 
     @inlined
     def attend(o, heads, rows):
-        weights = T.alloc_buffer((KEY_BLOCK,), "float32")
-        stat = T.alloc_buffer((3,), "float32")
+        block = block_buffers()
         # The split query of all heads, made once per call.
-        limbs = T.alloc_buffer((group * LIMBS * d,), "int8")
-        scales = T.alloc_buffer((group * vectors * SUMS,), "float32")
-        correction = T.alloc_buffer((group * vectors * SUMS,), "int32")
-        # Integer sums of four keys with the query, and the logits that they give.
-        keys = T.alloc_buffer((PARALLEL_KEYS * SUMS,), "int32")
-        pairs = T.alloc_buffer((2 * SUMS,), "int32")
-        logit = T.alloc_buffer((SUMS,), "float32")
-        four = T.alloc_buffer((4,), "float32")
+        query = split_query_buffers(d, group)
+        sums = logit_buffers()
         integers = T.alloc_buffer((EXPONENT_BLOCK,), "int32")
-        # Weights of a block times the rows' powers of two, and their limbs.
-        exact = T.alloc_buffer((quads * lanes,), "float32")
-        weight_limbs = T.alloc_buffer((quads * lanes,), "int32")
-        largest = T.alloc_buffer((lanes,), "int32")
-        units = T.alloc_buffer((lanes,), "float32")
-        # Four rows of values, interleaved bytewise in two steps.
-        interleaved = T.alloc_buffer((4 * VECTOR_BYTES,), "int8")
-        column = T.alloc_buffer((4 * VECTOR_BYTES,), "int8")
-        # Column sums by limb: with 128 columns they are 24 of the 32 registers.
-        low = T.alloc_buffer((columns,), "int32")
-        middle = T.alloc_buffer((columns,), "int32")
-        high = T.alloc_buffer((columns,), "int32")
-        query = T.meta_var(SplitQuery(limbs, scales, correction))
-        sums = T.meta_var(LogitSums(keys, pairs, logit, four))
-        values = T.meta_var(
-            (SplitWeights(exact, weight_limbs, largest, units), ValueSums(interleaved, column, low, middle, high))
-        )
+        # Weights of a block times the rows' powers of two, and what they meet.
+        weights = split_weights_buffers(d)
+        columns = value_buffers(d)
         split(o, heads, query, sums, integers)
-        # block: rows in order. g: query heads, which find the block in the first-level cache.
-        for block in range((rows.last - rows.first + KEY_BLOCK - 1) // KEY_BLOCK):
+        # number: blocks of rows in order. g: query heads, which find the block in the first-level cache.
+        for number in range((rows.last - rows.first + KEY_BLOCK - 1) // KEY_BLOCK):
             for g in range(group):
-                count: T.let = T.min(rows.last - rows.first - block * KEY_BLOCK, KEY_BLOCK)
-                start: T.let = rows.first + block * KEY_BLOCK
-                add_block(o, Step(heads, rows, g, start, count), Block(weights, stat), query, sums, values)
+                count: T.let = T.min(rows.last - rows.first - number * KEY_BLOCK, KEY_BLOCK)
+                start: T.let = rows.first + number * KEY_BLOCK
+                add_block(o, Step(heads, rows, g, start, count), block, query, sums, (weights, columns))
 
     return AttendRows(AHEAD, attend, place, 4)

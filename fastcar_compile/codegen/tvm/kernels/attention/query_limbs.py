@@ -8,14 +8,13 @@ where rounding the keys to int8 has moved it by 2^-8 of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import LOWEST, PARALLEL_KEYS
 from fastcar_compile.codegen.tvm.kernels.cache import power_of_two, row_at
-from fastcar_compile.codegen.tvm.kernels.script import inlined
+from fastcar_compile.codegen.tvm.kernels.script import each, inlined, temporaries
 from fastcar_compile.codegen.tvm.kernels.vectors import (
     LINE,
     Expr,
@@ -34,8 +33,7 @@ from fastcar_compile.ir.ops.operator import BLOCK as EXPONENT_BLOCK
 # Integers in limbs of a byte, for products with the mantissas of an int8 cache on AVX-512 VNNI.
 #
 # vpdpbusd multiplies bytes, so a 21 or 24 bit integer takes three products, one per limb. A vector holds 64
-# mantissas,
-# which are two blocks of a row, and its sums are 16 int32.
+# mantissas, which are two blocks of a row, and its sums are 16 int32.
 
 
 VECTOR_BYTES = 64
@@ -83,29 +81,26 @@ LARGEST = 127 << 8 + LOW_BITS
 _BLOCK_OF_LANE = [0] * (SUMS // 2) + [1] * (SUMS // 2)
 
 
-@dataclass(frozen=True)
-class SplitQuery:
-    """Buffers of a split query: for each of `group` heads, `vectors` = D / 64 vectors of 64 elements.
-
-    Attributes:
-        limbs: int8 [group * 3 * D], most significant first.
-        scales: float32 [group * vectors * 16], what a lane's sum is multiplied by.
-        correction: int32, alike: the zero-point correction of a lane's sum, for mantissas whose sign bit is flipped.
-    """
-
-    limbs: Any
-    scales: Any
-    correction: Any
+def split_query_buffers(d: int, group: int) -> Any:
+    """Allocate the split query of `group` heads, each of D / 64 vectors of 64 elements."""
+    lanes = group * d // VECTOR_BYTES * SUMS
+    return temporaries(
+        # The limbs, most significant first; what a lane's sum is multiplied by.
+        limbs=(group * LIMBS * d, "int8"),
+        scales=(lanes, "float32"),
+        # The zero-point correction of a lane's sum, for mantissas whose sign bit is flipped.
+        correction=(lanes, "int32"),
+    )
 
 
-@dataclass(frozen=True)
-class LogitSums:
-    """Temporaries: sums of four keys int32 [4 * 16], pairs int32 [2 * 16], logits float32 [16], m float32 [4]."""
-
-    keys: Any
-    pairs: Any
-    logits: Any
-    m: Any
+def logit_buffers() -> Any:
+    """Allocate the integer sums of four keys with the query, their pairs, the logits, and m of four parts."""
+    return temporaries(
+        keys=(PARALLEL_KEYS * SUMS, "int32"),
+        pairs=(2 * SUMS, "int32"),
+        logits=(SUMS, "float32"),
+        m=(PARALLEL_KEYS, "float32"),
+    )
 
 
 def _high(q: Expr) -> Expr:
@@ -155,6 +150,11 @@ def split_query(d: int, group: int, scale: float) -> Callable[..., None]:
     blocks, vectors = d // EXPONENT_BLOCK, d // VECTOR_BYTES
 
     @inlined
+    def write_limb(query, integers, g, e, limb, k):
+        for v in T.vectorized(EXPONENT_BLOCK):
+            query.limbs[(g * LIMBS + k) * d + e * EXPONENT_BLOCK + v] = T.Cast("int8", limb(integers[v]))
+
+    @inlined
     def split_block(row, g, e, query, sums, integers):
         # Bits of magnitudes compare as integers: one reduction gives the maximum of 32 elements.
         sums.m[0] = T.reinterpret(
@@ -170,12 +170,7 @@ def split_query(d: int, group: int, scale: float) -> Callable[..., None]:
         for v in T.vectorized(EXPONENT_BLOCK):
             integers[v] = T.Cast("int32", T.nearbyint(row(e * EXPONENT_BLOCK + v) * sums.m[1]))
         # Limbs are three planes of D bytes, so one load takes 64 elements of one limb.
-        for v in T.vectorized(EXPONENT_BLOCK):
-            query.limbs[g * LIMBS * d + e * EXPONENT_BLOCK + v] = T.Cast("int8", _high(integers[v]))
-        for v in T.vectorized(EXPONENT_BLOCK):
-            query.limbs[(g * LIMBS + 1) * d + e * EXPONENT_BLOCK + v] = T.Cast("int8", _middle(integers[v]))
-        for v in T.vectorized(EXPONENT_BLOCK):
-            query.limbs[(g * LIMBS + 2) * d + e * EXPONENT_BLOCK + v] = T.Cast("int8", _low(integers[v]))
+        each(write_limb, (_high, _middle, _low), query, integers, g, e)
         # A block of 32 mantissas has 8 of the 16 lanes, because vpdpbusd adds four bytes per lane.
         for v in T.vectorized(SUMS // 2):
             query.scales[(g * blocks + e) * (SUMS // 2) + v] = unit(sums.m[0], LARGEST) * T.float32(scale)

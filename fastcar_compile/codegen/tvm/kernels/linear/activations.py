@@ -202,8 +202,7 @@ def activation_factor(size: int, activation: str, isa: InstructionSet = PORTABLE
 # Activation, product with `up` and dynamic int8 quantisation of an MLP's inner rows, in one kernel.
 #
 # Bit for bit what the three operators give one after the other: no sum could be reordered, and no float32 product
-# feeds
-# an addition.
+# feeds an addition.
 
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.

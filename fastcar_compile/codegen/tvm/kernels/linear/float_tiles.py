@@ -11,9 +11,8 @@ from typing import Any, Literal
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import WeightType, widen_weight
-from fastcar_compile.codegen.tvm.kernels.linear.rows import ActiveRows
-from fastcar_compile.codegen.tvm.kernels.script import inlined
+from fastcar_compile.codegen.tvm.kernels.linear.rows import WeightType, widen_weight
+from fastcar_compile.codegen.tvm.kernels.script import buffers, each, inlined
 from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, prefetch, ramp, vector
 
 FLOATS = 16
@@ -125,21 +124,10 @@ class TileShape:
         return place % FLOATS * 2 + place // FLOATS
 
 
-@dataclass(frozen=True)
-class Operands:
-    """w [n, k], y float32 [m, n], the active rows, and temporaries.
-
-    Args:
-        xt: float32 [vectors, inputs / run, lanes], the active rows of x, padded with zeros to whole steps.
-        packed: float32 [packed_rows, width], weights. sums: float32 [vectors, panel, rows * lanes].
-    """
-
-    xt: Any
-    w: Any
-    packed: Any
-    sums: Any
-    y: Any
-    active: ActiveRows
+# Operands of the macros: w [n, k], y float32 [m, n], the active rows, and temporaries.
+#
+# xt: float32 [vectors, inputs / run, lanes], the active rows of x, padded with zeros to whole steps.
+# packed: float32 [packed_rows, width], weights. sums: float32 [vectors, panel, rows * lanes].
 
 
 @dataclass(frozen=True)
@@ -156,7 +144,7 @@ def pack_step(k: int, shape: TileShape) -> Any:
     """Return the macro (o, place, step, to): a step of a tile's weights to o.packed[to * rows ..], as float32."""
     rows, width, whole, tail = shape.rows, shape.width, k // shape.width, k % shape.width
 
-    def bits(o: Operands, j: Expr, step: Expr) -> Expr:
+    def bits(o: Any, j: Expr, step: Expr) -> Expr:
         return T.reinterpret(f"uint32x{FLOATS}", o.w[j, ramp(step * width, width)])
 
     @inlined
@@ -193,12 +181,6 @@ def pack_step(k: int, shape: TileShape) -> Any:
 Macro = Callable[..., None]
 
 
-def _for_vectors(macro: Macro, sums: Sequence[Any], *arguments: Any) -> None:
-    """Call the macro for the sums of every vector of rows of x: (arguments ..., sums, number of the vector)."""
-    for v, acc in enumerate(sums):
-        macro(*arguments, acc, v)
-
-
 def multiply_tile(k: int, shape: TileShape) -> Any:
     """Return the macro (o, place): adds a block of the reduction to a register tile."""
     rows, lanes, width, steps = shape.rows, shape.lanes, shape.width, shape.steps(k)
@@ -208,16 +190,13 @@ def multiply_tile(k: int, shape: TileShape) -> Any:
 
     def for_halves(sums: Sequence[Any], *arguments: Any) -> None:
         for add in adds:
-            _for_vectors(add, sums, *arguments)
+            each(add, sums, *arguments)
 
     @inlined
     def multiply(o, place):
         # One buffer per vector of rows of x: each is below 1024 bytes, so LLVM keeps all in registers.
-        first = T.alloc_buffer((rows * lanes,), "float32")
-        second = T.alloc_buffer((rows * lanes,), "float32")
-        third = T.alloc_buffer((rows * lanes,), "float32")
-        fourth = T.alloc_buffer((rows * lanes,), "float32")
-        _for_vectors(begin, [first, second, third, fourth][: shape.vectors], o, place)
+        sums = buffers(shape.vectors, rows * lanes)
+        each(begin, sums, o, place)
         # step: cache lines of a weight row. c: `run` inputs. r: unrolled, weight rows; all sums are in registers.
         for step in range(T.min(shape.block, steps - place.block * shape.block)):
             prefetch_next(o, place, step)
@@ -226,8 +205,8 @@ def multiply_tile(k: int, shape: TileShape) -> Any:
                 pack(o, place, step, 0)
             for c in range(width // (shape.run * shape.halves)):
                 for r in T.unroll(rows):
-                    for_halves([first, second, third, fourth][: shape.vectors], o, place, step, c, r)
-        _for_vectors(finish, [first, second, third, fourth][: shape.vectors], o, place)
+                    for_halves(sums, o, place, step, c, r)
+        each(finish, sums, o, place)
 
     return multiply
 
@@ -270,7 +249,7 @@ def _add(shape: TileShape, half: int) -> Macro:
     """
     lanes, run, rows, width, halves = shape.lanes, shape.run, shape.rows, shape.width, shape.halves
 
-    def weights(o: Operands, place: Place, step: Expr, r: Expr, c: Expr) -> Expr:
+    def weights(o: Any, place: Place, step: Expr, r: Expr, c: Expr) -> Expr:
         if shape.source == "rows":
             return o.w[place.j + r, ramp(step * width + c * halves * run, halves * run)]
         row = r if shape.source == "line" else (place.tile * shape.block + step) * rows + r

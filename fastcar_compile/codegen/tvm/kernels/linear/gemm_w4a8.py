@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,32 +9,30 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels import script
-from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS
 from fastcar_compile.codegen.tvm.kernels.linear.rows import (
     FOUR,
     LANES,
-    PANEL,
     PANEL_ROWS,
+    PARALLEL_WEIGHTS,
     SUMS,
     VECTORS,
     WEIGHT_ROWS,
-    ActiveRows,
-    Rows,
-    Sums,
+    WIDTH,
     TileMacros,
-    ZeroRows,
+    active_rows,
+    blocks_of,
     find_active,
-    first_row,
     for_panel,
     in_turn,
+    integer_linear,
     move_rows,
+    nothing,
     spread,
     store_blocks,
     widen_scales,
 )
-from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import HALF, Few, nibbles
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import HALF, Int4Sizes, few_rows, moved_rows, nibbles
+from fastcar_compile.codegen.tvm.kernels.script import buffers, each, inlined, kernel, temporaries
 from fastcar_compile.codegen.tvm.kernels.vectors import (
     Expr,
     fence,
@@ -51,8 +48,7 @@ from fastcar_compile.ir.ops.linear import GROUP
 # int4 products of up to eight rows of x with AVX-512 VNNI, bit for bit as `linear_w4a8`.
 #
 # A vector holds the sums of eight rows of x with two weight rows: four inputs of both weight rows are one broadcast
-# of
-# eight bytes, and four inputs of every row of x stand twice. So no sum across lanes is needed.
+# of eight bytes, and four inputs of every row of x stand twice. So no sum across lanes is needed.
 
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
@@ -69,64 +65,71 @@ PAIRS = 12
 """Pairs of weight rows of a tile: as many sums as the latency of vpdpbusd needs, and a few more."""
 
 TILE = 2 * PAIRS
-WIDTH = 64
 STEPS = GROUP // FOUR
 
 
-@dataclass(frozen=True)
-class PairOperands:
-    """w uint8 [n, 64 G], ws float16 [n, G], y float32 [m, n], and temporaries.
-
-    Args:
-        xt: int8 [32 G, 64], the rows in fours, each twice. extra: int32 [G, 16], with which the sums of a group begin.
-        scales: float32 [16], of the rows, each twice. at: int32 [8], numbers of the rows; beyond the last, of the last.
-    """
-
-    xt: Any
-    extra: Any
-    scales: Any
-    at: Any
-    w: Any
-    ws: Any
-    y: Any
+def pair_buffers(groups: int) -> Any:
+    """Allocate the moved rows of x."""
+    return temporaries(
+        # The rows in fours, each twice; what the sums of a group begin with.
+        xt=(groups * STEPS, WIDTH, "int8"),
+        extra=(groups, LANES, "int32"),
+        # Scales of the rows, each twice; numbers of the rows, beyond the last, of the last.
+        scales=(LANES, "float32"),
+        at=(ROWS, "int32"),
+    )
 
 
-def move_few_rows(k: int) -> Any:
-    """Return the macro (q, s, active, o): moves the active rows of q int8 [m, k], at most eight, and adds up groups."""
+def multiply_pairs(n: int, k: int, loop: Any) -> Any:
+    """Return the macro (o, p, active): the products of at most eight active rows; p as of `pair_buffers`."""
+    move, tile = _move_few_rows(k), _pair_tile(n, -(-k // GROUP))
+
+    @inlined
+    def multiply(o, p, active):
+        move(o.q, o.s, active, p)
+        # j: tiles of 24 weight rows. The last one begins at n - 24, and its overlap is computed twice, alike.
+        for j in loop(-(-n // TILE)):
+            tile(o, p, T.min(j * TILE, n - TILE))
+
+    return multiply
+
+
+def _move_few_rows(k: int) -> Any:
+    """Return the macro (q, s, active, p): moves the active rows of q int8 [m, k], at most eight, and adds up groups."""
     groups = -(-k // GROUP)
 
     @inlined
-    def move(q, s, active, o):
+    def move(q, s, active, p):
         # i: eight places, of which those past the last active row repeat it. c: four inputs, written twice.
         for i in range(ROWS):
-            o.at[i] = active.rows[T.min(i, active.count[0] - 1)]
+            p.at[i] = active.rows[T.min(i, active.count[0] - 1)]
             # Row i has the lanes 2 i and 2 i + 1, one for each weight row of a pair.
-            o.scales[2 * i] = s[o.at[i]]
-            o.scales[2 * i + 1] = s[o.at[i]]
+            p.scales[2 * i] = s[p.at[i]]
+            p.scales[2 * i + 1] = s[p.at[i]]
             for c in range(k // FOUR):
-                o.xt[c, ramp(i * 2 * FOUR, FOUR)] = q[o.at[i], ramp(c * FOUR, FOUR)]
-                o.xt[c, ramp(i * 2 * FOUR + FOUR, FOUR)] = q[o.at[i], ramp(c * FOUR, FOUR)]
+                p.xt[c, ramp(i * 2 * FOUR, FOUR)] = q[p.at[i], ramp(c * FOUR, FOUR)]
+                p.xt[c, ramp(i * 2 * FOUR + FOUR, FOUR)] = q[p.at[i], ramp(c * FOUR, FOUR)]
         # Zeros up to a whole group add nothing, whatever the weights are.
         for c in range(groups * STEPS - k // FOUR):
-            o.xt[k // FOUR + c, ramp(0, WIDTH)] = T.Broadcast(T.int8(0), WIDTH)
+            p.xt[k // FOUR + c, ramp(0, WIDTH)] = T.Broadcast(T.int8(0), WIDTH)
         # g: groups. Weights are 8 too large, so the sums begin with -8 times the sum of the inputs.
         for g in range(groups):
             sums = T.alloc_buffer((LANES,), "int32")
             sums[vector(0, LANES)] = T.Broadcast(0, LANES)
             for c in range(STEPS):
                 sums[vector(0, LANES)] = vpdpbusd(
-                    sums[vector(0, LANES)], T.Broadcast(T.int8(8), WIDTH), o.xt[g * STEPS + c, ramp(0, WIDTH)], WIDTH
+                    sums[vector(0, LANES)], T.Broadcast(T.int8(8), WIDTH), p.xt[g * STEPS + c, ramp(0, WIDTH)], WIDTH
                 )
-            o.extra[g, ramp(0, LANES)] = T.Broadcast(0, LANES) - sums[vector(0, LANES)]
+            p.extra[g, ramp(0, LANES)] = T.Broadcast(0, LANES) - sums[vector(0, LANES)]
 
     return move
 
 
-def pair_tile(n: int, groups: int) -> Any:
-    """Return the macro (o, j): 24 weight rows from j on."""
+def _pair_tile(n: int, groups: int) -> Any:
+    """Return the macro (o, rows, j): 24 weight rows from j on; rows as of `pair_buffers`."""
     rows_ahead, _ = prefetch_distance(TILE, groups * HALF)
 
-    def dwords(o: PairOperands, row: Expr, g: Expr, which: int) -> Expr:
+    def dwords(o: Any, row: Expr, g: Expr, which: int) -> Expr:
         # 64 nibbles as bytes are 16 lanes of four inputs.
         return T.reinterpret("int32x16", nibbles(load_from(o.w, [row], g * HALF), 0, HALF)[which])
 
@@ -160,15 +163,15 @@ def pair_tile(n: int, groups: int) -> Any:
         return in_turn(first, second, 1, 0)
 
     @inlined
-    def group(o, bytes, factors, totals, g):
+    def group(rows, bytes, factors, totals, g):
         acc = T.alloc_buffer((PAIRS * LANES,), "int32")
         for p in T.unroll(PAIRS):
-            acc[vector(p, LANES)] = o.extra[g, ramp(0, LANES)]
+            acc[vector(p, LANES)] = rows.extra[g, ramp(0, LANES)]
         # c: four inputs. p: unrolled, pairs of weight rows; all sums are in registers.
         for c in range(STEPS):
             for p in T.unroll(PAIRS):
                 acc[vector(p, LANES)] = vpdpbusd(
-                    acc[vector(p, LANES)], both(bytes, p, c), o.xt[g * STEPS + c, ramp(0, WIDTH)], WIDTH
+                    acc[vector(p, LANES)], both(bytes, p, c), rows.xt[g * STEPS + c, ramp(0, WIDTH)], WIDTH
                 )
         # A group's sum is exact. Groups are added in ascending order, and the fence rounds each product first.
         for p in T.unroll(PAIRS):
@@ -177,7 +180,7 @@ def pair_tile(n: int, groups: int) -> Any:
             )
 
     @inlined
-    def multiply(o, j):
+    def multiply(o, rows, j):
         bytes = T.alloc_buffer((PAIRS, 4 * WIDTH), "int8")
         # Scales are widened once per tile: they are read in every group.
         factors = T.alloc_buffer((TILE, groups), "float32")
@@ -189,12 +192,12 @@ def pair_tile(n: int, groups: int) -> Any:
             totals[vector(p, LANES)] = T.Broadcast(T.float32(0), LANES)
         for g in range(groups):
             unpack(o, j, bytes, g)
-            group(o, bytes, factors, totals, g)
+            group(rows, bytes, factors, totals, g)
         for p in T.unroll(PAIRS):
-            totals[vector(p, LANES)] = totals[vector(p, LANES)] * o.scales[vector(0, LANES)]
+            totals[vector(p, LANES)] = totals[vector(p, LANES)] * rows.scales[vector(0, LANES)]
             # Lanes 2 i and 2 i + 1 are adjacent columns of row i: one store. A repeated row stores the same again.
             for i in T.unroll(ROWS):
-                o.y[o.at[i], ramp(j + 2 * p, 2)] = totals[ramp(p * LANES + 2 * i, 2)]
+                o.y[rows.at[i], ramp(j + 2 * p, 2)] = totals[ramp(p * LANES + 2 * i, 2)]
 
     return multiply
 
@@ -205,62 +208,26 @@ def pairs_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
 
     Parallel over tiles of weight rows.
     """
-    groups = -(-k // GROUP)
-    packed, padded = groups * HALF, groups * GROUP
+    groups, packed = -(-k // GROUP), -(-k // GROUP) * HALF
     loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
-    few, move, multiply = Few.of(FEW, n, k, isa), move_few_rows(k), pair_tile(n, groups)
+    move, few = few_rows(Int4Sizes(FEW, n, k), isa, T.parallel if n * k >= PARALLEL_WEIGHTS else T.serial)
+    pairs = multiply_pairs(n, k, loop)
 
-    @script.prim_func(private=True, s_tir=True)
-    def linear_i4_pairs(
-        q: T.Buffer((m, k), "int8"),
-        s: T.Buffer((m,), "float32"),
-        w: T.Buffer((n, packed), "uint8"),
-        ws: T.Buffer((n, groups), "float16"),
-        y: T.Buffer((m, n), "float32"),
-    ):
-        with T.sblock("product"):
-            access([q, s, w, ws], [y])
-            x = T.alloc_buffer((FEW, padded), "int8")
-            correction = T.alloc_buffer((FEW, groups), "int32")
-            xt = T.alloc_buffer((groups * STEPS, WIDTH), "int8")
-            extra = T.alloc_buffer((groups, LANES), "int32")
-            scales = T.alloc_buffer((LANES,), "float32")
-            at = T.alloc_buffer((ROWS,), "int32")
-            active = T.alloc_buffer((m,), "int32")
-            count = T.alloc_buffer((1,), "int32")
-            find_active(q, (m, n, k), ActiveRows(active, count), ZeroRows(y, s))
-            # Up to FEW rows: sums across lanes cost less than padding the rows to eight.
-            if count[0] <= FEW:
-                few.multiply(q, few.operands(x, s, w, ws, y, correction, active), count[0])
-            else:
-                move(q, s, ActiveRows(active, count), PairOperands(xt, extra, scales, at, w, ws, y))
-                # j: tiles of 24 weight rows. The last one begins at n - 24, and its overlap is computed twice, alike.
-                for j in loop(-(-n // TILE)):
-                    multiply(PairOperands(xt, extra, scales, at, w, ws, y), T.min(j * TILE, n - TILE))
+    @inlined
+    def body(q, s, w, ws, y):
+        o = moved_rows(FEW, k, q=q, s=s, w=w, ws=ws, y=y)
+        rows = pair_buffers(groups)
+        active = active_rows(m)
+        find_active(o, (m, n, k), active, nothing)
+        # Up to FEW rows: sums across lanes cost less than padding the rows to eight.
+        if active.count[0] <= FEW:
+            for i in range(active.count[0]):
+                move(o, active.rows[i], i)
+            few(o, active)
+        else:
+            pairs(o, rows, active)
 
-    return linear_i4_pairs
-
-
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
-
-@dataclass(frozen=True)
-class _Operands:
-    """packed uint8 [n, 64 G], y float32 [m, n], and the panel's temporaries.
-
-    Args:
-        extra: int32 [blocks, G, 16], with which the sums of a group begin. w: int8 [64, 128 G], weights plus 8.
-        ws: float32 [64, G]. sums: float32 [3 * 8 * 16].
-    """
-
-    rows: Rows
-    extra: Any
-    packed: Any
-    w: Any
-    ws: Any
-    y: Any
-    sums: Any
+    return integer_linear("linear_i4_pairs", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
 
 
 @kernel
@@ -271,59 +238,40 @@ def gemm_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
     bytes once. Up to eight active rows are multiplied in pairs of weight rows. Parallel over blocks of rows while they
     are moved, then over panels of weight rows.
     """
-    blocks, groups = -(-m // LANES), -(-k // GROUP)
-    padded, packed = groups * GROUP, groups * HALF
+    del isa  # AVX-512 VNNI alone has these vectors
+    blocks, groups, packed = -(-m // LANES), -(-k // GROUP), -(-k // GROUP) * HALF
     loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
-    move_few, multiply_few, row_sums, unpack = move_few_rows(k), pair_tile(n, groups), _row_sums(k), _unpack(groups)
+    pairs, row_sums, unpack = multiply_pairs(n, k, loop), _row_sums(k), _unpack(groups)
     tiles = TileMacros.of(m, partial(_multiply, groups))
 
-    @script.prim_func(private=True, s_tir=True)
-    def linear_i4_rows(
-        q: T.Buffer((m, k), "int8"),
-        s: T.Buffer((m,), "float32"),
-        w: T.Buffer((n, packed), "uint8"),
-        ws: T.Buffer((n, groups), "float16"),
-        y: T.Buffer((m, n), "float32"),
-    ):
-        with T.sblock("product"):
-            access([q, s, w, ws], [y])
-            # xt to count are shared by all threads. The buffers of a panel below belong to one iteration.
-            xt = T.alloc_buffer((blocks, padded // FOUR, FOUR * LANES), "int8")
-            at = T.alloc_buffer((blocks * LANES,), "int32")
-            scales = T.alloc_buffer((blocks * LANES,), "float32")
-            extra = T.alloc_buffer((blocks, groups, LANES), "int32")
-            few = T.alloc_buffer((groups * STEPS, WIDTH), "int8")
-            sums = T.alloc_buffer((groups, LANES), "int32")
-            active = T.alloc_buffer((m,), "int32")
-            count = T.alloc_buffer((1,), "int32")
-            find_active(q, (m, n, k), ActiveRows(active, count), ZeroRows(y, s))
-            # Up to eight active rows: vectors of 16 rows would be half empty.
-            if count[0] <= ROWS:
-                move_few(q, s, ActiveRows(active, count), PairOperands(few, sums, scales, at, w, ws, y))
-                for j in loop(-(-n // TILE)):
-                    multiply_few(PairOperands(few, sums, scales, at, w, ws, y), T.min(j * TILE, n - TILE))
-            else:
-                for block in loop(blocks):
-                    if block * LANES < count[0]:
-                        move_rows(q, s, ActiveRows(active, count), Rows(xt, at, scales), block, k, False)
-                        row_sums(xt, extra, block)
-                # panel: 64 weight rows, whose nibbles become bytes once and then meet all blocks of x.
-                for panel in loop(-(-n // PANEL_ROWS)):
-                    bytes = T.alloc_buffer((PANEL_ROWS, padded), "int8")
-                    factors = T.alloc_buffer((PANEL_ROWS, groups), "float32")
-                    totals = T.alloc_buffer((VECTORS * SUMS,), "float32")
-                    for t in range(PANEL):
-                        if panel * PANEL_ROWS + t * WEIGHT_ROWS < n:
-                            unpack(w, ws, first_row(panel, t, n), bytes, factors, t * WEIGHT_ROWS)
-                    for_panel(
-                        panel,
-                        n,
-                        (count[0] + LANES - 1) // LANES,
-                        tiles,
-                        _Operands(Rows(xt, at, scales), extra, w, bytes, factors, y, totals),
-                    )
+    @inlined
+    def body(q, s, w, ws, y):
+        # rows to active are shared by all threads. The buffers of a panel below belong to one iteration.
+        rows = blocks_of(m, groups * STEPS)
+        # extra: what the sums of a group begin with.
+        o = temporaries(q=q, s=s, w=w, ws=ws, y=y, rows=rows, extra=(blocks, groups, LANES, "int32"))
+        few = pair_buffers(groups)
+        active = active_rows(m)
+        find_active(o, (m, n, k), active, nothing)
+        # Up to eight active rows: vectors of 16 rows would be half empty.
+        if active.count[0] <= ROWS:
+            pairs(o, few, active)
+        else:
+            for block in loop(blocks):
+                if block * LANES < active.count[0]:
+                    move_rows(q, s, active, rows, block, k, False)
+                    row_sums(rows.xt, o.extra, block)
+            # panel: 64 weight rows, whose nibbles become bytes once and then meet all blocks of x.
+            for panel in loop(-(-n // PANEL_ROWS)):
+                # w: weights plus 8. ws: their scales.
+                p = temporaries(
+                    w=(PANEL_ROWS, groups * GROUP, "int8"),
+                    ws=(PANEL_ROWS, groups, "float32"),
+                    sums=(VECTORS * SUMS, "float32"),
+                )
+                for_panel(panel, n, tiles, unpack, (o, p), active)
 
-    return linear_i4_rows
+    return integer_linear("linear_i4_rows", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
 
 
 def _row_sums(k: int) -> Any:
@@ -352,46 +300,45 @@ def _row_sums(k: int) -> Any:
 
 
 def _unpack(groups: int) -> Any:
-    """Return the macro (w, ws, j, bytes, factors, at): eight weight rows from j on, to rows from `at` on."""
+    """Return the macro (o, p, j, at): eight weight rows from j on, to rows from `at` on of p.w and p.ws."""
 
     @inlined
-    def unpack(w, ws, j, bytes, factors, at):
+    def unpack(o, p, j, at):
         for r in range(WEIGHT_ROWS):
-            widen_scales(ws, j + r, factors, at + r, groups)
+            widen_scales(o.ws, j + r, p.ws, at + r, groups)
             for g in range(groups):
                 # Low nibbles are the first 64 inputs of a group and high nibbles the last 64.
-                bytes[at + r, ramp(g * GROUP, HALF)] = nibbles(load_from(w, [j + r], g * HALF), 0, HALF)[0]
-                bytes[at + r, ramp(g * GROUP + HALF, HALF)] = nibbles(load_from(w, [j + r], g * HALF), 0, HALF)[1]
+                p.w[at + r, ramp(g * GROUP, HALF)] = nibbles(load_from(o.w, [j + r], g * HALF), 0, HALF)[0]
+                p.w[at + r, ramp(g * GROUP + HALF, HALF)] = nibbles(load_from(o.w, [j + r], g * HALF), 0, HALF)[1]
 
     return unpack
 
 
 def _multiply(groups: int, vectors: int) -> Any:
-    """Return the macro (o, place): the tile of eight weight rows by `vectors` blocks of x."""
+    """Return the macro (o, p, place): the tile of eight weight rows by `vectors` blocks of x."""
 
     @inlined
-    def begin(o, place, acc, g, v):
+    def begin(o, place, g, acc, v):
         # The sums begin with the zero-point correction instead of 0.
         for r in T.unroll(WEIGHT_ROWS):
             acc[vector(r, LANES)] = o.extra[place.block + v, g, ramp(0, LANES)]
 
     @inlined
-    def add(o, place, acc, c, r, v):
+    def add(o, p, place, c, r, acc, v):
         # Weights plus 8 are the unsigned factor, and x is the signed one.
         acc[vector(r, LANES)] = vpdpbusd(
             acc[vector(r, LANES)],
-            spread(o.w, place.at + r, c * FOUR),
+            spread(p.w, place.at + r, c * FOUR),
             o.rows.xt[place.block + v, c, ramp(0, WIDTH)],
             WIDTH,
         )
 
     @inlined
-    def add_group(o, place, acc, total, g):
+    def add_group(p, place, g, totals, acc, v):
         # A group's sum is exact. Groups are added in float32 in ascending order, each product rounded by the fence.
         for r in T.unroll(WEIGHT_ROWS):
-            total[vector(r, LANES)] = total[vector(r, LANES)] + fence(
-                "float32x16",
-                T.Cast("float32x16", acc[vector(r, LANES)]) * T.Broadcast(o.ws[place.at + r, g], LANES),
+            totals[v][vector(r, LANES)] = totals[v][vector(r, LANES)] + fence(
+                "float32x16", T.Cast("float32x16", acc[vector(r, LANES)]) * T.Broadcast(p.ws[place.at + r, g], LANES)
             )
 
     @inlined
@@ -399,60 +346,41 @@ def _multiply(groups: int, vectors: int) -> Any:
         # The first tile of x prefetches the next panel: a group of a weight row is one cache line.
         if place.block == 0:
             for r in T.unroll(WEIGHT_ROWS):
-                T.evaluate(prefetch(o.packed[place.j + PANEL_ROWS + r, g * HALF]))
+                T.evaluate(prefetch(o.w[place.j + PANEL_ROWS + r, g * HALF]))
 
     @inlined
-    def group(o, place, g, totals):
+    def group(o, p, place, g, totals):
         # c: four inputs. r: unrolled, weight rows; all sums are in registers.
-        # At most 3 * 8 sums: 24 of 32 registers. Three buffers, because one would be too large for the stack.
-        first = T.alloc_buffer((SUMS,), "int32")
-        second = T.alloc_buffer((SUMS,), "int32")
-        third = T.alloc_buffer((SUMS,), "int32")
-        begin(o, place, first, g, 0)
-        # `vectors` is a number, so these branches are decided when the kernel is made.
-        if vectors > 1:
-            begin(o, place, second, g, 1)
-        if vectors > 2:
-            begin(o, place, third, g, 2)
+        # At most 3 * 8 sums: 24 of 32 registers. A buffer for each block of x.
+        sums = buffers(vectors, SUMS, "int32")
+        each(begin, sums, o, place, g)
         for c in range(STEPS):
             for r in T.unroll(WEIGHT_ROWS):
-                add(o, place, first, g * STEPS + c, r, 0)
-                if vectors > 1:
-                    add(o, place, second, g * STEPS + c, r, 1)
-                if vectors > 2:
-                    add(o, place, third, g * STEPS + c, r, 2)
-        add_group(o, place, first, totals.first, g)
-        if vectors > 1:
-            add_group(o, place, second, totals.second, g)
-        if vectors > 2:
-            add_group(o, place, third, totals.third, g)
+                each(add, sums, o, p, place, g * STEPS + c, r)
+        each(add_group, sums, p, place, g, totals)
 
     @inlined
-    def finish(o, place, total, v):
+    def clear(total, _v):
         for r in T.unroll(WEIGHT_ROWS):
-            o.sums[vector(v * WEIGHT_ROWS + r, LANES)] = (
+            total[vector(r, LANES)] = T.Broadcast(T.float32(0), LANES)
+
+    @inlined
+    def finish(o, p, place, total, v):
+        for r in T.unroll(WEIGHT_ROWS):
+            p.sums[vector(v * WEIGHT_ROWS + r, LANES)] = (
                 total[vector(r, LANES)] * o.rows.scales[vector(place.block + v, LANES)]
             )
 
     @inlined
-    def multiply(o, place):
+    def multiply(o, p, place):
         # Totals are used once per group. The int32 sums of a group are what the registers hold.
-        first = T.alloc_buffer((SUMS,), "float32")
-        second = T.alloc_buffer((SUMS,), "float32")
-        third = T.alloc_buffer((SUMS,), "float32")
-        for r in T.unroll(WEIGHT_ROWS):
-            first[vector(r, LANES)] = T.Broadcast(T.float32(0), LANES)
-            second[vector(r, LANES)] = T.Broadcast(T.float32(0), LANES)
-            third[vector(r, LANES)] = T.Broadcast(T.float32(0), LANES)
+        totals = buffers(vectors, SUMS)
+        each(clear, totals)
         # g: groups in ascending order, which fixes the order of the float32 sum.
         for g in range(groups):
             prefetch_next(o, place, g)
-            group(o, place, g, Sums(first, second, third))
-        finish(o, place, first, 0)
-        if vectors > 1:
-            finish(o, place, second, 1)
-        if vectors > 2:
-            finish(o, place, third, 2)
-        store_blocks(o.y, o.rows, o.sums, vectors, place)
+            group(o, p, place, g, totals)
+        each(finish, totals, o, p, place)
+        store_blocks(o.y, o.rows, p.sums, vectors, place)
 
     return multiply

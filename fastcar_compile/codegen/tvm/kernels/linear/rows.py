@@ -8,20 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.script import inlined
+from fastcar_compile.codegen.tvm.kernels import script
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, temporaries
 from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, intrinsic, ramp, vector
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
 # pyright: reportInvalidTypeForm=false
 
 
+SMALL_BATCH = 8
+"""The most rows of x for a kernel of few rows. Up to here the arithmetic per weight hides behind the memory."""
+
+PARALLEL_WEIGHTS = 1 << 18
+"""Weights from which a second thread pays for launching and awaiting a parallel region, which takes about 3 us. One
+thread reads 2^18 int8 weights from the last-level cache in about 10 us."""
+
+WeightType = Literal["float32", "bfloat16"]
+
+
+def widen_weight(value: Any, dtype: WeightType) -> Any:
+    """Return a loaded weight as float32. The bits of a bfloat16 are the upper half of those of the same float32."""
+    if dtype == "float32":
+        return value
+    return T.reinterpret("float32", T.shift_left(T.Cast("uint32", T.reinterpret("uint16", value)), T.uint32(16)))
+
+
 LANES = 16
 FOUR = 4
+WIDTH = LANES * FOUR
+"""Bytes of a vector."""
+
 WEIGHT_ROWS = 8
 """Weight rows of a tile."""
 
@@ -42,18 +64,38 @@ def holds(n: int, k: int, isa: InstructionSet) -> bool:
     return isa.int8 == "vnni512" and n >= WEIGHT_ROWS and k % FOUR == 0
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Active rows in blocks of 16; those beyond the last are copies of it.
+def integer_linear(name: str, sizes: tuple[int, int, int], weights: Any, scales: Any, body: Any) -> PrimFunc:
+    """Return the kernel of the arguments q int8 [m, k], s float32 [m], w, ws, and the result y float32 [m, n].
 
-    Args:
-        xt: int8 [blocks, k / 4, 16 * 4]. at: int32 [blocks * 16], their numbers in x and y.
-        scales: float32 [blocks * 16].
+    sizes: (m, n, k). weights, scales: shapes and types of w and ws. body: the macro (q, s, w, ws, y).
     """
+    m, n, k = sizes
 
-    xt: Any
-    at: Any
-    scales: Any
+    @script.prim_func(private=True, s_tir=True)
+    def linear(
+        q: T.Buffer((m, k), "int8"),
+        s: T.Buffer((m,), "float32"),
+        w: T.Buffer(*weights),
+        ws: T.Buffer(*scales),
+        y: T.Buffer((m, n), "float32"),
+    ):
+        with T.sblock("product"):
+            access([q, s, w, ws], [y])
+            body(q, s, w, ws, y)
+
+    cast("Any", linear).__name__ = name
+    return linear
+
+
+def blocks_of(m: int, fours: int) -> Any:
+    """Allocate active rows in blocks of 16; those beyond the last are copies of it.
+
+    xt has `fours` times four inputs of each, `at` their numbers in x and y, and `scales` their scales.
+    """
+    blocks = -(-m // LANES)
+    return temporaries(
+        xt=(blocks, fours, WIDTH, "int8"), at=(blocks * LANES, "int32"), scales=(blocks * LANES, "float32")
+    )
 
 
 def spread(buffer: Any, row: Expr, start: Expr) -> Expr:
@@ -141,15 +183,6 @@ def store_blocks(y, rows, sums, vectors, place):
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Sums [8 * 16] of the blocks of a tile. One buffer of all would have 1024 bytes, which TVM keeps off the stack."""
-
-    first: Any
-    second: Any
-    third: Any
-
-
-@dataclass(frozen=True)
 class Place:
     """A tile: weight rows from j on, row `at` of the panel's temporaries, by blocks of x from `block` on."""
 
@@ -166,7 +199,7 @@ def first_row(panel: Expr, tile: Expr, n: int) -> Expr:
 
 @dataclass(frozen=True)
 class TileMacros:
-    """Macros (operands, place): `many` of a tile of `most` blocks of x, `one` of a tile of one."""
+    """Macros (o, p, place): `many` of a tile of `most` blocks of x, `one` of a tile of one."""
 
     most: int
     many: Any
@@ -180,21 +213,26 @@ class TileMacros:
 
 
 @inlined
-def for_panel(panel, n, blocks, tiles, o):
-    """Call the macros for the tiles of a panel of weight rows and `blocks` blocks of x.
+def for_panel(panel, n, tiles, prepare, o, active):
+    """Call the macros for the tiles of a panel of weight rows and all blocks of x.
 
+    o: the operands, and the panel's temporaries. prepare: the macro (*o, j, at) for the eight weight rows from j on.
     The last weight rows of an odd n are computed twice, with the same result.
     """
+    for t in range(PANEL):
+        if panel * PANEL_ROWS + t * WEIGHT_ROWS < n:
+            prepare(*o, first_row(panel, t, n), t * WEIGHT_ROWS)
+    blocks = T.meta_var((active.count[0] + LANES - 1) // LANES)
     # b: tiles of x. Each meets all weight rows of the panel before the next one.
     for b in range(blocks // tiles.most):
         for t in range(PANEL):
             if panel * PANEL_ROWS + t * WEIGHT_ROWS < n:
-                tiles.many(o, Place(first_row(panel, t, n), t * WEIGHT_ROWS, b * tiles.most))
+                tiles.many(*o, Place(first_row(panel, t, n), t * WEIGHT_ROWS, b * tiles.most))
     if tiles.most > 1:
         for b in range(blocks % tiles.most):
             for t in range(PANEL):
                 if panel * PANEL_ROWS + t * WEIGHT_ROWS < n:
-                    tiles.one(o, Place(first_row(panel, t, n), t * WEIGHT_ROWS, blocks // tiles.most * tiles.most + b))
+                    tiles.one(*o, Place(first_row(panel, t, n), t * WEIGHT_ROWS, blocks // tiles.most * tiles.most + b))
 
 
 # The active rows of activations, and the tiles of their products with weight rows.
@@ -205,12 +243,9 @@ def for_panel(panel, n, blocks, tiles, o):
 SCAN_LANES = 16
 
 
-@dataclass(frozen=True)
-class ActiveRows:
-    """Temporaries: `rows` int32 [m] holds the numbers of the active rows, `count` int32 [1] how many they are."""
-
-    rows: Any
-    count: Any
+def active_rows(m: int) -> Any:
+    """Allocate the numbers of the active rows, `rows` [m], and `count` [1], how many they are."""
+    return temporaries(rows=(m, "int32"), count=(1, "int32"))
 
 
 @inlined
@@ -222,7 +257,7 @@ def append_active(active, i):
 
 @inlined
 def or_int8(q, i, k, bits):
-    """Write the bitwise or of row i of q int8 [m, k] to bits uint32 [16]. With k = 0 that is zero."""
+    """Write the bitwise or of row i of q int8 [m, k] to bits uint32 [16]."""
     found = T.alloc_buffer((SCAN_LANES,), "int8")
     found[ramp(0, SCAN_LANES)] = T.Broadcast(T.int8(0), SCAN_LANES)
     # c: 16 bytes at a time. found stays in a register, and a row is read once.
@@ -257,42 +292,54 @@ def is_zero(bits: Expr) -> Expr:
     return intrinsic("uint32", f"llvm.vector.reduce.or.v{SCAN_LANES}i32", bits[ramp(0, SCAN_LANES)]) == T.uint32(0)
 
 
-@dataclass(frozen=True)
-class ZeroRows:
-    """What a zero row gives: y float32 [m, n], s float32 [m], and for a scale per channel ws float32 [n]."""
-
-    y: Any
-    s: Any
-    ws: Any = None
-
-    def value(self, i: Expr, j: Expr) -> Expr:
-        """Return the rounding steps of the formula: a scale that is no number stays visible."""
-        return T.float32(0) * (self.s[i] if self.ws is None else self.s[i] * self.ws[j])
+def _of_zero_row(o: Any, i: Expr, j: Expr) -> Expr:
+    """Return the rounding steps of the formula: a scale that is no number stays visible."""
+    if not hasattr(o, "s"):
+        return T.float32(0)
+    # A scale per channel is float32 [n], one per group is [n, G].
+    return T.float32(0) * (o.s[i] * o.ws[j] if len(o.ws.shape) == 1 else o.s[i])
 
 
 @inlined
-def find_active(q, shape, active, zero):
-    """List the active rows of q int8 [m, k]; write the results of the others. `shape` is (m, n, k)."""
+def find_active(o, shape, active, found):
+    """List the active rows of o.q [m, k], int8 or float32; write the results of the others. `shape` is (m, n, k).
+
+    found: what is called with (o, row, its place among the active rows) for each of them.
+    """
     active.count[0] = 0
     for i in range(shape[0]):
-        bits = T.alloc_buffer((SCAN_LANES,), "uint32")
-        or_int8(q, i, shape[2], bits)
-        if is_zero(bits):
-            # No tile covers an inactive row, so its results are written here.
-            for j in range(shape[1]):
-                zero.y[i, j] = zero.value(i, j)
+        # A single row is multiplied without a search for zeros.
+        if shape[0] > 1:
+            bits = T.alloc_buffer((SCAN_LANES,), "uint32")
+            if hasattr(o, "s"):
+                or_int8(o.q, i, shape[2], bits)
+            else:
+                or_float32(o.q, i, shape[2], bits)
+            if is_zero(bits):
+                # No tile covers an inactive row, so its results are written here.
+                for j in range(shape[1]):
+                    o.y[i, j] = _of_zero_row(o, i, j)
+            else:
+                found(o, i, active.count[0])
+                append_active(active, i)
         else:
+            found(o, i, 0)
             append_active(active, i)
+
+
+def nothing(*_: Any) -> None:
+    """Do nothing for an active row."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The outputs of `rows` weight rows from j on by `columns` active rows from i on, row-major."""
+    """The outputs of `rows` weight rows from j on by `columns` active rows from number i on, row-major."""
 
     j: Any
     i: Any
     rows: int
     columns: int
+    active: Any
 
     @property
     def outputs(self) -> int:
@@ -303,9 +350,13 @@ class Tile:
         """Return the weight row of an output."""
         return self.j + output // self.columns
 
-    def active_row(self, output: Expr) -> Expr:
+    def place(self, output: Expr) -> Expr:
         """Return the position of an output's row among the active rows."""
         return self.i + output % self.columns
+
+    def active_row(self, output: Expr) -> Expr:
+        """Return the row of an output."""
+        return self.active.rows[self.place(output)]
 
 
 TileMacro = Callable[[Any, Tile], None]
@@ -321,23 +372,27 @@ class Tiling:
     columns: int
     loop: Any
 
+    def whole(self, count: Expr) -> Expr:
+        """Return how many of `count` active rows are in whole tiles."""
+        return count // self.columns * self.columns
+
 
 @inlined
-def for_tiles(tiling, multiply, o, count):
-    """Call multiply(o, tile) for the tiles of all weight rows and `count` active rows.
+def for_tiles(tiling, multiply, o, active):
+    """Call multiply(o, tile) for the tiles of all weight rows and all active rows.
 
     The outer loop, which may be parallel, goes over weight rows. Those of one iteration meet every active row, so each
     weight is read from memory once. Remainders are tiles of one active row, or of the last weight rows.
     """
     # jo: tiles of weight rows. io: tiles of active rows, which meet the weights while these are in the cache.
     for jo in tiling.loop(tiling.n // tiling.rows):
-        for io in range(count // tiling.columns):
-            multiply(o, Tile(jo * tiling.rows, io * tiling.columns, tiling.rows, tiling.columns))
+        for io in range(active.count[0] // tiling.columns):
+            multiply(o, Tile(jo * tiling.rows, io * tiling.columns, tiling.rows, tiling.columns, active))
         # Active rows that do not fill a tile, one at a time.
         if tiling.columns > 1:
-            for io in range(count % tiling.columns):
-                multiply(o, Tile(jo * tiling.rows, count // tiling.columns * tiling.columns + io, tiling.rows, 1))
+            for io in range(active.count[0] % tiling.columns):
+                multiply(o, Tile(jo * tiling.rows, tiling.whole(active.count[0]) + io, tiling.rows, 1, active))
     # Weight rows that do not fill a tile, after the loop: they are fewer than one iteration's.
     if tiling.n % tiling.rows > 0:
-        for io in range(count):
-            multiply(o, Tile(tiling.n // tiling.rows * tiling.rows, io, tiling.n % tiling.rows, 1))
+        for io in range(active.count[0]):
+            multiply(o, Tile(tiling.n // tiling.rows * tiling.rows, io, tiling.n % tiling.rows, 1, active))

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, Int8
-from fastcar_compile.codegen.tvm.kernels import script
-from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS, SMALL_BATCH
 from fastcar_compile.codegen.tvm.kernels.linear.rows import (
-    SCAN_LANES,
-    ActiveRows,
+    PARALLEL_WEIGHTS,
+    SMALL_BATCH,
     Tile,
     TileMacro,
     Tiling,
-    append_active,
+    active_rows,
+    find_active,
     for_tiles,
-    is_zero,
-    or_int8,
+    integer_linear,
 )
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel, temporaries
 from fastcar_compile.codegen.tvm.kernels.vectors import (
     Expr,
     Load,
@@ -80,6 +79,14 @@ def _signed(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
     return T.shift_right(low, four), T.shift_right(T.reinterpret(f"int8x{width}", w(offset, width)), four)
 
 
+def _pairs(w: Load, q: Load, width: int) -> Iterator[tuple[Expr, Expr]]:
+    """Yield signed nibbles and the activations that they meet: low ones the first 64 inputs, high ones the last 64."""
+    for offset in range(0, HALF, width):
+        low, high = _signed(w, offset, width)
+        yield low, q(offset, width)
+        yield high, q(HALF + offset, width)
+
+
 def _vpdpbusd(width: int) -> Callable[[Load, Load], Expr]:
     def group(w: Load, q: Load) -> Expr:
         acc = T.Broadcast(T.int32(0), width // 4)
@@ -110,28 +117,21 @@ def _vpmaddubsw(w: Load, q: Load) -> Expr:
 def _sdot(w: Load, q: Load) -> Expr:
     # Both factors of sdot are signed, so no zero-point correction is needed.
     acc = T.Broadcast(T.int32(0), 4)
-    for offset in range(0, HALF, 16):
-        for nibbles, start in zip(_signed(w, offset, 16), (offset, HALF + offset), strict=True):
-            acc = intrinsic("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", acc, nibbles, q(start, 16))
+    for pair in _pairs(w, q, 16):
+        acc = intrinsic("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", acc, *pair)
     return acc
 
 
 def _smull(w: Load, q: Load) -> Expr:
     """Add 16 products of at most 8 * 127 in each int16 lane."""
-    products = []
-    for offset in range(0, HALF, 8):
-        for nibbles, start in zip(_signed(w, offset, 8), (offset, HALF + offset), strict=True):
-            products.append(intrinsic("int16x8", "llvm.aarch64.neon.smull.v8i16", nibbles, q(start, 8)))
+    products = [intrinsic("int16x8", "llvm.aarch64.neon.smull.v8i16", *pair) for pair in _pairs(w, q, 8)]
     # saddlp adds neighbours and widens the sums to int32.
     return intrinsic("int32x4", "llvm.aarch64.neon.saddlp.v4i32.v8i16", sum(products[1:], products[0]))
 
 
 def _portable(w: Load, q: Load) -> Expr:
     """Add 16 products in each int16 lane, as for smull."""
-    products = []
-    for offset in range(0, HALF, 8):
-        for nibbles, start in zip(_signed(w, offset, 8), (offset, HALF + offset), strict=True):
-            products.append(T.Cast("int16x8", nibbles) * T.Cast("int16x8", q(start, 8)))
+    products = [T.Cast("int16x8", a) * T.Cast("int16x8", b) for a, b in _pairs(w, q, 8)]
     # 16 * 8 * 127 is below 2^15, so the int16 sums are exact before they are widened.
     return T.Cast("int32x8", sum(products[1:], products[0]))
 
@@ -156,21 +156,14 @@ PAGE = 4096
 """Bytes of the longest row that is one stream."""
 
 
-@dataclass(frozen=True)
-class Int4Operands:
-    """x int8 [m, 128 G], s float32 [m], w uint8 [n, 64 G], ws float16 [n, G], y float32 [m, n], and two temporaries.
+def moved_rows(rows: int, k: int, **arguments: Any) -> Any:
+    """Return the arguments of a kernel as operands, and allocate what `few_rows` needs for so many rows.
 
-    x holds the active rows together, padded with zeros. correction int32 [m, G] goes with the rows of x. active
-    int32 [m] holds their row numbers in s and y.
+    x holds the active rows side by side, padded with zeros to whole groups, so that no tile has a remainder along k.
+    correction goes with the rows of x.
     """
-
-    x: Any
-    s: Any
-    w: Any
-    ws: Any
-    y: Any
-    correction: Any
-    active: Any
+    groups = -(-k // GROUP)
+    return temporaries(x=(rows, groups * GROUP, "int8"), correction=(rows, groups, "int32"), **arguments)
 
 
 @dataclass(frozen=True)
@@ -206,7 +199,7 @@ def tile_shape(m: int, n: int, k: int, dot: Int4Dot) -> tuple[int, int]:
 
 
 def tile_macro(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
-    """Return the macro (Int4Operands, tile) for tiles of at most `tile_shape`."""
+    """Return the macro (operands, tile) for tiles of at most `tile_shape`."""
     one = _one_stream(sizes.rows, sizes.k, INT4_DOTS[isa.int8])
     return (_groups_in_lanes if one else _rows_in_lanes)(sizes, isa)
 
@@ -236,7 +229,7 @@ def _four_products(dot: Int4Dot) -> Callable[..., None]:
     """
     lanes = dot.lanes
 
-    def group_sums(o: Int4Operands, group: _Group) -> Expr:
+    def group_sums(o: Any, group: _Group) -> Expr:
         return dot.group(load_from(o.w, [group.j], group.g * HALF), load_from(o.x, [group.i], group.g * GROUP))
 
     @inlined
@@ -272,7 +265,7 @@ def _groups_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
     @inlined
     def multiply(o, tile):
         with T.sblock("tile"):
-            access([o.x, o.s, o.w, o.ws, o.correction, o.active], [o.y])
+            access([o.x, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
             products = T.alloc_buffer((4,), "float32")
             total = T.alloc_buffer((1,), "float32")
             total[0] = T.float32(0)
@@ -291,7 +284,7 @@ def _groups_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
                 # Scalar and in turn, because float32 sums depend on the order of the groups.
                 for v in T.unroll(4):
                     total[0] += products[v]
-            o.y[o.active[tile.i], tile.j] = total[0] * o.s[o.active[tile.i]]
+            o.y[tile.active_row(0), tile.j] = total[0] * o.s[tile.active_row(0)]
 
     return multiply
 
@@ -306,7 +299,7 @@ def _rows_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
     def four_outputs(tile: Tile, g: Expr, first: Expr) -> Sequence[_Group]:
         # The last quad may not be full: it repeats the last output, whose copies are not stored.
         outputs = [T.min(first + v, tile.outputs - 1) for v in range(4)]
-        return [_Group(tile.weight_row(v), tile.active_row(v), g) for v in outputs]
+        return [_Group(tile.weight_row(v), tile.place(v), g) for v in outputs]
 
     @inlined
     def add_group(o, tile, g, products, total):
@@ -325,7 +318,7 @@ def _rows_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
     @inlined
     def multiply(o, tile):
         with T.sblock("tile"):
-            access([o.x, o.s, o.w, o.ws, o.correction, o.active], [o.y])
+            access([o.x, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
             products = T.alloc_buffer((4,), "float32")
             total = T.alloc_buffer((-(-tile.outputs // 4) * 4,), "float32")
             for p in T.unroll(-(-tile.outputs // 4)):
@@ -338,7 +331,7 @@ def _rows_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
                         T.evaluate(prefetch(o.w[tile.j + rows_ahead + v, g * HALF]))
                 add_group(o, tile, g, products, total)
             for v in T.unroll(tile.outputs):
-                o.y[o.active[tile.active_row(v)], tile.weight_row(v)] = total[v] * o.s[o.active[tile.active_row(v)]]
+                o.y[tile.active_row(v), tile.weight_row(v)] = total[v] * o.s[tile.active_row(v)]
 
     return multiply
 
@@ -359,79 +352,24 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     group is 128 inputs, and its sum is exact in int32. Inactive rows are not multiplied. As for w8a8, another kernel
     adds the bias.
     """
+    groups, packed = -(-k // GROUP), -(-k // GROUP) * HALF
+    move, multiply = few_rows(Int4Sizes(m, n, k), isa, T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
+
+    @inlined
+    def body(q, s, w, ws, y):
+        o = moved_rows(m, k, q=q, s=s, w=w, ws=ws, y=y)
+        active = active_rows(m)
+        find_active(o, (m, n, k), active, move)
+        multiply(o, active)
+
+    return integer_linear("linear_i4", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
+
+
+def few_rows(sizes: Int4Sizes, isa: InstructionSet, loop: Any) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return two macros for active rows with a place each in `moved_rows`: (o, row, place) moves one; (o, active)."""
     dot = INT4_DOTS[isa.int8]
-    groups = -(-k // GROUP)
-    padded, packed = groups * GROUP, groups * HALF
-    # A single row is multiplied without a search for zeros.
-    scanned = k if m > 1 else 0
-    tiling = Tiling(n, *tile_shape(m, n, k, dot), T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
-    multiply, move_row = tile_macro(Int4Sizes(m, n, k), isa), _move_row(k, dot)
-
-    @script.prim_func(private=True, s_tir=True)
-    def linear_i4(
-        q: T.Buffer((m, k), "int8"),
-        s: T.Buffer((m,), "float32"),
-        w: T.Buffer((n, packed), "uint8"),
-        ws: T.Buffer((n, groups), "float16"),
-        y: T.Buffer((m, n), "float32"),
-    ):
-        with T.sblock("root"):
-            access([q, s, w, ws], [y])
-            # x holds the active rows side by side, padded to whole groups, so that no tile has a remainder along k.
-            x = T.alloc_buffer((m, padded), "int8")
-            correction = T.alloc_buffer((m, groups), "int32")
-            active = T.alloc_buffer((m,), "int32")
-            count = T.alloc_buffer((1,), "int32")
-
-            count[0] = 0
-            # i: rows of q. The next active row of x is number count[0], until append_active counts it.
-            for i in range(m):
-                with T.sblock("row"):
-                    access([q, s, count], [x, correction, active, count, y])
-                    bits = T.alloc_buffer((SCAN_LANES,), "uint32")
-                    or_int8(q, i, scanned, bits)
-                    if scanned > 0 and is_zero(bits):
-                        for j in range(n):
-                            y[i, j] = T.float32(0) * s[i]
-                    else:
-                        move_row(q, i, x, count[0], correction)
-                        append_active(ActiveRows(active, count), i)
-            for_tiles(tiling, multiply, Int4Operands(x, s, w, ws, y, correction, active), count[0])
-
-    return linear_i4
-
-
-@dataclass(frozen=True)
-class Few:
-    """How a few active rows of many are multiplied.
-
-    Args:
-        most: rows. multiply: the macro (q, operands, count); q int8 [m, k].
-    """
-
-    most: int
-    multiply: Any
-
-    @classmethod
-    def of(cls, rows: int, n: int, k: int, isa: InstructionSet) -> Few:
-        """Return it for up to `rows` rows of x int8 [., k], and w of n rows."""
-        dot = INT4_DOTS[isa.int8]
-        tiling = Tiling(n, *tile_shape(rows, n, k, dot), T.parallel if n * k >= PARALLEL_WEIGHTS else T.serial)
-        tile, move_row = tile_macro(Int4Sizes(rows, n, k), isa), _move_row(k, dot)
-
-        @inlined
-        def multiply(q, o, count):
-            # Rows are moved first: x has room for `most` rows only.
-            for i in range(count):
-                move_row(q, o.active[i], o.x, i, o.correction)
-            for_tiles(tiling, tile, o, count)
-
-        return cls(rows, multiply)
-
-    @staticmethod
-    def operands(*buffers: Any) -> Int4Operands:
-        """Return the operands: x [most, 128 G], s, w, ws, y, correction [most, G] and active [m]."""
-        return Int4Operands(*buffers)
+    tiling = Tiling(sizes.n, *tile_shape(sizes.rows, sizes.n, sizes.k, dot), loop)
+    return _move_row(sizes.k, dot), partial(for_tiles, tiling, tile_macro(sizes, isa))
 
 
 def _zero_weights(_offset: int, size: int) -> Expr:
@@ -439,24 +377,24 @@ def _zero_weights(_offset: int, size: int) -> Expr:
 
 
 def _move_row(k: int, dot: Int4Dot) -> Any:
-    """Return the macro (q, i, x, to, correction): row i of q becomes row `to` of x, padded with zeros.
+    """Return the macro (o, i, to): row i of o.q becomes row `to` of o.x, padded with zeros.
 
-    correction[to, g] becomes what unsigned weights add to the sums of group g, or 0.
+    o.correction[to, g] becomes what unsigned weights add to the sums of group g, or 0.
     """
     groups = -(-k // GROUP)
 
     @inlined
-    def move_row(q, i, x, to, correction):
+    def move_row(o, i, to):
         for t in range(k):
-            x[to, t] = q[i, t]
+            o.x[to, t] = o.q[i, t]
         # Zeros up to a whole group add nothing, whatever the weights are.
         for t in range(groups * GROUP - k):
-            x[to, k + t] = T.int8(0)
+            o.x[to, k + t] = T.int8(0)
         for g in range(groups):
             if dot.unsigned:
                 # The sum over zero weights is what the offset of 8 adds to a group: 8 times the sum of its inputs.
-                correction[to, g] = reduce_add(dot.group(_zero_weights, load_from(x, [to], g * GROUP)), dot.lanes)
+                o.correction[to, g] = reduce_add(dot.group(_zero_weights, load_from(o.x, [to], g * GROUP)), dot.lanes)
             else:
-                correction[to, g] = 0
+                o.correction[to, g] = 0
 
     return move_row

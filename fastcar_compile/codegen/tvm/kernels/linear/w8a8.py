@@ -1,32 +1,48 @@
-"""Sums of int8 products for every instruction set, exact in int32.
+"""int8 products for every instruction set, exact in int32: of a few rows, and of a prefill chunk or a large batch.
 
 Lane widths and saturation are those of Intel's Intrinsics Guide and of Arm's Neon Intrinsics Reference.
 """
+
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, Int8
-from fastcar_compile.codegen.tvm.kernels import script
-from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS, SMALL_BATCH
 from fastcar_compile.codegen.tvm.kernels.linear.rows import (
-    SCAN_LANES,
-    ActiveRows,
+    FOUR,
+    LANES,
+    PANEL_ROWS,
+    PARALLEL_WEIGHTS,
+    SMALL_BATCH,
+    SUMS,
+    VECTORS,
+    WEIGHT_ROWS,
+    WIDTH,
     Tile,
     TileMacro,
+    TileMacros,
     Tiling,
-    append_active,
+    active_rows,
+    blocks_of,
+    find_active,
+    for_panel,
     for_tiles,
-    is_zero,
-    or_int8,
+    integer_linear,
+    move_rows,
+    nothing,
+    spread,
+    store_blocks,
 )
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.script import access, buffers, each, inlined, kernel, temporaries
 from fastcar_compile.codegen.tvm.kernels.vectors import (
     Expr,
     Load,
@@ -109,23 +125,6 @@ INT8_DOTS: dict[Int8, Int8Dot] = {
 # int8 GEMV and GEMM with exact int32 accumulation, bit for bit as fastcar_compile.ir.ops.linear defines it.
 
 
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
-
-@dataclass(frozen=True)
-class _Operands:
-    """The arguments of `linear_w8a8`, and the temporaries correction and active, int32 [m]."""
-
-    q: Any
-    s: Any
-    w: Any
-    ws: Any
-    y: Any
-    correction: Any
-    active: Any
-
-
 def tile_shape(m: int, n: int, dot: Int8Dot) -> tuple[int, int]:
     """Return weight rows and activation rows of a tile, so that the fewest tiles cover m."""
     if m == 1 or (m == 2 and dot.streams == 1):
@@ -145,74 +144,22 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     are read from memory once. The bias is added by another kernel: LLVM would contract the last product and the
     addition into one rounding.
     """
+    correct, multiply = _few(m, n, k, isa, T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
+
+    @inlined
+    def body(q, s, w, ws, y):
+        o = temporaries(q=q, s=s, w=w, ws=ws, y=y, correction=(m, "int32"))
+        active = active_rows(m)
+        find_active(o, (m, n, k), active, correct)
+        multiply(o, active)
+
+    return integer_linear("linear_i8", (m, n, k), ((n, k), "int8"), ((n,), "float32"), body)
+
+
+def _few(rows: int, n: int, k: int, isa: InstructionSet, loop: Any) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return two macros for at most so many active rows: what `find_active` calls, and (o, active), their products."""
     dot = INT8_DOTS[isa.int8]
-    # A single row is multiplied without a search for zeros.
-    scanned = k if m > 1 else 0
-    tiling = Tiling(n, *tile_shape(m, n, dot), T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
-    multiply, correct = _multiply(n, k, dot, m), _correct(k, dot)
-
-    @script.prim_func(private=True, s_tir=True)
-    def linear_i8(
-        q: T.Buffer((m, k), "int8"),
-        s: T.Buffer((m,), "float32"),
-        w: T.Buffer((n, k), "int8"),
-        ws: T.Buffer((n,), "float32"),
-        y: T.Buffer((m, n), "float32"),
-    ):
-        with T.sblock("root"):
-            access([q, s, w, ws], [y])
-            correction = T.alloc_buffer((m,), "int32")
-            active = T.alloc_buffer((m,), "int32")
-            count = T.alloc_buffer((1,), "int32")
-
-            count[0] = 0
-            for i in range(m):
-                with T.sblock("row"):
-                    access([q, s, count], [correction, active, count, y])
-                    correct(q, i, correction)
-                    bits = T.alloc_buffer((SCAN_LANES,), "uint32")
-                    or_int8(q, i, scanned, bits)
-                    if scanned > 0 and is_zero(bits):
-                        for j in range(n):
-                            # The rounding steps of the formula: a scale that is no number stays visible.
-                            y[i, j] = T.float32(0) * (s[i] * ws[j])
-                    else:
-                        append_active(ActiveRows(active, count), i)
-            for_tiles(tiling, multiply, _Operands(q, s, w, ws, y, correction, active), count[0])
-
-    return linear_i8
-
-
-@dataclass(frozen=True)
-class Few:
-    """How a few active rows of many are multiplied.
-
-    Args:
-        most: rows. multiply: the macro (operands, count).
-    """
-
-    most: int
-    multiply: Any
-
-    @classmethod
-    def of(cls, n: int, k: int, isa: InstructionSet) -> Few:
-        """Return it for x int8 [., k] and w int8 [n, k]."""
-        dot = INT8_DOTS[isa.int8]
-        tiling = Tiling(n, *tile_shape(SMALL_BATCH, n, dot), T.parallel if n * k >= PARALLEL_WEIGHTS else T.serial)
-        tile, correct = _multiply(n, k, dot, SMALL_BATCH), _correct(k, dot)
-
-        @inlined
-        def multiply(o, count):
-            for i in range(count):
-                correct(o.q, o.active[i], o.correction)
-            for_tiles(tiling, tile, o, count)
-
-        return cls(SMALL_BATCH, multiply)
-
-    @staticmethod
-    def operands(*buffers: Any) -> _Operands:
-        """Return the operands: q, s, w, ws, y and the temporaries correction and active, int32 [m]."""
-        return _Operands(*buffers)
+    return _correct(k, dot), partial(for_tiles, Tiling(n, *tile_shape(rows, n, dot), loop), _multiply(n, k, dot, rows))
 
 
 def _zero_weights(_offset: int, size: int) -> Expr:
@@ -220,21 +167,21 @@ def _zero_weights(_offset: int, size: int) -> Expr:
 
 
 def _correct(k: int, dot: Int8Dot) -> Any:
-    """Return the macro (q, i, correction): what unsigned weights add to the sums of row i, or 0."""
+    """Return the macro (o, i, place): o.correction[i] becomes what unsigned weights add to the sums of row i, or 0."""
 
     @inlined
-    def correct(q, i, correction):
+    def correct(o, i, _place):
         if dot.unsigned:
             acc = T.alloc_buffer((dot.lanes,), "int32")
             acc[vector(0, dot.lanes)] = T.Broadcast(0, dot.lanes)
             # Whole steps only: the remainder of a row is multiplied with signed weights and needs no correction.
             for c in range(k // dot.width):
                 acc[vector(0, dot.lanes)] = dot.step(
-                    acc[vector(0, dot.lanes)], _zero_weights, load_from(q, [i], c * dot.width)
+                    acc[vector(0, dot.lanes)], _zero_weights, load_from(o.q, [i], c * dot.width)
                 )
-            correction[i] = reduce_add(acc[vector(0, dot.lanes)], dot.lanes)
+            o.correction[i] = reduce_add(acc[vector(0, dot.lanes)], dot.lanes)
         else:
-            correction[i] = 0
+            o.correction[i] = 0
 
     return correct
 
@@ -259,7 +206,7 @@ def _multiply(n: int, k: int, dot: Int8Dot, rows: int) -> TileMacro:
                 acc[vector(v, lanes)] = dot.step(
                     acc[vector(v, lanes)],
                     load_from(o.w, [tile.weight_row(v)], c * width),
-                    load_from(o.q, [o.active[tile.active_row(v)]], c * width),
+                    load_from(o.q, [tile.active_row(v)], c * width),
                 )
 
     def four_vectors(acc: Any, tile: Tile, p: Expr) -> list[Expr]:
@@ -270,14 +217,14 @@ def _multiply(n: int, k: int, dot: Int8Dot, rows: int) -> TileMacro:
     def add_tail(o, tile, sums):
         for t in range(tail):
             for v in T.unroll(tile.outputs):
-                sums[v] += T.Cast("int32", o.q[o.active[tile.active_row(v)], steps * width + t]) * T.Cast(
+                sums[v] += T.Cast("int32", o.q[tile.active_row(v), steps * width + t]) * T.Cast(
                     "int32", o.w[tile.weight_row(v), steps * width + t]
                 )
 
     @inlined
     def multiply(o, tile):
         with T.sblock("tile"):
-            access([o.q, o.s, o.w, o.ws, o.correction, o.active], [o.y])
+            access([o.q, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
             acc = T.alloc_buffer((tile.outputs * lanes,), "int32")
             pairs = T.alloc_buffer((2 * lanes,), "int32")
             fours = T.alloc_buffer((lanes,), "int32")
@@ -290,8 +237,134 @@ def _multiply(n: int, k: int, dot: Int8Dot, rows: int) -> TileMacro:
             add_tail(o, tile, sums)
             for v in T.unroll(tile.outputs):
                 # The scales are multiplied first: the order of the definition decides the rounding.
-                o.y[o.active[tile.active_row(v)], tile.weight_row(v)] = T.Cast(
-                    "float32", sums[v] - o.correction[o.active[tile.active_row(v)]]
-                ) * (o.s[o.active[tile.active_row(v)]] * o.ws[tile.weight_row(v)])
+                o.y[tile.active_row(v), tile.weight_row(v)] = T.Cast(
+                    "float32", sums[v] - o.correction[tile.active_row(v)]
+                ) * (o.s[tile.active_row(v)] * o.ws[tile.weight_row(v)])
+
+    return multiply
+
+
+# int8 GEMM of many rows with AVX-512 VNNI, bit for bit as `linear_w8a8`.
+
+
+@kernel
+def gemm_w8a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
+    """Return what `linear_w8a8` returns, for more rows of x than a few, 4 | k and n >= 8.
+
+    x + 128 is the unsigned factor, so that a weight is a signed broadcast; -128 times the sum of a weight row is added.
+    Where only a few rows are active, they are multiplied as `linear_w8a8` does. Parallel over blocks of rows while they
+    are moved, then over panels of weight rows.
+    """
+    loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
+    few_loop = T.parallel if n * k >= PARALLEL_WEIGHTS else T.serial
+    (correct, few), weight_sums = _few(SMALL_BATCH, n, k, isa, few_loop), _weight_sums(k)
+    tiles, blocks = TileMacros.of(m, partial(_multiply_blocks, k)), -(-m // LANES)
+
+    @inlined
+    def body(q, s, w, ws, y):
+        # rows to active are shared by all threads. The buffers of a panel below belong to one iteration.
+        rows = blocks_of(m, k // FOUR)
+        o = temporaries(q=q, s=s, w=w, ws=ws, y=y, rows=rows, correction=(m, "int32"))
+        active = active_rows(m)
+        find_active(o, (m, n, k), active, nothing)
+        # Few active rows: vectors of 16 rows would be at least half empty.
+        if active.count[0] <= SMALL_BATCH:
+            for i in range(active.count[0]):
+                correct(o, active.rows[i], i)
+            few(o, active)
+        else:
+            for block in loop(blocks):
+                if block * LANES < active.count[0]:
+                    move_rows(q, s, active, rows, block, k, True)
+            # panel: 64 weight rows, which meet all blocks of x while they are in the second-level cache.
+            for panel in loop(-(-n // PANEL_ROWS)):
+                # extra: what is added to the panel's sums.
+                p = temporaries(extra=(PANEL_ROWS, "int32"), sums=(VECTORS * SUMS, "float32"))
+                for_panel(panel, n, tiles, weight_sums, (o, p), active)
+
+    return integer_linear("linear_i8_rows", (m, n, k), ((n, k), "int8"), ((n,), "float32"), body)
+
+
+def _weight_sums(k: int) -> Any:
+    """Return the macro (o, p, j, at): -128 times the sums of eight weight rows from j on, to p.extra[at ..]."""
+    steps = k // WIDTH
+
+    @inlined
+    def weight_sums(o, p, j, at):
+        sums = T.alloc_buffer((WEIGHT_ROWS * LANES,), "int32")
+        # Eight weight rows are eight independent sums, which hide the latency of vpdpbusd.
+        for r in T.unroll(WEIGHT_ROWS):
+            sums[vector(r, LANES)] = T.Broadcast(0, LANES)
+        # c: a cache line of each weight row. A vpdpbusd with ones adds four weights per lane.
+        for c in range(steps):
+            for r in T.unroll(WEIGHT_ROWS):
+                sums[vector(r, LANES)] = vpdpbusd(
+                    sums[vector(r, LANES)], T.Broadcast(T.int8(1), WIDTH), o.w[j + r, ramp(c * WIDTH, WIDTH)], WIDTH
+                )
+        for r in T.unroll(WEIGHT_ROWS):
+            p.extra[at + r] = reduce_add(sums[vector(r, LANES)], LANES)
+            for t in range(k % WIDTH):
+                p.extra[at + r] += T.Cast("int32", o.w[j + r, steps * WIDTH + t])
+            # x + 128 adds 128 times the weight row's sum. This is the zero-point correction.
+            p.extra[at + r] = p.extra[at + r] * -128
+
+    return weight_sums
+
+
+def _multiply_blocks(k: int, vectors: int) -> Any:
+    """Return the macro (o, p, place): the tile of eight weight rows by `vectors` blocks of x."""
+
+    @inlined
+    def begin(p, place, acc, _v):
+        # The sums begin with the zero-point correction instead of 0.
+        for r in T.unroll(WEIGHT_ROWS):
+            acc[vector(r, LANES)] = T.Broadcast(p.extra[place.at + r], LANES)
+
+    @inlined
+    def add(o, place, c, r, acc, v):
+        # x + 128 is the unsigned factor, and four inputs of a weight row are broadcast as the signed one.
+        acc[vector(r, LANES)] = vpdpbusd(
+            acc[vector(r, LANES)],
+            o.rows.xt[place.block + v, c, ramp(0, WIDTH)],
+            spread(o.w, place.j + r, c * FOUR),
+            WIDTH,
+        )
+
+    @inlined
+    def add_all(o, place, sums, c):
+        # r: unrolled. A broadcast of weights serves up to three blocks of 16 rows.
+        for r in T.unroll(WEIGHT_ROWS):
+            each(add, sums, o, place, c, r)
+
+    @inlined
+    def prefetch_next(o, place, line):
+        # The first tile of x prefetches the next panel's weights.
+        if place.block == 0:
+            for r in T.unroll(WEIGHT_ROWS):
+                T.evaluate(prefetch(o.w[place.j + PANEL_ROWS + r, line * WIDTH]))
+
+    @inlined
+    def finish(o, p, place, acc, v):
+        # The scales are multiplied first, as in `linear_w8a8`: the order decides the rounding.
+        for r in T.unroll(WEIGHT_ROWS):
+            p.sums[vector(v * WEIGHT_ROWS + r, LANES)] = T.Cast("float32x16", acc[vector(r, LANES)]) * (
+                o.rows.scales[vector(place.block + v, LANES)] * T.Broadcast(o.ws[place.j + r], LANES)
+            )
+
+    @inlined
+    def multiply(o, p, place):
+        # One buffer for each block of x. All sums are in registers.
+        sums = buffers(vectors, SUMS, "int32")
+        each(begin, sums, p, place)
+        # line: cache lines of a weight row. c: four inputs. Weight rows are unrolled.
+        for line in range(k // WIDTH):
+            prefetch_next(o, place, line)
+            for c in range(LANES):
+                add_all(o, place, sums, line * LANES + c)
+        # The remainder of a cache line. 4 divides k, so fours remain.
+        for c in range(k % WIDTH // FOUR):
+            add_all(o, place, sums, k // WIDTH * LANES + c)
+        each(finish, sums, o, p, place)
+        store_blocks(o.y, o.rows, p.sums, vectors, place)
 
     return multiply

@@ -1,4 +1,7 @@
-"""GEMM of a batch or a prefill chunk with float32 or bfloat16 weights."""
+"""Linears with float32 or bfloat16 weights: dot products along the reduction for a few rows, tiles for many."""
+
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
 
@@ -10,20 +13,115 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
-from fastcar_compile.codegen.tvm.kernels.linear.float_gemv import PARALLEL_WEIGHTS, SMALL_BATCH, WeightType
-from fastcar_compile.codegen.tvm.kernels.linear.float_tiles import (
-    FLOATS,
-    Operands,
-    Place,
-    TileShape,
-    multiply_tile,
-    pack_step,
+from fastcar_compile.codegen.tvm.kernels.linear.float_tiles import FLOATS, Place, TileShape, multiply_tile, pack_step
+from fastcar_compile.codegen.tvm.kernels.linear.rows import (
+    PARALLEL_WEIGHTS,
+    SCAN_LANES,
+    SMALL_BATCH,
+    TileMacro,
+    Tiling,
+    WeightType,
+    active_rows,
+    append_active,
+    find_active,
+    for_tiles,
+    in_turn,
+    is_zero,
+    nothing,
+    or_float32,
+    widen_weight,
 )
-from fastcar_compile.codegen.tvm.kernels.linear.rows import SCAN_LANES, ActiveRows, append_active, is_zero, or_float32
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
-from fastcar_compile.codegen.tvm.kernels.vectors import Expr, ramp, vector
+from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel, temporaries
+from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, add_lanes, prefetch, prefetch_distance, ramp, vector
 
-# Sixteen rows of float32, transposed in registers.
+ROWS = 4
+"""Weight rows read in parallel: independent sums that hide the multiply-add latency, and four memory streams."""
+
+
+def _weight_rows(m: int, n: int) -> int:
+    # Sums are weight rows times rows of x. The more rows of x there are, the fewer streams fit the registers.
+    return min(n, ROWS if m <= 2 else 2 if m < SMALL_BATCH else 1)
+
+
+@kernel
+def float_gemv(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
+    """Return y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w float32 or bfloat16, m at most 8.
+
+    While a weight is in a register it meets all rows of x, so weights are streamed once. Where some rows are inactive,
+    the others meet the weight one by one while it is in the first-level cache. The order of a row's sum does not depend
+    on the other rows. Parallel over weight rows from PARALLEL_WEIGHTS products on.
+    """
+    tiling = Tiling(n, _weight_rows(m, n), m, T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
+    multiply = _multiply(m, n, k, dtype, isa)
+
+    @script.prim_func(private=True, s_tir=True)
+    def linear_float(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
+        with T.sblock("root"):
+            access([x, w], [y])
+            o = temporaries(q=x, w=w, y=y)
+            active = active_rows(m)
+            find_active(o, (m, n, k), active, nothing)
+            for_tiles(tiling, multiply, o, active)
+
+    return linear_float
+
+
+def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) -> TileMacro:
+    # A single row of x leaves room for two registers of partial sums per output.
+    lanes = 2 * isa.float_lanes if m == 1 else max(isa.float_lanes, 8)
+    steps, tail = divmod(k, lanes)
+    size = 4 if dtype == "float32" else 2
+    (rows_ahead, bytes_ahead), lines = prefetch_distance(_weight_rows(m, n), k * size), -(-lanes * size // LINE)
+
+    @inlined
+    def prefetch_weights(o, tile, c):
+        # r: weight rows. u: cache lines of a step. One of the two distances is 0: that in bytes for several streams,
+        # that in rows for a single one.
+        for r in T.unroll(tile.rows):
+            for u in T.unroll(lines):
+                T.evaluate(prefetch(o.w[tile.j + rows_ahead + r, c * lanes + u * (LINE // size) + bytes_ahead // size]))
+
+    @inlined
+    def add_products(o, tile, acc):
+        # c: steps of `lanes` along k. r, i: unrolled, weight rows and rows of x. v: one vector multiply-add; acc is in
+        # registers.
+        for c in range(steps):
+            prefetch_weights(o, tile, c)
+            for r in T.unroll(tile.rows):
+                for i in T.unroll(tile.columns):
+                    for v in T.vectorized(lanes):
+                        acc[(r * tile.columns + i) * lanes + v] += o.q[
+                            tile.active_row(i), c * lanes + v
+                        ] * widen_weight(o.w[tile.j + r, c * lanes + v], dtype)
+
+    @inlined
+    def store(o, tile, acc, r, i):
+        # The lanes first, then the remainder in order: a row's sum does not depend on the other rows.
+        add_lanes(acc, (r * tile.columns + i) * lanes, lanes)
+        for t in range(tail):
+            acc[(r * tile.columns + i) * lanes] += o.q[tile.active_row(i), steps * lanes + t] * widen_weight(
+                o.w[tile.j + r, steps * lanes + t], dtype
+            )
+        o.y[tile.active_row(i), tile.j + r] = acc[(r * tile.columns + i) * lanes]
+
+    @inlined
+    def multiply(o, tile):
+        with T.sblock("tile"):
+            access([o.q, o.w, tile.active.rows], [o.y])
+            # At most 14 vectors of sums: below 1024 bytes, so they are on the stack and LLVM keeps them in registers.
+            acc = T.alloc_buffer((tile.outputs * lanes,), "float32")
+            for r in T.unroll(tile.outputs):
+                for v in T.vectorized(lanes):
+                    acc[r * lanes + v] = T.float32(0)
+            add_products(o, tile, acc)
+            for r in T.unroll(tile.rows):
+                for i in T.unroll(tile.columns):
+                    store(o, tile, acc, r, i)
+
+    return multiply
+
+
+# GEMM of a batch or a prefill chunk. First its rows of x: sixteen rows of float32 are transposed in registers.
 
 
 LANES = 16
@@ -32,9 +130,7 @@ HALF = LANES // 2
 
 def _zip(low: Any, high: Any, number: Expr, half: int) -> Expr:
     """Return the lanes of one half of two vectors in turn: of vector `number` of both buffers."""
-    lanes = range(half * HALF, half * HALF + HALF)
-    order = [which * LANES + lane for lane in lanes for which in (0, 1)]
-    return T.Shuffle([low[vector(number, LANES)], high[vector(number, LANES)]], order)
+    return in_turn(low[vector(number, LANES)], high[vector(number, LANES)], 1, half)
 
 
 @inlined
@@ -73,10 +169,6 @@ def transpose_rows(x, xt, active, o, step):
         xt[o, step * LANES + HALF + i, ramp(0, LANES)] = b[vector(i, LANES)]
 
 
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
-
 @kernel
 def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Return y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w float32 or bfloat16.
@@ -98,28 +190,33 @@ def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
             access([x, w], [y])
             # A vector of xt has `run` inputs of each of its rows. Zeros pad the inputs to whole steps.
             xt = T.alloc_buffer((groups, shape.steps(k) * shape.width // shape.run, shape.lanes), "float32")
-            active = T.alloc_buffer((m,), "int32")
-            count = T.alloc_buffer((1,), "int32")
+            active = active_rows(m)
             zero = T.alloc_buffer((m,), "int32")
             # The search is parallel and the list is serial, so that the order of the active rows is fixed.
             for i in scan(m):
                 bits = T.alloc_buffer((SCAN_LANES,), "uint32")
                 or_float32(x, i, k, bits)
                 zero[i] = T.Cast("int32", is_zero(bits))
-            count[0] = 0
+            active.count[0] = 0
             for i in range(m):
                 if zero[i] != 0:
                     for j in range(n):
                         y[i, j] = T.float32(0)
                 else:
-                    append_active(ActiveRows(active, count), i)
+                    append_active(active, i)
             for step in scan(shape.steps(k)):
-                move(x, xt, ActiveRows(active, count), step)
+                move(x, xt, active, step)
             # panel: weight rows. packed and sums belong to one iteration, so iterations share no temporary.
             for panel in loop(-(-n // rows)):
-                packed = T.alloc_buffer((shape.packed_rows, shape.width), "float32")
-                sums = T.alloc_buffer((groups, shape.panel, shape.rows * shape.lanes), "float32")
-                multiply_panel(Operands(xt, w, packed, sums, y, ActiveRows(active, count)), panel)
+                o = temporaries(
+                    xt=xt,
+                    w=w,
+                    y=y,
+                    active=active,
+                    packed=(shape.packed_rows, shape.width, "float32"),
+                    sums=(groups, shape.panel, shape.rows * shape.lanes, "float32"),
+                )
+                multiply_panel(o, panel)
 
     return linear_tiles
 
