@@ -49,6 +49,13 @@ def run_onnx(op: Callable[..., Tensor], tensors: tuple[Tensor, ...], options: tu
     return torch.from_numpy(np.asarray(session.run(None, feeds)[0]))
 
 
+def same(path: Path, op: Any, tensors: tuple[Tensor, ...], *options: Any) -> Tensor:
+    """Return what onnxruntime gives: the bits of the eager operator."""
+    actual = run_onnx(op.default, tensors, options, path)
+    assert torch.equal(actual, op(*tensors, *options))
+    return actual
+
+
 def at(position: int) -> Tensor:
     return torch.tensor([position])
 
@@ -62,9 +69,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("position", [0, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_cache_write(path: Path, position: int, dtype: torch.dtype) -> None:
-    tensors = (stored(torch.randn(2, 2, 9, 4), dtype), torch.randn(2, 2, 1, 4), at(position))
-    actual = run_onnx(fastcar.cache_write.default, tensors, (), path)
-    assert torch.equal(actual, fastcar.cache_write(*tensors))
+    same(path, fastcar.cache_write, (stored(torch.randn(2, 2, 9, 4), dtype), torch.randn(2, 2, 1, 4), at(position)))
 
 
 @pytest.mark.parametrize("position", [0, 5, 8])
@@ -93,26 +98,20 @@ def test_attention_to_a_context(path: Path, steps: int) -> None:
 
 @pytest.mark.parametrize(("position", "heads"), [(2, 6), (7, 2), (8, 4)])
 def test_tas(path: Path, position: int, heads: int) -> None:
-    tensors = (torch.randn(2, heads, 1, 8), torch.randn(2, 2, 9, 8), at(position))
-    actual = run_onnx(fastcar.tas.default, tensors, (5, 0.3), path)
-    assert torch.equal(actual, fastcar.tas(*tensors, 5, 0.3))
+    same(path, fastcar.tas, (torch.randn(2, heads, 1, 8), torch.randn(2, 2, 9, 8), at(position)), 5, 0.3)
 
 
 def test_int8_rows(path: Path) -> None:
     """Every exponent, zeros, infinities and NaN: written as PyTorch writes them, and scored alike."""
     rows = many_rows(512, 40)[:, None, None]
     cache = stored(torch.zeros_like(rows), torch.int8)
-    written = run_onnx(fastcar.cache_write.default, (cache, rows, at(0)), (), path)
-    assert torch.equal(written, stored(rows, torch.int8))
-    tensors = (torch.randn(512, 2, 1, 40), written, at(0))
-    assert torch.equal(run_onnx(fastcar.tas.default, tensors, (5, 0.3), path), fastcar.tas(*tensors, 5, 0.3))
+    written = same(path, fastcar.cache_write, (cache, rows, at(0)))
+    same(path, fastcar.tas, (torch.randn(512, 2, 1, 40), written, at(0)), 5, 0.3)
 
 
 def test_tas_of_values_that_are_not_finite(path: Path) -> None:
     query = torch.tensor([1e-40, 3e38, float("inf"), float("nan")]).reshape(4, 1, 1, 1)
-    tensors = (query, torch.full((4, 1, 9, 1), 3e4), at(8))
-    actual = run_onnx(fastcar.tas.default, tensors, (5, 0.5), path)
-    assert torch.equal(actual, fastcar.tas(*tensors, 5, 0.5))
+    actual = same(path, fastcar.tas, (query, torch.full((4, 1, 9, 1), 3e4), at(8)), 5, 0.5)
     assert actual.tolist() == [0.0, 2.0**21, -(2.0**21), -(2.0**21)]
 
 
@@ -121,9 +120,7 @@ def test_tas_of_values_that_are_not_finite(path: Path) -> None:
 def test_gate(path: Path, step: int, max_chain: int, couple: bool) -> None:
     scores = torch.tensor([0.5, 0.7, 0.5, -1.0])
     chain = torch.randint(0, 4, (4, 4), dtype=torch.int32)
-    tensors = (scores, torch.tensor([0.5]), at(step), chain)
-    actual = run_onnx(fastcar.gate.default, tensors, (4, max_chain, couple), path)
-    assert torch.equal(actual, fastcar.gate(*tensors, 4, max_chain, couple))
+    same(path, fastcar.gate, (scores, torch.tensor([0.5]), at(step), chain), 4, max_chain, couple)
 
 
 @pytest.mark.parametrize("step", [0, 6, 13])
@@ -131,11 +128,8 @@ def test_gate(path: Path, step: int, max_chain: int, couple: bool) -> None:
 def test_slots(path: Path, step: int, dtype: torch.dtype) -> None:
     shape = (5, 2, 3) if dtype == torch.float32 else (5, 2)
     cache = torch.arange(int(np.prod(shape)), dtype=dtype).reshape(shape)
-    read = run_onnx(fastcar.slot_read.default, (cache, at(step)), (), path)
-    assert torch.equal(read, fastcar.slot_read(cache, at(step)))
-    value = -cache[1]
-    written = run_onnx(fastcar.slot_write.default, (cache, value, at(step)), (), path)
-    assert torch.equal(written, fastcar.slot_write(cache, value, at(step)))
+    same(path, fastcar.slot_read, (cache, at(step)))
+    same(path, fastcar.slot_write, (cache, -cache[1], at(step)))
 
 
 @pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 352, 128), (3, 70, 33)])
@@ -147,9 +141,8 @@ def test_linear_w8a8_accumulates_exactly(path: Path, rows: int, inner: int, oute
     weight[1::2] = torch.randint(-127, 128, weight[1::2].shape, dtype=torch.int8)
     scale, bias = torch.rand(outer), torch.randn(outer)
     unsigned = (weight.to(torch.int16) + ZERO_POINT).to(torch.uint8)
-    for last, options in ((None, ()), (bias, ())):
-        tensors = (x, unsigned, scale) if last is None else (x, unsigned, scale, last)
-        actual = run_onnx(fastcar.linear_w8a8.default, tensors, options if last is not None else (None,), path)
+    for last, tensors, options in ((None, (), (None,)), (bias, (bias,), ())):
+        actual = run_onnx(fastcar.linear_w8a8.default, (x, unsigned, scale, *tensors), options, path)
         torch.testing.assert_close(actual, quant.linear_w8a8(x, weight, scale, last), rtol=1e-6, atol=1e-6)
 
 
@@ -160,19 +153,14 @@ def test_linear_w4a8_accumulates_exactly(path: Path, rows: tuple[int, ...], inne
     weight = torch.randint(-8, 8, (outer, quant.GROUP * scale.shape[1]), dtype=torch.int8)
     weight[::2] = torch.where(torch.rand(weight[::2].shape) < 0.5, 7, -8)
     packed, bias = quant.pack_int4(weight), torch.randn(outer)
-    for last in (None, bias):
-        tensors, options = (x, packed, scale), (None,)
-        if last is not None:
-            tensors, options = (*tensors, last), ()
-        actual = run_onnx(fastcar.linear_w4a8.default, tensors, options, path)
-        assert torch.equal(actual, fastcar.linear_w4a8(x, packed, scale, last))
+    same(path, fastcar.linear_w4a8, (x, packed, scale), None)
+    same(path, fastcar.linear_w4a8, (x, packed, scale, bias))
 
 
 @pytest.mark.parametrize("activation", sorted(FACTORS))
 def test_activation_factor_is_exact(path: Path, activation: str) -> None:
     x = torch.cat([torch.linspace(-20, 20, 4001), torch.tensor([-16.0, 16.0, 0.0, -0.0])])
-    actual = run_onnx(fastcar.activation_factor.default, (x,), (activation,), path)
-    assert torch.equal(actual, fastcar.activation_factor(x, activation))
+    same(path, fastcar.activation_factor, (x,), activation)
 
 
 def test_every_definition_takes_its_operators_arguments() -> None:

@@ -6,7 +6,6 @@ B batch rows, S cache capacity.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from onnx import TensorProto
@@ -30,27 +29,14 @@ from fastcar_compile.ir.ops.operator import BLOCK, FLOAT16_MAX, INT8_MAX, LEAST_
 # KV types in ONNX: how a cache stores float32 rows, and how it reads them back, as ops/cached.py defines it.
 
 
-@dataclass(frozen=True)
-class OnnxKvType:
-    """One KV type.
-
-    Attributes:
-        store: float32 rows -> rows of the cache.
-        load: rows of the cache, a head's dimension -> float32 rows.
-    """
-
-    store: Callable[[Value], Value]
-    load: Callable[[Value, int], Value]
-
-
 def stored(value: Value, cache: Value) -> Value:
     """Return what the cache keeps of float32 rows."""
-    return KV_TYPES[dtype_name(cache)].store(value)
+    return KV_TYPES[dtype_name(cache)][0](value)
 
 
 def loaded(rows: Value, cache: Value, dim: int) -> Value:
     """Return rows of the cache as float32 [..., dim], `dim` a head's dimension."""
-    return KV_TYPES[dtype_name(cache)].load(rows, dim)
+    return KV_TYPES[dtype_name(cache)][1](rows, dim)
 
 
 def _store_float16(value: Value) -> Value:
@@ -104,19 +90,24 @@ def _load_int8(rows: Value, dim: int) -> Value:
     return op.Mul(mantissas, op.Gather(scales, constant(np.arange(dim) // BLOCK, np.int64), axis=-1))
 
 
-KV_TYPES: dict[str, OnnxKvType] = {
-    "float32": OnnxKvType(store=lambda value: value, load=lambda rows, _dim: rows),
-    "float16": OnnxKvType(_store_float16, _load_float16),
-    "int8": OnnxKvType(_store_int8, _load_int8),
+KV_TYPES: dict[str, tuple[Callable[[Value], Value], Callable[[Value, int], Value]]] = {
+    "float32": (lambda value: value, lambda rows, _dim: rows),
+    "float16": (_store_float16, _load_float16),
+    "int8": (_store_int8, _load_int8),
 }
-"""By the name of the type in formats.KV_TYPES, which is the dtype of the cache."""
+"""Name of the type in formats.KV_TYPES, which is the dtype of the cache -> two functions: from float32 rows to rows of
+the cache, and from these and a head's dimension to float32 rows."""
 
 
 def cache_write(cache: Value, value: Value, position: Value) -> Value:
     """Return the cache with one row written at `position`. The decode step never writes past the end."""
+    return _written(cache, value, position)
+
+
+def _written(cache: Value, value: Value, row: Value) -> Value:
     batch, heads, _, size = shape(cache)
     # `ScatterElements` takes an index for every element: all elements of the row have the row's number.
-    index = op.Expand(op.Reshape(position, ints(1, 1, 1, 1)), ints(batch, heads, 1, size))
+    index = op.Expand(op.Reshape(row, ints(1, 1, 1, 1)), ints(batch, heads, 1, size))
     return op.ScatterElements(cache, index, stored(value, cache), axis=2)
 
 
@@ -197,20 +188,13 @@ def tas_heads(
     weights: Sequence[float],
 ) -> Value:
     """Return a weighted sum over query heads. A head that is not chosen has weight 0."""
-    total = shape(query)[1]
-    factors = np.zeros((total, 1, 1), np.float32)
-    factors[list(heads), 0, 0] = weights
-    weighted = op.Mul(query, constant(factors))
-    key = earlier_key(query, key_cache, position, stride)[0]
-    grouped = op.Reshape(weighted, ints(*_grouped_shape(query, key_cache)))
-    products = op.Mul(cast(grouped, TensorProto.DOUBLE), cast(key, TensorProto.DOUBLE))
+    factors = np.zeros(shape(query)[1], np.float32)
+    factors[list(heads)] = weights
+    key, grouped = earlier_key(query, key_cache, position, stride)
+    # The product with a weight is float32, as the eager definition rounds it.
+    weighted = op.Mul(grouped, constant(factors.reshape(shape(key_cache)[1], -1, 1)))
+    products = op.Mul(cast(weighted, TensorProto.DOUBLE), cast(key, TensorProto.DOUBLE))
     return op.Mul(fixed_sum(products, 1, 2, 3), floats(score_factor(scale, 1)))
-
-
-def _grouped_shape(query: Value, key_cache: Value) -> tuple[int, int, int, int]:
-    batch, heads, _, dim = shape(query)
-    kv_heads = shape(key_cache)[1]
-    return batch, kv_heads, heads // kv_heads, dim
 
 
 def input_delta(x: Value, cached: Value) -> Value:
@@ -320,10 +304,7 @@ def limit(positions: Value, most: int) -> Value:
 
 def ring_write(cache: Value, value: Value, position: Value, sinks: int) -> Value:
     """Return the cache with one row written, that of `position`."""
-    batch, heads, rows, size = shape(cache)
-    row = _row_of(position, sinks, rows - sinks)
-    index = op.Expand(op.Reshape(row, ints(1, 1, 1, 1)), ints(batch, heads, 1, size))
-    return op.ScatterElements(cache, index, stored(value, cache), axis=2)
+    return _written(cache, value, _row_of(position, sinks, shape(cache)[2] - sinks))
 
 
 def window_attention(

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor, fx
 
 from fastcar_compile.artifact.layout import ONNX_CONTEXT_EXTERNAL, ONNX_CONTEXT_INLINE, ONNX_EXTERNAL, ONNX_INLINE
@@ -33,17 +34,6 @@ from fastcar_compile.ir.tensor_files import Placement
 from fastcar_compile.support.packages import needs
 
 IR_VERSION = 10
-_TYPES = {
-    torch.float32: TensorProto.FLOAT,
-    torch.float16: TensorProto.FLOAT16,
-    torch.bfloat16: TensorProto.BFLOAT16,
-    torch.float64: TensorProto.DOUBLE,
-    torch.int64: TensorProto.INT64,
-    torch.int32: TensorProto.INT32,
-    torch.int8: TensorProto.INT8,
-    torch.uint8: TensorProto.UINT8,
-    torch.bool: TensorProto.BOOL,
-}
 
 
 def export_onnx(
@@ -157,7 +147,7 @@ class _Builder:
         # The weight file is shared with the other backends, so its int8 bytes stay as they are.
         signed = spec.dtype == torch.int8
         stored = f"{name}.stored" if signed else name
-        kind = TensorProto.UINT8 if signed else _TYPES[spec.dtype]
+        kind = TensorProto.UINT8 if signed else from_torch_dtype(spec.dtype)
         self.initializers.append(_external(stored, kind, tuple(spec.shape), self.places[name]))
         if signed:
             # As above; onnxruntime folds this when it loads the model.
@@ -174,7 +164,7 @@ class _Builder:
 def _inline(name: str, value: Tensor) -> TensorProto:
     # By way of bytes: numpy has no bfloat16.
     raw = value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
-    return helper.make_tensor(name, _TYPES[value.dtype], tuple(value.shape), raw, raw=True)
+    return helper.make_tensor(name, from_torch_dtype(value.dtype), tuple(value.shape), raw, raw=True)
 
 
 def _external(name: str, kind: int, shape: tuple[int, ...], place: Placement) -> TensorProto:
@@ -186,7 +176,9 @@ def _external(name: str, kind: int, shape: tuple[int, ...], place: Placement) ->
 
 def _info(name: str, node: fx.Node, notes: Mapping[str, str]) -> onnx.ValueInfoProto:
     val = node.meta["val"]
-    return helper.make_tensor_value_info(name, _TYPES[val.dtype], [int(d) for d in val.shape], notes.get(name, ""))
+    return helper.make_tensor_value_info(
+        name, from_torch_dtype(val.dtype), [int(d) for d in val.shape], notes.get(name, "")
+    )
 
 
 def _export_error(module: fx.GraphModule, error: BaseException) -> CompileError:

@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 
 import onnx
 from onnx import helper
@@ -90,12 +91,8 @@ def function_names(parts: Iterable[Segment]) -> dict[str, str]:
 def module_path(part: Segment) -> str:
     """Return the module that all operators of a segment with a module are inside of; "" where there is none."""
     paths = [path.split(".") for n in part.part.nodes if (path := module_path_of(n))]
-    common: list[str] = []
-    for names in zip(*paths, strict=False):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return ".".join(common)
+    common = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+    return ".".join(names[0] for names in common)
 
 
 def input_names(part: Segment) -> list[str]:

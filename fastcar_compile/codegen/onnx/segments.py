@@ -10,6 +10,7 @@ from typing import cast
 
 import onnx
 import torch
+from google.protobuf.message import Message
 from onnx import helper
 from torch import fx
 from torch._ops import OpOverload
@@ -198,17 +199,12 @@ def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
                 yield from _graphs(attribute.g)
 
 
-def strip(proto: onnx.ModelProto) -> None:
+def strip(proto: Message) -> None:
     """Drop what the exporter notes about this machine: source paths, and names of its own objects."""
-    del proto.metadata_props[:]
-    for graph in _graphs(proto.graph):
-        del graph.metadata_props[:]
-        graph.doc_string = ""
-        for item in (*graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
-            item.doc_string = ""
-            del item.metadata_props[:]
-    for function in proto.functions:
-        function.doc_string = ""
-        for node in function.node:
-            node.doc_string = ""
-            del node.metadata_props[:]
+    for name in ("doc_string", "metadata_props"):
+        if name in proto.DESCRIPTOR.fields_by_name:
+            proto.ClearField(name)
+    for field, value in proto.ListFields():
+        if field.message_type is not None:
+            for inner in [value] if isinstance(value, Message) else value:
+                strip(inner)

@@ -29,9 +29,6 @@ from torch.onnx._internal.exporter import _registration as exporter
 from torch.onnx._internal.exporter._torchlib import _torchlib_registry
 
 from fastcar_compile.codegen.onnx import attention, linear
-from fastcar_compile.codegen.onnx import attention as scores
-from fastcar_compile.codegen.onnx import attention as window
-from fastcar_compile.codegen.onnx import linear as replay
 from fastcar_compile.codegen.onnx.linear import Value
 
 aten = torch.ops.aten
@@ -48,19 +45,19 @@ _DEFINITIONS: tuple[Definition, ...] = (
     attention.attention,
     attention.context_attention,
     attention.tas,
-    window.ring_row,
-    window.limit,
-    window.ring_write,
-    window.window_attention,
-    replay.gate,
-    replay.slot_read,
-    replay.slot_write,
-    scores.tas_heads,
-    scores.input_delta,
-    scores.output_bound,
-    scores.learned_score,
-    scores.constant_score,
-    scores.random_score,
+    attention.ring_row,
+    attention.limit,
+    attention.ring_write,
+    attention.window_attention,
+    attention.tas_heads,
+    attention.input_delta,
+    attention.output_bound,
+    attention.learned_score,
+    attention.constant_score,
+    attention.random_score,
+    linear.gate,
+    linear.slot_read,
+    linear.slot_write,
     *linear.LINEARS.values(),
     linear.activation_factor,
 )
@@ -74,8 +71,7 @@ def translation_table() -> dict[OpOverload, Definition]:
 # onnxscript's optimiser with rewrite rules that look at the kind of a node first.
 #
 # Its own rules compare whole patterns at every node, nearly all of which are for other operators. That took a third
-# of
-# the time of an export. The passes and what they make are the same.
+# of the time of an export. The passes and what they make are the same.
 
 
 def optimize(model: ir.Model) -> None:
