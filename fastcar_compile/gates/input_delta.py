@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fastcar_compile.gates.base import Call, Comparison, Gate, GateValues, T, operator
 
 
-@dataclass(frozen=True)
 class InputDeltaGate(Gate):
     """Relative change ||x - x_cached|| / ||x|| of the MLP's input.
 
@@ -34,7 +31,6 @@ BOUND_WEIGHT = 0.1
 """Weight of the attention term beside the input's change; docs/explanation/gates.md says how it was chosen."""
 
 
-@dataclass(frozen=True)
 class BoundGate(Gate):
     """Input change and attention together, after theorem 4.6 of the paper, which bounds the change of the output.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastcar_compile.errors import CompileError
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
 class LearnedGate(Gate):
     """The cost of a replay, predicted by a network with one hidden layer. `fastcar train-gate` trains it.
 

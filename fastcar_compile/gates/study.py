@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fastcar_compile.gates.base import Call, Comparison, Gate, GateValues, T, operator
 
 
-@dataclass(frozen=True)
 class _Constant(Gate):
     comparison = Comparison.AT_MOST
     default_threshold = 0.0
@@ -18,7 +15,6 @@ class _Constant(Gate):
         return call(operator("constant_score"), values.step, values.rows, value)
 
 
-@dataclass(frozen=True)
 class AlwaysGate(_Constant):
     """Score 0: replays wherever the first frame and the chain limits allow, at any threshold from 0 on."""
 
@@ -33,7 +29,6 @@ class AlwaysGate(_Constant):
         return "0 (study: replays wherever it may)"
 
 
-@dataclass(frozen=True)
 class NeverGate(_Constant):
     """Score infinity: computes at every finite threshold."""
 
@@ -48,7 +43,6 @@ class NeverGate(_Constant):
         return "infinity (study: computes at every finite threshold)"
 
 
-@dataclass(frozen=True)
 class RandomGate(Gate):
     """A hash of (forward, layer, row), uniform in (0, 1]: the threshold is the share that replays.
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fastcar_compile.gates.base import Call, Comparison, Gate, GateValues, T, operator
 
 
-@dataclass(frozen=True)
 class TasGate(Gate):
     """Attention logit with the same place one frame earlier, mean over query heads (FastCar, section 4.2)."""
 

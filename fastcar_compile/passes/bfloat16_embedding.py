@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import fx
 
@@ -19,7 +16,6 @@ from fastcar_compile.passes.bfloat16_weights import SUFFIX, to_bfloat16
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
 class Bfloat16Embedding(Pass):
     """Store the embedding table as bfloat16, in both graphs.
 
@@ -28,8 +24,8 @@ class Bfloat16Embedding(Pass):
     3. Makes `embedding(table as bfloat16, ids)` as float32. No result changes.
     """
 
-    name: ClassVar[str] = "bfloat16-embedding"
-    reason: ClassVar[str] = "The embedding table holds bfloat16 values and is stored as such: half the bytes."
+    name = "bfloat16-embedding"
+    reason = "The embedding table holds bfloat16 values and is stored as such: half the bytes."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Raise CompileError where the table has no values to look at. Tables are judged once for both graphs."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -22,7 +19,6 @@ def to_bfloat16(weight: Tensor) -> tuple[Tensor]:
     return (weight.to(torch.bfloat16),)
 
 
-@dataclass(frozen=True)
 class Bfloat16Weights(Pass):
     """Store the weights of linears as bfloat16, in all graphs.
 
@@ -31,8 +27,8 @@ class Bfloat16Weights(Pass):
     A weight that the graph computes or transposes stays as it is.
     """
 
-    name: ClassVar[str] = "bfloat16-weights"
-    reason: ClassVar[str] = "Weights of linears are stored in bfloat16: half the bytes of float32."
+    name = "bfloat16-weights"
+    reason = "Weights of linears are stored in bfloat16: half the bytes of float32."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a linear to rewrite."""

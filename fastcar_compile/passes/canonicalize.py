@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -64,7 +63,6 @@ _ASSERTS = (aten._assert_tensor_metadata, aten._assert_async, aten._assert_scala
 _IDENTITIES = (aten.alias, aten.detach, aten.lift_fresh_copy, aten.detach_)
 
 
-@dataclass(frozen=True)
 class Canonicalize(Pass):
     """Remove operators that change nothing, in all graphs.
 
@@ -78,10 +76,8 @@ class Canonicalize(Pass):
     It runs after normalize-state: before that, an alias may be a second name of a mutated buffer.
     """
 
-    name: ClassVar[str] = "canonicalize"
-    reason: ClassVar[str] = (
-        "What means nothing in inference is removed: asserts, casts to the same type, aliases, dropout."
-    )
+    name = "canonicalize"
+    reason = "What means nothing in inference is removed: asserts, casts to the same type, aliases, dropout."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether anything was removed."""

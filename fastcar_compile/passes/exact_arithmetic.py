@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -184,7 +184,6 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=TOLERANCE)
 
 
-@dataclass(frozen=True)
 class ExactArithmetic(Pass):
     """Replace what backends round in their own order, in both graphs and in the branches of replay.
 
@@ -194,8 +193,8 @@ class ExactArithmetic(Pass):
     4. What is left must be exact: integers, moves, single products and sums.
     """
 
-    name: ClassVar[str] = "exact-arithmetic"
-    reason: ClassVar[str] = "The operation is defined bit for bit, so that every backend computes the same."
+    name = "exact-arithmetic"
+    reason = "The operation is defined bit for bit, so that every backend computes the same."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Raise CompileError with every operation that has no exact form, and why."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
@@ -15,7 +13,6 @@ from fastcar_compile.ir.query import shape_of
 from fastcar_compile.passes.patterns.decoder_layer import mark_layers, match_layers
 
 
-@dataclass(frozen=True)
 class FindSites(Pass):
     """Write layer and role of every node (`ir/layers.py`), in both graphs.
 
@@ -29,8 +26,8 @@ class FindSites(Pass):
     Names of classes and modules do not count. The configuration learns the number of layers and the hidden size.
     """
 
-    name: ClassVar[str] = "find-sites"
-    reason: ClassVar[str] = "Attention and MLP of every layer are recognised from the structure of the graph."
+    name = "find-sites"
+    reason = "Attention and MLP of every layer are recognised from the structure of the graph."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Raise CompileError with every layer that cannot be matched: what was found and what was expected."""

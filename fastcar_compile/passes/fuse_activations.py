@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -33,7 +32,6 @@ _KNOWN: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
 """(function, operator, keyword arguments)."""
 
 
-@dataclass(frozen=True)
 class FuseActivations(Pass):
     """Write activations as the one operator that they compute, in both graphs.
 
@@ -45,8 +43,8 @@ class FuseActivations(Pass):
     4. Writes the square of a ReLU as a product, `r * r`: one rounding, the same on every backend.
     """
 
-    name: ClassVar[str] = "fuse-activations"
-    reason: ClassVar[str] = "An activation that the model writes out in elementary operators becomes one operator."
+    name = "fuse-activations"
+    reason = "An activation that the model writes out in elementary operators becomes one operator."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was an activation to rewrite; what computes no known one stays as it is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -330,10 +330,8 @@ class InsertReplay(Pass):
         gate_weights: of a gate that was trained. As text they are their digest, and a pass from text needs them again.
     """
 
-    name: ClassVar[str] = "insert-replay"
-    reason: ClassVar[str] = (
-        "The MLP runs where the gate does not replay; else the output of one frame earlier is taken."
-    )
+    name = "insert-replay"
+    reason = "The MLP runs where the gate does not replay; else the output of one frame earlier is taken."
     thresholds: tuple[float | None, ...] = ()
     max_chain: int | None = None
     couple_cfg: bool = False

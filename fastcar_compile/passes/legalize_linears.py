@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor, fx
 
@@ -20,7 +17,6 @@ _VIEWS = (aten.view, aten.reshape)
 _TRANSPOSES = (aten.t, aten.numpy_T, aten.transpose, aten.permute, aten.mT, aten.matrix_H)
 
 
-@dataclass(frozen=True)
 class LegalizeLinears(Pass):
     """Write every product with a parameter as a linear, in all graphs.
 
@@ -33,10 +29,8 @@ class LegalizeLinears(Pass):
     A product of two computed values stays as it is.
     """
 
-    name: ClassVar[str] = "legalize-linears"
-    reason: ClassVar[str] = (
-        "A product with a constant matrix becomes one linear, so that later passes see every weight."
-    )
+    name = "legalize-linears"
+    reason = "A product with a constant matrix becomes one linear, so that later passes see every weight."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a product to rewrite."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -30,7 +29,6 @@ class Adapter:
     scale: float
 
 
-@dataclass(frozen=True)
 class MergeAdapters(Pass):
     """Merge low-rank adapters into the weights of the linears that they stand beside, in all graphs.
 
@@ -40,10 +38,8 @@ class MergeAdapters(Pass):
     An adapter costs nothing afterwards, and it cannot be switched off or exchanged without compiling again.
     """
 
-    name: ClassVar[str] = "merge-adapters"
-    reason: ClassVar[str] = (
-        "A low-rank adapter is merged into the weight of its linear, so it costs nothing afterwards."
-    )
+    name = "merge-adapters"
+    reason = "A low-rank adapter is merged into the weight of its linear, so it costs nothing afterwards."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was an adapter.

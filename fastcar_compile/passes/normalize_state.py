@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -136,7 +136,6 @@ def _follows_from(position: fx.Node, index: fx.Node) -> bool:
     return inputs == {position} and index.meta["val"].dtype == torch.int64
 
 
-@dataclass(frozen=True)
 class NormalizeState(Pass):
     """Lift hidden KV caches to named inputs and outputs, in both graphs.
 
@@ -155,8 +154,8 @@ class NormalizeState(Pass):
     are evaluated at several positions. Nothing is inferred from names.
     """
 
-    name: ClassVar[str] = "normalize-state"
-    reason: ClassVar[str] = (
+    name = "normalize-state"
+    reason = (
         "KV caches that the model hides in buffers become named inputs and outputs, and attention reads the "
         "filled part of the cache only."
     )

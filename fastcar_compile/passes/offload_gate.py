@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -20,7 +18,6 @@ from fastcar_compile.passes.patterns.caches import reads_earlier_key
 fastcar = torch.ops.fastcar
 
 
-@dataclass(frozen=True)
 class OffloadGate(Pass):
     """Let the accelerator decide which rows replay; prefill has no gate.
 
@@ -34,8 +31,8 @@ class OffloadGate(Pass):
     `thresholds`, unread. Networks of gate `learned` are in its memory.
     """
 
-    name: ClassVar[str] = "offload-gate"
-    reason: ClassVar[str] = "Score and gate of the layer are one call of the accelerator's TAS unit."
+    name = "offload-gate"
+    reason = "Score and gate of the layer are one call of the accelerator's TAS unit."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a gate to offload."""

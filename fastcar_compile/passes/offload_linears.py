@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import fx
 
@@ -17,7 +14,6 @@ from fastcar_compile.passes.patterns.linear_calls import LinearCall, linear_call
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 
-@dataclass(frozen=True)
 class OffloadLinears(Pass):
     """Let the accelerator compute the linears of the decode step outside of the MLPs; prefill stays on the host.
 
@@ -25,8 +21,8 @@ class OffloadLinears(Pass):
     2. Linears that share their input, such as q, k and v, become one `fastcar.offloaded_linear`, and slices of it.
     """
 
-    name: ClassVar[str] = "offload-linears"
-    reason: ClassVar[str] = "Linears that share their input are one call of the accelerator."
+    name = "offload-linears"
+    reason = "Linears that share their input are one call of the accelerator."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a linear to offload."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import fx
 
@@ -19,7 +16,6 @@ aten, fastcar = torch.ops.aten, torch.ops.fastcar
 PROJECTIONS = (Role.GATE_PROJ, Role.UP_PROJ, Role.DOWN_PROJ)
 
 
-@dataclass(frozen=True)
 class OffloadMlp(Pass):
     """Let the accelerator compute the MLPs of the decode step; prefill stays on the host.
 
@@ -29,8 +25,8 @@ class OffloadMlp(Pass):
        accelerator is not called when all rows replay. Elsewhere no row replays.
     """
 
-    name: ClassVar[str] = "offload-mlp"
-    reason: ClassVar[str] = "The quantised MLP is one call of the accelerator, with the replay decision of every row."
+    name = "offload-mlp"
+    reason = "The quantised MLP is one call of the accelerator, with the replay decision of every row."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was an MLP to offload."""

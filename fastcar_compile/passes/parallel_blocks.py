@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -18,7 +16,6 @@ from fastcar_compile.passes.patterns.decoder_layer import ParallelSum, parallel_
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
 class ParallelBlocks(Pass):
     """Write the closing sum of every parallel block (Phi, GPT-NeoX, Cohere, Falcon) in one form, in both graphs.
 
@@ -29,10 +26,8 @@ class ParallelBlocks(Pass):
     3. Moves an MLP that stands in front of its attention behind it: replay decides with the attention's query and keys.
     """
 
-    name: ClassVar[str] = "parallel-blocks"
-    reason: ClassVar[str] = (
-        "A block whose attention and MLP read the same input is summed in one form: (entry + attention) + MLP."
-    )
+    name = "parallel-blocks"
+    reason = "A block whose attention and MLP read the same input is summed in one form: (entry + attention) + MLP."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a block to rewrite."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -63,20 +63,18 @@ class _Quantize(Pass):
         return modified
 
 
-@dataclass(frozen=True)
 class QuantizeW8A8(_Quantize):
     """Quantise to symmetric int8 weights per output channel, with dynamic int8 activations per row."""
 
-    name: ClassVar[str] = "quantize-w8a8"
-    reason: ClassVar[str] = "Weights become int8 with one scale per output channel, inputs int8 with one scale per row."
+    name = "quantize-w8a8"
+    reason = "Weights become int8 with one scale per output channel, inputs int8 with one scale per row."
 
 
-@dataclass(frozen=True)
 class QuantizeW4A8(_Quantize):
     """Quantise to symmetric int4 weights in groups of 128 inputs, with dynamic int8 activations per row."""
 
-    name: ClassVar[str] = "quantize-w4a8"
-    reason: ClassVar[str] = "Weights become int4 with one scale per group, inputs int8 with one scale per row."
+    name = "quantize-w4a8"
+    reason = "Weights become int4 with one scale per group, inputs int8 with one scale per row."
 
 
 def _replace_activations(graph: fx.Graph, made_by: str) -> bool:

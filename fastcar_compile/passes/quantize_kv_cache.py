@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -37,8 +36,8 @@ class QuantizeKvCache(Pass):
         dtype: "float16" or "int8"; a row of the latter is longer by its exponents.
     """
 
-    name: ClassVar[str] = "quantize-kv-cache"
-    reason: ClassVar[str] = "Keys and values are cached in fewer bytes."
+    name = "quantize-kv-cache"
+    reason = "Keys and values are cached in fewer bytes."
     dtype: str = "float16"
 
     def apply(self, program: DecoderProgram) -> bool:

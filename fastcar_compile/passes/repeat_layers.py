@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -223,8 +223,8 @@ class RepeatLayers(Pass):
         period: layers after which their kinds repeat: 2 where local and global attention alternate.
     """
 
-    name: ClassVar[str] = "repeat-layers"
-    reason: ClassVar[str] = "Layers of a checkpoint are captured once; this one is a copy of the captured layer."
+    name = "repeat-layers"
+    reason = "Layers of a checkpoint are captured once; this one is a copy of the captured layer."
     path: str = ""
     count: int = 0
     period: int = 1

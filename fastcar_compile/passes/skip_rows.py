@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,10 +32,8 @@ class SkipRows(Pass):
         couple_cfg: rows b and b + B / 2 replay only together.
     """
 
-    name: ClassVar[str] = "skip-rows"
-    reason: ClassVar[str] = (
-        "Rows that replay are zero in the compute branch, and kernels do not multiply rows of zeros."
-    )
+    name = "skip-rows"
+    reason = "Rows that replay are zero in the compute branch, and kernels do not multiply rows of zeros."
     couple_cfg: bool = False
 
     def apply(self, program: DecoderProgram) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, fx
@@ -208,8 +208,8 @@ class SparsifyAttention(Pass):
         positions: "absolute", or "cache": rotary positions inside the cache.
     """
 
-    name: ClassVar[str] = "sparse-attention"
-    reason: ClassVar[str] = "Attention reads sinks and a sliding window from a ring cache of constant size."
+    name = "sparse-attention"
+    reason = "Attention reads sinks and a sliding window from a ring cache of constant size."
     sinks: int = 16
     window: int = 256
     positions: Literal["absolute", "cache"] = "absolute"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -17,7 +15,6 @@ from fastcar_compile.ir.rewrite import Edit, call, derived_parameters
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
 class SplitGateUp(Pass):
     """Split the linear that computes gate and up together (Phi-3), in both graphs.
 
@@ -26,8 +23,8 @@ class SplitGateUp(Pass):
     3. Makes `linear(x, w[:N/2], bias[:N/2])` and `linear(x, w[N/2:], bias[N/2:])`.
     """
 
-    name: ClassVar[str] = "split-gate-up"
-    reason: ClassVar[str] = "One linear that computes gate and up together becomes the two linears of a gated MLP."
+    name = "split-gate-up"
+    reason = "One linear that computes gate and up together becomes the two linears of a gated MLP."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a linear to split."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from torch import fx
@@ -20,7 +19,6 @@ _VIEWS = (aten.view, aten.reshape, aten.flatten, aten._unsafe_view)
 _POINTWISE = (aten.add, aten.sub, aten.mul, aten.div, aten.pow, aten.neg, aten.rsqrt, aten.erf, aten.exp, aten.square)
 
 
-@dataclass(frozen=True)
 class UnfoldRows(Pass):
     """Give folded rows their batch and time axes back, in both graphs.
 
@@ -31,8 +29,8 @@ class UnfoldRows(Pass):
     So the residual stream is one chain of sums, however a block shapes it inside.
     """
 
-    name: ClassVar[str] = "unfold-rows"
-    reason: ClassVar[str] = "Rows that the model folds into one axis keep their batch and time axes."
+    name = "unfold-rows"
+    reason = "Rows that the model folds into one axis keep their batch and time axes."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a fold to remove."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import fx
 
@@ -17,7 +14,6 @@ from fastcar_compile.passes.patterns.caches import RingRewriter, reads_keys, ref
 fastcar = torch.ops.fastcar
 
 
-@dataclass(frozen=True)
 class WindowCaches(Pass):
     """Keep of keys and values only the rows that a window of the model's own still reads, in both graphs.
 
@@ -27,8 +23,8 @@ class WindowCaches(Pass):
     3. A cache of no more positions than that stays as it is.
     """
 
-    name: ClassVar[str] = "window-caches"
-    reason: ClassVar[str] = "The model's own window reads the last tokens only, so keys and values are kept in a ring."
+    name = "window-caches"
+    reason = "The model's own window reads the last tokens only, so keys and values are kept in a ring."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a cache to shorten."""
