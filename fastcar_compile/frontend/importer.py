@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.ir.provenance import is_path
 from fastcar_compile.ir.query import graph_module, node_arg, output_nodes
-from fastcar_compile.ir.rewrite import call, fake_mode_of
+from fastcar_compile.ir.rewrite import Inserter, fake_mode_of
 
 # Names of modules and tensors: torch.fx writes them into source code, and a graph file has to be readable again.
 
@@ -191,8 +191,8 @@ class _Importer:
         if steps == 1:
             return position
         # cache_position [T] of a chunk is computed from its first position, so both graphs have one kind of input.
-        offsets = call(self.graph, torch.ops.aten.arange.default, (steps,), origin=original, made_by=_MADE_BY)
-        return call(self.graph, torch.ops.aten.add.Tensor, (offsets, position), origin=original, made_by=_MADE_BY)
+        emit = Inserter(self.graph, original, _MADE_BY)
+        return emit(torch.ops.aten.add.Tensor, emit(torch.ops.aten.arange.default, steps), position)
 
     def _copy_body(self, owner: torch.nn.Module, nodes: Any) -> Any:
         for node in nodes:

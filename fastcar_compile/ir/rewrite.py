@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -52,14 +53,55 @@ def set_origin(node: fx.Node, origin: fx.Node, made_by: str) -> None:
     inherit_layer(node, origin)
 
 
-def call(
-    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], *, origin: fx.Node, made_by: str, **kwargs: Any
-) -> fx.Node:
-    """Insert `target(*args, **kwargs)` at the graph's insertion point, with meta['val'] from the fake definition."""
-    node = graph.call_function(target, args, kwargs)
-    set_origin(node, origin, made_by)
-    node.meta["val"] = fake_value(graph, node)
-    return node
+@dataclass(frozen=True)
+class Inserter:
+    """Inserts calls at a graph's insertion point, in the name of a pass: they have source and layer of `origin`."""
+
+    graph: fx.Graph
+    origin: fx.Node
+    made_by: str
+
+    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert `target(*args, **kwargs)`, with meta['val'] from the fake definition."""
+        node = self.graph.call_function(target, args, kwargs)
+        set_origin(node, self.origin, self.made_by)
+        node.meta["val"] = fake_value(self.graph, node)
+        return node
+
+
+@contextmanager
+def before(node: fx.Node, made_by: str, *, origin: fx.Node | None = None) -> Generator[Inserter]:
+    """Yield what inserts calls in front of a node; `origin` is the node itself where none is given."""
+    with node.graph.inserting_before(node):
+        yield Inserter(node.graph, origin or node, made_by)
+
+
+@contextmanager
+def after(node: fx.Node, made_by: str, *, origin: fx.Node | None = None) -> Generator[Inserter]:
+    """Yield what inserts calls behind a node, each in front of the one before; `origin` as of `before`."""
+    with node.graph.inserting_after(node):
+        yield Inserter(node.graph, origin or node, made_by)
+
+
+def rewrite_each(
+    modules: Iterable[fx.GraphModule],
+    matches: Callable[[fx.Node], object],
+    rewrite: Callable[[fx.GraphModule, fx.Node], None],
+) -> bool:
+    """Rewrite every node that matches, in order, and remove what nothing reads any more; return whether one matched.
+
+    Args:
+        matches: judges all nodes of a graph before the first of them is rewritten.
+    """
+    modified = False
+    for module in modules:
+        found = [node for node in module.graph.nodes if matches(node)]
+        for node in found:
+            rewrite(module, node)
+        if found:
+            module.graph.eliminate_dead_code()
+        modified |= bool(found)
+    return modified
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:
@@ -69,10 +111,10 @@ def replace(old: fx.Node, new: fx.Node) -> None:
     old.graph.erase_node(old)
 
 
-def replace_call(old: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], *, made_by: str) -> None:
+def replace_call(old: fx.Node, made_by: str, target: Callable[..., Any], *args: Any) -> None:
     """Put `target(*args)` in the place of `old` and its role."""
-    with old.graph.inserting_before(old):
-        new = call(old.graph, target, args, origin=old, made_by=made_by)
+    with before(old, made_by) as emit:
+        new = emit(target, *args)
     replace(old, new)
 
 

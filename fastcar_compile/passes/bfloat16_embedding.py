@@ -9,7 +9,7 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op, node_arg, tensor_attribute, value_of
-from fastcar_compile.ir.rewrite import Edit, call, derived_parameters, replace
+from fastcar_compile.ir.rewrite import Edit, before, derived_parameters, replace
 from fastcar_compile.ir.weights import LazyWeights, blocks_of_rows
 from fastcar_compile.passes.bfloat16_weights import SUFFIX, to_bfloat16
 
@@ -72,9 +72,8 @@ def _is_bfloat16(module: fx.GraphModule, target: str, lazy: LazyWeights | None) 
 def _store(module: fx.GraphModule, node: fx.Node, edit: Edit) -> None:
     """Put the float32 rows of the bfloat16 table in the place of the lookup."""
     # Rows are widened behind the lookup: B * T rows of bfloat16, and never the whole table.
-    graph = module.graph
-    with graph.inserting_before(node):
+    with before(node, edit.made_by) as emit:
         (table,) = derived_parameters(module, node_arg(node, 0), (SUFFIX,), to_bfloat16, edit, origin=node)
-        rows = call(graph, aten.embedding.default, (table, *node.args[1:]), origin=node, made_by=edit.made_by)
-        wide = call(graph, aten._to_copy.default, (rows,), origin=node, made_by=edit.made_by, dtype=torch.float32)
+        rows = emit(aten.embedding.default, table, *node.args[1:])
+        wide = emit(aten._to_copy.default, rows, dtype=torch.float32)
     replace(node, wide)

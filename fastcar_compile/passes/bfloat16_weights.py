@@ -9,7 +9,7 @@ from fastcar_compile.config.formats import quant_format
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.rewrite import Edit
-from fastcar_compile.passes.patterns.linear_calls import plain_linears, replace_linear
+from fastcar_compile.passes.patterns.linear_calls import replace_linears
 
 SUFFIX = quant_format("bf16").suffix
 
@@ -32,11 +32,5 @@ class Bfloat16Weights(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a linear to rewrite."""
-        modified = False
-        for module in program.all_graphs():
-            for node in plain_linears(module.graph):
-                operator = torch.ops.fastcar.linear_bf16.default
-                replace_linear(module, node, operator, (SUFFIX,), to_bfloat16, Edit(self.name, program.lazy))
-                modified = True
-            module.graph.eliminate_dead_code()
-        return modified
+        operator, edit = torch.ops.fastcar.linear_bf16.default, Edit(self.name, program.lazy)
+        return replace_linears(program.all_graphs(), operator, (SUFFIX,), to_bfloat16, edit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import evaluate, is_op, node_arg, optional_arg, shape_of, value_of
-from fastcar_compile.ir.rewrite import attribute, call
+from fastcar_compile.ir.rewrite import attribute, before
 from fastcar_compile.passes.patterns.caches import free_views
 
 aten = torch.ops.aten
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 # Rows taken by known numbers, `x[:, [-2]]`: slices, or lookups whose numbers are all within the axis.
 
 
-def rewrite_index(module: fx.GraphModule, node: fx.Node, made_by: str) -> fx.Node | None:
+def _rewrite_index(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """Return what takes the same rows; None where the node is no index along one axis by known numbers.
 
     Numbers from the end of an axis are legal in PyTorch. A lookup of another library reads outside of the tensor.
@@ -29,14 +29,13 @@ def rewrite_index(module: fx.GraphModule, node: fx.Node, made_by: str) -> fx.Nod
         return None
     axis, rows = found
     x, first = node_arg(node, 0), int(rows[0])
-    with module.graph.inserting_before(node):
-        target: Any = aten.slice.Tensor
-        arguments: tuple[Any, ...] = (x, axis, first, first + len(rows))
+    with before(node, Canonicalize.name) as emit:
         # Consecutive rows are a slice. Other rows need a lookup, and their numbers become a buffer of the module.
-        if not torch.equal(rows, torch.arange(first, first + len(rows))):
-            place = attribute(module, _free_name(module), rows, node, made_by)
-            target, arguments = aten.index_select.default, (x, axis, place)
-        return call(module.graph, target, arguments, origin=node, made_by=made_by)
+        if torch.equal(rows, torch.arange(first, first + len(rows))):
+            return emit(aten.slice.Tensor, x, axis, first, first + len(rows))
+        taken = {name for name, _ in module.named_buffers()}
+        name = next(name for i in range(len(taken) + 1) if (name := f"rows_{i}") not in taken)
+        return emit(aten.index_select.default, x, axis, attribute(module, name, rows, node, Canonicalize.name))
 
 
 def _axis(module: fx.GraphModule, node: fx.Node) -> tuple[int, Tensor] | None:
@@ -52,11 +51,6 @@ def _axis(module: fx.GraphModule, node: fx.Node) -> tuple[int, Tensor] | None:
     if rows is None or rows.dim() != 1 or not rows.numel() or rows.dtype not in (torch.int64, torch.int32):
         return None
     return axis, torch.where(rows < 0, rows + shape_of(node_arg(node, 0))[axis], rows).long()
-
-
-def _free_name(module: fx.GraphModule) -> str:
-    taken = {name for name, _ in module.named_buffers()}
-    return next(name for i in range(len(taken) + 1) if (name := f"rows_{i}") not in taken)
 
 
 _ASSERTS = (aten._assert_tensor_metadata, aten._assert_async, aten._assert_scalar)
@@ -88,7 +82,7 @@ def _clean(module: fx.GraphModule) -> bool:
     graph, modified = module.graph, False
     before = len(graph.nodes)
     for node in list(graph.nodes):
-        if taken := rewrite_index(module, node, Canonicalize.name) or _repeated(graph, node):
+        if taken := _rewrite_index(module, node) or _repeated(node):
             # Nothing reads the node any more, so it goes as dead code below.
             node.replace_all_uses_with(taken)
             modified = True
@@ -105,7 +99,7 @@ def _clean(module: fx.GraphModule) -> bool:
     return modified or len(graph.nodes) != before
 
 
-def _repeated(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+def _repeated(node: fx.Node) -> fx.Node | None:
     """What repeats each row of an axis, as a view of one more axis; None where the node does something else."""
     if node.target is not aten.repeat_interleave.self_int or len(node.args) != 3:
         return None
@@ -115,10 +109,9 @@ def _repeated(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     axis %= len(shape_of(x))
     # `reshape(expand(unsqueeze(x)))`: the new axis behind `axis` repeats each row `count` times in a row.
     wide = [*shape_of(x)[: axis + 1], count, *shape_of(x)[axis + 1 :]]
-    with graph.inserting_before(node):
-        for target, argument in ((aten.unsqueeze.default, axis + 1), (aten.expand.default, wide)):
-            x = call(graph, target, (x, argument), origin=node, made_by=Canonicalize.name)
-        return call(graph, aten.reshape.default, (x, list(shape_of(node))), origin=node, made_by=Canonicalize.name)
+    with before(node, Canonicalize.name) as emit:
+        expanded = emit(aten.expand.default, emit(aten.unsqueeze.default, x, axis + 1), wide)
+        return emit(aten.reshape.default, expanded, list(shape_of(node)))
 
 
 def _is_identity(node: fx.Node) -> bool:

@@ -215,8 +215,8 @@ class ExactArithmetic(Pass):
 
 def _norms(graph: fx.Graph) -> bool:
     found = [(node, match) for node in graph.nodes if (match := rms_norm(node)) is not None]
-    for node, (x, weight, epsilon) in found:
-        replace_call(node, fastcar.exact_norm.default, (x, weight, epsilon), made_by=ExactArithmetic.name)
+    for node, operands in found:
+        replace_call(node, ExactArithmetic.name, fastcar.exact_norm.default, *operands)
     graph.eliminate_dead_code()
     return bool(found)
 
@@ -229,7 +229,7 @@ def _attentions(graph: fx.Graph) -> bool:
         target = fastcar.exact_attention.default
         if window is not None:
             target, operands = fastcar.exact_window_attention.default, (*operands, window.sinks, window.window)
-        replace_call(node, target, operands, made_by=ExactArithmetic.name)
+        replace_call(node, ExactArithmetic.name, target, *operands)
     return bool(found)
 
 
@@ -288,8 +288,7 @@ def _known_table(module: fx.GraphModule, rotation: Rotation, tables: list[Tensor
 
 
 def _replace_rotation(module: fx.GraphModule, rotation: Rotation, table: Tensor, number: int) -> None:
-    graph, made_by = module.graph, ExactArithmetic.name
-    with graph.inserting_before(rotation.node):
+    made_by, position = ExactArithmetic.name, placeholder(module.graph, "position")
+    with module.graph.inserting_before(rotation.node):
         angles = attribute(module, f"rotary_table_{number}", table, rotation.node, made_by)
-    arguments = (rotation.x, angles, placeholder(graph, "position"))
-    replace_call(rotation.node, fastcar.exact_rotary.default, arguments, made_by=made_by)
+    replace_call(rotation.node, made_by, fastcar.exact_rotary.default, rotation.x, angles, position)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import descendants, evaluate, in_order, is_op, node_arg
-from fastcar_compile.ir.rewrite import call
+from fastcar_compile.ir.rewrite import after, replace_call
 
 aten = torch.ops.aten
 _SEEDS = (aten.tanh, aten.erf, aten.sigmoid)
@@ -59,8 +59,8 @@ def _fuse(module: fx.GraphModule) -> bool:
         if match is None:
             continue
         source, result, operator, options = match
-        with module.graph.inserting_after(result):
-            new = call(module.graph, operator, (source,), origin=result, made_by=FuseActivations.name, **options)
+        with after(result, FuseActivations.name) as emit:
+            new = emit(operator, source, **options)
         result.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
         module.graph.eliminate_dead_code()
         modified = True
@@ -71,10 +71,7 @@ def _multiply_out(graph: fx.Graph) -> bool:
     squares = [n for n in graph.nodes if is_op(n, aten.square) or (is_op(n, aten.pow) and n.args[1] == 2)]
     found = [(n, node_arg(n, 0)) for n in squares if is_op(n.args[0], aten.relu)]
     for node, relu in found:
-        with graph.inserting_after(node):
-            new = call(graph, aten.mul.Tensor, (relu, relu), origin=node, made_by=FuseActivations.name)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        replace_call(node, FuseActivations.name, aten.mul.Tensor, relu, relu)
     return bool(found)
 
 

@@ -18,7 +18,7 @@ from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.provenance import ORIGIN_KEYS
 from fastcar_compile.ir.query import between, graph_module, node_arg, output_nodes, shape_of, value_of
-from fastcar_compile.ir.rewrite import add_placeholder, attribute, call, set_origin, set_outputs
+from fastcar_compile.ir.rewrite import Inserter, add_placeholder, attribute, set_origin, set_outputs
 from fastcar_compile.ir.sites import attention_site, entry_of, mlp_output, mlp_start
 from fastcar_compile.ir.types import AttentionSite, ReplayFacts, StateRole
 from fastcar_compile.passes.patterns.caches import earlier_key, reads_earlier_key
@@ -51,9 +51,10 @@ class ReplayCond:
         The region itself is copied into the compute branch; `erase_region` removes it from the graph.
         """
         graph, layer = module.graph, layer_of(self.output)
+        emit = Inserter(graph, self.output, self.made_by)
         constants = self._constants()
         # One row that computes runs the branch for all rows. The rows that replay take the cached value inside of it.
-        every = call(graph, aten.all.default, (self.replay,), origin=self.output, made_by=self.made_by)
+        every = emit(aten.all.default, self.replay)
         branches = {"replay": self._replay_branch(constants), "compute": self._compute_branch(constants)}
         nodes: list[fx.Node] = []
         for kind, branch in branches.items():
@@ -67,7 +68,7 @@ class ReplayCond:
         set_origin(result, self.output, self.made_by)
         # A `cond` yields a tuple, also of one value.
         result.meta["val"] = (self.cached.meta["val"],)
-        return call(graph, operator.getitem, (result, 0), origin=self.output, made_by=self.made_by)
+        return emit(operator.getitem, result, 0)
 
     def erase_region(self) -> None:
         """Remove the region from the graph, once nothing reads its result."""
@@ -97,11 +98,9 @@ class ReplayCond:
         replay, cached = values[self.replay], values[self.cached]
         for node in self._region():
             values[node] = graph.node_copy(node, lambda n: values[n])
-        shape = list(shape_of(cached))
-        rows = call(graph, aten.view.default, (values[self.output], shape), origin=self.output, made_by=self.made_by)
-        mask = call(graph, aten.unsqueeze.default, (replay, 1), origin=self.output, made_by=self.made_by)
-        y = call(graph, aten.where.self, (mask, cached, rows), origin=self.output, made_by=self.made_by)
-        graph.output((y,))
+        emit = Inserter(graph, self.output, self.made_by)
+        rows = emit(aten.view.default, values[self.output], list(shape_of(cached)))
+        graph.output((emit(aten.where.self, emit(aten.unsqueeze.default, replay, 1), cached, rows),))
         return graph_module(torch.nn.Module(), graph)
 
     def _replay_branch(self, constants: Sequence[fx.Node]) -> fx.GraphModule:
@@ -110,7 +109,7 @@ class ReplayCond:
         # The branch takes parameters that it does not read, because `cond` gives both branches the same operands. It
         # returns a copy, because an output of a branch must not alias an input.
         cached = self._inputs(graph, constants)[self.cached]
-        graph.output((call(graph, aten.clone.default, (cached,), origin=self.output, made_by=self.made_by),))
+        graph.output((Inserter(graph, self.output, self.made_by)(aten.clone.default, cached),))
         return graph_module(torch.nn.Module(), graph)
 
 
@@ -176,7 +175,7 @@ class ReplayInserter:
         self.updates: list[tuple[StateSpec, fx.Node]] = []
 
     def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        return call(self.graph, op, args, origin=self.origin, made_by=self.made_by, **kwargs)
+        return Inserter(self.graph, self.origin, self.made_by)(op, *args, **kwargs)
 
     def shared(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A call that belongs to no layer."""

@@ -9,7 +9,7 @@ from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op, node_arg, optional_arg, shape_of, value_of
-from fastcar_compile.ir.rewrite import Edit, call, derived_parameters
+from fastcar_compile.ir.rewrite import Edit, before, derived_parameters, rewrite_each
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.addmm, aten.mm, aten.matmul)
@@ -34,17 +34,10 @@ class LegalizeLinears(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a product to rewrite."""
-        modified = False
-        for module in program.all_graphs():
-            # Products go first: a parameter that is added to a product is then one that is added to a linear.
-            for node in [n for n in module.graph.nodes if _matches(n)]:
-                _replace(module, node, Edit(self.name, program.lazy))
-                modified = True
-            for node in [n for n in module.graph.nodes if _is_bias(n)]:
-                _fold(node, self.name)
-                modified = True
-            module.graph.eliminate_dead_code()
-        return modified
+        edit = Edit(self.name, program.lazy)
+        # Products go first: a parameter that is added to a product is then one that is added to a linear.
+        products = rewrite_each(program.all_graphs(), _matches, lambda module, node: _replace(module, node, edit))
+        return rewrite_each(program.all_graphs(), _is_bias, _fold) | products
 
 
 def _matches(node: fx.Node) -> bool:
@@ -73,7 +66,7 @@ def _transposed_parameter(node: fx.Node) -> fx.Node | None:
 
 
 def _replace(module: fx.GraphModule, node: fx.Node, edit: Edit) -> None:
-    graph, weight = module.graph, _weight(node)
+    weight = _weight(node)
     if weight is None:
         raise InternalError(f"{node.name} is no product with a parameter")
     is_linear = is_op(node, aten.linear)
@@ -82,12 +75,11 @@ def _replace(module: fx.GraphModule, node: fx.Node, edit: Edit) -> None:
     bias = [node_arg(node, 0)] if is_op(node, aten.addmm) else list(node.args[2:]) if is_linear else []
     # `view(addmm(bias, view(x, [-1, K]), w), [B, T, N])` becomes `linear(x, v, bias)` over [B, T, K].
     unfolded = None if is_linear else _unfolded(node, x)
-    with graph.inserting_before(node):
+    with before(node, edit.made_by) as emit:
         rows = weight
         if is_linear or weight in node.args:  # its rows are the product's inputs, not its outputs
             (rows,) = derived_parameters(module, weight, ("transposed",), _transposed, edit, origin=node, by_rows=False)
-        arguments = (x if unfolded is None else unfolded, rows, *bias)
-        new = call(graph, aten.linear.default, arguments, origin=node, made_by=edit.made_by)
+        new = emit(aten.linear.default, x if unfolded is None else unfolded, rows, *bias)
     for user in [node] if unfolded is None else list(node.users):
         user.replace_all_uses_with(new)
 
@@ -102,12 +94,10 @@ def _is_bias(node: fx.Node) -> bool:
     return plain and bias.op == "get_attr" and shape_of(bias) == shape_of(linear)[-1:]
 
 
-def _fold(node: fx.Node, made_by: str) -> None:
+def _fold(_module: fx.GraphModule, node: fx.Node) -> None:
     linear, bias = sorted(node.all_input_nodes, key=lambda n: n.op == "get_attr")
-    with node.graph.inserting_before(node):
-        arguments = (node_arg(linear, 0), node_arg(linear, 1), bias)
-        new = call(node.graph, aten.linear.default, arguments, origin=linear, made_by=made_by)
-    node.replace_all_uses_with(new)
+    with before(node, LegalizeLinears.name, origin=linear) as emit:
+        node.replace_all_uses_with(emit(aten.linear.default, *linear.args[:2], bias))
 
 
 def _transposed(value: Tensor) -> tuple[Tensor]:

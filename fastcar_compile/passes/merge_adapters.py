@@ -12,7 +12,7 @@ from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import evaluate, is_op, node_arg, optional_arg, shape_of, tensor_attribute, value_of
-from fastcar_compile.ir.rewrite import attribute, call
+from fastcar_compile.ir.rewrite import attribute, before
 
 aten = torch.ops.aten
 _SUFFIX = "_merged"
@@ -118,8 +118,7 @@ def _merge(module: fx.GraphModule, adapter: Adapter) -> None:
         raise CompileError("a LoRA adapter stands beside weights that are on disk", where=where(linear), hint=hint)
     # The product and the sum are made in float64, so the weight is rounded once.
     merged = (w.double() + adapter.scale * (b.double() @ a.double())).to(w.dtype)
-    with module.graph.inserting_before(adapter.closing):
+    with before(adapter.closing, MergeAdapters.name, origin=linear) as emit:
         new_weight = attribute(module, f"{weight.target}{_SUFFIX}", merged, linear, MergeAdapters.name)
-        arguments = (node_arg(linear, 0), new_weight, *linear.args[2:])
-        new = call(module.graph, aten.linear.default, arguments, origin=linear, made_by=MergeAdapters.name)
+        new = emit(aten.linear.default, node_arg(linear, 0), new_weight, *linear.args[2:])
     adapter.closing.replace_all_uses_with(new)

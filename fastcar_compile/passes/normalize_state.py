@@ -16,9 +16,9 @@ from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import ancestors, evaluate, is_op, node_arg, output_nodes, placeholder, shape_of, value_of
-from fastcar_compile.ir.rewrite import add_placeholder, call, set_outputs
+from fastcar_compile.ir.rewrite import add_placeholder, before, set_outputs
 from fastcar_compile.ir.types import StateRole
-from fastcar_compile.passes.patterns.caches import free_views
+from fastcar_compile.passes.patterns.caches import replace_layout
 from fastcar_compile.passes.patterns.context_states import HEAD_VIEWS, ContextStates, is_shared, same_graph
 from fastcar_compile.passes.patterns.eager_attention import (
     MASKED,
@@ -77,9 +77,8 @@ def limit_table_rows(module: fx.GraphModule, position: fx.Node, max_seq_len: int
         largest = _largest(module, position, lookup.index, max_seq_len - 1)
         if largest is not None and largest < lookup.rows:
             continue
-        with module.graph.inserting_before(lookup.node):
-            arguments = (lookup.index, lookup.rows - 1)
-            limited = call(module.graph, fastcar.limit.default, arguments, origin=lookup.node, made_by=made_by)
+        with before(lookup.node, made_by) as emit:
+            limited = emit(fastcar.limit.default, lookup.index, lookup.rows - 1)
         lookup.node.replace_input_with(lookup.index, limited)
 
 
@@ -291,14 +290,10 @@ class _Normalizer:
             target, arguments = torch.ops.fastcar.window_attention.default, (*arguments, 0, window)
             # `sink_query` stands before `softcap` in the schema of `window_attention`.
             softcap = (None, *softcap) if softcap else ()
-        arguments = (*arguments, *softcap)
-        with self.graph.inserting_before(node):
-            new = call(self.graph, target, arguments, origin=node, made_by=NormalizeState.name)
+        with before(node, NormalizeState.name) as emit:
+            new = emit(target, *arguments, *softcap)
         # The layout of PyTorch's own attention depends on its kernel; this operator's is contiguous.
-        if value_of(new).stride() != value_of(node).stride():
-            free_views(node)
-        node.replace_all_uses_with(new)
-        self.graph.erase_node(node)
+        replace_layout(node, new)
         return [(keys, StateRole.KEY_CACHE, layer), (values, StateRole.VALUE_CACHE, layer)]
 
     def _refuse_keys(self, layer: int, site: AttentionCall) -> None:

@@ -8,11 +8,11 @@ import torch
 from torch import fx
 
 from fastcar_compile.gates import decided_on_accelerator
-from fastcar_compile.ir.layers import Role, layer_of, replay_of, role_nodes
+from fastcar_compile.ir.layers import Role, layer_of, replay_of, role_of
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import argument_names, is_op, node_arg
-from fastcar_compile.ir.rewrite import call, replace
+from fastcar_compile.ir.rewrite import Inserter, before, replace, rewrite_each
 from fastcar_compile.passes.patterns.caches import reads_earlier_key
 
 fastcar = torch.ops.fastcar
@@ -36,40 +36,33 @@ class OffloadGate(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a gate to offload."""
-        graph = program.graph_module.graph
-        gates = [nodes[Role.GATE] for nodes in role_nodes(program.graph_module).values() if Role.GATE in nodes]
-        found = [gate for gate in gates if is_op(gate, fastcar.gate) and _unit_has(gate)]
-        for gate in found:
-            _offload(graph, gate)
-        graph.eliminate_dead_code()
-        return bool(found)
+        return rewrite_each([program.graph_module], _is_offloaded, _offload)
 
 
-def _unit_has(gate: fx.Node) -> bool:
-    """Return whether the controller computes this gate's score."""
-    facts = replay_of(gate)
+def _is_offloaded(node: fx.Node) -> bool:
+    """Return whether the node is a gate whose score the controller computes."""
+    facts = replay_of(node) if is_op(node, fastcar.gate) and role_of(node) == Role.GATE else None
     return facts is not None and decided_on_accelerator(facts.gate)
 
 
-def _offload(graph: fx.Graph, gate: fx.Node) -> None:
+def _offload(_module: fx.GraphModule, gate: fx.Node) -> None:
     score, step, chain = node_arg(gate, 0), node_arg(gate, 2), node_arg(gate, 3)
     # insert-replay counts with `slot_write(chain, (count + 1) * replay, step)`, the one write of these counters.
     (counted,) = (n for n in chain.users if is_op(n, fastcar.slot_write))
-    with graph.inserting_before(gate):
-        replay, new_score, new_chain = _call(graph, gate, score)
+    with before(gate, OffloadGate.name) as emit:
+        replay, new_score, new_chain = _call(emit, gate, score)
     # The gate goes before the score, which it reads: fx erases only nodes without users.
     replace(gate, replay)
     replace(score, new_score)
     counted.args = (chain, new_chain, step)
 
 
-def _call(graph: fx.Graph, gate: fx.Node, score: fx.Node) -> list[fx.Node]:
-    step, chain, made_by = node_arg(gate, 2), node_arg(gate, 3), OffloadGate.name
+def _call(emit: Inserter, gate: fx.Node, score: fx.Node) -> list[fx.Node]:
+    step, chain = node_arg(gate, 2), node_arg(gate, 3)
     given = dict(zip(argument_names(score), score.args, strict=False))
     operands = [given.get(name) for name in ("query", "key_cache", "x", "cached")]
     # A gate that reads no key has no position, and the unit reads no row: `step` fills the place.
-    row = (given["position"], given["stride"]) if reads_earlier_key(score) else (step, 0)
-    counts = call(graph, fastcar.slot_read.default, (chain, step), origin=gate, made_by=made_by)
-    arguments = (*operands, counts, row[0], step, row[1], layer_of(gate))
-    decided = call(graph, fastcar.offloaded_gate.default, arguments, origin=gate, made_by=made_by)
-    return [call(graph, operator.getitem, (decided, i), origin=gate, made_by=made_by) for i in range(3)]
+    position, stride = (given["position"], given["stride"]) if reads_earlier_key(score) else (step, 0)
+    counts = emit(fastcar.slot_read.default, chain, step)
+    decided = emit(fastcar.offloaded_gate.default, *operands, counts, position, step, stride, layer_of(gate))
+    return [emit(operator.getitem, decided, i) for i in range(3)]

@@ -8,7 +8,7 @@ from torch import fx
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import node_arg, node_named, shape_of, value_of
-from fastcar_compile.ir.rewrite import call, replace
+from fastcar_compile.ir.rewrite import before, replace_call
 from fastcar_compile.passes.patterns.linear_calls import LinearCall, linear_calls
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
@@ -35,21 +35,16 @@ class OffloadLinears(Pass):
 
 def _offload(graph: fx.Graph, item: LinearCall) -> None:
     linears = [node_named(graph, name) for name in item.nodes]
-    first, made_by = linears[0], OffloadLinears.name
-    x = node_arg(first, 0)
+    x = node_arg(linears[0], 0)
     # T is 1 in a decode step, so the rows are those of the batch.
     batch, total = value_of(x).numel() // item.inputs, sum(item.channels)
-    with graph.inserting_before(first):
-        rows = call(graph, aten.reshape.default, (x, [batch, item.inputs]), origin=first, made_by=made_by)
-        y = call(graph, fastcar.offloaded_linear.default, (rows, item.name, total), origin=first, made_by=made_by)
+    with before(linears[0], OffloadLinears.name) as emit:
+        rows = emit(aten.reshape.default, x, [batch, item.inputs])
+        y = emit(fastcar.offloaded_linear.default, rows, item.name, total)
     start = 0
     for linear, channels in zip(linears, item.channels, strict=True):
-        with graph.inserting_before(linear):
-            # The call stands at the first linear. Each linear's own channels are sliced where the linear was.
-            part, bounds = y, (1, start, start + channels)
-            if channels != total:
-                part = call(graph, aten.slice.Tensor, (y, *bounds), origin=linear, made_by=made_by)
-            shape = list(shape_of(linear))
-            shaped = call(graph, aten.reshape.default, (part, shape), origin=linear, made_by=made_by)
-        replace(linear, shaped)
+        # The call stands at the first linear. Each linear's own channels are sliced where the linear was.
+        with before(linear, OffloadLinears.name) as emit:
+            part = y if channels == total else emit(aten.slice.Tensor, y, 1, start, start + channels)
+        replace_call(linear, OffloadLinears.name, aten.reshape.default, part, list(shape_of(linear)))
         start += channels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial, reduce
 
 import torch
 from torch import fx
@@ -10,7 +10,7 @@ from torch import fx
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import ancestors_until, in_order
-from fastcar_compile.ir.rewrite import call
+from fastcar_compile.ir.rewrite import before
 from fastcar_compile.passes.patterns.decoder_layer import ParallelSum, parallel_sums
 
 aten = torch.ops.aten
@@ -49,21 +49,14 @@ def _rewrite(graph: fx.Graph) -> bool:
 
 def _reassociate(graph: fx.Graph, found: ParallelSum) -> fx.Node:
     """Replace the sum by (entry + attention) + MLP."""
-    with graph.inserting_before(found.root):
-        attention, mlp = (_sum(graph, parts, found.root) for parts in (found.attention, found.mlp))
-        # This is the sum that find-sites marks as the residual.
-        residual = _sum(graph, (found.entry, attention), found.root)
-        leave = _sum(graph, (residual, mlp), found.root)
+    with before(found.root, ParallelBlocks.name) as emit:
+        add = partial(emit, aten.add.Tensor)
+        attention, mlp = reduce(add, found.attention), reduce(add, found.mlp)
+        # The inner sum is the one that find-sites marks as the residual.
+        leave = add(add(found.entry, attention), mlp)
     found.root.replace_all_uses_with(leave)
     graph.eliminate_dead_code()
     return leave
-
-
-def _sum(graph: fx.Graph, parts: Sequence[fx.Node], origin: fx.Node) -> fx.Node:
-    total, *rest = parts
-    for part in rest:
-        total = call(graph, aten.add.Tensor, (total, part), origin=origin, made_by=ParallelBlocks.name)
-    return total
 
 
 def _early(graph: fx.Graph, found: ParallelSum) -> list[fx.Node]:

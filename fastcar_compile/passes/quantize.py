@@ -14,8 +14,8 @@ from fastcar_compile.ir.ops.linear import FACTORS, quantize_weight, quantize_wei
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import activation_of, node_arg
-from fastcar_compile.ir.rewrite import Edit, call, replace
-from fastcar_compile.passes.patterns.linear_calls import plain_linears, replace_linear
+from fastcar_compile.ir.rewrite import Edit, before, replace_call, rewrite_each
+from fastcar_compile.passes.patterns.linear_calls import replace_linears
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
@@ -51,16 +51,21 @@ class _Quantize(Pass):
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a linear or an activation to rewrite."""
         kind = quant_format(self.name.removeprefix("quantize-"))
-        kernel, modified = KERNELS[kind.name], False
-        edit = Edit(self.name, program.lazy)
-        for module in program.graphs():
-            # The list is made before the first rewrite. Branches of replay are not searched: insert-replay runs later.
-            linears = plain_linears(module.graph)
-            for node in linears:
-                replace_linear(module, node, kernel.linear, (kind.suffix, "scale"), kernel.quantize, edit)
-            modified |= bool(linears) | _replace_activations(module.graph, self.name)
-            module.graph.eliminate_dead_code()
-        return modified
+        kernel, edit = KERNELS[kind.name], Edit(self.name, program.lazy)
+        parts = (kind.suffix, "scale")
+        linears = replace_linears(program.graphs(), kernel.linear, parts, kernel.quantize, edit)
+        return rewrite_each(program.graphs(), _has_table, self._through_table) | linears
+
+    def _through_table(self, _module: fx.GraphModule, node: fx.Node) -> None:
+        x = node_arg(node, 0)
+        with before(node, self.name) as emit:
+            factor = emit(fastcar.activation_factor.default, x, activation_of(node))
+        replace_call(node, self.name, aten.mul.Tensor, x, factor)
+
+
+def _has_table(node: fx.Node) -> bool:
+    # ReLU has no table: it rounds nothing.
+    return activation_of(node) in FACTORS
 
 
 class QuantizeW8A8(_Quantize):
@@ -75,16 +80,3 @@ class QuantizeW4A8(_Quantize):
 
     name = "quantize-w4a8"
     reason = "Weights become int4 with one scale per group, inputs int8 with one scale per row."
-
-
-def _replace_activations(graph: fx.Graph, made_by: str) -> bool:
-    # ReLU has no table: it rounds nothing.
-    found = [n for n in graph.nodes if activation_of(n) in FACTORS]
-    for node in found:
-        x = node_arg(node, 0)
-        with graph.inserting_before(node):
-            arguments = (x, activation_of(node))
-            factor = call(graph, fastcar.activation_factor.default, arguments, origin=node, made_by=made_by)
-            new = call(graph, aten.mul.Tensor, (x, factor), origin=node, made_by=made_by)
-        replace(node, new)
-    return bool(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -11,7 +10,7 @@ from torch import fx
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import branches_of, descendants, in_order, is_op, node_arg, placeholder, shape_of
-from fastcar_compile.ir.rewrite import call
+from fastcar_compile.ir.rewrite import after, before
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 _BIAS = {aten.layer_norm: 3, aten.linear: 2, fastcar.linear_bf16: 2, fastcar.linear_w8a8: 3, fastcar.linear_w4a8: 3}
@@ -53,17 +52,17 @@ def _zero_rows(branch: fx.GraphModule) -> bool:
     # The search comes first: it follows the readers of `hidden`, which all read the zeroed rows afterwards.
     again = _linears_after_a_bias(graph, hidden)
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    with graph.inserting_after(last):
-        zero = call(graph, aten.full.default, ([1], 0.0), dtype=torch.float32, **_origin(next(iter(hidden.users))))
+    with after(last, SkipRows.name, origin=next(iter(hidden.users))) as emit:
+        zero = emit(aten.full.default, [1], 0.0, dtype=torch.float32)
     # The choice itself must go on reading the input of the branch.
-    kept = _kept(graph, zero, replay, zero, hidden)
+    kept = _kept(zero, replay, zero, hidden)
     hidden.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)
     known = {hidden: kept}
     for linear in again:
         x = node_arg(linear, 0)
         # Gate and up read one value, which is zeroed once.
         if x not in known:
-            known[x] = _kept(graph, x, replay, zero, x)
+            known[x] = _kept(x, replay, zero, x)
         linear.replace_input_with(x, known[x])
     branch.recompile()
     return True
@@ -95,14 +94,8 @@ def _adds(node: fx.Node) -> bool:
     return len(node.args) > place and node.args[place] is not None
 
 
-def _kept(graph: fx.Graph, after: fx.Node, replay: fx.Node, zero: fx.Node, x: fx.Node) -> fx.Node:
-    """x with zeros in the rows that replay."""
-    shape, options = shape_of(x), _origin(next(iter(x.users)))
-    with graph.inserting_after(after):
-        mask = call(graph, aten.view.default, (replay, [shape[0], *[1] * (len(shape) - 1)]), **options)
-    with graph.inserting_after(mask):
-        return call(graph, aten.where.self, (mask, zero, x), **options)
-
-
-def _origin(node: fx.Node) -> dict[str, Any]:
-    return {"origin": node, "made_by": SkipRows.name}
+def _kept(at: fx.Node, replay: fx.Node, zero: fx.Node, x: fx.Node) -> fx.Node:
+    """x with zeros in the rows that replay, behind the node `at`."""
+    batch, *others = shape_of(x)
+    with before(at.next, SkipRows.name, origin=next(iter(x.users))) as emit:
+        return emit(aten.where.self, emit(aten.view.default, replay, [batch, *[1] * len(others)]), zero, x)

@@ -16,7 +16,7 @@ from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import ancestors, evaluate, is_op, node_arg, placeholder
-from fastcar_compile.ir.rewrite import call, replace_call, set_origin
+from fastcar_compile.ir.rewrite import after, replace_call, set_origin
 from fastcar_compile.ir.types import DecoderConfig, Ring
 from fastcar_compile.passes.patterns.caches import RingRewriter, reads_keys, refresh_shapes, rows_needed
 
@@ -121,8 +121,8 @@ class SinkQueries:
     def _limited_positions(self, node: fx.Node) -> fx.Node:
         """Positions, limited. Where they have no source of their own, it is that of what reads them first."""
         origin = next((n for n in (node, *node.users) if "stack_trace" in n.meta), node)
-        with self.graph.inserting_after(node):
-            limited = call(self.graph, fastcar.limit.default, (node, self.limit), origin=origin, made_by=self.made_by)
+        with after(node, self.made_by, origin=origin) as emit:
+            limited = emit(fastcar.limit.default, node, self.limit)
         mark(limited, layer_of(node))
         return limited
 
@@ -270,7 +270,7 @@ class _Rewriter:
     def _attention(self, node: fx.Node) -> None:
         query, *others = node.args[:5]
         sink_query = None if self.queries is None else self.queries.of(node)
-        arguments = (query, *others, self.ring.sinks, self.ring.window, sink_query)
+        options = (self.ring.sinks, self.ring.window, sink_query)
         if (softcap := softcap_of(node)) is not None:
-            arguments = (*arguments, softcap)
-        replace_call(node, fastcar.window_attention.default, arguments, made_by=SparsifyAttention.name)
+            options = (*options, softcap)
+        replace_call(node, SparsifyAttention.name, fastcar.window_attention.default, query, *others, *options)

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import activation_of, is_op, node_arg, shape_of
-from fastcar_compile.ir.rewrite import Edit, call, derived_parameters
+from fastcar_compile.ir.rewrite import Edit, before, derived_parameters, rewrite_each
 
 aten = torch.ops.aten
 
@@ -28,13 +28,8 @@ class SplitGateUp(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a linear to split."""
-        modified = False
-        for module in program.graphs():
-            for node in [n for n in module.graph.nodes if _is_gate_up(n)]:
-                _replace(module, node, Edit(self.name, program.lazy))
-                modified = True
-            module.graph.eliminate_dead_code()
-        return modified
+        edit = Edit(self.name, program.lazy)
+        return rewrite_each(program.graphs(), _is_gate_up, lambda module, node: _replace(module, node, edit))
 
 
 def _is_gate_up(node: fx.Node) -> bool:
@@ -59,9 +54,8 @@ def _parameters(linear: fx.Node) -> list[fx.Node]:
 
 
 def _replace(module: fx.GraphModule, node: fx.Node, edit: Edit) -> None:
-    linear, graph = node_arg(node, 0), module.graph
-    with graph.inserting_before(linear):
-        names = ("first", "second")
+    linear, names = node_arg(node, 0), ("first", "second")
+    with module.graph.inserting_before(linear):
         parts = [
             derived_parameters(module, n, names, _halves, edit, origin=linear, by_rows=False)
             for n in _parameters(linear)
@@ -69,10 +63,8 @@ def _replace(module: fx.GraphModule, node: fx.Node, edit: Edit) -> None:
     for half in list(node.users):
         # `getitem(chunk, 0)` is the half of the first N / 2 outputs, whether the model calls it gate or up.
         own = [p[0] if half.args[1] == 0 else p[1] for p in parts]
-        with graph.inserting_before(half):
-            arguments = (node_arg(linear, 0), *own)
-            new = call(graph, aten.linear.default, arguments, origin=linear, made_by=edit.made_by)
-        half.replace_all_uses_with(new)
+        with before(half, edit.made_by, origin=linear) as emit:
+            half.replace_all_uses_with(emit(aten.linear.default, node_arg(linear, 0), *own))
 
 
 def _halves(value: Tensor) -> tuple[Tensor, ...]:

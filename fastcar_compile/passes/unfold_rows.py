@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import activation_of, in_order, is_op, node_arg, shape_of
-from fastcar_compile.ir.rewrite import call
+from fastcar_compile.ir.rewrite import before
 
 aten = torch.ops.aten
 _VIEWS = (aten.view, aten.reshape, aten.flatten, aten._unsafe_view)
@@ -42,7 +42,7 @@ def _unfold_all(graph: fx.Graph) -> bool:
     for node in [n for n in graph.nodes if _folds(n)]:
         region = _region(node)
         if region is not None:
-            _unfold(graph, node, region)
+            _unfold(node, region)
             modified = True
     graph.eliminate_dead_code()
     return modified
@@ -88,19 +88,18 @@ def _treats_rows_alike(node: fx.Node) -> bool:
     return small and (is_op(node, *_POINTWISE) or activation_of(node) is not None)
 
 
-def _unfold(graph: fx.Graph, fold: fx.Node, region: set[fx.Node]) -> None:
+def _unfold(fold: fx.Node, region: set[fx.Node]) -> None:
     source = node_arg(fold, 0)
     values = {fold: source}
     leading = shape_of(source)[:-1]
-    for node in in_order(graph, region - {fold}):
+    for node in in_order(fold.graph, region - {fold}):
         args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: values.get(n, n))
-        target = cast("Callable[..., object]", node.target)
-        with graph.inserting_before(node):
-            values[node] = call(graph, target, args, origin=node, made_by=UnfoldRows.name, **kwargs)
+        with before(node, UnfoldRows.name) as emit:
+            values[node] = emit(cast("Callable[..., object]", node.target), *args, **kwargs)
     # The view that gave [B, T, ...] back may also split the last axis into heads; then a reshape is left.
     for node in [u for n in values for u in n.users if _gives_back(u, leading) and u not in region]:
         whole, shape = values[node_arg(node, 0)], list(shape_of(node))
         if tuple(shape) != shape_of(whole):
-            with graph.inserting_before(node):
-                whole = call(graph, aten.reshape.default, (whole, shape), origin=node, made_by=UnfoldRows.name)
+            with before(node, UnfoldRows.name) as emit:
+                whole = emit(aten.reshape.default, whole, shape)
         node.replace_all_uses_with(whole)

@@ -14,7 +14,7 @@ from torch.library import Library, infer_schema
 from fastcar_compile.ir.ops import exact
 from fastcar_compile.ir.ops import linear as quant
 from fastcar_compile.ir.query import bound
-from fastcar_compile.ir.rewrite import call, set_origin
+from fastcar_compile.ir.rewrite import before, set_origin
 from fastcar_compile.passes.patterns import norms
 from fastcar_compile.passes.patterns.norms import arguments, factors, shape
 
@@ -329,10 +329,6 @@ def split_quantized_linears(graph: fx.Graph) -> None:
 
 def _quantized(linear: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Return rows and scales of x, placed before the first linear that reads them."""
-    graph = linear.graph
-    with graph.inserting_before(linear):
-        both = call(graph, fastcar.quantize_rows.default, (x,), origin=linear, made_by=SPLIT_LINEARS)
-        rows, scales = (
-            call(graph, operator.getitem, (both, i), origin=linear, made_by=SPLIT_LINEARS) for i in range(2)
-        )
-    return rows, scales
+    with before(linear, SPLIT_LINEARS) as emit:
+        both = emit(fastcar.quantize_rows.default, x)
+        return emit(operator.getitem, both, 0), emit(operator.getitem, both, 1)

@@ -12,7 +12,7 @@ from fastcar_compile.ir.layers import RingRows, mark, ring_of
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import argument_names, is_op, node_arg, placeholder, value_of
-from fastcar_compile.ir.rewrite import call, fake_like, replace_call
+from fastcar_compile.ir.rewrite import after, fake_like, replace, replace_call
 from fastcar_compile.ir.types import DecoderConfig
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
@@ -37,8 +37,8 @@ def earlier_key(config: DecoderConfig, cache: fx.Node, origin: fx.Node, made_by:
         # The row follows from the position alone. Right behind the
         # inputs, it stands in front of every layer that reads it.
         last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-        with graph.inserting_after(last):
-            rows = [call(graph, fastcar.ring_row.default, arguments, origin=origin, made_by=made_by)]
+        with after(last, made_by, origin=origin) as emit:
+            rows = [emit(fastcar.ring_row.default, *arguments)]
         mark(rows[0], None)
     return rows[0], 0
 
@@ -106,8 +106,7 @@ class RingRewriter:
         old = value_of(cache)
         shape = (*old.shape[:2], ring.sinks + ring.rows, old.shape[3])
         cache.meta["val"] = fake_like(self.graph, torch.empty(shape, dtype=old.dtype, device="meta"))
-        arguments = (cache, value, self.position, ring.sinks)
-        replace_call(node, fastcar.ring_write.default, arguments, made_by=self.made_by)
+        replace_call(node, self.made_by, fastcar.ring_write.default, cache, value, self.position, ring.sinks)
 
 
 def reads_keys(program: DecoderProgram) -> set[str]:
@@ -128,6 +127,14 @@ def refresh_shapes(program: DecoderProgram) -> None:
 
 
 _SAME_MEMORY = (aten.transpose, aten.permute, aten.t, aten.unsqueeze, aten.squeeze, aten.alias, aten.detach)
+
+
+def replace_layout(old: fx.Node, new: fx.Node) -> None:
+    """Put `new` in the place of `old`, whose memory layout may be another one."""
+    # torch.export recorded the views behind the old node for its strides.
+    if value_of(new).stride() != value_of(old).stride():
+        free_views(old)
+    replace(old, new)
 
 
 def free_views(node: fx.Node) -> None:

@@ -25,9 +25,9 @@ from fastcar_compile.ir.query import (
     tensor_attribute,
     value_of,
 )
-from fastcar_compile.ir.rewrite import add_placeholder, call
+from fastcar_compile.ir.rewrite import add_placeholder, before
 from fastcar_compile.ir.types import StateRole
-from fastcar_compile.passes.patterns.caches import free_views
+from fastcar_compile.passes.patterns.caches import replace_layout
 from fastcar_compile.passes.patterns.eager_attention import AttentionCall, Mask
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
@@ -97,15 +97,9 @@ class ContextStates:
         # Both trailing arguments have defaults in the schema, and stay out of a call that needs neither.
         if mask is not None or site.softcap is not None:
             arguments += (None if mask is None else self._lift(mask, StateRole.CONTEXT_MASK, layer), site.softcap)
-        with self._graph.inserting_before(site.node):
-            target = fastcar.context_attention.default
-            new = call(self._graph, target, arguments, origin=site.node, made_by=self._made_by)
-        # torch.export recorded the views behind attention for the
-        # strides of the old node; other strides need a reshape.
-        if value_of(new).stride() != value_of(site.node).stride():
-            free_views(site.node)
-        site.node.replace_all_uses_with(new)
-        self._graph.erase_node(site.node)
+        with before(site.node, self._made_by) as emit:
+            new = emit(fastcar.context_attention.default, *arguments)
+        replace_layout(site.node, new)
 
     def finish(self) -> fx.GraphModule | None:
         """Take the context's inputs out of the graph, and return the graph from them to the states; None: it has none.
@@ -160,22 +154,12 @@ class ContextStates:
         if node not in self._fixed or shape[1:3] != (1, 1):
             what = f"layer {layer}: the mask of cross-attention is not one of the context alone, [B, 1, 1, L]"
             raise _problem(mask.node, what, "take context_mask bool [B, L] as an input, and nothing else for it")
-        with self._graph.inserting_before(site.node):
-            made = self._added(node, hidden=mask.hidden)
-            if shape_of(made) != shape:
-                made = self._call(aten.reshape.default, (made, list(shape)), node)
-        return made
-
-    def _added(self, mask: fx.Node, *, hidden: bool) -> fx.Node:
-        """Return a mask as what is added to logits."""
-        if value_of(mask).dtype != torch.bool:
-            return mask
-        seen, unseen = (self._call(aten.full.default, ([1], value), mask) for value in (0.0, _HIDDEN))
-        chosen = (mask, unseen, seen) if hidden else (mask, seen, unseen)
-        return self._call(aten.where.self, chosen, mask)
-
-    def _call(self, target: Any, arguments: tuple[Any, ...], origin: fx.Node) -> fx.Node:
-        return call(self._graph, target, arguments, origin=origin, made_by=self._made_by)
+        with before(site.node, self._made_by, origin=node) as emit:
+            # A mask of flags becomes what is added to logits.
+            if value_of(node).dtype == torch.bool:
+                seen, unseen = (emit(aten.full.default, [1], value) for value in (0.0, _HIDDEN))
+                node = emit(aten.where.self, node, *((unseen, seen) if mask.hidden else (seen, unseen)))
+            return node if shape_of(node) == shape else emit(aten.reshape.default, node, list(shape))
 
     def _lift(self, node: fx.Node, role: StateRole, layer: int) -> fx.Node:
         # A second cross-attention of one layer has a second state: its name ends in `_1`.

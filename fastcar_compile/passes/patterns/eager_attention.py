@@ -13,8 +13,8 @@ from torch import fx
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import ancestors, between, is_op, node_arg, optional_arg, shape_of, value_of
-from fastcar_compile.ir.rewrite import call
-from fastcar_compile.passes.patterns.caches import free_views
+from fastcar_compile.ir.rewrite import Inserter, before
+from fastcar_compile.passes.patterns.caches import replace_layout
 
 aten = torch.ops.aten
 MASKED = -1e9
@@ -108,30 +108,27 @@ def write_out_products(graph: fx.Graph, made_by: str) -> bool:
         # einsum takes its operands in any order. A matmul takes the operand with the rows first.
         first, second = (left, right) if row in left else (right, left)
 
-        def arranged(x: fx.Node, axes: str, wanted: list[str], node: fx.Node = node) -> fx.Node:
-            """Return x with its axes as they are wanted: heads to the front first, then the last two swapped."""
-            # The swap of the last two axes is an operator of its own: `_transposed` recognises keys by it.
-            pair = sorted(wanted[2:], key=axes.index)
-            for have, want in ((list(axes), [*wanted[:2], *pair]), ([*wanted[:2], *pair], wanted)):
-                order = [have.index(axis) for axis in want]
-                moved = [i for i, axis in enumerate(order) if i != axis]
-                if len(moved) == 2:
-                    x = call(graph, aten.transpose.int, (x, *moved), origin=node, made_by=made_by)
-                elif moved:
-                    x = call(graph, aten.permute.default, (x, order), origin=node, made_by=made_by)
-            return x
-
-        with graph.inserting_before(node):
-            x = arranged(sides[first], first, [*both, row, inner])
-            y = arranged(sides[second], second, [*both, inner, column])
-            product = call(graph, aten.matmul.default, (x, y), origin=node, made_by=made_by)
-            new = arranged(product, "".join([*both, row, column]), list(result))
-        # Views behind the einsum were recorded for its strides; a matmul has others.
-        if value_of(new).stride() != value_of(node).stride():
-            free_views(node)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        with before(node, made_by) as emit:
+            x = _arranged(emit, sides[first], first, [*both, row, inner])
+            y = _arranged(emit, sides[second], second, [*both, inner, column])
+            product = emit(aten.matmul.default, x, y)
+            new = _arranged(emit, product, "".join([*both, row, column]), list(result))
+        replace_layout(node, new)
     return bool(found)
+
+
+def _arranged(emit: Inserter, x: fx.Node, axes: str, wanted: list[str]) -> fx.Node:
+    """Return x with its axes as they are wanted: heads to the front first, then the last two swapped."""
+    # The swap of the last two axes is an operator of its own: `_transposed` recognises keys by it.
+    pair = sorted(wanted[2:], key=axes.index)
+    for have, want in ((list(axes), [*wanted[:2], *pair]), ([*wanted[:2], *pair], wanted)):
+        order = [have.index(axis) for axis in want]
+        moved = [i for i, axis in enumerate(order) if i != axis]
+        if len(moved) == 2:
+            x = emit(aten.transpose.int, x, *moved)
+        elif moved:
+            x = emit(aten.permute.default, x, order)
+    return x
 
 
 def _terms(node: fx.Node) -> tuple[str, str, str] | None:

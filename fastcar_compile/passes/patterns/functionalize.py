@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import ancestors, evaluate, is_op, node_arg, optional_arg, shape_of, value_of
-from fastcar_compile.ir.rewrite import attribute, call
+from fastcar_compile.ir.rewrite import Inserter, attribute
 
 aten = torch.ops.aten
 
@@ -206,7 +206,7 @@ def _taken_again(view: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
 
 
 def _call(origin: fx.Node, target: Callable[..., Any], *arguments: Any, **options: Any) -> fx.Node:
-    return call(origin.graph, target, arguments, origin=origin, made_by=MADE_BY, **options)
+    return Inserter(origin.graph, origin, MADE_BY)(target, *arguments, **options)
 
 
 _FUNCTIONAL: dict[object, Any] = {
@@ -328,7 +328,7 @@ class Functionalizer:
             return node_arg(node, 1)
         target = _FUNCTIONAL.get(node.target)
         if target is not None:
-            return call(self.graph, target, (current, *node.args[1:]), origin=node, made_by=MADE_BY)
+            return _call(node, target, current, *node.args[1:])
         self._refuse(node, f"{node.target} into buffer '{root}' cannot be lifted to explicit state")
         return None
 
@@ -342,8 +342,7 @@ class Functionalizer:
         # A cache [B, S, heads, D] is transposed before the write and back behind it. The transposes in front of the
         # state go when normalize-state puts a placeholder [B, heads, S, D] in their place.
         buffer, rows = (self._heads_first(part, axis, node) for part in (current, value))
-        arguments = (buffer, rows, self.position)
-        written = call(self.graph, torch.ops.fastcar.cache_write.default, arguments, origin=node, made_by=MADE_BY)
+        written = _call(node, torch.ops.fastcar.cache_write.default, buffer, rows, self.position)
         self.writes.append(CacheWrite(root, buffer, written, index, node))
         return self._heads_first(written, axis, node)
 
@@ -359,13 +358,11 @@ class Functionalizer:
             return node_arg(value, 0)
         if shape_of(value) == tuple(rows):
             return value
-        return call(self.graph, aten.expand.default, (value, rows), origin=node, made_by=MADE_BY)
+        return _call(node, aten.expand.default, value, rows)
 
     def _heads_first(self, part: fx.Node, axis: int, origin: fx.Node) -> fx.Node:
         """Return a cache in the other layout where its sequence axis is 1; state always is [B, heads, S, D]."""
-        if axis == 2:
-            return part
-        return call(self.graph, aten.transpose.int, (part, 1, 2), origin=origin, made_by=MADE_BY)
+        return part if axis == 2 else _call(origin, aten.transpose.int, part, 1, 2)
 
     def _refuse(self, node: fx.Node, what: str) -> None:
         hint = "write caches as buffer.index_copy_(2, cache_position, new) and keep no other mutable buffer"

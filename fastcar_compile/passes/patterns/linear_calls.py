@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from fastcar_compile.ir.layers import Role, layer_of, parameter_of, role_of
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import module_path_of
 from fastcar_compile.ir.query import ancestors, is_op, node_arg, optional_arg, shape_of
-from fastcar_compile.ir.rewrite import Edit, call, derived_parameters, replace
+from fastcar_compile.ir.rewrite import Edit, derived_parameters, replace_call, rewrite_each
 from fastcar_compile.ir.sites import LINEARS, QUANTISED_LINEARS
 from fastcar_compile.ir.weights import Make
 
@@ -24,20 +24,25 @@ aten = torch.ops.aten
 # Linears whose weight is a parameter, and the same linears with the weight in another format.
 
 
-def plain_linears(graph: fx.Graph) -> list[fx.Node]:
-    """Return the linears whose weight is a parameter: neither computed nor transposed in the graph."""
-    return [n for n in graph.nodes if is_op(n, aten.linear) and node_arg(n, 1).op == "get_attr"]
+def _is_plain(node: fx.Node) -> bool:
+    """Return whether the node is a linear whose weight is a parameter: neither computed nor transposed in the graph."""
+    return is_op(node, aten.linear) and node_arg(node, 1).op == "get_attr"
 
 
-def replace_linear(
-    module: fx.GraphModule, node: fx.Node, target: Callable[..., Any], suffixes: tuple[str, ...], make: Make, edit: Edit
-) -> None:
-    """Replace `linear(x, w, bias)` by `target(x, *make(w), bias)`; the parts are called `<w>_<suffix>`."""
-    with module.graph.inserting_before(node):
-        parts = derived_parameters(module, node_arg(node, 1), suffixes, make, edit, origin=node)
-        arguments = (node_arg(node, 0), *parts, optional_arg(node, 2))
-        new = call(module.graph, target, arguments, origin=node, made_by=edit.made_by)
-    replace(node, new)
+def replace_linears(
+    modules: Iterable[fx.GraphModule], target: Callable[..., Any], suffixes: tuple[str, ...], make: Make, edit: Edit
+) -> bool:
+    """Replace every plain `linear(x, w, bias)` by `target(x, *make(w), bias)`; return whether there was one.
+
+    The parts that `make` gives of a weight w are called `<w>_<suffix>`. Branches of replay are not searched.
+    """
+
+    def replace_one(module: fx.GraphModule, node: fx.Node) -> None:
+        with module.graph.inserting_before(node):
+            parts = derived_parameters(module, node_arg(node, 1), suffixes, make, edit, origin=node)
+        replace_call(node, edit.made_by, target, node_arg(node, 0), *parts, optional_arg(node, 2))
+
+    return rewrite_each(modules, _is_plain, replace_one)
 
 
 @dataclass(frozen=True)
