@@ -19,7 +19,7 @@ from fastcar_compile.errors import BackendError, CompileError, InternalError, Us
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.gates.scores import score_factor
 from fastcar_compile.ir.layers import Role, role_nodes
-from fastcar_compile.ir.ops.offload import GateDecision, bound_gate_unit
+from fastcar_compile.ir.ops.offload import GateDecision, bound
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.offload_gate import OffloadGate
@@ -115,7 +115,7 @@ def test_decisions_scores_and_logits_are_those_of_the_rewritten_graph(controller
         thresholds = thresholds_of(case, 0.0 if t < FORWARDS // 2 else 0.3)
         expected = reference.decode(token, t, t, thresholds)
         unit.start(t, thresholds)
-        with bound_gate_unit(decided):
+        with bound("gate", decided):
             actual = backend.decode(token, t, t, thresholds)
         for name in ("logits", "decisions", "scores"):
             np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastcar_compile.errors import BackendError
 from fastcar_compile.gates.base import GateInputs
-from fastcar_compile.ir.ops.offload import GateDecision, bound_gate_unit
+from fastcar_compile.ir.ops.offload import GateDecision, bound
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.insert_replay import InsertReplay
@@ -91,7 +91,7 @@ def test_decisions_scores_and_outputs_stay_the_same(gate: str, threshold: float,
     (call,) = [n for n in nodes_of(host) if is_op(n, fastcar.offloaded_gate)]
     assert "".join(name for name, given in zip("qkxc", call.args, strict=False) if given is not None) == READ[gate]
     unit = Unit(gate, host.sites[0].attention.scale, threshold, *rules)
-    with bound_gate_unit(unit):
+    with bound("gate", unit):
         actual = decode(host)  # the threshold that the graph is given is not read
     for a, e in zip(actual, expected, strict=True):
         for name in ("logits", "decisions", "scores"):
@@ -107,7 +107,7 @@ def test_chain_counts_are_those_that_the_unit_returns() -> None:
     def unit(layer: int, inputs: GateInputs[Tensor], chain: Tensor, step: int) -> GateDecision:
         return GateDecision(torch.zeros(BATCH, dtype=torch.bool), torch.zeros(BATCH), counts[step].clone())
 
-    with bound_gate_unit(unit):
+    with bound("gate", unit):
         for t in range(FRAME):
             backend.decode(ids[:, t : t + 1], t, t, np.full(1, INF, np.float32))
     assert torch.equal(backend._state["chain_count_0"], counts)

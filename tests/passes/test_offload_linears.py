@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir.ops.offload import bound_linears
+from fastcar_compile.ir.ops.offload import bound
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.insert_replay import InsertReplay
@@ -119,7 +119,7 @@ def test_outputs_stay_the_same_bit_for_bit(passes: tuple, blocks: tuple) -> None
     accelerator = Accelerator(program)
     OffloadLinears().apply(program)
     program.graph_module.recompile()
-    with bound_linears(accelerator):
+    with bound("linear", accelerator):
         np.testing.assert_array_equal(logits(program, 0.0), expected)
     assert accelerator.names == [name for _ in expected for name in accelerator.calls]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir.ops.offload import bound_accelerator
+from fastcar_compile.ir.ops.offload import bound
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.offload_mlp import OffloadMlp
@@ -54,7 +54,7 @@ def test_outputs_stay_the_same_bit_for_bit(passes: tuple, threshold: float) -> N
     accelerator = Accelerator(program)
     OffloadMlp().apply(program)
     program.graph_module.recompile()
-    with bound_accelerator(accelerator):
+    with bound("MLP", accelerator):
         np.testing.assert_array_equal(logits(program, threshold), expected)
     calls = FRAME if threshold == -INF else ROWS
     assert len(accelerator.masks) <= calls
@@ -64,11 +64,11 @@ def test_outputs_stay_the_same_bit_for_bit(passes: tuple, threshold: float) -> N
 def test_the_accelerator_gets_the_decisions_and_is_not_called_when_all_rows_replay() -> None:
     host = after(*REPLAY, OffloadMlp())
     accelerator = Accelerator(after(*REPLAY))
-    with bound_accelerator(accelerator):
+    with bound("MLP", accelerator):
         scores = np.stack([r.scores[0] for r in decode(host, INF)])[FRAME:]
     threshold = float(np.median(scores))
     accelerator.masks.clear()
-    with bound_accelerator(accelerator):
+    with bound("MLP", accelerator):
         decisions = np.stack([r.decisions[0] for r in decode(host, threshold)])
     expected = [d for d in decisions if not d.all()]
     assert 0 < decisions.sum() < (ROWS - FRAME) * BATCH

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -41,27 +41,13 @@ _bound: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("fastcar_accel
 
 
 @contextmanager
-def _binding(kind: str, unit: Callable[..., Any]) -> Iterator[None]:
+def bound(kind: Literal["MLP", "gate", "linear"], unit: Callable[..., Any]) -> Iterator[None]:
+    """Let `unit`, an `Accelerator`, a `GateUnit` or a `LinearAccelerator`, compute offloaded operators of this kind."""
     token = _bound.set({**_bound.get(), kind: unit})
     try:
         yield
     finally:
         _bound.reset(token)
-
-
-def bound_accelerator(accelerator: Accelerator) -> AbstractContextManager[None]:
-    """Run offloaded MLPs on `accelerator` within this context."""
-    return _binding("MLP", accelerator)
-
-
-def bound_gate_unit(unit: GateUnit) -> AbstractContextManager[None]:
-    """Let `unit` decide offloaded gates within this context."""
-    return _binding("gate", unit)
-
-
-def bound_linears(accelerator: LinearAccelerator) -> AbstractContextManager[None]:
-    """Run offloaded linears on `accelerator` within this context."""
-    return _binding("linear", accelerator)
 
 
 def _current(kind: str) -> Callable[..., Any]:
