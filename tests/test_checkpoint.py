@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +21,9 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.skeleton import Skeleton
-from fastcar_compile.ir import tensor_files
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.tensor_files import TensorSpec
 from fastcar_compile.ir.text import graph_to_text
 from fastcar_compile.ir.weights import Parameters
 from fastcar_compile.passes.bfloat16_embedding import Bfloat16Embedding
@@ -95,7 +94,7 @@ def test_all_problems_of_the_weights_are_listed_at_once(damaged: Path) -> None:
     assert (
         "shard model-00002-of-00003.safetensors is missing; model.safetensors.index.json puts 13 tensors there" in text
     )
-    assert "model-00003-of-00003.safetensors is no safetensors file, or a damaged one" in text
+    assert "model-00003-of-00003.safetensors is damaged, or not a safetensors file" in text
     assert "tensor model.layers.0.mlp.up_proj.weight is missing" in text
     assert "model.layers.0.mlp.down_proj.weight has shape [64, 95], but config.json implies [64, 96]" in text
     assert "model.layers.0.self_attn.q_proj.weight holds I8" in text
@@ -269,11 +268,11 @@ def test_artifact_of_a_folder_equals_that_of_the_model(
 
 
 def test_shards_are_planned_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays: dict[str, Any] = {f"t{i}": np.zeros(10, np.uint8) for i in range(5)}
-    source = tensor_files.Arrays(arrays | {"big": np.zeros(99, np.float32)})
-    assert emit.plan_shards(source) == {"weights/model.safetensors": [*source]}
+    specs = {f"t{i}": TensorSpec.of(np.zeros(10, np.uint8)) for i in range(5)}
+    specs["big"] = TensorSpec.of(np.zeros(99, np.float32))
+    assert emit.plan_shards(specs) == {"weights/model.safetensors": [*specs]}
     monkeypatch.setattr(emit, "SHARD_BYTES", 25)
-    planned = emit.plan_shards(source)
+    planned = emit.plan_shards(specs)
     assert list(planned.values()) == [["t0", "t1"], ["t2", "t3"], ["t4"], ["big"]]
     files = [*planned, "weights/models.safetensors", "weights/model-1.safetensors", "weights/accelerator.safetensors"]
     assert layout.weight_files(files) == list(planned)
@@ -295,15 +294,13 @@ from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8
 from fastcar_compile.passes.repeat_layers import RepeatLayers
-from fastcar_compile.ir.tensor_files import write_streamed
-from fastcar_compile.ir.weights import ParameterSource
+from fastcar_compile.ir.tensor_files import write_pieces
 
 place = Path(sys.argv[1])
 program = capture(Checkpoint(place / "model"), batch_size=1, max_seq_len=64, tokens_per_frame=8, prefill_chunk=0)
 run_pipeline(program, [*analysis_pipeline(), RepeatLayers("model.layers", 8), QuantizeW8A8()])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-source = ParameterSource(program.params)
-write_streamed(place, "out.safetensors", source, source)
+write_pieces(place, "out.safetensors", program.params.specs(), program.params.pieces(program.params))
 print(program.params.nbytes(), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 

@@ -20,14 +20,14 @@ from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE
 from fastcar_compile.artifact.manifest import Manifest, Sections, producer_versions
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.errors import ArtifactError, InternalError
-from fastcar_compile.ir.tensor_files import Placement, TensorSource, TensorSpec, write_pieces, write_streamed
+from fastcar_compile.ir.tensor_files import Placement, TensorSpec, write_pieces
 from fastcar_compile.support.machine import at_once
 
 
 class ArtifactWriter:
     """Writes an artifact directory atomically; use it as a context manager.
 
-    Files go below `root`, or through `write_bytes`, `write_text` and `write_streamed`; the sections through `finish`.
+    Files go below `root`, or through `write_bytes`, `write_text` and `write_pieces`; the sections through `finish`.
     Leaving the block writes manifest.json and puts the directory in place. Leaving it by an exception removes
     everything, including parent folders that this writer had to create. Inside the block no other writer may have the
     same destination.
@@ -91,13 +91,6 @@ class ArtifactWriter:
     def write_text(self, name: str, text: str) -> Path:
         """Write one UTF-8 file with the newlines as given; return its temporary path."""
         return self.write_bytes(name, text.encode("utf-8"))
-
-    def write_streamed(self, name: str, tensors: Iterable[str], source: TensorSource) -> dict[str, Placement]:
-        """Write tensors of a source to one safetensors file; return where each tensor is in it."""
-        self.file(name)
-        tensors = list(tensors)
-        self.require_room(sum(source.spec(tensor).nbytes for tensor in tensors))
-        return write_streamed(self.root, name, tensors, source)
 
     def write_pieces(
         self, name: str, specs: Mapping[str, TensorSpec], pieces: Iterable[tuple[str, int, memoryview]]

@@ -19,9 +19,9 @@ from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.ops.operator import operator_reasons
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import with_branches
-from fastcar_compile.ir.tensor_files import Placement, TensorSource
+from fastcar_compile.ir.tensor_files import Placement, TensorSpec
 from fastcar_compile.ir.text import graph_to_text
-from fastcar_compile.ir.weights import LazyWeights, ParameterSource, WrittenTensors
+from fastcar_compile.ir.weights import LazyWeights, WrittenTensors
 from fastcar_compile.support.machine import require_memory
 
 
@@ -45,8 +45,7 @@ def emit_artifact(
     places = _emit_weights(writer, program, one_file=plan.board.kind == "fpga")
     if program.lazy is not None:
         # Later readers of weights take them from the files: they are quantised once.
-        params = ParameterSource(program.params)
-        written = WrittenTensors(writer.root, places, {name: params.spec(name) for name in params})
+        written = WrittenTensors(writer.root, places, program.params.specs())
         program = dataclasses.replace(program, lazy=LazyWeights(written))
     context = EmitContext(writer, plan, variants, places, say, sections={})
     pipeline = PipelineSection(passes=plan.pipeline, log=tuple(program.log), reasons=_reasons(program, original))
@@ -95,11 +94,12 @@ def _sections(
 def _emit_weights(writer: ArtifactWriter, program: DecoderProgram, *, one_file: bool) -> dict[str, Placement]:
     """Write the weight files, or one file, as the host program of a board reads it; return where each parameter is."""
     places: dict[str, Placement] = {}
-    params = ParameterSource(program.params)
+    params = program.params
+    specs = params.specs()
     if program.lazy is not None:
-        require_memory(max(params.spec(name).nbytes for name in params), "the largest weight")
-    for file, names in plan_shards(params, one_file=one_file).items():
-        places |= writer.write_streamed(file, names, params)
+        require_memory(max(spec.nbytes for spec in specs.values()), "the largest weight")
+    for file, names in plan_shards(specs, one_file=one_file).items():
+        places |= writer.write_pieces(file, {name: specs[name] for name in names}, params.pieces(names))
     return places
 
 
@@ -114,12 +114,12 @@ SHARD_BYTES = 1 << 30
 """Weights above this go to several files of about this size."""
 
 
-def plan_shards(source: TensorSource, *, one_file: bool = False) -> dict[str, list[str]]:
-    """Return weight file -> tensor names, in the source's order; several files from `SHARD_BYTES` on."""
+def plan_shards(specs: Mapping[str, TensorSpec], *, one_file: bool = False) -> dict[str, list[str]]:
+    """Return weight file -> tensor names, in the order of `specs`; several files from `SHARD_BYTES` on."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name in source:
-        size = source.spec(name).nbytes
+    for name, spec in specs.items():
+        size = spec.nbytes
         if shards[-1] and filled + size > SHARD_BYTES and not one_file:
             shards.append([])
             filled = 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,20 +53,6 @@ class TensorSpec:
         return cls(dtype_of(array), array.shape)
 
 
-class TensorSource(Protocol):
-    """Tensors by name, whose specs are known before their values are made."""
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def spec(self, name: str, /) -> TensorSpec:
-        """Return element type and shape."""
-        ...
-
-    def pieces(self, names: Iterable[str], /) -> Iterator[Piece]:
-        """Yield all bytes of these tensors, each once; they are made when they are asked for."""
-        ...
-
-
 @dataclass(frozen=True)
 class Placement:
     """Where a tensor's bytes are: file name in the artifact, offset from the start of the file, length."""
@@ -74,16 +60,6 @@ class Placement:
     file: str
     offset: int
     length: int
-
-
-def write_streamed(root: Path, file: str, names: Iterable[str], source: TensorSource) -> dict[str, Placement]:
-    """Write these tensors of a source to one safetensors file; return where each tensor is; see `write_pieces`.
-
-    Args:
-        root: folder of the artifact. file: name in it. names: what to write, without an order.
-    """
-    names = list(names)
-    return write_pieces(root, file, {name: source.spec(name) for name in names}, source.pieces(names))
 
 
 def write_pieces(
@@ -101,18 +77,14 @@ def write_pieces(
     Raises:
         InternalError: they are more or fewer bytes.
     """
-    names = list(specs)
     places, at = dict[str, int](), 0
     header: dict[str, Any] = {}
     # Tensors of whole cache lines come first; one odd tensor would shift all behind it.
-    for name in sorted(names, key=lambda n: _rank(specs[n])):
+    for name in sorted(specs, key=lambda n: _rank(specs[n])):
         spec, places[name] = specs[name], at
         at += spec.nbytes
-        header[name] = {
-            "dtype": spec.dtype.safetensors,
-            "shape": list(spec.shape),
-            "data_offsets": [places[name], at],
-        }
+        offsets = [places[name], at]
+        header[name] = {"dtype": spec.dtype.safetensors, "shape": list(spec.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     # The data begins behind 8 bytes of length and the header. Spaces move that place to a cache line.
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
@@ -125,9 +97,9 @@ def write_pieces(
                 raise InternalError(f"{name} has {specs[name].nbytes} bytes; {offset + len(data)} were given")
             chunks.write(start + places[name] + offset, data)
             written[name] += len(data)
-    if wrong := next((name for name in names if written[name] != specs[name].nbytes), None):
+    if wrong := next((name for name in specs if written[name] != specs[name].nbytes), None):
         raise InternalError(f"{wrong} has {specs[wrong].nbytes} bytes; {written[wrong]} were given")
-    return {n: Placement(file, start + places[n], specs[n].nbytes) for n in names}
+    return {n: Placement(file, start + places[n], specs[n].nbytes) for n in specs}
 
 
 class _Chunks:
@@ -189,28 +161,10 @@ def octets(array: Array) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-class Arrays:
-    """Arrays in memory, as a source."""
-
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self._arrays = dict(arrays)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
-
-    def spec(self, name: str) -> TensorSpec:
-        """Return element type and shape."""
-        return TensorSpec.of(self._arrays[name])
-
-    def pieces(self, names: Iterable[str]) -> Iterator[Piece]:
-        """Yield every array whole."""
-        return ((name, 0, octets(self._arrays[name])) for name in names)
-
-
-def save_tensors(path: str | Path, arrays: Mapping[str, Array]) -> None:
-    """Write arrays to one safetensors file; same arrays, same bytes."""
-    file = Path(path)
-    write_streamed(file.parent, file.name, sorted(arrays), Arrays(arrays))
+def save_tensors(path: str | Path, arrays: Mapping[str, Array]) -> dict[str, Placement]:
+    """Write arrays to one safetensors file; same arrays, same bytes. Return where each array is."""
+    file, specs = Path(path), {name: TensorSpec.of(arrays[name]) for name in sorted(arrays)}
+    return write_pieces(file.parent, file.name, specs, ((name, 0, octets(arrays[name])) for name in specs))
 
 
 class _Entry(BaseModel):

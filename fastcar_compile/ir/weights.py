@@ -232,6 +232,15 @@ class Parameters(Mapping[str, Tensor]):
         """Shape and dtype of a parameter, without reading it; its values may be missing (meta device)."""
         return self._attributes[name]
 
+    def specs(self) -> dict[str, TensorSpec]:
+        """Element types and shapes as files have them, without reading the parameters."""
+        return {name: _spec_of(value) for name, value in self._attributes.items()}
+
+    def pieces(self, names: Iterable[str]) -> Iterator[Piece]:
+        """Yield the bytes of parameters in blocks of rows; a block is made when it is asked for."""
+        for name, row, part in self.blocks(names):
+            yield name, row * self.spec(name)[:1].nbytes if row else 0, octets(to_numpy(part))
+
     def nbytes(self) -> int:
         """Bytes of all parameters, without reading them."""
         return sum(t.numel() * t.dtype.itemsize for t in self._attributes.values())
@@ -256,14 +265,14 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def spec_of(tensor: Tensor) -> TensorSpec:
+def _spec_of(tensor: Tensor) -> TensorSpec:
     """Return element type and shape; the values may be missing."""
     return TensorSpec(DTYPES[dtype_name(tensor.dtype)], tuple(tensor.shape))
 
 
 def to_numpy(tensor: Tensor) -> NDArray[Any]:
     """Return an array over the tensor's memory, or over a contiguous copy. numpy has no bfloat16 of its own."""
-    spec, flat = spec_of(tensor), tensor.detach().cpu().contiguous().reshape(-1)
+    spec, flat = _spec_of(tensor), tensor.detach().cpu().contiguous().reshape(-1)
     if not flat.numel():
         return np.empty(spec.shape, spec.dtype.numpy)
     # By way of bytes: numpy knows bfloat16 only as a type of ml_dtypes, to which torch does not convert.
@@ -277,25 +286,6 @@ def to_torch(array: NDArray[Any]) -> Tensor:
     octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     flat = torch.from_numpy(octets)  # pyright: ignore[reportUnknownMemberType]  (torch does not type its argument)
     return flat.view(torch_dtype(array.dtype.name)).reshape(array.shape)
-
-
-@dataclass(frozen=True)
-class ParameterSource:
-    """Parameters as a source of tensors: a block is made when it is asked for."""
-
-    params: Parameters
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.params)
-
-    def spec(self, name: str) -> TensorSpec:
-        """Return element type and shape."""
-        return spec_of(self.params.spec(name))
-
-    def pieces(self, names: Iterable[str]) -> Iterator[Piece]:
-        """Yield the values in blocks of rows."""
-        for name, row, part in self.params.blocks(names):
-            yield name, row * self.params.spec(name)[:1].nbytes if row else 0, octets(to_numpy(part))
 
 
 @dataclass(frozen=True)

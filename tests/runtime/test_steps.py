@@ -14,7 +14,7 @@ from lowering.programs import FRAME, LAYERS, LENGTH, Case, cpu_backend, export, 
 from fastcar_compile.artifact.programs import decoder_section
 from fastcar_compile.artifact.sections import State
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir.tensor_files import Arrays, load_tensors, write_streamed
+from fastcar_compile.ir.tensor_files import load_tensors, save_tensors
 from fastcar_compile.ir.types import StateRole
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Library
 from fastcar_compile.runtime.session import Session
@@ -115,7 +115,7 @@ def test_sessions_with_different_threads_take_turns(built: Library) -> None:
 def test_a_second_session_takes_no_memory_for_weights(tmp_path: Path) -> None:
     """32 MiB of weights in a file: two backends' arguments are views of it, and reading them makes no copy."""
     size = 32 << 20
-    write_streamed(tmp_path, "weights.safetensors", ["w"], Arrays({"w": np.ones(size // 2, ml_dtypes.bfloat16)}))
+    save_tensors(tmp_path / "weights.safetensors", {"w": np.ones(size // 2, ml_dtypes.bfloat16)})
     gc.collect()
     before = anonymous_kib()
     views = [adopt(load_tensors(tmp_path / "weights.safetensors")["w"]) for _ in range(2)]

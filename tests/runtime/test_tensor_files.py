@@ -15,13 +15,12 @@ from fastcar_compile.errors import InternalError
 from fastcar_compile.ir import tensor_files
 from fastcar_compile.ir.tensor_files import (
     CHUNK,
-    Arrays,
     Placement,
     TensorSpec,
     _Chunks,
     load_tensors,
+    save_tensors,
     write_pieces,
-    write_streamed,
 )
 from fastcar_compile.ir.weights import dtype_name, to_torch
 
@@ -51,7 +50,7 @@ def test_every_tensor_is_where_it_is_said_to_be(
 ) -> None:
     monkeypatch.setattr(tensor_files, "CHUNK", chunk)
     made = {f"t{i}": (np.arange(n) * (i + 1)).astype(dtype) for i, (dtype, n) in enumerate(tensors)}
-    places = write_streamed(tmp_path, "w.safetensors", made, Arrays(made))
+    places = save_tensors(tmp_path / "w.safetensors", made)
     read = safetensors.torch.load_file(tmp_path / "w.safetensors")
     mapped = load_tensors(tmp_path / "w.safetensors")
     data = (tmp_path / "w.safetensors").read_bytes()
