@@ -118,7 +118,7 @@ def _check_types(kind: type[Pass], options: Mapping[str, object]) -> None:
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"JSON has no number {name}")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_number)
