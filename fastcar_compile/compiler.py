@@ -23,8 +23,7 @@ from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
 from fastcar_compile.config.targets import Target, load_target, require_buildable, whole_step
 from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.frontend.capture import capture
-from fastcar_compile.frontend.checkpoint import Checkpoint
-from fastcar_compile.frontend.config_folder import open_folder
+from fastcar_compile.frontend.checkpoint import Checkpoint, open_folder
 from fastcar_compile.frontend.huggingface import is_huggingface
 from fastcar_compile.frontend.model_facts import ModelFacts, unwrapped
 from fastcar_compile.frontend.structures import check_signature, explained

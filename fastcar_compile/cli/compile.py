@@ -339,7 +339,7 @@ def load_model(path: Path, *, weights: bool = True) -> Any:
     if not path.exists():
         raise UserError("the model does not exist", where=str(path), hint=model_hint(path))
     if path.is_dir():
-        from fastcar_compile.frontend.config_folder import open_folder
+        from fastcar_compile.frontend.checkpoint import open_folder
 
         return open_folder(path, weights=weights)
     if path.suffix != ".pt2":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fastcar_compile.errors import CompileError, count_text
+from fastcar_compile.errors import CompileError, InternalError, count_text
 from fastcar_compile.frontend.skeleton import CONFIG, Skeleton, StoredNames, load_config, read_config_json
 from fastcar_compile.support import limits
 from fastcar_compile.support.strict_json import read_json
@@ -58,10 +59,11 @@ class Checkpoint:
         problems: list[CompileError] = []
         skeleton = _attempt(problems, lambda: read_skeleton(folder))
         listed = _attempt(problems, lambda: _weight_map(folder))
-        files = (
-            _attempt(problems, lambda: _single_files(folder)) if listed is None else _shards(folder, listed, problems)
-        )
-        self.tensors = _headers(folder, files or [], problems)
+        if listed is None:
+            files = _attempt(problems, lambda: _single_files(folder)) or []
+        else:
+            files = _shards(folder, listed, problems)
+        self.tensors = _headers(folder, files, problems)
         if skeleton is not None:
             self.skeleton = skeleton
             # Tensors of a shard that is missing or damaged are missing for that reason, which is reported already.
@@ -83,12 +85,8 @@ class Checkpoint:
     @cached_property
     def names(self) -> dict[str, str]:
         """Parameter path in the model -> tensor name in the files; tied parameters share one."""
-        found: dict[str, str] = {}
-        for group in self.skeleton.parameter_groups:
-            stored = self._stored(group)
-            if stored is not None:
-                found |= dict.fromkeys(group, stored)
-        return found
+        groups = [(group, self._stored(group)) for group in self.skeleton.parameter_groups]
+        return {name: stored for group, stored in groups if stored is not None for name in group}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the parameter at this path."""
@@ -130,13 +128,12 @@ class Checkpoint:
         """The name in the files of the first of a group of tied parameters that is there."""
         return next((self._names.stored[name] for name in group if name in self._names.stored), None)
 
-    def _tensor_problems(self, skip: Iterable[str]) -> list[CompileError]:
+    def _tensor_problems(self, skip: set[str]) -> list[CompileError]:
         problems: list[CompileError] = []
-        missing = []
         for group in self.skeleton.parameter_groups:
             stored, shape = self._stored(group), self.skeleton.shapes[group[0]]
             if stored is None:
-                missing += [] if self._excused(group, skip, problems) else [group[0]]
+                problems += self._missing(group, skip)
                 continue
             found = self.tensors[stored]
             place = str(self.folder / found.file)
@@ -147,20 +144,18 @@ class Checkpoint:
             elif group[0] in self.skeleton.parameters and found.dtype not in FLOATS:
                 hint = "save the model unquantised, in float32, bfloat16 or float16"
                 problems.append(CompileError(f"{stored} holds {found.dtype}", where=place, hint=hint))
-        for name in missing:
-            what = f"tensor {name} is missing"
-            problems.append(CompileError(what, where=str(self.folder), hint=_MEND_COPY))
         return problems
 
-    def _excused(self, group: Iterable[str], skip: Iterable[str], problems: list[CompileError]) -> bool:
-        """Whether something else is wrong than that the tensor is missing: its shard is lost, or it is converted."""
-        converted = [self._names.converted[name] for name in group if name in self._names.converted]
+    def _missing(self, group: tuple[str, ...], skip: set[str]) -> list[CompileError]:
+        """Return the error of a parameter that no file has; none where its shard is lost, which is an error already."""
+        what, hint = f"tensor {group[0]} is missing", _MEND_COPY
         # Transformers computes such a parameter when it loads it. Here a parameter is read as it is stored.
-        if converted:
-            what = f"transformers computes {next(iter(group))} out of {converted[0]} when it loads this checkpoint"
+        if converted := [self._names.converted[name] for name in group if name in self._names.converted]:
+            what = f"transformers computes {group[0]} out of {converted[0]} when it loads this checkpoint"
             hint = "load it with from_pretrained, and compile the module, or save it again in today's form"
-            problems.append(CompileError(what, where=str(self.folder), hint=hint))
-        return bool(converted) or not set(skip).isdisjoint(group)
+        elif not skip.isdisjoint(group):
+            return []
+        return [CompileError(what, where=str(self.folder), hint=hint)]
 
 
 def _attempt(problems: list[CompileError], step: Callable[[], T]) -> T | None:
@@ -197,16 +192,14 @@ def _weight_map(folder: Path) -> Mapping[str, str] | None:
     if not file.is_file():
         return None
     try:
-        listed = read_json(file, "index of the shards", CompileError, size=limits.INDEX_BYTES, hint=_MEND_COPY)[
-            "weight_map"
-        ]
+        index = read_json(file, "index of the shards", CompileError, size=limits.INDEX_BYTES, hint=_MEND_COPY)
+        listed = index["weight_map"]
         if not all(isinstance(v, str) and PurePosixPath(v).name == v for v in listed.values()):
             raise ValueError("a shard is not a plain file name")
         return listed
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CompileError(
-            f"the index of the shards is malformed: {error}", where=str(file), hint=_MEND_COPY
-        ) from error
+        what = f"the index of the shards is malformed: {error}"
+        raise CompileError(what, where=str(file), hint=_MEND_COPY) from error
 
 
 def _single_files(folder: Path) -> list[str]:
@@ -214,11 +207,9 @@ def _single_files(folder: Path) -> list[str]:
     single = folder / "model.safetensors"
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CompileError(
-            "the model folder has no *.safetensors file (pickled weights are not read)",
-            where=str(folder),
-            hint="save it with model.save_pretrained(folder, safe_serialization=True)",
-        )
+        what = "the model folder has no *.safetensors file (pickled weights are not read)"
+        hint = "save it with model.save_pretrained(folder, safe_serialization=True)"
+        raise CompileError(what, where=str(folder), hint=hint)
     return [f.name for f in files]
 
 
@@ -244,6 +235,58 @@ def _headers(folder: Path, files: Iterable[str], problems: list[CompileError]) -
                     view = file.get_slice(tensor)
                     found[tensor] = StoredTensor(name, view.get_dtype(), tuple(view.get_shape()))
         except (OSError, safetensors.SafetensorError) as error:
-            what = f"{name} is no safetensors file, or a damaged one: {error}"
+            what = f"{name} is damaged, or not a safetensors file: {error}"
             problems.append(CompileError(what, where=str(folder / name), hint=_MEND_COPY))
     return found
+
+
+# A folder without weights: enough for a dry run.
+
+
+class ConfigFolder(Checkpoint):
+    """The decoder of a config.json. Its weights have shapes, and random values where a pass has to look at some.
+
+    Args:
+        folder: with config.json.
+
+    Raises:
+        CompileError: config.json is missing, or cannot be compiled.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.tensors = folder, {}
+        self.skeleton = read_skeleton(folder)
+        self._dtype = getattr(self.config, "dtype", None) or torch.float32
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the parameter at this path."""
+        return self.skeleton.shapes[name]
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """Random values in the config's dtype, as float32; all rows are alike, so that they take no memory.
+
+        Raises:
+            InternalError: a scalar is asked for, which no pass looks at.
+        """
+        count, *rest = self.shape(name) or (0,)
+        if not count:
+            raise InternalError(f"{name} has no rows to make up")
+        begin, end = rows or (0, count)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        row = torch.randn(rest, generator=generator).to(self._dtype).float()
+        return row.expand(end - begin, *rest)
+
+    def model(self) -> PreTrainedModel:
+        """The part of the model that is captured; persistent buffers are as the architecture makes them."""
+        return self.skeleton.model(self.skeleton.captured_layers)
+
+
+def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
+    """Return the decoder of a folder; where no weights are needed, it may have none.
+
+    Raises:
+        CompileError: everything that is wrong with the folder.
+    """
+    if weights or not folder.is_dir() or has_weights(folder):
+        return Checkpoint(folder)
+    return ConfigFolder(folder)

@@ -69,6 +69,8 @@ def check_program(program: schema.ExportedProgram) -> None:
     if program.range_constraints:
         raise _dynamic()
     for part in _parts(program):
+        if wrong := [n for n in _identifiers(part) if n is not None and not is_identifier(n)]:
+            raise CompileError(f"the exported program has a value of the name {wrong[0]!r:.80}", hint=_HINT_FILE)
         _check_part(part)
 
 
@@ -83,19 +85,17 @@ def _parts(value: Any) -> Iterator[Any]:
     if dataclasses.is_dataclass(value):
         yield value
         yield from (part for field in dataclasses.fields(value) for part in _parts(getattr(value, field.name, None)))
-    elif isinstance(value, list):
-        yield from (part for item in value for part in _parts(item))
-    elif isinstance(value, dict):
-        yield from (part for item in value.values() for part in _parts(item))
+    elif isinstance(value, list | dict):
+        items = value.values() if isinstance(value, dict) else value
+        yield from (part for item in items for part in _parts(item))
 
 
 def _check_part(part: Any) -> None:
-    _check_identifiers(_identifiers(part))
     match part:
         case schema.SymExpr():
             raise _dynamic()
         case schema.CustomObjArgument():
-            raise CompileError("the exported program holds an object that is no tensor", hint=_HINT_OPERATOR)
+            raise CompileError("the exported program holds an object that is not a tensor", hint=_HINT_OPERATOR)
         case schema.Node():
             part.metadata = {k: str(v) for k, v in part.metadata.items() if k in _KEPT_METADATA}
             _check_operator(part.target)
@@ -105,8 +105,9 @@ def _check_part(part: Any) -> None:
             _check_tree(part.in_spec)
             _check_tree(part.out_spec)
         case schema.InputSpec() | schema.OutputSpec():
-            for field in dataclasses.fields(part.value):
-                _check_target(field.name, getattr(part.value, field.name))
+            for name, value in vars(part.value).items():
+                if name.endswith("_name") or isinstance(value, str):
+                    check_name(value)
         case _:
             pass
 
@@ -129,17 +130,6 @@ def _identifiers(part: Any) -> Iterable[Any]:
             return part.forward_arg_names or ()
         case _:
             return ()
-
-
-def _check_target(field: str, value: Any) -> None:
-    if field.endswith("_name") or isinstance(value, str):
-        check_name(value)
-
-
-def _check_identifiers(names: Iterable[Any]) -> None:
-    for name in names:
-        if name is not None and not is_identifier(name):
-            raise CompileError(f"the exported program has a value of the name {name!r:.80}", hint=_HINT_FILE)
 
 
 def _check_operator(target: Any) -> None:
@@ -171,7 +161,10 @@ def _check_branch(tree: Any) -> None:
     context = parse_json(tree["context"].encode()) if isinstance(tree["context"], str) else tree["context"]
     keys = context if isinstance(context, list) else [] if context is None else [context]
     if not all(isinstance(key, str | int) for key in keys):
-        raise CompileError("the exported program takes or returns a dict whose keys are no texts", hint=_HINT_TREE)
+        raise CompileError(
+            "the exported program takes or returns a dict whose keys are neither strings nor whole numbers",
+            hint=_HINT_TREE,
+        )
     for child in tree["children_spec"]:
         _check_branch(child)
 
@@ -183,8 +176,7 @@ def _dynamic() -> CompileError:
 # Weights and constants of a `.pt2` file: tensors, and nothing that would have to be unpickled freely.
 
 
-_WEIGHTS, _CONSTANTS = "data/weights/", "data/constants/"
-_TENSOR_FILES = {_WEIGHTS: "weight_", _CONSTANTS: "tensor_"}
+_TENSOR_FILES = {"data/weights/": "weight_", "data/constants/": "tensor_"}
 _HINT = "export a module whose parameters, buffers and constants are plain tensors on the CPU"
 
 
@@ -198,19 +190,14 @@ class Payloads:
     def __init__(self, name: str, sizes: Mapping[str, int], reader: torch._C.PyTorchFileReader) -> None:
         self._name, self._sizes, self._reader = name, sizes, reader
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return parameters and buffers by name."""
-        return self._tensors(_WEIGHTS, f"{_WEIGHTS}{self._name}_weights_config.json", "the weights")
-
-    def constants(self) -> dict[str, Tensor]:
-        """Return constants by name."""
-        return self._tensors(_CONSTANTS, f"{_CONSTANTS}{self._name}_constants_config.json", "the constants")
-
-    def _tensors(self, folder: str, config: str, what: str) -> dict[str, Tensor]:
+    def tensors(self, kind: str) -> dict[str, Tensor]:
+        """Return the "weights" (parameters and buffers) or the "constants" by name."""
+        folder = f"data/{kind}/"
         legacy = f"{folder}{self._name}.pt"
         if legacy in self._sizes:
-            return only_tensors(self._reader.get_record(legacy), what)
-        typed: Any = _dict_to_dataclass(schema.PayloadConfig, parse_json(self._reader.get_record(config)))
+            return only_tensors(self._reader.get_record(legacy), f"the {kind}")
+        config = self._reader.get_record(f"{folder}{self._name}_{kind}_config.json")
+        typed: Any = _dict_to_dataclass(schema.PayloadConfig, parse_json(config))
         stored: dict[str, Tensor] = {}
         return {name: self._tensor(folder, name, meta, stored) for name, meta in typed.config.items()}
 
@@ -218,10 +205,9 @@ class Payloads:
         check_name(name)
         place = meta.path_name
         if not place.startswith(_TENSOR_FILES[folder]) or f"{folder}{place}" not in self._sizes:
-            raise CompileError(f"{name} of the exported program is no tensor of the file", hint=_HINT)
+            raise CompileError(f"the file has no part for {name} of the exported program", hint=_HINT)
         if meta.use_pickle:
-            found = unpickled(self._reader.get_record(f"{folder}{place}"), name)
-            return _plain(found, name)
+            return _plain(unpickled(self._reader.get_record(f"{folder}{place}"), name), name)
         if meta.tensor_meta is None:
             raise CompileError(f"{name} of the exported program has no type", hint=_HINT)
         # Tensors of one part share its memory, as tied parameters do.
@@ -252,7 +238,7 @@ def only_tensors(data: bytes, what: str) -> dict[str, Tensor]:
     """
     found = unpickled(data, what)
     if not isinstance(found, dict):
-        raise CompileError(f"{what} of the exported program are no dict of tensors", hint=_HINT)
+        raise CompileError(f"{what} of the exported program are not a dict of tensors", hint=_HINT)
     for name, value in found.items():
         check_name(name)
         _plain(value, name)
@@ -275,7 +261,7 @@ def unpickled(data: bytes, what: str) -> Any:
 def _plain(value: Any, name: str) -> Tensor:
     kinds = (Tensor, torch.nn.Parameter)
     if type(value) not in kinds or value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
-        raise CompileError(f"{name} of the exported program is no plain tensor", hint=_HINT)
+        raise CompileError(f"{name} of the exported program is not a plain tensor on the CPU", hint=_HINT)
     return value
 
 
@@ -284,7 +270,7 @@ def _strided(flat: Tensor, meta: schema.TensorMeta, name: str) -> Tensor:
     # Strides of 0 repeat elements: a few stored bytes could claim any size.
     repeated = (prod(sizes) - flat.numel()) * flat.element_size()
     if repeated > limits.EXPANDED_BYTES or (meta.device is not None and meta.device.type != "cpu"):
-        raise CompileError(f"{name} of the exported program is no plain tensor", hint=_HINT)
+        raise CompileError(f"{name} of the exported program is not a plain tensor on the CPU", hint=_HINT)
     return torch.as_strided(flat, sizes, strides, _whole(meta.storage_offset, name))
 
 
@@ -296,6 +282,7 @@ def _whole(size: schema.SymInt, name: str) -> int:
 
 _OLD = "serialized_exported_program.json"
 """In a file of torch 2.7 or older."""
+_OLD_PARTS = {"weights": "state_dict", "constants": "constants"}
 
 _PT2_HINT = "write it again with torch.export.save of torch 2.8 or later"
 
@@ -332,18 +319,15 @@ def _program(path: Path) -> ExportedProgram:
         what = f"the file holds {len(models)} exported programs, expected one"
         raise UserError(what, hint="write it with torch.export.save")
     name = models[0].removeprefix("models/").removesuffix(".json")
-    payloads = Payloads(name, sizes, reader)
-    return _built(reader.get_record(models[0]), payloads.weights, payloads.constants)
+    return _built(reader.get_record(models[0]), Payloads(name, sizes, reader).tensors)
 
 
 def _old_program(path: Path) -> ExportedProgram:
     with zipfile.ZipFile(path) as archive:
         _check_total(path, {entry.filename: entry.file_size for entry in archive.infolist()})
         program = archive.read(_OLD)
-        weights, constants = (archive.read(f"serialized_{part}.pt") for part in ("state_dict", "constants"))
-    return _built(
-        program, lambda: only_tensors(weights, "the weights"), lambda: only_tensors(constants, "the constants")
-    )
+        pickled = {kind: archive.read(f"serialized_{part}.pt") for kind, part in _OLD_PARTS.items()}
+    return _built(program, lambda kind: only_tensors(pickled[kind], f"the {kind}"))
 
 
 def _check_total(path: Path, sizes: Mapping[str, int]) -> None:
@@ -354,14 +338,11 @@ def _check_total(path: Path, sizes: Mapping[str, int]) -> None:
         raise UserError(what, hint=_PT2_HINT)
 
 
-Tensors = Callable[[], dict[str, Tensor]]
-
-
-def _built(program: bytes, weights: Tensors, constants: Tensors) -> ExportedProgram:
+def _built(program: bytes, tensors: Callable[[str], dict[str, Tensor]]) -> ExportedProgram:
     data: Any = parse_json(program, size=limits.GRAPH_BYTES)
     # Typed, but not built: torch has evaluated nothing of the file until `check_program` has passed.
     typed = _dict_to_dataclass(schema.ExportedProgram, data)
     if not isinstance(typed, schema.ExportedProgram):
         raise CompileError("the file holds no exported program", hint=_PT2_HINT)
     check_program(typed)
-    return ExportedProgramDeserializer().deserialize(typed, weights(), constants(), None)
+    return ExportedProgramDeserializer().deserialize(typed, tensors("weights"), tensors("constants"), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,14 +36,6 @@ from fastcar_compile.support.strict_json import read_json
 CONFIG = "config.json"
 
 _HINT_FILE = 'config.json needs "architectures": ["…ForCausalLM"] and "model_type", as save_pretrained writes them'
-_SIZES = (
-    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "vocab_size", "max_position_embeddings", "tokens_per_frame", "num_labels"),
-)
-_MOST = {"num_hidden_layers": limits.LAYERS, "num_labels": 1 << 20}
-_NUMBERS = ("rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "partial_rotary_factor")
-_MOST_NUMBER = limits.SIZE * limits.SIZE
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _IMPLEMENTATIONS = (None, "eager", "sdpa")
 _PARTS = ("text_config", "decoder")
@@ -59,7 +51,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     """Return the checked content of config.json.
 
     Raises:
-        CompileError: there is no such file, it is no JSON object, or fields are not what a decoder can have, all at
+        CompileError: the file is missing, does not hold a JSON object, or has fields that no decoder can have, all at
             once.
     """
     file = folder / CONFIG
@@ -67,7 +59,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         raise CompileError("the model folder has no config.json", where=str(folder), hint=_HINT_FILE)
     data = read_json(file, "model's config.json", CompileError, size=limits.CONFIG_BYTES, hint=_HINT_FILE)
     if not isinstance(data, dict):
-        raise CompileError("config.json holds no JSON object", where=str(file), hint=_HINT_FILE)
+        raise CompileError("config.json does not hold a JSON object", where=str(file), hint=_HINT_FILE)
     found = [CompileError(what, where=str(file), hint=hint) for what, hint in _problems(data)]
     if found:
         raise CompileError.collect(found)
@@ -91,8 +83,11 @@ def _parts(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _field_problems(prefix: str, part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, value, hint in (*_size_problems(part), *_number_problems(part), *_name_problems(part)):
-        yield f"config.json says {prefix}{name} = {value!r:.80}", hint
+    code = [name for name in part if name.endswith("_implementation") and part[name] not in _IMPLEMENTATIONS]
+    wrong = dict.fromkeys(code, "leave it out: other implementations are code that Transformers would load")
+    for names, is_allowed, hint in _FIELDS:
+        wrong |= {name: hint for name in names if part.get(name) is not None and not is_allowed(part[name])}
+    yield from ((f"config.json says {prefix}{name} = {part[name]!r:.80}", hint) for name, hint in wrong.items())
     yield from _weight_problems(part)
 
 
@@ -114,37 +109,45 @@ def _weight_problems(part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"config.json implies a weight of hidden_size {hidden} x {name} {other}", _HINT_WEIGHTS
 
 
-def _size_problems(part: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    for name in _SIZES:
-        value, most = part.get(name), _MOST.get(name, limits.SIZE)
-        listed = value if isinstance(value, list) else [] if value is None else [value]  # some have one per layer
-        if not all(type(each) is int and 1 <= each <= most for each in listed):
-            yield name, value, f"give a whole number from 1 to {most}"
+def _sizes(most: int, *names: str) -> tuple[tuple[str, ...], Callable[[Any], bool], str]:
+    def is_size(value: Any) -> bool:
+        listed = value if isinstance(value, list) else [value]  # some have one per layer
+        return all(type(each) is int and 1 <= each <= most for each in listed)
+
+    return names, is_size, f"give a whole number from 1 to {most}"
 
 
-def _number_problems(part: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    for name in _NUMBERS:
-        value = part.get(name)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST_NUMBER
-        if value is not None and not number:
-            yield name, value, "give a positive number"
-    for name in ("rope_scaling", "rope_parameters"):
-        if part.get(name) is not None and not isinstance(part[name], Mapping):
-            yield name, part[name], "give an object, or leave it out"
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < limits.SIZE * limits.SIZE
 
 
-def _name_problems(part: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    for name in part:
-        if name.endswith("_implementation") and part[name] not in _IMPLEMENTATIONS:
-            yield name, part[name], "leave it out: other implementations are code that Transformers would load"
-    for name in _ACTIVATIONS:
-        value = part.get(name)
-        if value is not None and not (isinstance(value, str) and value in ACT2FN):
-            yield name, value, "give the name of an activation that Transformers has, for example silu"
-    for name in ("torch_dtype", "dtype"):
-        value = part.get(name)
-        if value is not None and not (isinstance(value, str) and value.removeprefix("torch.") in _DTYPES):
-            yield name, value, f"give one of {', '.join(_DTYPES)}"
+_FIELDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    _sizes(limits.LAYERS, "num_hidden_layers"),
+    _sizes(limits.SIZE, "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    _sizes(limits.SIZE, "vocab_size", "max_position_embeddings", "tokens_per_frame"),
+    _sizes(1 << 20, "num_labels"),
+    (
+        ("rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "partial_rotary_factor"),
+        _is_positive,
+        "give a positive number",
+    ),
+    (
+        ("rope_scaling", "rope_parameters"),
+        lambda value: isinstance(value, Mapping),
+        "give an object, or leave it out",
+    ),
+    (
+        ("hidden_act", "hidden_activation", "activation_function"),
+        lambda value: isinstance(value, str) and value in ACT2FN,
+        "give the name of an activation that Transformers has, for example silu",
+    ),
+    (
+        ("torch_dtype", "dtype"),
+        lambda value: isinstance(value, str) and value.removeprefix("torch.") in _DTYPES,
+        f"give one of {', '.join(_DTYPES)}",
+    ),
+)
+"""Fields that may be left out -> what is allowed in them, and a hint."""
 
 
 # What the tensors of a checkpoint are called in the model, by Transformers' own rules for loading them.

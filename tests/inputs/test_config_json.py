@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.frontend.config_folder import ConfigFolder, open_folder
+from fastcar_compile.frontend.checkpoint import ConfigFolder, open_folder
 
 from . import evil
 
