@@ -27,7 +27,7 @@ from fastcar_compile.frontend.importer import REASONS, check_exported, check_mod
 from fastcar_compile.frontend.model_facts import ModelFacts, as_written, unwrapped
 from fastcar_compile.frontend.structures import check_device, check_signature
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.provenance import importable_path, where
+from fastcar_compile.ir.provenance import error_at, importable_path
 from fastcar_compile.ir.query import ancestors, is_op, node_arg, shape_of
 from fastcar_compile.ir.types import ContextInput, DecoderConfig
 from fastcar_compile.ir.weights import LazyWeights
@@ -68,16 +68,12 @@ def export_error(step: nn.Module, error: Exception) -> CompileError:
     place = _place(step, error.__traceback__)
     if depends_on_data(error):
         what = "Python control flow, a shape or an index depends on the value of a tensor"
-        hint = (
-            "compute it with tensor operators (torch.where, a mask, index_select), so that each step is the same graph"
-        )
+        hint = "compute it with tensor operators (torch.where, a mask, index_select): each step is the same graph"
         return CompileError(what, where=place, hint=hint)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     what = f"the decode step cannot be traced: {type(error).__name__}: {lines[0][:_LONGEST]}"
-    hint = (
-        f"the forward must run on one token in each of batch_size rows, with static caches of as many; see {_PROTOCOL}"
-    )
-    return CompileError(what, where=place, hint=hint)
+    hint = "the forward must run on one token in each of batch_size rows, with static caches of as many; see "
+    return CompileError(what, where=place, hint=hint + _PROTOCOL)
 
 
 def _place(step: nn.Module, trace: TracebackType | None) -> str:
@@ -117,11 +113,10 @@ def check_deterministic(graph: fx.Graph) -> None:
         if is_op(node, *_DROPOUT) and node.args[2:3] != (False,):
             what = "dropout is active in a model that is not training"
             hint = "use nn.Dropout, or give F.dropout training=self.training: its default is True"
-            problems.append(CompileError(what, where=where(node), hint=hint))
+            problems.append(error_at(node, what, hint))
         elif is_op(node, *_DRAWS):
             what = f"the decode step draws random numbers ({node.target})"
-            hint = "return logits from the step, and sample outside of it"
-            problems.append(CompileError(what, where=where(node), hint=hint))
+            problems.append(error_at(node, what, "return logits from the step, and sample outside of it"))
     if problems:
         raise CompileError.collect(problems)
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fastcar_compile.errors import InternalError
-from fastcar_compile.ir.query import ancestors, argument_names, descendants, is_op, shape_of, with_branches
+from fastcar_compile.ir.query import ancestors, bound, descendants, is_op, shape_of, with_branches
 from fastcar_compile.ir.types import ReplayFacts
 
 fastcar = torch.ops.fastcar
@@ -64,12 +64,7 @@ def window_of(attention: fx.Node) -> Window | None:
 
 def softcap_of(attention: fx.Node) -> float | None:
     """Return the soft-cap of an attention's logits; None: there is none."""
-    names = argument_names(attention)
-    if "softcap" not in names:
-        return None
-    # A call leaves the soft-cap out where there is none.
-    index = names.index("softcap")
-    return cast("float | None", attention.args[index]) if len(attention.args) > index else None
+    return bound(attention).get("softcap")
 
 
 LAYER, ROLE, REPLAY, PARAMETER = "layer", "role", "replay", "parameter"

@@ -12,6 +12,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from fastcar_compile.errors import CompileError
+
 # Names in a graph that come from a file. torch.fx writes them into Python source, which it compiles and runs.
 
 
@@ -36,11 +38,8 @@ def operator_named(namespace: str, packet: str, overload: str) -> Any:
     kind: type = OpOverload
     if not isinstance(found, kind):
         return None
-    return None if "filename" in _arguments(found) else found  # it would read or write that file
-
-
-def _arguments(operator: Any) -> set[str]:
-    return {argument.name for argument in operator._schema.arguments}
+    # An operator with such an argument would read or write that file.
+    return None if any(argument.name == "filename" for argument in found._schema.arguments) else found
 
 
 ORIGIN_KEYS = ("nn_module_stack", "stack_trace", "source", "module")
@@ -88,3 +87,8 @@ def where(node: fx.Node) -> str:
     """Return module path, source line and node name, for error texts."""
     parts = [p for p in (module_path_of(node), source_of(node), f"node {node.name}") if p]
     return ", ".join(parts)
+
+
+def error_at(node: fx.Node, what: str, hint: str) -> CompileError:
+    """Return the error of a node, with its place in the model."""
+    return CompileError(what, where=where(node), hint=hint)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -88,10 +89,7 @@ def placeholder_names(module: fx.GraphModule) -> list[str]:
 
 def get_attribute(module: nn.Module, path: str) -> object:
     """Return the attribute at a dotted path."""
-    value: object = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+    return attrgetter(path)(module)
 
 
 def tensor_attribute(module: nn.Module, path: str) -> Tensor:
@@ -108,13 +106,8 @@ def tensor_attribute(module: nn.Module, path: str) -> Tensor:
 
 def tensor_attributes(module: fx.GraphModule) -> dict[str, Tensor]:
     """Return the tensors that `get_attr` nodes read, by attribute path."""
-    found: dict[str, Tensor] = {}
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            value = get_attribute(module, str(node.target))
-            if isinstance(value, Tensor):
-                found[str(node.target)] = value
-    return found
+    names = [str(n.target) for n in module.graph.nodes if n.op == "get_attr"]
+    return {name: value for name in names if isinstance(value := get_attribute(module, name), Tensor)}
 
 
 def branches_of(module: fx.GraphModule) -> dict[str, fx.GraphModule]:
@@ -194,6 +187,13 @@ def is_op(node: object, *packets: Any) -> bool:
     )
 
 
+def is_same(node: fx.Node) -> bool:
+    """Return whether the node is another name of its argument, or a cast or copy to the type that is there."""
+    if is_op(node, aten.alias, aten.detach):
+        return True
+    return is_op(node, aten.to, aten._to_copy) and value_of(node).dtype == value_of(node_arg(node, 0)).dtype
+
+
 def argument_names(node: fx.Node) -> list[str]:
     """Return the names of an operator's parameters, in order; none for other nodes."""
     schema = getattr(node.target, "_schema", None)
@@ -251,20 +251,15 @@ def descendants(*nodes: fx.Node) -> set[fx.Node]:
     return found
 
 
-def ancestors(*nodes: fx.Node) -> set[fx.Node]:
-    """Return every node that one of `nodes` depends on, themselves included."""
-    return ancestors_until(nodes, set())
-
-
-def ancestors_until(nodes: Iterable[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
-    """Return the ancestors of `nodes`, themselves included, not looking past `stop`."""
+def ancestors(*nodes: fx.Node, until: Container[fx.Node] = ()) -> set[fx.Node]:
+    """Return every node that one of `nodes` depends on, themselves included, not looking past the nodes of `until`."""
     found = set(nodes)
-    stack = [n for n in found if n not in stop]
+    stack = [n for n in found if n not in until]
     while stack:
         for parent in stack.pop().all_input_nodes:
             if parent not in found:
                 found.add(parent)
-                if parent not in stop:
+                if parent not in until:
                     stack.append(parent)
     return found
 
@@ -282,7 +277,7 @@ def between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
     """
     reached = {first}
     # Nodes compare by their place in the graph, so an input is looked at before its reader.
-    for node in sorted(ancestors_until([last], {first})):
+    for node in sorted(ancestors(last, until={first})):
         if any(a in reached for a in node.all_input_nodes):
             reached.add(node)
     return sorted(reached)
@@ -295,7 +290,7 @@ def evaluate(module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Tensor]
     """
     values: dict[fx.Node, Any] = dict(known)
     # Known nodes end the walk, so what they follow from may be unknown.
-    needed = ancestors_until([node], set(known))
+    needed = ancestors(node, until=known)
     for current in sorted(needed - set(known)):
         if current.op == "get_attr":
             values[current] = get_attribute(module, str(current.target))

@@ -21,9 +21,8 @@ from fastcar_compile.ir.weights import LazyWeights, Make, quantized
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """Return the fake tensor mode that a graph's values share, or a new one."""
     vals = (n.meta.get("val") for n in graph.nodes)
-    return next((v.fake_mode for v in vals if isinstance(v, FakeTensor)), None) or FakeTensorMode(
-        allow_non_fake_inputs=True
-    )
+    known = next((v.fake_mode for v in vals if isinstance(v, FakeTensor)), None)
+    return known or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_like(graph: fx.Graph, value: Tensor) -> Tensor:

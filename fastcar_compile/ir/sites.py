@@ -14,14 +14,13 @@ from fastcar_compile.ir.layers import (
     parameter_of,
     replay_of,
     role_nodes,
-    softcap_of,
-    window_of,
 )
 from fastcar_compile.ir.provenance import module_path_of, source_of
 from fastcar_compile.ir.query import (
     activation_of,
-    ancestors_until,
+    ancestors,
     between,
+    bound,
     branches_of,
     is_op,
     node_arg,
@@ -144,12 +143,12 @@ def attention_site(node: fx.Node) -> AttentionSite:
     if not isinstance(scale, float):
         raise InternalError(f"the scale of {node.name} is {scale!r}, not a number")
     _, heads, _, dim = shape_of(query)
-    window = window_of(node)
+    given = bound(node)
     return AttentionSite(
         *(node.name, query.name, keys.name, values.name, scale, heads, shape_of(keys)[1], dim, shape_of(keys)[2]),
-        window=None if window is None else window.window,
-        sinks=0 if window is None else window.sinks,
-        softcap=softcap_of(node),
+        window=given.get("window"),
+        sinks=given.get("sinks", 0),
+        softcap=given.get("softcap"),
     )
 
 
@@ -182,7 +181,7 @@ def mlp_start(*, residual: fx.Node, entry: fx.Node, x: fx.Node, output: fx.Node)
     That is the residual. In a parallel block it is the layer's entry, or the MLP's input `x` where attention reads the
     same norm.
     """
-    if residual in ancestors_until([output], {residual, entry}):
+    if residual in ancestors(output, until={residual, entry}):
         return residual
     # In a parallel block attention may read the MLP's norm. That norm runs also when the MLP does not, so the MLP
     # begins behind it.

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import evaluate, is_op, node_arg, optional_arg, shape_of, value_of
+from fastcar_compile.ir.query import evaluate, is_op, is_same, node_arg, shape_of, value_of
 from fastcar_compile.ir.rewrite import attribute, before
 from fastcar_compile.passes.patterns.caches import free_views
 
@@ -54,7 +54,7 @@ def _axis(module: fx.GraphModule, node: fx.Node) -> tuple[int, Tensor] | None:
 
 
 _ASSERTS = (aten._assert_tensor_metadata, aten._assert_async, aten._assert_scalar)
-_IDENTITIES = (aten.alias, aten.detach, aten.lift_fresh_copy, aten.detach_)
+_IDENTITIES = (aten.lift_fresh_copy, aten.detach_)
 
 
 class Canonicalize(Pass):
@@ -116,9 +116,6 @@ def _repeated(node: fx.Node) -> fx.Node | None:
 
 def _is_identity(node: fx.Node) -> bool:
     # The third argument of `dropout` is `train`: off, it returns its input.
-    if is_op(node, *_IDENTITIES) or (is_op(node, aten.dropout) and node.args[2] is False):
+    if is_op(node, *_IDENTITIES, aten.contiguous) or (is_op(node, aten.dropout) and node.args[2] is False):
         return True
-    if not is_op(node, aten.to, aten._to_copy, aten.contiguous):
-        return False
-    source = optional_arg(node, 0)
-    return source is not None and value_of(source).dtype == value_of(node).dtype
+    return is_same(node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -13,7 +13,7 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.layers import softcap_of, window_of
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import (
     ancestors,
     bound,
@@ -22,11 +22,12 @@ from fastcar_compile.ir.query import (
     is_op,
     node_arg,
     placeholder,
+    shape_of,
     value_of,
     with_branches,
 )
-from fastcar_compile.ir.rewrite import attribute, replace_call
-from fastcar_compile.passes.patterns.norms import rms_norm, rotary, shape
+from fastcar_compile.ir.rewrite import attribute, replace_call, rewrite_each
+from fastcar_compile.passes.patterns.norms import rms_norm, rotary
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
@@ -44,9 +45,10 @@ MOVES = (
 )
 """What moves, selects or widens values; none of it rounds."""
 SUMS = (aten.add, aten.sub)
+_HINT = 'compile with numerics="native", which offload="mlp" and "linears" have'
 _LAYER_NORM = "only root-mean-square norms are defined bit for bit"
 _ANGLES = "rotary positions are defined for half-rotation by a table of positions"
-_REASONS = {
+_REASONS: dict[Any, str] = {
     aten.linear: "its weight is not quantised, and a float32 sum has no order",
     aten.layer_norm: _LAYER_NORM,
     aten.native_layer_norm: _LAYER_NORM,
@@ -60,22 +62,15 @@ _REASONS = {
 def inexact(modules: Iterable[fx.GraphModule]) -> list[CompileError]:
     """Return one error per kind of operator in graphs and their branches that backends may round differently."""
     found: dict[tuple[str, str], list[fx.Node]] = {}
-    for part in (part for module in modules for part in with_branches(module)):
-        for node, reason in _problems(part.graph.nodes):
+    for node in (node for module in modules for part in with_branches(module) for node in part.graph.nodes):
+        if node.op == "call_function" and (reason := _problem(node)) is not None:
             found.setdefault((str(node.target), reason), []).append(node)
     return [_error(operator, reason, nodes) for (operator, reason), nodes in found.items()]
 
 
 def _error(operator: str, reason: str, nodes: list[fx.Node]) -> CompileError:
     count = "" if len(nodes) == 1 else f" ({len(nodes)} times)"
-    hint = 'compile with numerics="native", which offload="mlp" and "linears" have'
-    return CompileError(f"numerics='exact': {operator}{count}: {reason}", where=where(nodes[0]), hint=hint)
-
-
-def _problems(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
-    for node in nodes:
-        if node.op == "call_function" and (reason := _problem(node)) is not None:
-            yield node, reason
+    return error_at(nodes[0], f"numerics='exact': {operator}{count}: {reason}", _HINT)
 
 
 def _problem(node: fx.Node) -> str | None:
@@ -83,9 +78,8 @@ def _problem(node: fx.Node) -> str | None:
     # The branches of a `cond` are judged on their own: `inexact` looks into them.
     if not _computes_floats(node) or is_op(node, *MOVES, torch.ops.higher_order.cond):
         return None
-    for packet, reason in _REASONS.items():
-        if is_op(node, packet):
-            return reason
+    if reason := _REASONS.get(getattr(node.target, "overloadpacket", None)):
+        return reason
     if is_op(node, fastcar.attention, fastcar.window_attention):
         return _attention(node)
     # Every other operator of `fastcar::` is defined bit for bit, and a single product is rounded once on any backend.
@@ -148,7 +142,7 @@ def position_table(module: fx.GraphModule, rotation: Rotation, rows: int) -> Ten
     if inputs != {position}:
         return "its angles depend on more than the position"
     # One call gives the angles of `steps` positions. The last call may pass the end of the table.
-    steps = shape(rotation.cos)[2]
+    steps = shape_of(rotation.cos)[2]
     parts = [_angles(module, rotation, position, start) for start in range(0, rows, steps)]
     if any(part is None for part in parts):
         return "its angles depend on a weight that is not in memory"
@@ -162,7 +156,7 @@ def position_table(module: fx.GraphModule, rotation: Rotation, rows: int) -> Ten
         again = _angles(module, rotation, position, start)
         if again is None or not _alike(again[: rows - start], table[start : start + steps]):
             return "its angles are no function of the position alone"
-    half = shape(rotation.cos)[3] // 2
+    half = shape_of(rotation.cos)[3] // 2
     return torch.cat([cos[:, :half], sin[:, :half]], 1).contiguous()
 
 
@@ -201,9 +195,11 @@ class ExactArithmetic(Pass):
         modified = any(rotations(module.graph) for module in program.graphs())
         # Rotary embeddings go first: both graphs must share one list of tables.
         problems = list(_rotate(program))
+        parts = [part for module in program.graphs() for part in with_branches(module)]
+        modified |= rewrite_each(parts, rms_norm, _replace_norm)
+        # An attention without an exact form stays, and `inexact` reports it with its reason.
+        modified |= rewrite_each(parts, _has_exact_form, _replace_attention)
         for module in program.graphs():
-            for part in with_branches(module):
-                modified = _norms(part.graph) | _attentions(part.graph) | modified
             # The sines and cosines that a table replaced must be gone before `inexact` looks for what is not exact.
             module.graph.eliminate_dead_code()
             module.recompile()
@@ -213,27 +209,21 @@ class ExactArithmetic(Pass):
         return modified
 
 
-def _norms(graph: fx.Graph) -> bool:
-    found = [(node, match) for node in graph.nodes if (match := rms_norm(node)) is not None]
-    for node, operands in found:
-        replace_call(node, ExactArithmetic.name, fastcar.exact_norm.default, *operands)
-    graph.eliminate_dead_code()
-    return bool(found)
+def _replace_norm(_module: fx.GraphModule, node: fx.Node) -> None:
+    replace_call(node, ExactArithmetic.name, fastcar.exact_norm.default, *(rms_norm(node) or ()))
 
 
-def _attentions(graph: fx.Graph) -> bool:
-    # An attention without an exact form stays, and `inexact` reports it with its reason.
-    found = [n for n in graph.nodes if is_op(n, fastcar.attention, fastcar.window_attention) and _has_exact_form(n)]
-    for node in found:
-        window, operands = window_of(node), node.args[:5]
-        target = fastcar.exact_attention.default
-        if window is not None:
-            target, operands = fastcar.exact_window_attention.default, (*operands, window.sinks, window.window)
-        replace_call(node, ExactArithmetic.name, target, *operands)
-    return bool(found)
+def _replace_attention(_module: fx.GraphModule, node: fx.Node) -> None:
+    window, operands = window_of(node), node.args[:5]
+    target = fastcar.exact_attention.default
+    if window is not None:
+        target, operands = fastcar.exact_window_attention.default, (*operands, window.sinks, window.window)
+    replace_call(node, ExactArithmetic.name, target, *operands)
 
 
 def _has_exact_form(node: fx.Node) -> bool:
+    if not is_op(node, fastcar.attention, fastcar.window_attention):
+        return False
     plain = softcap_of(node) is None and bound(node).get("sink_query") is None
     return plain and all(value_of(node_arg(node, i)).dtype == torch.int8 for i in (1, 2))
 
@@ -251,9 +241,8 @@ def _rotate(program: DecoderProgram) -> Iterator[CompileError]:
                 known[pair] = _table(program, module, rotation, tables)
             table = known[pair]
             if isinstance(table, str):
-                hint = 'compile with numerics="native", which offload="mlp" and "linears" have'
                 what = f"numerics='exact': the rotary embedding {rotation.node.name}: {table}"
-                yield CompileError(what, where=where(rotation.node), hint=hint)
+                yield error_at(rotation.node, what, _HINT)
             else:
                 number = next(i for i, other in enumerate(tables) if other is table)
                 _replace_rotation(module, rotation, table, number)

@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import fx
 
-from fastcar_compile.ir.layers import LAYER, ROLE
+from fastcar_compile.ir.layers import LAYER, ROLE, Role
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import shape_of
@@ -37,7 +37,7 @@ class FindSites(Pass):
         for graph, layers in matches:
             mark_layers(graph, layers)
         _, layers = matches[0]
-        hidden = shape_of(layers[0].residual)[-1]
+        hidden = shape_of(layers[0].roles[Role.RESIDUAL])[-1]
         config = dataclasses.replace(program.config, num_layers=len(layers), hidden_size=hidden)
         modified = config != program.config or before != [_marks(graph) for graph, _ in matches]
         program.config = config

@@ -123,15 +123,6 @@ def _branch_input(graph: fx.Graph, name: str, outer: fx.Node) -> fx.Node:
 
 
 @dataclass(frozen=True)
-class GateRules:
-    """What holds for the gates of all layers; the options of insert-replay say what they mean."""
-
-    max_chain: int | None
-    couple_cfg: bool
-    refresh_every: int | None
-
-
-@dataclass(frozen=True)
 class ReplayLayer:
     """One layer that gets a gate."""
 
@@ -161,12 +152,12 @@ class ReplayLayer:
 class ReplayInserter:
     """Makes the MLPs of a decode step conditional, one layer after the other; `finish` completes the outputs."""
 
-    def __init__(self, program: DecoderProgram, rules: GateRules, made_by: str) -> None:
-        self.program, self.rules, self.made_by, self.config = program, rules, made_by, program.config
+    def __init__(self, program: DecoderProgram, options: InsertReplay) -> None:
+        self.program, self.options, self.made_by, self.config = program, options, options.name, program.config
         self.module, self.graph = program.graph_module, program.graph_module.graph
         layers = self.config.num_layers
-        self.step = add_placeholder(self.graph, "step", (1,), torch.int64, made_by)
-        self.thresholds = add_placeholder(self.graph, "thresholds", (layers,), torch.float32, made_by)
+        self.step = add_placeholder(self.graph, "step", (1,), torch.int64, self.made_by)
+        self.thresholds = add_placeholder(self.graph, "thresholds", (layers,), torch.float32, self.made_by)
         self.origin = output_nodes(self.graph)[0]
         with self.graph.inserting_after(self.thresholds):  # one node for all layers, so that graphs grow less with them
             self.each_threshold = self.shared(aten.split.Tensor, self.thresholds, 1)
@@ -261,8 +252,8 @@ class ReplayInserter:
 
     def _decide(self, layer: ReplayLayer, score: fx.Node, chain: fx.Node) -> fx.Node:
         threshold = self.call(operator.getitem, self.each_threshold, layer.number)
-        limit = -1 if self.rules.max_chain is None else self.rules.max_chain
-        options = (limit, self.rules.couple_cfg, self.rules.refresh_every or 0)
+        limit = -1 if self.options.max_chain is None else self.options.max_chain
+        options = (limit, self.options.couple_cfg, self.options.refresh_every or 0)
         at_most = layer.gate.comparison is Comparison.AT_MOST
         frame = self.config.tokens_per_frame
         replay = self.call(fastcar.gate.default, score, threshold, self.step, chain, frame, *options, at_most)
@@ -299,9 +290,7 @@ class ReplayInserter:
     def _stack(self, rows: dict[int, fx.Node], dtype: torch.dtype, fill: float) -> fx.Node:
         batch, layers = self.config.batch_size, self.config.num_layers
         # A layer without a gate has decisions False and scores 0.
-        parts = [
-            rows[i] if i in rows else self.shared(aten.full.default, [batch], fill, dtype=dtype) for i in range(layers)
-        ]
+        parts = [rows.get(i) or self.shared(aten.full.default, [batch], fill, dtype=dtype) for i in range(layers)]
         return self.shared(aten.view.default, self.shared(aten.cat.default, parts), [layers, batch])
 
 
@@ -349,8 +338,7 @@ class InsertReplay(Pass):
         # All layers are read first: an insertion moves the nodes of its MLP into a branch.
         layers = role_nodes(program.graph_module)
         self._check(program, [attention_site(nodes[Role.ATTENTION]) for nodes in layers.values()])
-        rules = GateRules(self.max_chain, self.couple_cfg, self.refresh_every)
-        writer = ReplayInserter(program, rules, self.name)
+        writer = ReplayInserter(program, self)
         for layer, threshold in enumerate(self.thresholds):
             if threshold is not None:
                 writer.insert(ReplayLayer(layer, threshold, self.gate_of(layer), layers[layer]))

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import evaluate, is_op, node_arg, optional_arg, shape_of, tensor_attribute, value_of
 from fastcar_compile.ir.rewrite import attribute, before
 
@@ -115,7 +114,7 @@ def _merge(module: fx.GraphModule, adapter: Adapter) -> None:
     w, a, b = (tensor_attribute(module, str(n.target)) for n in (weight, adapter.down, adapter.up))
     if w.is_meta or a.is_meta or b.is_meta:
         hint = "merge the adapters and save the folder again, or give the loaded model"
-        raise CompileError("a LoRA adapter stands beside weights that are on disk", where=where(linear), hint=hint)
+        raise error_at(linear, "a LoRA adapter stands beside weights that are on disk", hint)
     # The product and the sum are made in float64, so the weight is rounded once.
     merged = (w.double() + adapter.scale * (b.double() @ a.double())).to(w.dtype)
     with before(adapter.closing, MergeAdapters.name, origin=linear) as emit:

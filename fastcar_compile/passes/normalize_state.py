@@ -14,8 +14,17 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.layers import mark
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
-from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import ancestors, evaluate, is_op, node_arg, output_nodes, placeholder, shape_of, value_of
+from fastcar_compile.ir.provenance import error_at
+from fastcar_compile.ir.query import (
+    ancestors,
+    evaluate,
+    is_op,
+    is_same,
+    node_arg,
+    output_nodes,
+    placeholder,
+    shape_of,
+)
 from fastcar_compile.ir.rewrite import add_placeholder, before, set_outputs
 from fastcar_compile.ir.types import StateRole
 from fastcar_compile.passes.patterns.caches import replace_layout
@@ -104,7 +113,7 @@ def _too_short(tables: dict[str, fx.Node], rows: int, first: int, needed: int, m
     what = f"{named} {rows} rows, but max_seq_len is {max_seq_len}: position {first} reads row {rows}"
     caches = f"with caches of {first} rows where the module builds its own"
     hint = f"give max_seq_len={first}, {caches}, or a table of {needed} rows"
-    return CompileError(what, where=where(tables[name]), hint=hint)
+    return error_at(tables[name], what, hint)
 
 
 def _lookups(graph: fx.Graph, position: fx.Node) -> Iterator[_Lookup]:
@@ -197,7 +206,7 @@ class _Normalizer:
         writes = {w.node: w for w in self.functional.writes}
         self._check_indices()
         # Only the decode step is judged. The padding of a chunk passes the end of a table, see `limit_table_rows`.
-        if self._tokens() == 1:
+        if shape_of(next(iter(self.graph.nodes)))[1] == 1:
             self.problems += short_tables(self.module, self.position, self.max_seq_len)
         self.context = ContextStates(self.module, NormalizeState.name)
         used: list[tuple[CacheWrite, StateRole, int]] = []
@@ -213,9 +222,8 @@ class _Normalizer:
             # A refused attention leaves its caches without one, so they are only reported where nothing else was.
             read = ancestors(self.graph.output_node())
             lifted = {write.node for write, _, _ in used}
-            self.problems += unrecognised(
-                self.graph, {n: w.root for n, w in writes.items() if n in read and n not in lifted}
-            )
+            left = {n: w.root for n, w in writes.items() if n in read and n not in lifted}
+            self.problems += unrecognised(self.graph, left)
         if not self.problems:
             self._attempt(self._take_out_context)
         if self.problems:
@@ -236,11 +244,6 @@ class _Normalizer:
             step()
         except CompileError as error:
             self.problems.append(error)
-
-    def _tokens(self) -> int:
-        """Tokens of one call."""
-        first = next(n for n in self.graph.nodes if n.op == "placeholder")
-        return shape_of(first)[1]
 
     def _probe_positions(self, capacity: int, steps: int) -> list[int]:
         # Both ends and the middle: an index that is constant, or off by one, differs at one of them.
@@ -312,7 +315,7 @@ class _Normalizer:
         current = node
         # `repeat_kv` may stand between the write and attention: the views are proved below, all at once.
         while current not in writes:
-            if not is_op(current, *HEAD_VIEWS) and not _is_same(current):
+            if not is_op(current, *HEAD_VIEWS) and not is_same(current):
                 return None
             current = node_arg(current, 0)
         if node is not current and not is_shared(self.module, node, current, shape_of(node)[1]):
@@ -331,12 +334,12 @@ class _Normalizer:
         return self._windows[key]
 
     def _window_of_mask(self, mask: Mask, capacity: int, steps: int) -> int | str:
-        window, unknown = (
-            self._seen_at_the_end(mask, capacity, steps),
-            "the attention mask depends on more than the position",
-        )
-        if window is None:
+        unknown = "the attention mask depends on more than the position"
+        last = self._mask_at(mask, capacity - steps)
+        if last is None:
             return unknown
+        # The last position sees as many positions as the window has.
+        window = max(1, int(_seen(last)[..., -1, :].reshape(-1, capacity)[0].sum()))
         # Where the position reaches the window's length, the first
         # key leaves it: a mask that is off by one differs there.
         for start in [*self._probe_positions(capacity, steps), window - 1, window, window + 1]:
@@ -352,11 +355,6 @@ class _Normalizer:
         value = self._at(mask.node, start)
         return ~value if value is not None and mask.hidden else value
 
-    def _seen_at_the_end(self, mask: Mask, capacity: int, steps: int) -> int | None:
-        """Return how many positions the last one sees; None: that depends on more than the position."""
-        value = self._mask_at(mask, capacity - steps)
-        return None if value is None else max(1, int(_seen(value)[..., -1, :].reshape(-1, capacity)[0].sum()))
-
     def _lift(self, write: CacheWrite, role: StateRole, layer: int) -> StateSpec:
         name = f"{role}_{layer}"
         val = write.buffer.meta["val"]
@@ -368,7 +366,7 @@ class _Normalizer:
         return StateSpec(name, tuple(val.shape), val.dtype, role, layer)
 
     def _problem(self, node: fx.Node, what: str, hint: str) -> None:
-        self.problems.append(CompileError(what, where=where(node), hint=hint))
+        self.problems.append(error_at(node, what, hint))
 
 
 def _seen(mask: Tensor) -> Tensor:
@@ -386,10 +384,3 @@ def _mask_problem(mask: Tensor, start: int, steps: int, window: int) -> str:
     if mask.dtype != torch.bool and bool((mask[seen] != 0).any()):
         return "the attention mask adds a bias, which is not supported"
     return ""
-
-
-def _is_same(node: fx.Node) -> bool:
-    """Whether the node is another name of its argument, or a cast to the type that is there."""
-    if is_op(node, aten.alias, aten.detach):
-        return True
-    return is_op(node, aten.to, aten._to_copy) and value_of(node).dtype == value_of(node_arg(node, 0)).dtype

@@ -9,7 +9,7 @@ from torch import fx
 
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import ancestors_until, in_order
+from fastcar_compile.ir.query import ancestors, in_order
 from fastcar_compile.ir.rewrite import before
 from fastcar_compile.passes.patterns.decoder_layer import ParallelSum, parallel_sums
 
@@ -62,8 +62,8 @@ def _reassociate(graph: fx.Graph, found: ParallelSum) -> fx.Node:
 def _early(graph: fx.Graph, found: ParallelSum) -> list[fx.Node]:
     """The MLP's own operators in front of the attention, if nothing else reads what they make."""
     # A norm that attention reads as well stays in front of attention.
-    shared = ancestors_until([found.origin], {found.entry})
-    own = {n for n in ancestors_until(found.mlp, {found.entry}) - shared if n.op == "call_function"}
+    shared = ancestors(found.origin, until={found.entry})
+    own = {n for n in ancestors(*found.mlp, until={found.entry}) - shared if n.op == "call_function"}
     early = [n for n in in_order(graph, own) if n < found.origin]
     closed = all(user in own or user not in shared for node in early for user in node.users)
     return in_order(graph, own) if early and closed else []

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -20,40 +19,26 @@ from fastcar_compile.passes.patterns.linear_calls import replace_linears
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """What the graph computes with a quantisation format.
-
-    Attributes:
-        quantize: float32 [N, K] -> (integers, scales).
-        linear: the operator (x, integers, scales, bias) -> y.
-    """
-
-    quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
-    linear: Any
-
-
-KERNELS = {
-    "w8a8": Kernel(quantize_weight, fastcar.linear_w8a8.default),
-    "w4a8": Kernel(quantize_weight_int4, fastcar.linear_w4a8.default),
-}
-"""Name of the format -> what computes with it."""
-
-
 class _Quantize(Pass):
     """Quantise the linears of both graphs, by the format that `name` ends in.
 
     1. `linear(x, w, bias)` whose w is a parameter becomes the integer linear of the format.
     2. `act(x)` becomes `x * activation_factor(x, act)`, for the activations that have a table.
     A weight that the graph computes or transposes stays as it is.
+
+    Attributes:
+        quantize: float32 [N, K] -> (integers, scales).
+        linear: the operator (x, integers, scales, bias) -> y.
     """
+
+    quantize: ClassVar[Callable[[Tensor], tuple[Tensor, Tensor]]]
+    linear: ClassVar[Any]
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a linear or an activation to rewrite."""
         kind = quant_format(self.name.removeprefix("quantize-"))
-        kernel, edit = KERNELS[kind.name], Edit(self.name, program.lazy)
-        parts = (kind.suffix, "scale")
-        linears = replace_linears(program.graphs(), kernel.linear, parts, kernel.quantize, edit)
+        edit, parts = Edit(self.name, program.lazy), (kind.suffix, "scale")
+        linears = replace_linears(program.graphs(), self.linear, parts, type(self).quantize, edit)
         return rewrite_each(program.graphs(), _has_table, self._through_table) | linears
 
     def _through_table(self, _module: fx.GraphModule, node: fx.Node) -> None:
@@ -73,6 +58,8 @@ class QuantizeW8A8(_Quantize):
 
     name = "quantize-w8a8"
     reason = "Weights become int8 with one scale per output channel, inputs int8 with one scale per row."
+    quantize = staticmethod(quantize_weight)
+    linear = fastcar.linear_w8a8.default
 
 
 class QuantizeW4A8(_Quantize):
@@ -80,3 +67,5 @@ class QuantizeW4A8(_Quantize):
 
     name = "quantize-w4a8"
     reason = "Weights become int4 with one scale per group, inputs int8 with one scale per row."
+    quantize = staticmethod(quantize_weight_int4)
+    linear = fastcar.linear_w4a8.default

@@ -12,14 +12,13 @@ from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.ops.operator import row_size
 from fastcar_compile.ir.pass_manager import Pass
-from fastcar_compile.ir.program import DecoderProgram, StateSpec
-from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import is_op, placeholder, shape_of
 from fastcar_compile.ir.rewrite import fake_like, fake_value
-from fastcar_compile.ir.types import StateRole
+from fastcar_compile.ir.types import ATTENTION_ROLES
 
 fastcar = torch.ops.fastcar
-CACHES = (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)
 TYPES = {name: getattr(torch, name) for name in KV_TYPES if name != "float32"}
 """float32 is what a captured decoder has."""
 
@@ -45,16 +44,13 @@ class QuantizeKvCache(Pass):
         if self.dtype not in TYPES:
             hint = f"use one of: {', '.join(sorted(TYPES))}"
             raise CompileError(f"no cache has the type {self.dtype!r}", where=self.name, hint=hint)
-        caches = [s for s in program.state if s.role in CACHES and s.dtype == torch.float32]
+        caches = [s for s in program.state if s.role in ATTENTION_ROLES and s.dtype == torch.float32]
         for module in program.graphs():
             for spec in caches:
                 self._quantize(module.graph, spec.name)
-        names = {s.name for s in caches}
-        program.state = [self._spec(s) if s.name in names else s for s in program.state]
+        made = {s: dataclasses.replace(s, shape=self._shape(s.shape), dtype=TYPES[self.dtype]) for s in caches}
+        program.state = [made.get(s, s) for s in program.state]
         return bool(caches)
-
-    def _spec(self, spec: StateSpec) -> StateSpec:
-        return dataclasses.replace(spec, shape=self._shape(spec.shape), dtype=TYPES[self.dtype])
 
     def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:3], row_size(shape[3], self.dtype))
@@ -76,4 +72,4 @@ class QuantizeKvCache(Pass):
 
     def _unknown(self, cache: fx.Node, user: fx.Node) -> CompileError:
         what = f"{self.dtype} caches: {user.target} reads {cache.name} itself"
-        return CompileError(what, where=where(user), hint=f'use kv="float32", or run {self.name} after normalize-state')
+        return error_at(user, what, f'use kv="float32", or run {self.name} after normalize-state')

@@ -15,7 +15,7 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.layers import LAYER, PARAMETER, layer_of, role_nodes
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import get_attribute, output_nodes
 from fastcar_compile.ir.rewrite import set_outputs
 
@@ -170,7 +170,7 @@ class LayerCopier:
         # that of the captured layer, and another layer's is not known.
         if not isinstance(value, Tensor) or not value.is_meta:
             what = f"{node.target} has a value of its own in its layer, which may be another in other layers"
-            raise CompileError(what, where=where(node), hint=HINT)
+            raise error_at(node, what, HINT)
         owner: torch.nn.Module = self.module
         *path, leaf = name.split(".")
         for part in path:
@@ -183,7 +183,7 @@ class LayerCopier:
         layer = layer_of(node) or 0
         pair = f"layers {layer - self.period} and {layer}"
         what = f"{pair} differ, so that neither stands for the others: {found} | {here}"
-        return CompileError(what, where=where(node), hint=HINT)
+        return error_at(node, what, HINT)
 
 
 def template_of(index: int, have: int, period: int) -> int:

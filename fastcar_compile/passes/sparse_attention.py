@@ -14,7 +14,7 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.layers import RingRows, layer_of, mark, role_nodes, softcap_of, window_of
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import ancestors, evaluate, is_op, node_arg, placeholder
 from fastcar_compile.ir.rewrite import after, replace_call, set_origin
 from fastcar_compile.ir.types import DecoderConfig, Ring
@@ -61,7 +61,7 @@ class SinkQueries:
         rotated = self._rotated(query)
         if not rotated:
             what = "positions='cache' needs rotary embeddings: this query does not depend on the position by itself"
-            raise CompileError(what, where=where(attention), hint=_HINT)
+            raise error_at(attention, what, _HINT)
         self._check_distance(attention, query, node_arg(write, 1))
         # The projection is shared by both queries; only the rotation behind it is computed twice.
         copies: dict[fx.Node, fx.Node] = {}
@@ -113,7 +113,7 @@ class SinkQueries:
         # the first position does not say where the others are.
         if node is self.position:
             what = "positions='cache': the positions of a chunk cannot be told from the position of its first token"
-            raise CompileError(what, where=where(node), hint=_HINT)
+            raise error_at(node, what, _HINT)
         inputs = {n: self._limit(n) for n in node.all_input_nodes}
         with self.graph.inserting_after(node):
             return self._copy(node, lambda n: inputs[n])
@@ -155,14 +155,12 @@ class SinkQueries:
             query_at, key_at = self._value_at(query, start + 17), self._value_at(key, start)
             if query_at is None or key_at is None or query_at.shape[1] % key_at.shape[1]:
                 what = "positions='cache': the rotation of query and key cannot be evaluated"
-                raise CompileError(what, where=where(attention), hint=_HINT)
+                raise error_at(attention, what, _HINT)
             keys = key_at.repeat_interleave(query_at.shape[1] // key_at.shape[1], 1)
             products.append((query_at * keys).sum(-1))
         if not torch.allclose(*products, rtol=1e-3, atol=1e-3):
-            what = (
-                "positions='cache' needs rotary embeddings: the product of query and key depends on more than distance"
-            )
-            raise CompileError(what, where=where(attention), hint=_HINT)
+            what = "the product of query and key depends on more than distance"
+            raise error_at(attention, f"positions='cache' needs rotary embeddings: {what}", _HINT)
 
     def _value_at(self, value: fx.Node, start: int) -> Tensor | None:
         """`value` with fixed numbers for what is rotated, at a position."""
@@ -188,9 +186,8 @@ def _constant(node: fx.Node) -> bool:
 def _is_projection(node: fx.Node) -> bool:
     """A linear of any precision, an embedding, or an attention: what lies behind it is not this layer's rotation."""
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    return name.startswith(("linear", "offloaded", "embedding", "attention", "window_attention")) or is_op(
-        node, aten.addmm, aten.mm, aten.matmul
-    )
+    named = name.startswith(("linear", "offloaded", "embedding", "attention", "window_attention"))
+    return named or is_op(node, aten.addmm, aten.mm, aten.matmul)
 
 
 @dataclass(frozen=True)

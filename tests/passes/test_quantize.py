@@ -14,7 +14,7 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import get_attribute, is_op
 from fastcar_compile.passes.bfloat16_weights import Bfloat16Weights
 from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.passes.quantize import KERNELS, QuantizeW4A8, QuantizeW8A8
+from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
 
 from .laws import nodes_of
 from .tiny import TinyBlock, after, logits
@@ -67,11 +67,11 @@ def test_every_group_of_a_wide_weight_has_its_scale(item: Pass) -> None:
     weight[1, :] = 0
     weight[2, 128:256] *= 1e-3
     if isinstance(item, QuantizeW4A8):
-        packed, scale = KERNELS["w4a8"].quantize(weight)
+        packed, scale = QuantizeW4A8.quantize(weight)
         stored = unpack_int4(packed).float().reshape(3, group_count(300), GROUP) * scale.float()[..., None]
         restored, step = stored.reshape(3, -1)[:, :300], scale.float().repeat_interleave(GROUP, 1)[:, :300]
     else:
-        quantized_weight, scale = KERNELS["w8a8"].quantize(weight)
+        quantized_weight, scale = QuantizeW8A8.quantize(weight)
         restored, step = quantized_weight.float() * scale[:, None], scale[:, None].expand(3, 300)
     # Rounding a scale to float16 may cut the largest weight by 7 * 2**-11 of a step more.
     assert ((restored - weight).abs() <= step * (0.5 + 7 * 2.0**-11)).all()

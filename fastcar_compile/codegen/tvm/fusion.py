@@ -13,10 +13,10 @@ from torch.library import Library, infer_schema
 
 from fastcar_compile.ir.ops import exact
 from fastcar_compile.ir.ops import linear as quant
-from fastcar_compile.ir.query import bound
+from fastcar_compile.ir.query import bound, shape_of
 from fastcar_compile.ir.rewrite import before, set_origin
 from fastcar_compile.passes.patterns import norms
-from fastcar_compile.passes.patterns.norms import arguments, factors, shape
+from fastcar_compile.passes.patterns.norms import arguments, factors
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
@@ -214,7 +214,7 @@ def gated_product(node: fx.Node) -> tuple[fx.Node, fx.Node, str] | None:
             activation = arguments(factor, fastcar.activation_factor)
             if activation is None or activation["x"] is not gate:
                 continue
-            if shape(node) == shape(gate) == shape(up):
+            if shape_of(node) == shape_of(gate) == shape_of(up):
                 return gate, up, str(activation["activation"])
     return None
 

@@ -7,11 +7,10 @@ import dataclasses
 import torch
 from torch import fx
 
-from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.layers import RingRows, mark, ring_of
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import argument_names, is_op, node_arg, placeholder, value_of
+from fastcar_compile.ir.provenance import error_at
+from fastcar_compile.ir.query import argument_names, bound, is_op, node_arg, placeholder, value_of
 from fastcar_compile.ir.rewrite import after, fake_like, replace, replace_call
 from fastcar_compile.ir.types import DecoderConfig
 
@@ -47,20 +46,7 @@ def reads_earlier_key(node: fx.Node) -> bool:
     """Return whether the operator reads a key at row `position - stride` of a key cache that it is given."""
     # An `offloaded_gate` whose gate compares no query has the argument `key_cache`, and None in it.
     names = argument_names(node)
-    return {"key_cache", "position", "stride"} <= set(names) and node.args[names.index("key_cache")] is not None
-
-
-def key_cache_of(score: fx.Node) -> fx.Node:
-    """Return the written key cache that a score reads."""
-    return node_arg(score, argument_names(score).index("key_cache"))
-
-
-def find_again(config: DecoderConfig, score: fx.Node, made_by: str) -> None:
-    """Let a score find its key where it is now, after its cache became a ring."""
-    names, arguments = argument_names(score), list(score.args)
-    row, stride = earlier_key(config, key_cache_of(score), score, made_by)
-    arguments[names.index("position")], arguments[names.index("stride")] = row, stride
-    score.args = tuple(arguments)
+    return {"key_cache", "position", "stride"} <= set(names) and bound(node)["key_cache"] is not None
 
 
 # Full caches become rings: placeholders, writes, and where scores find the key of one frame earlier.
@@ -94,14 +80,16 @@ class RingRewriter:
     def find_keys(self) -> None:
         """Let the scores find their keys in the caches that are rings now."""
         for node in [n for n in self.graph.nodes if reads_earlier_key(n)]:
-            if ring_of(key_cache_of(node)) is not None:
-                find_again(self.config, node, self.made_by)
+            if ring_of(bound(node)["key_cache"]) is not None:
+                position, stride = earlier_key(self.config, bound(node)["key_cache"], node, self.made_by)
+                node.update_arg(argument_names(node).index("position"), position)
+                node.update_arg(argument_names(node).index("stride"), stride)
 
     def _write(self, node: fx.Node, ring: RingRows) -> None:
         cache, value = node_arg(node, 0), node_arg(node, 1)
         if not is_op(node, fastcar.cache_write) or cache.op != "placeholder":
             what = "this cache is not written by fastcar.cache_write"
-            raise CompileError(what, where=where(node), hint=f"run {self.made_by} after normalize-state")
+            raise error_at(node, what, f"run {self.made_by} after normalize-state")
         # The placeholder keeps its name and its readers; its rows shrink from max_seq_len to those of the ring.
         old = value_of(cache)
         shape = (*old.shape[:2], ring.sinks + ring.rows, old.shape[3])
@@ -111,8 +99,7 @@ class RingRewriter:
 
 def reads_keys(program: DecoderProgram) -> set[str]:
     """Return the names of the key caches of which a score reads the key of one frame earlier."""
-    scores = [n for n in program.graph_module.graph.nodes if reads_earlier_key(n)]
-    written = [key_cache_of(n) for n in scores]
+    written = [bound(n)["key_cache"] for n in program.graph_module.graph.nodes if reads_earlier_key(n)]
     return {str(node_arg(w, 0).target) for w in written if is_op(w, fastcar.cache_write, fastcar.ring_write)}
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.layers import mark
 from fastcar_compile.ir.program import StateSpec
-from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import (
     ancestors,
     descendants,
@@ -44,14 +42,6 @@ HEAD_VIEWS = (
 """What may stand between keys or values and attention to share their heads among query heads."""
 
 
-@dataclass(frozen=True)
-class _Lifted:
-    """A state of the context, and the node that makes it."""
-
-    spec: StateSpec
-    node: fx.Node
-
-
 class ContextStates:
     """Lifts keys, values and masks of the context from one graph: they become states that the graph only reads.
 
@@ -67,12 +57,13 @@ class ContextStates:
         # alone; a node that follows from parameters alone is in neither set.
         varying = descendants(*(n for n in placeholders if n not in self._inputs))
         self._fixed = descendants(*self._inputs) - varying
-        self._lifted: list[_Lifted] = []
+        self._lifted: dict[StateSpec, fx.Node] = {}
+        """The states, and the nodes that make them."""
 
     @property
     def states(self) -> list[StateSpec]:
         """What the graph reads."""
-        return [lifted.spec for lifted in self._lifted]
+        return list(self._lifted)
 
     def reads(self, site: AttentionCall) -> bool:
         """Whether the attention is to the context."""
@@ -86,9 +77,9 @@ class ContextStates:
         """
         # States of the context are named after the layer of the self-attention in front of them.
         if layer < 0:
-            raise _problem(site.node, "cross-attention before the first self-attention", "put it behind self-attention")
+            raise error_at(site.node, "cross-attention before the first self-attention", "put it behind self-attention")
         if site.problem:
-            raise _problem(site.node, f"layer {layer}: {site.problem}", "leave it out of the decode step")
+            raise error_at(site.node, f"layer {layer}: {site.problem}", "leave it out of the decode step")
         mask = None if site.mask is None else self._mask(site, site.mask, layer)
         heads = shape_of(site.query)[1]
         keys = self._lift(self._unshared(site.key, heads), StateRole.CONTEXT_KEY, layer)
@@ -116,7 +107,7 @@ class ContextStates:
         needed = ancestors(self._graph.output_node())
         if elsewhere := [n for n in rest if n in needed and n.op == "call_function"]:
             what = "the context is read by more than the keys, values and masks of cross-attention"
-            raise _problem(elsewhere[0], what, "give what else depends on it as a part of the prompt")
+            raise error_at(elsewhere[0], what, "give what else depends on it as a part of the prompt")
         # Readers come before what they read: fx erases only nodes without users.
         for node in reversed(rest):
             self._graph.erase_node(node)
@@ -125,11 +116,11 @@ class ContextStates:
     def _context_graph(self) -> fx.GraphModule:
         # No ancestor follows from tokens or position: `reads` and `_mask` have made sure of it.
         graph, copies, attributes = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any]()
-        for node in in_order(self._graph, ancestors(*(lifted.node for lifted in self._lifted))):
+        for node in in_order(self._graph, ancestors(*self._lifted.values())):
             copies[node] = graph.node_copy(node, lambda n: copies[n])
             if node.op == "get_attr":
                 attributes[str(node.target)] = tensor_attribute(self._module, str(node.target))
-        graph.output(tuple(copies[lifted.node] for lifted in self._lifted))
+        graph.output(tuple(copies[node] for node in self._lifted.values()))
         return graph_module(attributes, graph)
 
     def _unshared(self, node: fx.Node, query_heads: int) -> fx.Node:
@@ -153,7 +144,7 @@ class ContextStates:
         shape = (*(1,) * (4 - value_of(node).dim()), *shape_of(node))
         if node not in self._fixed or shape[1:3] != (1, 1):
             what = f"layer {layer}: the mask of cross-attention is not one of the context alone, [B, 1, 1, L]"
-            raise _problem(mask.node, what, "take context_mask bool [B, L] as an input, and nothing else for it")
+            raise error_at(mask.node, what, "take context_mask bool [B, L] as an input, and nothing else for it")
         with before(site.node, self._made_by, origin=node) as emit:
             # A mask of flags becomes what is added to logits.
             if value_of(node).dtype == torch.bool:
@@ -166,7 +157,7 @@ class ContextStates:
         number = sum(s.role is role and s.layer == layer for s in self.states)
         name = f"{role}_{layer}" if not number else f"{role}_{layer}_{number}"
         val = value_of(node)
-        self._lifted.append(_Lifted(StateSpec(name, shape_of(node), val.dtype, role, layer), node))
+        self._lifted[StateSpec(name, shape_of(node), val.dtype, role, layer)] = node
         state = add_placeholder(self._graph, name, val.shape, val.dtype, self._made_by)
         mark(state, layer, role)
         return state
@@ -199,7 +190,3 @@ def _lines(graph: fx.Graph) -> list[tuple[object, ...]]:
     # Names of nodes differ between the two graphs. Names of parameters, which are targets, must not.
     number: dict[fx.Node, int] = {n: i for i, n in enumerate(graph.nodes)}
     return [(n.op, n.target, str(map_arg((n.args, dict(n.kwargs)), lambda a: number[a]))) for n in graph.nodes]
-
-
-def _problem(node: fx.Node, what: str, hint: str) -> CompileError:
-    return CompileError(what, where=where(node), hint=hint)

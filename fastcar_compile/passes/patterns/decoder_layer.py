@@ -14,11 +14,10 @@ from torch import fx
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.layers import Role, assign_layers, mark
-from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import (
     activation_of,
     ancestors,
-    ancestors_until,
     between,
     is_op,
     node_arg,
@@ -56,10 +55,17 @@ class ParallelSum:
 
 def parallel_sums(graph: fx.Graph) -> Iterator[ParallelSum]:
     """Yield the closing sums of the parallel blocks of a graph, in order; each may be rewritten before the next."""
+    yield from (found for window in _windows(graph) if (found := _parallel_sum(window)) is not None)
+
+
+def _windows(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Return the nodes from each attention to the one in front of the next.
+
+    A layer's window holds this layer's adds, and at its end the next layer's norm and projections.
+    """
     order = list(graph.nodes)
     starts = [i for i, n in enumerate(order) if is_op(n, fastcar.attention, fastcar.window_attention)]
-    windows = [order[start:end] for start, end in pairwise([*starts, len(order)])]
-    yield from (found for window in windows if (found := _parallel_sum(window)) is not None)
+    return [order[start:end] for start, end in pairwise([*starts, len(order)])]
 
 
 def is_sum(node: fx.Node) -> bool:
@@ -118,7 +124,7 @@ def _summands(node: fx.Node) -> list[fx.Node]:
 def _entry(others: Sequence[fx.Node], attention: fx.Node) -> fx.Node | None:
     """The summand that attention and all other summands depend on."""
     for node in others:
-        if all(node in ancestors_until([other], {node}) for other in (*others, attention)):
+        if all(node in ancestors(other, until={node}) for other in (*others, attention)):
             return node
     return None
 
@@ -131,22 +137,7 @@ class LayerMatch:
     """The nodes of one layer: what its first add joins to attention (`entry`), and the nodes that get a role."""
 
     entry: fx.Node
-    attention: fx.Node
-    residual: fx.Node
-    linears: tuple[fx.Node, ...]
-    activation: fx.Node
-    exit: fx.Node
-
-    def roles(self) -> dict[Role, fx.Node]:
-        """Return role -> node."""
-        projections = (Role.GATE_PROJ, Role.UP_PROJ, Role.DOWN_PROJ)[-len(self.linears) :]
-        return {
-            Role.ATTENTION: self.attention,
-            Role.RESIDUAL: self.residual,
-            Role.ACTIVATION: self.activation,
-            Role.EXIT: self.exit,
-            **dict(zip(projections, self.linears, strict=True)),
-        }
+    roles: dict[Role, fx.Node]
 
 
 def match_layers(graph: fx.Graph) -> list[LayerMatch]:
@@ -155,18 +146,15 @@ def match_layers(graph: fx.Graph) -> list[LayerMatch]:
     Raises:
         CompileError: every layer that cannot be matched, with what was found and what was expected.
     """
-    order = list(graph.nodes)
-    starts = [i for i, n in enumerate(order) if is_op(n, fastcar.attention, fastcar.window_attention)]
-    if not starts:
+    windows = _windows(graph)
+    if not windows:
         hint = "write keys and values into caches and attend to them, as docs/reference/step_protocol.md has it"
         raise CompileError("no attention over a written cache was found", hint=hint)
-    # A layer's window begins at its attention and ends in front of the next one. So it holds this layer's adds, and at
-    # its end the next layer's norm and projections.
     matches: list[LayerMatch] = []
     problems: list[CompileError] = []
-    for layer, (start, end) in enumerate(zip(starts, [*starts[1:], len(order)], strict=True)):
+    for layer, window in enumerate(windows):
         try:
-            matches.append(_Matcher(layer, order[start:end]).match())
+            matches.append(_Matcher(layer, window).match())
         except CompileError as error:
             problems.append(error)
     if problems:
@@ -176,9 +164,9 @@ def match_layers(graph: fx.Graph) -> list[LayerMatch]:
 
 def mark_layers(graph: fx.Graph, matches: Sequence[LayerMatch]) -> None:
     """Write layer and role of every node."""
-    assign_layers(graph, matches[0].entry, [m.exit for m in matches])
+    assign_layers(graph, matches[0].entry, [m.roles[Role.EXIT] for m in matches])
     for layer, match in enumerate(matches):
-        for role, node in match.roles().items():
+        for role, node in match.roles.items():
             mark(node, layer, role)
 
 
@@ -199,8 +187,10 @@ class _Matcher:
         self._check_shape(region, linears, output)
         # Where the product is not that of a gated MLP, the order in the graph stands in for the roles.
         ordered = _by_role(linears) or linears
-        activation = next(n for n in region if activation_of(n))
-        return LayerMatch(entry, self.attention, residual, tuple(ordered), activation, exit_add)
+        projections = (Role.GATE_PROJ, Role.UP_PROJ, Role.DOWN_PROJ)[-len(linears) :]
+        found = {Role.ATTENTION: self.attention, Role.RESIDUAL: residual, Role.EXIT: exit_add}
+        found[Role.ACTIVATION] = next(n for n in region if activation_of(n))
+        return LayerMatch(entry, found | dict(zip(projections, ordered, strict=True)))
 
     def _residual_add(self) -> tuple[fx.Node, fx.Node]:
         """The add that joins attention to the residual stream, and the stream before it."""
@@ -221,10 +211,8 @@ class _Matcher:
     def _after_context(self, residual: fx.Node) -> fx.Node:
         """The last add that joins cross-attention to the stream; the residual where there is none."""
         for node in self.window:
-            others = [a for a in node.all_input_nodes if a is not residual]
-            if not is_op(node, aten.add) or residual not in node.all_input_nodes or len(others) != 1:
-                continue
-            if any(is_op(n, fastcar.context_attention) for n in between(residual, others[0])):
+            other = _added(node, residual)
+            if other is not None and any(is_op(n, fastcar.context_attention) for n in between(residual, other)):
                 residual = node
         return residual
 
@@ -232,13 +220,11 @@ class _Matcher:
         """The add whose one operand is the residual, and whose other is an MLP of it or of the layer's entry."""
         reached = reached_from(residual, self.window)
         for node in self.window:
-            others = [a for a in node.all_input_nodes if a is not residual]
-            if not is_op(node, aten.add) or residual not in node.all_input_nodes or len(others) != 1:
-                continue
+            other = _added(node, residual)
             # In a sequential block the MLP follows from the residual. In a parallel block it follows from the entry,
             # and the residual does not reach it.
-            if others[0] in reached or entry in ancestors_until(others, {entry}):
-                return node, others[0]
+            if other is not None and (other in reached or entry in ancestors(other, until={entry})):
+                return node, other
         # No MLP was found. Where norms alone read the sum, and an
         # add reads such a norm, the block is `h = norm(h + f(h))`.
         norms = list(residual.users)
@@ -281,12 +267,19 @@ class _Matcher:
     def _post_norm(self, residual: fx.Node) -> CompileError:
         what = f"layer {self.layer}: the norm stands behind the residual add, so that the stream itself is normalised"
         hint = "compile a decoder whose norms stand in front of attention and MLP (pre-norm), h = h + mlp(norm(h))"
-        return CompileError(f"{what} (post-norm)", where=where(residual), hint=hint)
+        return error_at(residual, f"{what} (post-norm)", hint)
 
     def _error(self, node: fx.Node, found: str, expected: str) -> CompileError:
         what = f"layer {self.layer}: the MLP cannot be matched: {found}; expected {expected}"
         hint = "write the block as h = h + attention(norm(h)); h = h + mlp(norm(h)), or register the shape as an issue"
-        return CompileError(what, where=where(node), hint=hint)
+        return error_at(node, what, hint)
+
+
+def _added(node: fx.Node, residual: fx.Node) -> fx.Node | None:
+    """Return what the node adds to the residual stream; None where it is no such add."""
+    others = [a for a in node.all_input_nodes if a is not residual]
+    joins = is_op(node, aten.add) and residual in node.all_input_nodes and len(others) == 1
+    return others[0] if joins else None
 
 
 def _by_role(linears: list[fx.Node]) -> list[fx.Node] | None:

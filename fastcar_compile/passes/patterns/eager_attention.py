@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,10 +10,11 @@ import torch
 from torch import fx
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import ancestors, between, is_op, node_arg, optional_arg, shape_of, value_of
+from fastcar_compile.ir.provenance import error_at
+from fastcar_compile.ir.query import ancestors, between, bound, is_op, node_arg, optional_arg, shape_of, value_of
 from fastcar_compile.ir.rewrite import Inserter, before
 from fastcar_compile.passes.patterns.caches import replace_layout
+from fastcar_compile.passes.patterns.norms import terms
 
 aten = torch.ops.aten
 MASKED = -1e9
@@ -89,11 +89,9 @@ def _unrecognised(name: str, found: list[list[fx.Node]]) -> CompileError:
     nodes = ": nodes " + ", ".join(n.name for n in rest) if rest else ""
     more = f" ({len(others) + 1} caches are read in this way)" if others else ""
     what = f"what reads the cache '{name}' is not recognised as attention{nodes}{more}"
-    hint = (
-        "call scaled_dot_product_attention, or write out the product of query and transposed key, scale, mask, softmax "
-    )
-    hint += "and product with the values, as docs/reference/step_protocol.md has it"
-    return CompileError(what, where=where((rest or [cache])[-1]), hint=hint)
+    hint = "call scaled_dot_product_attention, or write out the product of query and transposed key, scale, mask, "
+    hint += "softmax and product with the values, as docs/reference/step_protocol.md has it"
+    return error_at((rest or [cache])[-1], what, hint)
 
 
 def write_out_products(graph: fx.Graph, made_by: str) -> bool:
@@ -147,19 +145,15 @@ def _terms(node: fx.Node) -> tuple[str, str, str] | None:
 
 
 def _of_operator(node: fx.Node) -> AttentionCall:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
-    options = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = bound(node)
     query, key, value = (node_arg(node, i) for i in range(3))
-    given, mask = options["scale"], options["attn_mask"]
-    scale = float(given) if isinstance(given, int | float) else shape_of(query)[-1] ** -0.5
-    problem = "" if options["dropout_p"] == 0.0 else f"attention dropout {options['dropout_p']} in a decode step"
+    mask = None if given["attn_mask"] is None else Mask(given["attn_mask"])
+    scale = shape_of(query)[-1] ** -0.5 if given["scale"] is None else float(given["scale"])
+    problem = "" if given["dropout_p"] == 0.0 else f"attention dropout {given['dropout_p']} in a decode step"
     # `is_causal` aligns query row 0 with row 0 of the keys, which is wrong behind position 0 and for a context.
-    if options["is_causal"]:
+    if given["is_causal"]:
         problem = "attention with is_causal, whose mask begins at the first key at every position"
-    return AttentionCall(
-        node, query, key, value, Mask(mask) if isinstance(mask, fx.Node) else None, scale, problem=problem
-    )
+    return AttentionCall(node, query, key, value, mask, scale, problem=problem)
 
 
 def _written_out(softmax: fx.Node) -> AttentionCall | None:
@@ -240,7 +234,7 @@ class _Logits:
 
     def _biased(self, node: fx.Node) -> fx.Node | None:
         """Return the product below a second sum, which is a bias such as ALiBi; None: there is no product."""
-        for logits, _ in _pairs(node) if is_op(node, aten.add) else ():
+        for logits, _ in terms(node):
             if _makes_logits(logits):
                 self.problem = "the attention logits get a bias, such as ALiBi, which is not supported"
                 return self._read(logits)
@@ -251,11 +245,10 @@ class _Logits:
         fill = node.args[2] if len(node.args) == 3 else None
         # `logits + mask`: the mask may broadcast, so the logits
         # have the shape of the sum, and the mask holds no product.
-        if is_op(node, aten.add) and len(node.args) == 2 and not node.kwargs:
-            for logits, mask in _pairs(node):
-                if value_of(logits).shape == value_of(node).shape and not _makes_logits(mask):
-                    self.mask = Mask(mask)
-                    return _before_casts(logits)
+        for logits, mask in terms(node):
+            if value_of(logits).shape == value_of(node).shape and not _makes_logits(mask):
+                self.mask = Mask(mask)
+                return _before_casts(logits)
         # `masked_fill(logits, mask, -inf)` hides where the mask is True; `where(mask, logits, -inf)` where it is False.
         if is_op(node, aten.masked_fill) and self._hides(fill):
             self.mask = Mask(node_arg(node, 1), hidden=True)
@@ -288,7 +281,7 @@ class _Logits:
 def _factor(node: fx.Node) -> tuple[fx.Node, float] | None:
     """Return (x, number) where the node is x times a number."""
     if is_op(node, aten.mul):
-        for x, number in _pairs_of(node.args[0], node.args[1]):
+        for x, number in (node.args, reversed(node.args)):
             if isinstance(x, fx.Node) and (found := _constant(number)) is not None:
                 return x, found
     if is_op(node, aten.div) and not node.kwargs:
@@ -307,17 +300,6 @@ def _constant(value: object) -> float | None:
         number = value.args[0] if is_op(value, aten.scalar_tensor) else value.args[1]
         return float(number) if isinstance(number, int | float) else None
     return None
-
-
-def _pairs_of(a: object, b: object) -> Iterator[tuple[object, object]]:
-    yield a, b
-    yield b, a
-
-
-def _pairs(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    for x, y in _pairs_of(node.args[0], node.args[1]):
-        if isinstance(x, fx.Node) and isinstance(y, fx.Node):
-            yield x, y
 
 
 def _makes_logits(node: fx.Node) -> bool:

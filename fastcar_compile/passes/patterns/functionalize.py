@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import ancestors, evaluate, is_op, node_arg, optional_arg, shape_of, value_of
+from fastcar_compile.ir.provenance import error_at, where
+from fastcar_compile.ir.query import ancestors, evaluate, is_op, is_same, node_arg, optional_arg, shape_of, value_of
 from fastcar_compile.ir.rewrite import Inserter, attribute
 
 aten = torch.ops.aten
@@ -40,11 +40,11 @@ def rewrite_write(module: fx.GraphModule, node: fx.Node) -> CompileError | None:
     base = node_arg(steps[0], 0) if steps else target
     if base.op == "get_attr":
         what = f"writes in place into a part of the buffer '{base.target}', which is no cache"
-        return _problem(node, what, "write caches as buffer.index_copy_(2, cache_position, new)")
+        return error_at(node, what, "write caches as buffer.index_copy_(2, cache_position, new)")
     # `split` yields several views of one value. fx shows a getitem, from which the value cannot be put together.
     if base.target is operator.getitem:
         what = "writes in place into one of several views of a value (split, chunk, unbind)"
-        return _problem(node, what, "write the result as a new value: torch.where, torch.cat or a sum")
+        return error_at(node, what, "write the result as a new value: torch.where, torch.cat or a sum")
     with module.graph.inserting_before(node):
         written = _functional(module, node, target)
         whole: fx.Node | None = written
@@ -53,15 +53,11 @@ def rewrite_write(module: fx.GraphModule, node: fx.Node) -> CompileError | None:
             whole = None if whole is None else _whole(step, whole)
     if written is None or whole is None:
         what = f"{node.target} writes in place through {[str(s.target) for s in steps]}"
-        return _problem(node, what, "write the result as a new value: torch.where, torch.cat or a sum")
+        return error_at(node, what, "write the result as a new value: torch.where, torch.cat or a sum")
     node.replace_all_uses_with(written)
     _read_new(node, base, whole, {target: written, base: whole})
     module.graph.erase_node(node)
     return None
-
-
-def _problem(node: fx.Node, what: str, hint: str) -> CompileError:
-    return CompileError(what, where=where(node), hint=hint)
 
 
 def _views(node: fx.Node) -> list[fx.Node]:
@@ -151,10 +147,8 @@ def _whole(view: fx.Node, part: fx.Node) -> fx.Node | None:
         order = cast("list[int]", view.args[1])
         return _call(view, aten.permute.default, part, [order.index(i) for i in range(len(order))])
     if is_op(view, aten.select):
-        dim, index = (*view.args[1:],)[:2]
-        dim, index = int(cast("int", dim)), int(cast("int", index))
-        size = shape_of(source)[dim]
-        index %= size
+        dim, index = cast("tuple[int, int]", view.args[1:3])
+        index %= shape_of(source)[dim]
         return _joined(view, _call(view, aten.unsqueeze.default, part, dim), dim, (index, index + 1))
     if is_op(view, aten.slice):
         return _joined_slice(view, part)
@@ -263,8 +257,9 @@ class Functionalizer:
             self._read_current(node)
             if node.op == "get_attr":
                 self._root[node] = str(node.target)
-            # A write through an alias goes into the buffer, so the alias gets the buffer's name.
-            elif _is_alias(node) and node.args[0] in self._root:
+            # A write through an alias goes into the buffer, so the alias gets the buffer's name. A copy has memory of
+            # its own.
+            elif is_same(node) and not is_op(node, aten._to_copy) and node.args[0] in self._root:
                 self._root[node] = self._root[node.args[0]]
             elif writes_in_place(node):
                 modified = True
@@ -366,7 +361,7 @@ class Functionalizer:
 
     def _refuse(self, node: fx.Node, what: str) -> None:
         hint = "write caches as buffer.index_copy_(2, cache_position, new) and keep no other mutable buffer"
-        self.problems.append(CompileError(what, where=where(node), hint=hint))
+        self.problems.append(error_at(node, what, hint))
 
 
 def _write_operands(node: fx.Node) -> tuple[int, fx.Node | None, fx.Node | None]:
@@ -381,12 +376,6 @@ def _write_operands(node: fx.Node) -> tuple[int, fx.Node | None, fx.Node | None]
     if accumulate or len(given) != 1:
         return -1, None, None
     return given[0], indices[given[0]], node_arg(node, 2)
-
-
-def _is_alias(node: fx.Node) -> bool:
-    if is_op(node, aten.alias, aten.detach):
-        return True
-    return is_op(node, aten.to) and node_arg(node, 0).meta["val"].dtype == node.meta["val"].dtype
 
 
 def writes_in_place(node: fx.Node) -> bool:

@@ -5,24 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from fastcar_compile.ir.query import bound, is_op
+from fastcar_compile.ir.query import bound, is_op, shape_of, value_of
 
 aten = torch.ops.aten
 
 
 # Products, sums and calls in a graph, as the matchers of norms and rotary embeddings read them.
-
-
-def tensor(node: fx.Node) -> Tensor:
-    """Return the fake value of a node."""
-    return node.meta["val"]
-
-
-def shape(node: fx.Node) -> tuple[int, ...]:
-    """Return the shape of a node's tensor."""
-    return tuple(int(d) for d in tensor(node).shape)
 
 
 def factors(node: object) -> list[tuple[fx.Node, fx.Node]]:
@@ -57,7 +47,7 @@ def rms_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
     for scaled, weight in factors(node):
         for x, inverse in factors(scaled):
             epsilon = _inverse_root(inverse, x)
-            if epsilon is not None and shape(weight) == shape(x)[-1:]:
+            if epsilon is not None and shape_of(weight) == shape_of(x)[-1:]:
                 return x, weight, epsilon
     return None
 
@@ -72,7 +62,7 @@ def _inverse_root(node: fx.Node, x: fx.Node) -> float | None:
     # A mean in a type of its own would round otherwise.
     if mean is None or not mean.get("keepdim") or mean["dtype"] is not None:
         return None
-    last = mean["dim"] in ([-1], [len(shape(x)) - 1])
+    last = mean["dim"] in ([-1], [len(shape_of(x)) - 1])
     return shifted["other"] if last and _is_square(mean["self"], x) else None
 
 
@@ -89,7 +79,7 @@ def layer_norm(node: fx.Node) -> tuple[Any, ...] | None:
     if norm is None:
         return None
     x = norm["input"]
-    if list(norm["normalized_shape"]) != [shape(x)[-1]] or tensor(x).dtype != torch.float32:
+    if list(norm["normalized_shape"]) != [shape_of(x)[-1]] or value_of(x).dtype != torch.float32:
         return None
     return x, norm["weight"], norm["bias"], float(norm["eps"])
 
@@ -113,7 +103,7 @@ def rotary(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
 
 def _is_half_turn(node: fx.Node, x: fx.Node) -> bool:
     """Whether node is cat(-x[..., D/2:], x[..., :D/2])."""
-    whole, cat = shape(x), arguments(node, aten.cat)
+    whole, cat = shape_of(x), arguments(node, aten.cat)
     if cat is None or len(whole) != 4 or whole[3] % 2 or cat["dim"] not in (-1, 3) or len(cat["tensors"]) != 2:
         return False
     minus, low = cat["tensors"]
@@ -129,9 +119,9 @@ def _is_slice(node: object, x: fx.Node, begin: int, end: int) -> bool:
     if part is None or part["self"] is not x or part["dim"] not in (-1, 3) or part["step"] != 1:
         return False
     last = part["end"]
-    return part["start"] == begin and isinstance(last, int) and min(last, shape(x)[3]) == end
+    return part["start"] == begin and isinstance(last, int) and min(last, shape_of(x)[3]) == end
 
 
 def _fits(table: fx.Node, x: fx.Node) -> bool:
-    batch, _, rows, width = shape(x)
-    return shape(table) in {(1, 1, rows, width), (batch, 1, rows, width)}
+    batch, _, rows, width = shape_of(x)
+    return shape_of(table) in {(1, 1, rows, width), (batch, 1, rows, width)}
