@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fastcar_compile.ir.layers import layer_of, role_of
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import module_path_of, source_of
 from fastcar_compile.ir.query import branches_of
+from fastcar_compile.ir.weights import dtype_name
 
 NAMESPACES = ("aten", "fastcar")
 SPECIAL_OPERATORS: dict[str, Any] = {
@@ -34,20 +36,19 @@ def graph_to_text(module: fx.GraphModule) -> str:
         expression = node.op if node.op == "placeholder" else _expression(node)
         lines.append(f"{node.name}: {_type_text(node)} = {expression}" + (f"  # {notes}" if notes else ""))
     for name, child in branches_of(module).items():
-        lines += ["", f"{name}:", *("    " + line for line in graph_to_text(child).splitlines())]
+        lines += ["", f"{name}:", indent(graph_to_text(child), "    ", lambda _: True).removesuffix("\n")]
     return "\n".join(lines) + "\n"
 
 
 def program_to_text(program: DecoderProgram) -> str:
     """Return the listing of the decode step, its outputs and state, and the listing of the prefill chunk."""
     lines = [graph_to_text(program.graph_module), f"outputs: {', '.join(program.outputs)}"]
-    lines += [f"state {s.name}: {_dtype_text(s.dtype)}{list(s.shape)}" for s in program.state]
-    if program.prefill is not None:
-        lines += ["", "prefill:", *("    " + line for line in graph_to_text(program.prefill).splitlines())]
-        lines.append(f"    outputs: {', '.join(program.prefill_outputs)}")
-    if program.context is not None:
-        lines += ["", "context:", *("    " + line for line in graph_to_text(program.context).splitlines())]
-        lines.append(f"    outputs: {', '.join(program.context_outputs)}")
+    lines += [f"state {s.name}: {dtype_name(s.dtype)}{list(s.shape)}" for s in program.state]
+    prefill, context = (program.prefill, program.prefill_outputs), (program.context, program.context_outputs)
+    for name, (module, outputs) in {"prefill": prefill, "context": context}.items():
+        if module is not None:
+            text = f"{graph_to_text(module)}outputs: {', '.join(outputs)}"
+            lines += ["", f"{name}:", indent(text, "    ", lambda _: True)]
     return "\n".join(lines) + "\n"
 
 
@@ -83,12 +84,8 @@ def _expression(node: fx.Node) -> str:
 def _type_text(node: fx.Node) -> str:
     val = node.meta.get("val")
     if isinstance(val, Tensor):
-        return f"{_dtype_text(val.dtype)}{list(val.shape)}"
+        return f"{dtype_name(val.dtype)}{list(val.shape)}"
     return type(val).__name__ if val is not None else "branch"
-
-
-def _dtype_text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # One node of a rewritten graph, as text for people.
@@ -103,10 +100,13 @@ def explain_node(module: fx.GraphModule, name: str, reason: Callable[[str, str],
     Raises:
         InputError: there is no such node in the graph or its branches.
     """
-    found = _find(module, name, "decode step")
-    if found is None:
+    places = {"decode step": module, **branches_of(module)}.items()
+    found = [
+        (place, owner, n) for place, owner in places for n in owner.graph.nodes if n.name == name and n.op != "output"
+    ]
+    if not found:
         raise InputError(f"there is no node {name!r}", hint="list the nodes with `fastcar inspect ARTIFACT --after`")
-    place, owner, node = found
+    place, owner, node = found[0]
     made_by = str(node.meta.get("made_by", ""))
     listing = next(line for line in graph_to_text(owner).splitlines() if line.startswith(f"{name}:"))
     return "\n".join(
@@ -121,13 +121,3 @@ def explain_node(module: fx.GraphModule, name: str, reason: Callable[[str, str],
             f"  read by  {', '.join(n.name for n in node.users) or 'nothing'}",
         ]
     )
-
-
-def _find(module: fx.GraphModule, name: str, place: str) -> tuple[str, fx.GraphModule, fx.Node] | None:
-    for node in module.graph.nodes:
-        if node.name == name and node.op != "output":
-            return place, module, node
-    for child_name, child in module.named_children():
-        if isinstance(child, fx.GraphModule) and (found := _find(child, name, child_name)):
-            return found
-    return None

@@ -46,14 +46,11 @@ def verify_program(program: DecoderProgram, moment: str) -> None:
         InternalError: naming the moment and each broken invariant.
     """
     problems = [*_graph_problems(program.graph_module, "decode step"), *_signature_problems(program)]
-    problems += _branch_problems(program.graph_module)
-    problems += _layer_problems(program.graph_module, program.config.num_layers, "decode step")
-    problems += _replay_problems(program)
-    if program.prefill is not None:
-        problems += _graph_problems(program.prefill, "prefill")
-        problems += _layer_problems(program.prefill, program.config.num_layers, "prefill")
-    if program.context is not None:
-        problems += _graph_problems(program.context, "context")
+    problems += [*_branch_problems(program.graph_module), *_replay_problems(program)]
+    for module, label in zip(program.graphs(), ("decode step", "prefill"), strict=False):
+        problems += _layer_problems(module, program.config.num_layers, label)
+    for module, label in ((program.prefill, "prefill"), (program.context, "context")):
+        problems += _graph_problems(module, label) if module is not None else ()
     if problems:
         raise InternalError(f"invalid program {moment}:\n  " + "\n  ".join(problems))
 
