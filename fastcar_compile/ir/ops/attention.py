@@ -109,12 +109,17 @@ def tas(query: Tensor, key_cache: Tensor, position: Tensor, stride: int, scale: 
     Returns:
         float32 [B].
     """
+    own, key = grouped(query, key_cache, position, stride)
+    return fixed_sum(own * key, (1, 2, 3)).float() * score_factor(scale, query.shape[1])
+
+
+def grouped(query: Tensor, key_cache: Tensor, position: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """Return the query [B, Hkv, Hq / Hkv, D] and the key one frame earlier [B, Hkv, 1, D], both as float64."""
     batch, heads, _, dim = query.shape
     kv_heads = key_cache.shape[1]
     # Where there is no key one frame earlier, row 0 stands in: no row replays in the first frame.
-    key = loaded(key_cache[:, :, max(int(position) - stride, 0)], dim).double()
-    grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim).double()
-    return fixed_sum(grouped * key[:, :, None], (1, 2, 3)).float() * score_factor(scale, heads)
+    key = loaded(key_cache[:, :, max(int(position) - stride, 0)], dim)
+    return query.reshape(batch, kv_heads, heads // kv_heads, dim).double(), key[:, :, None].double()
 
 
 # Sparse attention over a ring cache: ring_row, limit, ring_write, window_attention.

@@ -25,8 +25,8 @@ from fastcar_compile.gates.scores import (
     distance_factor,
     score_factor,
 )
-from fastcar_compile.ir.ops.attention import fixed_sum
-from fastcar_compile.ir.ops.operator import BIAS, MANTISSA_BITS, loaded, operator
+from fastcar_compile.ir.ops.attention import fixed_sum, grouped
+from fastcar_compile.ir.ops.operator import MANTISSA_BITS, operator, power_of_two
 
 
 @operator("TAS over chosen query heads.", lambda query: query.new_empty(query.shape[:1]))
@@ -56,16 +56,8 @@ def tas_heads(
     # A head that is not chosen has weight 0 and stays in the sum: one kernel serves every choice.
     factors = query.new_zeros(query.shape[1])
     factors[list(heads)] = query.new_tensor(list(weights))
-    own, key = _grouped(query * factors[:, None, None], key_cache, position, stride)
+    own, key = grouped(query * factors[:, None, None], key_cache, position, stride)
     return fixed_sum(own * key, (1, 2, 3)).float() * score_factor(scale, 1)
-
-
-def _grouped(query: Tensor, key_cache: Tensor, position: Tensor, stride: int) -> tuple[Tensor, Tensor]:
-    """Return the query [B, Hkv, Hq / Hkv, D] and the key one frame earlier [B, Hkv, 1, D], both as float64."""
-    batch, heads, _, dim = query.shape
-    kv_heads = key_cache.shape[1]
-    key = loaded(key_cache[:, :, max(int(position) - stride, 0)], dim)
-    return query.reshape(batch, kv_heads, heads // kv_heads, dim).double(), key[:, :, None].double()
 
 
 @operator(
@@ -108,7 +100,7 @@ def output_bound(
         float32 [B].
     """
     heads, one = query.shape[1], float(1 << COSINE_BITS)
-    own, key = _grouped(query, key_cache, position, stride)
+    own, key = grouped(query, key_cache, position, stride)
     dots, squares, others = (fixed_sum(v, (-1,)).float() for v in (own * key, own * own, key * key))
     cosines = dots / _root((squares * others).clamp(min=1))
     # In integers again: the mean over heads then has no order.
@@ -144,16 +136,11 @@ def learned_score(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor,
     # One exponent for the whole row, from the bits of its largest feature.
     field = (largest.view(torch.int32) >> MANTISSA_BITS).clamp(min=LEAST_EXPONENT)
     # A product with a power of two only moves the exponent, so `round` is the one rounding.
-    whole = (features * _power_of_two(SCALE_FIELD - field)).round().double()
+    whole = (features * power_of_two(SCALE_FIELD - field)).round().double()
     sums = torch.nn.functional.linear(whole, w1.double()).float()
-    hidden = (sums * _power_of_two(field - SCALE_FIELD) + b1).relu()
+    hidden = (sums * power_of_two(field - SCALE_FIELD) + b1).relu()
     score = fixed_sum(hidden.double() * w2.double(), (-1,)).float() * 2.0**-TAS_FRACTION_BITS + b2
     return torch.where(largest.isfinite()[:, 0] & hidden.isfinite().all(-1), score, torch.nan)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent as float32 of int32 exponents, made of its bits."""
-    return ((exponent + BIAS) << MANTISSA_BITS).view(torch.float32)
 
 
 @operator(
