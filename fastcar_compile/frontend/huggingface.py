@@ -70,7 +70,8 @@ def fixed_frequencies(model: nn.Module, max_seq_len: int) -> Generator[None]:
     from its short to its long factors at the original length. A decode step is one graph, and the keys of a cache all
     need one table. So the table is that of a sequence of `max_seq_len` tokens. The model gets its own back on exit.
     """
-    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules() if _depends(module)]
+    found = [module for module in model.modules() if any(map(_is_by_length, _kinds(module).values()))]
+    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in found]
     try:
         for module, _, _ in kept:
             _fix(module, max_seq_len)
@@ -79,10 +80,6 @@ def fixed_frequencies(model: nn.Module, max_seq_len: int) -> Generator[None]:
         for module, attributes, buffers in kept:
             vars(module).update(attributes)
             module._buffers.update(buffers)
-
-
-def _depends(module: nn.Module) -> bool:
-    return any(_is_by_length(kind) for kind in _kinds(module).values())
 
 
 def _is_by_length(kind: str) -> bool:

@@ -36,9 +36,8 @@ def check_paths(names: Iterable[str]) -> None:
     if wrong:
         # Sorted by length: a module's name comes before those of its parameters.
         first = min(wrong, key=len)
-        raise CompileError(
-            f"{count_text(len(wrong), 'name')} of the model cannot be written", where=f"{first!a:.200}", hint=_HINT
-        )
+        what = f"{count_text(len(wrong), 'name')} of the model cannot be written"
+        raise CompileError(what, where=f"{first!a:.200}", hint=_HINT)
 
 
 # What an ExportedProgram must be before it can be imported: a module is brought there, an export is as it is.
@@ -163,13 +162,11 @@ class _Importer:
         positions = [n for n in names if n in POSITION_NAMES]
         others = [n for n in names if n not in (*tokens, *positions, *_CONTEXT_NAMES)]
         if len(tokens) != 1 or len(positions) != 1 or others:
-            raise CompileError(
-                f"the step module takes {names}, but the step protocol wants one of {sorted(TOKEN_NAMES)} "
-                f"and one of {list(POSITION_NAMES)}, and may take {list(_CONTEXT_NAMES)}",
-                where="inputs of the exported program",
-                hint="export forward(input_ids [B, T] | inputs_embeds [B, T, H], cache_position [T]); "
-                "see docs/reference/step_protocol.md",
-            )
+            what = f"the step module takes {names}, but the step protocol wants one of {sorted(TOKEN_NAMES)} "
+            what += f"and one of {list(POSITION_NAMES)}, and may take {list(_CONTEXT_NAMES)}"
+            hint = "export forward(input_ids [B, T] | inputs_embeds [B, T, H], cache_position [T]); "
+            hint += "see docs/reference/step_protocol.md"
+            raise CompileError(what, where="inputs of the exported program", hint=hint)
 
     def _attribute(self, node: fx.Node) -> fx.Node:
         spec = self.kinds[node.name]
@@ -216,11 +213,9 @@ class _Importer:
         # outputs. Writes in place are what normalize-state expects.
         user = [r for r, s in zip(results, kinds, strict=True) if s.kind.name == "USER_OUTPUT"]
         if len(user) != 1 or len(results) != 1:
-            raise CompileError(
-                f"the step returns {len(user)} tensors and {len(results) - len(user)} mutated buffers as outputs",
-                where="outputs of the exported program",
-                hint="return logits [B, T, V] or hidden states [B, T, H] alone, and export without run_decompositions",
-            )
+            what = f"the step returns {len(user)} tensors and {len(results) - len(user)} mutated buffers as outputs"
+            hint = "return logits [B, T, V] or hidden states [B, T, H] alone, and export without run_decompositions"
+            raise CompileError(what, where="outputs of the exported program", hint=hint)
         self.graph.output((user[0],))
 
     def _copy(self, owner: torch.nn.Module, node: fx.Node) -> Any:

@@ -44,11 +44,12 @@ class ModelFacts:
             return next((int(v) for v in found if isinstance(v, int)), None)
 
         taken = _arguments(model)
+        headless = is_huggingface(model) and model.get_output_embeddings() is None
         return cls(
             tokens_per_frame=ask("tokens_per_frame"),
             max_seq_len=ask("max_position_embeddings", "max_seq_len"),
             hidden_size=ask("hidden_size"),
-            takes_embeddings=_takes_embeddings(model),
+            takes_embeddings=headless or "inputs_embeds" in taken,
             context_length=ask("context_length") if "context" in taken else None,
             context_size=ask("context_size") if "context" in taken else None,
             takes_context_mask="context_mask" in taken,
@@ -69,14 +70,6 @@ def _arguments(model: object) -> Collection[str]:
     if not isinstance(model, nn.Module) or is_huggingface(model):
         return ()
     return inspect.signature(model.forward).parameters
-
-
-def _takes_embeddings(model: object) -> bool:
-    if is_huggingface(model):
-        return model.get_output_embeddings() is None
-    if isinstance(model, nn.Module):
-        return "inputs_embeds" in inspect.signature(model.forward).parameters
-    return False
 
 
 # The caller's model as it was written: wrappers off for the capture; modes and compiled calls put back afterwards.
@@ -108,9 +101,8 @@ def _inner(model: nn.Module) -> nn.Module | None:
         return None
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         what = f"{type(model).__name__} is prompt learning: it puts learned tokens or prefixes in front of the sequence"
-        raise CompileError(
-            what, hint="give the base model and feed the learned tokens as a prompt, or train LoRA adapters"
-        )
+        hint = "give the base model and feed the learned tokens as a prompt, or train LoRA adapters"
+        raise CompileError(what, hint=hint)
     return cast("nn.Module", base())
 
 
@@ -120,9 +112,8 @@ def as_written(model: nn.Module) -> Generator[None]:
     # `model.eval()` sets every module, and a caller may have left parts in training.
     modes = [(m, m.training) for m in model.modules()]
     calls = [(m, m._compiled_call_impl) for m in model.modules()]
-    wrapped = [
-        (m, n, c) for m in model.modules() for n, c in m.named_children() if _COMPILED in dict(c.named_children())
-    ]
+    children = [(m, n, c) for m in model.modules() for n, c in m.named_children()]
+    wrapped = [(m, n, c) for m, n, c in children if _COMPILED in dict(c.named_children())]
     try:
         for owner, name, child in wrapped:
             setattr(owner, name, unwrapped(child))

@@ -72,7 +72,7 @@ def _shares_a_layer(path: str, place: str) -> bool:
 def structures_of(model: nn.Module) -> list[Structure]:
     """Return the structures of a model that have no replay."""
     found: list[Structure] = []
-    for name, has, meaning, hint in _STRUCTURES:
+    for name, (has, meaning, hint) in _STRUCTURES.items():
         places = ("",) if has(model) else _innermost([path for path, module in model.named_modules() if has(module)])
         if places:
             found.append(Structure(name, meaning, hint, places))
@@ -137,56 +137,48 @@ def _has_bias(module: nn.Module) -> bool:
     return any(hasattr(module, name) for name in names) or _config_says("alibi")(module)
 
 
-_STRUCTURES: tuple[tuple[str, Callable[[nn.Module], bool], str, str], ...] = (
-    (
-        "an encoder and a decoder",
+_STRUCTURES: dict[str, tuple[Callable[[nn.Module], bool], str, str]] = {
+    "an encoder and a decoder": (
         _config_says("is_encoder_decoder"),
         "its decoder attends to what an encoder made of another sequence (cross-attention)",
         "compile its decoder as a plain module that takes what the encoder made as `context`",
     ),
-    (
-        "cross-attention",
+    "cross-attention": (
         _config_says("add_cross_attention"),
         "its layers attend to another sequence, which Transformers' static caches do not give a decode step",
         "write it as a plain module that takes the sequence as `context`, or build it with add_cross_attention=False",
     ),
-    (
-        "a mixture of experts",
+    "a mixture of experts": (
         _has_experts,
         "a router chooses the MLP of each token, so that no MLP has the outputs of one frame earlier",
         "compile a dense decoder, such as the family's model without experts",
     ),
-    (
-        "a state-space layer or another one with a convolution along time",
+    "a state-space layer or another one with a convolution along time": (
         _has_own_state,
         f"it carries a state of its own from token to token, and {_REPLAY}",
         "compile a decoder whose layers all have attention",
     ),
-    (
-        "a recurrent cell",
+    "a recurrent cell": (
         _is_recurrent,
         f"it carries a state of its own from token to token, and {_REPLAY}",
         "compile a decoder whose layers all have attention",
     ),
-    (
-        "multi-head latent attention",
+    "multi-head latent attention": (
         _has_latents,
         "it caches one latent per token, from which every step makes the keys and values of all positions again",
         "compile a decoder that caches keys and values: multi-head, grouped-query or multi-query attention",
     ),
-    (
-        "ALiBi or another bias of the attention scores",
+    "ALiBi or another bias of the attention scores": (
         _has_bias,
         "attention is compiled with a causal mask or a window, and nothing added to the scores",
         "compile a decoder with rotary or learned positions",
     ),
-    (
-        "DoRA adapters",
+    "DoRA adapters": (
         _has_magnitudes,
         "the norm of every weight is computed at each step, and the compiler merges adapters of plain LoRA alone",
         "merge the adapters before compiling: model = model.merge_and_unload()",
     ),
-)
+}
 
 
 def _source(module: nn.Module) -> str:
@@ -206,10 +198,8 @@ def check_device(model: nn.Module) -> None:
     hint = "give model.cpu()"
     if tensor.is_meta:
         what += ": tensors on the meta device have no values"
-        hint = (
-            "load the weights (from_pretrained without device_map), or give the path of the model's folder, which is "
-        )
-        hint += "read tensor by tensor; a dry run of a folder needs its config.json only"
+        hint = "load the weights (from_pretrained without device_map), or give the path of the model's folder, which "
+        hint += "is read tensor by tensor; a dry run of a folder needs its config.json only"
     raise CompileError(what, where=type(model).__name__, hint=hint)
 
 
@@ -240,12 +230,9 @@ def _check_others(model: nn.Module, others: list[inspect.Parameter]) -> None:
         hint += "and make other inputs buffers"
         raise CompileError(what, where=_source(model), hint=hint)
     if padding := [p.name for p in others if p.name in _PADDING]:
-        text = (
-            f"{type(model).__name__}.forward may take {', '.join(padding)}, which a decode step leaves out: all rows "
-        )
-        warnings.warn(
-            text + "share their positions, so that rows with padding decode wrongly", UserWarning, stacklevel=2
-        )
+        text = f"{type(model).__name__}.forward may take {', '.join(padding)}, which a decode step leaves out: "
+        text += "all rows share their positions, so that rows with padding decode wrongly"
+        warnings.warn(text, UserWarning, stacklevel=2)
 
 
 def _check_context(model: nn.Module, taken: Collection[str]) -> None:

@@ -61,15 +61,11 @@ def problems_of(layer: int, params: Mapping[str, Tensor]) -> list[str]:
             problems.append(f"layer.{layer}.{name} is {tensor.dtype}, expected float32")
         elif not tensor.float().isfinite().all():
             problems.append(f"layer.{layer}.{name} has values that are not finite")
-        elif name == "w1" and tensor.dim() == 2 and _too_large(tensor):
+        elif name == "w1" and tensor.dim() == 2 and (tensor.double().abs().sum(-1) > 2.0**LARGEST_EXPONENT).any():
             problems.append(f"layer.{layer}.w1 has a unit whose magnitudes sum to more than 2^{LARGEST_EXPONENT}")
     if "w1" in known:
         problems += _wrong_shapes(layer, known)
     return problems
-
-
-def _too_large(w1: Tensor) -> bool:
-    return bool((w1.double().abs().sum(-1) > 2.0**LARGEST_EXPONENT).any())
 
 
 def _wrong_shapes(layer: int, known: Mapping[str, Tensor]) -> list[str]:
