@@ -4,7 +4,6 @@ import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -26,8 +25,8 @@ from .tiny import after
 class Example(Pass):
     """A pass with options of every kind that JSON and our own spelling of infinities can carry."""
 
-    name: ClassVar[str] = "example"
-    reason: ClassVar[str] = "For the test."
+    name = "example"
+    reason = "For the test."
     text: str = ""
     number: float | int | None = None
     flags: tuple[object, ...] = ()
@@ -107,8 +106,8 @@ def test_passes_are_frozen() -> None:
 class Claims(Pass):
     """Says `says`, and inserts a node where `does`."""
 
-    name: ClassVar[str] = "claims"
-    reason: ClassVar[str] = "For the test."
+    name = "claims"
+    reason = "For the test."
     says: bool = False
     does: bool = False
 
@@ -140,12 +139,11 @@ def test_an_honest_pass_is_logged_and_recompiled() -> None:
     assert "torch.ops.aten.neg.default" in program.graph_module.code
 
 
-@dataclass(frozen=True)
 class Breaks(Pass):
     """Removes a state's spec from the outputs."""
 
-    name: ClassVar[str] = "breaks"
-    reason: ClassVar[str] = "For the test."
+    name = "breaks"
+    reason = "For the test."
 
     def apply(self, program: DecoderProgram) -> bool:
         program.outputs[-1] = "nothing"
@@ -165,8 +163,8 @@ def test_a_pass_that_breaks_an_invariant_is_named() -> None:
 class Edits(Pass):
     """Changes something outside of the decode graph: each must count as a modification."""
 
-    name: ClassVar[str] = "edits"
-    reason: ClassVar[str] = "For the test."
+    name = "edits"
+    reason = "For the test."
     what: str = ""
 
     def apply(self, program: DecoderProgram) -> bool:
