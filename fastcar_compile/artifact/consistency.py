@@ -8,8 +8,8 @@ from dataclasses import fields
 from math import prod
 from typing import Any, cast
 
+from fastcar_compile.artifact.layout import EMBEDDED
 from fastcar_compile.artifact.manifest import Manifest
-from fastcar_compile.artifact.offload import EMBEDDED
 from fastcar_compile.artifact.sections import AcceleratorSection, State
 from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.errors import ArtifactError

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from fastcar_compile.artifact.programs import decoder_section, layers_section
-from fastcar_compile.artifact.sections.decoder import Part
+from fastcar_compile.artifact.sections import Part
 from fastcar_compile.codegen.hls.accelerator import (
     Accelerator,
     Offloaded,

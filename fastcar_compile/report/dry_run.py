@@ -10,9 +10,7 @@ from typing import Any
 from pydantic import Field, field_serializer
 
 from fastcar_compile.artifact.programs import decoder_section, layers_section
-from fastcar_compile.artifact.sections import LayersSection, State
-from fastcar_compile.artifact.sections.accelerator import ControllerPart, DesignPart, ExplorationPart
-from fastcar_compile.artifact.sections.decoder import Part
+from fastcar_compile.artifact.sections import ControllerPart, DesignPart, ExplorationPart, LayersSection, Part, State
 from fastcar_compile.codegen.hls.accelerator import Accelerator
 from fastcar_compile.codegen.hls.control import controller_part
 from fastcar_compile.codegen.hls.model.system import estimate

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from fastcar_compile.artifact.layout import (
     ACCELERATOR_WEIGHTS,
+    CONSTANTS,
     DRS_TABLE,
     DRS_TABLE_JSON,
     HLS,
 )
-from fastcar_compile.artifact.offload import CONSTANTS
-from fastcar_compile.artifact.sections.accelerator import (
+from fastcar_compile.artifact.sections import (
     AcceleratorSection,
     HostLinearPart,
     LinearCallPart,

@@ -7,9 +7,17 @@ from importlib.resources import files
 import numpy as np
 import torch
 
-from fastcar_compile.artifact.layout import HOST_SOURCES, README, weight_file
+from fastcar_compile.artifact.layout import (
+    CONSTANTS,
+    FUNCTIONS,
+    GATE_FUNCTION,
+    HOST_SOURCES,
+    LINEAR_FUNCTION,
+    MLP_FUNCTION,
+    README,
+    weight_file,
+)
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
-from fastcar_compile.artifact.offload import CONSTANTS, FUNCTIONS, GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION
 from fastcar_compile.artifact.sections import AcceleratorSection, BoardPart, HostSection
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.control_table.table import Status

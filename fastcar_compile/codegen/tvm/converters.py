@@ -13,7 +13,7 @@ from tvm import relax
 from tvm.tirx import IntImm, PrimFunc
 
 import fastcar_compile.codegen.tvm.fusion  # noqa: F401  (registers the fused operators, which have converters too)
-from fastcar_compile.artifact.offload import GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION
+from fastcar_compile.artifact.layout import GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION
 from fastcar_compile.codegen.tvm.importer import CONVERTERS, FRESH, Call, Operand, Value, converts
 from fastcar_compile.codegen.tvm.kernels import cache, norm
 from fastcar_compile.codegen.tvm.kernels.attention.decode import context_attention, ring_row

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from fastcar_compile.artifact.layout import board_library, host_library
-from fastcar_compile.artifact.offload import EMBEDDED
+from fastcar_compile.artifact.layout import EMBEDDED, board_library, host_library
 from fastcar_compile.artifact.sections import BoardPart, HostSection, VariantPart
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EmitContext

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fastcar_compile.artifact.offload import EMBEDDED
+from fastcar_compile.artifact.layout import EMBEDDED
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderSection, HostSection, ProgramPart, ProgramsPart
 from fastcar_compile.errors import BackendError

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from fastcar_compile.artifact.sections.accelerator import ExplorationPart
+from fastcar_compile.artifact.sections import ExplorationPart
 from fastcar_compile.codegen.hls.design.controller import ControllerSpec, controller_usage
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import tile_loops

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from math import ceil
 
-from fastcar_compile.artifact.sections.accelerator import UsagePart
+from fastcar_compile.artifact.sections import UsagePart
 from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS, WORD_BYTES, Product, float_words
 from fastcar_compile.codegen.hls.design.spec import TABLED, BoardBudget, MlpSpec
 

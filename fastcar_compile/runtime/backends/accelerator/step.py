@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import AcceleratorSection, State
-from fastcar_compile.artifact.sections.accelerator import StepPart
+from fastcar_compile.artifact.sections import AcceleratorSection, State, StepPart
 from fastcar_compile.codegen.hls.control_table.gate import pack_inputs
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout

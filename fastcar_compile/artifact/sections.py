@@ -1,0 +1,442 @@
+"""The typed sections of a manifest: the decoder, the libraries, the models, the passes, and the accelerator."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, ClassVar, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from fastcar_compile.config.formats import DTYPES, DType
+from fastcar_compile.errors import InternalError
+from fastcar_compile.ir.types import DecoderConfig, LayerSite, StateRole
+
+# What every part of a manifest is: frozen, typed, without unknown fields.
+
+
+class Part(BaseModel):
+    """Something inside a section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Section(Part):
+    """A part of the manifest with a version of its own. A change of a section's fields raises `VERSION`."""
+
+    VERSION: ClassVar[int] = 1
+    version: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_this_version(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        fields = cast("dict[str, Any]", data)
+        found = fields.get("version", cls.VERSION)
+        if found != cls.VERSION:
+            raise ValueError(f"version {found}; this fastcar_compile reads version {cls.VERSION}")
+        return {**fields, "version": found}
+
+
+class State(Part):
+    """One state tensor: an input and an output of the graph under the same name. It starts at zero.
+
+    A state of the context is an input only.
+
+    Args:
+        dtype: a name of `formats.dtypes`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: StateRole
+    layer: int
+
+    @field_validator("dtype")
+    @classmethod
+    def _known_dtype(cls, dtype: str) -> str:
+        if dtype not in DTYPES:
+            raise ValueError(f"there is no element type {dtype!r}")
+        return dtype
+
+    @property
+    def format(self) -> DType:
+        """The element type."""
+        return DTYPES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.format.itemsize * prod(self.shape)
+
+
+class DecoderSection(Section):
+    """The decoder as a session sees it.
+
+    Args:
+        outputs: names of the decode step's results, in order. prefill_outputs: the same of the prefill chunk.
+        context_outputs: the states that the context graph makes, in order.
+        weight_bytes: bytes of all parameters.
+    """
+
+    config: DecoderConfig
+    state: tuple[State, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    prefill_outputs: tuple[str, ...]
+    context_outputs: tuple[str, ...] = ()
+    weight_bytes: int
+
+
+# The decoder's layers: where attention and MLP are in the rewritten graph, and what replay was inserted.
+
+
+class LayersSection(Section):
+    """Every layer, in order."""
+
+    layers: tuple[LayerSite, ...]
+
+    @property
+    def thresholds(self) -> list[float | None]:
+        """The compiled threshold of every layer; None: the layer never replays."""
+        return [None if layer.replay is None else layer.replay.threshold for layer in self.layers]
+
+    @property
+    def gates(self) -> list[str | None]:
+        """The gate of every layer; None: the layer never replays."""
+        return [None if layer.replay is None else layer.replay.gate for layer in self.layers]
+
+
+# Libraries for CPUs: one per instruction set, and one for the board's own CPU.
+
+
+class ProgramPart(Part):
+    """One compiled program.
+
+    Args:
+        function: its name in the library. check: name of the function that only checks the same arguments.
+        inputs, params, outputs: names of the first arguments, of the next arguments, and of the results, in order.
+    """
+
+    function: str
+    check: str
+    inputs: tuple[str, ...]
+    params: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class ProgramsPart(Part):
+    """The programs of one CPU.
+
+    Args:
+        library: the file with the programs: a shared library, or an archive of its object files.
+        prefill: None: prompts go through `decode`. offload: the decode step that calls the accelerator.
+        context: makes the states that cross-attention reads; None: the decoder has no cross-attention.
+        embed: makes the rows of tokens for an accelerator that runs whole steps; None: no accelerator does so, or rows
+            are the decoder's input.
+    """
+
+    library: str
+    decode: ProgramPart
+    prefill: ProgramPart | None = None
+    offload: ProgramPart | None = None
+    context: ProgramPart | None = None
+    embed: ProgramPart | None = None
+
+    def named(self) -> dict[str, ProgramPart]:
+        """Return the programs that exist, by name."""
+        return {name: program for name, program in self if isinstance(program, ProgramPart)}
+
+
+class VariantPart(Part):
+    """The library for one instruction set. `flags`: flags that /proc/cpuinfo must list."""
+
+    instruction_set: str
+    triple: str
+    flags: tuple[str, ...]
+    programs: ProgramsPart
+
+
+class BoardPart(Part):
+    """Programs for the board's CPU.
+
+    Args:
+        cpu: LLVM name. compiler: the linker that the build looked for.
+        linked: the programs are a library; else they are an archive of object files.
+    """
+
+    triple: str
+    cpu: str
+    instruction_set: str
+    compiler: str
+    linked: bool
+    programs: ProgramsPart
+
+
+class HostSection(Section):
+    """Every library. `variants`: the best library of each architecture first. `board`: None for a CPU target."""
+
+    VERSION: ClassVar[int] = 2
+
+    variants: tuple[VariantPart, ...]
+    board: BoardPart | None
+
+
+# The ONNX models.
+
+
+class OnnxSection(Section):
+    """The files. An updated state is the output `<state>_out`: ONNX inputs and outputs share one name space.
+
+    Args:
+        model: the decode step.
+        context: the model that makes the states that cross-attention reads; None: the decoder has no cross-attention.
+    """
+
+    model: str
+    context: str | None = None
+
+    @staticmethod
+    def output_name(state: str) -> str:
+        """Return the name of a state's updated value."""
+        return f"{state}_out"
+
+
+# How the graph was rewritten.
+
+
+class PipelineSection(Section):
+    """The passes that rewrote the graph.
+
+    Args:
+        passes: the pipeline as text, as `fastcar opt` takes it. log: a line about each pass.
+        reasons: name of a pass, or of an operator such as `fastcar.tas` -> why it is in the graph.
+    """
+
+    passes: str
+    log: tuple[str, ...]
+    reasons: dict[str, str] = Field(default_factory=dict[str, str])
+
+    def reason(self, made_by: str, operator: str = "") -> str:
+        """Return why a pass made a node: the purpose of its operator, then the purpose of the pass."""
+        known = (self.reasons.get(operator), self.reasons.get(made_by))
+        return " ".join(text for text in known if text) or f"Pass {made_by} made this node."
+
+
+# The accelerator: its kernels as a host calls them, the design behind them, and the DRS controller's decisions.
+
+
+class UsagePart(Part):
+    """Estimated FPGA resources."""
+
+    lut: int
+    ff: int
+    dsp: int
+    bram36: int
+    uram: int = 0
+
+
+class MlpSpecPart(Part):
+    """The MLP that all layers share: H, I, B rows, layers and compute cores."""
+
+    hidden: int
+    intermediate: int
+    batch: int
+    layers: int
+    cores: int
+    activation: str
+    gated: bool
+    quant: str
+    up_bias: bool
+    down_bias: bool
+
+
+class BudgetPart(Part):
+    """The resources of the board that the design may use."""
+
+    part: str
+    clock_mhz: float
+    lut: int
+    ff: int
+    dsp: int
+    bram36: int
+    uram: int
+    axi_ports: int
+    axi_bits: int
+
+
+class ProductPart(Part):
+    """One matrix product, cut into tiles. bits: bits of a weight."""
+
+    inputs: int
+    channels: int
+    ports: int
+    tile: int
+    tiles: int
+    bits: int
+    bias: bool
+
+
+class DesignPart(Part):
+    """The engine: the compute kernel of a decoder.
+
+    Args:
+        spec: the MLP that all layers share. gate_up, down: its two products.
+        linears: name of every other call -> its product, in call order.
+        ports: logical weight ports of 128 bits. axi_words: weight ports that one AXI port carries, word by word.
+        passes: passes over a tile when every row computes.
+        group: query heads that a kernel of whole steps multiplies in parallel; 0: the kernel runs no whole steps.
+        stream_bytes: bytes of one layer's MLP. linear_stream_bytes: bytes of each linear call.
+        usage_estimate, cycles_estimate, linear_cycles_estimate: not synthesised; clocks of one call.
+    """
+
+    spec: MlpSpecPart
+    budget: BudgetPart
+    ports: int
+    gate_up: ProductPart
+    down: ProductPart
+    linears: dict[str, ProductPart]
+    tiles_in_uram: bool
+    axi_words: int
+    lanes: int
+    passes: int
+    stream_bytes: int
+    linear_stream_bytes: dict[str, int]
+    usage_estimate: UsagePart
+    cycles_estimate: int
+    linear_cycles_estimate: dict[str, int]
+    group: int = 0
+
+
+class ExplorationPart(Part):
+    """The reason why the exploration found no faster design."""
+
+    seconds_per_step: float
+    bound_by: str
+    tried: int
+    rejected: int
+    faster: tuple[str, ...]
+
+
+class ArgumentPart(Part):
+    """One argument of a kernel, in the order of its signature. bytes: size of the buffer or of the scalar."""
+
+    name: str
+    kind: Literal["in", "out", "scalar"]
+    bytes: int
+
+
+class KernelPart(Part):
+    """A kernel as the host calls it."""
+
+    name: str
+    arguments: tuple[ArgumentPart, ...]
+
+    def index(self, argument: str) -> int:
+        """Return the position of an argument in the signature.
+
+        Raises:
+            InternalError: the kernel has no argument of this name.
+        """
+        names = [a.name for a in self.arguments]
+        if argument not in names:
+            raise InternalError(f"kernel {self.name} has no argument {argument}, only {', '.join(names)}")
+        return names.index(argument)
+
+    def weights(self) -> list[str]:
+        """Return the arguments that take a section of a weight stream each, in the order of the sections."""
+        return [a.name for a in self.arguments if a.name.startswith("weights_")]
+
+    def caches(self) -> list[str]:
+        """Return the arguments that hold keys and values, in the order of the weight ports."""
+        return [a.name for a in self.arguments if a.name.startswith("cache_")]
+
+
+class LimitsPart(Part):
+    """The limits of the controller.
+
+    Cores, rows, 32-bit words of a table, 128-bit words of a row of q, and of a row of the key or of the MLP's input;
+    hidden units of a network; query heads that have a weight or a sum each.
+    """
+
+    cores: int
+    rows: int
+    table_words: int
+    query_words: int
+    key_words: int
+    gate: str
+    units: int
+    heads: int
+
+
+class ControllerPart(Part):
+    """The score unit and DRS controller.
+
+    gated_layers: layers whose gate it decides. refresh_period: forwards from one frame without replay to the next.
+    """
+
+    table_version: int
+    gate: str
+    gated_layers: tuple[int, ...]
+    couple_cfg: bool
+    max_chain: int | None
+    limits: LimitsPart
+    usage_estimate: UsagePart
+    cycles_estimate: int
+    refresh_period: int | None = None
+
+
+class LinearCallPart(Part):
+    """Linears that share their input, as one call. layer: None outside of the layers."""
+
+    name: str
+    layer: int | None
+    paths: tuple[str, ...]
+    inputs: int
+    channels: tuple[int, ...]
+
+
+class HostLinearPart(Part):
+    """A linear that stays on the host, and why."""
+
+    path: str
+    layer: int | None
+    reason: str
+
+
+class StepPart(Part):
+    """A whole decode step on the accelerator.
+
+    Args:
+        instructions: number of instructions of the program.
+        states: name of a state -> its first memory word: keys and values in a port's section of the caches, other
+            states in the replay buffer (docs/reference/artifact.md).
+    """
+
+    instructions: int
+    states: dict[str, int]
+
+
+class AcceleratorSection(Section):
+    """Everything that a host needs to call the kernels.
+
+    Args:
+        weights: file of the weight streams. table: the control table with its program.
+        kernels: the kernel that a host calls.
+        linears, on_host: the calls outside of the MLPs, and with offload="linears" the linears that the host keeps.
+        step: with offload="all", the whole decode step.
+    """
+
+    VERSION: ClassVar[int] = 4
+
+    offload: Literal["mlp", "linears", "all"]
+    weights: str
+    table: str
+    controller: ControllerPart
+    design: DesignPart
+    exploration: ExplorationPart
+    kernels: tuple[KernelPart, ...]
+    linears: tuple[LinearCallPart, ...] = ()
+    on_host: tuple[HostLinearPart, ...] = ()
+    step: StepPart | None = None
