@@ -134,7 +134,7 @@ class Recorder:
         self.backend = backend_of(source)
         self.thresholds = np.array(thresholds, np.float32)
         self.calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        for name, branch in self.backend._decode.named_children():
+        for name, branch in self.backend._program.graph_module.named_children():
             if "_branch_" in name:
                 branch.register_forward_hook(partial(self.keep, name))
 

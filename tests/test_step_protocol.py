@@ -172,9 +172,7 @@ def check(model: nn.Module, rows: int) -> None:
     program = capture(model, batch_size=rows, max_seq_len=ROWS, tokens_per_frame=FRAME, prefill_chunk=CHUNK)
     run_pipeline(program, analysis_pipeline())
     assert len(program.sites) == 2
-    stepper = EagerStepper(
-        program.graph_module, program.outputs, program.prefill, program.prefill_outputs, program.state, CHUNK
-    )
+    stepper = EagerStepper(program)
     chunks = [stepper.prefill(ids[:, at : at + CHUNK], at) for at in range(0, ROWS - CHUNK, CHUNK)]
     np.testing.assert_allclose(np.concatenate(chunks, 1), expected[:, : 2 * CHUNK], atol=2e-6, rtol=0)
     for t in range(2 * CHUNK, ROWS):

@@ -9,7 +9,7 @@ import pytest
 from manifests import sections
 
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
-from fastcar_compile.artifact.reader import read_manifest, verify_files
+from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import PipelineSection, Section
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.errors import ArtifactError, InternalError
@@ -34,10 +34,8 @@ def snapshot(path: Path) -> dict[str, bytes]:
 
 def test_round_trip(tmp_path: Path) -> None:
     path = build(tmp_path / "out")
-    manifest = read_manifest(path)
-    seen: list[str] = []
-    verify_files(path, manifest, progress=seen.append)
-    assert sorted(seen) == sorted(manifest.files) == ["drs/table.bin", "graph/after.txt", "weights/model.safetensors"]
+    manifest = StoredArtifact(path).manifest
+    assert sorted(manifest.files) == ["drs/table.bin", "graph/after.txt", "weights/model.safetensors"]
     assert manifest.schema_version == SCHEMA_VERSION
     assert (manifest.options, manifest.layers) == (sections().options, sections().layers)
     assert manifest.files["drs/table.bin"].size == 16
@@ -74,7 +72,7 @@ def test_broken_tensor_file(tmp_path: Path) -> None:
 def test_replaces_an_artifact(tmp_path: Path) -> None:
     path = build(tmp_path / "out", "old\n")
     build(path, "new\n")
-    verify_files(path, read_manifest(path))
+    StoredArtifact(path).close()
     assert (path / "graph/after.txt").read_text() == "new\n"
     assert os.listdir(tmp_path) == ["out"]
 
@@ -163,7 +161,7 @@ class Note(Section):
 def test_a_section_of_another_package(tmp_path: Path) -> None:
     with ArtifactWriter(tmp_path / "out") as writer:
         writer.finish(sections(extensions={"note": Note(text="a").model_dump(mode="json")}))
-    manifest = read_manifest(tmp_path / "out")
+    manifest = StoredArtifact(tmp_path / "out").manifest
     assert manifest.extension("note", Note) == Note(text="a")
     assert manifest.extension("other", Note) is None
     with pytest.raises(ArtifactError, match="section note has bad fields: passes: Field required"):
@@ -201,7 +199,6 @@ def test_writer_outside_its_block(tmp_path: Path) -> None:
 
 def test_all_damage_is_reported_at_once(tmp_path: Path) -> None:
     path = build(tmp_path / "out")
-    manifest = read_manifest(path)
     data = bytearray((path / "weights/model.safetensors").read_bytes())
     data[-1] ^= 1
     (path / "weights/model.safetensors").write_bytes(data)
@@ -210,7 +207,7 @@ def test_all_damage_is_reported_at_once(tmp_path: Path) -> None:
     (path / "extra.pkl").write_bytes(b"x")
     (path / "linked").symlink_to(tmp_path)
     with pytest.raises(ArtifactError) as caught:
-        verify_files(path, manifest)
+        StoredArtifact(path)
     message = str(caught.value)
     assert "the artifact is damaged, 5 files of it" in message
     assert "drs/table.bin: missing" in message
@@ -225,7 +222,7 @@ def test_a_link_in_place_of_a_file(tmp_path: Path) -> None:
     (path / "drs/table.bin").rename(tmp_path / "table.bin")
     (path / "drs/table.bin").symlink_to(tmp_path / "table.bin")
     with pytest.raises(ArtifactError, match=r"drs/table\.bin: is a symbolic link"):
-        verify_files(path, read_manifest(path))
+        StoredArtifact(path)
 
 
 def test_a_linked_folder_is_not_followed(tmp_path: Path) -> None:
@@ -233,13 +230,13 @@ def test_a_linked_folder_is_not_followed(tmp_path: Path) -> None:
     (path / "drs").rename(tmp_path / "drs")
     (path / "drs").symlink_to(tmp_path / "drs")
     with pytest.raises(ArtifactError) as caught:
-        verify_files(path, read_manifest(path))
+        StoredArtifact(path)
     assert "drs/table.bin: missing" in str(caught.value)
     assert "drs: unexpected, is a symbolic link" in str(caught.value)
 
 
 def test_manifest_problems(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="there is no artifact folder here"):
-        read_manifest(tmp_path / "none")
+        StoredArtifact(tmp_path / "none")
     with pytest.raises(ArtifactError, match=r"the folder has no manifest\.json"):
-        read_manifest(tmp_path)
+        StoredArtifact(tmp_path)

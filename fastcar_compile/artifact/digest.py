@@ -30,11 +30,6 @@ class FileEntry(BaseModel):
     size: int = Field(ge=0, strict=True)
 
 
-def file_entry(path: Path, digests: Digests) -> FileEntry:
-    """Return checksum and size of a file."""
-    return FileEntry(sha256=digests.of_path(path), size=path.stat().st_size)
-
-
 def walk(root: Path) -> Iterator[tuple[str, Path]]:
     """Return (relative POSIX name, path) of everything below root that is not a plain directory, sorted by name."""
     found: list[tuple[str, Path]] = []

@@ -90,7 +90,8 @@ GATE_FUNCTION = "fastcar.offloaded_gate"
 step [1], stride, layer, replay [B], score [B], new chain [B]). The last three are its results. Query and key cache are
 the integer 0 where the gate compares no query, x and the cached x where it does not read the MLP's input."""
 
-FUNCTIONS = (MLP_FUNCTION, LINEAR_FUNCTION, GATE_FUNCTION)
+FUNCTIONS = {"MLP_FUNCTION": MLP_FUNCTION, "LINEAR_FUNCTION": LINEAR_FUNCTION, "GATE_FUNCTION": GATE_FUNCTION}
+"""The packed functions by their names in the C++ host program."""
 
 EMBEDDED = "embedded"
 """Name of the result of the program `embed`: the rows that the step kernel is given, float32 [B, 1, H]."""

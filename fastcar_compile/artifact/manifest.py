@@ -48,11 +48,6 @@ _STATED = {"replay": {"gate", "threshold"}, "sparse_attention": {"sinks", "windo
 """Options whose fields a manifest states, although `compile` has defaults for them."""
 
 
-def _keys(value: Any, otherwise: set[str]) -> set[str]:
-    """Return the keys of a mapping; for any other value `otherwise`."""
-    return set(cast("dict[str, Any]", value)) if isinstance(value, dict) else otherwise
-
-
 class Sections(BaseModel):
     """The sections that the compiler writes about an artifact.
 
@@ -79,24 +74,19 @@ class Sections(BaseModel):
     @field_validator("options", mode="before")
     @classmethod
     def _stated(cls, options: Any) -> Any:
-        """Check that a manifest states every option that a caller may leave open."""
+        """Check that a manifest states every option that a caller may leave open, and names weights by their digest."""
+        if not isinstance(options, dict):
+            return options
+        given = cast("dict[str, Any]", options)
+        parts = {name: cast("dict[str, Any]", part) for name, part in given.items() if isinstance(part, dict)}
         for name, needed in _STATED.items():
-            match options:
-                case {**fields} if lacking := sorted(needed - _keys(fields.get(name), needed)):
-                    raise ValueError(f"{name} lacks {', '.join(lacking)}")
-                case _:
-                    pass
-        return options
-
-    @field_validator("options", mode="before")
-    @classmethod
-    def _weights_by_digest(cls, options: Any) -> Any:
-        """Check that weights are a digest: a caller may give a file, but a file that a manifest names would be read."""
-        match options:
-            case {"replay": {"gate_weights": str(weights)}} if not DIGEST.fullmatch(weights):
-                raise ValueError("replay.gate_weights is not a digest")
-            case _:
-                return options
+            if lacking := sorted(needed - set(parts.get(name, needed))):
+                raise ValueError(f"{name} lacks {', '.join(lacking)}")
+        # A caller may give a file of weights, but a file that a manifest names would be read.
+        weights = parts.get("replay", {}).get("gate_weights")
+        if isinstance(weights, str) and not DIGEST.fullmatch(weights):
+            raise ValueError("replay.gate_weights is not a digest")
+        return given
 
     @field_serializer("options")
     def _options(self, options: CompileConfig) -> dict[str, Any]:

@@ -96,14 +96,11 @@ class OpenedFiles:
         finally:
             os.close(descriptor)
 
-    def check(
-        self, files: Mapping[str, FileEntry], digests: Digests, progress: Callable[[str], None] | None = None
-    ) -> None:
+    def check(self, files: Mapping[str, FileEntry], digests: Digests) -> None:
         """Open these files and check their sizes and SHA-256, and that the folder has no other file but a signature.
 
         Args:
             digests: known digests; their files need not be read.
-            progress: called with each file's name before it is read; from several threads, as files are read at once.
 
         Raises:
             ArtifactError: lists every missing, changed, unexpected or refused file at once.
@@ -111,8 +108,6 @@ class OpenedFiles:
         kept = _small(files)
 
         def check(name: str) -> str | None:
-            if progress is not None:
-                progress(name)
             problem = name_problem(name) or self._problem(name, files[name], None if name in kept else digests)
             return f"{name}: {problem}" if problem else None
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
@@ -216,30 +215,19 @@ def _dtype_of(name: str) -> torch.dtype:
 # A DecoderProgram as JSON: graph files that hold all of it except the weights, and sections of a manifest.
 
 
-_CONFIG = TypeAdapter(DecoderConfig)
-_STATE = TypeAdapter(State)
+_FACTS = {"config", "state", "outputs", "prefill_outputs", "context_outputs"}
+"""Fields of a manifest's decoder section that a graph file has too."""
 
 
-def state_to_json(state: Iterable[StateSpec]) -> list[Json]:
-    """Return names, shapes, dtypes and roles."""
-    return [
-        {"name": s.name, "shape": list(s.shape), "dtype": dtype_name(s.dtype), "role": str(s.role), "layer": s.layer}
-        for s in state
-    ]
-
-
-def state_from_json(data: list[Json]) -> list[StateSpec]:
-    """Return the inverse of `state_to_json`.
-
-    Raises:
-        ArtifactError: the data is malformed.
-    """
-    try:
-        states = [_STATE.validate_python(each) for each in data]
-    except (ValidationError, TypeError) as error:
-        text = "; ".join(describe_validation(error)) if isinstance(error, ValidationError) else str(error)
-        raise ArtifactError(f"the state section is malformed: {text}", hint=_HINT) from error
-    return [StateSpec(s.name, s.shape, torch_dtype(s.dtype), s.role, s.layer) for s in states]
+class _GraphFile(BaseModel):
+    decode: Json
+    prefill: Json | None
+    context: Json | None
+    config: DecoderConfig
+    state: tuple[State, ...]
+    outputs: list[str]
+    prefill_outputs: list[str]
+    context_outputs: list[str]
 
 
 def decoder_section(program: DecoderProgram) -> DecoderSection:
@@ -277,37 +265,14 @@ def read_program(artifact: StoredArtifact) -> DecoderProgram:
     return program_from_json(artifact.json(GRAPH_AFTER), read_params(artifact))
 
 
-def config_from_json(data: object) -> DecoderConfig:
-    """Return the decoder's sizes.
-
-    Raises:
-        ArtifactError: the data is malformed.
-    """
-    try:
-        return _CONFIG.validate_python(data)
-    except ValidationError as error:
-        text = "; ".join(describe_validation(error))
-        raise ArtifactError(f"the decoder section is malformed: {text}", hint=_HINT) from error
-
-
 def program_to_json(program: DecoderProgram) -> Json:
     """Return the program as a graph file holds it: without the values of its parameters."""
-    prefill, context = program.prefill, program.context
-    return {
-        "decode": graph_to_json(program.graph_module),
-        "prefill": None if prefill is None else graph_to_json(prefill),
-        "context": None if context is None else graph_to_json(context),
-        "config": dataclasses.asdict(program.config),
-        "state": state_to_json(program.state),
-        "outputs": list(program.outputs),
-        "prefill_outputs": list(program.prefill_outputs),
-        "context_outputs": list(program.context_outputs),
-    }
+    graphs = {"decode": program.graph_module, "prefill": program.prefill, "context": program.context}
+    found = {name: None if graph is None else graph_to_json(graph) for name, graph in graphs.items()}
+    return found | decoder_section(program).model_dump(mode="json", include=_FACTS)
 
 
-def program_from_json(
-    data: Mapping[str, Any], params: Mapping[str, Tensor], *, missing_on_meta: bool = False
-) -> DecoderProgram:
+def program_from_json(data: Json, params: Mapping[str, Tensor], *, missing_on_meta: bool = False) -> DecoderProgram:
     """Return the program of a graph file.
 
     Args:
@@ -317,22 +282,24 @@ def program_from_json(
         ArtifactError: a part is missing or malformed.
     """
     try:
-        prefill, context = data["prefill"], data["context"]
-        decode = graph_from_json(data["decode"], params, missing_on_meta=missing_on_meta)
-        return DecoderProgram(
-            decode,
-            None if prefill is None else graph_from_json(prefill, params, missing_on_meta=missing_on_meta),
-            config_from_json(data["config"]),
-            state=state_from_json(data["state"]),
-            outputs=list(data["outputs"]),
-            prefill_outputs=list(data["prefill_outputs"]),
-            context=None if context is None else graph_from_json(context, params, missing_on_meta=missing_on_meta),
-            context_outputs=list(data["context_outputs"]),
-        )
-    except KeyError as error:
-        raise ArtifactError(f"the graph file lacks {error}", hint=_HINT) from error
-    except TypeError as error:
-        raise ArtifactError(f"the graph file is malformed: {error}", hint=_HINT) from error
+        file = _GraphFile.model_validate(data)
+    except ValidationError as error:
+        text = "; ".join(describe_validation(error))
+        raise ArtifactError(f"the graph file is malformed: {text}", hint=_HINT) from error
+
+    def read(graph: Json) -> fx.GraphModule:
+        return graph_from_json(graph, params, missing_on_meta=missing_on_meta)
+
+    return DecoderProgram(
+        read(file.decode),
+        None if file.prefill is None else read(file.prefill),
+        file.config,
+        state=[StateSpec(s.name, s.shape, torch_dtype(s.dtype), s.role, s.layer) for s in file.state],
+        outputs=file.outputs,
+        prefill_outputs=file.prefill_outputs,
+        context=None if file.context is None else read(file.context),
+        context_outputs=file.context_outputs,
+    )
 
 
 def read_graph_file(path: Path, params: Mapping[str, Tensor], *, missing_on_meta: bool = False) -> DecoderProgram:

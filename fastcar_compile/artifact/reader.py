@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from pydantic import ValidationError
 
@@ -21,20 +20,11 @@ from fastcar_compile.ir.tensor_files import Array, tensors_of
 from fastcar_compile.support import limits
 from fastcar_compile.support.strict_json import parse_json
 
+if TYPE_CHECKING:
+    from fastcar_compile.artifact.trust import Requirements
+
 _HINT = "compile the model again, or copy the artifact again"
 _MOST_PROBLEMS = 10
-
-
-class Trust(Protocol):
-    """Requirements on an artifact. Both calls raise SignatureError where a requirement does not hold."""
-
-    def check_digest(self, root: Path, digest: str) -> None:
-        """Check the digest, before anything of the artifact is parsed."""
-        ...
-
-    def check_manifest(self, root: Path, digest: str, manifest: Manifest) -> None:
-        """Check the signature, before any other file of the artifact is read."""
-        ...
 
 
 class StoredArtifact:
@@ -56,16 +46,16 @@ class StoredArtifact:
         ArtifactError: missing, damaged, tampered with, not what `trust` requires, or of another schema version.
     """
 
-    def __init__(self, path: Path, trust: Trust | None = None, digests: Digests | None = None) -> None:
+    def __init__(self, path: Path, trust: Requirements | None = None, digests: Digests | None = None) -> None:
         self.path = path
         self.files = _opened(path)
         try:
             data = _manifest_bytes(self.files, path)
             self.digest = manifest_digest(data)
-            if trust is not None:
+            if trust is not None:  # before anything of the artifact is parsed
                 trust.check_digest(path, self.digest)
             self.manifest: Manifest = parse_manifest(data, str(path / MANIFEST))
-            if trust is not None:
+            if trust is not None:  # before any other file of the artifact is read
                 trust.check_manifest(path, self.digest, self.manifest)
             self.files.check(self.manifest.files, Digests() if digests is None else digests)
         except BaseException:
@@ -108,18 +98,6 @@ class StoredArtifact:
         except ValueError as error:
             what = f"the artifact's {name} cannot be read: {error}"
             raise ArtifactError(what, where=str(self.path), hint=_HINT) from error
-
-
-def read_manifest(path: str | Path) -> Manifest:
-    """Return the checked manifest; no other file is touched.
-
-    Raises:
-        ArtifactError: the artifact is missing, or has invalid JSON, another schema version, bad fields or file names.
-    """
-    root = Path(path)
-    with _opened(root) as files:
-        data = _manifest_bytes(files, root)
-    return parse_manifest(data, str(root / MANIFEST))
 
 
 def _opened(root: Path) -> OpenedFiles:
@@ -204,16 +182,3 @@ def _validated(data: dict[str, Any], where: str) -> Manifest:
         text = "; ".join(problems[:_MOST_PROBLEMS])
         raise ArtifactError(f"the manifest contradicts itself: {text}", where=where, hint=_HINT)
     return manifest
-
-
-def verify_files(path: str | Path, manifest: Manifest, progress: Callable[[str], None] | None = None) -> None:
-    """Check that the folder holds exactly the manifest's files, with their sizes and SHA-256, and at most a signature.
-
-    Args:
-        progress: called with each file's name before it is read; from several threads, as files are read at once.
-
-    Raises:
-        ArtifactError: lists every missing, changed, unexpected or refused file at once.
-    """
-    with _opened(Path(path)) as files:
-        files.check(manifest.files, Digests(), progress)

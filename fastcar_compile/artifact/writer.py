@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fastcar_compile.artifact.claim import NO_ROOM, OLD, claimed, sync, write_error
-from fastcar_compile.artifact.digest import Digests, FileEntry, file_entry, manifest_digest, name_problem, walk
+from fastcar_compile.artifact.digest import Digests, FileEntry, manifest_digest, name_problem, walk
 from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE
 from fastcar_compile.artifact.manifest import Manifest, Sections, producer_versions
 from fastcar_compile.artifact.thresholds import Thresholds
@@ -164,8 +164,8 @@ class ArtifactWriter:
         for name, path in found.items():
             if path.is_symlink() or not path.is_file() or name in RESERVED:
                 raise InternalError(f"{name!r} in the artifact is a link, not a plain file, or reserved")
-        entries = at_once(lambda path: file_entry(path, self.digests), found.values())
-        return dict(zip(found, entries, strict=True))
+        digests = at_once(self.digests.of_path, found.values())
+        return {n: FileEntry(sha256=d, size=found[n].stat().st_size) for n, d in zip(found, digests, strict=True)}
 
 
 def _check_destination(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def by_session(
 ) -> tuple[float, list[float], np.ndarray]:
     """NLL from the second frame on, replayed share of t >= F per layer and all decisions [L, N, t], token by token;
     three videos in two rows, or four whose halves are pairs."""
-    backend = EagerStepper(source.graph_module, source.outputs, None, [], source.state, 0)
+    backend = EagerStepper(replace(source, prefill=None))
     losses, replayed, decisions = [], [], []
     groups = ([0, 2], [1, 3]) if coupled else ([0, 1], [2, 2])
     for rows in groups:

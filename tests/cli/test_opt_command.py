@@ -103,13 +103,13 @@ def test_errors(fastcar: Fastcar, analysed: Path, words: list[str], text: str) -
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (lambda data: data.pop("state"), "the graph file lacks 'state'"),
+        (lambda data: data.pop("state"), "the graph file is malformed: state: Field required"),
         (
             lambda data: data["decode"]["nodes"][5].update(op="call_function", target="os.system"),
             "operator 'os.system'",
         ),
         (lambda data: data["decode"]["nodes"][14].update(layer="one"), "malformed: TypeError: layer 'one' of"),
-        (lambda data: data["config"].pop("batch_size"), "the decoder section is malformed"),
+        (lambda data: data["config"].pop("batch_size"), "the graph file is malformed: config.batch_size: "),
     ],
 )
 def test_a_malformed_file(fastcar: Fastcar, analysed: Path, tmp_path: Path, spoil: Callable, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def eager(source: DecoderProgram) -> EagerStepper:
-    return EagerStepper(source.graph_module, source.outputs, None, [], source.state, 0)
+    return EagerStepper(replace(source, prefill=None))
 
 
 def thresholds_of(case: Case, shift: float = 0.0) -> np.ndarray:

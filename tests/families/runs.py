@@ -52,10 +52,8 @@ def rewritten(case: Case) -> Session:
     program = capture(case.build(), prefill_chunk=CHUNK, **sizes)
     run_pipeline(program, analysis_pipeline())
     run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
-    graphs = (program.graph_module, program.outputs, program.prefill, program.prefill_outputs)
-    stepper = EagerStepper(*graphs, program.state, CHUNK, context=program.context)
     thresholds = replay.thresholds(len(program.sites))
-    return Session(stepper, program.config, thresholds, record=True, gate=case.gate)
+    return Session(EagerStepper(program), program.config, thresholds, record=True, gate=case.gate)
 
 
 def decode(session: Session, case: Case, inputs: Tensor) -> Tensor:

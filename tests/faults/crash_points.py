@@ -20,7 +20,7 @@ from pathlib import Path
 from manifests import sections
 
 from fastcar_compile.artifact.claim import moved_artifact
-from fastcar_compile.artifact.reader import read_manifest, verify_files
+from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import PipelineSection
 from fastcar_compile.artifact.writer import ArtifactWriter, store_thresholds
 from fastcar_compile.errors import ArtifactError
@@ -55,7 +55,7 @@ def build(path: Path, text: str) -> None:
 
 def change_thresholds(path: Path, text: str) -> None:
     """Write the manifest again; `text` is not used."""
-    store_thresholds(path, read_manifest(path), None)
+    store_thresholds(path, StoredArtifact(path).manifest, None)
 
 
 def killed_at(work: Callable[[], None], folder: Path, count: int, log: Path) -> bool:
@@ -88,10 +88,11 @@ def killed_at(work: Callable[[], None], folder: Path, count: int, log: Path) -> 
 def content(path: Path) -> tuple[str, str]:
     """Return the text of a whole artifact, or why there is none."""
     try:
-        manifest = read_manifest(path)
+        StoredArtifact(path).close()
     except ArtifactError as error:
+        if "damaged" in str(error):
+            raise
         return "", str(error)
-    verify_files(path, manifest)
     return (path / "graph/after.txt").read_text(), ""
 
 
@@ -110,7 +111,7 @@ def crash_points(work: Callable[[Path, str], None], base: Path, *, replaces: boo
             return found
         text, refused = content(path)
         if refused and (moved := moved_artifact(path)):
-            verify_files(moved, read_manifest(moved))
+            StoredArtifact(moved).close()
         build(path, "next")
         found.append(Found(log.read_text(), text, refused, content(path)[0], sorted(os.listdir(folder))))
         shutil.rmtree(folder)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from manifests import sections
 
-from fastcar_compile.artifact.reader import read_manifest
+from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.writer import ArtifactWriter, store_thresholds
 from fastcar_compile.errors import ArtifactError
 from faults.crash_points import build, content
@@ -62,7 +62,7 @@ def test_the_command_of_the_hint_puts_the_artifact_back(tmp_path: Path) -> None:
     (tmp_path / ".out.building-01234567").mkdir()
     (tmp_path / "out").rename(tmp_path / ".out.building-01234567" / "old")
     with pytest.raises(ArtifactError) as caught:
-        read_manifest(tmp_path / "out")
+        StoredArtifact(tmp_path / "out")
     subprocess.run(str(caught.value).split("`")[1].split(), check=True)
     assert content(tmp_path / "out") == ("old", "")
 
@@ -70,7 +70,7 @@ def test_the_command_of_the_hint_puts_the_artifact_back(tmp_path: Path) -> None:
 def test_a_second_build_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "out"
     build(path, "old")
-    manifest = read_manifest(path)
+    manifest = StoredArtifact(path).manifest
     text = "another build is writing this folder"
     with ArtifactWriter(path) as writer:
         with pytest.raises(ArtifactError, match=text):

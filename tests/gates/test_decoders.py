@@ -1,5 +1,6 @@
 """Every gate in a whole decoder: the same decisions in eager PyTorch, TVM, onnxruntime and HLS C simulation."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def program(name: str) -> DecoderProgram:
 def backends(name: str, folder: Path) -> dict[str, Stepper]:
     """The same program three times; the constant gates only in eager, as test_scores.py has their operator."""
     source = program(name)
-    eager = EagerStepper(source.graph_module, source.outputs, None, [], source.state, 0)
+    eager = EagerStepper(replace(source, prefill=None))
     if name in ("always", "never"):
         return {"eager": eager}
     lowered = lower({"decode": HostGraph(source.graph_module, source.outputs)})
@@ -138,7 +139,7 @@ def expected_when_open(visits: list[int], options: dict[str, Any]) -> bool:
 def test_gate_cache_keeps_the_input_of_the_last_computed_visit() -> None:
     """Read from the graph's own branches: x goes in, and stays cached exactly while the row replays."""
     source = program("input_delta")
-    backend = EagerStepper(source.graph_module, source.outputs, None, [], source.state, 0)
+    backend = EagerStepper(replace(source, prefill=None))
     thresholds = between_scores("input_delta", backend)
     seen: list[torch.Tensor] = []
     for name, branch in source.graph_module.named_children():

@@ -86,7 +86,7 @@ def decoded(session: fc.Session, thresholds: np.ndarray) -> tuple[np.ndarray, np
 def test_learned_gate_from_a_saved_artifact(artifact: fc.Artifact, tmp_path: Path) -> None:
     """In a fresh process too: the weights are among the artifact's own, and the file that they came from is not asked
     for again."""
-    thresholds = middle(EagerStepper(artifact.graph, artifact.program.outputs, None, [], artifact.program.state, 0))
+    thresholds = middle(EagerStepper(replace(artifact.program, prefill=None)))
     logits, decisions = decoded(artifact.session("cpu", record=True, threads=1), thresholds)
     assert 0 < decisions[FRAME:].mean() < 1
     section = artifact.manifest.accelerator
@@ -162,7 +162,7 @@ def test_the_fabric_decides_as_cpu(decided: fc.Artifact) -> None:
     assert replay is not None
     assert section.controller.gated_layers == (0, 1)
     assert section.controller.refresh_period == (2 * FRAME if replay.refresh_every else None)
-    thresholds = middle(EagerStepper(decided.graph, decided.program.outputs, None, [], decided.program.state, 0))
+    thresholds = middle(EagerStepper(replace(decided.program, prefill=None)))
     cpu, simulated = (decided.session(backend, record=True, threads=1) for backend in ("cpu", "hls-csim"))
     logits, decisions = decoded(cpu, thresholds)
     found, same = decoded(simulated, thresholds)

@@ -78,7 +78,7 @@ class FakeStepper(Stepper):
         return np.zeros((2, inputs.shape[1], 17), np.float32)
 
     def decode(self, inputs: Any, position: int, step: int, thresholds: Any) -> StepResult:
-        return StepResult.of(np.zeros((2, 1, 17), np.float32), None, None, len(thresholds))
+        return StepResult.of({"logits": np.zeros((2, 1, 17), np.float32)}, len(thresholds))
 
 
 CONFIG: DecoderConfig = whole().decoder.config

@@ -101,10 +101,7 @@ def cpu_backend(case: Case, library: Library, params: dict[str, np.ndarray] | No
 def eager_backend(case: Case) -> EagerStepper:
     """The reference."""
     source = program(case)
-    return EagerStepper(
-        source.graph_module, source.outputs, source.prefill, source.prefill_outputs, source.state,
-        source.config.prefill_chunk,
-    )  # fmt: skip
+    return EagerStepper(source)
 
 
 def tokens(case: Case, count: int, seed: int = 3) -> np.ndarray:

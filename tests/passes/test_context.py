@@ -132,9 +132,7 @@ def given() -> tuple[Tensor, Tensor]:
 
 
 def session_of(program: DecoderProgram) -> Session:
-    graphs = (program.graph_module, program.outputs, program.prefill, program.prefill_outputs)
-    stepper = EagerStepper(*graphs, program.state, CHUNK, context=program.context)
-    return Session(stepper, program.config, [None] * program.config.num_layers)
+    return Session(EagerStepper(program), program.config, [None] * program.config.num_layers)
 
 
 def decoded(session: Session) -> Tensor:
@@ -287,6 +285,6 @@ def test_rows_and_videos_have_contexts_of_their_own(session: Session) -> None:
 def test_a_decoder_without_cross_attention_takes_no_context() -> None:
     config = DecoderConfig(2, 8, 2, 1, 8, 5, takes_embeddings=False, prefill_chunk=0)
     program = run_pipeline(crossed(CrossBlock), analysis_pipeline())
-    plain = Session(EagerStepper(program.graph_module, program.outputs, None, [], program.state, 0), config, [None])
+    plain = Session(EagerStepper(program), config, [None])
     with pytest.raises(InputError, match="the decoder has no cross-attention"):
         plain.set_context(*given())

@@ -178,9 +178,8 @@ def token_ids(length: int = ROWS, batch: int = BATCH) -> np.ndarray:
 def backend_of(program: DecoderProgram) -> EagerStepper:
     """Runs a copy: a graph that was not normalised yet writes into its own buffers."""
     own = copy.deepcopy(program)
-    prefill_outputs = own.prefill_outputs or own.outputs
-    chunk = own.config.prefill_chunk
-    return EagerStepper(own.graph_module, own.outputs, own.prefill, prefill_outputs, own.state, chunk)
+    own.prefill_outputs = own.prefill_outputs or own.outputs
+    return EagerStepper(own)
 
 
 def decode(program: DecoderProgram, threshold: float = float("inf")) -> list[StepResult]:

@@ -48,7 +48,7 @@ class SlowStepper(Stepper):
         self.seen += int(inputs[0, 0])
         logits = np.zeros((ROWS, 1, 50), np.float32)
         logits[:, :, self.seen % 50] = 1
-        return StepResult.of(logits, None, None, LAYERS)
+        return StepResult.of({"logits": logits}, LAYERS)
 
 
 def token(value: int = 1) -> NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -54,8 +55,7 @@ def rewritten(sinks: int, window: int, positions: Positions, *before: Any) -> De
 
 
 def session_of(program: DecoderProgram, threshold: float = float("inf"), prefill: bool = True) -> Session:
-    graph, outputs = (program.prefill, program.prefill_outputs) if prefill else (None, [])
-    backend = EagerStepper(program.graph_module, program.outputs, graph, outputs, program.state, CHUNK)
+    backend = EagerStepper(program if prefill else replace(program, prefill=None))
     return Session(backend, program.config, [threshold] * program.config.num_layers, record=True)
 
 

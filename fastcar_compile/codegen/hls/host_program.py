@@ -7,16 +7,7 @@ from importlib.resources import files
 import numpy as np
 import torch
 
-from fastcar_compile.artifact.layout import (
-    CONSTANTS,
-    FUNCTIONS,
-    GATE_FUNCTION,
-    HOST_SOURCES,
-    LINEAR_FUNCTION,
-    MLP_FUNCTION,
-    README,
-    weight_file,
-)
+from fastcar_compile.artifact.layout import CONSTANTS, FUNCTIONS, HOST_SOURCES, README, weight_file
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
 from fastcar_compile.artifact.sections import AcceleratorSection, BoardPart, HostSection
 from fastcar_compile.codegen.base import EmitContext
@@ -52,7 +43,6 @@ _DTYPES = {
 }
 """As safetensors names them, and fastcar_safetensors.hpp."""
 
-_FUNCTIONS = {"MLP_FUNCTION": MLP_FUNCTION, "GATE_FUNCTION": GATE_FUNCTION, "LINEAR_FUNCTION": LINEAR_FUNCTION}
 _COMPUTES = {"mlp": "the MLPs", "linears": "the MLPs, projections and head", "all": "every layer and the head"}
 _STATUSES = {"TABLE_STATUSES": Status, "RUN_STATUSES": StepStatus}
 
@@ -107,7 +97,7 @@ def host_sources(
         config=program.config,
         library=board.programs.library,
         programs=board.programs.named(),
-        functions=FUNCTIONS if board.programs.offload is not None else (),
+        functions=tuple(FUNCTIONS.values()) if board.programs.offload is not None else (),
         weights=weight_file(),
         thresholds=[_float(s.threshold) for s in program.sites],
         state=[
@@ -145,7 +135,7 @@ def _kernels(target: Target, accelerator: AcceleratorSection) -> str:
         statuses=_STATUSES,
         no_step=NO_STEP,
         constants=CONSTANTS,
-        functions=_FUNCTIONS if step is None else {},
+        functions=FUNCTIONS if step is None else {},
         operations={f"OP_{op.name}": op.value for op in StepOp} | {f"OPCODE_{op.name}": op.value for op in Opcode},
     )
 

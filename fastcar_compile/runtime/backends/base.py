@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import BackendError
+from fastcar_compile.ir.types import CONTEXT_ROLES, REPLAY_ROLES, DecoderConfig
 from fastcar_compile.support.packages import Registry
 
 Array = NDArray[Any]
@@ -31,11 +33,12 @@ class StepResult:
     scores: Array
 
     @classmethod
-    def of(cls, logits: Array, decisions: Array | None, scores: Array | None, layers: int) -> StepResult:
-        """Return a result; None stands for the parts that a dense decoder does not have."""
-        shape = (layers, logits.shape[0])
+    def of(cls, found: Mapping[str, Array], layers: int) -> StepResult:
+        """Return a result of a program's results by name; a dense decoder has neither decisions nor scores."""
+        shape = (layers, len(found["logits"]))
+        decisions, scores = found.get("decisions"), found.get("scores")
         return cls(
-            logits,
+            found["logits"],
             np.zeros(shape, np.bool_) if decisions is None else decisions,
             np.zeros(shape, np.float32) if scores is None else scores,
         )
@@ -83,6 +86,54 @@ class Stepper(ABC):
             position: sequence position of the token. step: decode forward number t.
             thresholds: float32 [L].
         """
+
+
+class ValueStepper(Stepper):
+    """A stepper whose states are values: every forward takes them by name, and returns new ones.
+
+    Args:
+        specs: every state of the decoder, with `name` and `role`.
+    """
+
+    def __init__(self, config: DecoderConfig, specs: Sequence[Any]) -> None:
+        self._config = config
+        self._specs = [s for s in specs if s.role not in CONTEXT_ROLES]
+        self._context_state = self._zeros(s for s in specs if s.role in CONTEXT_ROLES)
+        self.reset()
+
+    @abstractmethod
+    def _zeros(self, specs: Iterable[Any]) -> dict[str, Any]:
+        """Return states at reset, by name."""
+
+    @abstractmethod
+    def _forward(self, inputs: Array, position: int, step: int, thresholds: Array) -> dict[str, Array]:
+        """Run one decode forward, keep the states that it returns, and return its other results by name."""
+
+    @abstractmethod
+    def _contexts(self, given: Mapping[str, Array]) -> Sequence[Any]:
+        """Return the states of cross-attention, of `context` and, where the decoder takes one, of `context_mask`."""
+
+    def reset(self) -> None:
+        """Set every state but the context's to zero."""
+        self._state = self._zeros(self._specs)
+
+    def set_context(self, context: Array, mask: Array | None) -> None:
+        """Compute the states that cross-attention reads; see Stepper.set_context."""
+        made = self._contexts({"context": context} | ({} if mask is None else {"context_mask": mask}))
+        self._context_state = dict(zip(self._context_state, made, strict=True))
+
+    def prefill(self, inputs: Array, position: int) -> Array:
+        """Run one token through decode forward number 0. The replay state that the forward returns is dropped."""
+        # Every call returns new values, so references keep the replay state from before the call.
+        kept = {s.name: self._state[s.name] for s in self._specs if s.role in REPLAY_ROLES}
+        never = np.full(self._config.num_layers, np.inf, np.float32)
+        logits = self._forward(inputs, position, 0, never)["logits"]
+        self._state |= kept
+        return logits
+
+    def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
+        """Run one decode forward; see Stepper.decode."""
+        return StepResult.of(self._forward(inputs, position, step, thresholds), len(thresholds))
 
 
 @dataclass(frozen=True)

@@ -127,14 +127,14 @@ class _Program:
         except (TypeError, ValueError, RuntimeError) as error:
             raise BackendError(f"the library does not take these arguments: {error}", where=machine.name) from error
 
-    def __call__(self, *names: str) -> list[Array | None]:
-        """Run the program; return the results of these names. None: the program has no result of this name.
+    def __call__(self, *names: str) -> dict[str, Array]:
+        """Run the program; return the results of these names that it has.
 
         The results are views of the VM's memory, which the VM uses again once they are gone.
         """
         results = self._run(*self.arguments)
         # `as_array` makes no copy. Whoever keeps a result beyond the next call has to copy it.
-        return [as_array(element(results, self._places[n])) if n in self._places else None for n in names]
+        return {n: as_array(element(results, self._places[n])) for n in names if n in self._places}
 
 
 class _Feeds:
@@ -203,9 +203,7 @@ class Embedding:
             return inputs
         use_threads(self._threads)
         self._feeds.set(inputs, position)
-        (rows,) = self._program(EMBEDDED)
-        assert rows is not None
-        return rows
+        return self._program(EMBEDDED)[EMBEDDED]
 
 
 class CpuStepper(Stepper):
@@ -266,11 +264,9 @@ class CpuStepper(Stepper):
         self._given["context"][...] = context
         if mask is not None:
             self._given["context_mask"][...] = mask
-        arrays = self._context_state.arrays
         # The VM reuses the memory of its results. The states' addresses are fixed, so the values are copied there.
-        for array, made in zip(arrays.values(), self._context(*arrays), strict=True):
-            assert made is not None
-            array[...] = made
+        for name, made in self._context(*self._context_state.arrays).items():
+            self._context_state.arrays[name][...] = made
 
     def prefill(self, inputs: Array, position: int) -> Array:
         """Run one prefill chunk; see Stepper.prefill.
@@ -284,9 +280,7 @@ class CpuStepper(Stepper):
                 return self.decode(inputs, position, 0, np.full(self._config.num_layers, np.inf, np.float32)).logits
         use_threads(self._threads)
         self._chunk.set(inputs, position)
-        (logits,) = self._prefill("logits")
-        assert logits is not None
-        return logits
+        return self._prefill("logits")["logits"]
 
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
         """Run one decode forward; see Stepper.decode."""
@@ -294,6 +288,4 @@ class CpuStepper(Stepper):
         self._step.set(inputs, position)
         self._step.arrays["step"][0] = step
         self._step.arrays["thresholds"][:] = thresholds
-        logits, decisions, scores = self._decode("logits", "decisions", "scores")
-        assert logits is not None
-        return StepResult.of(logits, decisions, scores, len(thresholds))
+        return StepResult.of(self._decode("logits", "decisions", "scores"), len(thresholds))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -16,11 +16,11 @@ from fastcar_compile.artifact.layout import weight_files
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderSection, OnnxSection, State
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir.types import CONTEXT_ROLES, REPLAY_ROLES
-from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
+from fastcar_compile.runtime.backends.base import Array, BackendOptions, ValueStepper
 from fastcar_compile.runtime.guard import thread_count
 
 onnxruntime: Any = import_module("onnxruntime")  # it has no types
+_value = onnxruntime.OrtValue.ortvalue_from_numpy
 
 _NOWHERE = "/proc/self/no-such-folder"
 """Folder in which onnxruntime looks for weights that are not in memory; by default it takes the working directory."""
@@ -76,7 +76,7 @@ class OnnxModel:
     weights: Mapping[str, Array] = field(default_factory=dict[str, Array], repr=False)
 
 
-class OrtStepper(Stepper):
+class OrtStepper(ValueStepper):
     """Decode through onnxruntime on the CPU; the prompt goes through the same graph, token by token.
 
     Args:
@@ -94,48 +94,26 @@ class OrtStepper(Stepper):
     ) -> None:
         self._session = _loaded(model, threads)
         self._context = None if context is None else _loaded(context, threads)
-        self._config = decoder.config
-        self._specs = [s for s in decoder.state if s.role not in CONTEXT_ROLES]
-        self._context_state = _zeros(s for s in decoder.state if s.role in CONTEXT_ROLES)
         self._inputs: set[str] = {i.name for i in self._session.get_inputs()}
         self._outputs: list[str] = [o.name for o in self._session.get_outputs()]
-        self.reset()
+        super().__init__(decoder.config, decoder.state)
 
-    def reset(self) -> None:
-        """Set every state but the context's to zero."""
-        self._state = _zeros(self._specs)
+    def _zeros(self, specs: Iterable[State]) -> dict[str, Any]:
+        return {s.name: _value(np.zeros(s.shape, s.format.numpy)) for s in specs}
 
-    def set_context(self, context: Array, mask: Array | None) -> None:
-        """Compute the states that cross-attention reads; see Stepper.set_context."""
+    def _contexts(self, given: Mapping[str, Array]) -> Sequence[Any]:
         assert self._context is not None
-        given = {"context": context, "context_mask": mask}
-        feeds = {i.name: onnxruntime.OrtValue.ortvalue_from_numpy(given[i.name]) for i in self._context.get_inputs()}
-        made = self._context.run_with_ort_values(list(self._context_state), feeds)
-        self._context_state = dict(zip(self._context_state, made, strict=True))
+        feeds = {i.name: _value(given[i.name]) for i in self._context.get_inputs()}
+        return self._context.run_with_ort_values(list(self._context_state), feeds)
 
-    def prefill(self, inputs: Array, position: int) -> Array:
-        """Run one token; see Stepper.prefill. The replay state that the decode step returns is dropped."""
-        # Every call returns new values, so references keep the replay state from before the call.
-        kept = {s.name: self._state[s.name] for s in self._specs if s.role in REPLAY_ROLES}
-        never = np.full(self._config.num_layers, np.inf, np.float32)
-        logits = self._run(inputs, position, 0, never)["logits"]
-        self._state |= kept
-        return logits
-
-    def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
-        """Run one decode forward; see Stepper.decode."""
-        found = self._run(inputs, position, step, thresholds)
-        return StepResult.of(found["logits"], found.get("decisions"), found.get("scores"), len(thresholds))
-
-    def _run(self, inputs: Array, position: int, step: int, thresholds: Array) -> dict[str, Array]:
-        """Return results by name; states are kept, not returned."""
+    def _forward(self, inputs: Array, position: int, step: int, thresholds: Array) -> dict[str, Array]:
         given = {
             self._config.input_name: inputs,
             "position": np.array([position], np.int64),
             "step": np.array([step], np.int64),
             "thresholds": thresholds,
         }
-        feeds = {k: onnxruntime.OrtValue.ortvalue_from_numpy(v) for k, v in given.items() if k in self._inputs}
+        feeds = {k: _value(v) for k, v in given.items() if k in self._inputs}
         feeds |= {k: v for k, v in (self._state | self._context_state).items() if k in self._inputs}
         results: dict[str, Any] = dict(
             zip(self._outputs, self._session.run_with_ort_values(self._outputs, feeds), strict=True)
@@ -161,11 +139,6 @@ def _loaded(model: OnnxModel, threads: int | None) -> Any:
         raise BackendError(f"onnxruntime cannot load the model: {error}", where=model.name) from error
     _open.add(session)
     return session
-
-
-def _zeros(specs: Iterable[State]) -> dict[str, Any]:
-    value = onnxruntime.OrtValue.ortvalue_from_numpy
-    return {s.name: value(np.zeros(s.shape, s.format.numpy)) for s in specs}
 
 
 def _exit_at_once() -> None:
