@@ -26,7 +26,7 @@ from replay_quality.training import train
 import fastcar_compile as fc
 from fastcar_compile.tune.evaluate import Case, Study, load_cases, save_cases
 from fastcar_compile.tune.evaluate.cases import random_case
-from fastcar_compile.tune.evaluate.pictures import draw
+from fastcar_compile.tune.evaluate.plots import draw
 
 HINDSIGHT_RATIOS = (0.8,)
 WITH_WINDOW = (("tas", 0.5), ("learned", 0.5), ("learned", 0.8))

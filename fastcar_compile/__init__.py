@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from fastcar_compile.runtime.session import Session as Session
     from fastcar_compile.tune.calibrate import calibrate as calibrate
     from fastcar_compile.tune.training.train import TrainedGate as TrainedGate
+    from fastcar_compile.tune.training.train import TunedDecoder as TunedDecoder
     from fastcar_compile.tune.training.train import train_gate as train_gate
-    from fastcar_compile.tune.training.tune import TunedDecoder as TunedDecoder
-    from fastcar_compile.tune.training.tune import tune_decoder as tune_decoder
+    from fastcar_compile.tune.training.train import tune_decoder as tune_decoder
 
 __version__: str
 """Version of the installed distribution."""
@@ -67,8 +67,7 @@ _MODULES = {
     "runtime.sampling": ("Sampling",),
     "runtime.session": ("Session",),
     "config.targets": ("Target", "available_targets", "load_target"),
-    "tune.training.train": ("TrainedGate", "train_gate"),
-    "tune.training.tune": ("TunedDecoder", "tune_decoder"),
+    "tune.training.train": ("TrainedGate", "TunedDecoder", "train_gate", "tune_decoder"),
     "artifact.trust": ("sign", "verify_signature"),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastcar_compile.tune.evaluate.pictures import SHOWN_RATIO
+from fastcar_compile.tune.evaluate.plots import SHOWN_RATIO
 from replay_quality.hindsight import HINDSIGHT_VIDEOS, Found
 
 Row = Mapping[str, Any]

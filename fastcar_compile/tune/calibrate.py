@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -58,12 +59,12 @@ def expected(search: Search, values: Values) -> Expected | None:
     # A video's own share moves the thresholds of the fold that it judges, so it deviates by n / (n - 1) too much.
     error = float(left.std(ddof=1)) * (count - 1) / count / math.sqrt(count)
     # Few videos give an uncertain deviation, so Student's t is used and not the normal distribution.
-    half = error * student(count - 1)
-    middle = float(left.mean())
+    half, middle = error * student(count - 1), float(left.mean())
+    replay, low, high = np.clip((middle, middle - half, middle + half), 0.0, 1.0).tolist()
     return Expected(
-        replay=_share(middle),
-        low=_share(middle - half),
-        high=_share(middle + half),
+        replay=replay,
+        low=low,
+        high=high,
         confidence=CONFIDENCE,
         videos=count,
         searched=search.searched or count,
@@ -86,16 +87,9 @@ def _left_out(shares: np.ndarray, video: int, distance: float) -> float:
     return float(shares[0, video] + own * (shares[0].mean() - others[0]) / slope)
 
 
-def _share(value: float) -> float:
-    return min(max(value, 0.0), 1.0)
-
-
 def _needed(deviation: float) -> int:
     """Return the number of videos whose interval is GOAL to either side, if they deviate as much as these."""
-    count = 2
-    while student(count - 1) * deviation / math.sqrt(count) > GOAL:
-        count += 1
-    return count
+    return next(n for n in itertools.count(2) if student(n - 1) * deviation / math.sqrt(n) <= GOAL)
 
 
 def student(freedom: int) -> float:
@@ -126,14 +120,6 @@ BATCH_TOKENS, MOST_ROWS = 512, 8
 
 SEARCH_TOKENS = 16384
 """Where the videos hold more tokens, the layers' shares are found on some of them, of about as many tokens."""
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The program to calibrate and the options of its gates. A layer with threshold None never replays."""
-
-    program: DecoderProgram
-    replay: ReplayConfig
 
 
 def calibrate(
@@ -187,17 +173,17 @@ def calibrate(
     tokens_per_frame = None if tokens_per_frame is None else whole("tokens_per_frame", tokens_per_frame, 1)
     tokens = token_table("the videos", videos)
     if isinstance(source, Artifact):
-        given = _of_artifact(source)
+        program, replay = _of_artifact(source)
     else:
-        given = _Source(program_of(source, tokens.shape, tokens_per_frame, quant), replay or ReplayConfig())
-    search, key = search_of(given.program, given.replay, tokens, setting, journal, say)
+        program, replay = program_of(source, tokens.shape, tokens_per_frame, quant), replay or ReplayConfig()
+    search, key = search_of(program, replay, tokens, setting, journal, say)
     if target_replay is not None:
         values, goal = search.for_replay(target_replay), f"target_replay={target_replay:g}"
     else:
         # Losses are increases of the log NLL, so the relative limit becomes a logarithm.
         assert max_nll_increase is not None
         values, goal = search.for_loss(math.log1p(max_nll_increase)), f"max_nll_increase={max_nll_increase:g}"
-    return _thresholds(search, values, given.replay.gate, goal, key)
+    return _thresholds(search, values, replay.gate, goal, key)
 
 
 def check_precision(quant: str) -> None:
@@ -295,8 +281,8 @@ def some_of(videos: np.ndarray, coupled: bool, tokens: int, wanted: int | None =
     return np.concatenate([videos[part * units + chosen] for part in range(parts)])
 
 
-def _of_artifact(artifact: Artifact) -> _Source:
-    """Return what to calibrate of an artifact. Raise InputError when it is dense."""
+def _of_artifact(artifact: Artifact) -> tuple[DecoderProgram, ReplayConfig]:
+    """Return the program to calibrate and the options of its gates. Raise InputError when the artifact is dense."""
     replay, thresholds = artifact.manifest.options.replay, artifact.manifest.layers.thresholds
     if replay is None or all(t is None for t in thresholds):
         raise InputError("the artifact has no gate to calibrate", hint="compile it with a ReplayConfig")
@@ -304,7 +290,7 @@ def _of_artifact(artifact: Artifact) -> _Source:
     changes: dict[str, Any] = {"threshold": able}
     if replay.gate_weights is not None:
         changes["gate_weights"] = weights_in(artifact.params, len(able))
-    return _Source(artifact.program, replay.model_copy(update=changes))
+    return artifact.program, replay.model_copy(update=changes)
 
 
 def program_of(

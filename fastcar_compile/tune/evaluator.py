@@ -20,7 +20,6 @@ from torch import Tensor, fx
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.gates import Gate
 from fastcar_compile.ir.layers import ring_of
-from fastcar_compile.ir.ops.operator import loaded
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.support.machine import at_once
 from fastcar_compile.tune.rule import (
@@ -28,6 +27,7 @@ from fastcar_compile.tune.rule import (
     Details,
     Fresh,
     LayerRule,
+    MaskedAttention,
     Measurement,
     Rules,
     Span,
@@ -74,55 +74,6 @@ class Kept(Generic[T]):
             del self._values[key]
 
 
-# `fastcar::attention` that builds a causal mask once for all layers, videos and candidates.
-
-
-attention = torch.ops.fastcar.attention.default
-
-MASK_BYTES = 1 << 26
-"""Most bytes of kept masks. A mask beyond them is built again at every call."""
-
-
-class MaskedAttention:
-    """Attention of chunks with the same result as the operator, bit for bit."""
-
-    def __init__(self) -> None:
-        self._masks: dict[tuple[int, int, int], Tensor] = {}
-
-    def __call__(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        position: Tensor,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """Return what `fastcar::attention` returns."""
-        steps = query.shape[2]
-        if softcap is not None or steps == 1:
-            return attention(query, key_cache, value_cache, position, scale, softcap)
-        start = int(position)
-        filled = min(start + steps, key_cache.shape[2])
-        keys, values = (loaded(c[:, :, :filled], query.shape[3]) for c in (key_cache, value_cache))
-        return torch.nn.functional.scaled_dot_product_attention(
-            *(query, keys, values),
-            attn_mask=self._mask(start, steps, filled),
-            scale=scale,
-            enable_gqa=query.shape[1] != key_cache.shape[1],
-        ).contiguous()
-
-    def _mask(self, start: int, steps: int, filled: int) -> Tensor:
-        """Return float32 [steps, filled]: 0 where a row sees a column, -inf elsewhere."""
-        found = self._masks.get((start, steps, filled))
-        if found is None:
-            hidden = torch.arange(filled) > torch.arange(start, start + steps)[:, None]
-            found = torch.zeros(steps, filled).masked_fill(hidden, -torch.inf)
-            if sum(mask.nbytes for mask in self._masks.values()) + found.nbytes <= MASK_BYTES:
-                self._masks[start, steps, filled] = found
-        return found
-
-
 R = TypeVar("R")
 
 KEPT_BYTES = 1 << 29
@@ -157,15 +108,6 @@ class _Stage:
         """Size in bytes."""
         tensors = [value for group in self.values for chunk in group for value in chunk.values()]
         return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A stage of one group; fresh: None where it is too large to keep."""
-
-    values: Chunks
-    rule: LayerRule
-    fresh: list[tuple[int, Fresh]] | None
 
 
 @dataclass(frozen=True)
@@ -219,6 +161,12 @@ class Evaluator:
         self._state = [s for s in program.state if s.name in self._placeholders]
         self._rows, self._valid = _groups(program.config.batch_size, len(videos), rules.couple_cfg)
         self._videos, self._length = torch.from_numpy(videos), videos.shape[1] - 1
+        # The first token of each chunk: chunks of the prompt, then chunks of the decoded tokens.
+        chunk = program.config.prefill_chunk
+        self._starts = [*range(0, prompt, chunk), *range(prompt, self._length, chunk)]
+        # The prompt and the chunks that end within the first frame never replay.
+        end = prompt + program.config.tokens_per_frame
+        self._opening_chunks = sum(self._end(start) <= end for start in self._starts)
         self._done: list[_Stage] = []
         self._stage_store: Kept[_Stage] = Kept(KEPT_BYTES)
         self._fresh_store: Kept[list[list[tuple[int, Fresh]]]] = Kept(KEPT_BYTES)
@@ -307,27 +255,20 @@ class Evaluator:
         """Compute all layers, but for those that are kept."""
         self._done = []
         for layer in range(len(thresholds)):
-            self._done.append(self._stage(tuple(thresholds[: layer + 1])))
-
-    def _stage(self, thresholds: Thresholds) -> _Stage:
-        """Return the last layer's stage under these thresholds; those before it are in `_done`."""
-        found = self._stage_store.get(thresholds)
-        if found is None:
-            found = self._run_layer(thresholds)
-            self._stage_store.put(thresholds, found, found.nbytes)
-        return found
-
-    def _starts(self) -> list[int]:
-        """Return the first token of each chunk: chunks of the prompt, then chunks of the decoded tokens."""
-        chunk = self._config.prefill_chunk
-        return [*range(0, self._prompt, chunk), *range(self._prompt, self._length, chunk)]
+            key = tuple(thresholds[: layer + 1])
+            found = self._stage_store.get(key)
+            if found is None:
+                found = self._run_layer(key)
+                self._stage_store.put(key, found, found.nbytes)
+            self._done.append(found)
 
     def _run_layer(self, thresholds: Thresholds) -> _Stage:
+        """Return the last layer's stage under these thresholds; those before it are in `_done`."""
         earlier, layer = thresholds[:-1], len(thresholds) - 1
         # Groups run at the same time, so each has an equal part of the limit.
         kept, limit = self._fresh_store.get(earlier), self._fresh_store.limit // len(self._rows)
 
-        def run(group: int) -> _Part:
+        def run(group: int) -> tuple[Chunks, LayerRule, list[tuple[int, Fresh]] | None]:
             if (layer, group) not in self._openings:
                 self._openings[layer, group] = self._open(layer, group)
             opening = self._openings[layer, group]
@@ -335,17 +276,16 @@ class Evaluator:
             rule = opening.rule.continued(self._rules, thresholds[-1])
             decoded = [self._finish(layer, group, number, part, rule) for number, part in fresh]
             small = sum(part.nbytes for _, part in fresh) <= limit
-            return _Part(opening.kept + decoded, rule, fresh if small else None)
+            return opening.kept + decoded, rule, fresh if small else None
 
-        parts = self._each(run)
-        fresh = [part.fresh for part in parts if part.fresh is not None]
-        if kept is None and len(fresh) == len(parts):
-            self._fresh_store.put(earlier, fresh, sum(f.nbytes for part in fresh for _, f in part))
-        valid = [torch.tensor(rows) for rows in self._valid]
-        scores = [s[:, own].flatten() for part, own in zip(parts, valid, strict=True) for s in part.rule.scores]
-        replayed = [torch.cat(p.rule.replayed)[:, own].T for p, own in zip(parts, valid, strict=True)]
-        frame = self._config.tokens_per_frame
-        return _Stage([part.values for part in parts], torch.cat(scores), torch.cat(replayed), frame)
+        values, rules, bodies = zip(*self._each(run), strict=True)
+        fresh = [body for body in bodies if body is not None]
+        if kept is None and len(fresh) == len(bodies):
+            self._fresh_store.put(earlier, fresh, sum(f.nbytes for body in fresh for _, f in body))
+        ruled = [(rule, torch.tensor(rows)) for rule, rows in zip(rules, self._valid, strict=True)]
+        scores = [s[:, own].flatten() for rule, own in ruled for s in rule.scores]
+        replayed = [torch.cat(rule.replayed)[:, own].T for rule, own in ruled]
+        return _Stage(list(values), torch.cat(scores), torch.cat(replayed), self._config.tokens_per_frame)
 
     def _each(self, run: Callable[[int], R]) -> list[R]:
         """Return `run` of every group, in order. Groups share PyTorch's threads; SMALL operators have one each."""
@@ -366,8 +306,7 @@ class Evaluator:
     def _finish(self, layer: int, group: int, number: int, fresh: Fresh, rule: LayerRule) -> dict[fx.Node, Tensor]:
         """Return what later stages read of a chunk, after the layer's decisions."""
         output = {self._stages.layers[layer].output: rule(fresh)}
-        known = self._known(group, number, self._starts()[number], layer)
-        found = self._stages.tail(layer, known | fresh.values | output)
+        found = self._stages.tail(layer, self._known(group, number, layer) | fresh.values | output)
         return {n: found[n] for n in self._stages.crossing[layer]}
 
     def _open(self, layer: int, group: int) -> _Opening:
@@ -375,9 +314,9 @@ class Evaluator:
         state = {s.name: s.zeros() for s in self._state if s.layer == layer}
         rule = LayerRule(self._config, self._rules, layer, self._stages.layers[layer].scale, None)
         kept: Chunks = []
-        for number, start in enumerate(self._starts()[: self._opening_chunks()]):
+        for number, start in enumerate(self._starts[: self._opening_chunks]):
             if start < self._prompt:
-                known = self._known(group, number, start, layer) | self._caches(state)
+                known = self._known(group, number, layer) | self._caches(state)
                 found = self._stages.run(layer, known, None)
                 state |= {n: found[self._stages.results[n]] for n in state}
                 kept.append({n: found[n] for n in self._stages.crossing[layer]})
@@ -385,11 +324,6 @@ class Evaluator:
                 fresh = self._run_chunk(layer, group, number, state)
                 kept.append(self._finish(layer, group, number, fresh, rule))
         return _Opening(state, rule, kept)
-
-    def _opening_chunks(self) -> int:
-        """Return the number of chunks of the prompt and of those that end within the first frame."""
-        end, chunk = self._prompt + self._config.tokens_per_frame, self._config.prefill_chunk
-        return sum(min(start + chunk, self._end(start)) <= end for start in self._starts())
 
     def _run_body(self, layer: int, group: int, opening: _Opening) -> list[tuple[int, Fresh]]:
         """Run a stage on what may replay, up to its decisions. Return the number of each chunk and its values.
@@ -399,7 +333,7 @@ class Evaluator:
         state = opening.state
         if ring_of(self._stages.layers[layer].key_cache) is not None or self._reads_caches(layer):
             state = {name: cache.clone() for name, cache in state.items()}
-        numbers = range(self._opening_chunks(), len(self._starts()))
+        numbers = range(self._opening_chunks, len(self._starts))
         return [(number, self._run_chunk(layer, group, number, state)) for number in numbers]
 
     def _reads_caches(self, layer: int) -> bool:
@@ -409,21 +343,21 @@ class Evaluator:
 
     def _run_chunk(self, layer: int, group: int, number: int, state: dict[str, Tensor]) -> Fresh:
         """Run a stage on one chunk up to its decisions, and write the caches."""
-        start = self._starts()[number]
-        found = self._stages.body(layer, self._known(group, number, start, layer) | self._caches(state))
+        start = self._starts[number]
+        found = self._stages.body(layer, self._known(group, number, layer) | self._caches(state))
         state |= {n: found[self._stages.results[n]] for n in state}
-        end = min(start + self._config.prefill_chunk, self._length)
         # Forward 0 decodes the first token behind the prompt.
-        span = Span(torch.arange(start, end) - self._prompt, self._prompt)
+        span = Span(torch.arange(start, self._end(start)) - self._prompt, self._prompt)
         return Fresh.of(self._stages, layer, found, span, self._config.tokens_per_frame)
 
     def _caches(self, state: dict[str, Tensor]) -> dict[fx.Node, Tensor]:
         return {self._placeholders[name]: cache for name, cache in state.items()}
 
-    def _known(self, group: int, number: int, start: int, layer: int) -> dict[fx.Node, Any]:
-        chunk = self._config.prefill_chunk
-        tokens = self._videos[self._rows[group], start : min(start + chunk, self._end(start))]
-        tokens = torch.nn.functional.pad(tokens, (0, chunk - tokens.shape[1]))
+    def _known(self, group: int, number: int, layer: int) -> dict[fx.Node, Any]:
+        """Return what a chunk is given: its tokens and position, and the values that earlier stages keep of it."""
+        start = self._starts[number]
+        tokens = self._videos[self._rows[group], start : self._end(start)]
+        tokens = torch.nn.functional.pad(tokens, (0, self._config.prefill_chunk - tokens.shape[1]))
         inputs = {"tokens": tokens, "position": torch.tensor([start])}
         known: dict[fx.Node, Any] = {self._placeholders[n]: t for n, t in inputs.items() if n in self._placeholders}
         for stage in self._done[:layer]:
@@ -431,8 +365,8 @@ class Evaluator:
         return known
 
     def _end(self, start: int) -> int:
-        """Return the end of the part (prompt or decoded tokens) that a chunk belongs to."""
-        return self._prompt if start < self._prompt else self._length
+        """Return the end of the chunk that starts here: no chunk has tokens of the prompt and decoded tokens."""
+        return min(start + self._config.prefill_chunk, self._prompt if start < self._prompt else self._length)
 
     def _likelihood(self) -> float:
         """Return the mean NLL over every frame but the first; infinity where it is not finite."""
@@ -454,13 +388,13 @@ class Evaluator:
         """Yield the logits [rows, n, V] and targets [rows, n] of a group's chunks, without `skip` targets."""
         node = self._stages.results["logits"]
         rows, valid = self._rows[group], torch.tensor(self._valid[group])
-        for number, start in enumerate(self._starts()):
+        for number, start in enumerate(self._starts):
             # Logits at position p predict token p + 1: the first decoded token is predicted by the prompt's last one.
             first = max(start, self._prompt - 1 + skip)
-            end = min(start + self._config.prefill_chunk, self._end(start))
+            end = self._end(start)
             if first < end:
-                known = self._known(group, number, start, len(self._stages.layers))
-                logits = self._stages.run(len(self._stages.layers), known, None)[node]
+                known = self._known(group, number, self.layers)
+                logits = self._stages.run(self.layers, known, None)[node]
                 targets = self._videos[rows, first + 1 : end + 1][valid]
                 yield logits[valid, first - start : end - start], targets
 

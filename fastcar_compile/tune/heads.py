@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from fastcar_compile.gates import gate_named
 from fastcar_compile.tune.evaluator import Evaluator
+from fastcar_compile.tune.search import Say
 
 SHARE = 0.6
 """Share of a layer's forwards that replay while its heads are compared."""
@@ -15,7 +16,6 @@ MOST_HEADS = 3
 """Most heads of one layer. A further head is added only if it lowers the NLL."""
 
 Heads = tuple[tuple[int, float], ...]
-Say = Callable[[str], None]
 
 
 def choose_heads(

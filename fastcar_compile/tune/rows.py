@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
 
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
-from fastcar_compile.ir.query import get_attribute, is_op, output_nodes
+from fastcar_compile.ir.query import is_op, output_nodes, placeholder_names
 
 aten = torch.ops.aten
 SIZED = (aten.view, aten.reshape, aten._unsafe_view, aten.expand)
@@ -60,7 +59,7 @@ def _fit(program: DecoderProgram, wide: DecoderProgram) -> bool:
     ids = torch.arange(rows * chunk).view(rows, chunk) * 7 % (program.config.token_ids or 1)
     assert program.prefill is not None
     assert wide.prefill is not None
-    narrow = _run(program, ids[:old])
+    narrow = _Run(program, ids[:old]).env
     pairs = dict(zip(wide.prefill.graph.nodes, program.prefill.graph.nodes, strict=True))
 
     def resize(node: fx.Node, found: Values) -> None:
@@ -72,34 +71,38 @@ def _fit(program: DecoderProgram, wide: DecoderProgram) -> bool:
         if grown and sizes[0] > 0:
             node.args = (source, [sizes[0] * rows // old, *sizes[1:]], *node.args[2:])
 
-    found = _run(wide, ids, resize)
+    found = _Run(wide, ids, resize).env
     for node, value in found.items():
         if isinstance(value, Tensor) and node.op != "get_attr":
             node.meta["val"] = torch.empty_like(value, device="meta")
-    logits, last = _logits(wide, found), _logits(program, _run(program, ids[rows - old :]))
+    logits, last = _logits(wide, found), _logits(program, _Run(program, ids[rows - old :]).env)
     # The first and the last rows are compared: both ends would show a shape that mixes rows.
     both = ((logits[:old], _logits(program, narrow)), (logits[rows - old :], last))
     return all(float((a - b).abs().max()) <= AGREEMENT * float(b.abs().max()) for a, b in both)
 
 
-def _run(program: DecoderProgram, ids: Tensor, before: Callable[[fx.Node, Values], None] | None = None) -> Values:
-    """Return the values of all nodes of the prefill graph at position 0. `before` sees the SIZED nodes first."""
-    module = program.prefill
-    assert module is not None
-    given = {spec.name: spec.zeros() for spec in program.state}
-    given |= {program.config.input_name: ids, "position": torch.zeros(1, dtype=torch.int64)}
-    known: Values = {}
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            known[node] = given[str(node.target)]
-        elif node.op == "get_attr":
-            known[node] = get_attribute(module, str(node.target))
-        elif node.op == "call_function":
-            if before is not None and is_op(node, *SIZED):
-                before(node, known)
-            args, kwargs = map_arg((node.args, dict(node.kwargs)), known.__getitem__)
-            known[node] = cast("Callable[..., Any]", node.target)(*args, **kwargs)
-    return known
+class _Run(fx.Interpreter):
+    """A run of a prefill graph at position 0. `before` sees the SIZED nodes first.
+
+    Attributes:
+        env: the values of all nodes.
+    """
+
+    def __init__(
+        self, program: DecoderProgram, ids: Tensor, before: Callable[[fx.Node, Values], None] | None = None
+    ) -> None:
+        assert program.prefill is not None
+        super().__init__(program.prefill, garbage_collect_values=False)
+        self._before = before
+        given = {spec.name: spec.zeros() for spec in program.state}
+        given |= {program.config.input_name: ids, "position": torch.zeros(1, dtype=torch.int64)}
+        self.run(*(given[name] for name in placeholder_names(program.prefill)))
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Return a node's value."""
+        if self._before is not None and is_op(n, *SIZED):
+            self._before(n, self.env)
+        return super().run_node(n)
 
 
 def _logits(program: DecoderProgram, known: Values) -> Tensor:

@@ -14,7 +14,7 @@ from fastcar_compile.gates import Comparison, Gate, GateValues
 from fastcar_compile.ir.layers import Role, ring_of, role_nodes, schedule
 from fastcar_compile.ir.ops.attention import row_of
 from fastcar_compile.ir.ops.gates import ReplayRule, decide
-from fastcar_compile.ir.ops.operator import stored
+from fastcar_compile.ir.ops.operator import loaded, stored
 from fastcar_compile.ir.query import descendants, get_attribute, is_op, node_arg, output_nodes
 from fastcar_compile.ir.sites import attention_site, mlp_output
 from fastcar_compile.ir.types import DecoderConfig
@@ -73,16 +73,13 @@ class Stages:
         self.crossing = [
             [n for n in part if any(rank.get(u, s) > s for u in n.users)] for s, part in enumerate(self.nodes)
         ]
-        self._tails = [self._tail(part, layer) for part, layer in zip(self.nodes, self.layers, strict=False)]
+        # What depends on a layer's MLP output runs behind it; the head's stage has no such nodes.
+        behind = [descendants(layer.output) - {layer.output} for layer in self.layers] + [set()]
+        self._bodies = [[n for n in part if n not in late] for part, late in zip(self.nodes, behind, strict=True)]
+        self._tails = [[n for n in part if n in late] for part, late in zip(self.nodes, behind, strict=True)]
         self.joined = [self._joined(stage) for stage in range(len(self.layers))]
         attributes = [n for n in module.graph.nodes if n.op == "get_attr"]
         self.constants = {n: get_attribute(module, str(n.target)) for n in attributes}
-
-    @staticmethod
-    def _tail(part: list[fx.Node], layer: Layer) -> list[fx.Node]:
-        """Return the nodes of a layer that depend on its MLP's output, in order."""
-        behind = descendants(layer.output) - {layer.output}
-        return [node for node in part if node in behind]
 
     def _joined(self, stage: int) -> list[fx.Node]:
         tail = set(self._tails[stage])
@@ -96,22 +93,15 @@ class Stages:
             values: of placeholders, and of the crossing nodes of earlier stages.
             replace: called on the layer's MLP output; None keeps it.
         """
-        known: dict[fx.Node, Any] = {**self.constants, **values}
-        layer = self.layers[stage] if stage < len(self.layers) else None
-        for node in self.nodes[stage]:
-            self._compute(node, known)
-            if replace is not None and layer is not None and node is layer.output:
-                known[node] = replace(*(known[n] for n in (layer.query, layer.key_cache, layer.x, layer.output)))
-        return known
+        found = self.body(stage, values)
+        if replace is not None:
+            layer = self.layers[stage]
+            found[layer.output] = replace(*(found[n] for n in (layer.query, layer.key_cache, layer.x, layer.output)))
+        return self.tail(stage, found)
 
     def body(self, stage: int, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
         """Return the values of a layer's stage up to its MLP's output: those that no replay of this layer changes."""
-        known: dict[fx.Node, Any] = {**self.constants, **values}
-        tail = set(self._tails[stage])
-        for node in self.nodes[stage]:
-            if node not in tail:
-                self._compute(node, known)
-        return known
+        return self._computed(self._bodies[stage], values)
 
     def tail(self, stage: int, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
         """Return the values of the rest of a layer's stage.
@@ -119,14 +109,14 @@ class Stages:
         Args:
             values: as `body` takes them, and those of `joined`, with the MLP's output.
         """
-        known: dict[fx.Node, Any] = {**self.constants, **values}
-        for node in self._tails[stage]:
-            self._compute(node, known)
-        return known
+        return self._computed(self._tails[stage], values)
 
-    def _compute(self, node: fx.Node, known: dict[fx.Node, Any]) -> None:
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: known[n])
-        known[node] = self._operator(node)(*args, **kwargs)
+    def _computed(self, nodes: list[fx.Node], values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+        known: dict[fx.Node, Any] = {**self.constants, **values}
+        for node in nodes:
+            args, kwargs = map_arg((node.args, dict(node.kwargs)), known.__getitem__)
+            known[node] = self._operator(node)(*args, **kwargs)
+        return known
 
     def _operator(self, node: fx.Node) -> Callable[..., Any]:
         if is_op(node, fastcar.attention):
@@ -153,6 +143,55 @@ def _layers(module: fx.GraphModule) -> list[Layer]:
         query, keys, x = node_arg(attention, 0), node_arg(attention, 1), node_arg(nodes[Role.UP_PROJ], 0)
         layers.append(Layer(query, keys, x, added, leave, attention_site(attention).scale))
     return layers
+
+
+# `fastcar::attention` that builds a causal mask once for all layers, videos and candidates.
+
+MASK_BYTES = 1 << 26
+"""Most bytes of kept masks. A mask beyond them is built again at every call."""
+
+
+class MaskedAttention:
+    """Attention of chunks with the same result as the operator, bit for bit."""
+
+    def __init__(self) -> None:
+        self._masks: dict[tuple[int, int, int], Tensor] = {}
+
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        position: Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Return what `fastcar::attention` returns."""
+        steps = query.shape[2]
+        if softcap is not None or steps == 1:
+            return fastcar.attention(query, key_cache, value_cache, position, scale, softcap)
+        start = int(position)
+        filled = min(start + steps, key_cache.shape[2])
+        keys, values = (loaded(c[:, :, :filled], query.shape[3]) for c in (key_cache, value_cache))
+        return torch.nn.functional.scaled_dot_product_attention(
+            *(query, keys, values),
+            attn_mask=self._mask(start, steps, filled),
+            scale=scale,
+            enable_gqa=query.shape[1] != key_cache.shape[1],
+        ).contiguous()
+
+    def _mask(self, start: int, steps: int, filled: int) -> Tensor:
+        """Return float32 [steps, filled]: 0 where a row sees a column, -inf elsewhere."""
+        found = self._masks.get((start, steps, filled))
+        if found is None:
+            hidden = torch.arange(filled) > torch.arange(start, start + steps)[:, None]
+            found = torch.zeros(steps, filled).masked_fill(hidden, -torch.inf)
+            if sum(mask.nbytes for mask in self._masks.values()) + found.nbytes <= MASK_BYTES:
+                self._masks[start, steps, filled] = found
+        return found
+
+
+# The rule itself.
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,42 +26,41 @@ from fastcar_compile.tune.evaluator import Evaluator
 # The measurements of a calibration, in a file.
 
 
-_HINT = "give the journal of an interrupted calibration, or a new file"
-
-
 class Journal:
-    """All measurements, in a JSON file, so that an interrupted calibration continues.
+    """All measurements, in a JSON file, so that an interrupted calibration or evaluation continues.
 
     Args:
         path: the file; None keeps nothing. key: hash of everything that the measurements depend on. A file with another
             key is replaced.
+        work: what measures, for error texts. field: the measurements' name in the file.
     """
 
-    def __init__(self, path: Path | None, key: str) -> None:
-        self._path, self._key, self._prefix = path, key, ""
-        self.entries: dict[str, list[float]] = {}
+    def __init__(self, path: Path | None, key: str, work: str = "calibration", field: str = "measurements") -> None:
+        self._path, self._key, self._field, self._prefix = path, key, field, ""
+        self.entries: dict[str, Any] = {}
         if path is not None and path.exists():
-            data = read_json(path, "journal", InputError, constants=True, hint=_HINT)
-            if not isinstance(data, dict) or not isinstance(data.get("measurements"), dict):
-                raise InputError("the file is no journal of a calibration", where=str(path), hint=_HINT)
+            hint = f"give the journal of an interrupted {work}, or a new place"
+            data = read_json(path, "journal", InputError, constants=True, hint=hint)
+            if not isinstance(data, dict) or not isinstance(data.get(field), dict):
+                raise InputError(f"the file is no journal of an interrupted {work}", where=str(path), hint=hint)
             if data.get("key") == key:
-                self.entries = data["measurements"]
+                self.entries = data[field]
 
     def part(self, name: str) -> Journal:
         """Return a journal whose measurements are kept in this one under names of their own."""
-        inner = Journal(None, self._key)
-        inner._path, inner._prefix, inner.entries = self._path, f"{self._prefix}{name} ", self.entries
+        inner = copy(self)  # entries and file are the same
+        inner._prefix = f"{self._prefix}{name} "
         return inner
 
-    def find(self, name: str) -> list[float] | None:
+    def find(self, name: str) -> Any:
         """Return one measurement; None: it is not there."""
         return self.entries.get(self._prefix + name)
 
-    def add(self, name: str, entry: list[float]) -> None:
+    def add(self, name: str, entry: Any) -> None:
         """Keep one measurement. The file is replaced as a whole."""
         self.entries[self._prefix + name] = entry
         if self._path is not None:
-            text = json.dumps({"key": self._key, "measurements": self.entries}, sort_keys=True, indent=0)
+            text = json.dumps({"key": self._key, self._field: self.entries}, sort_keys=True, indent=0)
             # A kill while writing leaves the old journal: the new one takes its name when it is whole.
             scratch = self._path.with_name(self._path.name + ".part")
             scratch.write_text(text + "\n", "utf-8")
@@ -333,7 +334,7 @@ class Search:
         points = allocate(curves, min(target, _most(curves)))
         if sum(point.loss for point in points) > -PROMISE and self.outcome(best).replay >= target:
             return None
-        return self.shifted(tuple(point.threshold for point in points), target)
+        return self.shifted(_chosen(points), target)
 
     def _first(self, target: float) -> Values:
         """Return the first choice: from loss curves, or the common threshold where layers were trained together.
@@ -348,7 +349,8 @@ class Search:
         reach = _most(curves)
         if reach < target <= sum(self._able) / len(self._able):
             return self.uniform(target)
-        return self._reach(curves, target, target)
+        # Ratios change when layers replay together, so the allocated thresholds are shifted to the target.
+        return self.shifted(_chosen(allocate(curves, target)), target)
 
     def path(self, targets: Sequence[float]) -> list[Values]:
         """Return thresholds near each of these replay ratios, from the layers' own curves: nothing joint is measured.
@@ -359,14 +361,14 @@ class Search:
             return [self._all(target, self._pooled()) for target in targets]
         curves = self.curves().for_loss(QUANTILES, math.inf)
         most = _most(curves)
-        return [tuple(p.threshold for p in allocate(curves, min(target, most))) for target in targets]
+        return [_chosen(allocate(curves, min(target, most))) for target in targets]
 
     def for_loss(self, max_loss: float) -> Values:
         """Return thresholds of a large replay ratio whose measured loss is at most this."""
         curves = self.curves().for_loss(QUANTILES, max_loss)
         budget, best = max_loss, self.closed
         for _ in range(8):
-            chosen = tuple(p.threshold for p in allocate_budget(curves, budget))
+            chosen = _chosen(allocate_budget(curves, budget))
             found = self.outcome(chosen)
             if found.loss <= max_loss and found.replay > self.outcome(best).replay:
                 best = chosen
@@ -374,11 +376,6 @@ class Search:
             # Layers that replay together cost more than their curves say, so the budget of the curves shrinks.
             budget *= 0.6
         return self._grow(best, max_loss)
-
-    def _reach(self, curves: list[list[Point]], target: float, sought: float) -> Values:
-        """Return the allocated thresholds, shifted to the target: ratios change when layers replay together."""
-        chosen = tuple(p.threshold for p in allocate(curves, sought))
-        return self.shifted(chosen, target)
 
     def _better(self, values: Values, than: Values, target: float) -> bool:
         new, old = self.outcome(values), self.outcome(than)
@@ -412,6 +409,10 @@ def _at(scores: Tensor, share: float, comparison: Comparison) -> float | None:
     if share <= 0:
         return None
     return comparison.always if share >= 1 else float(scores[min(int(share * len(scores)), len(scores) - 1)])
+
+
+def _chosen(points: Sequence[Point]) -> Values:
+    return tuple(point.threshold for point in points)
 
 
 def _with(values: Values, layer: int, value: float | None) -> Values:

@@ -17,8 +17,8 @@ import fastcar_compile as fc
 from fastcar_compile.cli import app
 from fastcar_compile.errors import InputError
 from fastcar_compile.tune.evaluate import Case, SinkWindow, Study, entry_point, load_cases, save_cases
-from fastcar_compile.tune.evaluate.frames import psnr, ssim, to_frames
-from fastcar_compile.tune.evaluate.pictures import shown
+from fastcar_compile.tune.evaluate.frames import likeness, ssim_by_frame, to_frames
+from fastcar_compile.tune.evaluate.plots import shown
 
 FRAME, LENGTH = 8, 33
 DETOKENIZER = '''
@@ -151,7 +151,7 @@ def test_a_window_is_masked_attention() -> None:
 
 def test_rows_are_kept(study: Study, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    options: dict[str, Any] = {"decoder": "tiny", "tokens_per_frame": FRAME, "journal": study._journal}
+    options: dict[str, Any] = {"decoder": "tiny", "tokens_per_frame": FRAME, "journal": study._journal._path}
     again = Study(llama(), videos(1), **options, progress=lines.append)
     assert (again.rows(CASES), lines) == (rows, [])
     other = Study(llama(), videos(2), **options, progress=lines.append)
@@ -188,9 +188,6 @@ def test_frames() -> None:
     tokens = np.zeros((2, 16), np.int64)
     grey = to_frames(lambda t: np.full((2, 2, 2, 4), 255, np.uint8), tokens, 2)
     assert (grey.shape, grey.max()) == ((2, 2, 2, 4, 1), 1.0)
-    half = np.full_like(grey, 0.5)
-    assert psnr(grey, grey) == math.inf
-    assert psnr(grey, half) == pytest.approx(-10 * math.log10(0.25))
     with pytest.raises(fc.InputError, match=r"gave float64 \[2, 16\] for 2 videos of 2 frames"):
         to_frames(lambda t: t / 2.0, tokens, 2)
     with pytest.raises(fc.InputError, match="values from 0 to 3"):
@@ -200,10 +197,12 @@ def test_frames() -> None:
 def test_ssim_is_one_only_for_equal_frames() -> None:
     check_module("skimage")
     noise = np.random.default_rng(0).random((1, 2, 8, 8, 1))
-    assert ssim(noise, noise) == pytest.approx(1.0)
-    assert ssim(noise, noise[:, ::-1]) < 0.5
+    assert likeness(noise, noise).figures() == {"psnr": math.inf, "ssim": pytest.approx(1.0)}
+    assert likeness(noise, noise[:, ::-1]).ssim < 0.5
+    half, white = np.full_like(noise, 0.5), np.ones_like(noise)
+    assert likeness(white, half).psnr == pytest.approx(-10 * math.log10(0.25))
     with pytest.raises(fc.InputError, match="frames of 2x8 pixels are too small for SSIM"):
-        ssim(noise[:, :, :2], noise[:, :, :2])
+        ssim_by_frame(noise[:, :, :2], noise[:, :, :2])
 
 
 @pytest.mark.parametrize(

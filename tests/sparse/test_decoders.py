@@ -29,7 +29,7 @@ from fastcar_compile.passes.sparse_attention import SparsifyAttention
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.tune.calibrate import rules_of
-from fastcar_compile.tune.evaluate.window import SinkWindow
+from fastcar_compile.tune.evaluate import SinkWindow
 from fastcar_compile.tune.evaluator import Evaluator
 
 from .oracle import ROWS, VOCAB, RotaryDecoder, streaming

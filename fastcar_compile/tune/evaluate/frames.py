@@ -83,6 +83,10 @@ class Likeness:
         """Mean SSIM of the frames."""
         return float(self.similarity.mean())
 
+    def figures(self) -> dict[str, float]:
+        """Return PSNR and SSIM by name."""
+        return {"psnr": self.psnr, "ssim": self.ssim}
+
     def of(self, chosen: np.ndarray | tuple[slice, ...]) -> Likeness:
         """Return that of some of the frames."""
         return Likeness(self.errors[chosen], self.similarity[chosen])
@@ -95,20 +99,9 @@ def likeness(made: np.ndarray, true: np.ndarray) -> Likeness:
         made, true: float64 [N, frames, height, width, channels] from 0 to 1.
 
     Raises:
-        InputError, UserError: as `ssim`.
+        InputError, UserError: as `ssim_by_frame`.
     """
     return Likeness(((made - true) ** 2).mean((2, 3, 4)), ssim_by_frame(made, true))
-
-
-def psnr(made: np.ndarray, true: np.ndarray) -> float:
-    """Return the peak signal-to-noise ratio in dB over all pixels of all frames; infinity for equal videos."""
-    error = float(np.mean((made - true) ** 2))
-    return math.inf if error == 0 else -10 * math.log10(error)
-
-
-def ssim(made: np.ndarray, true: np.ndarray) -> float:
-    """Return the mean of `ssim_by_frame`."""
-    return float(ssim_by_frame(made, true).mean())
 
 
 def ssim_by_frame(made: np.ndarray, true: np.ndarray) -> np.ndarray:

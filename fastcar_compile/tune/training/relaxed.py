@@ -120,16 +120,8 @@ class RelaxedDecoder:
         if length < prompt + tokens_per_frame + 1:
             hint = "give at least two frames"
             raise InputError(f"videos of {length + 1} tokens have nothing to replay", hint=hint)
-        program = run_pipeline(
-            capture(
-                model,
-                batch_size=rows,
-                max_seq_len=length,
-                tokens_per_frame=tokens_per_frame,
-                prefill_chunk=length,
-            ),
-            analysis_pipeline(),
-        )
+        sizes = {"batch_size": rows, "max_seq_len": length, "tokens_per_frame": tokens_per_frame}
+        program = run_pipeline(capture(model, prefill_chunk=length, **sizes), analysis_pipeline())
         if program.prefill is None or program.config.takes_embeddings or program.config.vocab_size is None:
             raise InputError("a headless decoder has no likelihood to train on", hint="train with its head")
         if program.config.context is not None:
@@ -177,10 +169,15 @@ class RelaxedDecoder:
 
     def samples(self, tokens: Tensor) -> list[Sample]:
         """Return the gate inputs of every layer on the dense decoder, for tokens int64 [rows, length]."""
-        found = [_Recorder(self) for _ in range(self.layers)]
+        found: list[Sample] = []
+
+        def record(query: Tensor, key_cache: Tensor, x: Tensor, output: Tensor) -> Tensor:
+            found.append(_sample(self, query, key_cache, x, output))
+            return output
+
         with torch.no_grad():
-            self._run(tokens, found)
-        return [recorder.sample for recorder in found if recorder.sample is not None]
+            self._run(tokens, [record] * self.layers)
+        return found
 
     def replayed(
         self, tokens: Tensor, scorers: Sequence[Scorer], relaxation: Relaxation | None = None
@@ -212,18 +209,6 @@ class RelaxedDecoder:
     def share(self, replay: Tensor) -> Tensor:
         """Return the replayed share of the forwards t >= F, of decisions [rows, frames - 1, F]."""
         return (replay * self._able).sum() / (self._able.sum() * len(replay))
-
-
-class _Recorder:
-    """A hook that replays nothing and records the inputs of a gate."""
-
-    def __init__(self, decoder: RelaxedDecoder) -> None:
-        self._decoder = decoder
-        self.sample: Sample | None = None
-
-    def __call__(self, query: Tensor, key_cache: Tensor, x: Tensor, output: Tensor) -> Tensor:
-        self.sample = _sample(self._decoder, query, key_cache, x, output)
-        return output
 
 
 class _Replay:

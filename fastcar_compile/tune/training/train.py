@@ -8,6 +8,7 @@ frozen, or trained with its gates (`tune`); then the dense NLL is part of the lo
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -17,14 +18,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor, nn
 
 from fastcar_compile.errors import InputError
 from fastcar_compile.frontend.model_facts import ModelFacts
-from fastcar_compile.support.values import check_kind, number, path_of, reporter, shown, token_range, token_table, whole
+from fastcar_compile.support.values import (
+    check_kind,
+    checked,
+    number,
+    path_of,
+    reporter,
+    shown,
+    token_range,
+    token_table,
+    whole,
+)
 from fastcar_compile.tune.calibrate import program_key
 from fastcar_compile.tune.rule import counts
-from fastcar_compile.tune.training.relaxed import Relaxation, RelaxedDecoder, Scorer
+from fastcar_compile.tune.search import Say
+from fastcar_compile.tune.training.relaxed import Relaxation, RelaxedDecoder, Sample, Scorer
 from fastcar_compile.tune.training.scorers import LearnedScorer, TasScorer
 from fastcar_compile.tune.training.trained import SAVE_EVERY, TrainedGate, TrainingState
 
@@ -48,8 +62,6 @@ PRICE_GAIN, SHORTFALL_GAIN = 0.3, 10.0
 
 TAIL = 0.1
 """Share of the steps, at the end, whose mean gives the result's own figures."""
-
-Say = Callable[[str], None]
 
 
 _LARGEST_SEED = (1 << 63) - 1
@@ -150,6 +162,73 @@ def train_gate(
     return run(model, videos, options, Setup(tokens_per_frame, prompt, start, checkpoint, progress)).result()
 
 
+@checked()
+@pydantic_dataclass(frozen=True, eq=False, config=ConfigDict(arbitrary_types_allowed=True))
+class TunedDecoder:
+    """Result of `tune_decoder`.
+
+    Attributes:
+        model: a copy of the decoder with new weights, in evaluation mode.
+        gate: trained with the model. Calibrate its thresholds afterwards.
+    """
+
+    model: nn.Module
+    gate: TrainedGate
+
+
+def tune_decoder(
+    model: nn.Module,
+    videos: Any,
+    *,
+    gate: str = "learned",
+    target_replay: float,
+    rate: float = 1e-3,
+    units: int = 16,
+    steps: int = 400,
+    batch: int = 4,
+    seed: int = 0,
+    tokens_per_frame: int | None = None,
+    prompt: int = 1,
+    counted: tuple[int, int] | None = None,
+    start: TrainedGate | None = None,
+    softness: float = 0.5,
+    checkpoint: str | Path | None = None,
+    progress: Say | None = None,
+) -> TunedDecoder:
+    """Train a decoder together with its gate, so that it predicts well when MLPs replay.
+
+    The loss is that of `train_gate` plus the dense decoder's own NLL. The decoder learns to need its MLPs at few
+    tokens, as quantisation-aware training moves weights to values that round well. Deterministic for a seed, a PyTorch
+    version and a number of threads.
+
+    Args:
+        model: a decoder, as `compile` takes it, float32. It is not changed.
+        videos: int64 [N, T], prompt included, like the decoder's training videos, not the videos that judge the result.
+            The decoder memorises a small set: `steps * batch` videos are best.
+        rate: peak learning rate of the decoder's weights (Adam).
+        start: a gate that was trained for the unchanged decoder.
+        gate, target_replay, units, steps, batch, seed: as for `train_gate`.
+        tokens_per_frame, prompt, counted, softness, checkpoint, progress: as for `train_gate`.
+
+    Raises:
+        InputError: bad arguments or videos.
+        CompileError: the model cannot be captured.
+    """
+    rate = number("rate", rate, "give a number above 0")
+    if not 0 < rate < math.inf:
+        raise InputError(f"rate is {rate:g}", hint="give a number above 0")
+    begin = begun(start)
+    options = Options(gate, target_replay, units, steps, batch, seed, softness, begin, rate, counted)
+    setup = Setup(tokens_per_frame, prompt, start, checkpoint, progress)
+    training = run(model, videos, options, setup)
+    tuned = copy.deepcopy(model).eval()
+    own = dict(tuned.named_parameters())
+    with torch.no_grad():
+        for name, weight in training.weights.items():
+            own[name].copy_(weight)
+    return TunedDecoder(tuned, training.result())
+
+
 def begun(start: TrainedGate | None) -> str | None:
     """Return the inputs of the gate that a training starts from. Raise InputError for what is no gate."""
     check_kind("start", start, (TrainedGate, type(None)), "a TrainedGate")
@@ -203,15 +282,11 @@ def _checked(options: Options) -> Options:
     )
 
 
-def _learned(decoder: RelaxedDecoder, samples: Sequence[Any], units: int, random: torch.Generator) -> list[Scorer]:
-    return [LearnedScorer(sample, units, random) for sample in samples]
-
-
-def _tas(decoder: RelaxedDecoder, samples: Sequence[Any], units: int, random: torch.Generator) -> list[Scorer]:
-    return [TasScorer(sample, scale) for sample, scale in zip(samples, decoder.scales, strict=True)]
-
-
-SCORERS = {"learned": _learned, "tas": _tas}
+SCORERS: dict[str, Callable[[Sample, float, int, torch.Generator], Scorer]] = {
+    "learned": lambda sample, scale, units, random: LearnedScorer(sample, units, random),
+    "tas": lambda sample, scale, units, random: TasScorer(sample, scale),
+}
+"""Gates that can be trained -> a layer's scorer: of a sample, attention's scale, hidden units and random numbers."""
 
 
 class Training:
@@ -229,7 +304,8 @@ class Training:
         random = torch.Generator().manual_seed(options.seed)
         # The first batch sets the scale of the inputs, and so the first weights.
         samples = decoder.samples(self._batch(0)[:, :-1])
-        self.scorers = nn.ModuleList(SCORERS[options.gate](decoder, samples, options.units, random))
+        inputs = zip(samples, decoder.scales, strict=True)
+        self.scorers = nn.ModuleList(SCORERS[options.gate](*pair, options.units, random) for pair in inputs)
         self._price, rate, self._soft = FIRST_PRICE, RATES[options.gate], start is not None
         if start is not None:
             self._go_on_from(start)
