@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import os
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from threading import get_ident
 from types import TracebackType
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
-from fastcar_compile.errors import BackendError, InputError
+from fastcar_compile.errors import BackendError, InputError, shown
 from fastcar_compile.runtime.tvm_runtime import global_function
 from fastcar_compile.support.machine import usable_cores
+from fastcar_compile.support.values import plain
 
 # TVM's thread pool.
 
@@ -26,9 +26,6 @@ steps. TVM's own default is about 160 ms, for which it would take a core from th
 _SHARE_ALL_CORES = -3
 """TVM's `kSpecifyThreadShareAllCore`: workers may run on any of the named cores. Its other modes bind each worker, and
 the calling thread, to one core, and every other process with such a mode to the same core."""
-
-_MANY = 10**9
-"""A number from here on is not written out in an error: Python refuses to write a number of 4,300 digits."""
 
 _pool = threading.local()
 """TVM has one pool per calling thread; `size` is the last size of this thread's pool, `forks` names its process."""
@@ -44,14 +41,10 @@ def thread_count(threads: SupportsIndex | None) -> int:
         return usable_cores()
     # The affinity mask counts, not the machine: a container or taskset may leave fewer cores.
     most = len(os.sched_getaffinity(0))
-    try:
-        count = -1 if isinstance(threads, bool) else operator.index(threads)
-    except TypeError:
-        count = -1
-    if not 1 <= count <= most:
-        given = count if 0 <= count < _MANY else f"a value of type {type(threads).__name__}"
+    count: Any = plain(threads)
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
         raise InputError(
-            f"threads is {given}; expected is a whole number from 1 to {most}, the cores of this process",
+            f"threads is {shown(count)}; expected is a whole number from 1 to {most}, the cores of this process",
             hint="leave it out to use every core that the process may use",
         )
     return count

@@ -200,7 +200,7 @@ class Session(Described):
             if self._position:
                 raise InputError("the session already holds tokens", hint="call reset() before the next context")
             given = checked_context(self._config, to_numpy(context), None if mask is None else to_numpy(mask))
-            self._stepper.set_context(given.tokens, given.mask)
+            self._stepper.set_context(*given)
             self._has_context = True
 
     def prefill(self, inputs: Any) -> Any:

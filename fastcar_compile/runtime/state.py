@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
 
@@ -60,16 +59,10 @@ def like(example: Any, array: NDArray[Any]) -> Any:
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True)
-class GivenContext:
-    """A checked context. tokens: float32 [B, L, C]. mask: bool [B, L]; None: the decoder takes no mask."""
+def checked_context(config: DecoderConfig, context: Array, mask: Array | None) -> tuple[Array, Array | None]:
+    """Return a context of the compiled length, float32 [B, L, C], and its mask bool [B, L], or None without masks.
 
-    tokens: Array
-    mask: Array | None
-
-
-def checked_context(config: DecoderConfig, context: Array, mask: Array | None) -> GivenContext:
-    """Return a context of the compiled length. A shorter context is padded, and its padding hidden.
+    A shorter context is padded, and its padding hidden.
 
     Raises:
         InputError: the decoder has no cross-attention, or takes arrays of another dtype or shape.
@@ -82,11 +75,11 @@ def checked_context(config: DecoderConfig, context: Array, mask: Array | None) -
         if mask is not None:
             hint = "leave it out, or compile a decoder whose forward takes context_mask"
             raise InputError("the decoder takes no context mask", hint=hint)
-        return GivenContext(np.ascontiguousarray(context), None)
+        return np.ascontiguousarray(context), None
     seen = _checked_mask(context.shape[:2], mask)
     # The padding is zero for the tokens and False for the mask: padded tokens are hidden.
     padding = ((0, 0), (0, spec.length - context.shape[1]))
-    return GivenContext(np.pad(context, (*padding, (0, 0))), np.pad(seen, padding))
+    return np.pad(context, (*padding, (0, 0))), np.pad(seen, padding)
 
 
 def _check(batch: int, spec: ContextInput, context: Array) -> None:

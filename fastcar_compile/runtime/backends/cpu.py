@@ -14,7 +14,7 @@ from fastcar_compile.artifact.layout import EMBEDDED
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderSection, HostSection, ProgramPart, ProgramsPart
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir.types import CONTEXT_ROLES, REPLAY_ROLES, DecoderConfig
+from fastcar_compile.ir.types import CONTEXT_ROLES, REPLAY_ROLES, ContextInput, DecoderConfig
 from fastcar_compile.runtime.backends.accelerator.calls import register_functions
 from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
 from fastcar_compile.runtime.guard import thread_count, use_threads
@@ -141,37 +141,36 @@ class _Feeds:
     """Inputs that change from call to call, in memory that does not.
 
     Attributes:
-        arrays: name -> array to write to. tensors: name -> the same memory for TVM.
+        tensors: name -> the memory for TVM.
     """
 
-    def __init__(self, config: DecoderConfig, length: int) -> None:
-        shape = (config.batch_size, length)
-        blank: dict[str, Array] = {
-            "tokens": np.zeros(shape, np.int64),
+    def __init__(self, blank: Mapping[str, Array]) -> None:
+        self._arrays = {name: aligned(array) for name, array in blank.items()}
+        self.tensors = {name: adopt(array) for name, array in self._arrays.items()}
+
+    def set(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            self._arrays[name][...] = value
+
+
+def _forward_feeds(config: DecoderConfig, length: int) -> _Feeds:
+    """Return memory for what a forward of `length` tokens takes."""
+    embeds = np.zeros((config.batch_size, length, config.hidden_size), np.float32)
+    return _Feeds(
+        {
+            config.input_name: embeds if config.takes_embeddings else np.zeros(embeds.shape[:2], np.int64),
             "position": np.zeros(1, np.int64),
             "step": np.zeros(1, np.int64),
             "thresholds": np.zeros(config.num_layers, np.float32),
         }
-        if config.takes_embeddings:
-            blank["inputs_embeds"] = np.zeros((*shape, config.hidden_size), np.float32)
-        self.arrays = {name: aligned(array) for name, array in blank.items()}
-        self.tensors = {name: adopt(array) for name, array in self.arrays.items()}
-        self._inputs = self.arrays[config.input_name]
-
-    def set(self, inputs: Array, position: int) -> None:
-        self._inputs[...] = inputs
-        self.arrays["position"][0] = position
+    )
 
 
-def _context_inputs(config: DecoderConfig) -> dict[str, Array]:
-    """Return memory for what the context program takes, by name."""
-    context = config.context
-    assert context is not None
-    shape = (config.batch_size, context.length)
-    found: dict[str, Array] = {"context": aligned(np.zeros((*shape, context.size), np.float32))}
-    if context.masked:
-        found["context_mask"] = aligned(np.zeros(shape, np.bool_))
-    return found
+def _context_feeds(context: ContextInput, rows: int) -> _Feeds:
+    """Return memory for what the context program takes."""
+    shape = (rows, context.length)
+    blank: dict[str, Array] = {"context": np.zeros((*shape, context.size), np.float32)}
+    return _Feeds(blank | ({"context_mask": np.zeros(shape, np.bool_)} if context.masked else {}))
 
 
 class Embedding:
@@ -189,7 +188,7 @@ class Embedding:
     ) -> None:
         self._config, self._threads = config, thread_count(threads)
         use_threads(self._threads)
-        self._feeds, self._program, spec = _Feeds(config, 1), None, library.programs.embed
+        self._feeds, self._program, spec = _forward_feeds(config, 1), None, library.programs.embed
         if spec is not None:
             known = {name: adopt(params[name]) for name in spec.params if name in params}
             self._program = _Program(library.open(), spec, known | self._feeds.tensors)
@@ -202,7 +201,7 @@ class Embedding:
         if self._program is None:
             return inputs
         use_threads(self._threads)
-        self._feeds.set(inputs, position)
+        self._feeds.set({self._config.input_name: inputs, "position": position})
         return self._program(EMBEDDED)[EMBEDDED]
 
 
@@ -238,7 +237,7 @@ class CpuStepper(Stepper):
         self._context_state = StateArena([s for s in decoder.state if s.role in CONTEXT_ROLES])
         known = {name: adopt(value) for name, value in params.items()}
         known |= {name: adopt(value) for name, value in (self._state.arrays | self._context_state.arrays).items()}
-        self._step, self._chunk = _Feeds(self._config, 1), _Feeds(self._config, self._config.prefill_chunk)
+        self._step, self._chunk = (_forward_feeds(self._config, n) for n in (1, self._config.prefill_chunk))
         machine, programs = library.open(), library.programs
         self._decode = _Program(machine, programs.named()[decode], known | self._step.tensors)
         self._prefill = None
@@ -247,11 +246,9 @@ class CpuStepper(Stepper):
         self.prefill_chunk = self._config.prefill_chunk if self._prefill else 1
         # An offload program launches kernels for every single token, so a padded chunk on the host reads a prompt.
         self.single_tokens = self.prefill_chunk // SINGLE_TOKENS if decode == "decode" else 0
-        self._context, self._given = None, dict[str, Array]()
-        if programs.context is not None:
-            self._given = _context_inputs(self._config)
-            inputs = {name: adopt(array) for name, array in self._given.items()}
-            self._context = _Program(machine, programs.context, known | inputs)
+        if programs.context is not None and self._config.context is not None:
+            self._given = _context_feeds(self._config.context, self._config.batch_size)
+            self._context = _Program(machine, programs.context, known | self._given.tensors)
 
     def reset(self) -> None:
         """Set every state but the context's to zero."""
@@ -259,11 +256,8 @@ class CpuStepper(Stepper):
 
     def set_context(self, context: Array, mask: Array | None) -> None:
         """Compute the states that cross-attention reads; see Stepper.set_context."""
-        assert self._context is not None
         use_threads(self._threads)
-        self._given["context"][...] = context
-        if mask is not None:
-            self._given["context_mask"][...] = mask
+        self._given.set({"context": context} | ({} if mask is None else {"context_mask": mask}))
         # The VM reuses the memory of its results. The states' addresses are fixed, so the values are copied there.
         for name, made in self._context(*self._context_state.arrays).items():
             self._context_state.arrays[name][...] = made
@@ -279,13 +273,12 @@ class CpuStepper(Stepper):
             with self._state.kept(REPLAY_ROLES, slot=0):
                 return self.decode(inputs, position, 0, np.full(self._config.num_layers, np.inf, np.float32)).logits
         use_threads(self._threads)
-        self._chunk.set(inputs, position)
+        self._chunk.set({self._config.input_name: inputs, "position": position})
         return self._prefill("logits")["logits"]
 
     def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
         """Run one decode forward; see Stepper.decode."""
         use_threads(self._threads)
-        self._step.set(inputs, position)
-        self._step.arrays["step"][0] = step
-        self._step.arrays["thresholds"][:] = thresholds
+        given = {self._config.input_name: inputs, "position": position, "step": step, "thresholds": thresholds}
+        self._step.set(given)
         return StepResult.of(self._decode("logits", "decisions", "scores"), len(thresholds))
