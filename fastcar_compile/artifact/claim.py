@@ -51,6 +51,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def put(new: Path, place: Path, mode: int) -> None:
+    """Put a written file in its place atomically: its bytes reach the disk before its name does."""
+    new.chmod(mode)
+    sync(new)
+    os.replace(new, place)
+    sync(place.parent)
+
+
 @contextmanager
 def claimed(path: Path) -> Generator[Path]:
     """Hold the lock of an artifact folder, which need not exist, and yield an empty folder beside it.

@@ -6,11 +6,16 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from math import prod
 from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator
 
 from fastcar_compile.artifact.digest import FileEntry
+from fastcar_compile.artifact.layout import EMBEDDED
 from fastcar_compile.artifact.sections import (
     AcceleratorSection,
     DecoderSection,
@@ -19,12 +24,16 @@ from fastcar_compile.artifact.sections import (
     OnnxSection,
     PipelineSection,
     Section,
+    State,
 )
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.config import CompileConfig, describe_validation
+from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.config.targets.model import Target
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.gates.weights import DIGEST
+from fastcar_compile.ir.types import DecoderConfig, LayerSite, StateRole
+from fastcar_compile.support import limits
 from fastcar_compile.support.packages import NAME, release
 
 SCHEMA_VERSION = 5
@@ -149,3 +158,215 @@ def producer_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "none"
     return versions
+
+
+# Checks that the sections agree with each other; the type of a section checks it alone.
+
+
+_FEEDS = frozenset({"tokens", "inputs_embeds", "position", "step", "thresholds"})
+"""Inputs that a session gives to a program besides the state."""
+
+_RESULTS = frozenset({"logits", "decisions", "scores"})
+"""Results that a program gives besides the state."""
+
+_CONTEXT, _EMBED = "context", "embed"
+"""Names of the programs that read the context of cross-attention, with inputs of its own, and the embedding."""
+
+_PAST = {
+    StateRole.MLP_CACHE: ("tokens_per_frame", "batch_size", "hidden_size"),
+    StateRole.GATE_CACHE: ("tokens_per_frame", "batch_size"),
+    StateRole.CHAIN_COUNT: ("tokens_per_frame", "batch_size"),
+}
+"""State of replay: the sizes that its first dimensions have."""
+
+_MOST_STATE = 1 << 40
+"""Bytes of all states: 1 TiB."""
+
+
+def inconsistencies(manifest: Manifest) -> list[str]:
+    """Return the contradictions and the impossible sizes of a manifest."""
+    problems = list(_sizes(manifest.decoder.config))
+    if problems:
+        return problems  # the other checks rely on the sizes
+    checks = (_options, _layers, _state, _names, _programs, _files, _thresholds, _accelerator)
+    return [problem for check in checks for problem in check(manifest)]
+
+
+def _sizes(config: DecoderConfig) -> Iterator[str]:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        least = 0 if field.name == "prefill_chunk" else 1
+        if type(value) is int and not least <= value <= limits.SIZE:
+            yield f"decoder.config.{field.name} is {value}, not {least} to {limits.SIZE}"
+    if config.num_layers > limits.LAYERS:
+        yield f"decoder.config.num_layers is {config.num_layers}, more than {limits.LAYERS}"
+    if config.prefill_chunk > config.max_seq_len:
+        yield f"decoder.config.prefill_chunk is {config.prefill_chunk}, max_seq_len is {config.max_seq_len}"
+    # An embedding row has float32 values, a token is one int64.
+    row = 4 * config.hidden_size if config.takes_embeddings else 8
+    if config.batch_size * config.prefill_chunk * row > limits.ARRAYS_BYTES:
+        yield "the input of a prefill call is larger than 1 GiB"
+    ring = config.ring
+    if ring is not None and not (0 <= ring.sinks <= limits.SIZE and 1 <= ring.window <= ring.rows <= limits.SIZE):
+        yield "decoder.config.ring has sizes that no ring has"
+
+
+def _options(manifest: Manifest) -> Iterator[str]:
+    options, config = manifest.options, manifest.decoder.config
+    for name in ("batch_size", "max_seq_len", "tokens_per_frame"):
+        if getattr(options, name) != getattr(config, name):
+            yield f"options.{name} is {getattr(options, name)}, decoder.config.{name} {getattr(config, name)}"
+    if (options.sparse_attention is None) != (config.ring is None):
+        yield "options.sparse_attention and decoder.config.ring are not both there"
+    if options.replay is None and any(layer.replay is not None for layer in manifest.layers.layers):
+        yield "layers replay, but options.replay is null"
+
+
+def _layers(manifest: Manifest) -> Iterator[str]:
+    layers, config = manifest.layers.layers, manifest.decoder.config
+    if [layer.layer for layer in layers] != list(range(config.num_layers)):
+        yield f"layers are not those from 0 to {config.num_layers - 1}, in order"
+    for layer in layers:
+        for role in (StateRole.KEY_CACHE, StateRole.VALUE_CACHE):
+            found = [s for s in manifest.decoder.state if (s.role, s.layer) == (role, layer.layer)]
+            if len(found) == 1:
+                yield from _cache(config, manifest.options.kv, layer, found[0])
+            else:
+                yield f"layer {layer.layer} has {len(found)} states that are its {role}"
+
+
+def _cache(config: DecoderConfig, kv: str, layer: LayerSite, state: State) -> Iterator[str]:
+    """Check keys or values: [B, Hkv, rows, elements of a row]."""
+    attention = layer.attention
+    row = KV_TYPES[kv].row_size(attention.head_dim)
+    expected = (config.batch_size, attention.num_kv_heads, attention.cache_rows, row)
+    if (state.shape, state.dtype) != (expected, kv):
+        yield f"state {state.name} is {state.dtype}{list(state.shape)}, layer {layer.layer} says {kv}{list(expected)}"
+    seen = config.max_seq_len if attention.window is None else attention.sinks + attention.window
+    if attention.cache_rows < min(config.max_seq_len, seen):
+        yield f"state {state.name} has {attention.cache_rows} rows, max_seq_len is {config.max_seq_len}"
+    if attention.num_kv_heads < 1 or attention.num_heads % attention.num_kv_heads:
+        yield f"layer {layer.layer}: {attention.num_heads} query heads for {attention.num_kv_heads} key heads"
+
+
+def _state(manifest: Manifest) -> Iterator[str]:
+    config, states = manifest.decoder.config, manifest.decoder.state
+    names = [state.name for state in states]
+    yield from (f"two states have the name {name!r}" for name in _twice(names))
+    for state in states:
+        if not all(0 < size <= limits.SIZE for size in state.shape):
+            yield f"state {state.name} has the impossible shape {list(state.shape)}"
+        if not 0 <= state.layer < config.num_layers:
+            yield f"state {state.name} is of layer {state.layer} of {config.num_layers}"
+        past = tuple(getattr(config, name) for name in _PAST.get(state.role, ()))
+        if state.role in _PAST and (state.shape[: len(past)] != past or len(state.shape) > 3):
+            yield f"state {state.name} has shape {list(state.shape)}, the decoder's sizes are {list(past)}"
+    if sum(state.format.itemsize * prod(state.shape) for state in states) > _MOST_STATE:
+        yield "the states are larger than any machine's memory"
+
+
+def _names(manifest: Manifest) -> Iterator[str]:
+    decoder = manifest.decoder
+    states = {state.name for state in decoder.state}
+    yield from _unknown("decoder.inputs", decoder.inputs, states | _FEEDS)
+    yield from _unknown("decoder.outputs", decoder.outputs, states | _RESULTS)
+    yield from _unknown("decoder.prefill_outputs", decoder.prefill_outputs, states | _RESULTS)
+    needed = {decoder.config.input_name, "position"}
+    if lacking := sorted(needed - set(decoder.inputs)):
+        yield f"decoder.inputs lacks {', '.join(lacking)}"
+    if "logits" not in decoder.outputs:
+        yield "decoder.outputs lacks logits"
+
+
+def _programs(manifest: Manifest) -> Iterator[str]:
+    """Check the library of every CPU, and the names of its programs."""
+    host, states = manifest.host, {state.name for state in manifest.decoder.state}
+    groups = {variant.instruction_set: variant.programs for variant in host.variants}
+    groups |= {} if host.board is None else {host.board.cpu: host.board.programs}
+    for cpu, programs in groups.items():
+        yield from _not_a_file(manifest, f"library for {cpu}", programs.library)
+        for name, program in programs.named().items():
+            where = f"program {name} for {cpu}"
+            if name != _CONTEXT:
+                yield from _unknown(f"{where}, inputs", program.inputs, states | _FEEDS)
+            results = {EMBEDDED} if name == _EMBED else states | _RESULTS
+            yield from _unknown(f"{where}, outputs", program.outputs, results)
+            yield from (f"{where} has the parameter {param!r} twice" for param in _twice(program.params))
+
+
+def _files(manifest: Manifest) -> Iterator[str]:
+    if len(manifest.files) > limits.MANIFEST_FILES:
+        yield f"{len(manifest.files)} files are more than {limits.MANIFEST_FILES}"
+    if manifest.onnx is not None:
+        for name, value in manifest.onnx:
+            if isinstance(value, str):
+                yield from _not_a_file(manifest, f"onnx.{name}", value)
+    if manifest.accelerator is not None:
+        yield from _not_a_file(manifest, "accelerator.weights", manifest.accelerator.weights)
+        yield from _not_a_file(manifest, "accelerator.table", manifest.accelerator.table)
+
+
+def _thresholds(manifest: Manifest) -> Iterator[str]:
+    gates = {gate for gate in manifest.layers.gates if gate is not None}
+    if len(gates) > 1:
+        yield f"layers have several gates: {', '.join(sorted(gates))}"
+    if manifest.options.replay is not None and gates - {manifest.options.replay.gate}:
+        yield f"layers have gate {', '.join(sorted(gates))}, options.replay.gate is {manifest.options.replay.gate}"
+    if manifest.thresholds is not None:
+        try:
+            manifest.thresholds.check(manifest.layers.gates, "")
+        except ArtifactError as error:
+            yield error.what
+
+
+def _accelerator(manifest: Manifest) -> Iterator[str]:
+    section, config = manifest.accelerator, manifest.decoder.config
+    if section is None:
+        return
+    spec, layers = section.design.spec, manifest.layers.layers
+    sizes = {"batch": config.batch_size, "layers": config.num_layers}
+    if layers:
+        sizes |= {"hidden": layers[0].mlp.hidden, "intermediate": layers[0].mlp.intermediate}
+    for name, size in sizes.items():
+        if getattr(spec, name) != size:
+            yield f"accelerator.design.spec.{name} is {getattr(spec, name)}, the decoder has {size}"
+    gated = {layer.layer for layer in layers if layer.replay is not None}
+    if set(section.controller.gated_layers) - gated:
+        yield "accelerator.controller.gated_layers names a layer that has no gate"
+    kernels = [kernel.name for kernel in section.kernels]
+    yield from (f"two kernels have the name {name!r}" for name in _twice(kernels))
+    for part in section.linears:
+        if part.layer is not None and not 0 <= part.layer < config.num_layers:
+            yield f"accelerator linear {part.name} is of layer {part.layer} of {config.num_layers}"
+    yield from _step(manifest, section)
+
+
+def _step(manifest: Manifest, section: AcceleratorSection) -> Iterator[str]:
+    """Check a whole decode step on the accelerator."""
+    if (section.step is not None) != (section.offload == "all"):
+        yield f"accelerator.offload is {section.offload!r}, but accelerator.step says otherwise"
+    if section.step is None:
+        return
+    states = {state.name for state in manifest.decoder.state}
+    if states != set(section.step.states):
+        yield "accelerator.step.states are not the states of the decoder"
+    if not all(0 <= word <= limits.SIZE for word in section.step.states.values()):
+        yield "accelerator.step.states are at impossible places"
+    for kernel in section.kernels:
+        if not kernel.weights() or len(kernel.weights()) != len(kernel.caches()):
+            yield f"kernel {kernel.name} has {len(kernel.weights())} weight ports and {len(kernel.caches())} for caches"
+
+
+def _unknown(where: str, names: Iterable[str], known: set[str] | frozenset[str]) -> Iterator[str]:
+    given = list(names)
+    yield from (f"{where}: there is no {name!r}" for name in given if name not in known)
+    yield from (f"{where}: {name!r} is there twice" for name in _twice(given))
+
+
+def _not_a_file(manifest: Manifest, where: str, name: str) -> Iterator[str]:
+    if name not in manifest.files:
+        yield f"{where}: {name!r} is not a file of the artifact"
+
+
+def _twice(names: Iterable[str]) -> list[str]:
+    return sorted(name for name, count in Counter(names).items() if count > 1)

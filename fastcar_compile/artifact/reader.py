@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from pydantic import ValidationError
 
 from fastcar_compile.artifact.claim import moved_artifact
-from fastcar_compile.artifact.consistency import inconsistencies, survives
 from fastcar_compile.artifact.digest import Digests, manifest_digest, name_problem
 from fastcar_compile.artifact.layout import MANIFEST, RESERVED, weight_files
-from fastcar_compile.artifact.manifest import CHECKSUM, SCHEMA_VERSION, Manifest, sealed
+from fastcar_compile.artifact.manifest import CHECKSUM, SCHEMA_VERSION, Manifest, inconsistencies, sealed
 from fastcar_compile.artifact.opened import OpenedFiles
 from fastcar_compile.config import describe_validation
 from fastcar_compile.errors import ArtifactError, UserError
@@ -175,10 +174,26 @@ def _validated(data: dict[str, Any], where: str) -> Manifest:
     if bad:
         text = "; ".join(bad)
         raise ArtifactError(f"the manifest names files that are refused: {text}", where=where, hint=_HINT)
-    if not survives(data, rewritten):
+    if not _survives(data, rewritten):
         what = "the manifest has bad fields: a value has another type than the writer gives"
         raise ArtifactError(what, where=where, hint=_HINT)
     if problems := inconsistencies(manifest):
         text = "; ".join(problems[:_MOST_PROBLEMS])
         raise ArtifactError(f"the manifest contradicts itself: {text}", where=where, hint=_HINT)
     return manifest
+
+
+def _survives(data: Any, dumped: Any) -> bool:
+    """Return whether the typed form writes a file's JSON again, except for fields that the file leaves out.
+
+    A number that is given as a string, for example, does not survive: its type reads it as a number.
+    """
+    match data, dumped:
+        case dict(), dict():
+            given, kept = cast("dict[str, Any]", data), cast("dict[str, Any]", dumped)
+            return all(name in kept and _survives(value, kept[name]) for name, value in given.items())
+        case list(), list():
+            items, others = cast("list[Any]", data), cast("list[Any]", dumped)
+            return len(items) == len(others) and all(map(_survives, items, others))
+        case _:
+            return type(data) is type(cast("object", dumped)) and data == dumped

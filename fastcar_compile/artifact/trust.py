@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from fastcar_compile.artifact.claim import claimed, sync
+from fastcar_compile.artifact.claim import claimed, put
 from fastcar_compile.artifact.digest import DIGEST_PATTERN, DIGEST_PREFIX
 from fastcar_compile.artifact.layout import MANIFEST, SIGNATURE
 from fastcar_compile.artifact.manifest import Manifest
@@ -249,27 +249,24 @@ def _written(root: Path, make: Callable[[Path], None]) -> Any:
         try:
             made = building / "bundle"
             make(made)
-            made.chmod(0o644)
-            sync(made)
             data = made.read_bytes()
-            os.replace(made, folder / SIGNATURE)
-            sync(folder)
+            put(made, folder / SIGNATURE, 0o644)
             return json.loads(data)
         except OSError as error:
             raise ArtifactError(f"the signature cannot be written: {error}", where=str(root)) from error
 
 
 _GONE = {
-    **dict.fromkeys(("CertificateSigner", "SigningCertificate"), "certificate"),
-    **dict.fromkeys(("KeylessSigner", "SigningIdentity"), "sigstore"),
-    "Policy": "key",
+    **dict.fromkeys(("KeySigner", "SigningKey"), "give the key's path to fc.sign and fc.load"),
+    **dict.fromkeys(("CertificateSigner", "SigningCertificate"), SUCCESSOR.format("certificate")),
+    **dict.fromkeys(("KeylessSigner", "SigningIdentity"), SUCCESSOR.format("sigstore")),
+    "Policy": SUCCESSOR.format("key"),
 }
+"""Names of version 0.1 -> what does their work now."""
 
 
 def __getattr__(name: str) -> NoReturn:
     """Raise an error that names the successor of a name of version 0.1."""
-    if name in ("KeySigner", "SigningKey"):
-        raise AttributeError(f"{__name__}.{name} is gone: give the key's path to fc.sign and fc.load")
     if name in _GONE:
-        raise AttributeError(f"{__name__}.{name} is gone: {SUCCESSOR.format(_GONE[name])}")
+        raise AttributeError(f"{__name__}.{name} is gone: {_GONE[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from fastcar_compile.artifact.claim import NO_ROOM, OLD, claimed, sync, write_error
+from fastcar_compile.artifact.claim import NO_ROOM, OLD, claimed, put, sync, write_error
 from fastcar_compile.artifact.digest import Digests, FileEntry, manifest_digest, name_problem, walk
 from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE
 from fastcar_compile.artifact.manifest import Manifest, Sections, producer_versions
@@ -214,9 +214,7 @@ def store_thresholds(path: Path, manifest: Manifest, thresholds: Thresholds | No
             # Beside the artifact, not in it: a file left behind by a kill must not make the artifact invalid.
             new = building / MANIFEST
             new.write_bytes(data)
-            new.chmod((root / MANIFEST).stat().st_mode & 0o777)
-            sync(new)
-            os.replace(new, root / MANIFEST)
+            put(new, root / MANIFEST, (root / MANIFEST).stat().st_mode & 0o777)
         except OSError as error:
             raise ArtifactError(f"the manifest cannot be written: {error}", where=str(root)) from error
     return changed, manifest_digest(data)
