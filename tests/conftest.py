@@ -2,13 +2,17 @@
 
 import gc
 import hashlib
+import importlib
 import importlib.util
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock
@@ -99,6 +103,34 @@ def quick_simulations(precompiled: Precompiled) -> None:
     build.FLAGS[:] = [*(flag.replace("-O2", "-O1") for flag in build.FLAGS), "-Wno-maybe-uninitialized"]
     compiled = [flag for flag in build.FLAGS if flag != "-shared"]
     build.FLAGS += precompiled([*compiled, "-isystem", str(build.ap_types_folder())])
+
+
+@contextmanager
+def imported(folders: Sequence[Path], names: Sequence[str]) -> Generator[SimpleNamespace]:
+    """Modules by the last part of their names, imported as the scripts of these folders import them. They and what else
+    came from the folders are forgotten at the end."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*map(str, folders), *sys.path])
+        try:
+            yield SimpleNamespace(**{name.rpartition(".")[2]: importlib.import_module(name) for name in names})
+        finally:
+            for name in set(sys.modules) - before:
+                if any(Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(f) for f in folders):
+                    del sys.modules[name]
+
+
+def fresh_process(*words: object, without: tuple[str, ...] = ()) -> str:
+    """What Python prints in a process of its own.
+
+    words: its arguments. without: beginnings of environment variables that the process does not get.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(without)}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def missing(text: str) -> None:

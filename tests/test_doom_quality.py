@@ -1,8 +1,6 @@
 """docs/measurements/doom.md: which sequences are used, what its numbers say, and the files that it measured."""
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import check_module
+from conftest import check_module, imported
 
 from fastcar_compile.gates import GateWeights
 from fastcar_compile.tune.evaluate import load_cases
@@ -19,21 +17,14 @@ ROOT = Path(__file__).parents[1]
 NAMES = (
     "setup", "sequences", "stages", "curves", "document", "document_tables", "document_text", "pictures", "weighting",
 )  # fmt: skip
-EXAMPLE = ("autoencoder", "data", "decoder", "world_format", "strips")
 
 
 @pytest.fixture(scope="module")
 def study() -> Iterator[SimpleNamespace]:
     """The study's modules, as its script imports them."""
     check_module("vector_quantize_pytorch")
-    before = list(sys.path)
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(f"replay_doom.{name}") for name in NAMES})
-    finally:
-        sys.path[:] = before
-        for name in [name for name in sys.modules if name.startswith("replay_doom") or name in EXAMPLE]:
-            sys.modules.pop(name)
+    with imported([ROOT / "benchmarks", ROOT / "examples"], [f"replay_doom.{name}" for name in NAMES]) as modules:
+        yield modules
 
 
 def split_of(study: SimpleNamespace) -> Any:

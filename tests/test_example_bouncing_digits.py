@@ -1,9 +1,7 @@
 """The bouncing-digits example, and what the examples share: data, training that goes on, and the decoder it ships."""
 
-import importlib
 import json
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import imported
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -27,15 +26,8 @@ SIZE_LIMIT = 4 * 2**20
 @pytest.fixture(scope="module")
 def example() -> Iterator[SimpleNamespace]:
     """The example's modules, imported as its own scripts import them."""
-    before = list(sys.path)
-    sys.path[:0] = [str(FOLDER), str(EXAMPLES)]
-    try:
-        modules = {name.split(".")[-1]: importlib.import_module(name) for name in (*NAMES[:1], *NAMES[2:])}
-        yield SimpleNamespace(**modules, example=importlib.import_module("train"))
-    finally:
-        sys.path[:] = before
-        for name in (*NAMES, "common"):
-            sys.modules.pop(name, None)
+    with imported([FOLDER, EXAMPLES], NAMES) as modules:
+        yield modules
 
 
 @given(data=st.data())
@@ -128,5 +120,5 @@ def test_shipped_decoder_is_small_another_architecture_and_models_motion(example
     nll = float(example.likelihood.nll_by_frame(model, tokens, 101)[1:].mean())
     assert nll <= NLL_LIMIT
     assert nll < 0.12 * example.likelihood.copy_nll(tokens, 101, video.VOCAB_SIZE)
-    built = example.example.build_model().config
+    built = example.train.build_model().config
     assert {key: getattr(built, key) for key in expected} == expected

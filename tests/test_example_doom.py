@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import check_module
+from conftest import check_module, imported
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import fastcar_compile as fc
@@ -27,14 +27,8 @@ NAMES = ("world_format", "data", "autoencoder", "decoder", "rollout", "strips", 
 def example() -> Iterator[SimpleNamespace]:
     """The example's modules, imported as its own scripts import them."""
     check_module("vector_quantize_pytorch")
-    before = list(sys.path)
-    sys.path[:0] = [str(FOLDER), str(EXAMPLES)]
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    finally:
-        sys.path[:] = before
-        for name in (*NAMES, "game", "common", "common.training", "common.progress", "common.likelihood"):
-            sys.modules.pop(name, None)
+    with imported([FOLDER, EXAMPLES], NAMES) as modules:
+        yield modules
 
 
 def tiny() -> Qwen3ForCausalLM:

@@ -3,7 +3,6 @@
 import importlib
 import json
 import logging
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import check_module
+from conftest import check_module, imported
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -30,13 +29,8 @@ SIZE_LIMIT = 4 * 2**20
 def example() -> Iterator[SimpleNamespace]:
     """The example's modules, imported as its own scripts import them."""
     check_module("PIL")
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in NAMES:
-            sys.modules.pop(name, None)
+    with imported([FOLDER], NAMES) as modules:
+        yield modules
 
 
 @given(data=st.data())

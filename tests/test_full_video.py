@@ -1,6 +1,5 @@
 """The shipped decoder over one whole held-out video (2048 tokens): every backend against the original model."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import check_module, check_tool
+from conftest import check_module, check_tool, imported
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -29,13 +28,9 @@ OPTIONS: dict[str, Any] = {"tokens_per_frame": FRAME, "prefill_chunk": 1, "offlo
 def video() -> SimpleNamespace:
     """The model, BOS and a held-out video as ids [1, 2049], and the original model's logits [2048, V]."""
     model = LlamaForCausalLM.from_pretrained(EXAMPLE / "model", local_files_only=True, dtype=torch.float32).eval()
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        from video import make_videos, tokenize, with_bos
-    finally:
-        sys.path.remove(str(EXAMPLE))
-        sys.modules.pop("video", None)
-    ids = torch.from_numpy(with_bos(tokenize(make_videos(1, seed=1))))
+    with imported([EXAMPLE], ["video"]) as modules:
+        example = modules.video
+    ids = torch.from_numpy(example.with_bos(example.tokenize(example.make_videos(1, seed=1))))
     with torch.inference_mode():
         logits = model(ids[:, :TOKENS], use_cache=False).logits[0]
     return SimpleNamespace(model=model, ids=ids, logits=logits)

@@ -1,7 +1,6 @@
 """offload="linears" end to end: the shipped decoder through the engine in C simulation, and what users are told."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from agreement import decode
-from conftest import check_module, check_tool
+from conftest import check_module, check_tool, imported
 from decoders import PlainDecoder, llama
 from transformers import LlamaForCausalLM
 
@@ -32,13 +31,9 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     check_module("hls4ml")
     model = LlamaForCausalLM.from_pretrained(EXAMPLE / "model", local_files_only=True, dtype=torch.float32).eval()
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:LAYERS], LAYERS
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        from video import make_videos, tokenize, with_bos
-    finally:
-        sys.path.remove(str(EXAMPLE))
-        sys.modules.pop("video", None)
-    ids = torch.from_numpy(with_bos(tokenize(make_videos(2, seed=1))))[:, :TOKENS]
+    with imported([EXAMPLE], ["video"]) as modules:
+        video = modules.video
+    ids = torch.from_numpy(video.with_bos(video.tokenize(video.make_videos(2, seed=1))))[:, :TOKENS]
     replay = fc.ReplayConfig(threshold=(0.0, -25.0))
     options = {"target": "zcu102", "tokens_per_frame": FRAME, "batch_size": 2, "replay": replay, "offload": "linears"}
     report = fc.compile(model, dry_run=True, **options)

@@ -78,7 +78,7 @@ def evaluate_command(
     The videos should be none that the gate or the decoder was trained on.
     """
     from fastcar_compile.tune import evaluate
-    from fastcar_compile.tune.evaluate.pictures import draw
+    from fastcar_compile.tune.evaluate.plots import draw
 
     if (cases is None) == (calibration_videos is None):
         hint = "give the videos to choose thresholds on, or a file of --save-cases"

@@ -1,21 +1,18 @@
 """Decoding loads neither torch nor the compiler, and lives with both in one process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import fresh_process
 from decoders import llama
 
 import fastcar_compile as fc
 
 HEAVY = "torch transformers onnx onnxruntime onnxscript jinja2 tvm "
 HEAVY += "fastcar_compile.ir.ops fastcar_compile.ir.program fastcar_compile.codegen"
-ROOT = Path(fc.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -24,19 +21,11 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     return fc.compile(llama(), target="cpu", tokens_per_frame=8, prefill_chunk=4, output=folder)
 
 
-def run(code: str, *words: object) -> str:
-    """What a fresh process prints."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_importing_the_package_loads_no_other_module_of_it() -> None:
     code = "import sys, fastcar_compile; print([m for m in sys.modules if m.startswith('fastcar_compile.')])"
-    assert run(code) == "[]\n"
-    assert run("import sys, fastcar_compile; print([m for m in ('numpy', 'pydantic') if m in sys.modules])") == "[]\n"
+    assert fresh_process("-c", code) == "[]\n"
+    code = "import sys, fastcar_compile; print([m for m in ('numpy', 'pydantic') if m in sys.modules])"
+    assert fresh_process("-c", code) == "[]\n"
 
 
 def test_every_public_name_is_there() -> None:
@@ -76,7 +65,8 @@ print(again.session("cpu").generate(np.array([[1, 2, 3]]), 12).tolist())
 
 
 def test_decoding_loads_no_compiler_and_compiling_afterwards_works(artifact: fc.Artifact, tmp_path: Path) -> None:
-    lines = run(DECODE + AFTER, artifact.path, Path(__file__).parents[1], tmp_path / "again").splitlines()
+    words = (artifact.path, Path(__file__).parents[1], tmp_path / "again")
+    lines = fresh_process("-c", DECODE + AFTER, *words).splitlines()
     expected = artifact.session("cpu").generate(np.array([[1, 2, 3]]), 12).tolist()
     assert lines == [str(expected)] * 3
 

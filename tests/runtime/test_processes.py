@@ -1,18 +1,14 @@
 """Sessions and child processes: fork before and after opening, and spawn; and what a thousand sessions leave."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import fresh_process
 from decoders import llama
 
 import fastcar_compile as fc
-
-ROOT = Path(fc.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +84,7 @@ def outcome(script: str, folder: Path, *words: object) -> Any:
     """What a script prints last, from JSON."""
     file = folder / "script.py"
     file.write_text(script)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TVM_")} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(file), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(fresh_process(file, *words, without=("TVM_",)).splitlines()[-1])
 
 
 @pytest.mark.parametrize("backend", ["cpu", "onnxruntime"])

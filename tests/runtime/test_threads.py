@@ -1,12 +1,11 @@
 """How many cores are used: affinity, control groups, TVM's pool."""
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
+from conftest import fresh_process
 
 from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.guard import use_threads
@@ -68,11 +67,7 @@ def test_the_pool_has_the_threads_asked_for_binds_none_and_sleeps(tmp_path: Path
     """TVM's defaults: half of the cores, each thread bound to one, and 0.16 s of spinning after the last step."""
     script = tmp_path / "pool.py"
     script.write_text(POOL)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TVM_", "OMP_"))}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=300)
-    assert run.returncode == 0, run.stderr
-    assert float(run.stdout) < 0.05
+    assert float(fresh_process(script, without=("TVM_", "OMP_"))) < 0.05
 
 
 def test_a_pool_that_cannot_grow_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
