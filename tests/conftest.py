@@ -120,14 +120,15 @@ def imported(folders: Sequence[Path], names: Sequence[str]) -> Generator[SimpleN
                     del sys.modules[name]
 
 
-def fresh_process(*words: object, without: tuple[str, ...] = ()) -> str:
-    """What Python prints in a process of its own.
+def fresh_process(*words: object, without: tuple[str, ...] = (), inside: Sequence[str] = ()) -> str:
+    """What Python prints in a process of its own, which finds the package and the tests.
 
-    words: its arguments. without: beginnings of environment variables that the process does not get.
+    words: its arguments. without: beginnings of environment variables that the process does not get. inside: a command
+    that runs another one, such as unshare.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(without)}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    command = [sys.executable, *map(str, words)]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, Path(__file__).parents[:2]))
+    command = [*inside, sys.executable, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

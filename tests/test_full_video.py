@@ -104,14 +104,6 @@ def test_minus_infinity_replays_1791_of_2047(video: SimpleNamespace, artifacts: 
     assert session.stats.replay_ratio == pytest.approx(0.8749, abs=5e-5)
 
 
-def test_minus_infinity_in_onnxruntime(video: SimpleNamespace, artifacts: dict[str, fc.Artifact]) -> None:
-    """The first frame never replays, everything after it does; a step takes ten times as long as on cpu."""
-    session = artifacts["none"].session("onnxruntime", record=True)
-    session.set_threshold(-float("inf"))
-    decode(session, video.ids, FRAME + 32)
-    assert session.stats.decisions[:, :, 0].T.tolist() == [[False] * FRAME + [True] * 31] * 4
-
-
 def test_max_chain_of_one_replays_every_other_frame(video: SimpleNamespace, tmp_path: Path) -> None:
     replay = fc.ReplayConfig(threshold=-float("inf"), max_chain=1)
     artifact = fc.compile(video.model, "cpu", replay=replay, output=tmp_path / "chain", **OPTIONS)

@@ -1,12 +1,12 @@
 """docs/measurements/quality.md: its verdicts follow from the rows, and the shipped cases fit their decoders."""
 
-import importlib
 import json
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import imported
 
 import fastcar_compile as fc
 from fastcar_compile.gates import GateWeights
@@ -30,11 +30,9 @@ def bounds(document: Any) -> list[Any]:
 
 
 @pytest.fixture
-def document(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield importlib.import_module("replay_quality.document")
-    for name in [name for name in sys.modules if name.startswith("replay_quality")]:
-        sys.modules.pop(name)
+def document() -> Iterator[Any]:
+    with imported([ROOT / "benchmarks"], ["replay_quality.document"]) as modules:
+        yield modules.document
 
 
 def test_verdicts_follow_from_the_rows(document: Any, tmp_path: Path) -> None:

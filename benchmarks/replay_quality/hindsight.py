@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 import fastcar_compile as fc
 from fastcar_compile.frontend.model_facts import ModelFacts
-from fastcar_compile.tune.training.relaxed import Relaxation, RelaxedDecoder, Sample, Scorer
-from fastcar_compile.tune.training.scorers import LearnedScorer
+from fastcar_compile.tune.training.relaxed import LearnedScorer, Relaxation, RelaxedDecoder, Sample, Scorer
 
 HINDSIGHT_VIDEOS = 4
 STEPS, RATE, SAY_EVERY = 300, 0.1, 20

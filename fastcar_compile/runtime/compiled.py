@@ -119,10 +119,13 @@ class Artifact(Described, StoredArtifact):
     @cached_property
     def program(self) -> DecoderProgram:
         """The rewritten program."""
+        return self._program(GRAPH_AFTER)
+
+    def _program(self, name: str, *, missing_on_meta: bool = False) -> DecoderProgram:
         with needs("compile"):
             from fastcar_compile.artifact.programs import program_from_json
 
-        return program_from_json(self.json(GRAPH_AFTER), self.params)
+        return program_from_json(self.json(name), self.params, missing_on_meta=missing_on_meta)
 
     @property
     def graph(self) -> fx.GraphModule:
@@ -136,12 +139,7 @@ class Artifact(Described, StoredArtifact):
         Straight after `compile` it runs. A loaded artifact keeps no float copy of quantised weights: they are
         tensors on the meta device, so that the graph can be read but not run.
         """
-        with needs("compile"):
-            from fastcar_compile.artifact.programs import program_from_json
-
-        if self._original is not None:
-            return self._original
-        return program_from_json(self.json(GRAPH_BEFORE), self.params, missing_on_meta=True).graph_module
+        return self._original or self._program(GRAPH_BEFORE, missing_on_meta=True).graph_module
 
     def _description(self) -> Description:
         thresholds = self.manifest.layers.thresholds if self.thresholds is None else self.thresholds.values

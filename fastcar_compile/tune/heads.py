@@ -18,18 +18,16 @@ MOST_HEADS = 3
 Heads = tuple[tuple[int, float], ...]
 
 
-def choose_heads(
-    evaluator: Evaluator, counts: list[int], say: Say = lambda _line: None, first: int = 0
-) -> Iterator[Heads]:
+def choose_heads(evaluator: Evaluator, counts: list[int], say: Say) -> Iterator[Heads]:
     """Yield for each layer the (head, weight 1 or -1) pairs with the least NLL when SHARE of this layer alone replays.
 
     The best single head comes first. Then comes the head whose sum or difference with those chosen lowers the NLL most.
 
     Args:
         evaluator: on calibration videos, with gate "tas". counts: query heads of each layer.
-        say: called with one line per chosen head. first: the first layer to choose for.
+        say: called with one line per chosen head.
     """
-    for layer, count in list(enumerate(counts))[first:]:
+    for layer, count in enumerate(counts):
         yield _layer(evaluator, layer, count, say)
 
 

@@ -279,8 +279,11 @@ class LayerRule:
     """
 
     def __init__(self, config: DecoderConfig, rules: Rules, layer: int, scale: float, threshold: float | None) -> None:
-        self._config, self._rules, self._layer, self._scale = config, rules, layer, scale
+        self._config, self._layer, self._scale = config, layer, scale
         self._gate = rules.gates[layer]
+        longest = -1 if rules.max_chain is None else rules.max_chain
+        at_most, refresh = self._gate.comparison is Comparison.AT_MOST, rules.refresh_every or 0
+        self._rule = ReplayRule(config.tokens_per_frame, longest, rules.couple_cfg, refresh, at_most)
         value = self._gate.comparison.never if threshold is None else threshold
         self._threshold = torch.tensor(value, dtype=torch.float32)
         frame, rows, width = config.tokens_per_frame, config.batch_size, config.hidden_size
@@ -303,7 +306,7 @@ class LayerRule:
         now, output = fresh.x, fresh.output.reshape(rows, -1, width)[:, :count].transpose(0, 1)
         inputs, chain = self._inputs[slots], self._chain[slots]
         score = self._score(fresh, inputs).reshape(count, rows)
-        replay = decide(score, self._threshold, steps[:, None], chain, self._rule())
+        replay = decide(score, self._threshold, steps[:, None], chain, self._rule)
         y = torch.where(replay[..., None], self._outputs[slots], output)
         # A row that replays writes back what it read: its slot stays.
         self._outputs[slots] = y
@@ -317,11 +320,6 @@ class LayerRule:
         result = fresh.output.clone()
         result.view(rows, -1, width)[:, :count] = y.transpose(0, 1)
         return result
-
-    def _rule(self) -> ReplayRule:
-        rules, at_most = self._rules, self._gate.comparison is Comparison.AT_MOST
-        longest = -1 if rules.max_chain is None else rules.max_chain
-        return ReplayRule(self._config.tokens_per_frame, longest, rules.couple_cfg, rules.refresh_every or 0, at_most)
 
     def _score(self, fresh: Fresh, cached: Tensor) -> Tensor:
         """Return the gate's scores [n * B]: the tokens of a chunk become rows of the gate's own operator."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates import Comparison, Gate
+from fastcar_compile.gates.tensors import replace_file
 from fastcar_compile.support.strict_json import read_json
 from fastcar_compile.tune.curves import LossCurves, Point, allocate, allocate_budget
 from fastcar_compile.tune.evaluator import Evaluator
@@ -62,9 +62,7 @@ class Journal:
         if self._path is not None:
             text = json.dumps({"key": self._key, self._field: self.entries}, sort_keys=True, indent=0)
             # A kill while writing leaves the old journal: the new one takes its name when it is whole.
-            scratch = self._path.with_name(self._path.name + ".part")
-            scratch.write_text(text + "\n", "utf-8")
-            os.replace(scratch, self._path)
+            replace_file(self._path, f"{text}\n".encode())
 
 
 QUANTILES = (0.2, 0.4, 0.55, 0.68, 0.78, 0.86, 0.92, 0.96, 1.0)
@@ -192,16 +190,14 @@ class Search:
         """
         share, before = self.share(layer, base[layer]), self.outcome(base)
         points = [Point(base[layer], before.ratios[layer], 0.0)]
-        shares = [max(share - spread, 0.0), min(share + spread, 1.0), *(self._ends(layer) if ends else ())]
+        outer = (0.0, *(() if layer in self._ended else (1.0,))) if ends else ()
+        shares = [max(share - spread, 0.0), min(share + spread, 1.0), *outer]
         values = [self.at(layer, s) for s in shares] if self._able[layer] else []
         for value in dict.fromkeys(values):
             if value != base[layer]:
                 found = self.outcome(_with(base, layer, value))
                 points.append(Point(value, found.ratios[layer], found.loss - before.loss))
         return points
-
-    def _ends(self, layer: int) -> tuple[float, ...]:
-        return (0.0,) if layer in self._ended else (0.0, 1.0)
 
     def _between(self, layer: int, points: list[Point]) -> list[Point]:
         """Return the points of a layer with further ones read from a curve through the three around its own share."""

@@ -3,10 +3,12 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fastcar_compile.gates import GATES
+from fastcar_compile.tune.calibrate import expected
 from fastcar_compile.tune.curves import HOPELESS
 from fastcar_compile.tune.rule import Measurement
 from fastcar_compile.tune.search import QUANTILES, TOLERANCE, Journal, Search
@@ -30,9 +32,12 @@ class Numbers:
         return float(((scores <= threshold) if self.at_most else (scores >= threshold)).float().mean())
 
 
+def searching(evaluator: Any, gate: str = "learned", layers: int = 2) -> Search:
+    return Search(evaluator, GATES[gate], [True] * layers, Journal(None, ""), lambda _line: None)
+
+
 def search(gate: str, cost: float) -> Search:
-    numbers: Any = Numbers(cost, gate == "learned")
-    return Search(numbers, GATES[gate], [True, True], Journal(None, ""), lambda _line: None)
+    return searching(Numbers(cost, gate == "learned"), gate)
 
 
 @pytest.mark.parametrize("gate", ["tas", "learned"])
@@ -78,8 +83,7 @@ class Lumps(Numbers):
 
 @pytest.mark.parametrize("target", [0.4, 0.6])
 def test_calibrated_is_better_than_one_quantile_for_every_layer(target: float) -> None:
-    numbers: Any = Lumps(0.1, True)
-    one = Search(numbers, GATES["learned"], [True, True], Journal(None, ""), lambda _line: None)
+    one = searching(Lumps(0.1, True))
     uniform, found = one.outcome(one.uniform(target)), one.outcome(one.for_replay(target))
     assert uniform.replay >= target
     assert found.replay >= target
@@ -107,8 +111,7 @@ class Smooth(Numbers):
 
 
 def smooth() -> Search:
-    numbers: Any = Smooth(10.0, True)
-    return Search(numbers, GATES["input_delta"], [True, True], Journal(None, ""), lambda _line: None)
+    return searching(Smooth(10.0, True), "input_delta")
 
 
 def test_curves_are_read_between_their_points() -> None:
@@ -131,3 +134,61 @@ def test_a_shift_needs_few_measurements(target: float) -> None:
     found = one.shifted((one.at(0, 0.5), one.at(1, 0.6)), target)
     assert target <= one.outcome(found).replay <= target + TOLERANCE
     assert one.count - measured <= 3
+
+
+# What other videos are expected to replay: left-out videos, the interval, and how many videos narrow it.
+
+
+LEVELS = torch.linspace(0, 1, 2001)
+
+
+class Population:
+    """One layer. A video replays what its threshold passes, shifted by the video's own amount."""
+
+    def __init__(self, amounts: np.ndarray) -> None:
+        self.amounts = amounts
+
+    def measure(self, thresholds: tuple[float | None, ...]) -> Measurement:
+        (value,) = thresholds
+        level = -math.inf if value is None else value
+        shares = np.clip(level + self.amounts, 0, 1)
+        return Measurement(1.0, (float(shares.mean()),), (LEVELS,), tuple(shares.tolist()))
+
+
+def test_the_interval_holds_the_share_of_other_videos() -> None:
+    """Videos deviate by 0.08. The thresholds meet 0.5 on a few, and the others replay 0.5 minus these few's mean."""
+    random, held, errors = np.random.default_rng(0), 0, []
+    for _ in range(200):
+        amounts = random.normal(0, 0.08, 6)
+        one = searching(Population(amounts), layers=1)
+        values = one.uniform(0.5)
+        found = expected(one, values)
+        assert found is not None
+        level = values[0]
+        assert level is not None
+        held += found.low <= level <= found.high  # other videos' mean amount is zero, so they replay the threshold
+        errors.append(found.replay - one.outcome(values).replay)
+    assert 0.85 <= held / 200 <= 0.95
+    assert np.abs(errors).max() < 0.002
+
+
+def test_more_videos_narrow_the_interval() -> None:
+    amounts = np.random.default_rng(0).normal(0, 0.08, 4)
+    one = searching(Population(amounts), layers=1)
+    few = expected(one, one.uniform(0.5))
+    assert few is not None
+    again = searching(Population(np.tile(amounts, few.videos_needed // 4 + 1)), layers=1)
+    many = expected(again, again.uniform(0.5))
+    assert many is not None
+    assert few.high - few.low > 0.04 >= many.high - many.low
+    assert many.videos_needed <= many.videos
+    assert few.videos < few.videos_needed
+    alone = searching(Population(amounts[:1]), layers=1)
+    assert expected(alone, alone.uniform(0.5)) is None
+
+
+def test_layers_that_never_replay_have_a_share_of_nothing() -> None:
+    one = searching(Population(np.zeros(3)), layers=1)
+    found = expected(one, one.closed)
+    assert found is not None
+    assert (found.replay, found.low, found.high, found.videos_needed) == (0.0, 0.0, 0.0, 2)

@@ -1,5 +1,6 @@
 """Training of gates: the decoder with gradients against the evaluator, what training gains, the file."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +17,10 @@ from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, UserError
 from fastcar_compile.tune.calibrate import program_of, rules_of
 from fastcar_compile.tune.evaluator import Evaluator
-from fastcar_compile.tune.training.relaxed import Relaxation, RelaxedDecoder
-from fastcar_compile.tune.training.scorers import TasScorer
+from fastcar_compile.tune.training.relaxed import Relaxation, RelaxedDecoder, TasScorer
 from fastcar_compile.tune.training.train import Options, Training
+
+from .conftest import interrupted_and_resumed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -145,20 +147,8 @@ def test_same_seed_same_bytes_and_the_file_comes_back(
 
 
 def test_an_interrupted_training_goes_on(decoder: LlamaForCausalLM, some: np.ndarray, tmp_path: Path) -> None:
-    """Interrupted after step 12; the state is that after step 11."""
-    lines: list[str] = []
-
-    def stop(line: str) -> None:
-        lines.append(line)
-        if len(lines) == 12:
-            raise KeyboardInterrupt
-
-    kept, whole = tmp_path / "state.safetensors", train(decoder, some[:32], "tas", steps=13)
-    with pytest.raises(KeyboardInterrupt):
-        train(decoder, some[:32], "tas", steps=13, checkpoint=kept, progress=stop)
-    lines = ["an other list, which stops nothing"]
-    resumed = train(decoder, some[:32], "tas", steps=13, checkpoint=kept, progress=lines.append)
-    assert len(lines) == 3
+    one = partial(train, decoder, some[:32], "tas")
+    resumed, whole = interrupted_and_resumed(one, tmp_path / "state.safetensors"), one(steps=13)
     assert resumed.facts() == whole.facts()
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,8 @@ import fastcar_compile as fc
 from fastcar_compile.cli import app
 from fastcar_compile.errors import InputError
 from fastcar_compile.tune.training.relaxed import RelaxedDecoder
+
+from .conftest import interrupted_and_resumed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,19 +88,8 @@ def test_tuning_goes_on_from_a_gate(decoder: LlamaForCausalLM, some: np.ndarray)
 
 
 def test_an_interrupted_tuning_goes_on(decoder: LlamaForCausalLM, some: np.ndarray, tmp_path: Path) -> None:
-    lines: list[str] = []
-
-    def stop(line: str) -> None:
-        lines.append(line)
-        if len(lines) == 12:
-            raise KeyboardInterrupt
-
-    kept, whole = tmp_path / "state.safetensors", tune(decoder, some[:32], steps=13)
-    with pytest.raises(KeyboardInterrupt):
-        tune(decoder, some[:32], steps=13, checkpoint=kept, progress=stop)
-    lines = ["an other list, which stops nothing"]
-    resumed = tune(decoder, some[:32], steps=13, checkpoint=kept, progress=lines.append)
-    assert len(lines) == 3
+    one = partial(tune, decoder, some[:32])
+    resumed, whole = interrupted_and_resumed(one, tmp_path / "state.safetensors"), one(steps=13)
     assert resumed.gate.facts() == whole.gate.facts()
     for (name, weight), other in zip(resumed.model.named_parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(weight, other), name

@@ -6,12 +6,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import fresh_process
 from manifests import sections
 
 from fastcar_compile.artifact.reader import StoredArtifact
@@ -19,7 +19,6 @@ from fastcar_compile.artifact.writer import ArtifactWriter, store_thresholds
 from fastcar_compile.errors import ArtifactError
 from faults.crash_points import build, content
 
-TESTS = Path(__file__).parents[1]
 MEMORY = Path("/dev/shm")
 """Where a file is written through to the disk at once, since there is none."""
 
@@ -28,11 +27,7 @@ MEMORY = Path("/dev/shm")
 def crashes() -> dict[str, list[dict[str, Any]]]:
     """What was found after a kill at each step, by scenario."""
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-        paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-        command = [sys.executable, str(TESTS / "faults" / "crash_points.py"), folder]
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    return json.loads(done.stdout)
+        return json.loads(fresh_process(Path(__file__).with_name("crash_points.py"), folder))
 
 
 @pytest.mark.parametrize(

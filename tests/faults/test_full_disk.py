@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import missing
+from conftest import fresh_process, missing
 from manifests import sections
 
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.errors import ArtifactError
 from faults.crash_points import build
 
-TESTS = Path(__file__).parents[1]
 NAMESPACE = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
 
 
@@ -30,11 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         subprocess.run([*NAMESPACE, *mounted], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         missing("a mount in a namespace of its own (unshare --mount, mount -t tmpfs) is not allowed here")
-    paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    command = [*NAMESPACE, sys.executable, str(TESTS / "faults" / "full_disk.py"), str(base)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    return json.loads(done.stdout)
+    return json.loads(fresh_process(Path(__file__).with_name("full_disk.py"), base, inside=NAMESPACE))
 
 
 def test_a_full_disk_keeps_the_old_artifact(found: dict[str, Any]) -> None:

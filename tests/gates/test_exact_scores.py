@@ -17,8 +17,7 @@ from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, cpu_flags, runnabl
 from fastcar_compile.gates import scores
 from fastcar_compile.gates.tensors import exact_weights
 from fastcar_compile.runtime.backends.hls_csim import build_library, folder_sources
-from fastcar_compile.tune.training.relaxed import Sample
-from fastcar_compile.tune.training.scorers import LearnedScorer
+from fastcar_compile.tune.training.relaxed import LearnedScorer, Sample
 
 from .score_backends import (
     ARGUMENTS,

@@ -60,9 +60,13 @@ def stepper() -> SlowStepper:
     return SlowStepper()
 
 
+def opened(stepper: SlowStepper) -> Session:
+    return Session(stepper, program(CASE).config, [None] * LAYERS)
+
+
 @pytest.fixture
 def session(stepper: SlowStepper) -> Session:
-    return Session(stepper, program(CASE).config, [None] * LAYERS)
+    return opened(stepper)
 
 
 def elsewhere(work: Callable[[], Any]) -> Any:
@@ -164,7 +168,7 @@ def test_callbacks_may_read_and_set_thresholds_but_not_decode(session: Session) 
 
 
 def test_a_session_of_a_callback_decodes(session: Session) -> None:
-    other = Session(SlowStepper(), program(CASE).config, [None] * LAYERS)
+    other = opened(SlowStepper())
     seen: list[int] = []
     session.generate(token()[:, None], 4, on_token=lambda _: seen.append(int(other.step(token())[0].argmax())))
     assert seen == [1, 2, 3, 4]
@@ -217,7 +221,7 @@ CALLS: dict[str, Callable[[Session], object]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_anywhere_leaves_the_session_to_its_thread(name: str) -> None:
     place = 0
-    session = Session(SlowStepper(), program(CASE).config, [None] * LAYERS)
+    session = opened(SlowStepper())
     while interrupted(lambda session=session: CALLS[name](session), place):
         if name != "close":
             session.reset()
@@ -225,7 +229,7 @@ def test_an_interrupt_anywhere_leaves_the_session_to_its_thread(name: str) -> No
             elsewhere(session.reset)
         session.close()
         assert not hasattr(session, "_stepper"), "its memory is given back"
-        session = Session(SlowStepper(), program(CASE).config, [None] * LAYERS)
+        session = opened(SlowStepper())
         place += 1
     assert place > 20
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import fresh_process
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.layout import MANIFEST, SIGNATURE
@@ -26,8 +25,6 @@ def test_flips_and_truncations_of_every_file_are_refused(artifact: Path, keys: K
 
 @pytest.mark.parametrize("code", ["ctypes.CDLL('libm.so.6')", "importlib.import_module('_bisect')", "None"])
 def test_the_watch_sees_a_library(code: str) -> None:
-    script = f"import sys, ctypes, importlib; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-    script += "from trust.damage import Watch\nsys.modules.pop('_bisect', None)\n"
+    script = "import sys, ctypes, importlib\nfrom trust.damage import Watch\nsys.modules.pop('_bisect', None)\n"
     script += f"watch = Watch()\n{code}\nprint(watch.loaded(), watch.loaded())"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == [str(code != "None"), "False"], done.stderr
+    assert fresh_process("-c", script).split() == [str(code != "None"), "False"]

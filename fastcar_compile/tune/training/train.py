@@ -38,8 +38,7 @@ from fastcar_compile.support.values import (
 from fastcar_compile.tune.calibrate import program_key
 from fastcar_compile.tune.rule import counts
 from fastcar_compile.tune.search import Say
-from fastcar_compile.tune.training.relaxed import Relaxation, RelaxedDecoder, Sample, Scorer
-from fastcar_compile.tune.training.scorers import LearnedScorer, TasScorer
+from fastcar_compile.tune.training.relaxed import LearnedScorer, Relaxation, RelaxedDecoder, Sample, Scorer, TasScorer
 from fastcar_compile.tune.training.trained import SAVE_EVERY, TrainedGate, TrainingState
 
 RATES = {"learned": 5e-3, "tas": 2e-2}
