@@ -30,7 +30,6 @@ from fastcar_compile.tune.rule import (
     MaskedAttention,
     Measurement,
     Rules,
-    Span,
     Stages,
     counts,
     token_losses,
@@ -346,9 +345,10 @@ class Evaluator:
         start = self._starts[number]
         found = self._stages.body(layer, self._known(group, number, layer) | self._caches(state))
         state |= {n: found[self._stages.results[n]] for n in state}
+        positions = torch.arange(start, self._end(start))
         # Forward 0 decodes the first token behind the prompt.
-        span = Span(torch.arange(start, self._end(start)) - self._prompt, self._prompt)
-        return Fresh.of(self._stages, layer, found, span, self._config.tokens_per_frame)
+        steps, earlier = positions - self._prompt, positions - self._config.tokens_per_frame
+        return Fresh.of(self._stages, layer, found, steps, earlier)
 
     def _caches(self, state: dict[str, Tensor]) -> dict[fx.Node, Tensor]:
         return {self._placeholders[name]: cache for name, cache in state.items()}

@@ -209,25 +209,17 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Span:
-    """The tokens of a chunk that are decoded: the forwards t = steps, after a prompt."""
-
-    steps: Tensor
-    prompt: int
-
-
-@dataclass(frozen=True)
 class Fresh:
     """A layer's stage on one chunk up to its MLP's output. n tokens are decoded; the rest fills the chunk up.
 
     Attributes:
-        span: the decoded tokens.
+        steps: numbers t of their forwards, int64 [n].
         query: float32 [n * B, Hq, 1, D]. keys: [n * B, Hkv, 1, D], one frame earlier.
         x: the MLP's input, float32 [n, B, H]. output: the MLP's output, of the whole chunk.
         values: of `Stages.joined`.
     """
 
-    span: Span
+    steps: Tensor
     query: Tensor
     keys: Tensor
     x: Tensor
@@ -235,15 +227,15 @@ class Fresh:
     values: dict[fx.Node, Any]
 
     @classmethod
-    def of(cls, stages: Stages, stage: int, found: dict[fx.Node, Any], span: Span, frame: int) -> Fresh:
-        """Return these values out of those of `Stages.body`. frame: tokens per frame."""
-        layer, count = stages.layers[stage], len(span.steps)
+    def of(cls, stages: Stages, stage: int, found: dict[fx.Node, Any], steps: Tensor, earlier: Tensor) -> Fresh:
+        """Return these values out of those of `Stages.body`. earlier: positions one frame before the tokens."""
+        layer, count = stages.layers[stage], len(steps)
         query, x, output = found[layer.query], found[layer.x], found[layer.output]
         rows = len(query)
         return cls(
-            span=span,
+            steps=steps,
             query=query[:, :, :count].permute(2, 0, 1, 3).flatten(0, 1)[:, :, None],
-            keys=_earlier(layer, found[layer.key_cache], span, frame),
+            keys=_earlier(layer, found[layer.key_cache], earlier),
             x=x.reshape(rows, -1, x.shape[-1])[:, :count].transpose(0, 1).contiguous(),
             output=output,
             values={node: found[node] for node in stages.joined[stage]},
@@ -256,10 +248,10 @@ class Fresh:
         return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
 
 
-def _earlier(layer: Layer, cache: Tensor, span: Span, frame: int) -> Tensor:
-    """Return the keys [n * B, Hkv, 1, D] one frame before the tokens."""
+def _earlier(layer: Layer, cache: Tensor, positions: Tensor) -> Tensor:
+    """Return the keys [n * B, Hkv, 1, D] at the positions one frame before the tokens."""
     # In the first frame there is no earlier token. Position 0 stands in, and no decision reads the score.
-    earlier, ring = (span.steps + span.prompt - frame).clamp(min=0), ring_of(layer.key_cache)
+    earlier, ring = positions.clamp(min=0), ring_of(layer.key_cache)
     rows = earlier if ring is None else row_of(earlier, ring.sinks, ring.rows)
     return cache[:, :, rows].permute(2, 0, 1, 3).flatten(0, 1)[:, :, None]
 
@@ -301,7 +293,7 @@ class LayerRule:
 
     def __call__(self, fresh: Fresh) -> Tensor:
         """Return the value for the residual add: the MLP's output, or the cached one where the row replays."""
-        rows, frame, steps = self._config.batch_size, self._config.tokens_per_frame, fresh.span.steps
+        rows, frame, steps = self._config.batch_size, self._config.tokens_per_frame, fresh.steps
         slots, count, width = _slots(steps % frame), len(steps), fresh.output.shape[-1]
         now, output = fresh.x, fresh.output.reshape(rows, -1, width)[:, :count].transpose(0, 1)
         inputs, chain = self._inputs[slots], self._chain[slots]
@@ -327,7 +319,7 @@ class LayerRule:
             query=fresh.query,
             key_cache=fresh.keys,
             position=torch.zeros(1, dtype=torch.int64),
-            step=fresh.span.steps,
+            step=fresh.steps,
             x=fresh.x.flatten(0, 1),
             cached=cached.flatten(0, 1),
             stride=self._config.tokens_per_frame,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,41 +46,22 @@ class Result:
     predicted: np.ndarray
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """What cases are measured on.
-
-    Attributes:
-        videos: int64 [N, T], prompt included, not those that thresholds come from.
-        groups: name -> frames that are measured apart too, bool [N, frames], whole frames after the prompt. The first
-            frame never replays and counts nowhere.
-    """
-
-    videos: np.ndarray
-    setting: Setting
-    groups: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-
 class Judge:
-    """Measures cases on the same videos.
-
-    Args:
-        program: with a prefill graph. decoder: its name in the rows. detokenize: None: no frames.
+    """Measures cases on the videos of a study. The first frame never replays and counts nowhere.
 
     Raises:
         InputError: the videos do not fit the program, or a group does not fit the videos.
     """
 
-    def __init__(self, program: DecoderProgram, held_out: HeldOut, decoder: str, detokenize: Detokenize | None) -> None:
-        self._program, self._held_out, self._decoder = program, held_out, decoder
-        self._frame, self._layers = program.config.tokens_per_frame, program.config.num_layers
+    def __init__(self, study: Study) -> None:
+        config = study.program.config
+        self._study, self._frame, self._layers = study, config.tokens_per_frame, config.num_layers
         self._evaluator: tuple[Any, Evaluator] | None = None  # the last one: cases of one gate share their prompts
         self.dense = self._details(Case("dense"))
         self.frames = self.dense.losses.shape[1] // self._frame
-        self._masks = {name: self._mask(name, frames) for name, frames in held_out.groups.items()}
-        self._detokenize = detokenize
-        whole = self._whole(torch.from_numpy(held_out.videos)[:, held_out.setting.prompt :])
-        self.truth = None if detokenize is None else self.pixels(whole.numpy())
+        self._masks = {name: self._mask(name, frames) for name, frames in study.groups.items()}
+        self._true = torch.from_numpy(study.videos)[:, study.setting.prompt :]
+        self.truth = None if study.detokenize is None else self.pixels(self._whole(self._true).numpy())
         # The first frame never replays, so no figure counts it.
         self._everything = torch.ones_like(self.dense.counted)
         self._everything[:, : self._frame] = False
@@ -88,7 +70,7 @@ class Judge:
         """Return the result of one case."""
         found = self.dense if case == Case("dense") else self._details(case)
         row: dict[str, Any] = {
-            "decoder": self._decoder,
+            "decoder": self._study.decoder,
             "gate": case.gate,
             "calibration": case.calibration,
             "sparse_attention": "none" if case.attention is None else str(case.attention),
@@ -118,9 +100,9 @@ class Judge:
         Raises:
             InputError: there is no detokeniser, or it gave another shape or other values.
         """
-        if self._detokenize is None:
+        if self._study.detokenize is None:
             raise InputError("there is no detokeniser", hint="give one")
-        return to_frames(self._detokenize, tokens, self.frames)
+        return to_frames(self._study.detokenize, tokens, self.frames)
 
     def _details(self, case: Case) -> Details:
         # The dense decoder is a gate that never replays.
@@ -128,16 +110,15 @@ class Judge:
         # Thresholds are no part of the key: the evaluator shares prompts between thresholds of one gate.
         kept = (replay.model_copy(update={"threshold": None}), case.attention)
         if self._evaluator is None or self._evaluator[0] != kept:
-            setting = self._held_out.setting
-            options: dict[str, Any] = {"attend": case.attention, "counted": setting.counted}
-            rules = rules_of(replay, self._layers)
-            made = Evaluator(self._program, self._held_out.videos, rules, setting.prompt, **options)
+            study, rules = self._study, rules_of(replay, self._layers)
+            options: dict[str, Any] = {"attend": case.attention, "counted": study.setting.counted}
+            made = Evaluator(study.program, study.videos, rules, study.setting.prompt, **options)
             self._evaluator = kept, made
         return self._evaluator[1].details(replay.thresholds(self._layers))
 
     def _mask(self, name: str, frames: np.ndarray) -> Tensor:
         """Return which tokens of whole frames a group has, bool [N, n], without the first frame."""
-        expected = (len(self._held_out.videos), self.frames)
+        expected = (len(self._study.videos), self.frames)
         if frames.dtype != bool or frames.shape != expected:
             what = f"group {name!r} is {frames.dtype} {list(frames.shape)}, expected bool {list(expected)}"
             raise InputError(what, hint="say of each whole frame after the prompt whether it is in the group")
@@ -150,7 +131,7 @@ class Judge:
 
     def _group(self, found: Details, like: Likeness | None, name: str) -> dict[str, Any]:
         """Return the figures of a group's frames."""
-        shown = self._held_out.groups[name].copy()
+        shown = self._study.groups[name].copy()
         shown[:, 0] = False
         pictures = {} if like is None else like.of(shown).figures()
         return {"frames": int(shown.sum())} | self._figures(found, self._masks[name]) | pictures
@@ -188,8 +169,7 @@ class Judge:
 
     def _tokens(self, found: Details) -> np.ndarray:
         """Return the most likely symbols of whole frames. Where a token does not count, it is the true one."""
-        truth = torch.from_numpy(self._held_out.videos)[:, self._held_out.setting.prompt :]
-        return self._whole(torch.where(found.counted, found.predicted, truth)).numpy()
+        return self._whole(torch.where(found.counted, found.predicted, self._true)).numpy()
 
     def _places(self, found: Details) -> np.ndarray:
         """Return `Result.places`. The last forward of the last frame never runs, so its place is NaN."""
@@ -243,30 +223,25 @@ class Study:
         journal: str | Path | None = None,
         progress: Say | None = None,
     ) -> None:
-        self._videos, self._decoder = np.ascontiguousarray(np.asarray(videos)), decoder
-        self._setting = Setting(prompt, token_range("counted", counted))
-        self._groups = {name: np.asarray(frames, bool) for name, frames in (groups or {}).items()}
-        self._detokenize, self._say = detokenize, reporter(progress)
+        self.videos, self.decoder, self.detokenize = np.ascontiguousarray(np.asarray(videos)), decoder, detokenize
+        self.setting, self._say = Setting(prompt, token_range("counted", counted)), reporter(progress)
+        self.groups = {name: np.asarray(frames, bool) for name, frames in (groups or {}).items()}
         if isinstance(source, DecoderProgram):
             self.program = source
         elif isinstance(source, Artifact):
             self.program = source.program
         else:
-            self.program = program_of(source, self._videos.shape, tokens_per_frame, quant)
-        grouped = {name: frames.tolist() for name, frames in self._groups.items()}
-        facts = {"decoder": decoder, **self._setting.facts(), **({"groups": grouped} if grouped else {})}
-        key = program_key(self.program, facts, self._videos)
+            self.program = program_of(source, self.videos.shape, tokens_per_frame, quant)
+        grouped = {name: frames.tolist() for name, frames in self.groups.items()}
+        facts = {"decoder": decoder, **self.setting.facts(), **({"groups": grouped} if grouped else {})}
+        key = program_key(self.program, facts, self.videos)
         self._journal = Journal(None if journal is None else Path(journal), key, "evaluation", "rows")
-        self._judge: Judge | None = None
 
-    @property
+    @cached_property
     def judge(self) -> Judge:
         """The judge, made at the first measurement."""
-        if self._judge is None:
-            self._say("dense")
-            held_out = HeldOut(self._videos, self._setting, self._groups)
-            self._judge = Judge(self.program, held_out, self._decoder, self._detokenize)
-        return self._judge
+        self._say("dense")
+        return Judge(self)
 
     def plan(
         self,
@@ -285,12 +260,12 @@ class Study:
             InputError: a video is also held out, or `grid` refuses an argument.
         """
         tokens = np.ascontiguousarray(np.asarray(videos))
-        if {row.tobytes() for row in tokens} & {row.tobytes() for row in self._videos}:
+        if {row.tobytes() for row in tokens} & {row.tobytes() for row in self.videos}:
             raise InputError("a calibration video is a held-out video too", hint="calibrate on other videos")
         searches = {}
         for gate in gates:
             book = None if journals is None else Path(journals) / f"{gate.gate}.json"
-            searches[gate] = search_of(self.program, gate, tokens, self._setting, book, self._say)[0]
+            searches[gate] = search_of(self.program, gate, tokens, self.setting, book, self._say)[0]
         return grid(searches, ratios, calibrations, self._say)
 
     def rows(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
