@@ -125,22 +125,19 @@ def test_unwritable_output(tmp_path: Path) -> None:
         build(tmp_path / "file" / "out")
 
 
-def fail_in_the_middle(path: Path) -> None:
-    with ArtifactWriter(path) as writer:
-        writer.write_text("graph/after.txt", "half")
-        raise KeyError("stop")
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_an_exception_leaves_what_was_there(tmp_path: Path, error: type[BaseException]) -> None:
+    def fail_in_the_middle(path: Path) -> None:
+        with ArtifactWriter(path) as writer:
+            writer.write_text("graph/after.txt", "half")
+            raise error
 
-
-def test_an_exception_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="stop"):
+    with pytest.raises(error):
         fail_in_the_middle(tmp_path / "a" / "b" / "out")
     assert os.listdir(tmp_path) == []
-
-
-def test_an_exception_keeps_the_old_artifact(tmp_path: Path) -> None:
     path = build(tmp_path / "out", "old\n")
     before = snapshot(path)
-    with pytest.raises(KeyError, match="stop"):
+    with pytest.raises(error):
         fail_in_the_middle(path)
     assert snapshot(path) == before
     assert os.listdir(tmp_path) == ["out"]
@@ -215,14 +212,6 @@ def test_all_damage_is_reported_at_once(tmp_path: Path) -> None:
     assert "weights/model.safetensors: changed: its SHA-256 is not the manifest's" in message
     assert "extra.pkl: unexpected, is not in the manifest" in message
     assert "linked: unexpected, is a symbolic link" in message
-
-
-def test_a_link_in_place_of_a_file(tmp_path: Path) -> None:
-    path = build(tmp_path / "out")
-    (path / "drs/table.bin").rename(tmp_path / "table.bin")
-    (path / "drs/table.bin").symlink_to(tmp_path / "table.bin")
-    with pytest.raises(ArtifactError, match=r"drs/table\.bin: is a symbolic link"):
-        StoredArtifact(path)
 
 
 def test_a_linked_folder_is_not_followed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -270,13 +271,9 @@ class OpenedFiles:
 
 def _small(files: Mapping[str, FileEntry]) -> set[str]:
     """Return the names of the smallest files: each of at most KEPT_FILE bytes, and KEPT_BYTES together."""
-    kept, total = set[str](), 0
-    for size, name in sorted((entry.size, name) for name, entry in files.items()):
-        total += size
-        if size > KEPT_FILE or total > KEPT_BYTES:
-            break
-        kept.add(name)
-    return kept
+    ordered = sorted((entry.size, name) for name, entry in files.items())
+    totals = accumulate(size for size, _ in ordered)
+    return {n for (size, n), total in zip(ordered, totals, strict=True) if size <= KEPT_FILE and total <= KEPT_BYTES}
 
 
 def _read(descriptor: int, size: int) -> bytes:

@@ -40,13 +40,12 @@ def open_session(
         )
     open_stepper: OpenStepper = BACKENDS.load(backend) if isinstance(backend, str) else backend
     layers = artifact.manifest.layers
-    gates = {gate for gate in layers.gates if gate is not None}
     session = Session(
         open_stepper(artifact, options),
         artifact.manifest.decoder.config,
         layers.thresholds,
         record=record,
-        gate=gates.pop() if gates else None,
+        gate=next(filter(None, layers.gates), None),
     )
     name = backend if isinstance(backend, str) else "a backend of the caller's"
     place = {"artifact": str(artifact.path), "digest": artifact.digest}

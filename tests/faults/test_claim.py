@@ -93,17 +93,6 @@ def test_only_our_own_leftovers_are_removed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == sorted(["out", *theirs])
 
 
-def test_an_interrupted_build_is_undone(tmp_path: Path) -> None:
-    def build() -> None:
-        with ArtifactWriter(tmp_path / "deeper" / "out") as writer:
-            writer.write_text("a", "x")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build()
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_failed_rename_keeps_the_old_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(tmp_path / "out", "old")
     real = os.rename

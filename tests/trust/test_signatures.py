@@ -89,32 +89,20 @@ def test_a_private_key_with_a_passphrase(artifact: Path, tmp_path: Path, curve: 
     fc.load(artifact, require_signature=tmp_path / "locked.pub")
 
 
-def test_every_flip_of_manifest_or_signature_is_refused(artifact: Path, keys: Keys) -> None:
-    """Of the manifest with a signature, of the manifest with a digest, and of the signature."""
+def test_a_flip_of_the_signature_is_refused_or_says_the_same(artifact: Path, keys: Keys) -> None:
+    """test_damage.py has the flips of every other file, and what is cut short."""
     fc.sign(artifact, keys.private)
-    pinned, source = digest_of(artifact), random.Random(1)
-    cases: list[tuple[str, dict[str, Any]]] = [
-        ("manifest.json", {"require_signature": keys.public}),
-        ("manifest.json", {"digest": pinned}),
-        ("signature.json", {"require_signature": keys.public}),
-    ]
-    for name, required in cases:
-        file = artifact / name
-        data = file.read_bytes()
-        for _ in range(150):
-            changed = bytearray(data)
-            changed[source.randrange(len(data))] ^= 1 << source.randrange(8)
-            file.write_bytes(changed)
-            if name == "signature.json" and _says_the_same(bytes(changed), data):
-                continue
+    file, source = artifact / "signature.json", random.Random(1)
+    data = file.read_bytes()
+    for _ in range(150):
+        changed = bytearray(data)
+        changed[source.randrange(len(data))] ^= 1 << source.randrange(8)
+        file.write_bytes(changed)
+        if not _says_the_same(bytes(changed), data):
             with pytest.raises(fc.ArtifactError):
-                fc.load(artifact, **required)
-        for _ in range(20):
-            file.write_bytes(data[: source.randrange(len(data))])
-            with pytest.raises(fc.ArtifactError):
-                fc.load(artifact, **required)
-        file.write_bytes(data)
-    fc.load(artifact, require_signature=keys.public, digest=pinned)
+                fc.load(artifact, require_signature=keys.public)
+    file.write_bytes(data)
+    fc.load(artifact, require_signature=keys.public)
 
 
 def _says_the_same(changed: bytes, data: bytes) -> bool:
