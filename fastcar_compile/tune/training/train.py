@@ -157,7 +157,7 @@ def train_gate(
         InputError: bad arguments or videos.
         CompileError: the model cannot be captured.
     """
-    options = Options(gate, target_replay, units, steps, batch, seed, softness, begun(start), counted=counted)
+    options = Options(gate, target_replay, units, steps, batch, seed, softness, counted=counted)
     return run(model, videos, options, Setup(tokens_per_frame, prompt, start, checkpoint, progress)).result()
 
 
@@ -216,8 +216,7 @@ def tune_decoder(
     rate = number("rate", rate, "give a number above 0")
     if not 0 < rate < math.inf:
         raise InputError(f"rate is {rate:g}", hint="give a number above 0")
-    begin = begun(start)
-    options = Options(gate, target_replay, units, steps, batch, seed, softness, begin, rate, counted)
+    options = Options(gate, target_replay, units, steps, batch, seed, softness, decoder_rate=rate, counted=counted)
     setup = Setup(tokens_per_frame, prompt, start, checkpoint, progress)
     training = run(model, videos, options, setup)
     tuned = copy.deepcopy(model).eval()
@@ -228,17 +227,12 @@ def tune_decoder(
     return TunedDecoder(tuned, training.result())
 
 
-def begun(start: TrainedGate | None) -> str | None:
-    """Return the inputs of the gate that a training starts from. Raise InputError for what is no gate."""
-    check_kind("start", start, (TrainedGate, type(None)), "a TrainedGate")
-    return start and start.inputs
-
-
 def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Training:
     """Return a finished training. Arguments and errors are those of `train_gate`."""
     check_kind("model", model, nn.Module, "a decoder as `compile` takes it")
+    check_kind("start", setup.start, (TrainedGate, type(None)), "a TrainedGate")
     say = reporter(setup.progress)
-    options = _checked(options)
+    options = dataclasses.replace(_checked(options), start=setup.start and setup.start.inputs)
     tokens = token_table("the videos", videos)
     prompt = whole("prompt", setup.prompt, 1)
     given = setup.tokens_per_frame
