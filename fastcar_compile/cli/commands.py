@@ -132,7 +132,6 @@ def _epilog() -> str:
 app = typer.Typer(
     name="fastcar",
     cls=FastcarGroup,
-    help="Compile autoregressive video decoders that replay MLP outputs of the previous frame.",
     epilog=_epilog(),
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

@@ -1,4 +1,4 @@
-"""What every command shares: exit codes, error reporting, progress and `--json`."""
+"""What every command shares: exit codes, error reporting, progress, `--json`, and the checks of its paths."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import functools
 import logging
 import os
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Annotated, ParamSpec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, cast, get_type_hints
 
 import typer
 
 from fastcar_compile.cli import BROKEN_PIPE, INTERRUPTED, RECEIVED, TERMINATED
 from fastcar_compile.cli.output import interactive, print_json, stderr, visible
-from fastcar_compile.cli.places import check_places
-from fastcar_compile.errors import FastcarError, UserError
+from fastcar_compile.errors import FastcarError, UserError, os_errors
 from fastcar_compile.support.values import LOGGER
 
 if TYPE_CHECKING:
@@ -31,29 +32,22 @@ JsonOption = Annotated[
 
 
 class ExitCode(IntEnum):
-    """Exit codes of every command."""
+    """Exit codes of every command. meaning: what the code says, for `fastcar --help`."""
 
-    OK = 0
-    MISMATCH = 1
-    USER_ERROR = 2
-    INTERNAL_ERROR = 3
-    INTERRUPTED = INTERRUPTED
-    TERMINATED = TERMINATED
+    meaning: str
 
-    @property
-    def meaning(self) -> str:
-        """What the code says, for `fastcar --help`."""
-        return _MEANINGS[self]
+    def __new__(cls, code: int, meaning: str) -> ExitCode:
+        """Return the member of a code."""
+        member = int.__new__(cls, code)
+        member._value_, member.meaning = code, meaning
+        return member
 
-
-_MEANINGS = {
-    ExitCode.OK: "done",
-    ExitCode.MISMATCH: "`verify` found a backend that differs, or `diff` a difference",
-    ExitCode.USER_ERROR: "the call, the model or a file is wrong; the error says what, where and how to fix it",
-    ExitCode.INTERNAL_ERROR: "a defect of fastcar_compile; FASTCAR_TRACEBACK=1 shows the traceback",
-    ExitCode.INTERRUPTED: "interrupted by Ctrl-C",
-    ExitCode.TERMINATED: "ended by SIGTERM",
-}
+    OK = 0, "done"
+    MISMATCH = 1, "`verify` found a backend that differs, or `diff` a difference"
+    USER_ERROR = 2, "the call, the model or a file is wrong; the error says what, where and how to fix it"
+    INTERNAL_ERROR = 3, "a defect of fastcar_compile; FASTCAR_TRACEBACK=1 shows the traceback"
+    INTERRUPTED = INTERRUPTED, "interrupted by Ctrl-C"
+    TERMINATED = TERMINATED, "ended by SIGTERM"
 
 
 _OF_THE_SYSTEM = frozenset(
@@ -92,17 +86,18 @@ def _print_labelled(label: str, style: str, text: str, console: Console | None =
     (console or stderr()).print(f"[{style}]{label}:[/] {escape(visible(text))}", soft_wrap=True)
 
 
-def command(function: Callable[P, ExitCode]) -> Callable[P, None]:
+def command(function: Callable[P, ExitCode | None]) -> Callable[P, None]:
     """Turn a function that returns an ExitCode into a typer command that reports every error in one form.
 
-    The function must have a parameter `as_json`. Its paths are checked first: see `fastcar_compile.cli.places`.
+    None is `ExitCode.OK`.
+    The function must have a parameter `as_json`. Its paths are checked first: see `check_places`.
     """
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             check_places(function, kwargs)
-            code = function(*args, **kwargs)
+            code = function(*args, **kwargs) or ExitCode.OK
         except typer.Exit:
             raise
         except KeyboardInterrupt:
@@ -112,16 +107,12 @@ def command(function: Callable[P, ExitCode]) -> Callable[P, None]:
         except Exception as error:
             if RECEIVED:
                 raise typer.Exit(RECEIVED[0]) from None
-            _raise_if_asked(error)
+            if os.environ.get("FASTCAR_TRACEBACK") and not isinstance(error, UserError):
+                raise
             code = report_error(error, bool(kwargs.get("as_json")))
         raise typer.Exit(int(code))
 
     return wrapped
-
-
-def _raise_if_asked(error: Exception) -> None:
-    if os.environ.get("FASTCAR_TRACEBACK") and not isinstance(error, UserError):
-        raise error
 
 
 class _Lines(logging.Handler):
@@ -187,3 +178,77 @@ def stages(as_json: bool, title: str) -> Generator[Callable[[str], None]]:
             )
         stack.enter_context(_reports_to(handler))
         yield functools.partial(LOGGER.debug, "%s")
+
+
+# The files and folders of a command: none that it writes is one that it reads, and each can be made. An option that
+# writes says so in its annotation: `Annotated[Path, Option(...), Writes("trace")]`. Every other path is read.
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Marks an option whose path is written.
+
+    Args:
+        what: the file in an error, for example "trace".
+        folder: it is a folder, whose writer makes those above it too.
+    """
+
+    what: str = "output"
+    folder: bool = False
+
+
+class MayRead:
+    """Marks an option of text that may name a file, alone or before a colon."""
+
+
+def check_places(function: Callable[..., Any], given: Mapping[str, object]) -> None:
+    """Raise unless every output of a command has a folder, and none would overwrite an input or another output.
+
+    Raises:
+        UserError: with the option, the path and what to do.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    marks: dict[str, tuple[Any, ...]] = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    paths = {name: [*_paths(given.get(name), marks[name])] for name in marks}
+    written = {name: mark for name in marks for mark in marks[name] if isinstance(mark, Writes)}
+    for name, mark in written.items():
+        for path in paths[name]:
+            for other, places in paths.items():
+                if other != name and any(_overwrites(path, place, other not in written) for place in places):
+                    what = f"--{name} would overwrite {other}".replace("_", "-")
+                    raise UserError(what, where=str(path), hint="give a place of its own")
+            _check_folder(path, mark)
+
+
+def _paths(value: object, marks: tuple[Any, ...]) -> Iterator[Path]:
+    if isinstance(value, Path):
+        yield value
+    elif isinstance(value, list):
+        yield from (item for item in cast("list[object]", value) if isinstance(item, Path))
+    elif isinstance(value, str) and any(isinstance(mark, MayRead) for mark in marks):
+        yield from (Path(part) for part in (value, value.rpartition(":")[0]) if part)
+
+
+def _overwrites(output: Path, other: Path, read: bool) -> bool:
+    """Whether an output is the same file or folder, through links too.
+
+    Args:
+        read: it may be no file in an input's folder either, nor a new one in an artifact, which has no other files.
+    """
+    # /dev/null and terminals may be named twice. A NUL is refused later, where the file is opened.
+    if output.is_char_device() or "\0" in f"{output}{other}":
+        return False
+    # Links are resolved first: an output may reach an input through one.
+    output, other = Path(os.path.realpath(output)), Path(os.path.realpath(other))
+    if output == other or (output.exists() and other.exists() and output.samefile(other)):
+        return True
+    return read and other in output.parents and (output.is_file() or (other / "manifest.json").is_file())
+
+
+def _check_folder(path: Path, mark: Writes) -> None:
+    parent = path.absolute().parent
+    # A writer of a folder makes missing parents, so the nearest one that exists is checked.
+    while mark.folder and not os.path.lexists(parent):
+        parent = parent.parent
+    with os_errors(f"the {mark.what} cannot be written", path):
+        os.scandir(parent).close()

@@ -8,28 +8,33 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.options import TARGETS, TokensPerFrameOption, names_of, parse_heads, parse_thresholds
-from fastcar_compile.cli.output import Column, print_fields, print_json, print_table, print_text, size_text
-from fastcar_compile.cli.places import MayRead, Writes
+import fastcar_compile as fc
+from fastcar_compile.cli.common import ExitCode, JsonOption, MayRead, Writes, command, stages
+from fastcar_compile.cli.options import (
+    TARGETS,
+    TokensPerFrameOption,
+    names_of,
+    output_option,
+    parse_heads,
+    parse_thresholds,
+)
+from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text, size_text
 from fastcar_compile.errors import UserError, count_text
 from fastcar_compile.support.values import model_hint
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from fastcar_compile import Artifact, SparseAttention
-    from fastcar_compile.codegen.plan import Bank
+    from fastcar_compile.codegen.plan import Bank, Fallback
     from fastcar_compile.ir.types import LayerSite
-    from fastcar_compile.report.dry_run import DryRun
 
 
 # The text of `fastcar compile --dry-run`.
 
 
-def show_dry_run(report: DryRun) -> None:
+def show_dry_run(report: fc.DryRun) -> None:
     """Print what would be built: layers, places, memory, engine, speed, and what is refused."""
     print_fields(_summary(report))
     print_text("")
@@ -37,11 +42,11 @@ def show_dry_run(report: DryRun) -> None:
     _show_places(report)
     _show_memory(report)
     _show_speed(report)
-    _show_list("fallbacks", [_fallback(report, i) for i in range(len(report.fallbacks))])
-    _show_list("refused by compile", [_lines(p.what, p.where, p.hint) for p in report.problems])
+    _show_list("fallbacks", map(_fallback, report.fallbacks))
+    _show_list("refused by compile", (_lines(p.what, p.where, p.hint) for p in report.problems))
 
 
-def _summary(report: DryRun) -> dict[str, str]:
+def _summary(report: fc.DryRun) -> dict[str, str]:
     decoder, options = report.decoder, report.options
     able = sum(layer.replay is not None for layer in report.layers)
     fields = {
@@ -57,7 +62,7 @@ def _summary(report: DryRun) -> dict[str, str]:
     return fields | _engine(report)
 
 
-def _engine(report: DryRun) -> dict[str, str]:
+def _engine(report: fc.DryRun) -> dict[str, str]:
     design, found = report.design, report.exploration
     if design is None or found is None:
         return {"engine": "none"}
@@ -70,23 +75,22 @@ def _engine(report: DryRun) -> dict[str, str]:
 
 
 def _show_layers(layers: Sequence[LayerSite]) -> None:
-    rows: list[list[str]] = []
-    for _, alike in groupby(layers, _kind):
-        group = list(alike)
-        first, attention, mlp = group[0], group[0].attention, group[0].mlp
-        kind = f"{'gated ' if mlp.gated else ''}{mlp.activation}"
-        replay = first.replay
-        rows.append(
-            [
-                span([layer.layer for layer in group]),
-                f"{_pattern(first, len(group))}\n{PurePosixPath(first.source).name}",
-                f"{kind} {mlp.hidden} -> {mlp.intermediate}\n"
-                f"heads {attention.num_heads}, kv {attention.num_kv_heads}, dim {attention.head_dim}",
-                "computes always" if replay is None else f"{replay.gate}, threshold {replay.threshold:g}",
-            ]
-        )
-    titles = ("layers", "MLP, source", "size", "replay")
-    print_table([Column(title) for title in titles], rows)
+    rows = (_layer_row(list(alike)) for _, alike in groupby(layers, _kind))
+    print_table(("layers", "MLP, source", "size", "replay"), rows)
+
+
+def _layer_row(group: Sequence[LayerSite]) -> tuple[str, ...]:
+    """Return the row of layers that are alike."""
+    first, attention, mlp, replay = group[0], group[0].attention, group[0].mlp, group[0].replay
+    # A star stands for the layer's number where the row is that of several layers.
+    path = re.sub(rf"\b{first.layer}\b", "*", first.module_path, count=1) if len(group) > 1 else first.module_path
+    return (
+        span([layer.layer for layer in group]),
+        f"{path}\n{PurePosixPath(first.source).name}",
+        f"{'gated ' if mlp.gated else ''}{mlp.activation} {mlp.hidden} -> {mlp.intermediate}\n"
+        f"heads {attention.num_heads}, kv {attention.num_kv_heads}, dim {attention.head_dim}",
+        "computes always" if replay is None else f"{replay.gate}, threshold {replay.threshold:g}",
+    )
 
 
 def _kind(layer: LayerSite) -> tuple[object, ...]:
@@ -97,64 +101,47 @@ def _kind(layer: LayerSite) -> tuple[object, ...]:
     return layer.source, heads, mlp.gated, mlp.activation, mlp.hidden, mlp.intermediate, rule
 
 
-def _pattern(layer: LayerSite, count: int) -> str:
-    """The module path, with a star for the layer's number where it stands for several layers."""
-    return layer.module_path if count == 1 else re.sub(rf"\b{layer.layer}\b", "*", layer.module_path, count=1)
-
-
-def _show_places(report: DryRun) -> None:
-    rows = [[p.what, p.unit, span(p.layers), str(p.calls or ""), p.reason] for p in report.placements]
+def _show_places(report: fc.DryRun) -> None:
+    rows = ((p.what, p.unit, span(p.layers), p.calls or "", p.reason) for p in report.placements)
     print_text("")
-    columns = (Column("part"), Column("runs on"), Column("layers"), Column("calls", right=True), Column("why"))
-    print_table(columns, rows)
+    print_table(("part", "runs on", "layers", ">calls", "why"), rows)
 
 
-def _show_memory(report: DryRun) -> None:
+def _show_memory(report: fc.DryRun) -> None:
     memory = report.memory
     state = ", ".join(f"{role} {size_text(size)}" for role, size in memory.state.items())
     print_text("")
     print_fields({"parameters": size_text(memory.weights), "state": state})
-    rows: list[list[str]] = []
-    for _, alike in groupby(memory.banks, lambda b: (b.memory, b.used, b.capacity, not b.tag)):
-        group = list(alike)
-        rows.append(_bank_row(group))
+    groups = groupby(memory.banks, lambda b: (b.memory, b.used, b.capacity, not b.tag))
     print_text("")
-    columns = (Column("memory"), Column("holds"), Column("used", right=True), Column("of", right=True), Column("fits"))
-    print_table(columns, rows)
+    print_table(("memory", "holds", ">used", ">of", "fits"), (_bank_row(list(alike)) for _, alike in groups))
 
 
-def _bank_row(group: Sequence[Bank]) -> list[str]:
-    """One row for banks that are filled alike."""
+def _bank_row(group: Sequence[Bank]) -> tuple[str, ...]:
+    """Return the row of banks that are filled alike."""
     first, last = group[0], group[-1]
     tags = first.tag if len(group) == 1 else f"{first.tag} .. {last.tag}, each"
     holds = first.holds if len(group) == 1 else f"weight streams of ports 0 to {len(group) - 1}"
     room = "-" if first.capacity is None else size_text(first.capacity)
     fits = "-" if first.capacity is None else "yes" if first.fits else "NO"
-    return [f"{first.memory} {tags}".rstrip(), holds, size_text(first.used), room, fits]
+    return f"{first.memory} {tags}".rstrip(), holds, size_text(first.used), room, fits
 
 
-def _show_speed(report: DryRun) -> None:
+def _show_speed(report: fc.DryRun) -> None:
     if not report.speed:
         return
-    rows = [
-        [
-            s.case,
-            f"{s.replay_ratio:.1%}",
-            f"{s.tokens_per_second:.2f}",
-            f"{s.seconds_per_step * 1e3:.2f}",
-            f"{s.bandwidth_utilisation:.1%}",
-            f"{s.energy_per_token_j:.3f}",
-            s.bound_by,
-        ]
+    rows = (
+        (
+            *(s.case, f"{s.replay_ratio:.1%}", f"{s.tokens_per_second:.2f}", f"{s.seconds_per_step * 1e3:.2f}"),
+            *(f"{s.bandwidth_utilisation:.1%}", f"{s.energy_per_token_j:.3f}", s.bound_by),
+        )
         for s in report.speed
-    ]
+    )
     print_text("")
-    titles = ("replays", "MLPs", "tokens/s", "ms/step", "bandwidth", "J/token")
-    print_table([Column("predicted"), *(Column(t, right=True) for t in titles[1:]), Column("bound by")], rows)
+    print_table(("predicted", ">MLPs", ">tokens/s", ">ms/step", ">bandwidth", ">J/token", "bound by"), rows)
 
 
-def _fallback(report: DryRun, index: int) -> str:
-    found = report.fallbacks[index]
+def _fallback(found: Fallback) -> str:
     layers = f" of layers {span(found.layers)}" if found.layers else ""
     return _lines(f"{found.what}{layers}: {found.instead}; {found.reason}", found.where, found.hint)
 
@@ -185,79 +172,67 @@ def span(layers: Sequence[int]) -> str:
 
 @command
 def compile_command(
-    model: Annotated[Path, typer.Argument(help="Hugging Face folder (config.json, *.safetensors) or .pt2 file.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the artifact."), Writes("artifact", folder=True)
-    ] = None,
+    model: Annotated[Path, Argument(help="Hugging Face folder (config.json, *.safetensors) or .pt2 file.")],
+    output: Annotated[Path | None, output_option("Folder of the artifact."), Writes("artifact", folder=True)] = None,
     target: Annotated[
-        str,
-        typer.Option(help="Target name or .toml file; see `fastcar targets`.", autocompletion=TARGETS),
-        MayRead(),
+        str, Option(help="Target name or .toml file; see `fastcar targets`.", autocompletion=TARGETS), MayRead()
     ] = "zcu102",
     tokens_per_frame: TokensPerFrameOption = None,
-    max_seq_len: Annotated[int | None, typer.Option(help="Positions of the KV cache; default: the model's.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Rows decoded together.")] = 1,
+    max_seq_len: Annotated[int | None, Option(help="Positions of the KV cache; default: the model's.")] = None,
+    batch_size: Annotated[int, Option(help="Rows decoded together.")] = 1,
     prefill_chunk: Annotated[
-        int | None,
-        typer.Option(help="Tokens per call of the prefill; default: 64, or an equal part of a frame."),
+        int | None, Option(help="Tokens per call of the prefill; default: 64, or an equal part of a frame.")
     ] = None,
     quant: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="none, bf16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.",
             autocompletion=names_of("fastcar_compile.config.formats:QUANT_FORMATS.keys"),
         ),
     ] = None,
     gate: Annotated[
         str,
-        typer.Option(
+        Option(
             help="What decides: tas, input_delta, bound, learned; always, never, random.",
             autocompletion=names_of("fastcar_compile.gates:GATES.keys"),
         ),
     ] = "tas",
-    gate_weights: Annotated[Path | None, typer.Option(help="Weights of gate learned, .safetensors.")] = None,
-    threshold: Annotated[
-        str | None, typer.Option(help="A number, inf, -inf, or one per layer; default: the gate's.")
-    ] = None,
-    heads: Annotated[
-        str | None, typer.Option(help="Query heads of gate tas: 0,2; or 0,2/all/3:1,1:-1 per layer.")
-    ] = None,
-    refresh_every: Annotated[int | None, typer.Option(help="Every n-th frame computes everything.")] = None,
+    gate_weights: Annotated[Path | None, Option(help="Weights of gate learned, .safetensors.")] = None,
+    threshold: Annotated[str | None, Option(help="A number, inf, -inf, or one per layer; default: the gate's.")] = None,
+    heads: Annotated[str | None, Option(help="Query heads of gate tas: 0,2; or 0,2/all/3:1,1:-1 per layer.")] = None,
+    refresh_every: Annotated[int | None, Option(help="Every n-th frame computes everything.")] = None,
     offload: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="What the accelerator computes: mlp; linears (also projections and head); all (the step). "
             "Default: all where it can, or linears where that is faster; else mlp."
         ),
     ] = None,
-    max_chain: Annotated[int | None, typer.Option(help="Replays in a row at one slot at most.")] = None,
-    couple_cfg: Annotated[bool, typer.Option("--couple-cfg", help="Guidance pairs replay together.")] = False,
-    no_replay: Annotated[bool, typer.Option("--no-replay", help="Compile the dense decoder.")] = False,
-    window: Annotated[int | None, typer.Option(help="Sparse attention: attend to this many last tokens.")] = None,
-    sinks: Annotated[int | None, typer.Option(help="... and to this many first ones; default: 16.")] = None,
+    max_chain: Annotated[int | None, Option(help="Replays in a row at one slot at most.")] = None,
+    couple_cfg: Annotated[bool, Option("--couple-cfg", help="Guidance pairs replay together.")] = False,
+    no_replay: Annotated[bool, Option("--no-replay", help="Compile the dense decoder.")] = False,
+    window: Annotated[int | None, Option(help="Sparse attention: attend to this many last tokens.")] = None,
+    sinks: Annotated[int | None, Option(help="... and to this many first ones; default: 16.")] = None,
     window_positions: Annotated[
-        str | None, typer.Option(help="Rotary positions with a window: absolute (default), or cache.")
+        str | None, Option(help="Rotary positions with a window: absolute (default), or cache.")
     ] = None,
     kv: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="What keys and values are cached as: float32 (default), float16, int8 (default with --offload all).",
             autocompletion=names_of("fastcar_compile.config.formats:KV_TYPES.keys"),
         ),
     ] = None,
     numerics: Annotated[
-        str | None,
-        typer.Option(help="native, or exact: equal bits on every backend; for w8a8 and w4a8 with --kv int8."),
+        str | None, Option(help="native, or exact: equal bits on every backend; for w8a8 and w4a8 with --kv int8.")
     ] = None,
     host_cpus: Annotated[
-        str, typer.Option(help="Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...")
+        str, Option(help="Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...")
     ] = "native",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Report what would be built; write nothing. Needs no weights.")
+        bool, Option("--dry-run", help="Report what would be built; write nothing. Needs no weights.")
     ] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse whatever runs in another way than asked for.")
-    ] = False,
+    strict: Annotated[bool, Option("--strict", help="Refuse whatever runs in another way than asked for.")] = False,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Compile a trained decoder to an artifact.
@@ -265,17 +240,15 @@ def compile_command(
     With --dry-run, say what would be compiled.
     """
     given: dict[str, Any] = dict(locals())
-    import fastcar_compile as fc
     from fastcar_compile.config.targets import load_target, require_buildable
 
     require_buildable(load_target(target))  # cheap refusals come before the model is read
     given["threshold"] = None if threshold is None else parse_thresholds(threshold)
     given["heads"] = None if heads is None else parse_heads(heads)
     given["positions"] = window_positions
-    options = _of(fc.CompileConfig, given)
-    options |= {"replay": None if no_replay else fc.ReplayConfig(**_of(fc.ReplayConfig, given))}
-    options |= {"sparse_attention": _sparse(given)}
-    options |= {"host_cpus": [name.strip() for name in host_cpus.split(",")], "strict": strict}
+    options = _of(fc.CompileConfig, given) | {"sparse_attention": _sparse(given), "strict": strict}
+    options["replay"] = None if no_replay else fc.ReplayConfig(**_of(fc.ReplayConfig, given))
+    options["host_cpus"] = [name.strip() for name in host_cpus.split(",")]
     if output is None and not dry_run:
         raise UserError("there is no folder for the artifact", hint="give --output FOLDER, or --dry-run")
     with stages(as_json, "dry run" if dry_run else "compile") as show:
@@ -285,10 +258,7 @@ def compile_command(
     if not dry_run:
         _show_artifact(found, as_json)
         return ExitCode.OK
-    if as_json:
-        print_json(found.to_json())
-    else:
-        show_dry_run(found)
+    print_result(as_json, found.to_json(), lambda: show_dry_run(found))
     return ExitCode.OK if found.ok else ExitCode.USER_ERROR
 
 
@@ -297,35 +267,27 @@ def _of(config: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in config.model_fields if given.get(name) is not None}
 
 
-def _sparse(given: dict[str, Any]) -> SparseAttention | None:
+def _sparse(given: dict[str, Any]) -> fc.SparseAttention | None:
     """Return the sparse attention of --window, --sinks and --window-positions; None without a window.
 
     Raises:
         UserError: sinks or positions without a window. CompileError: a value is not valid.
     """
-    from fastcar_compile.config import SparseAttention
-
-    options = _of(SparseAttention, given)
+    options = _of(fc.SparseAttention, given)
     if "window" in options or not options:
-        return SparseAttention(**options) if options else None
+        return fc.SparseAttention(**options) if options else None
     flags = {"sinks": "--sinks", "positions": "--window-positions"}
     what = f"{' and '.join(flags[name] for name in flags if name in options)} given without --window"
     raise UserError(what, hint="give --window too, for example --window 256")
 
 
-def _show_artifact(artifact: Artifact, as_json: bool) -> None:
-    sites, files = len(artifact.sites), artifact.manifest.files
-    size = sum(entry.size for entry in files.values())
-    if as_json:
-        print_json(
-            {"path": artifact.path, "sites": sites, "files": len(files), "bytes": size, "digest": artifact.digest}
-        )
-        return
+def _show_artifact(artifact: fc.Artifact, as_json: bool) -> None:
+    path, sites, files = artifact.path, len(artifact.sites), len(artifact.manifest.files)
+    size = sum(entry.size for entry in artifact.manifest.files.values())
     able = sum(site.replay is not None for site in artifact.sites)
-    print_text(
-        f"{artifact.path}: {able} of {count_text(sites, 'layer')} may replay, "
-        f"{count_text(len(files), 'file')}, {size_text(size)}\n{artifact.digest}"
-    )
+    text = f"{path}: {able} of {count_text(sites, 'layer')} may replay, {count_text(files, 'file')}, {size_text(size)}"
+    facts = {"path": path, "sites": sites, "files": files, "bytes": size, "digest": artifact.digest}
+    print_result(as_json, facts, lambda: print_text(f"{text}\n{artifact.digest}"))
 
 
 def load_model(path: Path, *, weights: bool = True) -> Any:

@@ -6,10 +6,10 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.output import Column, print_json, print_table, print_text
+from fastcar_compile.cli.output import print_json, print_table, print_text
 from fastcar_compile.errors import UserError, count_text
 
 PARTS = "options,versions,figures,graphs,weights,sections,files"
@@ -17,10 +17,10 @@ PARTS = "options,versions,figures,graphs,weights,sections,files"
 
 @command
 def diff_command(
-    a: Annotated[Path, typer.Argument(help="Folder of an artifact, or a graph file (.json).")],
-    b: Annotated[Path, typer.Argument(help="The other one.")],
-    only: Annotated[str, typer.Option(help="Parts, separated by commas.")] = PARTS,
-    rows: Annotated[int, typer.Option(min=1, help="Lines to show of each part; --json has all.")] = 20,
+    a: Annotated[Path, Argument(help="Folder of an artifact, or a graph file (.json).")],
+    b: Annotated[Path, Argument(help="The other one.")],
+    only: Annotated[str, Option(help="Parts, separated by commas.")] = PARTS,
+    rows: Annotated[int, Option(min=1, help="Lines to show of each part; --json has all.")] = 20,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Show what differs between artifacts or graph files.
@@ -38,14 +38,14 @@ def diff_command(
     equal = not any(parts.values())
     if as_json:
         lists = {part: [change._asdict() for change in changes] for part, changes in parts.items()}
-        print_json({"a": str(a), "b": str(b), "equal": equal} | lists)
+        print_json({"a": a, "b": b, "equal": equal} | lists)
         return ExitCode.OK if equal else ExitCode.MISMATCH
     print_text("equal" if equal else f"a: {a}\nb: {b}")
     for part, changes in parts.items():
         if changes:
             print_text(f"\n{part}")
-            cells = [[c.path + f" ({c.places})" * (c.places > 1), *_texts(c.a, c.b)] for c in changes[:rows]]
-            print_table([Column("what differs"), Column("a"), Column("b")], cells)
+            cells = ((c.path + f" ({c.places})" * (c.places > 1), *_texts(c.a, c.b)) for c in changes[:rows])
+            print_table(("what differs", "a", "b"), cells)
         if len(changes) > rows:
             print_text(f"… and {count_text(len(changes) - rows, 'more line')}; --rows N shows N, --json all")
     return ExitCode.OK if equal else ExitCode.MISMATCH

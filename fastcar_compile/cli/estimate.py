@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-import typer
+from typer import Argument, Option
 
-from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+import fastcar_compile as fc
+from fastcar_compile.cli.common import JsonOption, MayRead, Writes, command, stages
 from fastcar_compile.cli.options import TARGETS, existing, require_one
 from fastcar_compile.cli.output import print_fields, print_json, print_text
-from fastcar_compile.cli.places import MayRead, Writes
 from fastcar_compile.errors import CompileError, UserError, count_text
 
 if TYPE_CHECKING:
@@ -19,45 +19,38 @@ if TYPE_CHECKING:
     from fastcar_compile.codegen.hls.model.system import Estimate
     from fastcar_compile.codegen.hls.model.workload import Workload
     from fastcar_compile.codegen.hls.step_program.program import StepProgram
-    from fastcar_compile.config.targets import Target
 
 SHAPE_CONTEXT, SHAPE_QUANT = 512, "w8a8"
 
 
 @command
 def estimate_command(
-    artifact: Annotated[Path | None, typer.Argument(help="Folder of an artifact; or give --shape.")] = None,
-    shape: Annotated[str | None, typer.Option(help="A decoder by name, without weights, e.g. llama2-7b.")] = None,
+    artifact: Annotated[Path | None, Argument(help="Folder of an artifact; or give --shape.")] = None,
+    shape: Annotated[str | None, Option(help="A decoder by name, without weights, e.g. llama2-7b.")] = None,
     target: Annotated[
-        str | None,
-        typer.Option(help="Board; default: the artifact's, or zcu102.", autocompletion=TARGETS),
-        MayRead(),
+        str | None, Option(help="Board; default: the artifact's, or zcu102.", autocompletion=TARGETS), MayRead()
     ] = None,
-    quant: Annotated[str | None, typer.Option(help="w8a8 or w4a8; default: the artifact's, or w8a8.")] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="Positions that attention reads.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, max=32, help="Rows decoded together.")] = None,
-    replay: Annotated[float | None, typer.Option(help="Share of all MLPs that replay, 0 to 1.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Recorded decisions (.npy of `fastcar run --trace`).")] = None,
+    quant: Annotated[str | None, Option(help="w8a8 or w4a8; default: the artifact's, or w8a8.")] = None,
+    context: Annotated[int | None, Option(min=1, help="Positions that attention reads.")] = None,
+    batch: Annotated[int | None, Option(min=1, max=32, help="Rows decoded together.")] = None,
+    replay: Annotated[float | None, Option(help="Share of all MLPs that replay, 0 to 1.")] = None,
+    trace: Annotated[Path | None, Option(help="Recorded decisions (.npy of `fastcar run --trace`).")] = None,
     offload: Annotated[
-        str | None,
-        typer.Option(help="In the fabric: mlp; linears; all (the step). Default: the artifact's, or compile's."),
+        str | None, Option(help="In the fabric: mlp; linears; all (the step). Default: the artifact's, or compile's.")
     ] = None,
-    kv: Annotated[str | None, typer.Option(help="Keys and values as float32, float16 or int8.")] = None,
-    sink_window: Annotated[str | None, typer.Option(help="Sparse attention as SINKS,WINDOW tokens.")] = None,
-    gate: Annotated[str | None, typer.Option(help="What decides; default: the artifact's, or tas.")] = None,
-    gate_units: Annotated[int | None, typer.Option(min=1, help="Hidden units of gate learned; default: 16.")] = None,
+    kv: Annotated[str | None, Option(help="Keys and values as float32, float16 or int8.")] = None,
+    sink_window: Annotated[str | None, Option(help="Sparse attention as SINKS,WINDOW tokens.")] = None,
+    gate: Annotated[str | None, Option(help="What decides; default: the artifact's, or tas.")] = None,
+    gate_units: Annotated[int | None, Option(min=1, help="Hidden units of gate learned; default: 16.")] = None,
     what_if: Annotated[
-        bool,
-        typer.Option("--what-if", help="Predict also a board without artifacts, and what does not fit the memory."),
+        bool, Option("--what-if", help="Predict also a board without artifacts, and what does not fit the memory.")
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the time line of one token into this file."), Writes("plot")
-    ] = None,
+    plot: Annotated[Path | None, Option(help="Draw the time line of one token into this file."), Writes("plot")] = None,
     time_line: Annotated[
-        Path | None, typer.Option(help="Write it in Chrome's trace format, call by call."), Writes("time line")
+        Path | None, Option(help="Write it in Chrome's trace format, call by call."), Writes("time line")
     ] = None,
     as_json: JsonOption = False,
-) -> ExitCode:
+) -> None:
     """Predict speed, energy and resources on a board.
 
     Nothing is run: the model of the hardware simulates one decode step.
@@ -67,13 +60,14 @@ def estimate_command(
     from fastcar_compile.codegen.hls.model.system import default_offload, estimate
     from fastcar_compile.codegen.hls.model.time_line import plot_time_line, write_time_line
 
-    require_one([("ARTIFACT", artifact is not None), ("--shape", shape is not None)])
-    require_one([("--replay", replay is not None), ("--trace", trace is not None)])
-    if artifact is None and shape is None:
-        raise UserError("nothing to estimate", hint="give the folder of an artifact, or --shape NAME")
-    work, board, emitted = of_shape(str(shape), target) if artifact is None else of_artifact(artifact, target)
-    work, free = (work, False) if offload is not None else _free(artifact, work, board, emitted, kv)
-    design, program = emitted
+    require_one({"ARTIFACT": artifact, "--shape": shape})
+    require_one({"--replay": replay, "--trace": trace})
+    found = of_shape(shape, target) if artifact is None else of_artifact(artifact, target)
+    work, board, design, program = found
+    free = offload is None and design is None  # the offload follows from the board
+    if free and artifact is not None:
+        work = as_compiled(artifact, work, board, kv)
+        free = work is not found[0]
     window = None if sink_window is None else parse_sink_window(sink_window)
     wishes = {"quant": quant, "context": context, "batch": batch, "replay": replay, "offload": offload}
     chosen = with_options(work, wishes | {"kv": kv, "sink_window": window})
@@ -94,46 +88,47 @@ def estimate_command(
                 write(result, path)
     written = {"plot": plot, "time_line_file": time_line}
     if as_json:
-        print_json(result.to_json() | {name: None if path is None else str(path) for name, path in written.items()})
-        return ExitCode.OK
+        print_json(result.to_json() | written)
+        return
     print_fields(_speed_fields(result) | _cost_fields(result))
-    for path in (p for p in written.values() if p is not None):
+    for path in filter(None, written.values()):
         print_text(f"time line written: {path}")
-    return ExitCode.OK
 
 
-Emitted = tuple["Design | None", "StepProgram | None"]
-"""The design of an artifact, and its step program, where it has them."""
+Question = tuple["Workload", "fc.Target", "Design | None", "StepProgram | None"]
+"""What is asked of a board; the design and the step program that an artifact has for it."""
 
 
-def of_shape(name: str, target: str | None) -> tuple[Workload, Target, Emitted]:
-    """Return what a decoder shape asks of a board; nothing is emitted for it."""
+def of_shape(name: str | None, target: str | None) -> Question:
+    """Return what a decoder shape asks of a board; nothing is emitted for it.
+
+    Raises:
+        UserError: there is no name.
+    """
     from fastcar_compile.codegen.hls.model.shapes import load_shape
     from fastcar_compile.codegen.hls.model.workload import Workload
-    from fastcar_compile.config.targets import load_target
 
-    return Workload(load_shape(name), SHAPE_QUANT, SHAPE_CONTEXT), load_target(target or "zcu102"), (None, None)
+    if name is None:
+        raise UserError("nothing to estimate", hint="give the folder of an artifact, or --shape NAME")
+    return Workload(load_shape(name), SHAPE_QUANT, SHAPE_CONTEXT), fc.load_target(target or "zcu102"), None, None
 
 
-def of_artifact(path: Path, target: str | None) -> tuple[Workload, Target, Emitted]:
+def of_artifact(path: Path, target: str | None) -> Question:
     """Return what an artifact asks of its own board, or of another one, and what was emitted for that board."""
-    import fastcar_compile as fc
     from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
-    from fastcar_compile.config.targets import load_target
 
-    artifact = fc.load(str(path))
-    board = artifact.manifest.target if target is None else load_target(target)
+    artifact = fc.load(path)
+    board = artifact.manifest.target if target is None else fc.load_target(target)
     design = design_of(artifact.manifest, board)
-    return workload_of(artifact.manifest), board, (design, None if design is None else program_of(artifact))
+    return workload_of(artifact.manifest), board, design, None if design is None else program_of(artifact)
 
 
-def as_compiled(path: Path, work: Workload, board: Target, kv: str | None) -> Workload:
+def as_compiled(path: Path, work: Workload, board: fc.Target, kv: str | None) -> Workload:
     """Return the workload of an artifact without an accelerator as `compile` would offload it to this board."""
-    import fastcar_compile as fc
     from fastcar_compile.codegen.hls.model.workload import workload_of_sections
     from fastcar_compile.config.targets import whole_step
 
-    manifest = fc.load(str(path)).manifest
+    manifest = fc.load(path).manifest
     names = ("tokens_per_frame", "max_seq_len", "batch_size", "sparse_attention")
     options = {name: getattr(manifest.options, name) for name in names} | {"quant": work.quant}
     wish = whole_step(board, options if kv is None else options | {"kv": kv})
@@ -150,24 +145,15 @@ def as_compiled(path: Path, work: Workload, board: Target, kv: str | None) -> Wo
     return replace(workload_of_sections(config, manifest.decoder, manifest.layers.layers), memory=None)
 
 
-def _free(path: Path | None, work: Workload, board: Target, emitted: Emitted, kv: str | None) -> tuple[Workload, bool]:
-    """Return what is estimated where no offload is asked for, and whether the offload follows from the board."""
-    if path is None:
-        return work, True
-    compiled = as_compiled(path, work, board, kv) if emitted == (None, None) else work
-    return compiled, compiled is not work
-
-
 def with_options(work: Workload, wishes: dict[str, Any]) -> Workload:
     """Return the workload with what the command line asks for; None: as the workload has it.
 
     Raises:
         UserError: a quantisation or an offload that there is not.
     """
-    from fastcar_compile.config import CompileConfig
     from fastcar_compile.config.formats import ACCELERATED
 
-    offloads: tuple[str, ...] = get_args(CompileConfig.model_fields["offload"].annotation)
+    offloads: tuple[str, ...] = get_args(fc.CompileConfig.model_fields["offload"].annotation)
     given = {name: value for name, value in wishes.items() if value is not None}
     if given.get("quant", SHAPE_QUANT) not in ACCELERATED:
         raise UserError(f"there is no engine for --quant {given['quant']}", hint=f"give {' or '.join(ACCELERATED)}")

@@ -6,73 +6,67 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+import fastcar_compile as fc
+from fastcar_compile.cli.common import JsonOption, MayRead, Writes, command, stages
 from fastcar_compile.cli.options import (
     CountedOption,
     PromptOption,
     TokensPerFrameOption,
     VideosOption,
     existing,
+    output_option,
     parse_heads,
     parse_ids,
     read_videos,
 )
-from fastcar_compile.cli.output import Column, print_json, print_table
-from fastcar_compile.cli.places import MayRead, Writes
+from fastcar_compile.cli.output import print_result, print_table
 from fastcar_compile.errors import UserError, os_errors
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fastcar_compile import Artifact, ReplayConfig
     from fastcar_compile.gates import GateWeights
     from fastcar_compile.tune.evaluate import SinkWindow
 
 
 @command
 def evaluate_command(
-    decoder: Annotated[Path, typer.Argument(help="Folder of an artifact, or of a Hugging Face decoder.")],
+    decoder: Annotated[Path, Argument(help="Folder of an artifact, or of a Hugging Face decoder.")],
     videos: VideosOption,
-    calibration_videos: Annotated[Path | None, typer.Option(help="Others, on which thresholds are chosen.")] = None,
-    gates: Annotated[str, typer.Option(help="Separated by commas.")] = "tas,input_delta",
-    heads: Annotated[str | None, typer.Option(help="Query heads of gate tas, as `fastcar compile` takes them.")] = None,
+    calibration_videos: Annotated[Path | None, Option(help="Others, on which thresholds are chosen.")] = None,
+    gates: Annotated[str, Option(help="Separated by commas.")] = "tas,input_delta",
+    heads: Annotated[str | None, Option(help="Query heads of gate tas, as `fastcar compile` takes them.")] = None,
     gate_weights: Annotated[
-        Path | None, typer.Option(help="Weights of gate learned, .safetensors; default: those of the artifact.")
+        Path | None, Option(help="Weights of gate learned, .safetensors; default: those of the artifact.")
     ] = None,
     couple_cfg: Annotated[
-        bool, typer.Option("--couple-cfg", help="Videos b and b + N / 2 are a guidance pair and replay together.")
+        bool, Option("--couple-cfg", help="Videos b and b + N / 2 are a guidance pair and replay together.")
     ] = False,
-    ratios: Annotated[str, typer.Option(help="Replay ratios of t >= F, separated by commas.")] = "0.5,0.8",
-    calibrations: Annotated[str, typer.Option(help="Separated by commas.")] = "calibrated,uniform,random",
-    cases: Annotated[Path | None, typer.Option(help="File of --save-cases: these instead of a calibration.")] = None,
-    save_cases: Annotated[
-        Path | None, typer.Option(help="Write the cases, with their thresholds."), Writes("cases")
-    ] = None,
+    ratios: Annotated[str, Option(help="Replay ratios of t >= F, separated by commas.")] = "0.5,0.8",
+    calibrations: Annotated[str, Option(help="Separated by commas.")] = "calibrated,uniform,random",
+    cases: Annotated[Path | None, Option(help="File of --save-cases: these instead of a calibration.")] = None,
+    save_cases: Annotated[Path | None, Option(help="Write the cases, with their thresholds."), Writes("cases")] = None,
     sparse_attention: Annotated[
-        str, typer.Option(help='"none" and "window/sinks", separated by commas: every case with each of these.')
+        str, Option(help='"none" and "window/sinks", separated by commas: every case with each of these.')
     ] = "none",
     detokenize: Annotated[
-        str | None, typer.Option(help="module:function or file.py:function, for PSNR, SSIM and pictures."), MayRead()
+        str | None, Option(help="module:function or file.py:function, for PSNR, SSIM and pictures."), MayRead()
     ] = None,
     tokens_per_frame: TokensPerFrameOption = None,
-    quant: Annotated[str, typer.Option(help="Of a Hugging Face decoder: none, w8a8 or w4a8.")] = "none",
+    quant: Annotated[str, Option(help="Of a Hugging Face decoder: none, w8a8 or w4a8.")] = "none",
     prompt: PromptOption = 1,
     counted: CountedOption = None,
     journal: Annotated[
         Path | None,
-        typer.Option(help="Folder that keeps every measurement; goes on from it."),
+        Option(help="Folder that keeps every measurement; goes on from it."),
         Writes("journal", folder=True),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the rows to this JSON file."), Writes()
-    ] = None,
-    plots: Annotated[
-        Path | None, typer.Option(help="Folder for the pictures."), Writes("pictures", folder=True)
-    ] = None,
+    output: Annotated[Path | None, output_option("Write the rows to this JSON file."), Writes()] = None,
+    plots: Annotated[Path | None, Option(help="Folder for the pictures."), Writes("pictures", folder=True)] = None,
     as_json: JsonOption = False,
-) -> ExitCode:
+) -> None:
     """Measure replay against the dense decoder.
 
     The videos should be none that the gate or the decoder was trained on.
@@ -120,11 +114,7 @@ def evaluate_command(
     if output is not None:
         with os_errors("the output cannot be written", output):
             output.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n", "utf-8")
-    if as_json:
-        print_json({"rows": rows})
-    else:
-        _show(rows)
-    return ExitCode.OK
+    print_result(as_json, {"rows": rows}, lambda: print_table(_TITLES, map(_cells, rows)))
 
 
 def parse_ratios(text: str) -> list[float]:
@@ -143,16 +133,14 @@ def parse_ratios(text: str) -> list[float]:
     return ratios
 
 
-def read_decoder(path: Path) -> Artifact | nn.Module:
+def read_decoder(path: Path) -> fc.Artifact | nn.Module:
     """Return an artifact, or the module of a Hugging Face folder.
 
     Raises:
         UserError: neither.
     """
-    import fastcar_compile as fc
-
     existing(path, "decoder")
-    return fc.load(str(path)) if (path / "manifest.json").is_file() else read_module(path)
+    return fc.load(path) if (path / "manifest.json").is_file() else read_module(path)
 
 
 def read_module(path: Path) -> nn.Module:
@@ -175,33 +163,31 @@ def read_module(path: Path) -> nn.Module:
         raise UserError(f"the decoder cannot be read: {error}", where=str(path), hint=hint) from error
 
 
-def read_gate_weights(path: Path | None, source: Artifact | nn.Module) -> GateWeights | None:
+def read_gate_weights(path: Path | None, source: fc.Artifact | nn.Module) -> GateWeights | None:
     """Return the weights in a file, else those of an artifact's own gate; None: there are none.
 
     Raises:
         UserError: the file cannot be read, or is malformed.
     """
     from fastcar_compile.gates.weights import GateWeights, weights_in
-    from fastcar_compile.runtime.compiled import Artifact
 
     if path is not None:
         return GateWeights.load(path)
-    return weights_in(source.params, len(source.sites)) if isinstance(source, Artifact) else None
+    return weights_in(source.params, len(source.sites)) if isinstance(source, fc.Artifact) else None
 
 
 def parse_gates(
     text: str, heads: str | None, weights: GateWeights | None = None, couple_cfg: bool = False
-) -> list[ReplayConfig]:
+) -> list[fc.ReplayConfig]:
     """Return a ReplayConfig per gate; heads and weights go to the gates that take them."""
-    from fastcar_compile.config import ReplayConfig
     from fastcar_compile.gates import GATES
 
-    configs: list[ReplayConfig] = []
+    configs: list[fc.ReplayConfig] = []
     for name in (part.strip() for part in text.split(",")):
         kind = GATES.get(name)
         chosen = parse_heads(heads) if heads is not None and kind is not None and kind.takes_heads else None
         learned = weights if kind is not None and kind.takes_weights else None
-        configs.append(ReplayConfig(gate=name, heads=chosen, gate_weights=learned, couple_cfg=couple_cfg))
+        configs.append(fc.ReplayConfig(gate=name, heads=chosen, gate_weights=learned, couple_cfg=couple_cfg))
     return configs
 
 
@@ -223,13 +209,7 @@ def parse_attentions(text: str) -> list[SinkWindow | None]:
     return found
 
 
-_TEXT = ("gate", "calibration", "attention")
-_NUMBERS = ("replay", "NLL", "of dense", "agreement", "PSNR", "SSIM")
-
-
-def _show(rows: list[dict[str, Any]]) -> None:
-    columns = (*map(Column, _TEXT), *(Column(title, right=True) for title in _NUMBERS))
-    print_table(columns, map(_cells, rows))
+_TITLES = ("gate", "calibration", "attention", *(">replay", ">NLL", ">of dense", ">agreement", ">PSNR", ">SSIM"))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

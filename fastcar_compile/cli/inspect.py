@@ -9,85 +9,72 @@ from pathlib import Path, PurePosixPath
 from posixpath import basename, dirname
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-import typer
+from typer import Option
 
+import fastcar_compile as fc
 from fastcar_compile.artifact.layout import SIGNATURE
-from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+from fastcar_compile.cli.common import JsonOption, Writes, command, stages
 from fastcar_compile.cli.options import ArtifactArgument, existing, require_one
-from fastcar_compile.cli.output import (
-    Column,
-    print_fields,
-    print_json,
-    print_table,
-    print_text,
-    short_digest,
-    size_text,
-)
-from fastcar_compile.cli.places import Writes
+from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text, short_digest, size_text
 from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
-    from fastcar_compile import Artifact
-    from fastcar_compile.artifact.sections import HostSection, LayersSection
+    from fastcar_compile.artifact.sections import HostSection
 
 
 @command
 def inspect_command(
     artifact: ArtifactArgument,
-    sites: Annotated[bool, typer.Option("--sites", help="The layers found, and where.")] = False,
-    before: Annotated[bool, typer.Option("--before", help="The decode graph before the passes.")] = False,
-    after: Annotated[bool, typer.Option("--after", help="The decode graph after the passes.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="What was inserted, and why.")] = False,
-    layer: Annotated[int | None, typer.Option(help="With --explain: only this layer.")] = None,
-    node: Annotated[str | None, typer.Option(help="With --explain: only this node.")] = None,
+    sites: Annotated[bool, Option("--sites", help="The layers found, and where.")] = False,
+    before: Annotated[bool, Option("--before", help="The decode graph before the passes.")] = False,
+    after: Annotated[bool, Option("--after", help="The decode graph after the passes.")] = False,
+    explain: Annotated[bool, Option("--explain", help="What was inserted, and why.")] = False,
+    layer: Annotated[int | None, Option(help="With --explain: only this layer.")] = None,
+    node: Annotated[str | None, Option(help="With --explain: only this node.")] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write all of it as one self-contained page into this file."), Writes("page")
+        Path | None, Option(help="Write all of it as one self-contained page into this file."), Writes("page")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="With --html: recorded decisions (.npy of `fastcar run --trace`).")
+        Path | None, Option(help="With --html: recorded decisions (.npy of `fastcar run --trace`).")
     ] = None,
     as_json: JsonOption = False,
-) -> ExitCode:
+) -> None:
     """Show an artifact: summary, layers, graphs or reasons.
 
     With --html, write all of it as a page.
     """
-    import fastcar_compile as fc
     from fastcar_compile.codegen.hls.model.rows import load_trace
 
-    parts = [("--sites", sites), ("--before", before), ("--after", after), ("--explain", explain)]
-    require_one([*parts, ("--html", html is not None)])
-    require_one([("--layer", layer is not None), ("--node", node is not None)])
+    require_one({"--sites": sites, "--before": before, "--after": after, "--explain": explain, "--html": html})
+    require_one({"--layer": layer, "--node": node})
     if (layer is not None or node is not None) and not explain:
         raise UserError("--layer and --node select a part of --explain", hint="add --explain")
     if trace is not None and html is None:
         raise UserError("--trace is for the page of --html", hint="add --html FILE")
     with stages(as_json, "inspect") as show:
         show("checking the files")
-        loaded = fc.load(str(artifact))
+        loaded = fc.load(artifact)
         if html is not None:
             show("writing the page")
             fc.inspect(loaded, html, None if trace is None else load_trace(existing(trace, "trace")))
     if html is not None:
-        _show_page(html, as_json)
+        size = html.stat().st_size
+        text = f"{html}: {size_text(size)}; open it in a browser"
+        print_result(as_json, {"html": html, "bytes": size}, lambda: print_text(text))
     elif sites:
-        _show_sites(loaded.manifest.layers, as_json)
+        rows = loaded.manifest.layers.model_dump(mode="json")["layers"]
+        print_result(as_json, {"sites": rows}, lambda: _show_sites(rows))
     elif before or after:
-        graph = loaded.original_graph if before else loaded.graph
-        _show_text("graph", graph_text(graph), as_json)
+        graph = graph_text(loaded.original_graph if before else loaded.graph)
+        print_result(as_json, {"graph": graph}, lambda: print_text(graph))
     elif explain:
-        _show_text("explain", loaded.explain(layer=layer, node=node), as_json)
+        reasons = loaded.explain(layer=layer, node=node)
+        print_result(as_json, {"explain": reasons}, lambda: print_text(reasons))
     else:
-        _show_summary(loaded, as_json)
-    return ExitCode.OK
-
-
-def _show_page(path: Path, as_json: bool) -> None:
-    size = path.stat().st_size
-    if as_json:
-        print_json({"html": str(path), "bytes": size})
-    else:
-        print_text(f"{path}: {size_text(size)}; open it in a browser")
+        size = sum(entry.size for entry in loaded.manifest.files.values())
+        facts = {"path": loaded.path, "bytes": size, "num_layers": len(loaded.manifest.layers.layers)}
+        facts |= {"digest": loaded.digest, "signed": is_signed(loaded.path)}
+        print_result(as_json, facts | loaded.manifest.model_dump(mode="json"), lambda: _show_summary(loaded, size))
 
 
 def graph_text(graph: Any) -> str:
@@ -95,22 +82,11 @@ def graph_text(graph: Any) -> str:
     return graph.print_readable(print_output=False) if hasattr(graph, "print_readable") else str(graph)
 
 
-def _show_text(name: str, text: str, as_json: bool) -> None:
-    if as_json:
-        print_json({name: text})
-    else:
-        print_text(text)
-
-
-def _show_sites(section: LayersSection, as_json: bool) -> None:
-    rows = section.model_dump(mode="json")["layers"]
-    if as_json:
-        print_json({"sites": rows})
-        return
+def _show_sites(rows: list[dict[str, Any]]) -> None:
     names = ("layer", "module_path", "hidden", "intermediate", "activation", "source")
     rows = [row | row["mlp"] | {"source": PurePosixPath(row["source"]).name} for row in rows]
-    columns = [Column(name.replace("_", " "), right=name in ("layer", "hidden", "intermediate")) for name in names]
-    print_table(columns, ([str(row.get(name, "-")) for name in names] for row in rows))
+    titles = (">layer", "module path", ">hidden", ">intermediate", "activation", "source")
+    print_table(titles, ([row.get(name, "-") for name in names] for row in rows))
 
 
 def host_lines(host: HostSection) -> list[str]:
@@ -127,36 +103,29 @@ def is_signed(path: Path) -> bool:
     return (path / SIGNATURE).exists()
 
 
-def _show_summary(loaded: Artifact, as_json: bool) -> None:
+def _show_summary(loaded: fc.Artifact, size: int) -> None:
     manifest = loaded.manifest
-    size = sum(entry.size for entry in manifest.files.values())
-    if as_json:
-        fields = {"path": loaded.path, "bytes": size, "num_layers": len(manifest.layers.layers)}
-        fields |= {"digest": loaded.digest, "signed": is_signed(loaded.path)}
-        print_json(fields | manifest.model_dump(mode="json"))
-        return
     counts = f"{count_text(len(manifest.layers.layers), 'layer')}, {count_text(len(manifest.files), 'file')}"
     print_text(f"{loaded.path}: {counts}, {size_text(size)}\n")
     fields = config_fields(manifest.options.to_json())
-    libraries = host_lines(manifest.host)
-    if libraries:
+    if libraries := host_lines(manifest.host):
         fields["libraries"] = "; ".join(libraries)
     if is_signed(loaded.path):
         fields["signed"] = "by whom, `fastcar verify-signature` checks"
     fields["written by"] = ", ".join(f"{name} {version}" for name, version in sorted(manifest.producer.items()))
     print_fields(fields)
     print_text(f"\ndigest  {loaded.digest}\n")
-    columns = (Column("folder"), Column("files", right=True), Column("size", right=True), Column("kinds"))
-    print_table(columns, _folders({name: entry.size for name, entry in manifest.files.items()}))
+    rows = _folders({name: entry.size for name, entry in manifest.files.items()})
+    print_table(("folder", ">files", ">size", "kinds"), rows)
 
 
-def _folders(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+def _folders(sizes: Mapping[str, int]) -> Iterator[tuple[object, ...]]:
     """Yield a row for each folder: the number of its files, their bytes, and how many there are of the usual kinds."""
     for folder, names in groupby(sorted(sizes, key=lambda name: (dirname(name), name)), key=dirname):
         files = list(names)
         kinds = Counter(PurePosixPath(name).suffix or basename(name) for name in files).most_common()
         text = ", ".join(f"{number} {kind}" for kind, number in kinds[:3]) + ", ..." * (len(kinds) > 3)
-        yield [f"{folder or '.'}/", str(len(files)), size_text(sum(sizes[name] for name in files)), text]
+        yield f"{folder or '.'}/", len(files), size_text(sum(sizes[name] for name in files)), text
 
 
 def config_fields(config: Mapping[str, Any]) -> dict[str, str]:

@@ -7,12 +7,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-import typer
+from typer import Argument, Option
 
-from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
-from fastcar_compile.cli.output import Column, print_json, print_table, print_text, visible
-from fastcar_compile.cli.places import Writes
-from fastcar_compile.errors import UserError
+from fastcar_compile.cli.common import JsonOption, Writes, command, stages
+from fastcar_compile.cli.options import output_option
+from fastcar_compile.cli.output import print_json, print_result, print_table, print_text, visible
+from fastcar_compile.errors import UserError, os_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,28 +34,24 @@ class Graph(StrEnum):
 @command
 def opt_command(
     path: Annotated[
-        Path | None, typer.Argument(help="Graph file (.json), or folder of an artifact.", show_default=False)
+        Path | None, Argument(help="Graph file (.json), or folder of an artifact.", show_default=False)
     ] = None,
-    graph: Annotated[Graph, typer.Option(help="Of an artifact: before or after the rewrite.")] = Graph.BEFORE,
+    graph: Annotated[Graph, Option(help="Of an artifact: before or after the rewrite.")] = Graph.BEFORE,
     passes: Annotated[
-        str, typer.Option("--passes", "-p", help="Such as 'canonicalize,skip-rows{\"couple_cfg\": true}'.")
+        str, Option("--passes", "-p", help="Such as 'canonicalize,skip-rows{\"couple_cfg\": true}'.")
     ] = "",
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write the result: *.json as a graph file, else the listing."),
-        Writes("result"),
+        Path | None, output_option("Write the result: *.json as a graph file, else the listing."), Writes("result")
     ] = None,
-    verify_each: Annotated[
-        bool, typer.Option(help="Verify the program after every pass, not after the last only.")
-    ] = True,
-    print_after_all: Annotated[bool, typer.Option(help="Print the listing after every pass, on stderr.")] = False,
-    list_passes: Annotated[bool, typer.Option(help="List the passes, their options and types, and stop.")] = False,
+    verify_each: Annotated[bool, Option(help="Verify the program after every pass, not after the last only.")] = True,
+    print_after_all: Annotated[bool, Option(help="Print the listing after every pass, on stderr.")] = False,
+    list_passes: Annotated[bool, Option(help="List the passes, their options and types, and stop.")] = False,
     as_json: JsonOption = False,
-) -> ExitCode:
+) -> None:
     """Run passes over a saved graph, and show the result."""
     if list_passes:
         _list_passes(as_json)
-        return ExitCode.OK
+        return
     if path is None:
         raise UserError("no graph is given", hint="give a graph file or an artifact's folder, or --list-passes")
     with stages(as_json, "opt") as show:
@@ -64,7 +60,6 @@ def opt_command(
         show("running the passes")
         run_passes(program, passes, verify_each=verify_each, print_after_all=print_after_all)
     _emit(program, output, as_json)
-    return ExitCode.OK
 
 
 def read_program(path: Path, graph: Graph = Graph.BEFORE) -> DecoderProgram:
@@ -117,10 +112,8 @@ def _emit(program: DecoderProgram, output: Path | None, as_json: bool) -> None:
 
     if output is not None:
         text = graph_file_text(program) if output.suffix == ".json" else program_to_text(program)
-        try:
+        with os_errors("the result cannot be written", output):
             output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"the result cannot be written: {error.strerror}", where=str(output)) from error
     if as_json:
         print_json(program_to_json(program) if output is None else {"written": output})
     elif output is None:
@@ -131,12 +124,10 @@ def _list_passes(as_json: bool) -> None:
     from fastcar_compile.ir.pass_manager import option_types
     from fastcar_compile.passes.pipeline import PASSES
 
-    summaries = {name: (kind.__doc__ or "").splitlines()[0] for name, kind in PASSES.items()}
-    if as_json:
-        listed = [{"name": n, "summary": summaries[n], "options": option_types(k)} for n, k in PASSES.items()]
-        print_json({"passes": listed})
-        return
-    options = {n: ", ".join(f"{o}: {t}" for o, t in option_types(k).items()) for n, k in PASSES.items()}
-    print_table(
-        (Column("pass"), Column("options"), Column("what it does")), ([n, options[n], summaries[n]] for n in PASSES)
-    )
+    listed = [
+        {"name": name, "summary": (kind.__doc__ or "").splitlines()[0], "options": option_types(kind)}
+        for name, kind in PASSES.items()
+    ]
+    rows = ((p["name"], ", ".join(f"{o}: {t}" for o, t in p["options"].items()), p["summary"]) for p in listed)
+    titles = ("pass", "options", "what it does")
+    print_result(as_json, {"passes": listed}, lambda: print_table(titles, rows))

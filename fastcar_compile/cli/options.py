@@ -7,18 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
-import typer
+import numpy as np
+from numpy.typing import NDArray
+from typer import Argument, Option
 
 from fastcar_compile.errors import UserError
 from fastcar_compile.support.values import read_arrays, refuse_pipe
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Tokens = NDArray[np.int64]
+Tokens = NDArray[np.int64]
 
 
 def names_of(where: str) -> Callable[[], list[str]]:
@@ -31,17 +29,22 @@ def names_of(where: str) -> Callable[[], list[str]]:
     return names
 
 
+def output_option(help: str) -> Any:
+    """Return the option of what a command writes."""
+    return Option("--output", "-o", help=help)
+
+
 TARGETS = names_of("fastcar_compile.config.targets:available_targets")
 BACKENDS = names_of("fastcar_compile.runtime.backends:BACKENDS.names")
 
-ArtifactArgument = Annotated[Path, typer.Argument(help="Folder of the artifact.")]
-VideosOption = Annotated[Path, typer.Option(help=".safetensors, .npz or .npy, int64 [N, T], prompt included.")]
-PromptOption = Annotated[int, typer.Option(min=1, help="Tokens before decoding starts.")]
+ArtifactArgument = Annotated[Path, Argument(help="Folder of the artifact.")]
+VideosOption = Annotated[Path, Option(help=".safetensors, .npz or .npy, int64 [N, T], prompt included.")]
+PromptOption = Annotated[int, Option(min=1, help="Tokens before decoding starts.")]
 CountedOption = Annotated[
-    str | None, typer.Option(help="Token ids that the decoder predicts, FIRST:END; others are given. Default: all.")
+    str | None, Option(help="Token ids that the decoder predicts, FIRST:END; others are given. Default: all.")
 ]
-TokensPerFrameOption = Annotated[int | None, typer.Option(help="Tokens of one frame; default: the model's config.")]
-ThresholdOption = Annotated[str | None, typer.Option(help="Overrides the compiled threshold(s).")]
+TokensPerFrameOption = Annotated[int | None, Option(help="Tokens of one frame; default: the model's config.")]
+ThresholdOption = Annotated[str | None, Option(help="Overrides the compiled threshold(s).")]
 
 
 def parse_thresholds(text: str) -> float | list[float | None]:
@@ -98,13 +101,16 @@ def _layer_heads(text: str) -> LayerHeads:
         raise UserError(f"{text!r} is no list of heads", where="--heads", hint=hint) from error
 
 
-def require_one(options: Sequence[tuple[str, bool]]) -> None:
-    """Refuse more than one of the given options together.
+def require_one(options: Mapping[str, object]) -> None:
+    """Refuse more than one of these options together.
+
+    Args:
+        options: name -> value; None and False: the option is not given.
 
     Raises:
-        UserError: two or more are set.
+        UserError: two or more are given.
     """
-    given = [name for name, is_set in options if is_set]
+    given = [name for name, value in options.items() if value is not None and value is not False]
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} cannot be given together", hint="choose one of them")
 
@@ -126,17 +132,14 @@ def parse_prompt(text: str) -> Tokens:
     Raises:
         UserError: not integers, or none.
     """
-    import numpy as np
-
     parts = text.replace(",", " ").split()
     try:
         ids = [int(part) for part in parts]
     except ValueError:
         ids = []
     if not ids:
-        raise UserError(
-            f"the prompt {text!r} is not a list of token ids", hint='give integers, for example "16" or "16,3"'
-        )
+        hint = 'give integers, for example "16" or "16,3"'
+        raise UserError(f"the prompt {text!r} is not a list of token ids", hint=hint)
     return np.array(ids, np.int64)
 
 
@@ -170,8 +173,6 @@ def read_tokens(path: Path, what: str, *, dims: Sequence[int]) -> Tokens:
     Raises:
         UserError: no such file, another kind, several arrays without "tokens", or no integers of these dimensions.
     """
-    import numpy as np
-
     existing(path, what)
     arrays = _arrays(path, what)
     name = "tokens" if "tokens" in arrays or len(arrays) != 1 else next(iter(arrays))

@@ -11,8 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -30,23 +29,9 @@ DIGEST_DIGITS = 8
 """Hexadecimal digits of a digest in a table; JSON has all of them."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of a table: its title, whether its cells are right-aligned, and whether they are dimmed."""
-
-    title: str
-    right: bool = False
-    dim: bool = False
-
-
 def interactive() -> bool:
     """Return whether a person sees both what is printed and what is reported."""
     return sys.stdout.isatty() and sys.stderr.isatty()
-
-
-def stdout() -> Console:
-    """Return the console for results, made per call so that a redirected stdout is honoured."""
-    return _console(sys.stdout)
 
 
 def stderr() -> Console:
@@ -55,6 +40,7 @@ def stderr() -> Console:
 
 
 def _console(file: TextIO) -> Console:
+    """Return a console, made per call so that a redirected stdout is honoured."""
     from rich.console import Console
 
     return Console(file=file, highlight=False)
@@ -69,12 +55,8 @@ def visible(text: str, *, lines: bool = True) -> str:
     Args:
         lines: keep line breaks; else they are written out too.
     """
-    shown = _UNSEEN.sub(_written_out, text)
+    shown = _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
     return shown if lines else shown.replace("\n", "\\n")
-
-
-def _written_out(match: re.Match[str]) -> str:
-    return match[0].encode("unicode_escape").decode("ascii")
 
 
 def print_text(text: str) -> None:
@@ -82,20 +64,24 @@ def print_text(text: str) -> None:
     sys.stdout.write(visible(text) + "\n")
 
 
-def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table with a header: folded to a terminal's width or COLUMNS, at its natural width otherwise."""
+def print_table(titles: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    """Print a table with a header: folded to a terminal's width or COLUMNS, at its natural width otherwise.
+
+    Args:
+        titles: one per column. The cells under a title that begins with `>` are right-aligned.
+    """
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        side, style = "right" if column.right else "left", "dim" if column.dim else ""
+    for title in titles:
+        right = title.startswith(">")
         # Numbers keep their line; long names fold, so that nothing is cut off.
-        table.add_column(column.title, justify=side, no_wrap=column.right, overflow="fold", style=style)
+        table.add_column(title.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
+        table.add_row(*(Text(visible(str(cell))) for cell in row))
     table.padding = (0, 2, 0, 0)
-    if _bounded() and _natural_width(table) > stdout().width:
+    if _bounded() and _natural_width(table) > _console(sys.stdout).width:
         table.padding = (0, 1, 0, 0)
     _print_whole(table)
 
@@ -130,7 +116,7 @@ def _print_whole(table: Table) -> None:
     from rich.console import Console
 
     # A pipe has no width: a table that is folded to 80 columns is hard to read for a program.
-    console = stdout() if _bounded() else Console(file=sys.stdout, width=_natural_width(table))
+    console = _console(sys.stdout) if _bounded() else Console(file=sys.stdout, width=_natural_width(table))
     with console.capture() as captured:
         console.print(table)
     # Trailing blanks of a table's last column are no part of a result.
@@ -172,3 +158,11 @@ def jsonable(value: Any) -> Any:
 def print_json(value: object) -> None:
     """Print one JSON value, never wrapped or coloured."""
     print_text(json.dumps(jsonable(value), indent=2, sort_keys=True, allow_nan=False))
+
+
+def print_result(as_json: bool, value: object, show: Callable[[], None]) -> None:
+    """Print the result of a command: one JSON value, or what `show` prints for a person."""
+    if as_json:
+        print_json(value)
+    else:
+        show()

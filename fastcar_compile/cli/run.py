@@ -5,34 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
+import numpy as np
+from typer import Option
 
-from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+import fastcar_compile as fc
+from fastcar_compile.cli.common import JsonOption, Writes, command, stages
 from fastcar_compile.cli.options import (
     BACKENDS,
     ArtifactArgument,
     ThresholdOption,
+    Tokens,
     existing,
+    output_option,
     parse_prompt,
     parse_thresholds,
     read_context,
     read_tokens,
     require_one,
 )
-from fastcar_compile.cli.output import print_fields, print_json, print_text
-from fastcar_compile.cli.places import Writes
+from fastcar_compile.cli.output import print_fields, print_result, print_text
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
 from fastcar_compile.errors import UserError, count_text, os_errors
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from fastcar_compile import Session
-
-    Tokens = NDArray[np.int64]
 
 
 class Clock:
@@ -59,45 +54,39 @@ class Clock:
 @command
 def run_command(
     artifact: ArtifactArgument,
-    prompt: Annotated[str | None, typer.Option(help="Token ids, separated by commas or blanks.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help=".npy, .npz or .safetensors, int64 [P] or [B, P].")] = None,
-    num_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 256,
+    prompt: Annotated[str | None, Option(help="Token ids, separated by commas or blanks.")] = None,
+    prompt_file: Annotated[Path | None, Option(help=".npy, .npz or .safetensors, int64 [P] or [B, P].")] = None,
+    num_tokens: Annotated[int, Option(min=1, help="Tokens to generate.")] = 256,
     backend: Annotated[
-        str, typer.Option(help="cpu, onnxruntime, hls-csim, eager or board.", autocompletion=BACKENDS)
+        str, Option(help="cpu, onnxruntime, hls-csim, eager or board.", autocompletion=BACKENDS)
     ] = "cpu",
     threshold: ThresholdOption = None,
-    thresholds: Annotated[Path | None, typer.Option(help="File of `fastcar calibrate`.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw among so many most probable tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw among the most probable tokens of this sum.")] = None,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: against tokens that were there.")] = 1.0,
-    guidance: Annotated[float, typer.Option(help="Classifier-free guidance of pairs of rows; 1 has no effect.")] = 1.0,
-    negative_prompt: Annotated[str | None, typer.Option(help="The prompt that guidance leads away from.")] = None,
-    context: Annotated[Path | None, typer.Option(help="What cross-attention reads: float32 [B, L, C].")] = None,
-    context_mask: Annotated[Path | None, typer.Option(help="Its tokens that are seen: bool [B, L].")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the tokens to this .npy file."), Writes()
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write the replay decisions to this .npy file."), Writes("trace")
-    ] = None,
+    thresholds: Annotated[Path | None, Option(help="File of `fastcar calibrate`.")] = None,
+    seed: Annotated[int, Option(min=0, help="Of the sampling.")] = 0,
+    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, Option(help="Draw among so many most probable tokens.")] = None,
+    top_p: Annotated[float | None, Option(help="Draw among the most probable tokens of this sum.")] = None,
+    repetition_penalty: Annotated[float, Option(help="Above 1: against tokens that were there.")] = 1.0,
+    guidance: Annotated[float, Option(help="Classifier-free guidance of pairs of rows; 1 has no effect.")] = 1.0,
+    negative_prompt: Annotated[str | None, Option(help="The prompt that guidance leads away from.")] = None,
+    context: Annotated[Path | None, Option(help="What cross-attention reads: float32 [B, L, C].")] = None,
+    context_mask: Annotated[Path | None, Option(help="Its tokens that are seen: bool [B, L].")] = None,
+    threads: Annotated[int | None, Option(min=1, help="CPU threads.")] = None,
+    output: Annotated[Path | None, output_option("Write the tokens to this .npy file."), Writes()] = None,
+    trace: Annotated[Path | None, Option(help="Write the replay decisions to this .npy file."), Writes("trace")] = None,
     digest: DigestOption = None,
     public_key: KeyOption = None,
     policy: PolicyOption = None,
     reread: RereadOption = True,
     as_json: JsonOption = False,
-) -> ExitCode:
+) -> None:
     """Generate tokens; print replay ratio and speed."""
-    import numpy as np
-
-    import fastcar_compile as fc
-
     if (prompt is None) == (prompt_file is None):
         raise UserError("exactly one of --prompt and --prompt-file is needed", hint="for example --prompt 16")
-    require_one([("--threshold", threshold is not None), ("--thresholds", thresholds is not None)])
-    _check_suffixes(output=output, trace=trace)
+    require_one({"--threshold": threshold, "--thresholds": thresholds})
+    for option, path in (("output", output), ("trace", trace)):
+        if path is not None and path.suffix != ".npy":
+            raise UserError(f"the {option} {path} is not a .npy file", hint="end its name in .npy")
     if context_mask is not None and context is None:
         raise UserError("--context-mask is given without --context", hint="give both, or none of them")
     ids = read_tokens(prompt_file, "prompt file", dims=(1, 2)) if prompt_file else parse_prompt(str(prompt))
@@ -124,28 +113,16 @@ def run_command(
     report |= {"backend": backend, "output": output, "trace": trace}
     _write(tokens, output)
     _write(session.stats.decisions if trace else None, trace)
-    if as_json:
-        print_json(report | {"tokens": rows})
-    else:
-        _show(report, rows)
-    return ExitCode.OK
-
-
-def _check_suffixes(**files: Path | None) -> None:
-    for option, path in files.items():
-        if path is not None and path.suffix != ".npy":
-            raise UserError(f"the {option} {path} is not a .npy file", hint="end its name in .npy")
+    print_result(as_json, report | {"tokens": rows}, lambda: _show(report, rows))
 
 
 def _write(array: Any, path: Path | None) -> None:
-    import numpy as np
-
     if path is not None:
         with os_errors("the file cannot be written", path):
             np.save(path, np.asarray(array), allow_pickle=False)
 
 
-def summary(session: Session, tokens: list[list[int]], start: float, first: float, end: float) -> dict[str, Any]:
+def summary(session: fc.Session, tokens: list[list[int]], start: float, first: float, end: float) -> dict[str, Any]:
     """Return replay ratio and speed. Times in seconds; tokens per second count all rows, over the decode steps only."""
     rows, count = len(tokens), len(tokens[0])
     # The first token comes with the prompt, so count - 1 forwards took the decoding time.
@@ -191,8 +168,6 @@ def to_rows(ids: Tokens, rows: int, negative: str | None = None, guided: bool = 
     Raises:
         UserError: another number of rows, or guidance without an unconditional prompt.
     """
-    import numpy as np
-
     table = np.atleast_2d(ids)
     if negative is None:
         if guided and table.shape[0] != rows:
@@ -210,11 +185,7 @@ def to_rows(ids: Tokens, rows: int, negative: str | None = None, guided: bool = 
 
 
 def _repeated(table: Tokens, rows: int) -> Tokens:
-    import numpy as np
-
     if table.shape[0] not in (1, rows):
-        raise UserError(
-            f"the prompt has {count_text(table.shape[0], 'row')}, the artifact decodes {rows}",
-            hint=f"give 1 or {rows} rows",
-        )
+        what = f"the prompt has {count_text(table.shape[0], 'row')}, the artifact decodes {rows}"
+        raise UserError(what, hint=f"give 1 or {rows} rows")
     return np.ascontiguousarray(np.broadcast_to(table, (rows, table.shape[1])))

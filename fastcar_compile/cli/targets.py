@@ -4,58 +4,48 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument
 
-from fastcar_compile.cli.common import ExitCode, JsonOption, command
+import fastcar_compile as fc
+from fastcar_compile.cli.common import JsonOption, command
 from fastcar_compile.cli.options import TARGETS
-from fastcar_compile.cli.output import Column, print_fields, print_json, print_table, print_text
+from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text
 from fastcar_compile.errors import count_text
 
 if TYPE_CHECKING:
-    from fastcar_compile.config.targets import Memory, Target
+    from fastcar_compile.config.targets import Memory
 
 
 @command
 def targets_command(
     name: Annotated[
-        str | None,
-        typer.Argument(help="A target's name or a path to its .toml file.", autocompletion=TARGETS),
+        str | None, Argument(help="A target's name or a path to its .toml file.", autocompletion=TARGETS)
     ] = None,
     as_json: JsonOption = False,
-) -> ExitCode:
+) -> None:
     """List the targets, or show one with its sources."""
-    from fastcar_compile.config.targets import load_target
-
     if name is not None:
-        target = load_target(name)
-        if as_json:
-            print_json({"target": target.model_dump(mode="json"), "budget": target.budget()})
-        else:
-            _show_one(target)
-        return ExitCode.OK
-    targets = [load_target(each) for each in TARGETS()]
-    if as_json:
-        print_json({"targets": [target.model_dump(mode="json") for target in targets]})
-    else:
-        print_table(_COLUMNS, map(_row, targets))
-    return ExitCode.OK
+        target = fc.load_target(name)
+        facts = {"target": target.model_dump(mode="json"), "budget": target.budget()}
+        print_result(as_json, facts, lambda: _show_one(target))
+        return
+    targets = [fc.load_target(each) for each in fc.available_targets()]
+    found = {"targets": [target.model_dump(mode="json") for target in targets]}
+    print_result(as_json, found, lambda: print_table(_TITLES, map(_row, targets)))
 
 
-_COLUMNS = (
-    *map(Column, ("target", "part", "host")),
-    *(Column(title, right=True) for title in ("LUT", "DSP", "BRAM36", "URAM", "GB/s", "MHz")),
-)
+_TITLES = ("target", "part", "host", ">LUT", ">DSP", ">BRAM36", ">URAM", ">GB/s", ">MHz")
 
 
-def _row(target: Target) -> list[str]:
+def _row(target: fc.Target) -> tuple[object, ...]:
     fabric = target.fabric
-    counts = ["-"] * 4 if fabric is None else [f"{n}" for n in (fabric.lut, fabric.dsp, fabric.bram36, fabric.uram)]
+    counts = ("-",) * 4 if fabric is None else (fabric.lut, fabric.dsp, fabric.bram36, fabric.uram)
     clock = "-" if fabric is None else f"{fabric.clock_mhz:g}"
     part = target.part or "-" if target.estimate_only is None else "estimate only"
-    return [target.name, part, target.host.cpu, *counts, f"{target.peak_bandwidth / 1e9:.1f}", clock]
+    return target.name, part, target.host.cpu, *counts, f"{target.peak_bandwidth / 1e9:.1f}", clock
 
 
-def _show_one(target: Target) -> None:
+def _show_one(target: fc.Target) -> None:
     host = target.host
     facts = [] if target.estimate_only is None else [("estimate only", "no artifact is built", target.estimate_only)]
     facts.append(("host", f"{target.host_triple}, {host.cpu}, {host.cores or 'all'} cores", host.source))
@@ -77,9 +67,8 @@ def _show_one(target: Target) -> None:
 def _memory_facts(memory: Memory) -> list[tuple[str, str, str]]:
     """Return name, text and source of what is known of a memory."""
     size, speed = memory.capacity_bytes / 2**30, memory.peak_bandwidth / 1e9
-    ports = (
-        f"{count_text(memory.ports, 'port')} of {memory.width_bits} bits, bursts of up to {memory.burst_bytes} bytes"
-    )
+    ports = f"{count_text(memory.ports, 'port')} of {memory.width_bits} bits"
+    ports += f", bursts of up to {memory.burst_bytes} bytes"
     facts = [(f"memory {memory.name}", f"{size:g} GiB, {speed:.1f} GB/s peak, {ports}", memory.source)]
     if memory.measured is not None:
         share = memory.measured.share

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+import fastcar_compile as fc
+from fastcar_compile.cli.common import JsonOption, command, stages
 from fastcar_compile.cli.options import ArtifactArgument, require_one
-from fastcar_compile.cli.output import print_fields, print_json, print_text
+from fastcar_compile.cli.output import print_fields, print_result, print_text
 from fastcar_compile.errors import InputError, UserError, count_text
 
 if TYPE_CHECKING:
-    from fastcar_compile import Artifact
     from fastcar_compile.artifact.trust import SignatureReport
 
 PASSPHRASE = "FASTCAR_KEY_PASSPHRASE"
@@ -47,13 +47,9 @@ def _removed(option: str) -> Any:
 PolicyOption = Annotated[str | None, _removed("--policy")]
 
 
-def open_artifact(path: Path, digest: str | None, public_key: Path | None, reread: bool = True) -> Artifact:
+def open_artifact(path: Path, digest: str | None, public_key: Path | None, reread: bool = True) -> fc.Artifact:
     """Return an artifact that meets everything that was asked for; see load."""
-    import fastcar_compile as fc
-
-    given = {"digest": digest, "require_signature": public_key, "reread": None if reread else False}
-    wanted: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return fc.load(str(path), **wanted)
+    return fc.load(path, digest=digest, require_signature=public_key, reread=reread)
 
 
 @command
@@ -67,21 +63,18 @@ def sign_command(
     certificate: Annotated[str | None, _removed("--certificate")] = None,
     keyless: Annotated[bool, _removed("--keyless")] = False,
     as_json: JsonOption = False,
-) -> ExitCode:
+) -> None:
     """Sign an artifact.
 
     The signature covers the manifest and every file, and lies in the artifact as signature.json.
     """
-    import fastcar_compile as fc
-
     if key is None:
         raise UserError("no private key is given", hint="for example --key signing.pem")
     secret = _passphrase(passphrase_file, ask=ask_passphrase)
     with stages(as_json, "sign") as show:
         show("checking the files")
         report = fc.sign(artifact, key, passphrase=secret)
-    _show(report, as_json)
-    return ExitCode.OK
+    print_result(as_json, report.model_dump(mode="json"), lambda: _show(report))
 
 
 @command
@@ -93,23 +86,20 @@ def verify_signature_command(
     issuer: Annotated[str | None, _removed("--issuer")] = None,
     policy: PolicyOption = None,
     as_json: JsonOption = False,
-) -> ExitCode:
+) -> None:
     """Check who signed an artifact, and every file of it.
 
     The exit code is 2 unless everything that is asked for holds. Nothing of the artifact is loaded.
     """
-    import fastcar_compile as fc
-
     with stages(as_json, "verify-signature") as show:
         show("checking the files")
         report = fc.verify_signature(artifact, key, digest=digest)
-    _show(report, as_json)
-    return ExitCode.OK
+    print_result(as_json, report.model_dump(mode="json"), lambda: _show(report))
 
 
 def _passphrase(file: Path | None, *, ask: bool) -> str | None:
     """Return the key's passphrase; None: nobody gave one."""
-    require_one([("--passphrase-file", file is not None), ("--ask-passphrase", ask)])
+    require_one({"--passphrase-file": file, "--ask-passphrase": ask})
     if file is not None:
         try:
             with file.open(encoding="utf-8") as stream:
@@ -122,10 +112,7 @@ def _passphrase(file: Path | None, *, ask: bool) -> str | None:
     return os.environ.get(PASSPHRASE)
 
 
-def _show(report: SignatureReport, as_json: bool) -> None:
-    if as_json:
-        print_json(report.model_dump(mode="json"))
-        return
+def _show(report: SignatureReport) -> None:
     print_text(f"digest  {report.digest}\n")
     fields = {"artifact": str(report.path)}
     fields |= {"trusted by": report.by, "signer": report.signer, "covers": count_text(report.files, "file")}

@@ -8,21 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+import numpy as np
+from numpy.typing import NDArray
+from typer import Option
 
+import fastcar_compile as fc
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import ArtifactArgument, ThresholdOption, parse_thresholds
-from fastcar_compile.cli.output import Column, print_json, print_table, print_text
+from fastcar_compile.cli.output import print_result, print_table, print_text
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, open_artifact
 from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from fastcar_compile import Artifact
-    from fastcar_compile.artifact.manifest import Sections
-    from fastcar_compile.ir.types import ContextInput, DecoderConfig
+    from fastcar_compile.ir.types import DecoderConfig
     from fastcar_compile.runtime.backends.base import OpenStepper
 
 REFERENCE = "eager"
@@ -75,19 +73,19 @@ class Allowed:
 def verify_command(
     artifact: ArtifactArgument,
     backends: Annotated[
-        str | None, typer.Option(help="Backends, separated by commas; default: all that the artifact has.")
+        str | None, Option(help="Backends, separated by commas; default: all that the artifact has.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Decode steps; default: two frames.")] = None,
+    tokens: Annotated[int | None, Option(min=1, help="Decode steps; default: two frames.")] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=0.0,
             help="Largest allowed |logit difference|; default: 1e-3, quantised 5e-2 or twice what a change of the "
             "reference in the last place gives.",
         ),
     ] = None,
     threshold: ThresholdOption = None,
-    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+    seed: Annotated[int, Option(help="Of the random inputs.")] = 0,
     digest: DigestOption = None,
     public_key: KeyOption = None,
     policy: PolicyOption = None,
@@ -97,61 +95,36 @@ def verify_command(
 
     Every backend decodes the same random inputs. The exit code is 1 if one is out of tolerance or decides differently.
     """
+    from fastcar_compile.config.formats import quant_format
+
     names = None if backends is None else _names(backends)
     limits = None if threshold is None else parse_thresholds(threshold)
     with stages(as_json, "verify") as show:
         show("checking the files")
         loaded = open_artifact(artifact, digest, public_key)
-        names = names or default_backends(loaded.manifest)
-        sizes = loaded.config
+        sizes, kind = loaded.config, quant_format(loaded.manifest.options.quant)
+        names = names or ["cpu", "onnxruntime", *(["hls-csim"] if loaded.manifest.accelerator else [])]
         inputs = random_inputs(sizes, steps_for(sizes, tokens), seed)
         traces = {name: _trace(loaded, name, limits, inputs, show) for name in [REFERENCE, *names]}
         reference = traces.pop(REFERENCE)
-        allowed = Allowed(default_tolerance(loaded.manifest) if tolerance is None else tolerance)
+        allowed = Allowed(kind.tolerance if tolerance is None else tolerance)
         results = [compare(name, reference, trace, allowed.tolerance) for name, trace in traces.items()]
         beyond = any(result.max_abs_error > allowed.tolerance for result in results)
-        if beyond and tolerance is None and _integer(loaded.manifest):
+        if beyond and tolerance is None and kind.integer:
+            from fastcar_compile.runtime.backends.eager import open_perturbed
+
             show("measuring what rounding explains")
-            perturbed = _trace(loaded, _perturbed(), limits, inputs, show)
+            perturbed = _trace(loaded, open_perturbed, limits, inputs, show)
             allowed = Allowed(allowed.tolerance, rounding_error(reference, perturbed))
             results = [compare(name, reference, trace, allowed.limit) for name, trace in traces.items()]
-    steps, rows = inputs.shape[1] - 1, inputs.shape[0]
-    if as_json:
-        fields = {"steps": steps, "rows": rows, "seed": seed} | dataclasses.asdict(allowed)
-        print_json(fields | {"ok": all(result.ok for result in results), "results": results})
-    else:
-        _show(results, steps, rows, allowed)
-    return ExitCode.OK if all(result.ok for result in results) else ExitCode.MISMATCH
-
-
-def default_backends(manifest: Sections) -> list[str]:
-    """Return every backend of the artifact but the reference; `hls-csim` where it has accelerator kernels."""
-    return ["cpu", "onnxruntime", *(["hls-csim"] if manifest.accelerator else [])]
-
-
-def default_tolerance(manifest: Sections) -> float:
-    """Return the largest difference of logits that the quantisation format explains."""
-    from fastcar_compile.config.formats import quant_format
-
-    return quant_format(manifest.options.quant).tolerance
-
-
-def _integer(manifest: Sections) -> bool:
-    from fastcar_compile.config.formats import quant_format
-
-    return quant_format(manifest.options.quant).integer
-
-
-def _perturbed() -> OpenStepper:
-    from fastcar_compile.runtime.backends.eager import open_perturbed
-
-    return open_perturbed
+    (rows, length), ok = inputs.shape[:2], all(result.ok for result in results)
+    facts = {"steps": length - 1, "rows": rows, "seed": seed, "ok": ok, "results": results}
+    print_result(as_json, facts | dataclasses.asdict(allowed), lambda: _show(results, length - 1, rows, allowed))
+    return ExitCode.OK if ok else ExitCode.MISMATCH
 
 
 def rounding_error(reference: Trace, perturbed: Trace) -> float:
     """Return the largest difference of logits before the first step whose decisions differ: replay adds its own."""
-    import numpy as np
-
     flipped = (reference.decisions != perturbed.decisions).reshape(len(reference.decisions), -1).any(1)
     steps = int(flipped.argmax()) if flipped.any() else len(flipped)
     return float(np.abs(reference.logits - perturbed.logits)[: 1 + steps].max())
@@ -174,11 +147,8 @@ def steps_for(sizes: DecoderConfig, tokens: int | None) -> int:
     if tokens is None:
         return min(2 * sizes.tokens_per_frame, most)
     if tokens > most:
-        raise UserError(
-            f"{tokens} decode steps after a prompt of 1 token do not fit max_seq_len {sizes.max_seq_len}",
-            where="--tokens",
-            hint=f"give at most {most}",
-        )
+        what = f"{tokens} decode steps after a prompt of 1 token do not fit max_seq_len {sizes.max_seq_len}"
+        raise UserError(what, where="--tokens", hint=f"give at most {most}")
     return tokens
 
 
@@ -188,40 +158,30 @@ def random_inputs(sizes: DecoderConfig, steps: int, seed: int) -> NDArray[Any]:
     Raises:
         UserError: the manifest does not state the vocabulary or the hidden size.
     """
-    import numpy as np
-
-    generator = np.random.default_rng(seed)
-    shape = (sizes.batch_size, 1 + steps)
-    hint = "compile the model again"
+    generator, shape = np.random.default_rng(seed), (sizes.batch_size, 1 + steps)
     if sizes.takes_embeddings:
         return generator.standard_normal((*shape, sizes.hidden_size), np.float32)
     if sizes.vocab_size is None:
-        raise UserError("the manifest states no vocab_size, so no tokens can be drawn", hint=hint)
+        what = "the manifest states no vocab_size, so no tokens can be drawn"
+        raise UserError(what, hint="compile the model again")
     return generator.integers(min(sizes.vocab_size, sizes.token_ids or sizes.vocab_size), size=shape, dtype=np.int64)
-
-
-def random_context(batch: int, context: ContextInput) -> NDArray[Any]:
-    """Return what cross-attention reads, float32 [B, L, C], always the same."""
-    import numpy as np
-
-    return np.random.default_rng(0).standard_normal((batch, context.length, context.size), np.float32)
 
 
 Limits = float | list[float | None] | None
 
 
 def _trace(
-    loaded: Artifact, backend: str | OpenStepper, limits: Limits, inputs: NDArray[Any], show: Callable[[str], None]
+    loaded: fc.Artifact, backend: str | OpenStepper, limits: Limits, inputs: NDArray[Any], show: Callable[[str], None]
 ) -> Trace:
-    import numpy as np
-
     name = backend if isinstance(backend, str) else "perturbed reference"
     show(f"opening the {name}")
     session = loaded.session(backend=backend, record=True, threads=None)
     if limits is not None:
         session.set_threshold(limits)
-    if loaded.config.context is not None:
-        session.set_context(random_context(loaded.config.batch_size, loaded.config.context))
+    if (context := loaded.config.context) is not None:
+        # What cross-attention reads, float32 [B, L, C], is the same for every backend and seed.
+        shape = (len(inputs), context.length, context.size)
+        session.set_context(np.random.default_rng(0).standard_normal(shape, np.float32))
     logits = [np.asarray(session.prefill(inputs[:, :1]), np.float32)]
     for step in range(1, inputs.shape[1]):
         show(f"{name}, {step} of {inputs.shape[1] - 1} steps")
@@ -231,14 +191,11 @@ def _trace(
 
 def compare(backend: str, reference: Trace, trace: Trace, tolerance: float) -> Comparison:
     """Return the largest logit error (NaN counts as infinite), how many tokens and decisions differ, and from where."""
-    import numpy as np
-
-    if reference.logits.shape != trace.logits.shape or reference.decisions.shape != trace.decisions.shape:
-        raise UserError(
-            f"{backend} gives logits {list(trace.logits.shape)} and decisions {list(trace.decisions.shape)}, "
-            f"{REFERENCE} gives {list(reference.logits.shape)} and {list(reference.decisions.shape)}",
-            hint="compile the model again",
-        )
+    given, wanted = ([list(item.logits.shape), list(item.decisions.shape)] for item in (trace, reference))
+    if given != wanted:
+        texts = [f"logits {logits} and decisions {decisions}" for logits, decisions in (given, wanted)]
+        what = f"{backend} gives {texts[0]}, {REFERENCE} gives {texts[1]}"
+        raise UserError(what, hint="compile the model again")
     errors = np.abs(reference.logits - trace.logits).reshape(len(trace.logits), -1).max(1)
     errors = np.where(np.isnan(errors), math.inf, errors)
     differ = (reference.decisions != trace.decisions).reshape(len(trace.decisions), -1).sum(1)
@@ -246,18 +203,11 @@ def compare(backend: str, reference: Trace, trace: Trace, tolerance: float) -> C
     bad = errors > tolerance
     bad[1:] |= differ > 0
     first = int(bad.argmax()) - 1 if bad.any() else None
-    error = float(errors.max())
-    ok = first is None
-    return Comparison(backend, error, int(tokens), int(differ.sum()), first, trace.replay_ratio, ok)
+    counts = int(tokens), int(differ.sum())
+    return Comparison(backend, float(errors.max()), *counts, first, trace.replay_ratio, ok=first is None)
 
 
-_COLUMNS = (
-    Column("backend"),
-    *(Column(title, right=True) for title in ("max\n|error|", "tokens\ndiffer", "decisions\ndiffer")),
-    Column("first\nmismatch"),
-    Column("replay", right=True),
-    Column("verdict"),
-)
+_TITLES = ("backend", ">max\n|error|", ">tokens\ndiffer", ">decisions\ndiffer", "first\nmismatch", ">replay", "verdict")
 
 
 def _show(results: list[Comparison], steps: int, rows: int, allowed: Allowed) -> None:
@@ -269,18 +219,10 @@ def _show(results: list[Comparison], steps: int, rows: int, allowed: Allowed) ->
             f"{allowed.limit:.3g} is allowed"
         )
     print_text("")
-    print_table(_COLUMNS, map(_cells, results))
+    print_table(_TITLES, map(_cells, results))
 
 
-def _cells(item: Comparison) -> list[str]:
-    first = "-" if item.first_mismatch is None else f"step {item.first_mismatch}"
-    first = "prompt" if item.first_mismatch == -1 else first
-    return [
-        item.backend,
-        f"{item.max_abs_error:.3g}",
-        str(item.token_mismatches),
-        str(item.decision_mismatches),
-        first,
-        f"{item.replay_ratio:.2%}",
-        "ok" if item.ok else "MISMATCH",
-    ]
+def _cells(item: Comparison) -> tuple[object, ...]:
+    first = {None: "-", -1: "prompt"}.get(item.first_mismatch, f"step {item.first_mismatch}")
+    counts = f"{item.max_abs_error:.3g}", item.token_mismatches, item.decision_mismatches
+    return item.backend, *counts, first, f"{item.replay_ratio:.2%}", "ok" if item.ok else "MISMATCH"

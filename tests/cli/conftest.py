@@ -126,7 +126,7 @@ class FakeArtifact:
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeArtifact:
     """The artifact that every command gets from `fc.load` in this test."""
     artifact = FakeArtifact(tmp_path / "artifact", dict.fromkeys(("eager", "cpu", "onnxruntime"), FakeSession))
-    monkeypatch.setattr(fastcar_compile, "load", lambda path: artifact)
+    monkeypatch.setattr(fastcar_compile, "load", lambda path, **_: artifact)
     return artifact
 
 

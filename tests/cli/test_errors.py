@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from fastcar_compile.errors import InternalError, UserError
 from .conftest import FakeArtifact
 
 
-def refuse_with(error: Exception) -> Callable[[str], Any]:
-    def load(path: str) -> Any:
+def refuse_with(error: BaseException) -> Callable[..., Any]:
+    def load(path: Path) -> Any:
         raise error
 
     return load
@@ -43,10 +44,7 @@ def test_traceback_on_request(fastcar: Callable[..., Result], monkeypatch: pytes
 
 
 def test_interrupt(fastcar: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(path: str) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fastcar_compile, "load", load)
+    monkeypatch.setattr(fastcar_compile, "load", refuse_with(KeyboardInterrupt()))
     result = fastcar("inspect", "x")
     assert (result.exit_code, result.output) == (130, "")
 
@@ -56,7 +54,7 @@ def test_interrupt(fastcar: Callable[..., Result], monkeypatch: pytest.MonkeyPat
 def test_warnings_are_one_line_on_stderr(
     fastcar: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, fake: FakeArtifact, words: list[str]
 ) -> None:
-    def load(path: str) -> FakeArtifact:
+    def load(path: Path) -> FakeArtifact:
         warnings.warn("256 tokens [per frame] assumed", UserWarning, stacklevel=2)
         return fake
 

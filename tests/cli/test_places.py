@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fastcar_compile.cli.commands import COMMANDS, REGISTRY, app
-from fastcar_compile.cli.places import Writes
+from fastcar_compile.cli.common import Writes
 
 WRITTEN = {
     "compile": {"output"}, "train-gate": {"output", "checkpoint"}, "tune-decoder": {"output", "checkpoint"},

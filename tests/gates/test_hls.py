@@ -125,7 +125,7 @@ def test_bytes_of_the_gate_in_report_and_estimate(artifact: fc.Artifact) -> None
     report = json.loads((artifact.path / "report.json").read_text())["gate"]
     own = sum(t.nbytes for name, t in artifact.params.items() if name.startswith("gate_"))
     assert (report["cache_bytes"], report["weight_bytes"], report["units"]) == (cache, own, [5, 3])
-    work, board, _ = of_artifact(artifact.path, None)
+    work, board, *_ = of_artifact(artifact.path, None)
     predicted = estimate(replace(work, replay=0.5), board)
     assert predicted.memory["gate_cache"] == cache
     # The model takes every layer for one of the largest network.

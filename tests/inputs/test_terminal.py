@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from fastcar_compile.cli import app
 from fastcar_compile.cli.commands import COMMANDS, REGISTRY
-from fastcar_compile.cli.output import Column, print_fields, print_table, print_text, visible
+from fastcar_compile.cli.output import print_fields, print_table, print_text, visible
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\u202egnp.exe\u2066\r\x00b"
 
@@ -38,7 +38,7 @@ def test_plain_text_stays() -> None:
 def test_every_way_to_print(capsys: pytest.CaptureFixture[str]) -> None:
     print_text(HOSTILE)
     print_fields({HOSTILE: HOSTILE})
-    print_table((Column("name"),), [[HOSTILE]])
+    print_table(["name"], [[HOSTILE]])
     said = capsys.readouterr().out
     assert harmless(said)
     assert said.count("\\x1b[2J") == 4
