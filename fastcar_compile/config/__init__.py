@@ -1,7 +1,6 @@
 """What a caller configures: what to compile, and when to replay."""
 
-from fastcar_compile.config.models import CompileConfig, ReplayConfig, SparseAttention
-from fastcar_compile.config.parse import Heads, Threshold
+from fastcar_compile.config.models import CompileConfig, Heads, ReplayConfig, SparseAttention, Threshold
 from fastcar_compile.errors import describe_validation
 
 __all__ = [

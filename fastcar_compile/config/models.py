@@ -1,19 +1,139 @@
-"""The models: CompileConfig and its parts, ReplayConfig and SparseAttention."""
+"""The models CompileConfig, ReplayConfig and SparseAttention, and what a caller may write for their values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, Self
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from numbers import Real
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, QUANT_FORMATS, quant_format
-from fastcar_compile.config.parse import Heads, Threshold, Weights, parse_layers_of_heads, parse_thresholds
-from fastcar_compile.errors import CompileError, UserError, count_text
-from fastcar_compile.gates import GATES, gate_named
+from fastcar_compile.errors import CompileError, InputError, UserError, count_text
+from fastcar_compile.gates import GATES, GateWeights, gate_named
 from fastcar_compile.gates.registry import weights_problem
+from fastcar_compile.gates.weights import DIGEST
 from fastcar_compile.support import limits
-from fastcar_compile.support.values import checked
+from fastcar_compile.support.values import checked, number, shown
+
+# Thresholds, query heads and gate weights, as a caller may write them.
+
+
+Heads = tuple[tuple[int, float], ...]
+"""(query head, weight) pairs."""
+
+
+def parse_threshold(value: object) -> float:
+    """Return a threshold; JSON writes infinity as "inf" and "-inf".
+
+    Raises:
+        ValueError: the value is a boolean, a different string, or NaN.
+    """
+    if isinstance(value, str) and value.strip().lower() in ("inf", "+inf", "-inf"):
+        return float(value)
+    try:
+        return number("a threshold", value)
+    except InputError as error:
+        what = "a threshold cannot be NaN" if error.what.endswith("NaN") else None
+        raise ValueError(what or f"a threshold is a number, 'inf' or '-inf', not {shown(value)}") from error
+
+
+def _dump_threshold(value: float) -> float | str:
+    """Return a threshold for JSON, which has no infinity."""
+    return value if math.isfinite(value) else str(value)
+
+
+def parse_heads(value: object) -> Heads | None:
+    """Return one layer's heads from None, {head: weight}, [head, …] (equal weights) or [(head, weight), …].
+
+    Raises:
+        ValueError: the value has a different form, names a head twice, or has a weight that is not finite.
+    """
+    if value is None:
+        return None
+    pairs = [_pair(item) for item in _head_items(value)]
+    if not pairs or len({head for head, _ in pairs}) != len(pairs):
+        raise ValueError(f"heads are one or more query heads, each named once, not {value!r}")
+    return tuple(pairs)
+
+
+def _head_items(value: object) -> list[object]:
+    if isinstance(value, Mapping):
+        return list[object](sorted(cast("Mapping[Any, Any]", value).items()))
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"heads are a list of query heads or a mapping head -> weight, not {value!r}")
+    items = cast("Sequence[object]", value)
+    return [(item, 1 / len(items)) if isinstance(item, int) else item for item in items]
+
+
+def _pair(item: object) -> tuple[int, float]:
+    with suppress(OverflowError):  # a whole number that no float can be
+        match item:
+            case (int() as head, Real() as weight) if not isinstance(head, bool) and math.isfinite(weight):
+                return head, float(weight)
+            case _:
+                pass
+    raise ValueError(f"{item!r} is not a query head with a finite weight")
+
+
+def parse_layers_of_heads(value: object) -> tuple[Heads | None, ...] | None:
+    """Return one entry for all layers, or one per layer; None: all heads everywhere.
+
+    Raises:
+        ValueError: an entry is not valid.
+    """
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return (parse_heads(cast("Mapping[Any, Any]", value)),)
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"heads are a list of query heads or a mapping head -> weight, not {value!r}")
+    items = cast("Sequence[object]", value)
+    return (parse_heads(items),) if all(type(item) is int for item in items) else tuple(map(parse_heads, items))
+
+
+def parse_thresholds(value: object) -> float | tuple[float | None, ...] | None:
+    """Return one threshold, or one per layer. It parses here, so that an error speaks of thresholds, not of a union.
+
+    Raises:
+        ValueError: a threshold is not valid.
+    """
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)) or len(getattr(value, "shape", ())) == 1:
+        items = cast("Sequence[object]", value)
+        return tuple(None if item is None else parse_threshold(item) for item in items)
+    return parse_threshold(value)
+
+
+def _parse_weights(value: object) -> GateWeights | None:
+    """Return weights from themselves, from their file, or from the digest that stands for them in JSON."""
+    if value is None or isinstance(value, GateWeights):
+        return value
+    if isinstance(value, str) and DIGEST.fullmatch(value):
+        return GateWeights(value.removeprefix("sha256:"))
+    if not isinstance(value, str | Path):
+        raise ValueError(f"gate weights are a safetensors file, not {value!r}")
+    return GateWeights.load(value)
+
+
+Threshold = Annotated[float, BeforeValidator(parse_threshold), PlainSerializer(_dump_threshold, when_used="json")]
+_NAMED = PlainSerializer(lambda weights: None if weights is None else weights.name, when_used="json")
+Weights = Annotated[Any, BeforeValidator(_parse_weights), _NAMED]
+"""A GateWeights or None; pydantic knows it as Any, because a GateWeights is not a model."""
+
 
 # What all configurations share: frozen fields, JSON, and errors that name every bad field.
 
@@ -63,11 +183,11 @@ class ReplayConfig(Config):
     """
 
     gate: str = "tas"
-    threshold: Threshold | Sequence[Threshold | None] | None = None
+    threshold: Annotated[Threshold | Sequence[Threshold | None] | None, BeforeValidator(parse_thresholds)] = None
     max_chain: int | None = Field(default=None, ge=1, strict=True)
     couple_cfg: bool = Field(default=False, strict=True)
     refresh_every: int | None = Field(default=None, ge=2, strict=True)
-    heads: tuple[Heads | None, ...] | None = None
+    heads: Annotated[tuple[Heads | None, ...] | None, BeforeValidator(parse_layers_of_heads)] = None
     gate_weights: Weights = None
 
     def __init__(self, **data: Any) -> None:
@@ -86,28 +206,14 @@ class ReplayConfig(Config):
             raise ValueError(f"unknown gate {gate!r}; known gates: {', '.join(GATES)}")
         return gate
 
-    @field_validator("heads", mode="before")
-    @classmethod
-    def _one_or_many_heads(cls, value: object) -> object:
-        return parse_layers_of_heads(value)
-
     @model_validator(mode="after")
-    def _heads_fit_the_gate(self) -> Self:
+    def _heads_and_weights_fit_the_gate(self) -> Self:
         if self.heads is not None:
             gate_named(self.gate, ())
-        return self
-
-    @model_validator(mode="after")
-    def _weights_fit_the_gate(self) -> Self:
         problem = weights_problem(self.gate, self.gate_weights is not None)
         if problem is not None:
             raise ValueError(problem)
         return self
-
-    @field_validator("threshold", mode="before")
-    @classmethod
-    def _one_or_many(cls, value: object) -> object:
-        return parse_thresholds(value)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-safe dict. It has weights only where they are given, so that older journals stay valid."""
@@ -232,19 +338,13 @@ class CompileConfig(Config):
         offload = data.get("offload")
         super().__init__(**(_WHOLE_STEP | data if isinstance(offload, str) and offload == "all" else data))
 
-    @field_validator("quant")
+    @field_validator("quant", "kv")
     @classmethod
-    def _known_format(cls, quant: str) -> str:
-        if quant not in QUANT_FORMATS:
-            raise ValueError(f"unknown quantisation {quant!r}; known: {', '.join(QUANT_FORMATS)}")
-        return quant
-
-    @field_validator("kv")
-    @classmethod
-    def _known_kv_type(cls, kv: str) -> str:
-        if kv not in KV_TYPES:
-            raise ValueError(f"unknown KV type {kv!r}; known: {', '.join(KV_TYPES)}")
-        return kv
+    def _known(cls, value: str, info: ValidationInfo) -> str:
+        what, known = ("quantisation", QUANT_FORMATS) if info.field_name == "quant" else ("KV type", KV_TYPES)
+        if value not in known:
+            raise ValueError(f"unknown {what} {value!r}; known: {', '.join(known)}")
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -274,11 +374,9 @@ class CompileConfig(Config):
         if self.offload != "all":
             return []
         found = [
-            CompileError(
-                f"offload='all' needs {name}={wanted!r}, not {getattr(self, name)!r}", hint=f"leave {name} out"
-            )
+            CompileError(f"offload='all' needs {name}={wanted!r}, not {given!r}", hint=f"leave {name} out")
             for name, wanted in _WHOLE_STEP.items()
-            if getattr(self, name) != wanted
+            if (given := getattr(self, name)) != wanted
         ]
         if not quant_format(self.quant).integer:
             what = f"offload='all' needs integer weights, not quant {self.quant!r}"

@@ -13,13 +13,12 @@ import shutil
 import subprocess
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Literal
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from pydantic import BaseModel, ConfigDict
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, runnable
@@ -72,17 +71,25 @@ class Check(BaseModel):
 
 def doctor() -> tuple[Check, ...]:
     """Return checks of Python, packages, compilers, emulator, headers, vendor tools, CPU and disk space."""
+    vitis = "v++ is not on PATH: kernels cannot be synthesised here"
     return (
         *_packages(),
         _linker(),
         *_cross_compilers(),
         _headers(),
         *_host_headers(),
-        _vitis(),
+        _check("vitis", shutil.which("v++"), "info", vitis, "see docs/tutorial/board.md"),
         _xrt(),
         _cpu(),
         _disk(),
     )
+
+
+def _check(name: str, found: str | None, severity: Severity, missing: str, hint: str) -> Check:
+    """Return that a thing is there, with what was found; where nothing was found, what is missing and the hint."""
+    if found is not None:
+        return Check(name=name, severity="ok", message=found)
+    return Check(name=name, severity=severity, message=missing, hint=hint)
 
 
 def _packages() -> Iterator[Check]:
@@ -91,12 +98,10 @@ def _packages() -> Iterator[Check]:
         wanted = importlib.metadata.metadata(PACKAGE)["Requires-Python"]
         requirements = [Requirement(text) for text in importlib.metadata.requires(PACKAGE) or []]
     except PackageNotFoundError:
-        yield Check(name=PACKAGE, severity="error", message="is not installed", hint="pip install -e . in its folder")
+        yield _check(PACKAGE, None, "error", "is not installed", "pip install -e . in its folder")
         return
-    version = platform.python_version()
-    fits = SpecifierSet(wanted).contains(version, prereleases=True)
-    hint = "" if fits else f"install Python {wanted}"
-    yield Check(name="python", severity="ok" if fits else "error", message=f"{version} (wants {wanted})", hint=hint)
+    python = Requirement(f"python{wanted}")
+    yield _version_check(python, platform.python_version(), "error", f"install Python {wanted}")
     for extra in EXTRAS:
         for requirement in requirements:
             if requirement.name != PACKAGE and _belongs(requirement, extra):
@@ -113,28 +118,25 @@ def _belongs(requirement: Requirement, extra: str) -> bool:
 
 def _package(requirement: Requirement, extra: str) -> Check:
     """Return whether a package is there, in a version that was tested."""
-    install = f'pip install "{PACKAGE}[{extra}]"' if extra else f"pip install {PACKAGE}"
-    severity = EXTRAS[extra]
+    name, wanted, severity = requirement.name, requirement.specifier, EXTRAS[extra]
     try:
-        version = importlib.metadata.version(requirement.name)
+        version = importlib.metadata.version(name)
     except PackageNotFoundError:
-        what = f"is not installed (wants {requirement.specifier})"
-        return Check(name=requirement.name, severity=severity, message=what, hint=install)
-    fits = requirement.specifier.contains(version, prereleases=True)
-    message = f"{version} (wants {requirement.specifier})"
-    hint = "" if fits else f'pip install "{requirement.name}{requirement.specifier}"'
-    return Check(name=requirement.name, severity="ok" if fits else severity, message=message, hint=hint)
+        install = f'pip install "{PACKAGE}[{extra}]"' if extra else f"pip install {PACKAGE}"
+        return _check(name, None, severity, f"is not installed (wants {wanted})", install)
+    return _version_check(requirement, version, severity, f'pip install "{name}{wanted}"')
+
+
+def _version_check(wanted: Requirement, version: str, severity: Severity, hint: str) -> Check:
+    text, fits = f"{version} (wants {wanted.specifier})", wanted.specifier.contains(version, prereleases=True)
+    return _check(wanted.name, text if fits else None, severity, text, hint)
 
 
 def _linker() -> Check:
     """Return whether libraries for this machine can be linked."""
-    found = _version("g++")
-    if found is not None:
-        return Check(name="g++", severity="ok", message=found)
     what = "is not on PATH, or does not run: no library for this CPU can be linked, and hls-csim cannot run"
     builds = importlib.util.find_spec("torch") is not None  # without the compiler's packages, a machine only decodes
-    hint = "install it (Debian: apt install g++)"
-    return Check(name="g++", severity="error" if builds else "info", message=what, hint=hint)
+    return _check("g++", _version("g++"), "error" if builds else "info", what, "install it (Debian: apt install g++)")
 
 
 def _cross_compilers() -> Iterator[Check]:
@@ -147,88 +149,65 @@ def _cross_compilers() -> Iterator[Check]:
     for triple, names in sorted(boards.items()):
         compiler, emulator = f"{triple}-g++", f"qemu-{triple.partition('-')[0]}"
         missing = f"is not on PATH: host programs of {', '.join(names)} are written as object files"
-        hint = f"install it (Debian: apt install g++-{triple})"
-        yield _tool(compiler, "warning", missing, hint)
-        missing, hint = f"is not on PATH: programs for {triple} cannot be run here", "install qemu-user"
-        yield _tool(emulator, "info", missing, hint)
-
-
-def _tool(name: str, severity: Severity, missing: str, hint: str) -> Check:
-    found = _version(name)
-    if found is None:
-        return Check(name=name, severity=severity, message=missing, hint=hint)
-    return Check(name=name, severity="ok", message=found)
+        yield _check(compiler, _version(compiler), "warning", missing, f"install it (Debian: apt install g++-{triple})")
+        missing = f"is not on PATH: programs for {triple} cannot be run here"
+        yield _check(emulator, _version(emulator), "info", missing, "install qemu-user")
 
 
 def _version(name: str) -> str | None:
     """Return the first line of a program's version text; None: the program is not on PATH, or does not run."""
     path = shutil.which(name)
-    if path is None:
-        return None
+    done = None if path is None else _ran([path, "--version"])
+    return None if done is None or done.returncode else next(iter(done.stdout.splitlines()), path)
+
+
+def _ran(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str] | None:
+    """Return what a program gave for an input; None: the program does not run."""
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
-    return next(iter(done.stdout.splitlines()), path)
 
 
 def _headers() -> Check:
     """Return whether C simulation finds its headers."""
     try:
-        return Check(name="ap_types headers", severity="ok", message=str(ap_types_folder()))
+        return _check("ap_types headers", str(ap_types_folder()), "ok", "", "")
     except BackendError as error:
-        return Check(name="ap_types headers", severity="warning", message=error.what, hint=error.hint)
+        return _check("ap_types headers", None, "warning", error.what, error.hint)
 
 
 def _host_headers() -> Iterator[Check]:
     """Yield whether the boards' compilers find the headers of the host programs."""
     compilers = {f"{load_target(name).host_triple}-g++" for name in available_targets()}
     compilers = {name.removeprefix(f"{platform.machine()}-linux-gnu-") for name in compilers}
+    missing = "is missing: host programs cannot be built"
     for compiler in sorted(filter(shutil.which, compilers)):
         for header, package in HOST_HEADERS.items():
             text = f"#if !__has_include(<{header}>)\n#error missing\n#endif\n"
-            command = [compiler, "-E", "-x", "c++", "-"]
-            try:
-                found = subprocess.run(command, input=text, capture_output=True, text=True, timeout=20, check=False)
-            except (OSError, subprocess.SubprocessError):
-                continue  # the compiler's own check says so
-            name, hint = (
-                f"{header} ({compiler})",
-                f"install it for that CPU (Debian: {package}), or see docs/tutorial/board.md",
-            )
-            if found.returncode == 0:
-                yield Check(name=name, severity="ok", message="is there")
-            else:
-                yield Check(name=name, severity="info", message="is missing: host programs cannot be built", hint=hint)
-
-
-def _vitis() -> Check:
-    path = shutil.which("v++")
-    if path is not None:
-        return Check(name="vitis", severity="ok", message=path)
-    what = "v++ is not on PATH: kernels cannot be synthesised here"
-    return Check(name="vitis", severity="info", message=what, hint="see docs/tutorial/board.md")
+            done = _ran([compiler, "-E", "-x", "c++", "-"], text)
+            if done is not None:  # else the compiler's own check says so
+                hint = f"install it for that CPU (Debian: {package}), or see docs/tutorial/board.md"
+                found = None if done.returncode else "is there"
+                yield _check(f"{header} ({compiler})", found, "info", missing, hint)
 
 
 def _xrt() -> Check:
     """Return whether backend `board` finds XRT."""
-    if importlib.util.find_spec("pyxrt") is not None:
-        return Check(name="xrt", severity="ok", message="pyxrt is installed")
+    found = None if importlib.util.find_spec("pyxrt") is None else "pyxrt is installed"
     folder = os.environ.get("XILINX_XRT")
     what = "pyxrt is not installed" if folder is None else f"pyxrt is not on Python's path, and XILINX_XRT is {folder}"
     hint = "install XRT on the board and source its setup.sh"
-    return Check(name="xrt", severity="info", message=f"{what}: backend board cannot run here", hint=hint)
+    return _check("xrt", found, "info", f"{what}: backend board cannot run here", hint)
 
 
 def _cpu() -> Check:
     """Return the instruction sets that libraries can use here, the best first."""
-    machine, flags = platform.machine(), cpu_flags()
-    names = [isa.name for isa in runnable(INSTRUCTION_SETS, machine, flags)]
-    cores = usable_cores()
-    if names:
-        return Check(name="cpu", severity="ok", message=f"{machine}, {count_text(cores, 'core')}: {', '.join(names)}")
+    machine = platform.machine()
+    names = ", ".join(isa.name for isa in runnable(INSTRUCTION_SETS, machine, cpu_flags()))
+    found = f"{machine}, {count_text(usable_cores(), 'core')}: {names}" if names else None
     what = f"{machine} has none of the instruction sets that libraries are built for"
-    return Check(name="cpu", severity="error", message=what, hint="use a CPU with SSE4.2 or NEON")
+    return _check("cpu", found, "error", what, "use a CPU with SSE4.2 or NEON")
 
 
 def _disk() -> Check:
@@ -241,7 +220,8 @@ def _disk() -> Check:
             pass
     except OSError as error:
         hint = "set TMPDIR to a folder that can be written"
-        return Check(name="TMPDIR", severity="error", message=f"{folder}: {error.strerror}", hint=hint)
-    severity: Severity = "ok" if free >= FEW_BYTES else "warning" if free >= LITTLE_BYTES else "error"
-    hint = "" if severity == "ok" else "set TMPDIR to a folder with more room, or free some"
-    return Check(name="TMPDIR", severity=severity, message=f"{folder}: {free / GB:.1f} GB free", hint=hint)
+        return _check("TMPDIR", None, "error", f"{folder}: {error.strerror}", hint)
+    text = f"{folder}: {free / GB:.1f} GB free"
+    severity: Severity = "warning" if free >= LITTLE_BYTES else "error"
+    found = text if free >= FEW_BYTES else None
+    return _check("TMPDIR", found, severity, text, "set TMPDIR to a folder with more room, or free some")

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import quant_format
 from fastcar_compile.config.targets.model import Fabric, Host, Memory, Power, Target, Utilisation
-from fastcar_compile.errors import CompileError, TargetError, describe_validation
+from fastcar_compile.errors import CompileError, TargetError, count_text, describe_validation
 from fastcar_compile.support import limits
 
 __all__ = [
@@ -57,10 +57,9 @@ def load_target(target: str | Path | Target) -> Target:
         case str():
             raise _unknown(target)
         case _:
-            raise TargetError(
-                f"a target is a name, a path to a .toml file or a fastcar_compile.Target, not {type(target).__name__}",
-                hint=f"use one of: {', '.join(available_targets())}",
-            )
+            kinds = "a name, a path to a .toml file or a fastcar_compile.Target"
+            hint = f"use one of: {', '.join(available_targets())}"
+            raise TargetError(f"a target is {kinds}, not {type(target).__name__}", hint=hint)
 
 
 def require_buildable(target: Target) -> None:
@@ -68,10 +67,8 @@ def require_buildable(target: Target) -> None:
     if target.estimate_only is None:
         return
     builds = [name for name in available_targets() if load_target(name).estimate_only is None]
-    raise TargetError(
-        f"no artifact can be built for {target.name}, which serves estimates only: {target.estimate_only}",
-        hint=f"use `fastcar estimate`, or compile for one of: {', '.join(builds)}",
-    )
+    what = f"no artifact can be built for {target.name}, which serves estimates only: {target.estimate_only}"
+    raise TargetError(what, hint=f"use `fastcar estimate`, or compile for one of: {', '.join(builds)}")
 
 
 def has_accelerator(config: CompileConfig, board: Target) -> bool:
@@ -94,11 +91,9 @@ def whole_step(board: Target, options: Mapping[str, Any]) -> CompileConfig | Non
 def _unknown(name: str) -> TargetError:
     names = available_targets()
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return TargetError(
-        f"unknown target {name!r}",
-        hint=f"{hint}available: {', '.join(names)}; your own board is a path to a .toml file like the shipped files",
-    )
+    hint = (f"did you mean {near[0]!r}? " if near else "") + f"available: {', '.join(names)}"
+    own = "your own board is a path to a .toml file like the shipped files"
+    return TargetError(f"unknown target {name!r}", hint=f"{hint}; {own}")
 
 
 def _read_file(path: Path) -> Target:
@@ -111,10 +106,8 @@ def _read_file(path: Path) -> Target:
     except FileNotFoundError:
         raise TargetError("the target file does not exist", where=str(path), hint="correct the path") from None
     except OSError as error:
-        text = error.strerror or str(error)
-        raise TargetError(
-            f"the target file cannot be read: {text}", where=str(path), hint="correct the path"
-        ) from error
+        what = f"the target file cannot be read: {error.strerror or error}"
+        raise TargetError(what, where=str(path), hint="correct the path") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise TargetError(f"the target file is not valid TOML: {error}", where=str(path), hint=_HINT) from error
     except ValueError as error:  # no UTF-8, a path with a NUL, or a number of too many digits
@@ -123,8 +116,5 @@ def _read_file(path: Path) -> Target:
         return Target.model_validate(data)
     except ValidationError as error:
         lines = describe_validation(error)
-        raise TargetError(
-            f"the target file has {len(lines)} bad field{'s' if len(lines) > 1 else ''}: " + "; ".join(lines),
-            where=str(path),
-            hint=_HINT,
-        ) from error
+        what = f"the target file has {count_text(len(lines), 'bad field')}: {'; '.join(lines)}"
+        raise TargetError(what, where=str(path), hint=_HINT) from error

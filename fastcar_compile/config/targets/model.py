@@ -167,14 +167,10 @@ class Target(_Frozen):
 
     @model_validator(mode="after")
     def _kind_has_its_parts(self) -> Self:
-        present = {"part": self.part, "fabric": self.fabric, "limits": self.limits}
-        if self.kind == "fpga":
-            lacking = [name for name, value in present.items() if value is None]
-            if lacking:
-                raise ValueError(f'kind = "fpga" needs {", ".join(lacking)}')
-        extra = [name for name, value in present.items() if value is not None]
-        if self.kind == "cpu" and extra:
-            raise ValueError(f'kind = "cpu" has no {", ".join(extra)}')
+        fpga, verb = self.kind == "fpga", {"fpga": "needs", "cpu": "has no"}[self.kind]
+        parts = {"part": self.part, "fabric": self.fabric, "limits": self.limits}
+        if wrong := [name for name, value in parts.items() if (value is None) == fpga]:
+            raise ValueError(f'kind = "{self.kind}" {verb} {", ".join(wrong)}')
         names = [memory.name for memory in self.memories]
         if len(set(names)) != len(names):
             raise ValueError(f"memory names are not unique: {', '.join(names)}")
@@ -209,11 +205,5 @@ class Target(_Frozen):
         """
         if self.fabric is None or self.limits is None:
             return {}
-        fabric, limits = self.fabric, self.limits
-        return {
-            "lut": int(fabric.lut * limits.lut),
-            "ff": int(fabric.ff * limits.ff),
-            "dsp": int(fabric.dsp * limits.dsp),
-            "bram36": int(fabric.bram36 * limits.bram),
-            "uram": int(fabric.uram * limits.uram),
-        }
+        shares = {"lut": "lut", "ff": "ff", "dsp": "dsp", "bram36": "bram", "uram": "uram"}
+        return {name: int(getattr(self.fabric, name) * getattr(self.limits, share)) for name, share in shares.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -61,7 +61,7 @@ class _Reader:
             self.found.append(node)
             if node.kind == "weight":
                 self.weights.add(node.id)
-            if node.kind == "cond":
+            elif node.kind == "cond":
                 self._branches(graph, entry, ids)
 
     def _branches(self, graph: Json, entry: Json, ids: Mapping[str, str]) -> None:
@@ -156,25 +156,16 @@ def _outputs(graph: Json, names: list[str]) -> dict[str, str]:
     return dict(zip(names, _named(output["args"]), strict=True))
 
 
-def _short(node: PageNode) -> str:
-    return node.id.rpartition("/")[2]
-
-
 def _compare(before: Iterable[PageNode], after: Iterable[PageNode]) -> tuple[Iterable[PageNode], Iterable[PageNode]]:
     """Return the nodes with the change that the passes made.
 
     A node of both graphs keeps its name, operator and layer. Among the other nodes, an operator replaces the only
     other operator of its module and source line.
     """
-    left = {(_short(n), n.op, n.layer): n for n in before}
-    right = {(_short(n), n.op, n.layer): n for n in after if (_short(n), n.op, n.layer) in left}
-    twins = {left[key].id: node.id for key, node in right.items()}
+    left, right = ({(n.id.rpartition("/")[2], n.op, n.layer): n.id for n in nodes} for nodes in (before, after))
+    twins = {left[key]: right[key] for key in left.keys() & right.keys()}
     back = {new: old for old, new in twins.items()}
-    gone, new = (
-        [n for n in before if n.id not in twins],
-        [n for n in after if n.id not in back],
-    )
-    swapped = _replaced(gone, new)
+    swapped = _replaced((n for n in before if n.id not in twins), (n for n in after if n.id not in back))
     swapped_back = {new: old for old, new in swapped.items()}
     return (
         [_changed(n, twins, swapped, "removed") for n in before],
@@ -192,19 +183,12 @@ def _changed(node: PageNode, twins: Mapping[str, str], swapped: Mapping[str, str
 
 def _replaced(gone: Iterable[PageNode], new: Iterable[PageNode]) -> dict[str, str]:
     """Return the old node -> the new one of the same place in the model, whose operator's name holds the old one's."""
-    places: dict[tuple[str, str, str], list[PageNode]] = defaultdict(list)
+    places: dict[tuple[str, str], list[PageNode]] = defaultdict(list)
     for node in new:
-        places[node.module, node.source, _stem(node.op)].append(node)
+        places[node.module, node.source].append(node)
     found: dict[str, str] = {}
     for node in gone:
-        stem = _stem(node.op)
-        near = [
-            n
-            for (m, s, op), group in places.items()
-            if (m, s) == (node.module, node.source)
-            for n in group
-            if stem in op
-        ]
+        near = [n for n in places[node.module, node.source] if _stem(node.op) in _stem(n.op)]
         if node.kind == "op" and node.module and len(near) == 1:
             found[node.id] = near[0].id
     return found
@@ -220,8 +204,7 @@ def _layer_keys(before: Iterable[PageNode], after: Iterable[PageNode]) -> dict[i
     texts: dict[int, list[str]] = defaultdict(list)
     for nodes in (before, after):
         known = {node.id: node for node in nodes}
-        places: dict[str, int] = {}
-        counts: dict[int | None, int] = defaultdict(int)
+        places, counts = dict[str, int](), Counter[int | None]()
         for node in nodes:
             counts[node.layer] += 1
             places[node.id] = counts[node.layer]
@@ -238,35 +221,27 @@ def _shape_text(node: PageNode, known: Mapping[str, PageNode], places: Mapping[s
     inside = [n.layer == node.layer for n in read]
     parts = [str(places[n.id]) if own else n.type for n, own in zip(read, inside, strict=True)]
     picks = node.op == "operator.getitem" and not any(inside)  # the layer's own element: its index is the layer
-    facts = [
-        node.kind,
-        node.op if node.kind in ("op", "cond") else node.role,
-        node.type,
-        "" if picks else node.args,
-        node.source,
-        node.made_by,
-        node.change,
-        *parts,
-    ]
-    return " ".join(facts)
+    work = node.op if node.kind in ("op", "cond") else node.role
+    args = "" if picks else node.args
+    return " ".join([node.kind, work, node.type, args, node.source, node.made_by, node.change, *parts])
 
 
 def _groups(nodes: Iterable[PageNode], keys: Mapping[int, str]) -> tuple[PageGroup, ...]:
     """Return the part in front of the layers, every layer, and the part behind them."""
-    members: dict[int | str, list[str]] = {"front": []}
+    members: dict[int | str, list[str]] = defaultdict(list)
     behind: set[str] = set()
     for node in nodes:
         if node.layer is not None or behind.intersection(node.inputs):
             behind.add(node.id)
         place = node.layer if node.layer is not None else "behind" if node.id in behind else "front"
-        members.setdefault(place, []).append(node.id)
-    last = members.pop("behind", [])
+        members[place].append(node.id)
+    last = members["behind"]
     # A parameter reads nothing; it stands with the operators that read it.
     readers = {w: n.id for n in nodes for w in n.weights if n.layer is None}
     late = [i for i in members["front"] if readers.get(i) in set(last)]
-    members["front"] = [i for i in members["front"] if i not in set(late)]
+    first = [i for i in members["front"] if i not in set(late)]
     layers = sorted(place for place in members if isinstance(place, int))
-    found = [PageGroup(title="inputs and embedding", layer=None, key="front", nodes=tuple(members["front"]))]
+    found = [PageGroup(title="inputs and embedding", layer=None, key="front", nodes=tuple(first))]
     found += [PageGroup(title=f"layer {n}", layer=n, key=keys[n], nodes=tuple(members[n])) for n in layers]
     found.append(PageGroup(title="head and outputs", layer=None, key="behind", nodes=(*late, *last)))
     return tuple(group for group in found if group.nodes)

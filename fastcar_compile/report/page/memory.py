@@ -27,16 +27,12 @@ def memory_page(
         link: text of the linker's configuration, which connects the arguments of kernels to memory.
     """
     accelerator = manifest.accelerator
-    bars = [_whole(manifest)]
-    if accelerator is not None:
-        bars += _banks(manifest, accelerator)
-    state = manifest.decoder.state
     return MemoryPage(
-        bars=tuple(bars),
+        bars=(_whole(manifest), *(() if accelerator is None else _banks(manifest, accelerator))),
         buffers=() if accelerator is None else tuple(_buffers(accelerator, link)),
         state=tuple(
             TensorLine(name=s.name, dtype=s.dtype, shape=s.shape, bytes=s.nbytes, role=str(s.role), layer=s.layer)
-            for s in state
+            for s in manifest.decoder.state
         ),
         weights=tuple(_weight(name, array, layer_of.get(name)) for name, array in sorted(arrays.items())),
     )
@@ -52,9 +48,8 @@ def _whole(manifest: Manifest) -> MemoryBar:
     if target.kind == "cpu":
         return MemoryBar(name=target.name, note="the machine's own memory", capacity=None, pieces=tuple(pieces))
     names = ", ".join(memory.name for memory in target.weight_memories)
-    note = (
-        f"without {HOST_RESERVE >> 20} MiB for the operating system" if target.shares_memory else "memory of the card"
-    )
+    reserve = f"without {HOST_RESERVE >> 20} MiB for the operating system"
+    note = reserve if target.shares_memory else "memory of the card"
     return MemoryBar(name=f"{target.name}: {names}", note=note, capacity=capacity(target), pieces=tuple(pieces))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -21,6 +22,11 @@ class Fact(PagePart):
     label: str
     value: str
     group: str = ""
+
+
+def facts_of(lines: Mapping[str, object], group: str = "") -> tuple[Fact, ...]:
+    """Return the lines of a table: label -> value."""
+    return tuple(Fact(label=label, value=str(value), group=group) for label, value in lines.items())
 
 
 class PageNode(PagePart):

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +20,7 @@ from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.report.page.graphs import page_graphs, prefill_graphs
 from fastcar_compile.report.page.memory import memory_page
-from fastcar_compile.report.page.models import Fact, FileLine, PageData, PageGraph, PassLine
+from fastcar_compile.report.page.models import Fact, FileLine, PageData, PageGraph, PassLine, facts_of
 from fastcar_compile.report.page.replay import Decisions, replay_page
 from fastcar_compile.report.page.speed import speed_page
 from fastcar_compile.support.values import check_kind, path_of
@@ -70,6 +71,8 @@ def page_data(artifact: StoredArtifact, decisions: Decisions | None = None) -> P
     passes = tuple(_passes(manifest, after))
     graphs = [graph for graph in (before, after, prefill_before, prefill_after) if graph is not None]
     keys = {n.reason for graph in graphs for n in graph.nodes} | {line.name for line in passes}
+    # The linker's configuration; an artifact without kernels has none.
+    link = artifact.files.data(LINK).decode("utf-8") if LINK in manifest.files else ""
     layer_of = {node.op: node.layer for node in after.nodes if node.kind == "weight"}
     return PageData(
         name=artifact.path.resolve().name,
@@ -82,14 +85,9 @@ def page_data(artifact: StoredArtifact, decisions: Decisions | None = None) -> P
         reasons={key: manifest.pipeline.reason(*key.split(":", 1)) for key in sorted(keys - {""})},
         replay=replay_page(manifest, decisions),
         speed=speed_page(artifact, decisions),
-        memory=memory_page(manifest, artifact.arrays(), layer_of, _link(artifact)),
+        memory=memory_page(manifest, artifact.arrays(), layer_of, link),
         files=tuple(FileLine(name=n, bytes=f.size, sha256=f.sha256) for n, f in sorted(manifest.files.items())),
     )
-
-
-def _link(artifact: StoredArtifact) -> str:
-    """Return the linker's configuration; "" of an artifact without kernels."""
-    return artifact.files.data(LINK).decode("utf-8") if LINK in artifact.manifest.files else ""
 
 
 def page_html(data: PageData) -> str:
@@ -129,19 +127,12 @@ def _check(decisions: Decisions, manifest: Manifest) -> None:
 
 
 def _passes(manifest: Manifest, after: PageGraph) -> Iterator[PassLine]:
-    made: dict[str, int] = {}
-    for node in after.nodes:
-        made[node.made_by] = made.get(node.made_by, 0) + 1
+    made = Counter(node.made_by for node in after.nodes)
     for entry in manifest.pipeline.log:
         spec, _, outcome = entry.rpartition(": ")
         name, brace, options = spec.partition("{")
-        yield PassLine(
-            name=name,
-            options=brace + options,
-            modified=outcome == "modified",
-            made=made.get(name, 0),
-            reason=name,
-        )
+        modified = outcome == "modified"
+        yield PassLine(name=name, options=brace + options, modified=modified, made=made[name], reason=name)
 
 
 def _facts(manifest: Manifest) -> Iterator[Fact]:
@@ -172,5 +163,4 @@ def _facts(manifest: Manifest) -> Iterator[Fact]:
         "written by": dict(sorted(manifest.producer.items())),
     }
     for group, lines in rows.items():
-        for label, value in lines.items():
-            yield Fact(label=label, value=str(value), group=group)
+        yield from facts_of(lines, group)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.gates import gate_named
 from fastcar_compile.ir.types import LayerSite, ReplayFacts
-from fastcar_compile.report.page.models import Fact, HeatMap, LayerLine, ReplayPage
+from fastcar_compile.report.page.models import Fact, HeatMap, LayerLine, ReplayPage, facts_of
 
 Decisions = NDArray[np.bool_]
 
@@ -24,7 +24,7 @@ def replay_page(manifest: Manifest, decisions: Decisions | None) -> ReplayPage:
     heat = None if decisions is None else heat_map(decisions, stride)
     measured = _measured(decisions, stride)
     layers = tuple(_layer(manifest, part, measured) for part in manifest.layers.layers)
-    return ReplayPage(facts=tuple(_facts(manifest, heat)), layers=layers, heat=heat)
+    return ReplayPage(facts=_facts(manifest, heat), layers=layers, heat=heat)
 
 
 def heat_map(decisions: Decisions, stride: int) -> HeatMap:
@@ -87,27 +87,25 @@ def _stored(replay: ReplayFacts, value: float | str | None) -> str:
     return "never replays" if value is None else _threshold(replay, float(value))
 
 
-def _facts(manifest: Manifest, heat: HeatMap | None) -> list[Fact]:
+def _facts(manifest: Manifest, heat: HeatMap | None) -> tuple[Fact, ...]:
     options, stride = manifest.options.replay, manifest.decoder.config.tokens_per_frame
     if options is None:
-        return [Fact(label="replay", value="none: this is the dense decoder")]
+        return facts_of({"replay": "none: this is the dense decoder"})
     gate = gate_named(options.gate)
-    facts = [
-        Fact(label="gate", value=f"{gate.name}: {gate.describe()}"),
-        Fact(label="a row replays", value=f"where its score is {gate.comparison.value} the layer's threshold"),
-        Fact(
-            label="it takes", value=f"the MLP output of {stride} forwards earlier, the same place of the previous frame"
-        ),
-        Fact(label="replays in a row", value=f"at most {options.max_chain}" if options.max_chain else "no limit"),
-    ]
+    facts = {
+        "gate": f"{gate.name}: {gate.describe()}",
+        "a row replays": f"where its score is {gate.comparison.value} the layer's threshold",
+        "it takes": f"the MLP output of {stride} forwards earlier, the same place of the previous frame",
+        "replays in a row": f"at most {options.max_chain}" if options.max_chain else "no limit",
+    }
     if options.refresh_every:
-        facts.append(Fact(label="refresh", value=f"one frame in {options.refresh_every} computes"))
+        facts["refresh"] = f"one frame in {options.refresh_every} computes"
     if options.couple_cfg:
-        facts.append(Fact(label="guidance", value="both rows of a pair replay together"))
+        facts["guidance"] = "both rows of a pair replay together"
     if (stored := manifest.thresholds) is not None:
         cost = f"{stored.nll / stored.nll_dense:.3f}x the dense NLL" if stored.nll_dense else f"NLL {stored.nll:.4f}"
-        facts.append(Fact(label="calibration", value=f"{stored.goal}: {stored.replay:.1%} replay, {cost}"))
+        facts["calibration"] = f"{stored.goal}: {stored.replay:.1%} replay, {cost}"
     if heat is not None and heat.total is not None:
         recorded = f"{heat.total:.1%} replay after the first frame; {heat.forwards} forwards, batch {heat.rows}"
-        facts.append(Fact(label="recorded", value=recorded))
-    return facts
+        facts["recorded"] = recorded
+    return facts_of(facts)

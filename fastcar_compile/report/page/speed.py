@@ -14,8 +14,8 @@ from fastcar_compile.codegen.hls.model.rows import Draw, draw_decisions
 from fastcar_compile.codegen.hls.model.system import Estimate, estimate_question
 from fastcar_compile.codegen.hls.model.time_line import trace_events
 from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
-from fastcar_compile.errors import UserError
-from fastcar_compile.report.page.models import Fact, OffloadLine, SpeedPage, StepLine
+from fastcar_compile.errors import UserError, count_text
+from fastcar_compile.report.page.models import Fact, OffloadLine, SpeedPage, StepLine, facts_of
 from fastcar_compile.report.page.replay import Decisions
 
 
@@ -53,10 +53,8 @@ def speed_page(artifact: StoredArtifact, decisions: Decisions | None) -> SpeedPa
     manifest, target = artifact.manifest, artifact.manifest.target
     offload = tuple(offload_lines(manifest))
     if target.kind == "cpu":
-        what = (
-            f"The target {target.name} is a CPU, and the hardware model predicts boards: `fastcar estimate --target`."
-        )
-        return SpeedPage(missing=what)
+        what = f"The target {target.name} is a CPU, and the hardware model predicts boards"
+        return SpeedPage(missing=f"{what}: `fastcar estimate --target`.")
     replays = replays_of(manifest, decisions)
     try:
         question = ask(
@@ -122,32 +120,23 @@ def offload_lines(manifest: Manifest) -> list[OffloadLine]:
     return [mlp, *calls, *kept]
 
 
-def _facts(result: Estimate, decided: str) -> list[Fact]:
+def _facts(result: Estimate, decided: str) -> Iterator[Fact]:
     design = result.design
-    return [
-        Fact(label="predicted", value=f"{result.tokens_per_second:,.1f} {result.unit}s/s", group="key"),
-        Fact(label="one step", value=f"{result.seconds_per_step * 1e3:.3f} ms", group="key"),
-        Fact(label="bound by", value=result.bound_by, group="key"),
-        Fact(label="over dense", value=f"{result.speedup_over_dense:.2f}x", group="key"),
-        Fact(
-            label="workload", value=f"{result.quant}, batch {result.batch}, attention reads {result.attended} positions"
-        ),
-        Fact(label="replay", value=f"{result.replay_ratio:.1%} of all MLPs ({decided})"),
-        Fact(label="in the fabric", value=result.offload),
-        Fact(
-            label="engine",
-            value=", ".join(
-                (
-                    _count(design["ports"], "weight port"),
-                    _count(design["lanes"], "lane"),
-                    _count(design["spec"]["cores"], "core"),
-                )
-            ),
-        ),
-        Fact(label="bandwidth", value=f"{result.bandwidth_utilisation:.1%} of the memory's peak"),
-        Fact(label="energy", value=f"{result.energy_per_token_j:.4f} J per {result.unit}, {result.power_w:.1f} W"),
-    ]
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
+    key = {
+        "predicted": f"{result.tokens_per_second:,.1f} {result.unit}s/s",
+        "one step": f"{result.seconds_per_step * 1e3:.3f} ms",
+        "bound by": result.bound_by,
+        "over dense": f"{result.speedup_over_dense:.2f}x",
+    }
+    yield from facts_of(key, "key")
+    yield from facts_of(
+        {
+            "workload": f"{result.quant}, batch {result.batch}, attention reads {result.attended} positions",
+            "replay": f"{result.replay_ratio:.1%} of all MLPs ({decided})",
+            "in the fabric": result.offload,
+            "engine": f"{count_text(design['ports'], 'weight port')}, {count_text(design['lanes'], 'lane')}, "
+            f"{count_text(design['spec']['cores'], 'core')}",
+            "bandwidth": f"{result.bandwidth_utilisation:.1%} of the memory's peak",
+            "energy": f"{result.energy_per_token_j:.4f} J per {result.unit}, {result.power_w:.1f} W",
+        }
+    )
