@@ -1,4 +1,4 @@
-"""The `fastcar` command. One file per command; this file imports no other, so that Ctrl-C is met from the start."""
+"""The `fastcar` command. This file imports no other, so that Ctrl-C is met from the start."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ COMMANDS = {
     "calibrate": "fastcar_compile.cli.calibrate:calibrate_command",
     "evaluate": "fastcar_compile.cli.evaluate:evaluate_command",
     "inspect": "fastcar_compile.cli.inspect:inspect_command",
-    "diff": "fastcar_compile.cli.diff:diff_command",
+    "diff": "fastcar_compile.cli.inspect:diff_command",
     "opt": "fastcar_compile.cli.opt:opt_command",
     "run": "fastcar_compile.cli.run:run_command",
     "verify": "fastcar_compile.cli.verify:verify_command",
@@ -35,7 +35,7 @@ COMMANDS = {
     "verify-signature": "fastcar_compile.cli.trust:verify_signature_command",
     "estimate": "fastcar_compile.cli.estimate:estimate_command",
     "targets": "fastcar_compile.cli.targets:targets_command",
-    "doctor": "fastcar_compile.cli.doctor:doctor_command",
+    "doctor": "fastcar_compile.cli.targets:doctor_command",
 }
 REGISTRY = Registry("command", "fastcar_compile.commands", COMMANDS, UserError)
 ABSENT = {

@@ -1,25 +1,27 @@
-"""`fastcar inspect`: what an artifact holds, what was found in the model, and why."""
+"""`fastcar inspect` and `fastcar diff`: what an artifact holds and why, and what differs between two."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
+from os.path import commonprefix
 from pathlib import Path, PurePosixPath
 from posixpath import basename, dirname
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from typer import Option
+from typer import Argument, Option
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.layout import SIGNATURE
-from fastcar_compile.cli.common import JsonOption, Writes, command, stages
+from fastcar_compile.cli.common import ExitCode, JsonOption, Writes, command, stages
 from fastcar_compile.cli.options import ArtifactArgument, existing, require_one
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text, short_digest, size_text
 from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
     from fastcar_compile.artifact.sections import HostSection
+    from fastcar_compile.report.comparison import Change
 
 
 @command
@@ -174,3 +176,50 @@ def _threshold_text(value: float | str | None) -> str:
 
 def _heads_text(heads: list[tuple[int, float]] | None) -> str:
     return "all" if heads is None else " ".join(f"{head} ({weight:+.3f})" for head, weight in heads)
+
+
+PARTS = "options,versions,figures,graphs,weights,sections,files"
+
+
+@command
+def diff_command(
+    a: Annotated[Path, Argument(help="Folder of an artifact, or a graph file (.json).")],
+    b: Annotated[Path, Argument(help="The other one.")],
+    only: Annotated[str, Option(help="Parts, separated by commas.")] = PARTS,
+    rows: Annotated[int, Option(min=1, help="Lines to show of each part; --json has all.")] = 20,
+    as_json: JsonOption = False,
+) -> ExitCode:
+    """Show what differs between artifacts or graph files.
+
+    The exit code is 1 where anything does.
+    """
+    wanted, known = {name.strip() for name in only.split(",")}, PARTS.split(",")
+    if wanted - {*known}:
+        raise UserError(f"--only {only!r} names an unknown part", hint=f"parts: {PARTS}")
+    with stages(as_json, "diff"):
+        found = fc.diff(a, b)
+    parts = {part: found.get(part, ()) for part in known if part in wanted}
+    equal = not any(parts.values())
+    lists = {part: [change._asdict() for change in changes] for part, changes in parts.items()}
+    title = "equal" if equal else f"a: {a}\nb: {b}"
+    print_result(as_json, {"a": a, "b": b, "equal": equal} | lists, lambda: _show_changes(title, parts, rows))
+    return ExitCode.OK if equal else ExitCode.MISMATCH
+
+
+def _show_changes(title: str, parts: Mapping[str, Sequence[Change]], rows: int) -> None:
+    print_text(title)
+    for part, changes in parts.items():
+        if changes:
+            print_text(f"\n{part}")
+            cells = ((c.path + f" ({c.places})" * (c.places > 1), *_texts(c.a, c.b)) for c in changes[:rows])
+            print_table(("what differs", "a", "b"), cells)
+        if len(changes) > rows:
+            print_text(f"… and {count_text(len(changes) - rows, 'more line')}; --rows N shows N, --json all")
+
+
+def _texts(*values: object, width: int = 24) -> list[str]:
+    """Return short texts: of long ones what follows their common beginning."""
+    texts = ["-" if v is None else f"{v:.6g}" if isinstance(v, float) else str(v) for v in values]
+    same = len(commonprefix(texts)) if max(map(len, texts)) > width else 0  # noqa: RUF071
+    texts = [f"...{text[same:]}" if same > 3 else text for text in texts]
+    return [text if len(text) <= width else f"{text[: width - 3]}..." for text in texts]

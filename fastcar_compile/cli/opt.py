@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from typer import Argument, Option
 
@@ -24,11 +23,8 @@ SMALL = 1 << 20
 """Bytes: passes look at the values of constants (rotary tables), never at those of large weights."""
 
 
-class Graph(StrEnum):
-    """A graph of an artifact."""
-
-    BEFORE = "before"
-    AFTER = "after"
+Graph = Literal["before", "after"]
+"""A graph of an artifact."""
 
 
 @command
@@ -36,7 +32,7 @@ def opt_command(
     path: Annotated[
         Path | None, Argument(help="Graph file (.json), or folder of an artifact.", show_default=False)
     ] = None,
-    graph: Annotated[Graph, Option(help="Of an artifact: before or after the rewrite.")] = Graph.BEFORE,
+    graph: Annotated[Graph, Option(help="Of an artifact: before or after the rewrite.")] = "before",
     passes: Annotated[
         str, Option("--passes", "-p", help="Such as 'canonicalize,skip-rows{\"couple_cfg\": true}'.")
     ] = "",
@@ -62,7 +58,7 @@ def opt_command(
     _emit(program, output, as_json)
 
 
-def read_program(path: Path, graph: Graph = Graph.BEFORE) -> DecoderProgram:
+def read_program(path: Path, graph: Graph = "before") -> DecoderProgram:
     """Return the program of a graph file, or of one of an artifact's. Large weights have no values.
 
     Raises:
@@ -124,7 +120,7 @@ def _list_passes(as_json: bool) -> None:
     from fastcar_compile.ir.pass_manager import option_types
     from fastcar_compile.passes.pipeline import PASSES
 
-    listed = [
+    listed: list[dict[str, Any]] = [
         {"name": name, "summary": (kind.__doc__ or "").splitlines()[0], "options": option_types(kind)}
         for name, kind in PASSES.items()
     ]

@@ -1,13 +1,14 @@
-"""`fastcar targets`: the boards that artifacts can be compiled for."""
+"""`fastcar targets` and `fastcar doctor`: the boards that artifacts can be compiled for, and what this machine has."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument
 
 import fastcar_compile as fc
-from fastcar_compile.cli.common import JsonOption, command
+from fastcar_compile.cli.common import ExitCode, JsonOption, command
 from fastcar_compile.cli.options import TARGETS
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text
 from fastcar_compile.errors import count_text
@@ -75,3 +76,28 @@ def _memory_facts(memory: Memory) -> list[tuple[str, str, str]]:
         text = f"{share * speed:.1f} GB/s, {share:.1%} of the peak"
         facts.append((f"{memory.name} measured", text, memory.measured.source))
     return facts
+
+
+ORDER = ("error", "warning", "info", "ok")
+
+
+@command
+def doctor_command(as_json: JsonOption = False) -> ExitCode:
+    """Look for compilers, packages, headers and devices.
+
+    The exit code is 2 where something needed is missing.
+    """
+    checks = fc.doctor()
+    print_result(as_json, {"checks": [check.model_dump(mode="json") for check in checks]}, lambda: _show(checks))
+    return ExitCode.USER_ERROR if any(check.severity == "error" for check in checks) else ExitCode.OK
+
+
+def _show(checks: tuple[fc.Check, ...]) -> None:
+    """Print the checks, the worst first."""
+    rows = (
+        (check.severity, check.name, check.message + (f"; hint: {check.hint}" if check.hint else ""))
+        for check in sorted(checks, key=lambda check: ORDER.index(check.severity))
+    )
+    print_table(("severity", "what", "found"), rows)
+    counts = Counter(check.severity for check in checks)
+    print_text("\n" + ", ".join(f"{counts[name]} {name}" for name in ORDER if counts[name]))
