@@ -22,6 +22,9 @@ from fastcar_compile.errors import BackendError
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.runtime.sampling import Sampling
 
+Fastcar = Callable[..., Result]
+"""Runs a command line, given word by word."""
+
 ROWS, LAYERS, FRAME, LENGTH, VOCAB = 2, 3, 4, 32, 17
 
 
@@ -130,7 +133,14 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeArtifact:
     return artifact
 
 
+def refused(result: Result, *texts: str) -> None:
+    """Check that a command ended with a user error that says these texts."""
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.stderr.split())
+    assert [text for text in texts if text not in said] == []
+
+
 @pytest.fixture
-def fastcar() -> Callable[..., Result]:
+def fastcar() -> Fastcar:
     """Runs `fastcar` with the given words, in this process."""
     return lambda *words: CliRunner().invoke(app, [str(word) for word in words])

@@ -4,16 +4,16 @@ import importlib.metadata
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import Result
 
 import fastcar_compile as fc
 from fastcar_compile.report import environment
+
+from .conftest import Fastcar
 
 
 def by_name() -> dict[str, fc.Check]:
@@ -35,7 +35,7 @@ def without_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AP_TYPES", str(tmp_path))
 
 
-def test_a_machine_without_tools(without_tools: None, fastcar: Callable[..., Result]) -> None:
+def test_a_machine_without_tools(without_tools: None, fastcar: Fastcar) -> None:
     result = fastcar("doctor", "--json")
     assert result.exit_code == 2
     found: dict[str, Any] = {check["name"]: check for check in json.loads(result.stdout)["checks"]}

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import Result
 
 import fastcar_compile
 from fastcar_compile.cli.options import parse_thresholds
 from fastcar_compile.errors import InternalError, UserError
 
-from .conftest import FakeArtifact
+from .conftest import FakeArtifact, Fastcar
 
 
 def refuse_with(error: BaseException) -> Callable[..., Any]:
@@ -25,7 +24,7 @@ def refuse_with(error: BaseException) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("error", [InternalError("broken invariant"), ZeroDivisionError("division by zero")])
-def test_internal_error(fastcar: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_internal_error(fastcar: Fastcar, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(fastcar_compile, "load", refuse_with(error))
     result = fastcar("inspect", "x")
     assert result.exit_code == 3
@@ -37,13 +36,13 @@ def test_internal_error(fastcar: Callable[..., Result], monkeypatch: pytest.Monk
     assert (as_json.exit_code, json.loads(as_json.stdout)) == (3, {"error": expected})
 
 
-def test_traceback_on_request(fastcar: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traceback_on_request(fastcar: Fastcar, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastcar_compile, "load", refuse_with(InternalError("broken invariant")))
     monkeypatch.setenv("FASTCAR_TRACEBACK", "1")
     assert isinstance(fastcar("inspect", "x").exception, InternalError)
 
 
-def test_interrupt(fastcar: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt(fastcar: Fastcar, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastcar_compile, "load", refuse_with(KeyboardInterrupt()))
     result = fastcar("inspect", "x")
     assert (result.exit_code, result.output) == (130, "")
@@ -52,7 +51,7 @@ def test_interrupt(fastcar: Callable[..., Result], monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("words", [[], ["--json"]])
 @pytest.mark.filterwarnings("always::UserWarning")
 def test_warnings_are_one_line_on_stderr(
-    fastcar: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, fake: FakeArtifact, words: list[str]
+    fastcar: Fastcar, monkeypatch: pytest.MonkeyPatch, fake: FakeArtifact, words: list[str]
 ) -> None:
     def load(path: Path) -> FakeArtifact:
         warnings.warn("256 tokens [per frame] assumed", UserWarning, stacklevel=2)

@@ -8,25 +8,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import Result
 
 import fastcar_compile as fc
 from fastcar_compile.cli.commands import ABSENT, COMMANDS
 from fastcar_compile.cli.common import ExitCode
 
+from .conftest import Fastcar
+
 PROGRAM = [sys.executable, "-m", "fastcar_compile"]
 
 
-def test_version(fastcar: Callable[..., Result]) -> None:
+def test_version(fastcar: Fastcar) -> None:
     result = fastcar("--version")
     assert (result.exit_code, result.stdout) == (0, f"fastcar {fc.__version__}\n")
 
 
-def test_help_lists_commands_and_exit_codes(fastcar: Callable[..., Result]) -> None:
+def test_help_lists_commands_and_exit_codes(fastcar: Fastcar) -> None:
     text = fastcar("--help").stdout
     assert fastcar("-h").stdout == text
     for name in COMMANDS:
@@ -37,7 +37,7 @@ def test_help_lists_commands_and_exit_codes(fastcar: Callable[..., Result]) -> N
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_and_json(fastcar: Callable[..., Result], name: str) -> None:
+def test_every_command_has_help_and_json(fastcar: Fastcar, name: str) -> None:
     result = fastcar(name, "-h")
     assert result.exit_code == 0
     assert result.stdout.startswith(f"Usage: fastcar {name} ")
@@ -46,9 +46,7 @@ def test_every_command_has_help_and_json(fastcar: Callable[..., Result], name: s
 
 
 @pytest.mark.parametrize("name", ABSENT)
-def test_an_absent_command_says_what_to_do(
-    fastcar: Callable[..., Result], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_absent_command_says_what_to_do(fastcar: Fastcar, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastcar_compile.cli.commands.entry_points", lambda group: ())
     why, hint = ABSENT[name]
     for words in ((), ("a", "--replay", "0.5"), ("--help",)):
@@ -60,7 +58,7 @@ def test_an_absent_command_says_what_to_do(
     assert f"\n  {name} " not in fastcar("--help").stdout
 
 
-def test_commands_that_are_spelt_alike_are_suggested(fastcar: Callable[..., Result]) -> None:
+def test_commands_that_are_spelt_alike_are_suggested(fastcar: Fastcar) -> None:
     assert "no such command 'compil'. Did you mean 'compile'?" in fastcar("compil").stderr
 
 
@@ -91,7 +89,7 @@ def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("plug_in")
-def test_a_command_of_another_package(fastcar: Callable[..., Result]) -> None:
+def test_a_command_of_another_package(fastcar: Fastcar) -> None:
     assert "\n  greet             Greet somebody.\n" in fastcar("--help").stdout
     result = fastcar("greet", "you")
     assert (result.exit_code, result.stdout) == (ExitCode.MISMATCH, "hello you\n")
@@ -101,7 +99,7 @@ def test_a_command_of_another_package(fastcar: Callable[..., Result]) -> None:
 
 
 @pytest.mark.usefixtures("plug_in")
-def test_a_command_that_cannot_be_imported_breaks_no_other(fastcar: Callable[..., Result]) -> None:
+def test_a_command_that_cannot_be_imported_breaks_no_other(fastcar: Fastcar) -> None:
     text = fastcar("--help").stdout
     assert "\n  broken            command 'broken' cannot be imported" in text
     assert "\n  doctor            Look for" in text
@@ -121,7 +119,7 @@ def test_a_removed_name_names_its_successor(name: str) -> None:
     assert name not in fc.__all__
 
 
-def test_no_command_shows_help(fastcar: Callable[..., Result]) -> None:
+def test_no_command_shows_help(fastcar: Fastcar) -> None:
     result = fastcar()
     assert result.exit_code == ExitCode.USER_ERROR
     assert result.stdout == fastcar("--help").stdout
@@ -136,9 +134,7 @@ def test_no_command_shows_help(fastcar: Callable[..., Result]) -> None:
         (("run", "x", "--num-tokens", "0"), "invalid value for '--num-tokens'", "see `fastcar run --help`"),
     ],
 )
-def test_a_wrong_call_is_a_user_error(
-    fastcar: Callable[..., Result], words: tuple[str, ...], text: str, hint: str
-) -> None:
+def test_a_wrong_call_is_a_user_error(fastcar: Fastcar, words: tuple[str, ...], text: str, hint: str) -> None:
     result = fastcar(*words)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: {text}")

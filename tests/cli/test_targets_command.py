@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-from typer.testing import Result
+from .conftest import Fastcar
 
 
-def test_table(fastcar: Callable[..., Result]) -> None:
+def test_table(fastcar: Fastcar) -> None:
     result = fastcar("targets")
     assert result.exit_code == 0
     assert re.search(r"zcu104-sodimm +estimate only ", result.stdout)
@@ -16,7 +15,7 @@ def test_table(fastcar: Callable[..., Result]) -> None:
         assert word in result.stdout
 
 
-def test_one_with_its_sources(fastcar: Callable[..., Result]) -> None:
+def test_one_with_its_sources(fastcar: Fastcar) -> None:
     text = " ".join(fastcar("targets", "zcu102").stdout.split())
     assert "DS891" in text
     assert "12.8 GB/s, 75.0% of the peak" in text
@@ -27,7 +26,7 @@ def test_one_with_its_sources(fastcar: Callable[..., Result]) -> None:
     assert found["budget"]["dsp"] == 2016
 
 
-def test_unknown_is_exit_code_2_on_stderr(fastcar: Callable[..., Result]) -> None:
+def test_unknown_is_exit_code_2_on_stderr(fastcar: Fastcar) -> None:
     result = fastcar("targets", "zcu12")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "error: unknown target 'zcu12'" in result.stderr
@@ -35,6 +34,6 @@ def test_unknown_is_exit_code_2_on_stderr(fastcar: Callable[..., Result]) -> Non
     assert "Traceback" not in result.output
 
 
-def test_brackets_in_an_error_are_not_markup(fastcar: Callable[..., Result], tmp_path: Path) -> None:
+def test_brackets_in_an_error_are_not_markup(fastcar: Fastcar, tmp_path: Path) -> None:
     path = tmp_path / "[bold]board.toml"
     assert str(path) in fastcar("targets", path).stderr

@@ -3,16 +3,14 @@
 import functools
 import json
 import math
-from collections.abc import Callable
 
 import pytest
-from typer.testing import Result
 
-from .conftest import FRAME, FakeArtifact, FakeSession
+from .conftest import FRAME, FakeArtifact, FakeSession, Fastcar, refused
 
 
 @pytest.mark.usefixtures("fake")
-def test_all_equal(fastcar: Callable[..., Result]) -> None:
+def test_all_equal(fastcar: Fastcar) -> None:
     result = fastcar("verify", "x")
     assert result.exit_code == 0
     assert f"{2 * FRAME} steps of 2 rows against eager" in result.stdout
@@ -27,7 +25,7 @@ def test_all_equal(fastcar: Callable[..., Result]) -> None:
     ("error", "flip", "step", "decisions"), [(0.01, False, 5, 0), (0.0, True, 6, 1), (math.nan, False, 5, 0)]
 )
 def test_mismatch_is_exit_code_1(
-    fastcar: Callable[..., Result], fake: FakeArtifact, error: float, flip: bool, step: int, decisions: int
+    fastcar: Fastcar, fake: FakeArtifact, error: float, flip: bool, step: int, decisions: int
 ) -> None:
     fake.make["onnxruntime"] = functools.partial(FakeSession, error, flip)
     result = fastcar("verify", "x", "--json")
@@ -42,9 +40,7 @@ def test_mismatch_is_exit_code_1(
     assert f"step {step}" in text
 
 
-def test_rounding_is_measured_where_a_quantised_backend_differs(
-    fastcar: Callable[..., Result], fake: FakeArtifact
-) -> None:
+def test_rounding_is_measured_where_a_quantised_backend_differs(fastcar: Fastcar, fake: FakeArtifact) -> None:
     fake.options |= {"quant": "w8a8"}
     fake.make |= {name: functools.partial(FakeSession, e) for name, e in (("cpu", 0.15), ("perturbed", 0.1))}
     data = json.loads(fastcar("verify", "x", "--json").stdout)
@@ -56,7 +52,7 @@ def test_rounding_is_measured_where_a_quantised_backend_differs(
     assert fastcar("verify", "x", "--tolerance", "0.05").exit_code == 1
 
 
-def test_rounding_counts_until_a_decision_differs(fastcar: Callable[..., Result], fake: FakeArtifact) -> None:
+def test_rounding_counts_until_a_decision_differs(fastcar: Fastcar, fake: FakeArtifact) -> None:
     """A replay more or less is no rounding: the error of step 7 comes after the flip of step 6."""
     fake.options |= {"quant": "w8a8"}
     fake.make |= {
@@ -66,7 +62,7 @@ def test_rounding_counts_until_a_decision_differs(fastcar: Callable[..., Result]
     assert json.loads(fastcar("verify", "x", "--json").stdout)["rounding"] == 0.0
 
 
-def test_threshold_goes_to_every_session(fastcar: Callable[..., Result], fake: FakeArtifact) -> None:
+def test_threshold_goes_to_every_session(fastcar: Fastcar, fake: FakeArtifact) -> None:
     fastcar("verify", "x", "--threshold=-inf")
     assert [session.thresholds for session in fake.sessions] == [-math.inf] * 3
 
@@ -80,7 +76,5 @@ def test_threshold_goes_to_every_session(fastcar: Callable[..., Result], fake: F
         (["--backends", "gpu"], "unknown backend 'gpu'"),
     ],
 )
-def test_bad_input(fastcar: Callable[..., Result], words: list[str], text: str) -> None:
-    result = fastcar("verify", "x", *words)
-    assert result.exit_code == 2
-    assert text in result.stderr
+def test_bad_input(fastcar: Fastcar, words: list[str], text: str) -> None:
+    refused(fastcar("verify", "x", *words), text)
