@@ -22,9 +22,9 @@ from fastcar_compile.support.packages import Registry
 
 COMMANDS = {
     "compile": "fastcar_compile.cli.compile:compile_command",
-    "train-gate": "fastcar_compile.cli.train:train_gate_command",
-    "tune-decoder": "fastcar_compile.cli.train:tune_decoder_command",
-    "calibrate": "fastcar_compile.cli.calibrate:calibrate_command",
+    "train-gate": "fastcar_compile.cli.tune:train_gate_command",
+    "tune-decoder": "fastcar_compile.cli.tune:tune_decoder_command",
+    "calibrate": "fastcar_compile.cli.tune:calibrate_command",
     "evaluate": "fastcar_compile.cli.evaluate:evaluate_command",
     "inspect": "fastcar_compile.cli.inspect:inspect_command",
     "diff": "fastcar_compile.cli.inspect:diff_command",

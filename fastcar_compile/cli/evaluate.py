@@ -212,13 +212,10 @@ def parse_attentions(text: str) -> list[SinkWindow | None]:
 _TITLES = ("gate", "calibration", "attention", *(">replay", ">NLL", ">of dense", ">agreement", ">PSNR", ">SSIM"))
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    return [
-        *(row["gate"], row["calibration"], row["sparse_attention"]),
-        f"{row['replay_ratio']:.1%}",
-        f"{float(row['nll']):.4f}",
-        f"{float(row['nll']) / row['nll_dense']:.3f}x",
-        f"{row['token_agreement']:.2%}",
-        "-" if row["psnr"] is None else f"{float(row['psnr']):.1f} dB",
-        "-" if row["ssim"] is None else f"{row['ssim']:.3f}",
-    ]
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    nll, psnr, ssim = float(row["nll"]), row["psnr"], row["ssim"]
+    return (
+        *(row["gate"], row["calibration"], row["sparse_attention"], f"{row['replay_ratio']:.1%}"),
+        *(f"{nll:.4f}", f"{nll / row['nll_dense']:.3f}x", f"{row['token_agreement']:.2%}"),
+        *("-" if psnr is None else f"{float(psnr):.1f} dB", "-" if ssim is None else f"{ssim:.3f}"),
+    )

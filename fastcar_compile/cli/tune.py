@@ -1,4 +1,4 @@
-"""`fastcar train-gate`: a gate with weights of its own, trained for one decoder."""
+"""`fastcar train-gate`, `tune-decoder` and `calibrate`: the training of gates and decoders, and their thresholds."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import tempfile
 from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from typer import Argument, Option
 
 import fastcar_compile as fc
-from fastcar_compile.artifact.layout import MANIFEST
+from fastcar_compile.artifact.layout import MANIFEST, SIGNATURE
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
 from fastcar_compile.cli.evaluate import read_module
 from fastcar_compile.cli.options import (
@@ -25,8 +25,11 @@ from fastcar_compile.cli.options import (
     parse_ids,
     read_videos,
 )
-from fastcar_compile.cli.output import print_fields, print_result
-from fastcar_compile.errors import UserError
+from fastcar_compile.cli.output import print_fields, print_result, print_text
+from fastcar_compile.errors import UserError, count_text
+
+if TYPE_CHECKING:
+    from fastcar_compile.artifact.thresholds import Expected
 
 T = TypeVar("T")
 
@@ -76,15 +79,19 @@ def _trained(title: str, train: Callable[..., T], given: Mapping[str, Any], save
     if (decoder / MANIFEST).is_file():
         hint = "give the decoder's Hugging Face folder, then compile with the gate"
         raise UserError("gates are trained before a decoder is compiled", where=str(decoder), hint=hint)
-    videos = read_videos(given["videos"])
-    options = {name: given[name] for name in signature(train).parameters if name in given}
-    options |= {"counted": parse_ids(given["counted"]), "videos": videos}
-    options |= {"start": None if start is None else fc.TrainedGate.load(existing(start, "gate"))}
+    options = _arguments(train, given)
+    options["start"] = None if start is None else fc.TrainedGate.load(existing(start, "gate"))
     with stages(given["as_json"], title) as show:
         show("reading the decoder")
         found = train(read_module(decoder), **options)
         save(found)
     return found
+
+
+def _arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a command that a function takes under the same names; its videos are read."""
+    found = {name: given[name] for name in signature(function).parameters if name in given}
+    return found | {"counted": parse_ids(given["counted"]), "videos": read_videos(given["videos"])}
 
 
 def show_gate(found: fc.TrainedGate, output: Path) -> None:
@@ -141,3 +148,79 @@ def tune_decoder_command(
 
     found = _trained("tune-decoder", fc.tune_decoder, locals(), save)
     print_result(as_json, found.gate.facts(), lambda: show_gate(found.gate, output / "gate.safetensors"))
+
+
+@command
+def calibrate_command(
+    artifact: Annotated[Path, Argument(help="Folder of the artifact, compiled with the gate to calibrate.")],
+    videos: VideosOption,
+    target_replay: Annotated[float | None, Option(help="Least share of the forwards t >= F that replay.")] = None,
+    max_nll_increase: Annotated[float | None, Option(help="Greatest increase of the NLL; 0.1: 10 %.")] = None,
+    prompt: PromptOption = 1,
+    counted: CountedOption = None,
+    search_videos: Annotated[
+        int | None, Option(min=1, help="On how many of the videos layers share the replay out; all meet the target.")
+    ] = None,
+    output: Annotated[Path | None, output_option("Write the thresholds to this file."), Writes("thresholds")] = None,
+    store: Annotated[bool, Option("--store", help="Keep them in the artifact, for every later session.")] = False,
+    drop_signature: Annotated[
+        bool, Option("--drop-signature", help="With --store: of a signed artifact, remove the signature.")
+    ] = False,
+    journal: Annotated[
+        Path | None,
+        Option(help="Keeps the measurements; an interrupted calibration goes on from it."),
+        Writes("journal"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Choose the thresholds of an artifact on some videos."""
+    if output is None and not store and not as_json:
+        raise UserError("the thresholds would go nowhere", hint="give --output FILE, --store or --json")
+    if store and not drop_signature and (artifact / SIGNATURE).exists():
+        what = "the artifact is signed, and thresholds stored in it would end that"
+        hint = "give --output FILE instead, or --drop-signature and sign again"
+        raise UserError(what, where=str(artifact), hint=hint)
+    options = _arguments(fc.calibrate, locals())
+    with stages(as_json, "calibrate") as show:
+        show("checking the files")
+        loaded = fc.load(artifact)
+        found = fc.calibrate(loaded, **options)
+        if output is not None:
+            found.save(output)
+        if store:
+            loaded.store_thresholds(found, drop_signature=drop_signature)
+    print_result(as_json, found.to_json(), lambda: _show(found, loaded.digest if store else ""))
+
+
+def _show(found: fc.Thresholds, digest: str) -> None:
+    """Print what was found. `digest`: of the artifact that keeps it; empty: none does."""
+    increase = found.nll / found.nll_dense - 1
+    if digest:
+        print_text(f"digest  {digest}\n")
+    print_fields(
+        {
+            "replay": f"{found.replay:.1%} of the forwards t >= F",
+            "on other videos": "unknown from one video" if found.expected is None else _expected(found.expected),
+            "measured on": "one video" if found.expected is None else _measured(found.expected),
+            "NLL": f"{found.nll:.4g} ({increase:+.1%} of dense)",
+            "gate": found.gate,
+            "thresholds": ", ".join("none" if value is None else f"{value:.6g}" for value in found.values),
+            "per layer": ", ".join(f"{ratio:.1%}" for ratio in found.per_layer),
+        }
+    )
+
+
+def _measured(found: Expected) -> str:
+    """Return what the calibration did, in words."""
+    all_videos = count_text(found.videos, "video")
+    if found.searched in (None, found.videos):
+        return all_videos
+    return f"{all_videos}, of which {found.searched} found the layers' shares"
+
+
+def _expected(found: Expected) -> str:
+    """Return what other videos will replay, in words."""
+    text = f"{found.replay:.1%} expected, {found.low:.1%} to {found.high:.1%} with {found.confidence:.0%} probability"
+    if found.videos_needed <= found.videos:
+        return text
+    return f"{text}; two points to either side would take about {count_text(found.videos_needed, 'video')}"
