@@ -113,9 +113,7 @@ def tune_decoder_command(
     videos: VideosOption,
     target_replay: TargetReplay,
     output: Annotated[
-        Path,
-        output_option("New folder: the decoder in model/, the gate in gate.safetensors."),
-        Writes(folder=True),
+        Path, output_option("New folder: the decoder in model/, the gate in gate.safetensors."), Writes(folder=True)
     ],
     rate: Annotated[float, Option(help="Peak learning rate of the decoder's weights.")] = 1e-3,
     gate: Gate = "learned",

@@ -3,11 +3,4 @@
 from fastcar_compile.config.models import CompileConfig, Heads, ReplayConfig, SparseAttention, Threshold
 from fastcar_compile.errors import describe_validation
 
-__all__ = [
-    "CompileConfig",
-    "Heads",
-    "ReplayConfig",
-    "SparseAttention",
-    "Threshold",
-    "describe_validation",
-]
+__all__ = ["CompileConfig", "Heads", "ReplayConfig", "SparseAttention", "Threshold", "describe_validation"]
