@@ -305,11 +305,9 @@ def load_model(path: Path, *, weights: bool = True) -> Any:
 
         return open_folder(path, weights=weights)
     if path.suffix != ".pt2":
-        raise UserError(
-            "the model is neither a folder nor a .pt2 file",
-            where=str(path),
-            hint="give a Hugging Face folder (config.json and *.safetensors), or torch.export.save(...) to a .pt2 file",
-        )
+        what = "the model is neither a folder nor a .pt2 file"
+        hint = "give a Hugging Face folder (config.json and *.safetensors), or torch.export.save(...) to a .pt2 file"
+        raise UserError(what, where=str(path), hint=hint)
     from fastcar_compile.frontend.pt2 import load_exported
 
     return load_exported(path)

@@ -70,11 +70,9 @@ def _threshold(part: str, whole: str) -> float | None:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        raise UserError(
-            f"{part!r} is not a threshold",
-            where=f"--threshold {whole}",
-            hint="give a number, inf, -inf, or one of these per layer, separated by commas ('none': never replay)",
-        )
+        what = f"{part!r} is not a threshold"
+        hint = "give a number, inf, -inf, or one of these per layer, separated by commas ('none': never replay)"
+        raise UserError(what, where=f"--threshold {whole}", hint=hint)
     return value
 
 
@@ -183,11 +181,9 @@ def read_tokens(path: Path, what: str, *, dims: Sequence[int]) -> Tokens:
     ids = arrays[name]
     if not np.issubdtype(ids.dtype, np.integer) or ids.ndim not in dims or not ids.size:
         forms = " or ".join({1: "[P]", 2: "[B, P]" if 1 in dims else "[N, T]"}[n] for n in dims)
-        raise UserError(
-            f"the {what} holds {ids.dtype} {list(ids.shape)}, expected integers {forms}",
-            where=str(path),
-            hint="write token ids, the prompt included",
-        )
+        what = f"the {what} holds {ids.dtype} {list(ids.shape)}, expected integers {forms}"
+        hint = "write token ids, the prompt included"
+        raise UserError(what, where=str(path), hint=hint)
     return ids.astype(np.int64)
 
 

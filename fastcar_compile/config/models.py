@@ -233,11 +233,9 @@ class ReplayConfig(Config):
         if len(self.heads) == 1:
             return self.heads * num_layers
         if len(self.heads) != num_layers:
-            raise UserError(
-                f"heads of {count_text(len(self.heads), 'layer')} for a decoder of {count_text(num_layers, 'layer')}",
-                where="ReplayConfig.heads",
-                hint=f"give one list for all layers, or exactly {num_layers} (None: all heads of this layer)",
-            )
+            what = f"heads of {count_text(len(self.heads), 'layer')} for a decoder of {count_text(num_layers, 'layer')}"
+            hint = f"give one list for all layers, or exactly {num_layers} (None: all heads of this layer)"
+            raise UserError(what, where="ReplayConfig.heads", hint=hint)
         return self.heads
 
     def thresholds(self, num_layers: int) -> tuple[float | None, ...]:
@@ -255,11 +253,9 @@ class ReplayConfig(Config):
             hint = "train a gate for this decoder (fc.train_gate, fastcar train-gate)"
             raise UserError(what, where="ReplayConfig", hint=hint)
         if count != num_layers:
-            raise UserError(
-                f"{count_text(count, 'threshold')} for a decoder of {count_text(num_layers, 'layer')}",
-                where="ReplayConfig.threshold",
-                hint=f"give one number for all layers, or exactly {num_layers} (None: this layer never replays)",
-            )
+            what = f"{count_text(count, 'threshold')} for a decoder of {count_text(num_layers, 'layer')}"
+            hint = f"give one number for all layers, or exactly {num_layers} (None: this layer never replays)"
+            raise UserError(what, where="ReplayConfig.threshold", hint=hint)
         return tuple(self.threshold)
 
 
@@ -358,15 +354,13 @@ class CompileConfig(Config):
         if problems := self._not_a_whole_step():
             raise CompileError.collect(problems)
         if self.numerics == "exact" and not (quant_format(self.quant).integer and self.kv == "int8"):
-            raise CompileError(
-                f"numerics='exact' is defined for integers, not for quant {self.quant!r} and kv {self.kv!r}",
-                hint="use quant w8a8 or w4a8 with kv='int8', or numerics='native'",
-            )
+            what = f"numerics='exact' is defined for integers, not for quant {self.quant!r} and kv {self.kv!r}"
+            hint = "use quant w8a8 or w4a8 with kv='int8', or numerics='native'"
+            raise CompileError(what, hint=hint)
         if self.replay is not None and self.replay.couple_cfg and self.batch_size % 2:
-            raise CompileError(
-                f"couple_cfg pairs row b with row b + batch_size / 2, but batch_size is {self.batch_size}",
-                hint="use an even batch_size, or couple_cfg=False",
-            )
+            what = f"couple_cfg pairs row b with row b + batch_size / 2, but batch_size is {self.batch_size}"
+            hint = "use an even batch_size, or couple_cfg=False"
+            raise CompileError(what, hint=hint)
         return self
 
     def _not_a_whole_step(self) -> list[CompileError]:

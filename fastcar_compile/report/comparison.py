@@ -44,9 +44,8 @@ def diff(a: str | Path, b: str | Path) -> dict[str, tuple[Change, ...]]:
     """
     left, right = path_of("a", a), path_of("b", b)
     if left.is_dir() != right.is_dir():
-        raise ArtifactError(
-            f"{left}, {right}: only one of them is an artifact", hint="compare two artifacts, or two graph files"
-        )
+        what = f"{left}, {right}: only one of them is an artifact"
+        raise ArtifactError(what, hint="compare two artifacts, or two graph files")
     one, other = (_artifact(path) if path.is_dir() else _graph_file(path) for path in (left, right))
     same = one.get("files") == other.get("files")  # so are the weights, which need not be read for it
     one["weights"], other["weights"] = ({}, {}) if same else tensors(one["weights"], other["weights"])

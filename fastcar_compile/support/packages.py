@@ -50,10 +50,8 @@ def needs(extra: str) -> Generator[None]:
         package = (error.name or "").partition(".")[0]
         if package in ("", "fastcar_compile"):
             raise
-        hint = f'pip install "fastcar_compile[{extra}]"'
-        raise BackendError(
-            f"the package {package} is not installed", where=f"import {error.name}", hint=hint
-        ) from error
+        what, hint = f"the package {package} is not installed", f'pip install "fastcar_compile[{extra}]"'
+        raise BackendError(what, where=f"import {error.name}", hint=hint) from error
 
 
 # Objects by name: from this package, and from other installed packages through entry points.
@@ -86,11 +84,9 @@ class Registry:
         found: dict[str, EntryPoint] = {}
         for point in sorted(entry_points(group=self.group), key=lambda p: p.name):
             if point.name in self.built_in or (point.name in found and found[point.name].value != point.value):
-                raise self.error(
-                    f"{self.what} {point.name!r} is registered twice",
-                    where=f"entry point {point.value}, group {self.group}",
-                    hint="give it another name, or uninstall one of the packages",
-                )
+                what = f"{self.what} {point.name!r} is registered twice"
+                hint = "give it another name, or uninstall one of the packages"
+                raise self.error(what, where=f"entry point {point.value}, group {self.group}", hint=hint)
             found[point.name] = point
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,11 @@ def parse_json(
         raise ValueError(f"it is not UTF-8: byte {error.start}") from error
     constant = float if constants else _no_constant
     value = json.loads(text, object_pairs_hook=_object, parse_constant=constant, parse_float=_finite)
-    if _SURROGATES.search(data) and not _is_unicode(value):
-        raise ValueError("it has half of a surrogate pair in it")
+    if _SURROGATES.search(data):
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("it has half of a surrogate pair in it") from None
     return value
 
 
@@ -66,10 +70,9 @@ def read_json(
         with path.open("rb") as file:
             data = file.read(size + 1)
         return parse_json(data, size=size, constants=constants)
-    except OSError as caught:
-        raise error(f"the {what} cannot be read: {caught.strerror or caught}", where=str(path), hint=hint) from caught
-    except ValueError as caught:  # a path with a NUL raises one too
-        raise error(f"the {what} cannot be read: {caught}", where=str(path), hint=hint) from caught
+    except (OSError, ValueError) as caught:  # a path with a NUL raises ValueError too
+        text = getattr(caught, "strerror", None) or caught
+        raise error(f"the {what} cannot be read: {text}", where=str(path), hint=hint) from caught
 
 
 def _is_deeper(data: bytes, depth: int) -> bool:
@@ -83,20 +86,11 @@ def _is_deeper(data: bytes, depth: int) -> bool:
     return bool(rest)
 
 
-def _is_unicode(value: Any) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"the key {twice[0]!r} is given twice")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"the key {min(name for name in counts if counts[name] > 1)!r} is given twice")
     return found
 
 

@@ -77,11 +77,9 @@ def path_of(what: str, value: Any, error: type[UserError] = InputError) -> Path:
     Raises:
         UserError: of the given type: the value is not a path, or no file can have this path.
     """
-    if not isinstance(value, str | os.PathLike):
-        raise error(f"{what} is {shown(value)}", hint="give a path, as a text or a pathlib.Path")
-    text = str(cast("Any", os.fspath(value)))
+    text = str(cast("Any", os.fspath(value))) if isinstance(value, str | os.PathLike) else ""
     if not text or "\0" in text:
-        raise error(f"{what} is {shown(text)}", hint="give a path, as a text or a pathlib.Path")
+        raise error(f"{what} is {shown(text or value)}", hint="give a path, as a text or a pathlib.Path")
     return Path(text)
 
 
@@ -234,6 +232,8 @@ def _refusal(name: str, refused: ValidationError, error: type[UserError], hint: 
 
 
 Array = NDArray[Any]
+_UNREADABLE = (OSError, ValueError, EOFError, KeyError, SyntaxError, OverflowError, MemoryError, zipfile.BadZipFile)
+"""What numpy and zipfile raise for a damaged file."""
 
 
 def read_arrays(path: Path, what: str, hint: str) -> dict[str, Array]:
@@ -251,17 +251,8 @@ def read_arrays(path: Path, what: str, hint: str) -> dict[str, Array]:
             return _members(path)
         # A map is refused where the header promises more than the file has; reading would ask for the memory first.
         return {"": np.array(np.load(path, mmap_mode="r", allow_pickle=False))}
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        KeyError,
-        SyntaxError,
-        OverflowError,
-        MemoryError,
-        zipfile.BadZipFile,
-    ) as error:
-        text = str(error.strerror if isinstance(error, OSError) and error.strerror else error)[: limits.TEXT_ERROR]
+    except _UNREADABLE as error:
+        text = str(getattr(error, "strerror", None) or error)[: limits.TEXT_ERROR]
         raise InputError(f"the {what} cannot be read: {text}", where=str(path), hint=hint) from error
 
 
