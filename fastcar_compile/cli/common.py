@@ -87,9 +87,8 @@ def _print_labelled(label: str, style: str, text: str, console: Console | None =
 
 
 def command(function: Callable[P, ExitCode | None]) -> Callable[P, None]:
-    """Turn a function that returns an ExitCode into a typer command that reports every error in one form.
+    """Turn a function that returns an ExitCode, or None for OK, into a typer command that reports every error.
 
-    None is `ExitCode.OK`.
     The function must have a parameter `as_json`. Its paths are checked first: see `check_places`.
     """
 

@@ -121,7 +121,7 @@ def parse_ratios(text: str) -> list[float]:
     """Return replay ratios from "0.5,0.8".
 
     Raises:
-        UserError: a part is no number from 0 to 1.
+        UserError: a part is not a number from 0 to 1.
     """
     try:
         ratios = [float(part) for part in text.split(",")]
@@ -129,7 +129,7 @@ def parse_ratios(text: str) -> list[float]:
         ratios = [-1.0]
     if not all(0 <= ratio <= 1 for ratio in ratios):
         hint = "give numbers from 0 to 1, separated by commas, for example 0.5,0.8"
-        raise UserError(f"{text!r} is no list of replay ratios", where="--ratios", hint=hint)
+        raise UserError(f"{text!r} is not a list of replay ratios", where="--ratios", hint=hint)
     return ratios
 
 
@@ -137,7 +137,7 @@ def read_decoder(path: Path) -> fc.Artifact | nn.Module:
     """Return an artifact, or the module of a Hugging Face folder.
 
     Raises:
-        UserError: neither.
+        UserError: the folder is neither of them.
     """
     existing(path, "decoder")
     return fc.load(path) if (path / "manifest.json").is_file() else read_module(path)
@@ -204,7 +204,7 @@ def parse_attentions(text: str) -> list[SinkWindow | None]:
         window, slash, sinks = part.partition("/")
         if part != "none" and not (slash and window.isdigit() and sinks.isdigit()):
             hint = "give none, or window/sinks as in 256/16"
-            raise UserError(f"{part!r} is no attention", where="--sparse-attention", hint=hint)
+            raise UserError(f"{part!r} is not an attention", where="--sparse-attention", hint=hint)
         found.append(None if part == "none" else SinkWindow(int(window), int(sinks)))
     return found
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fastcar_compile.ir.program import DecoderProgram
 
 SMALL = 1 << 20
-"""Bytes: passes look at the values of constants (rotary tables), never at those of large weights."""
+"""Largest constant that is read, in bytes: passes look at the values of rotary tables, never at large weights."""
 
 
 Graph = Literal["before", "after"]
@@ -59,10 +59,10 @@ def opt_command(
 
 
 def read_program(path: Path, graph: Graph = "before") -> DecoderProgram:
-    """Return the program of a graph file, or of one of an artifact's. Large weights have no values.
+    """Return the program of a graph file, or of a graph of an artifact. Large weights have no values.
 
     Raises:
-        UserError: there is no such file, or it is malformed.
+        UserError: the file is missing or malformed.
     """
     from fastcar_compile.artifact.programs import read_graph_file
 
@@ -88,7 +88,7 @@ def run_passes(program: DecoderProgram, text: str, *, verify_each: bool = True, 
 
 
 def _constants(folder: Path) -> dict[str, Tensor]:
-    """Return the small tensors of an artifact's weight files; none where there is no such folder."""
+    """Return the small tensors of an artifact's weight files; the dict is empty where the folder is missing."""
     import safetensors
     import torch
 

@@ -1,4 +1,4 @@
-"""Options that several commands have, those that are more than a word, and what excludes what."""
+"""Options that several commands have, parsers of options, and the check that excludes options from each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tokens = NDArray[np.int64]
 
 
 def names_of(where: str) -> Callable[[], list[str]]:
-    """Return a function that returns names for shell completion: what the call of "module:attribute" does."""
+    """Return a function that returns names for shell completion: it calls the function at "module:attribute"."""
 
     def names() -> list[str]:
         module, _, attribute = where.partition(":")
@@ -30,7 +30,7 @@ def names_of(where: str) -> Callable[[], list[str]]:
 
 
 def output_option(help: str) -> Any:
-    """Return the option of what a command writes."""
+    """Return the option that names the file or folder which a command writes."""
     return Option("--output", "-o", help=help)
 
 
@@ -77,14 +77,14 @@ def _threshold(part: str, whole: str) -> float | None:
 
 
 LayerHeads = list[int] | dict[int, float] | None
-"""Query heads of one layer with equal weights, or each with its own; None: all of them."""
+"""Query heads of one layer with equal weights, or each head with its own weight; None: all heads."""
 
 
 def parse_heads(text: str) -> list[LayerHeads]:
     """Return the heads of one or, separated by "/", of every layer: "0,2", "3:1,1:-1" (with weights) or "all".
 
     Raises:
-        UserError: a part is none of these.
+        UserError: a part has another form.
     """
     return [None if part.strip() == "all" else _layer_heads(part) for part in text.split("/")]
 
@@ -96,17 +96,17 @@ def _layer_heads(text: str) -> LayerHeads:
         return {int(head): float(weight) for head, weight in (word.split(":") for word in text.split(","))}
     except ValueError as error:
         hint = 'give heads as "0,2", heads with weights as "3:1,1:-1", or "all"; layers are separated by "/"'
-        raise UserError(f"{text!r} is no list of heads", where="--heads", hint=hint) from error
+        raise UserError(f"{text!r} is not a list of heads", where="--heads", hint=hint) from error
 
 
 def require_one(options: Mapping[str, object]) -> None:
-    """Refuse more than one of these options together.
+    """Raise UserError where more than one of these options is given.
 
     Args:
         options: name -> value; None and False: the option is not given.
 
     Raises:
-        UserError: two or more are given.
+        UserError: two or more options are given.
     """
     given = [name for name, value in options.items() if value is not None and value is not False]
     if len(given) > 1:
@@ -114,10 +114,13 @@ def require_one(options: Mapping[str, object]) -> None:
 
 
 def existing(path: Path, what: str) -> Path:
-    """Return `path`, if it exists.
+    """Return the path of a file or folder that exists.
+
+    Args:
+        what: name of the file or folder in an error.
 
     Raises:
-        UserError: it does not.
+        UserError: the path does not exist.
     """
     if not path.exists():
         raise UserError(f"the {what} does not exist", where=str(path), hint="correct the path")
@@ -128,7 +131,7 @@ def parse_prompt(text: str) -> Tokens:
     """Return token ids from "16" or "16, 3 4", int64 [P].
 
     Raises:
-        UserError: not integers, or none.
+        UserError: the text holds something else than integers, or no integer.
     """
     parts = text.replace(",", " ").split()
     try:
@@ -145,14 +148,14 @@ def parse_ids(text: str | None) -> tuple[int, int] | None:
     """Return the first token id and one past the last of "0:1000"; None for None.
 
     Raises:
-        UserError: it is no such pair.
+        UserError: the text is not such a pair.
     """
     if text is None:
         return None
     first, _, end = (part.strip() for part in text.partition(":"))
     if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
         hint = "give the first id and one past the last, for example 0:1000"
-        raise UserError(f"{text!r} is no range of token ids", where="--counted", hint=hint)
+        raise UserError(f"{text!r} is not a range of token ids", where="--counted", hint=hint)
     return int(first), int(end)
 
 
@@ -162,14 +165,15 @@ def read_videos(path: Path) -> Tokens:
 
 
 def read_tokens(path: Path, what: str, *, dims: Sequence[int]) -> Tokens:
-    """Return token ids from a .npy, .npz or .safetensors file: its tensor "tokens", or its only one, int64.
+    """Return token ids from a .npy, .npz or .safetensors file: its tensor "tokens", or its only tensor, int64.
 
     Args:
-        what: the file in an error, for example "prompt file".
+        what: name of the file in an error, for example "prompt file".
         dims: allowed numbers of dimensions: 1 for [P], 2 for [N, T].
 
     Raises:
-        UserError: no such file, another kind, several arrays without "tokens", or no integers of these dimensions.
+        UserError: the file is missing or of another kind, it has several arrays and none is called "tokens", or the
+            array does not hold integers of these dimensions.
     """
     existing(path, what)
     arrays = _arrays(path, what)
@@ -191,7 +195,7 @@ def read_context(path: Path, *, mask: bool) -> NDArray[Any]:
     """Return a context or its mask from a .npy, .npz or .safetensors file with one array.
 
     Raises:
-        UserError: no such file, another kind, or not exactly one array.
+        UserError: the file is missing or of another kind, or does not hold exactly one array.
     """
     what = "context mask file" if mask else "context file"
     existing(path, what)

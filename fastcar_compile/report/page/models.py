@@ -11,13 +11,13 @@ Change = Literal["kept", "added", "removed", "replaced"]
 
 
 class PagePart(BaseModel):
-    """Something on the page."""
+    """The base of every part of the page."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Fact(PagePart):
-    """One line of a table of two columns. group: heading that it belongs to."""
+    """One line of a table of two columns. group: heading that the line belongs to."""
 
     label: str
     value: str
@@ -33,14 +33,16 @@ class PageNode(PagePart):
     """One node of a graph.
 
     Args:
-        id: the name; inside of a branch, `branch/name`.
+        id: name of the node; inside of a branch, `branch/name`.
         op: operator, or the value that a placeholder stands for.
         type: dtype and shape. args: arguments that are not nodes.
-        inputs: ids of the nodes read. weights: ids of the parameters read. branches: of a `cond`.
-        source: file and line in the model. made_by: the pass that made the node; "": the model.
+        inputs: ids of the nodes that the node reads. weights: ids of the parameters that the node reads.
+        branches: names of the branches of a `cond`.
+        source: file and line in the model. made_by: the pass that made the node; "": the model has it.
         reason: key of `PageData.reasons`.
-        change: against the other graph. twin: id of the node there that this one is, replaces or is replaced by.
-        layer: None outside of the layers. branch: "" outside of branches.
+        change: difference from the other graph. twin: id of the other graph's node that this node equals, replaces or
+            is replaced by.
+        layer: number of the layer; None outside of the layers. branch: name; "" outside of branches.
     """
 
     id: str
@@ -66,7 +68,8 @@ class PageGroup(PagePart):
     """Nodes that unfold together, in the order of the graph.
 
     Args:
-        layer: None in front of the layers and behind them. key: equal for layers of equal structure in both graphs.
+        layer: number of the layer; None in front of the layers and behind them. key: text that layers of equal
+            structure share, in both graphs.
     """
 
     title: str
@@ -94,11 +97,12 @@ class PassLine(PagePart):
 
 
 class LayerLine(PagePart):
-    """Attention, MLP and replay of one layer. replays: the layer may replay. Bytes are of its state, by role.
+    """Attention, MLP and replay of one layer. replays: the layer may replay. bytes: size of the layer's state, by role.
 
     Args:
-        threshold: compiled threshold. calibrated: threshold stored in the artifact; "": none stored. expected: share
-            that replayed in calibration. measured: share that replayed in the trace, of the forwards t >= F.
+        threshold: compiled threshold. calibrated: threshold stored in the artifact; "": no threshold is stored.
+            expected: share that replayed in calibration. measured: share that replayed in the trace, of the forwards
+            t >= F.
     """
 
     layer: int
@@ -116,11 +120,11 @@ class LayerLine(PagePart):
 
 
 class HeatMap(PagePart):
-    """Share of the rows that replayed, 0 to 1, recorded decisions.
+    """Share of the rows that replayed in recorded decisions, 0 to 1.
 
     Args:
         frames: [layers][frames], mean over the tokens of a frame. tokens: [layers][stride], mean over the frames
-            after the first. total: of all layers, forwards t >= F.
+            after the first. total: mean over all layers, forwards t >= F.
     """
 
     forwards: int
@@ -170,7 +174,7 @@ class OffloadLine(PagePart):
 
 
 class SpeedPage(PagePart):
-    """The estimate of a decode step. missing: the reason why the page has no estimate.
+    """The estimate of a decode step. missing: the reason why the page has no estimate; else "".
 
     Args:
         shares: unit -> share of the step. resources: name -> used and limit. offload: part of the accelerator.
@@ -197,7 +201,7 @@ class MemoryPiece(PagePart):
 
 
 class MemoryBar(PagePart):
-    """A memory, a bank of it, or the whole memory of a CPU. capacity: None: not known."""
+    """A memory, a bank of a memory, or the whole memory of a CPU. capacity: bytes; None: the capacity is not known."""
 
     name: str
     note: str
@@ -206,7 +210,7 @@ class MemoryBar(PagePart):
 
 
 class TensorLine(PagePart):
-    """A parameter or a state tensor. layer: None outside of the layers."""
+    """A parameter or a state tensor. layer: number of the layer; None outside of the layers."""
 
     name: str
     dtype: str
@@ -217,7 +221,7 @@ class TensorLine(PagePart):
 
 
 class BufferLine(PagePart):
-    """A buffer that the host gives to a kernel. port: port of the memory, or its banks; "": the linker chooses."""
+    """A buffer that the host gives to a kernel. port: port or banks of the memory; "": the linker chooses."""
 
     name: str
     kernel: str
