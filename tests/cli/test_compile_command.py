@@ -154,12 +154,7 @@ def test_a_dry_run_that_is_refused(fastcar: Fastcar, tmp_path: Path) -> None:
     ],
 )
 def test_bad_input(
-    fastcar: Fastcar,
-    calls: list[dict[str, Any]],
-    tmp_path: Path,
-    files: dict[str, str],
-    words: list[str],
-    text: str,
+    fastcar: Fastcar, calls: list[dict[str, Any]], tmp_path: Path, files: dict[str, str], words: list[str], text: str
 ) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

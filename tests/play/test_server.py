@@ -323,10 +323,7 @@ def share(page: Page) -> int:
 
 
 def test_two_play_in_browsers_and_a_third_is_told_that_it_is_full(stage: Stage) -> None:
-    with (
-        serving(stage, host=HOST, port=0, visitors=2) as listening,
-        browsing(listening.url, 3) as (one, two, third),
-    ):
+    with serving(stage, host=HOST, port=0, visitors=2) as listening, browsing(listening.url, 3) as (one, two, third):
         for page in (one, two):
             page.goto(listening.url)
             page.wait_for_selector("body[data-state=paused]")
