@@ -29,7 +29,7 @@ from fastcar_compile.artifact.sections import (
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.config import CompileConfig, describe_validation
 from fastcar_compile.config.formats import KV_TYPES
-from fastcar_compile.config.targets.model import Target
+from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.gates.weights import DIGEST
 from fastcar_compile.ir.types import DecoderConfig, LayerSite, StateRole

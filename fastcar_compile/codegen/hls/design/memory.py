@@ -15,8 +15,7 @@ from math import ceil
 from typing import Protocol
 
 from fastcar_compile.config.formats import ACCELERATED, QUANT_FORMATS
-from fastcar_compile.config.targets import Target
-from fastcar_compile.config.targets.model import Connection, Memory
+from fastcar_compile.config.targets import Connection, Memory, Target
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.types import ATTENTION_ROLES, CONTEXT_ROLES, StateRole
 
