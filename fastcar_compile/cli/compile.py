@@ -16,9 +16,9 @@ from fastcar_compile.cli.options import (
     TARGETS,
     TokensPerFrameOption,
     names_of,
-    output_option,
     parse_heads,
     parse_thresholds,
+    written_to,
 )
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text, size_text
 from fastcar_compile.errors import UserError, count_text
@@ -173,7 +173,7 @@ def span(layers: Sequence[int]) -> str:
 @command
 def compile_command(
     model: Annotated[Path, Argument(help="Hugging Face folder (config.json, *.safetensors) or .pt2 file.")],
-    output: Annotated[Path | None, output_option("Folder of the artifact."), Writes("artifact", folder=True)] = None,
+    output: Annotated[Path | None, written_to("Folder of the artifact."), Writes("artifact", folder=True)] = None,
     target: Annotated[
         str, Option(help="Target name or .toml file; see `fastcar targets`.", autocompletion=TARGETS), MayRead()
     ] = "zcu102",

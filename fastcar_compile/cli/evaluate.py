@@ -9,18 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 import fastcar_compile as fc
+from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, MayRead, Writes, command, stages
-from fastcar_compile.cli.options import (
-    CountedOption,
-    PromptOption,
-    TokensPerFrameOption,
-    VideosOption,
-    existing,
-    output_option,
-    parse_heads,
-    parse_ids,
-    read_videos,
-)
 from fastcar_compile.cli.output import print_result, print_table
 from fastcar_compile.errors import UserError, os_errors
 
@@ -34,7 +24,7 @@ if TYPE_CHECKING:
 @command
 def evaluate_command(
     decoder: Annotated[Path, Argument(help="Folder of an artifact, or of a Hugging Face decoder.")],
-    videos: VideosOption,
+    videos: options.VideosOption,
     calibration_videos: Annotated[Path | None, Option(help="Others, on which thresholds are chosen.")] = None,
     gates: Annotated[str, Option(help="Separated by commas.")] = "tas,input_delta",
     heads: Annotated[str | None, Option(help="Query heads of gate tas, as `fastcar compile` takes them.")] = None,
@@ -54,16 +44,16 @@ def evaluate_command(
     detokenize: Annotated[
         str | None, Option(help="module:function or file.py:function, for PSNR, SSIM and pictures."), MayRead()
     ] = None,
-    tokens_per_frame: TokensPerFrameOption = None,
+    tokens_per_frame: options.TokensPerFrameOption = None,
     quant: Annotated[str, Option(help="Of a Hugging Face decoder: none, w8a8 or w4a8.")] = "none",
-    prompt: PromptOption = 1,
-    counted: CountedOption = None,
+    prompt: options.PromptOption = 1,
+    counted: options.CountedOption = None,
     journal: Annotated[
         Path | None,
         Option(help="Folder that keeps every measurement; goes on from it."),
         Writes("journal", folder=True),
     ] = None,
-    output: Annotated[Path | None, output_option("Write the rows to this JSON file."), Writes()] = None,
+    output: Annotated[Path | None, options.written_to("Write the rows to this JSON file."), Writes()] = None,
     plots: Annotated[Path | None, Option(help="Folder for the pictures."), Writes("pictures", folder=True)] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -79,8 +69,8 @@ def evaluate_command(
         raise UserError("exactly one of --calibration-videos and --cases is needed", hint=hint)
     attentions = parse_attentions(sparse_attention)
     function = None if detokenize is None else evaluate.entry_point(detokenize)
-    held_out = read_videos(videos)
-    choosing = None if calibration_videos is None else read_videos(calibration_videos)
+    held_out = options.read_videos(videos)
+    choosing = None if calibration_videos is None else options.read_videos(calibration_videos)
     wanted = parse_ratios(ratios)
     if journal is not None:
         journal.mkdir(parents=True, exist_ok=True)
@@ -95,7 +85,7 @@ def evaluate_command(
             tokens_per_frame=tokens_per_frame,
             quant=quant,
             prompt=prompt,
-            counted=parse_ids(counted),
+            counted=options.parse_ids(counted),
             detokenize=function,
             journal=None if journal is None else journal / "rows.json",
         )
@@ -139,7 +129,7 @@ def read_decoder(path: Path) -> fc.Artifact | nn.Module:
     Raises:
         UserError: the folder is neither of them.
     """
-    existing(path, "decoder")
+    options.existing(path, "decoder")
     return fc.load(path) if (path / "manifest.json").is_file() else read_module(path)
 
 
@@ -185,7 +175,7 @@ def parse_gates(
     configs: list[fc.ReplayConfig] = []
     for name in (part.strip() for part in text.split(",")):
         kind = GATES.get(name)
-        chosen = parse_heads(heads) if heads is not None and kind is not None and kind.takes_heads else None
+        chosen = options.parse_heads(heads) if heads is not None and kind is not None and kind.takes_heads else None
         learned = weights if kind is not None and kind.takes_weights else None
         configs.append(fc.ReplayConfig(gate=name, heads=chosen, gate_weights=learned, couple_cfg=couple_cfg))
     return configs

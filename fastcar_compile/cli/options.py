@@ -29,7 +29,7 @@ def names_of(where: str) -> Callable[[], list[str]]:
     return names
 
 
-def output_option(help: str) -> Any:
+def written_to(help: str) -> Any:
     """Return the option that names the file or folder which a command writes."""
     return Option("--output", "-o", help=help)
 

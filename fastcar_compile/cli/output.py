@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
@@ -138,21 +136,17 @@ def size_text(count: int) -> str:
 
 def jsonable(value: Any) -> Any:
     """Return `value` as plain JSON: dataclasses, paths, tensors and arrays included; infinities and NaN as strings."""
+    return json.loads(json.dumps(value, default=_plain), parse_constant=lambda name: str(float(name)))
+
+
+def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in cast("Mapping[Any, Any]", value).items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [jsonable(item) for item in cast("Iterable[Any]", value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    if isinstance(value, PurePath):
-        return str(value)
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, (set, frozenset)):
+        return list(cast("Iterable[Any]", value))
     # Arrays, their scalars and tensors share `tolist`; neither library is imported for this.
-    plain: Any = getattr(value, "tolist", None)
-    return str(value) if plain is None else jsonable(plain())
+    tolist: Callable[[], Any] | None = getattr(value, "tolist", None)
+    return str(value) if tolist is None else tolist()
 
 
 def print_json(value: object) -> None:

@@ -11,20 +11,8 @@ import numpy as np
 from typer import Option
 
 import fastcar_compile as fc
+from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
-from fastcar_compile.cli.options import (
-    BACKENDS,
-    ArtifactArgument,
-    ThresholdOption,
-    Tokens,
-    existing,
-    output_option,
-    parse_prompt,
-    parse_thresholds,
-    read_context,
-    read_tokens,
-    require_one,
-)
 from fastcar_compile.cli.output import print_fields, print_result, print_text
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
 from fastcar_compile.errors import UserError, count_text, os_errors
@@ -53,14 +41,14 @@ class Clock:
 
 @command
 def run_command(
-    artifact: ArtifactArgument,
+    artifact: options.ArtifactArgument,
     prompt: Annotated[str | None, Option(help="Token ids, separated by commas or blanks.")] = None,
     prompt_file: Annotated[Path | None, Option(help=".npy, .npz or .safetensors, int64 [P] or [B, P].")] = None,
     num_tokens: Annotated[int, Option(min=1, help="Tokens to generate.")] = 256,
     backend: Annotated[
-        str, Option(help="cpu, onnxruntime, hls-csim, eager or board.", autocompletion=BACKENDS)
+        str, Option(help="cpu, onnxruntime, hls-csim, eager or board.", autocompletion=options.BACKENDS)
     ] = "cpu",
-    threshold: ThresholdOption = None,
+    threshold: options.ThresholdOption = None,
     thresholds: Annotated[Path | None, Option(help="File of `fastcar calibrate`.")] = None,
     seed: Annotated[int, Option(min=0, help="Of the sampling.")] = 0,
     temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0,
@@ -72,7 +60,7 @@ def run_command(
     context: Annotated[Path | None, Option(help="What cross-attention reads: float32 [B, L, C].")] = None,
     context_mask: Annotated[Path | None, Option(help="Its tokens that are seen: bool [B, L].")] = None,
     threads: Annotated[int | None, Option(min=1, help="CPU threads.")] = None,
-    output: Annotated[Path | None, output_option("Write the tokens to this .npy file."), Writes()] = None,
+    output: Annotated[Path | None, options.written_to("Write the tokens to this .npy file."), Writes()] = None,
     trace: Annotated[Path | None, Option(help="Write the replay decisions to this .npy file."), Writes("trace")] = None,
     digest: DigestOption = None,
     public_key: KeyOption = None,
@@ -83,27 +71,28 @@ def run_command(
     """Generate tokens; print replay ratio and speed."""
     if (prompt is None) == (prompt_file is None):
         raise UserError("exactly one of --prompt and --prompt-file is needed", hint="for example --prompt 16")
-    require_one({"--threshold": threshold, "--thresholds": thresholds})
+    options.require_one({"--threshold": threshold, "--thresholds": thresholds})
     for option, path in (("output", output), ("trace", trace)):
         if path is not None and path.suffix != ".npy":
             raise UserError(f"the {option} {path} is not a .npy file", hint="end its name in .npy")
     if context_mask is not None and context is None:
         raise UserError("--context-mask is given without --context", hint="give both, or none of them")
-    ids = read_tokens(prompt_file, "prompt file", dims=(1, 2)) if prompt_file else parse_prompt(str(prompt))
-    limits = None if threshold is None else parse_thresholds(threshold)
+    from_file = prompt_file and options.read_tokens(prompt_file, "prompt file", dims=(1, 2))
+    ids = options.parse_prompt(str(prompt)) if from_file is None else from_file
+    limits = None if threshold is None else options.parse_thresholds(threshold)
     sampling = fc.Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)
     with stages(as_json, "run") as show:
         show("checking the files")
         loaded = open_artifact(artifact, digest, public_key, reread)
         ids = to_rows(ids, loaded.config.batch_size, negative_prompt, guided=guidance != 1)
         show(f"opening the {backend} backend")
-        given = {} if thresholds is None else {"thresholds": existing(thresholds, "thresholds file")}
+        given = {} if thresholds is None else {"thresholds": options.existing(thresholds, "thresholds file")}
         session = loaded.session(backend=backend, record=trace is not None, threads=threads, **given)
         if limits is not None:
             session.set_threshold(limits)
         if context is not None:
-            seen = None if context_mask is None else read_context(context_mask, mask=True)
-            session.set_context(read_context(context, mask=False), seen)
+            seen = None if context_mask is None else options.read_context(context_mask, mask=True)
+            session.set_context(options.read_context(context, mask=False), seen)
         clock = Clock(num_tokens, show)
         start = time.perf_counter()
         tokens = session.generate(ids, num_tokens, sample=sampling, on_token=clock)
@@ -157,7 +146,7 @@ def _show(report: dict[str, Any], rows: list[list[int]]) -> None:
             print_text(" ".join(map(str, row)))
 
 
-def to_rows(ids: Tokens, rows: int, negative: str | None = None, guided: bool = False) -> Tokens:
+def to_rows(ids: options.Tokens, rows: int, negative: str | None = None, guided: bool = False) -> options.Tokens:
     """Return one prompt for every row, int64 [B, P]: [P] or [1, P] is repeated, [B, P] is kept.
 
     Args:
@@ -177,14 +166,14 @@ def to_rows(ids: Tokens, rows: int, negative: str | None = None, guided: bool = 
     if not guided or rows % 2:
         hint = "give --guidance with it, and an artifact with an even batch_size"
         raise UserError("--negative-prompt is for pairs of rows", hint=hint)
-    other = parse_prompt(negative)
+    other = options.parse_prompt(negative)
     if len(other) != table.shape[1]:
         what = f"the prompt has {count_text(table.shape[1], 'token')}, the negative prompt {len(other)}"
         raise UserError(what, hint="give as many: both rows of a pair have the same position")
     return np.concatenate([_repeated(table, rows // 2), _repeated(np.atleast_2d(other), rows // 2)])
 
 
-def _repeated(table: Tokens, rows: int) -> Tokens:
+def _repeated(table: options.Tokens, rows: int) -> options.Tokens:
     if table.shape[0] not in (1, rows):
         what = f"the prompt has {count_text(table.shape[0], 'row')}, the artifact decodes {rows}"
         raise UserError(what, hint=f"give 1 or {rows} rows")

@@ -13,18 +13,9 @@ from typer import Argument, Option
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.layout import MANIFEST, SIGNATURE
+from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
 from fastcar_compile.cli.evaluate import read_module
-from fastcar_compile.cli.options import (
-    CountedOption,
-    PromptOption,
-    TokensPerFrameOption,
-    VideosOption,
-    existing,
-    output_option,
-    parse_ids,
-    read_videos,
-)
 from fastcar_compile.cli.output import print_fields, print_result, print_text
 from fastcar_compile.errors import UserError, count_text
 
@@ -49,18 +40,18 @@ Checkpoint = Annotated[
 @command
 def train_gate_command(
     decoder: Decoder,
-    videos: VideosOption,
+    videos: options.VideosOption,
     target_replay: TargetReplay,
-    output: Annotated[Path, output_option("Write the gate to this .safetensors file."), Writes("gate")],
+    output: Annotated[Path, options.written_to("Write the gate to this .safetensors file."), Writes("gate")],
     gate: Gate = "learned",
     start: Start = None,
     units: Units = 16,
     steps: Steps = 200,
     batch: Batch = 4,
     seed: Seed = 0,
-    tokens_per_frame: TokensPerFrameOption = None,
-    prompt: PromptOption = 1,
-    counted: CountedOption = None,
+    tokens_per_frame: options.TokensPerFrameOption = None,
+    prompt: options.PromptOption = 1,
+    counted: options.CountedOption = None,
     checkpoint: Checkpoint = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -75,23 +66,23 @@ def _trained(title: str, train: Callable[..., T], given: Mapping[str, Any], save
     Raises:
         UserError: the decoder is an artifact.
     """
-    decoder, start = existing(given["decoder"], "decoder"), given["start"]
+    decoder, start = options.existing(given["decoder"], "decoder"), given["start"]
     if (decoder / MANIFEST).is_file():
         hint = "give the decoder's Hugging Face folder, then compile with the gate"
         raise UserError("gates are trained before a decoder is compiled", where=str(decoder), hint=hint)
-    options = _arguments(train, given)
-    options["start"] = None if start is None else fc.TrainedGate.load(existing(start, "gate"))
+    arguments = _arguments(train, given)
+    arguments["start"] = None if start is None else fc.TrainedGate.load(options.existing(start, "gate"))
     with stages(given["as_json"], title) as show:
         show("reading the decoder")
-        found = train(read_module(decoder), **options)
+        found = train(read_module(decoder), **arguments)
         save(found)
     return found
 
 
 def _arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a command that a function takes under the same names; its videos are read."""
+    """Return the options of a command that a function takes under the same names; the videos are read."""
     found = {name: given[name] for name in signature(function).parameters if name in given}
-    return found | {"counted": parse_ids(given["counted"]), "videos": read_videos(given["videos"])}
+    return found | {"counted": options.parse_ids(given["counted"]), "videos": options.read_videos(given["videos"])}
 
 
 def show_gate(found: fc.TrainedGate, output: Path) -> None:
@@ -110,10 +101,12 @@ def show_gate(found: fc.TrainedGate, output: Path) -> None:
 @command
 def tune_decoder_command(
     decoder: Decoder,
-    videos: VideosOption,
+    videos: options.VideosOption,
     target_replay: TargetReplay,
     output: Annotated[
-        Path, output_option("New folder: the decoder in model/, the gate in gate.safetensors."), Writes(folder=True)
+        Path,
+        options.written_to("New folder: the decoder in model/, the gate in gate.safetensors."),
+        Writes(folder=True),
     ],
     rate: Annotated[float, Option(help="Peak learning rate of the decoder's weights.")] = 1e-3,
     gate: Gate = "learned",
@@ -122,9 +115,9 @@ def tune_decoder_command(
     steps: Steps = 400,
     batch: Batch = 4,
     seed: Seed = 0,
-    tokens_per_frame: TokensPerFrameOption = None,
-    prompt: PromptOption = 1,
-    counted: CountedOption = None,
+    tokens_per_frame: options.TokensPerFrameOption = None,
+    prompt: options.PromptOption = 1,
+    counted: options.CountedOption = None,
     checkpoint: Checkpoint = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -151,15 +144,17 @@ def tune_decoder_command(
 @command
 def calibrate_command(
     artifact: Annotated[Path, Argument(help="Folder of the artifact, compiled with the gate to calibrate.")],
-    videos: VideosOption,
+    videos: options.VideosOption,
     target_replay: Annotated[float | None, Option(help="Least share of the forwards t >= F that replay.")] = None,
     max_nll_increase: Annotated[float | None, Option(help="Greatest increase of the NLL; 0.1: 10 %.")] = None,
-    prompt: PromptOption = 1,
-    counted: CountedOption = None,
+    prompt: options.PromptOption = 1,
+    counted: options.CountedOption = None,
     search_videos: Annotated[
         int | None, Option(min=1, help="On how many of the videos layers share the replay out; all meet the target.")
     ] = None,
-    output: Annotated[Path | None, output_option("Write the thresholds to this file."), Writes("thresholds")] = None,
+    output: Annotated[
+        Path | None, options.written_to("Write the thresholds to this file."), Writes("thresholds")
+    ] = None,
     store: Annotated[bool, Option("--store", help="Keep them in the artifact, for every later session.")] = False,
     drop_signature: Annotated[
         bool, Option("--drop-signature", help="With --store: of a signed artifact, remove the signature.")
@@ -178,11 +173,11 @@ def calibrate_command(
         what = "the artifact is signed, and thresholds stored in it would end that"
         hint = "give --output FILE instead, or --drop-signature and sign again"
         raise UserError(what, where=str(artifact), hint=hint)
-    options = _arguments(fc.calibrate, locals())
+    arguments = _arguments(fc.calibrate, locals())
     with stages(as_json, "calibrate") as show:
         show("checking the files")
         loaded = fc.load(artifact)
-        found = fc.calibrate(loaded, **options)
+        found = fc.calibrate(loaded, **arguments)
         if output is not None:
             found.save(output)
         if store:
