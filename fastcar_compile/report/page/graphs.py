@@ -75,7 +75,7 @@ class _Reader:
         kind = self._kind(entry)
         arguments = [entry.get("args", []), entry.get("kwargs", {})]
         read = [ids[name] for name in _named(arguments) if name in ids]
-        target, made_by = str(entry["target"]), str(entry.get("made_by", ""))
+        target = str(entry["target"])
         return PageNode(
             id=ids[str(entry["name"])],
             kind=kind,
@@ -85,13 +85,9 @@ class _Reader:
             inputs=tuple(dict.fromkeys(n for n in read if n not in self.weights)),
             weights=tuple(dict.fromkeys(n for n in read if n in self.weights)),
             branches=tuple(_named(entry["args"][1:3])) if kind == "cond" else (),
-            source=str(entry.get("source", "")),
-            module=str(entry.get("module", "")),
-            made_by=made_by,
-            reason=reason_key(made_by, target, kind),
-            role=str(entry.get("role", "")),
-            layer=entry.get("layer"),
+            reason=reason_key(str(entry.get("made_by", "")), target, kind),
             branch=branch,
+            **{name: entry[name] for name in ("source", "module", "made_by", "role", "layer") if name in entry},
         )
 
     def _kind(self, entry: Json) -> Any:
