@@ -1,11 +1,11 @@
-"""A page in headless Chromium. It may ask for nothing but the file itself."""
+"""Pages in headless Chromium. A page may ask for nothing but its own address and what is below it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from conftest import check_module, check_tool
 
@@ -14,31 +14,40 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def opened(file: Path, width: int = 1280, scheme: str = "light") -> Iterator[Page]:
-    """The page of a file, drawn; at the end, that it wrote no error, opened no dialog and asked for nothing else."""
+def browsing(
+    url: str, pages: int = 1, width: int = 900, scheme: Literal["light", "dark"] = "light"
+) -> Iterator[list[Page]]:
+    """New pages; at the end, that none wrote an error, opened a dialog or asked for anything else than `url`."""
     check_module("playwright")
     path = check_tool("chromium")
     from playwright.sync_api import sync_playwright
 
+    errors, requests = list[str](), list[str]()
+
+    def refused(dialog: Dialog) -> None:
+        errors.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = browser.new_page(
-            viewport={"width": width, "height": 860}, color_scheme="dark" if scheme == "dark" else "light"
-        )
-        errors: list[str] = []
-        requests: list[str] = []
+        found: list[Page] = []
+        for _ in range(pages):
+            page = browser.new_page(viewport={"width": width, "height": 860}, color_scheme=scheme)
+            page.on("console", lambda message: errors.append(message.text))
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.on("dialog", refused)
+            page.on("request", lambda request: requests.append(request.url))
+            found.append(page)
+        yield found
+        browser.close()
+    assert errors == []
+    assert [address for address in requests if not address.startswith((url, "blob:"))] == []
 
-        def refused(dialog: Dialog) -> None:
-            errors.append(f"dialog: {dialog.message}")
-            dialog.dismiss()
 
-        page.on("console", lambda message: errors.append(message.text))
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("dialog", refused)
-        page.on("request", lambda request: requests.append(request.url.partition("#")[0]))
+@contextmanager
+def opened(file: Path, width: int = 1280, scheme: Literal["light", "dark"] = "light") -> Iterator[Page]:
+    """The page of a file, drawn."""
+    with browsing(file.as_uri(), width=width, scheme=scheme) as (page,):
         page.goto(file.as_uri())
         page.wait_for_selector("body[data-ready=true]")
         yield page
-        browser.close()
-    assert errors == []
-    assert requests == [file.as_uri()]

@@ -20,7 +20,8 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
-from conftest import check_module, check_tool
+from conftest import check_tool
+from inspection.browser import browsing
 from PIL import Image
 from starlette.datastructures import Headers
 from starlette.testclient import TestClient, WebSocketDenialResponse, WebSocketTestSession
@@ -272,30 +273,6 @@ def test_make_play_compiles_once(tmp_path: Path) -> None:
     assert commands() == ["compile", "play"]
     (tmp_path / "manifest.json").touch()
     assert commands() == ["play"]
-
-
-@contextmanager
-def browsing(url: str, pages: int) -> Iterator[list[Page]]:
-    """Pages in headless Chromium; at the end, that none wrote an error or asked for anything else."""
-    check_module("playwright")
-    path = check_tool("chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        errors: list[str] = []
-        requests: list[str] = []
-        found: list[Page] = []
-        for _ in range(pages):
-            page = browser.new_context(viewport={"width": 900, "height": 700}).new_page()
-            page.on("console", lambda message: errors.append(message.text))
-            page.on("pageerror", lambda error: errors.append(str(error)))
-            page.on("request", lambda request: requests.append(request.url))
-            found.append(page)
-        yield found
-        browser.close()
-    assert errors == []
-    assert [address for address in requests if not address.startswith((url, "blob:"))] == []
 
 
 def frame_number(page: Page) -> int:
