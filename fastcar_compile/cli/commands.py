@@ -1,7 +1,7 @@
 """The commands by name, and what the whole program does: help, version, completion, usage errors.
 
-A command is imported when it is called or listed. Its file imports the compiler inside of its functions, so that
-`fastcar --help` starts at once.
+A command is imported when it is called or listed. Its file reaches the compiler through `fastcar_compile`, which loads
+a name when it is first used, or imports it inside of its functions, so that `fastcar --help` starts at once.
 """
 
 from __future__ import annotations

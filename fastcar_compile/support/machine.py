@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 from collections import deque
@@ -112,14 +113,9 @@ CPUINFO = Path("/proc/cpuinfo")
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     """Return the first `flags` (x86) or `Features` (Arm) line; empty where the file or the line is missing."""
-    try:
-        lines = cpuinfo.read_text("utf-8").splitlines()
-    except OSError:
-        return frozenset()
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
+    with suppress(OSError):
+        if found := re.search(r"^(?:flags|Features)\s*:(.*)", cpuinfo.read_text("utf-8"), re.MULTILINE):
+            return frozenset(found[1].split())
     return frozenset()
 
 
