@@ -68,8 +68,10 @@ def evaluate_command(
         hint = "give the videos to choose thresholds on, or a file of --save-cases"
         raise UserError("exactly one of --calibration-videos and --cases is needed", hint=hint)
     attentions = parse_attentions(sparse_attention)
-    function = None if detokenize is None else evaluate.entry_point(detokenize)
-    held_out = options.read_videos(videos)
+    arguments = options.arguments_of(evaluate.Study, locals())
+    arguments["decoder"] = decoder.resolve().name
+    arguments["detokenize"] = None if detokenize is None else evaluate.entry_point(detokenize)
+    arguments["journal"] = None if journal is None else journal / "rows.json"
     choosing = None if calibration_videos is None else options.read_videos(calibration_videos)
     wanted = parse_ratios(ratios)
     if journal is not None:
@@ -78,17 +80,7 @@ def evaluate_command(
         show("reading the decoder")
         source = read_decoder(decoder)
         weights = read_gate_weights(gate_weights, source)
-        study = evaluate.Study(
-            source,
-            held_out,
-            decoder=decoder.resolve().name,
-            tokens_per_frame=tokens_per_frame,
-            quant=quant,
-            prompt=prompt,
-            counted=options.parse_ids(counted),
-            detokenize=function,
-            journal=None if journal is None else journal / "rows.json",
-        )
+        study = evaluate.Study(source, **arguments)
         if cases is not None:
             planned = evaluate.load_cases(cases, weights)
         else:

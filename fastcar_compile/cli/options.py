@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from inspect import signature
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -97,6 +98,12 @@ def _layer_heads(text: str) -> LayerHeads:
     except ValueError as error:
         hint = 'give heads as "0,2", heads with weights as "3:1,1:-1", or "all"; layers are separated by "/"'
         raise UserError(f"{text!r} is not a list of heads", where="--heads", hint=hint) from error
+
+
+def arguments_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a command that a function takes under the same names; the videos are read."""
+    found = {name: given[name] for name in signature(function).parameters if name in given}
+    return found | {"counted": parse_ids(given["counted"]), "videos": read_videos(given["videos"])}
 
 
 def require_one(options: Mapping[str, object]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
@@ -70,19 +69,13 @@ def _trained(title: str, train: Callable[..., T], given: Mapping[str, Any], save
     if (decoder / MANIFEST).is_file():
         hint = "give the decoder's Hugging Face folder, then compile with the gate"
         raise UserError("gates are trained before a decoder is compiled", where=str(decoder), hint=hint)
-    arguments = _arguments(train, given)
+    arguments = options.arguments_of(train, given)
     arguments["start"] = None if start is None else fc.TrainedGate.load(options.existing(start, "gate"))
     with stages(given["as_json"], title) as show:
         show("reading the decoder")
         found = train(read_module(decoder), **arguments)
         save(found)
     return found
-
-
-def _arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a command that a function takes under the same names; the videos are read."""
-    found = {name: given[name] for name in signature(function).parameters if name in given}
-    return found | {"counted": options.parse_ids(given["counted"]), "videos": options.read_videos(given["videos"])}
 
 
 def show_gate(found: fc.TrainedGate, output: Path) -> None:
@@ -173,7 +166,7 @@ def calibrate_command(
         what = "the artifact is signed, and thresholds stored in it would end that"
         hint = "give --output FILE instead, or --drop-signature and sign again"
         raise UserError(what, where=str(artifact), hint=hint)
-    arguments = _arguments(fc.calibrate, locals())
+    arguments = options.arguments_of(fc.calibrate, locals())
     with stages(as_json, "calibrate") as show:
         show("checking the files")
         loaded = fc.load(artifact)
