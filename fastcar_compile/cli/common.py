@@ -129,23 +129,8 @@ class _Lines(logging.Handler):
             self._show(visible(record.getMessage(), lines=False))
 
 
-@contextmanager
-def _reports_to(handler: _Lines) -> Generator[None]:
-    """Send the package's logger and Python's warnings to a handler."""
-
-    def warned(message: Warning | str, *_rest: object) -> None:
-        LOGGER.warning("%s", message)
-
-    before = LOGGER.level
-    LOGGER.addHandler(handler)
-    LOGGER.setLevel(handler.level)
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = warned
-            yield
-    finally:
-        LOGGER.removeHandler(handler)
-        LOGGER.setLevel(before)
+def _warned(message: Warning | str, *_where: object) -> None:
+    LOGGER.warning("%s", message)
 
 
 @contextmanager
@@ -175,7 +160,12 @@ def stages(as_json: bool, title: str) -> Generator[Callable[[str], None]]:
                 spinner.console,
                 lambda text: spinner.update(task, description=escape(f"{title}: {text}")),
             )
-        stack.enter_context(_reports_to(handler))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.showwarning = _warned
+        stack.callback(LOGGER.setLevel, LOGGER.level)
+        stack.callback(LOGGER.removeHandler, handler)
+        LOGGER.addHandler(handler)
+        LOGGER.setLevel(handler.level)
         yield functools.partial(LOGGER.debug, "%s")
 
 
