@@ -10,18 +10,18 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+import fastcar_compile as fc
+from fastcar_compile.cli.common import JsonOption, command, stages
 from fastcar_compile.cli.options import BACKENDS, ArtifactArgument
-from fastcar_compile.cli.output import interactive, print_fields, print_json, print_text
+from fastcar_compile.cli.output import interactive, print_fields, print_result, print_text
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
 from fastcar_compile.errors import count_text
 from fastcar_compile.support.machine import usable_cores
 from fastcar_play import limits
 
 if TYPE_CHECKING:
-    from fastcar_compile import Artifact
     from fastcar_play.game import Stage
 
 LOCAL = "127.0.0.1"
@@ -32,23 +32,23 @@ OPEN = "whoever reaches this machine there can play, and use its cores; there is
 @command
 def play_command(
     artifact: ArtifactArgument,
-    world: Annotated[Path, typer.Option(help="Folder of the world that the decoder was trained on.")],
+    world: Annotated[Path, Option(help="Folder of the world that the decoder was trained on.")],
     host: Annotated[
-        str, typer.Option(help="Address to listen at. Others than this machine reach 0.0.0.0, without a password.")
+        str, Option(help="Address to listen at. Others than this machine reach 0.0.0.0, without a password.")
     ] = LOCAL,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 0,
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 0,
     visitors: Annotated[
-        int | None, typer.Option(min=1, max=limits.VISITORS, help="Players at once; default: one per core.")
+        int | None, Option(min=1, max=limits.VISITORS, help="Players at once; default: one per core.")
     ] = None,
-    backend: Annotated[str, typer.Option(help="cpu or onnxruntime.", autocompletion=BACKENDS)] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each player.")] = None,
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
+    backend: Annotated[str, Option(help="cpu or onnxruntime.", autocompletion=BACKENDS)] = "cpu",
+    threads: Annotated[int | None, Option(min=1, help="CPU threads of each player.")] = None,
+    browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page.")] = True,
     digest: DigestOption = None,
     public_key: KeyOption = None,
     policy: PolicyOption = None,
     reread: RereadOption = True,
     as_json: JsonOption = False,
-) -> ExitCode:
+) -> None:
     """Play a compiled world model in the browser.
 
     A local web server generates frames from the keys that you press, until Ctrl-C.
@@ -69,10 +69,9 @@ def play_command(
             print_text("No browser can be opened here. Open the address yourself.")
         sys.stdout.flush()
         listening.wait()
-    return ExitCode.OK
 
 
-def _stage(loaded: Artifact, world: Path, backend: str, threads: int | None) -> Stage:
+def _stage(loaded: fc.Artifact, world: Path, backend: str, threads: int | None) -> Stage:
     """Return what the visitors share, tried out.
 
     Raises:
@@ -93,11 +92,8 @@ def _stage(loaded: Artifact, world: Path, backend: str, threads: int | None) -> 
 
 
 def _announce(stage: Stage, url: str, places: int, as_json: bool) -> None:
-    if as_json:
-        print_json({"url": url, "visitors": places})
-    else:
-        fields = {"playing": stage.world.file.name, "at": url, "players": f"{count_text(places, 'place')}, Ctrl-C ends"}
-        print_fields(fields)
+    fields = {"playing": stage.world.file.name, "at": url, "players": f"{count_text(places, 'place')}, Ctrl-C ends"}
+    print_result(as_json, {"url": url, "visitors": places}, lambda: print_fields(fields))
 
 
 def _is_local(host: str) -> bool:
