@@ -13,7 +13,7 @@ import fastcar_compile
 from fastcar_compile.cli.options import parse_thresholds
 from fastcar_compile.errors import InternalError, UserError
 
-from .conftest import FakeArtifact, Fastcar
+from .conftest import FakeArtifact, Fastcar, refused
 
 
 def refuse_with(error: BaseException) -> Callable[..., Any]:
@@ -76,3 +76,31 @@ def test_bad_thresholds(text: str) -> None:
     with pytest.raises(UserError, match="is not a threshold") as caught:
         parse_thresholds(text)
     assert f"--threshold {text}" in caught.value.where
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("command", "words", "text"),
+    [
+        ("run", [], "exactly one of --prompt and --prompt-file is needed"),
+        ("run", ["--prompt", "a b"], "the prompt 'a b' is not a list of token ids"),
+        ("run", ["--prompt", "1", "--temperature", "-1"], "the temperature is -1.0"),
+        ("run", ["--prompt", "1", "--temperature", "1", "--top-p", "2"], "the top_p is 2.0"),
+        ("run", ["--prompt", "1", "--top-k", "2"], "at temperature 0 nothing is drawn"),
+        ("run", ["--prompt", "1", "--guidance", "2"], "guidance needs the unconditional prompts too"),
+        ("run", ["--prompt", "1", "--negative-prompt", "2"], "--negative-prompt is for pairs of rows"),
+        ("run", ["--prompt", "1", "--guidance", "2", "--negative-prompt", "2 3"], "the negative prompt 2"),
+        ("run", ["--prompt", "1", "--threshold", "x"], "'x' is not a threshold"),
+        ("run", ["--prompt", "1", "--output", "out.txt"], "the output out.txt is not a .npy file"),
+        ("run", ["--prompt", "1", "--backend", "gpu"], "unknown backend 'gpu'"),
+        ("run", ["--prompt-file", "none.npy"], "the prompt file does not exist"),
+        ("verify", ["--tokens", "32"], "32 decode steps after a prompt of 1 token do not fit max_seq_len 32"),
+        ("verify", ["--backends", ","], "no backend in ','"),
+        ("verify", ["--backends", "gpu"], "unknown backend 'gpu'"),
+        ("inspect", ["--before", "--after"], "--before and --after cannot be given together"),
+        ("inspect", ["--explain", "--layer", "1", "--node", "a"], "--layer and --node cannot be given together"),
+        ("inspect", ["--layer", "1"], "--layer and --node select a part of --explain"),
+    ],
+)
+def test_bad_input(fastcar: Fastcar, command: str, words: list[str], text: str) -> None:
+    refused(fastcar(command, "x", *words), text)

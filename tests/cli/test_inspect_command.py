@@ -6,7 +6,7 @@ import pytest
 
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
 
-from .conftest import FakeArtifact, Fastcar, refused
+from .conftest import FakeArtifact, Fastcar
 
 
 @pytest.mark.usefixtures("fake")
@@ -63,16 +63,3 @@ def test_sites(fastcar: Fastcar) -> None:
 def test_texts(fastcar: Fastcar, words: list[str], key: str, text: str) -> None:
     assert fastcar("inspect", "x", *words).stdout == text + "\n"
     assert json.loads(fastcar("inspect", "x", *words, "--json").stdout) == {key: text}
-
-
-@pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--before", "--after"], "--before and --after cannot be given together"),
-        (["--explain", "--layer", "1", "--node", "a"], "--layer and --node cannot be given together"),
-        (["--layer", "1"], "--layer and --node select a part of --explain"),
-    ],
-)
-def test_options_that_exclude_each_other(fastcar: Fastcar, words: list[str], text: str) -> None:
-    refused(fastcar("inspect", "x", *words), text)

@@ -80,28 +80,6 @@ def test_prompt_file_and_output(fastcar: Fastcar, tmp_path: Path, name: str) -> 
 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ([], "exactly one of --prompt and --prompt-file is needed"),
-        (["--prompt", "a b"], "the prompt 'a b' is not a list of token ids"),
-        (["--prompt", "1", "--temperature", "-1"], "the temperature is -1.0"),
-        (["--prompt", "1", "--temperature", "1", "--top-p", "2"], "the top_p is 2.0"),
-        (["--prompt", "1", "--top-k", "2"], "at temperature 0 nothing is drawn"),
-        (["--prompt", "1", "--guidance", "2"], "guidance needs the unconditional prompts too"),
-        (["--prompt", "1", "--negative-prompt", "2"], "--negative-prompt is for pairs of rows"),
-        (["--prompt", "1", "--guidance", "2", "--negative-prompt", "2 3"], "the negative prompt 2"),
-        (["--prompt", "1", "--threshold", "x"], "'x' is not a threshold"),
-        (["--prompt", "1", "--output", "out.txt"], "the output out.txt is not a .npy file"),
-        (["--prompt", "1", "--backend", "gpu"], "unknown backend 'gpu'"),
-        (["--prompt-file", "none.npy"], "the prompt file does not exist"),
-    ],
-)
-def test_bad_input(fastcar: Fastcar, words: list[str], text: str) -> None:
-    refused(fastcar("run", "x", *words), text)
-
-
-@pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize(
     ("name", "array", "text"),
     [
         ("p.npy", np.zeros(3, np.float32), "the prompt file holds float32 [3], expected integers [P] or [B, P]"),

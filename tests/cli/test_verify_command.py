@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from .conftest import FRAME, FakeArtifact, FakeSession, Fastcar, refused
+from .conftest import FRAME, FakeArtifact, FakeSession, Fastcar
 
 
 @pytest.mark.usefixtures("fake")
@@ -65,16 +65,3 @@ def test_rounding_counts_until_a_decision_differs(fastcar: Fastcar, fake: FakeAr
 def test_threshold_goes_to_every_session(fastcar: Fastcar, fake: FakeArtifact) -> None:
     fastcar("verify", "x", "--threshold=-inf")
     assert [session.thresholds for session in fake.sessions] == [-math.inf] * 3
-
-
-@pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--tokens", "32"], "32 decode steps after a prompt of 1 token do not fit max_seq_len 32"),
-        (["--backends", ","], "no backend in ','"),
-        (["--backends", "gpu"], "unknown backend 'gpu'"),
-    ],
-)
-def test_bad_input(fastcar: Fastcar, words: list[str], text: str) -> None:
-    refused(fastcar("verify", "x", *words), text)
