@@ -12,14 +12,7 @@ from typer import Argument, Option
 
 import fastcar_compile as fc
 from fastcar_compile.cli.common import ExitCode, JsonOption, MayRead, Writes, command, stages
-from fastcar_compile.cli.options import (
-    TARGETS,
-    TokensPerFrameOption,
-    names_of,
-    parse_heads,
-    parse_thresholds,
-    written_to,
-)
+from fastcar_compile.cli.options import TARGETS, TokensPerFrameOption, names_of, parse_heads, parse_thresholds, written
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text, size_text
 from fastcar_compile.errors import UserError, count_text
 from fastcar_compile.support.values import model_hint
@@ -173,7 +166,7 @@ def span(layers: Sequence[int]) -> str:
 @command
 def compile_command(
     model: Annotated[Path, Argument(help="Hugging Face folder (config.json, *.safetensors) or .pt2 file.")],
-    output: Annotated[Path | None, written_to("Folder of the artifact."), Writes("artifact", folder=True)] = None,
+    output: Annotated[Path | None, written("Folder of the artifact."), Writes("artifact", folder=True)] = None,
     target: Annotated[
         str, Option(help="Target name or .toml file; see `fastcar targets`.", autocompletion=TARGETS), MayRead()
     ] = "zcu102",

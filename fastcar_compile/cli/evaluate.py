@@ -53,7 +53,7 @@ def evaluate_command(
         Option(help="Folder that keeps every measurement; goes on from it."),
         Writes("journal", folder=True),
     ] = None,
-    output: Annotated[Path | None, options.written_to("Write the rows to this JSON file."), Writes()] = None,
+    output: Annotated[Path | None, options.written("Write the rows to this JSON file."), Writes()] = None,
     plots: Annotated[Path | None, Option(help="Folder for the pictures."), Writes("pictures", folder=True)] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from typer import Argument, Option
 
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
-from fastcar_compile.cli.options import written_to
+from fastcar_compile.cli.options import written
 from fastcar_compile.cli.output import print_json, print_result, print_table, print_text, visible
 from fastcar_compile.errors import UserError, os_errors
 
@@ -37,7 +37,7 @@ def opt_command(
         str, Option("--passes", "-p", help="Such as 'canonicalize,skip-rows{\"couple_cfg\": true}'.")
     ] = "",
     output: Annotated[
-        Path | None, written_to("Write the result: *.json as a graph file, else the listing."), Writes("result")
+        Path | None, written("Write the result: *.json as a graph file, else the listing."), Writes("result")
     ] = None,
     verify_each: Annotated[bool, Option(help="Verify the program after every pass, not after the last only.")] = True,
     print_after_all: Annotated[bool, Option(help="Print the listing after every pass, on stderr.")] = False,

@@ -30,7 +30,7 @@ def names_of(where: str) -> Callable[[], list[str]]:
     return names
 
 
-def written_to(help: str) -> Any:
+def written(help: str) -> Any:
     """Return the option that names the file or folder which a command writes."""
     return Option("--output", "-o", help=help)
 

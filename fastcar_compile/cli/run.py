@@ -60,7 +60,7 @@ def run_command(
     context: Annotated[Path | None, Option(help="What cross-attention reads: float32 [B, L, C].")] = None,
     context_mask: Annotated[Path | None, Option(help="Its tokens that are seen: bool [B, L].")] = None,
     threads: Annotated[int | None, Option(min=1, help="CPU threads.")] = None,
-    output: Annotated[Path | None, options.written_to("Write the tokens to this .npy file."), Writes()] = None,
+    output: Annotated[Path | None, options.written("Write the tokens to this .npy file."), Writes()] = None,
     trace: Annotated[Path | None, Option(help="Write the replay decisions to this .npy file."), Writes("trace")] = None,
     digest: DigestOption = None,
     public_key: KeyOption = None,

@@ -41,7 +41,7 @@ def train_gate_command(
     decoder: Decoder,
     videos: options.VideosOption,
     target_replay: TargetReplay,
-    output: Annotated[Path, options.written_to("Write the gate to this .safetensors file."), Writes("gate")],
+    output: Annotated[Path, options.written("Write the gate to this .safetensors file."), Writes("gate")],
     gate: Gate = "learned",
     start: Start = None,
     units: Units = 16,
@@ -98,7 +98,7 @@ def tune_decoder_command(
     target_replay: TargetReplay,
     output: Annotated[
         Path,
-        options.written_to("New folder: the decoder in model/, the gate in gate.safetensors."),
+        options.written("New folder: the decoder in model/, the gate in gate.safetensors."),
         Writes(folder=True),
     ],
     rate: Annotated[float, Option(help="Peak learning rate of the decoder's weights.")] = 1e-3,
@@ -145,9 +145,7 @@ def calibrate_command(
     search_videos: Annotated[
         int | None, Option(min=1, help="On how many of the videos layers share the replay out; all meet the target.")
     ] = None,
-    output: Annotated[
-        Path | None, options.written_to("Write the thresholds to this file."), Writes("thresholds")
-    ] = None,
+    output: Annotated[Path | None, options.written("Write the thresholds to this file."), Writes("thresholds")] = None,
     store: Annotated[bool, Option("--store", help="Keep them in the artifact, for every later session.")] = False,
     drop_signature: Annotated[
         bool, Option("--drop-signature", help="With --store: of a signed artifact, remove the signature.")
