@@ -95,6 +95,8 @@ class ValueStepper(Stepper):
         specs: every state of the decoder, with `name` and `role`.
     """
 
+    _state: dict[str, Any]
+
     def __init__(self, config: DecoderConfig, specs: Sequence[Any]) -> None:
         self._config = config
         self._specs = [s for s in specs if s.role not in CONTEXT_ROLES]
