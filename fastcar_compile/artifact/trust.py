@@ -232,7 +232,8 @@ def _refusals(file: Path, fingerprint: str) -> Generator[None]:
         what = f"the signature does not hold: its bytes were changed, or another key than {fingerprint} made it"
         raise SignatureError(what, where=str(file), hint=REFUSE) from error
     except Exception as error:
-        text = (str(error) or type(error).__name__)[:400]
+        # The bundle's own words are in it, and JSON has texts that no encoding has.
+        text = (str(error) or type(error).__name__)[:400].encode("utf-8", "backslashreplace").decode("utf-8")
         if text.startswith("Key mismatch"):
             what = f"the artifact is signed with another key than the one required, {fingerprint}"
         elif text.startswith("Signature mismatch: "):
