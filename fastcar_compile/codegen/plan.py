@@ -33,7 +33,7 @@ from fastcar_compile.config.formats import ACCELERATED
 from fastcar_compile.config.targets import Target, has_accelerator
 from fastcar_compile.errors import CompileError, UserError, attempt
 from fastcar_compile.gates import decided_on_accelerator
-from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.ir.layers import layer_of
 from fastcar_compile.ir.pass_manager import Pass, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram

@@ -6,17 +6,22 @@ A gate's facts need no torch. Torch is loaded where a score is inserted into a g
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+from numpy.typing import NDArray
+
+from fastcar_compile.errors import InternalError
 from fastcar_compile.gates.weights import LayerWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+
+Array = NDArray[Any]
 
 
 class Comparison(Enum):
@@ -125,30 +130,6 @@ class Gate(ABC):
         """Return the score in words, for `explain`."""
 
 
-class GateKind(IntEnum):
-    """The score that a table's controller computes; a kernel is built for one."""
-
-    TAS = 1
-    INPUT_DELTA = 2
-    BOUND = 3
-    LEARNED = 4
-
-    @property
-    def at_most(self) -> bool:
-        """Return whether small scores replay: the controller then compares minus score and minus threshold."""
-        return self is not GateKind.TAS
-
-    @property
-    def reads_query(self) -> bool:
-        """Return whether q and the cached key are operands."""
-        return self in (GateKind.TAS, GateKind.BOUND)
-
-    @property
-    def reads_input(self) -> bool:
-        """Return whether the MLP's input and its cached value are operands."""
-        return self in (GateKind.INPUT_DELTA, GateKind.BOUND, GateKind.LEARNED)
-
-
 @dataclass(frozen=True)
 class GateInputs(Generic[T]):
     """Operands that a gate compares; None: the gate does not read this operand.
@@ -162,3 +143,43 @@ class GateInputs(Generic[T]):
     key: T | None = None
     x: T | None = None
     cached: T | None = None
+
+
+@dataclass(frozen=True)
+class ScoreConstants:
+    """What a layer's score is computed with, besides its operands.
+
+    Args:
+        factor: of the integer sum over query heads. distance_weight: of the distance of q and key in gate `bound`.
+        head_weights: float32 of each query head in gate `tas`; None: the mean over all heads.
+        network: w1 float32 [units, 2 H] with the values of bfloat16, b1 and w2 float32 [units], b2 float32 [1], of gate
+            `learned`.
+    """
+
+    factor: float = 1.0
+    distance_weight: float = 0.0
+    head_weights: Sequence[float] | None = None
+    network: Sequence[Array] | None = None
+
+
+class FabricGate(Gate):
+    """A gate that the accelerator decides. Its score has a second definition, which shares no code with the first."""
+
+    @staticmethod
+    @abstractmethod
+    def exact_score(inputs: GateInputs[Array], constants: ScoreConstants) -> Array:
+        """Return the score in numpy, float32 [B], bit for bit (docs/reference/numerics.md, "Scores, bit for bit").
+
+        Sums are of int64 or Python's integers. Operands that the gate does not read are None.
+        """
+
+
+def operand(value: T | None) -> T:
+    """Return an operand that the gate reads.
+
+    Raises:
+        InternalError: the caller left it out.
+    """
+    if value is None:
+        raise InternalError("a gate was called without an operand that it reads")
+    return value

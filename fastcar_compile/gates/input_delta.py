@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from fastcar_compile.gates.base import Call, Comparison, Gate, GateValues, T, operator
+import numpy as np
+
+from fastcar_compile.gates.base import (
+    Array,
+    Call,
+    Comparison,
+    FabricGate,
+    GateInputs,
+    GateValues,
+    ScoreConstants,
+    T,
+    operand,
+    operator,
+)
+from fastcar_compile.gates.scores import COSINE_BITS, fixed_products
 
 
-class InputDeltaGate(Gate):
+class InputDeltaGate(FabricGate):
     """Relative change ||x - x_cached|| / ||x|| of the MLP's input.
 
     The norm is the sum of absolute values. It needs no multiplication, and on the example decoder it is a better
@@ -22,6 +36,18 @@ class InputDeltaGate(Gate):
         """Return the change; a row replays where it is at most the threshold."""
         return call(operator("input_delta"), values.x, values.cached)
 
+    @staticmethod
+    def exact_score(inputs: GateInputs[Array], constants: ScoreConstants) -> Array:
+        """Return the change in numpy."""
+        x, cached = operand(inputs.x), operand(inputs.cached)
+        with np.errstate(invalid="ignore", over="ignore"):
+            change = np.abs(x - cached)
+        # A product with 1 turns a float32 into the same fixed-point units that all other sums have.
+        one = np.ones((), np.float32)
+        sums = [fixed_products(np.abs(v), one).sum(-1).astype(np.float32) for v in (change, x)]
+        # The divisor is at least 1, so an input of zeros cannot divide by zero.
+        return np.where(np.isfinite(change).all(-1), sums[0] / np.maximum(sums[1], one), np.float32(np.nan))
+
     def describe(self) -> str:
         """Return the formula."""
         return "relative change of the MLP input since this slot was last computed, ||x - x_cached|| / ||x||"
@@ -31,7 +57,7 @@ BOUND_WEIGHT = 0.1
 """Weight of the attention term beside the input's change; docs/explanation/gates.md says how it was chosen."""
 
 
-class BoundGate(Gate):
+class BoundGate(FabricGate):
     """Input change and attention together, after theorem 4.6 of the paper, which bounds the change of the output.
 
     score = ||x - x_cached|| / ||x|| + BOUND_WEIGHT * sqrt(max(0, 1 - A)). A is the mean over query heads of the cosine
@@ -50,6 +76,25 @@ class BoundGate(Gate):
         """Return the bound; a row replays where it is at most the threshold."""
         arguments = (values.x, values.cached, values.query, values.key_cache, values.position, values.stride)
         return call(operator("output_bound"), *arguments, BOUND_WEIGHT)
+
+    @staticmethod
+    def exact_score(inputs: GateInputs[Array], constants: ScoreConstants) -> Array:
+        """Return the bound in numpy; its factor is `distance_factor` of the query heads."""
+        query, key = operand(inputs.query), operand(inputs.key)
+        rows, heads, dim = query.shape
+        own = query.reshape(rows, key.shape[1], -1, dim)
+        other = key[:, :, None]
+        dots, squares, others = (fixed_products(*pair).sum(-1) for pair in ((own, other), (own, own), (other, other)))
+        # The floor of 1 keeps a head of zeros from dividing by zero. Its cosine is then 0.
+        lengths = np.sqrt(np.maximum(squares.astype(np.float32) * others.astype(np.float32), np.float32(1)))
+        cosines = np.clip(dots.astype(np.float32) / lengths, np.float32(-1), np.float32(1))
+        # Cosines become integers before they are averaged: the sum over heads is exact in any order.
+        near = np.rint(cosines * np.float32(1 << COSINE_BITS)).astype(np.int64)
+        apart = (heads * (1 << COSINE_BITS) - near.sum((1, 2))).astype(np.float32)
+        distance = np.sqrt(apart * np.float32(constants.factor))
+        finite = np.isfinite(query).all((1, 2)) & np.isfinite(key).all((1, 2))
+        score = InputDeltaGate.exact_score(inputs, constants) + np.float32(constants.distance_weight) * distance
+        return np.where(finite, score, np.float32(np.nan))
 
     def describe(self) -> str:
         """Return the formula."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from enum import IntEnum
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.gates.base import Gate, GateKind
+from fastcar_compile.gates.base import Comparison, FabricGate, Gate
 from fastcar_compile.gates.input_delta import BoundGate, InputDeltaGate
 from fastcar_compile.gates.learned import LearnedGate
 from fastcar_compile.gates.study import AlwaysGate, NeverGate, RandomGate
@@ -18,9 +19,37 @@ from fastcar_compile.gates.weights import LayerWeights
 ENTRY_POINTS = "fastcar_compile.gates"
 """The group of entry points; each names a subclass of `Gate`, for example `peak = "my_package:PeakGate"`."""
 
-_BUILT_IN: dict[str, type[Gate]] = {
-    gate.name: gate for gate in (TasGate, InputDeltaGate, BoundGate, LearnedGate, AlwaysGate, NeverGate, RandomGate)
-}
+_FABRIC: tuple[type[FabricGate], ...] = (TasGate, InputDeltaGate, BoundGate, LearnedGate)
+_BUILT_IN: dict[str, type[Gate]] = {gate.name: gate for gate in (*_FABRIC, AlwaysGate, NeverGate, RandomGate)}
+
+
+class GateKind(IntEnum):
+    """The score that a control table's controller computes, as the table numbers it; a kernel is built for one."""
+
+    TAS = 1
+    INPUT_DELTA = 2
+    BOUND = 3
+    LEARNED = 4
+
+    @property
+    def gate(self) -> type[FabricGate]:
+        """The gate's class."""
+        return _FABRIC[self - 1]
+
+    @property
+    def at_most(self) -> bool:
+        """Whether small scores replay: the controller then compares minus score and minus threshold."""
+        return self.gate.comparison is Comparison.AT_MOST
+
+    @property
+    def reads_query(self) -> bool:
+        """Whether q and the cached key are operands."""
+        return self.gate.reads_query
+
+    @property
+    def reads_input(self) -> bool:
+        """Whether the MLP's input and its cached value are operands."""
+        return self.gate.caches_input
 
 
 class GateRegistry(Mapping[str, type[Gate]]):
@@ -123,4 +152,4 @@ def decided_on_accelerator(gate: str) -> bool:
 
     The host decides every other gate.
     """
-    return gate in _BUILT_IN and gate.upper() in GateKind.__members__
+    return gate in _BUILT_IN and issubclass(_BUILT_IN[gate], FabricGate)

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from fastcar_compile.gates.base import Call, Comparison, Gate, GateValues, T, operator
+import numpy as np
+
+from fastcar_compile.gates.base import (
+    Array,
+    Call,
+    Comparison,
+    FabricGate,
+    GateInputs,
+    GateValues,
+    ScoreConstants,
+    T,
+    operand,
+    operator,
+)
+from fastcar_compile.gates.scores import fixed_products
 
 
-class TasGate(Gate):
+class TasGate(FabricGate):
     """Attention logit with the same place one frame earlier, mean over query heads (FastCar, section 4.2)."""
 
     name = "tas"
@@ -23,9 +37,26 @@ class TasGate(Gate):
         heads, weights = [head for head, _ in self.heads], [weight for _, weight in self.heads]
         return call(operator("tas_heads"), *arguments, heads, weights)
 
+    @staticmethod
+    def exact_score(inputs: GateInputs[Array], constants: ScoreConstants) -> Array:
+        """Return the TAS in numpy."""
+        query, key = operand(inputs.query), operand(inputs.key)
+        with np.errstate(over="ignore", invalid="ignore"):  # a damaged factor or weight may be anything
+            # The product with a head weight rounds to float32 once, before the exact integer sum.
+            if constants.head_weights is not None:
+                query = query * np.array(constants.head_weights, np.float32)[None, :, None]
+            # Two roundings in this order: the int64 sum becomes float32, then the factor multiplies in float32.
+            return tas_sums(query, key).astype(np.float32) * np.float32(constants.factor)
+
     def describe(self) -> str:
         """Return the mean, with its heads where they are chosen."""
         if self.heads is None:
             return "TAS, mean over query heads"
         chosen = ", ".join(f"{head} (weight {weight:g})" for head, weight in self.heads)
         return f"TAS over query heads {chosen}"
+
+
+def tas_sums(query: Array, key: Array) -> Array:
+    """Return the exact integer sums of products of 2^-24, int64 [B]; query float32 [B, Hq, D], key [B, Hkv, D]."""
+    rows, _, dim = query.shape
+    return fixed_products(query.reshape(rows, key.shape[1], -1, dim), key[:, :, None]).sum((1, 2, 3))

@@ -13,7 +13,7 @@ from drs.tables import LIMITS, table_for
 from fastcar_compile.codegen.hls.control_table.builder import GateScore
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, Status
 from fastcar_compile.codegen.hls.project import emit_drs
-from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, compiler
 
 ROUNDS = 20_000

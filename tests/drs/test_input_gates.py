@@ -27,7 +27,8 @@ from fastcar_compile.codegen.hls.interface import drs_interface
 from fastcar_compile.codegen.hls.project import control_sizes, emit_drs, limits_of
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates import GATES, decided_on_accelerator
-from fastcar_compile.gates.base import GateInputs, GateKind
+from fastcar_compile.gates.base import GateInputs
+from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.tensors import exact_weights
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, ap_types_folder, build_library, compiler, folder_sources
 

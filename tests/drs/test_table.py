@@ -25,7 +25,7 @@ from fastcar_compile.codegen.hls.control_table.table import (
     Status,
 )
 from fastcar_compile.errors import UserError
-from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.registry import GateKind
 
 INFINITY = float("inf")
 WORD = {name: i for i, name in enumerate(Header._fields)}

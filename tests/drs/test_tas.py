@@ -15,8 +15,9 @@ import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from drs.tables import FRAME, LATER, ONE, Controller, numbers, table_for
 from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_heads
-from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, tas_sums
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape
+from fastcar_compile.gates.tas import tas_sums
 
 fastcar = torch.ops.fastcar
 few = settings(
@@ -104,10 +105,9 @@ def test_scores_and_decisions_are_those_of_the_operators(
 
 def test_the_largest_sum_does_not_overflow() -> None:
     """65,536 products at the limit."""
-    words = pack_heads(np.full((1, 512, 128), 1e30, np.float32))
-    shape = AttentionShape(512, 512, 128)
-    assert tas_sums(words, words, 1, shape).tolist() == [2**62]
-    assert tas_sums(words, -words, 1, shape).tolist() == [-(2**62)]
+    heads = np.full((1, 512, 128), 1e30, np.float32)
+    assert tas_sums(heads, heads).tolist() == [2**62]
+    assert tas_sums(heads, -heads).tolist() == [-(2**62)]
 
 
 def test_a_row_whose_key_is_not_finite_computes(controller: Controller) -> None:

@@ -76,7 +76,7 @@ def _table() -> dict[str, bytes]:
 
     from fastcar_compile.codegen.hls.control_table.builder import GateScore
     from fastcar_compile.codegen.hls.control_table.table import AttentionShape
-    from fastcar_compile.gates.base import GateKind
+    from fastcar_compile.gates.registry import GateKind
 
     heads = GateScore(heads=(None, ((0, 0.5), (3, -2.0)), None))
     made = {

@@ -21,8 +21,12 @@ from fastcar_compile.codegen.tvm.kernels import gate as kernels
 from fastcar_compile.codegen.tvm.kernels.learned_score import learned_score
 from fastcar_compile.codegen.tvm.kernels.tas import tas_heads
 from fastcar_compile.codegen.tvm.target import host_target
-from fastcar_compile.gates import scores
-from fastcar_compile.gates.scores import TAS_FRACTION_BITS, distance_factor, score_factor
+from fastcar_compile.gates.base import FabricGate, GateInputs, ScoreConstants
+from fastcar_compile.gates.input_delta import BoundGate, InputDeltaGate
+from fastcar_compile.gates.learned import LearnedGate
+from fastcar_compile.gates.scores import distance_factor, score_factor
+from fastcar_compile.gates.tas import TasGate
+from fastcar_compile.gates.weights import PARAMETERS
 
 fastcar = torch.ops.fastcar
 Array = NDArray[Any]
@@ -145,34 +149,29 @@ def earlier_key(arrays: dict[str, Array]) -> Array:
     return arrays["keys"][:, :, POSITION - STRIDE]
 
 
+GATES: dict[str, type[FabricGate]] = {
+    "input_delta": InputDeltaGate,
+    "output_bound": BoundGate,
+    "learned_score": LearnedGate,
+    "tas_heads": TasGate,
+}
+"""Operator -> the gate whose score it is."""
+
+
 def reference(name: str) -> Score:
     """The definition in numpy and Python integers."""
-    return {"input_delta": _delta, "output_bound": _bound, "learned_score": _learned, "tas_heads": _heads}[name]
 
+    def score(arrays: dict[str, Array]) -> Array:
+        query = arrays["query"][:, :, 0] if "query" in arrays else None
+        key = earlier_key(arrays) if "keys" in arrays else None
+        network = tuple(arrays[n] for n in PARAMETERS) if "w1" in arrays else None
+        heads = 1 if query is None else query.shape[1]
+        factors = [dict(zip(CHOSEN, WEIGHTS, strict=True)).get(head, 0.0) for head in range(heads)]
+        factor = score_factor(SCALE, 1) if name == "tas_heads" else distance_factor(heads)
+        inputs = GateInputs(query, key, arrays.get("x"), arrays.get("cached"))
+        return GATES[name].exact_score(inputs, ScoreConstants(factor, WEIGHT, factors, network))
 
-def _delta(arrays: dict[str, Array]) -> Array:
-    return scores.input_delta(arrays["x"], arrays["cached"])
-
-
-def _bound(arrays: dict[str, Array]) -> Array:
-    query = arrays["query"][:, :, 0]
-    scale = scores.Distance(WEIGHT, distance_factor(query.shape[1]))
-    return scores.output_bound(arrays["x"], arrays["cached"], query, earlier_key(arrays), scale)
-
-
-def _learned(arrays: dict[str, Array]) -> Array:
-    return scores.learned_score(*(arrays[n] for n in ARGUMENTS["learned_score"]))
-
-
-def _heads(arrays: dict[str, Array]) -> Array:
-    query = arrays["query"][:, :, 0]
-    factors = np.zeros((query.shape[1], 1), np.float32)
-    factors[list(CHOSEN), 0] = WEIGHTS
-    key = earlier_key(arrays).repeat(query.shape[1] // arrays["keys"].shape[1], 1)
-    with np.errstate(invalid="ignore", over="ignore"):
-        sums = scores.fixed_products(query * factors, key).sum((1, 2))
-    assert score_factor(1, 1) == 2.0**-TAS_FRACTION_BITS
-    return sums.astype(np.float32) * np.float32(score_factor(SCALE, 1))
+    return score
 
 
 def simulated(name: str, library: ctypes.CDLL) -> Score:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, cpu_flags, runnable
-from fastcar_compile.gates import scores
+from fastcar_compile.gates.learned import unit_exponents
 from fastcar_compile.gates.tensors import exact_weights
 from fastcar_compile.runtime.backends.hls_csim import build_library, folder_sources
 from fastcar_compile.tune.training.relaxed import LearnedScorer, Sample
@@ -188,7 +188,7 @@ def test_the_bound_of_the_change() -> None:
     cached = (x + random.normal(size=x.shape) * abs(x).mean(1, keepdims=True)).astype(np.float32)
     score = exact("input_delta", {"x": x, "cached": cached})
     bound = (1 + score) * 2.0**-25 / abs(x).mean(1) + 4 * 2.0**-24 * score
-    assert (abs(scores.input_delta(x, cached) - score) < bound).all()
+    assert (abs(reference("input_delta")({"x": x, "cached": cached}) - score) < bound).all()
 
 
 def test_weights_are_exact_after_rounding() -> None:
@@ -199,7 +199,7 @@ def test_weights_are_exact_after_rounding() -> None:
         found = exact_weights(given.float())
         assert torch.equal(exact_weights(found), found)
         sizes = found.double().abs().sum(1)
-        places = scores.unit_exponents(found.float().numpy())
+        places = unit_exponents(found.float().numpy())
         assert (sizes <= torch.from_numpy(np.ldexp(2.0**31, places))).all()
         assert ((found.double() - given.double()).abs() <= sizes[:, None] * 2.0**-30 + 2.0**-99).all()
 

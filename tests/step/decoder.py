@@ -25,7 +25,7 @@ from fastcar_compile.codegen.hls.step_program.cache_layout import LANES, CacheLa
 from fastcar_compile.codegen.hls.step_program.instructions import Attend, Linear, Mlp
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.simulator import Memory, Product
-from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.scores import float32
 from step.values import Array
 

@@ -29,7 +29,7 @@ from fastcar_compile.codegen.hls.step_program.instructions import (
 )
 from fastcar_compile.codegen.hls.step_program.program import StepProgram, check, cpp_constants, read_program
 from fastcar_compile.errors import UserError
-from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.registry import GateKind
 from step.conftest import Cores
 from step.programs import HEADS, LIMITS, binary, plan, repaired
 

@@ -12,7 +12,7 @@ from fastcar_compile.codegen.hls.control_table.table import Status
 from fastcar_compile.codegen.hls.step_program.instructions import Attend, Decide, Instruction, Linear, Mlp, Place
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepProgram, StepStatus
 from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP, StepSimulator
-from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.registry import GateKind
 from step.conftest import BuildKernel
 from step.decoder import HIDDEN, LAYERS, NORMED, ROTATED, ROWS, Decoder, Gates, cached, decoder
 from step.kernel import Kernel

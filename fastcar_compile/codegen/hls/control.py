@@ -17,8 +17,8 @@ from fastcar_compile.codegen.hls.project import limits_of
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates import LayerWeights, decided_on_accelerator
-from fastcar_compile.gates.base import GateKind
 from fastcar_compile.gates.input_delta import BOUND_WEIGHT
+from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.weights import PARAMETERS, weights_in
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.types import LayerSite

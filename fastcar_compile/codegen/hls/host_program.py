@@ -20,7 +20,7 @@ from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus
 from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import InternalError
-from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.types import REPLAY_ROLES
 

@@ -41,7 +41,8 @@ from fastcar_compile.codegen.hls.step_program.program import StepOp, StepProgram
 from fastcar_compile.codegen.hls.step_sample import Golden, sample_program
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError, UserError
-from fastcar_compile.gates.base import GateInputs, GateKind
+from fastcar_compile.gates.base import GateInputs
+from fastcar_compile.gates.registry import GateKind
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from fastcar_compile.codegen.hls.control_table.table import (
     DrsTable,
 )
 from fastcar_compile.errors import UserError
-from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.scores import distance_factor, float32, score_factor
 
 MAX_WORD = 0xFFFFFFFF

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD
-from fastcar_compile.gates.base import GateInputs
-from fastcar_compile.gates.scores import unit_exponents
-
-Array = NDArray[Any]
+from fastcar_compile.gates.base import Array, GateInputs
+from fastcar_compile.gates.learned import unit_exponents
 
 
 def pack_inputs(inputs: GateInputs[Array]) -> tuple[Array, Array]:

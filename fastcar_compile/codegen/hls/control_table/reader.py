@@ -28,7 +28,7 @@ from fastcar_compile.codegen.hls.control_table.table import (
     table_words,
 )
 from fastcar_compile.errors import UserError
-from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.registry import GateKind
 
 _EXPLAINED = {
     Status.TOO_SHORT: f"it is shorter than its header of {4 * HEADER_WORDS} bytes",

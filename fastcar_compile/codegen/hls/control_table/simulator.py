@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fastcar_compile.codegen.hls.control_table.gate import Array, unpack_network
+from fastcar_compile.codegen.hls.control_table.gate import unpack_network
 from fastcar_compile.codegen.hls.control_table.reader import check, read_table
-from fastcar_compile.codegen.hls.control_table.table import (
-    FLOATS_PER_WORD,
-    MAX_ROWS,
-    AttentionShape,
-    DrsTable,
-    Limits,
-    Status,
-)
-from fastcar_compile.errors import InternalError
-from fastcar_compile.gates.base import GateKind
-from fastcar_compile.gates.scores import (
-    TAS_FRACTION_BITS,
-    TAS_LIMIT,
-    Distance,
-    input_delta,
-    learned_score,
-    output_bound,
-)
+from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, MAX_ROWS, DrsTable, Limits, Status
+from fastcar_compile.gates.base import Array, GateInputs, ScoreConstants
 
 # What the DRS controller writes for one layer, as 32-bit words (docs/reference/drs_table.md, "Calls").
 
@@ -38,7 +20,7 @@ SCORES, CHAIN = 4, 4 + MAX_ROWS
 RESULT_WORDS = CHAIN + MAX_ROWS
 
 
-def read_result(words: NDArray[Any], rows: int) -> LayerTrace:
+def read_result(words: Array, rows: int) -> LayerTrace:
     """Return what the controller decided for `rows` rows of the batch; words uint32."""
     status, register = (int(word) for word in words[:2])
     # With another status nothing was decided: the words of scores and chain counts mean nothing then.
@@ -70,18 +52,19 @@ class LayerCall:
     chain: Array
     network: Array | None = None
 
-    def inputs(self, table: DrsTable) -> tuple[Array, Array]:
-        """Return x and the cached x, float32 [B, H with spare lanes of zero]."""
-        rows = table.rows
-        x, cached = self.query[rows * table.row_query_words :], self.key[rows * table.row_key_words :]
-        return x.reshape(rows, -1), cached.reshape(rows, -1)
-
-    def heads(self, table: DrsTable) -> tuple[Array, Array]:
-        """Return q [B, Hq, D] and the cached key [B, Hkv, D] with spare lanes of zero, float32."""
-        shape, rows = table.attention, table.rows
-        width = shape.head_words * FLOATS_PER_WORD
-        query, key = self.query[: rows * shape.query_words], self.key[: rows * shape.key_words]
-        return query.reshape(rows, shape.heads, width), key.reshape(rows, shape.kv_heads, width)
+    def inputs(self, table: DrsTable) -> GateInputs[Array]:
+        """Return the operands that the table's gate reads, as rows; spare lanes are zero."""
+        shape, rows, gate = table.attention, table.rows, table.gate
+        query, key, x, cached = None, None, None, None
+        if gate.reads_query:
+            width = shape.head_words * FLOATS_PER_WORD
+            query = self.query[: rows * shape.query_words].reshape(rows, shape.heads, width)
+            key = self.key[: rows * shape.key_words].reshape(rows, shape.kv_heads, width)
+        if gate.reads_input:
+            # They lie behind the words of the heads.
+            x = self.query[rows * table.row_query_words :].reshape(rows, -1)
+            cached = self.key[rows * table.row_key_words :].reshape(rows, -1)
+        return GateInputs(query, key, x, cached)
 
 
 @dataclass(frozen=True)
@@ -97,47 +80,16 @@ class LayerTrace:
     chain: tuple[int, ...] = ()
 
 
-def tas_sums(query: Array, key: Array, rows: int, shape: AttentionShape) -> Array:
-    """Return the exact integer sums of products of 2^-24 (fastcar_compile.ir.ops.attention.tas), int64 [B].
-
-    Args:
-        query, key: memory words as of `pack_heads`.
-    """
-    width = shape.head_words * FLOATS_PER_WORD
-    grouped = query.reshape(rows, shape.kv_heads, shape.heads // shape.kv_heads, width).astype(np.float64)
-    keys = key.reshape(rows, shape.kv_heads, 1, width).astype(np.float64)
-    with np.errstate(invalid="ignore"):  # infinity times zero is one of the products that are not finite
-        products = grouped * keys * (1 << TAS_FRACTION_BITS)
-    limited = np.clip(np.rint(products), -TAS_LIMIT, TAS_LIMIT)
-    return np.where(np.isfinite(products), limited, -TAS_LIMIT).astype(np.int64).sum((1, 2, 3))
-
-
 def scores_of(table: DrsTable, call: LayerCall) -> Array:
     """Return what is compared with the threshold, float32 [B]: the score; minus the score where small ones replay."""
-    match table.gate:
-        case GateKind.TAS:
-            return _tas(table, call)
-        case GateKind.INPUT_DELTA:
-            return -input_delta(*call.inputs(table))
-        case GateKind.BOUND:
-            scale = Distance(table.distance_weight, table.factors[call.layer])
-            return -output_bound(*call.inputs(table), *call.heads(table), scale)
-        case GateKind.LEARNED:
-            if call.network is None:
-                raise InternalError("a call of gate `learned` has no network")
-            x, cached = call.inputs(table)  # spare lanes of a row are zero
-            return -learned_score(x, cached, *unpack_network(call.network, x.shape[1]))
-
-
-def _tas(table: DrsTable, call: LayerCall) -> Array:
-    query, key = call.heads(table)
-    with np.errstate(over="ignore", invalid="ignore"):  # a damaged factor or weight may be anything
-        # The product with a head weight rounds to float32 once, before the exact integer sum.
-        if table.head_weights is not None:
-            query = query * np.array(table.head_weights[call.layer], np.float32)[None, :, None]
-        # The int64 sum rounds to float32 first, then the factor multiplies in float32: two roundings, in this order.
-        factor = np.float32(table.factors[call.layer])
-        return tas_sums(query, key, table.rows, table.attention).astype(np.float32) * factor
+    inputs, weights = call.inputs(table), table.head_weights
+    network = None
+    if call.network is not None and inputs.x is not None:
+        network = unpack_network(call.network, inputs.x.shape[1])
+    heads = None if weights is None else weights[call.layer]
+    constants = ScoreConstants(table.factors[call.layer], table.distance_weight, heads, network)
+    scores = table.gate.gate.exact_score(inputs, constants)
+    return -scores if table.gate.at_most else scores
 
 
 def _recomputes(table: DrsTable, step: int) -> bool:

@@ -32,7 +32,7 @@ from fastcar_compile.codegen.hls.design.loops import (
     WRITE,
     Loop,
 )
-from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.registry import GateKind
 
 ROOT_DEPTH = 25 * INTEGER
 """A square root, a bit of the result per stage (square_root of fastcar_gate_core.hpp)."""

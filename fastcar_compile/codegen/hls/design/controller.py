@@ -17,7 +17,7 @@ from fastcar_compile.codegen.hls.control_table.table import (
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.spec import MlpSpec
 from fastcar_compile.codegen.hls.design.usage import Usage, bram_blocks
-from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.registry import GateKind
 
 PRODUCT_DSP = 2
 """24 by 24 bits unsigned in the 27 x 18 multipliers of a DSP48E2 (UG579): two of them."""

@@ -10,7 +10,7 @@ from fastcar_compile.codegen.hls.model.shapes import DecoderShape
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates import GATES, decided_on_accelerator
-from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.weights import weight_bytes
 from fastcar_compile.ir.types import LayerSite
 from fastcar_compile.support.values import whole

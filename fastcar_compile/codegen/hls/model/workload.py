@@ -23,8 +23,8 @@ from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, kv_type
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import InputError
-from fastcar_compile.gates.base import GateKind
 from fastcar_compile.gates.input_delta import BOUND_WEIGHT
+from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.ir.types import LayerSite
 
 Offload = Literal["mlp", "linears", "all"]

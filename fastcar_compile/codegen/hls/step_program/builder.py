@@ -13,7 +13,7 @@ from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLa
 from fastcar_compile.codegen.hls.step_program.instructions import LANES, Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.errors import UserError
-from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.scores import float32
 
 NO_WINDOW = 0xFFFFFFFF

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS, MAX_UNITS
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, MAX_WORDS, Sizes, counts
-from fastcar_compile.gates.base import GateKind
+from fastcar_compile.gates.registry import GateKind
 
 LANES = 4
 """float32 values in a memory word of 128 bits."""

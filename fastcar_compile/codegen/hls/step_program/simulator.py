@@ -16,7 +16,8 @@ from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, Array, 
 from fastcar_compile.codegen.hls.step_program.instructions import LANES, Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.errors import InternalError
-from fastcar_compile.gates.base import GateInputs, GateKind
+from fastcar_compile.gates.base import GateInputs
+from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.ir import exact
 
 Product = Callable[[Array], Array]
