@@ -24,7 +24,7 @@ from fastcar_compile.codegen.hls.accelerator import (
     offloaded,
     require_memory,
 )
-from fastcar_compile.codegen.hls.design.memory import bank_map, capacity, shares_memory
+from fastcar_compile.codegen.hls.design.memory import bank_map, capacity
 from fastcar_compile.codegen.hls.model import default_offload
 from fastcar_compile.codegen.hls.model.workload import workload_of_sections
 from fastcar_compile.codegen.tvm.isa import cross_compiler
@@ -422,7 +422,7 @@ def _memory(program: DecoderProgram, config: CompileConfig, board: Target, plan:
 
 
 def _banks(program: DecoderProgram, config: CompileConfig, board: Target, plan: Accelerator | None) -> Iterator[Bank]:
-    whole = shares_memory(board) or config.offload == "all"
+    whole = board.shares_memory or config.offload == "all"
     own = program.params.nbytes() + sum(s.nbytes for s in program.state)
     if plan is None or not whole:
         yield Bank(memory="host", holds="parameters and state", used=own)

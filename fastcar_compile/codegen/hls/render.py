@@ -11,7 +11,7 @@ from itertools import cycle
 from jinja2 import Environment, StrictUndefined
 
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.memory import bank_map, shares_memory
+from fastcar_compile.codegen.hls.design.memory import bank_map
 from fastcar_compile.codegen.hls.interface import TYPE_BYTES, KernelInterface, probe_interface
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import InternalError
@@ -105,7 +105,7 @@ def vitis_files(part: str, clock_mhz: float, benches: Benches, board: Target | N
             kernels=[k.name for k in kernels],
             alone=[b.kernel.name for b in benches.alone],
             benches=[b.source.removesuffix(".cpp") for b in every],
-            card=board is not None and not shares_memory(board),
+            card=board is not None and not board.shares_memory,
         ),
         "link.cfg": link_config(kernels, clock_mhz, board),
     }

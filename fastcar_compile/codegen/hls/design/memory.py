@@ -217,11 +217,6 @@ class Footprint:
         return self.weights + self.kv_cache + self.mlp_cache + self.gate_cache
 
 
-def shares_memory(target: Target) -> bool:
-    """Return whether the weight memories are also the host's, as on a Zynq board; a PCIe card has its own."""
-    return target.shares_memory
-
-
 def held(decoder: Footprint, target: Target, *, attends: bool = False) -> Footprint:
     """Return what of a decoder the weight memories hold, for `compile`, its dry run and `estimate` alike.
 
@@ -231,13 +226,13 @@ def held(decoder: Footprint, target: Target, *, attends: bool = False) -> Footpr
     Args:
         attends: the accelerator computes attention too, so that the caches are beside the weights.
     """
-    return decoder if attends or shares_memory(target) else Footprint(decoder.weights, 0, 0)
+    return decoder if attends or target.shares_memory else Footprint(decoder.weights, 0, 0)
 
 
 def capacity(target: Target) -> int:
     """Return the bytes of the weight memories that a decoder may fill."""
     whole = sum(m.capacity_bytes for m in target.weight_memories)
-    return whole - (HOST_RESERVE if shares_memory(target) else 0)
+    return whole - (HOST_RESERVE if target.shares_memory else 0)
 
 
 def require_fit(footprint: Footprint, target: Target, *, quant: str, positions: int) -> None:

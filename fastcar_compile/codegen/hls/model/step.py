@@ -75,7 +75,7 @@ def host_of(target: Target) -> HostModel:
 
 NORM_BYTES = 28
 """What a norm and the residual add before it load and store per element, float32: two summands and their sum; the row
-for the sum of squares; the row, its weight and the result (codegen/tvm/kernels/norm/norm.py)."""
+for the sum of squares; the row, its weight and the result (codegen/tvm/kernels/norm.py)."""
 
 ROPE_BYTES = 16
 """The same per element of q and k: the element, cosine, sine, result (codegen/tvm/kernels/norm/rotary.py)."""
