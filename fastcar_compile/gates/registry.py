@@ -19,8 +19,8 @@ from fastcar_compile.gates.weights import LayerWeights
 ENTRY_POINTS = "fastcar_compile.gates"
 """The group of entry points; each names a subclass of `Gate`, for example `peak = "my_package:PeakGate"`."""
 
-_FABRIC: tuple[type[FabricGate], ...] = (TasGate, InputDeltaGate, BoundGate, LearnedGate)
-_BUILT_IN: dict[str, type[Gate]] = {gate.name: gate for gate in (*_FABRIC, AlwaysGate, NeverGate, RandomGate)}
+_FABRIC: dict[str, type[FabricGate]] = {g.name: g for g in (TasGate, InputDeltaGate, BoundGate, LearnedGate)}
+_BUILT_IN: dict[str, type[Gate]] = {**_FABRIC, **{g.name: g for g in (AlwaysGate, NeverGate, RandomGate)}}
 
 
 class GateKind(IntEnum):
@@ -34,7 +34,7 @@ class GateKind(IntEnum):
     @property
     def gate(self) -> type[FabricGate]:
         """The gate's class."""
-        return _FABRIC[self - 1]
+        return _FABRIC[self.name.lower()]
 
     @property
     def at_most(self) -> bool:
@@ -152,4 +152,4 @@ def decided_on_accelerator(gate: str) -> bool:
 
     The host decides every other gate.
     """
-    return gate in _BUILT_IN and issubclass(_BUILT_IN[gate], FabricGate)
+    return gate in _FABRIC
