@@ -139,9 +139,7 @@ def _replay(program: DecoderProgram) -> ReplayForm | None:
     found = {site.replay.gate: site for site in program.sites if site.replay is not None}
     foreign = [
         CompileError(
-            f"no step program: the host decides gate {gate!r}, and has no part in a step",
-            where=site.source,
-            hint=HINT,
+            f"no step program: the host decides gate {gate!r}, and has no part in a step", where=site.source, hint=HINT
         )
         for gate, site in found.items()
         if not decided_on_accelerator(gate)

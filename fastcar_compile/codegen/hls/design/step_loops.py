@@ -12,13 +12,7 @@ from math import ceil
 
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, DrsTable
-from fastcar_compile.codegen.hls.design.control_loops import (
-    ROOT_DEPTH,
-    SHIFT,
-    ControlOp,
-    ControlWork,
-    control_loops,
-)
+from fastcar_compile.codegen.hls.design.control_loops import ROOT_DEPTH, SHIFT, ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.loops import (
     ADD_CLOCKS,
     COMPARE,
@@ -249,10 +243,7 @@ def _append(append: step.Append, work: VectorWork) -> tuple[Repeated, ...]:
         Loop("quantize_head", "round_mantissas", floats, MANTISSA_DEPTH),
         Loop("quantize_heads", "send_words", words + 1, COPY_DEPTH),
     )
-    take = (
-        Loop("store_heads", "take_mantissas", words, WRITE),
-        Loop("store_heads", "take_exponents", 1, WRITE),
-    )
+    take = (Loop("store_heads", "take_mantissas", words, WRITE), Loop("store_heads", "take_exponents", 1, WRITE))
     if isinstance(append, step.AppendKeys):
         # A beat of several ports' words is read before it is written: the other ports' words have to stay.
         read = (append.blocks, words) if work.axi_words > 1 else (append.blocks,)

@@ -122,11 +122,7 @@ def estimate(
 
 
 def default_offload(
-    workload: Workload,
-    target: Target,
-    *,
-    whole: tuple[Design, StepProgram | None] | None = None,
-    what_if: bool = False,
+    workload: Workload, target: Target, *, whole: tuple[Design, StepProgram | None] | None = None, what_if: bool = False
 ) -> Offload:
     """Return what the accelerator computes where nobody says: "all", or "linears" where that takes less time; or "mlp".
 
@@ -224,13 +220,7 @@ class Run:
         return sum(self.busy.get(unit, 0.0) for unit in STREAMING)
 
     @classmethod
-    def of(
-        cls,
-        board: Board,
-        trace: Decisions,
-        attended: NDArray[np.integer],
-        mapping: Mapping = Mapping.DRS,
-    ) -> Run:
+    def of(cls, board: Board, trace: Decisions, attended: NDArray[np.integer], mapping: Mapping = Mapping.DRS) -> Run:
         """Return the means; forwards of equal load are simulated once, at their mean of attended positions."""
         loads = np.stack([(~trace).sum(-1), passes_of(trace, board.engine.cores, mapping)], axis=-1)
         keys = loads.reshape(len(trace), -1)
