@@ -15,7 +15,7 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, budget_of, explore, resources_of
 from fastcar_compile.codegen.hls.design.memory import measured_cap, memory_rate
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
-from fastcar_compile.codegen.hls.design.step_usage import short_usage, total
+from fastcar_compile.codegen.hls.design.step_usage import short_usage
 from fastcar_compile.codegen.hls.model import Workload, load_shape
 from fastcar_compile.codegen.hls.model.gate import GateModel
 from fastcar_compile.codegen.hls.project import emit_hls
@@ -85,7 +85,7 @@ def test_it_is_the_least_of_all_that_keep_the_ports() -> None:
     wanted = replace(work.kernel_spec(), linears=())
     spec = wanted.mlp
     found = explore(wanted, target)
-    beside = total([controller_usage(wanted.controller.limits(spec)), short_usage(spec.layers, 0)])
+    beside = controller_usage(wanted.controller.limits(spec)) + short_usage(spec.layers, 0)
     budget = module._beside(budget_of(target), beside)
     alone = explore(replace(wanted, mlp=replace(spec, batch=1)), target).design
     candidates = [d for n in module.core_choices(8) for d in module.designs(replace(spec, cores=n), budget)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fastcar_compile.codegen.hls.design.exploration import explore
-from fastcar_compile.codegen.hls.design.step_usage import StepParts, step_units
+from fastcar_compile.codegen.hls.design.step_usage import step_units
 from fastcar_compile.codegen.hls.model import Estimate, Workload, estimate, load_shape
 from fastcar_compile.codegen.hls.model.gate import GateModel
 from fastcar_compile.codegen.hls.model.question import program_of_shape, without_replay
@@ -54,7 +54,7 @@ def test_keys_and_values_have_multipliers_of_their_own() -> None:
     found = explore(wanted, ZCU102)
     assert wanted.step is not None
     assert found.design.group == wanted.step.queries == 4
-    units = {u.name: u for u in step_units(StepParts.of(found.design, wanted.step.buffers(found.design.mlp, 4)))}
+    units = step_units(found.design, wanted.step.buffers(found.design.mlp, 4))
     assert units["key multipliers"].dsp == units["value multipliers"].dsp == 64 * 4
     narrow = explore(wanted, load_target("kv260"))
     assert narrow.design.group == 1, "the query heads of a key head go one after the other"

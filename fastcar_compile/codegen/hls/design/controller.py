@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from fastcar_compile.codegen.hls.control_table.builder import GateScore
@@ -23,7 +24,7 @@ PRODUCT_DSP = 2
 """24 by 24 bits unsigned in the 27 x 18 multipliers of a DSP48E2 (UG579): two of them."""
 
 SCORE_DSP = 3
-"""One float32 multiplication per row (as in FLOAT_MULTIPLY_DSP of usage.py)."""
+"""One float32 multiplication per row (as in FLOAT_MULTIPLY of usage.py)."""
 
 CHECK_DSP = 1
 """The multiplier of the checks, 16 by 17 bits."""
@@ -31,10 +32,10 @@ CHECK_DSP = 1
 ANSWER_BANKS = 4
 """The answer is collected in four banks of 32-bit words, so that it leaves as 128-bit words."""
 
-PRODUCT_LUT, PRODUCT_FF = 350, 400
+PRODUCT = Usage(lut=350, ff=400)
 """The shifter, rounding and limit of one product, and its share of the adder. Estimate."""
 
-CONTROL_LUT, CONTROL_FF = 2_500, 3_000
+CONTROL = Usage(lut=2_500, ff=3_000)
 """Checks, CRC-32 of a word per clock, gate and mapping. Estimate."""
 
 SUBTRACT_DSP, DIVIDE_DSP = 2, 0
@@ -47,24 +48,11 @@ UNIT_BITS = 160
 """What is kept of a unit of a network: its sum, b1, w2 and the exponent."""
 
 
-ROOT_LUT, ROOT_FF = 1_400, 1_500
+ROOT = Usage(lut=1_400, ff=1_500)
 """A square root of a float32: 25 steps of a subtraction of at most 27 bits and a choice. Estimate."""
 
 HEAD_SUM_BITS = 192
 """Gate `bound` keeps three sums of 64 bits per query head."""
-
-
-@dataclass(frozen=True)
-class ScoreUnit:
-    """What computes a score: its DSPs, shifters with rounding, of which a product has one, and square roots. Estimate."""
-
-    dsp: int
-    products: int
-    roots: int = 0
-
-
-_CHANGE = ScoreUnit(FLOATS_PER_WORD * SUBTRACT_DSP + DIVIDE_DSP, 2 * FLOATS_PER_WORD)
-_COSINES = 3 * FLOATS_PER_WORD
 
 
 @dataclass(frozen=True)
@@ -93,22 +81,20 @@ class ControllerSpec:
         )
 
 
+_CHANGE = Usage(dsp=FLOATS_PER_WORD * SUBTRACT_DSP + DIVIDE_DSP) + PRODUCT * (2 * FLOATS_PER_WORD)
+_COSINES = Usage(dsp=3 * FLOATS_PER_WORD * PRODUCT_DSP + 3 * SCORE_DSP) + PRODUCT * (3 * FLOATS_PER_WORD + 1) + ROOT * 2
+_NETWORK = Usage(dsp=BFLOATS_PER_WORD * WEIGHT_DSP + PRODUCT_DSP + 2 * SCORE_DSP + 2 * SUBTRACT_DSP)
 SCORE_UNITS = {
-    GateKind.TAS: ScoreUnit(FLOATS_PER_WORD * PRODUCT_DSP + SCORE_DSP, FLOATS_PER_WORD),
+    GateKind.TAS: Usage(dsp=FLOATS_PER_WORD * PRODUCT_DSP + SCORE_DSP) + PRODUCT * FLOATS_PER_WORD,
     GateKind.INPUT_DELTA: _CHANGE,
-    GateKind.BOUND: ScoreUnit(
-        _CHANGE.dsp + _COSINES * PRODUCT_DSP + 3 * SCORE_DSP + DIVIDE_DSP + SUBTRACT_DSP,
-        _CHANGE.products + _COSINES + 1,
-        roots=2,
-    ),
-    GateKind.LEARNED: ScoreUnit(
-        FLOATS_PER_WORD * SUBTRACT_DSP + BFLOATS_PER_WORD * WEIGHT_DSP + PRODUCT_DSP + 2 * SCORE_DSP + 2 * SUBTRACT_DSP,
-        FLOATS_PER_WORD + BFLOATS_PER_WORD + 1,
-    ),
+    GateKind.BOUND: _CHANGE + _COSINES + Usage(dsp=DIVIDE_DSP + SUBTRACT_DSP),
+    GateKind.LEARNED: Usage(dsp=FLOATS_PER_WORD * SUBTRACT_DSP)
+    + PRODUCT * (FLOATS_PER_WORD + BFLOATS_PER_WORD + 1)
+    + _NETWORK,
 }
 """By gate: four changes per clock and two magnitudes each; for `bound` also three products of four lanes per clock, and per
 head the cosine with its rounding; for a network four features, eight products of the first layer, one of the second, and
-the scaling and bias of both."""
+the scaling and bias of both. A product has a shifter with rounding. Estimate."""
 
 
 def controller_cycles(table: DrsTable) -> int:
@@ -119,18 +105,19 @@ def controller_cycles(table: DrsTable) -> int:
 def controller_usage(limits: Limits) -> Usage:
     """Return the resources besides the AXI ports."""
     kind = limits.gate or GateKind.TAS
-    unit = SCORE_UNITS[kind]
     # Gate `learned` keeps x and its change as features, both padded to whole words of weights.
     features = 2 * limits.key_words + 2 if kind is GateKind.LEARNED else 0
     weighted = kind is GateKind.TAS and limits.heads > 0
-    return Usage(
-        lut=CONTROL_LUT + unit.products * PRODUCT_LUT + unit.roots * ROOT_LUT,
-        ff=CONTROL_FF + unit.products * PRODUCT_FF + unit.roots * ROOT_FF,
-        dsp=unit.dsp + CHECK_DSP + (FLOATS_PER_WORD * SCORE_DSP if weighted else 0),
-        bram36=bram_blocks(128, limits.key_words)
-        + bram_blocks(128, features)
-        + bram_blocks(UNIT_BITS, limits.units)
-        + bram_blocks(HEAD_SUM_BITS if kind is GateKind.BOUND else 32, limits.heads)
-        + bram_blocks(32, limits.table_words)
-        + bram_blocks(ANSWER_BANKS * 32, RESULT_WORDS // ANSWER_BANKS),
+    bits_depth = (
+        (128, limits.key_words),
+        (128, features),
+        (UNIT_BITS, limits.units),
+        (HEAD_SUM_BITS if kind is GateKind.BOUND else 32, limits.heads),
+        (32, limits.table_words),
+        (ANSWER_BANKS * 32, RESULT_WORDS // ANSWER_BANKS),
     )
+    dsp, blocks = (
+        CHECK_DSP + (FLOATS_PER_WORD * SCORE_DSP if weighted else 0),
+        itertools.starmap(bram_blocks, bits_depth),
+    )
+    return CONTROL + SCORE_UNITS[kind] + Usage(dsp=dsp, bram36=sum(blocks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from fastcar_compile.codegen.hls.design.spec import (
     StepSpec,
     check_linears,
 )
-from fastcar_compile.codegen.hls.design.step_usage import StepParts, short_usage, step_usage, total
+from fastcar_compile.codegen.hls.design.step_usage import short_usage, step_usage
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS, Usage
 from fastcar_compile.codegen.hls.step_program.cache_layout import MAX_PORTS
 from fastcar_compile.config.targets import Target
@@ -117,8 +117,8 @@ def explore(
         TargetError: the target has no fabric.
     """
     mlp, linears = wanted.mlp, wanted.linears
-    short = [] if wanted.step else [short_usage(mlp.layers, len(linears))]
-    budget = _beside(budget_of(target), total([controller_usage(wanted.controller.limits(mlp)), *short]))
+    short = Usage() if wanted.step else short_usage(mlp.layers, len(linears))
+    budget = _beside(budget_of(target), controller_usage(wanted.controller.limits(mlp)) + short)
     numbers = cores or core_choices(mlp.batch)
     room = _Room(target, wanted.step, banks=banks)
     # One row on one core shows how many ports a single sequence can use.
@@ -176,10 +176,10 @@ class _Room:
             return design.excess()
         key = design.ports, design.mlp.batch, group
         if key not in self._units:
-            self._units[key] = step_usage(StepParts.of(design, self._step.buffers(design.mlp, group)))
+            self._units[key] = step_usage(design, self._step.buffers(design.mlp, group))
         # The format of a step program has at most MAX_PORTS weight ports.
         ports = [f"ports {design.ports} of {MAX_PORTS}"] if design.ports > MAX_PORTS else []
-        return ports + total([design.usage, self._units[key]]).over(design.budget)
+        return ports + (design.usage + self._units[key]).over(design.budget)
 
 
 def core_choices(batch: int) -> list[int]:
@@ -311,7 +311,7 @@ def budget_of(target: Target) -> BoardBudget:
 
 def _beside(budget: BoardBudget, usage: Usage) -> BoardBudget:
     # A controller that is larger than the board leaves nothing, and then no design fits.
-    return replace(budget, **{name: max(0, getattr(budget, name) - used) for name, used in asdict(usage).items()})
+    return replace(budget, **{name: max(0, getattr(budget, name) - used) for name, used in vars(usage).items()})
 
 
 def resources_of(
@@ -322,10 +322,9 @@ def resources_of(
     Args:
         step: of a kernel of whole steps.
     """
-    limits, parts = target.budget(), [design.usage, controller_usage(controller.limits(design.mlp))]
-    rest = step_usage(StepParts.of(design, step)) if step else short_usage(design.mlp.layers, len(design.linears))
-    used = asdict(total([*parts, rest]))
+    limits, rest = target.budget(), short_usage(design.mlp.layers, len(design.linears))
+    used = design.usage + controller_usage(controller.limits(design.mlp)) + (step_usage(design, step) if step else rest)
     return {
         name: {"used": count, "limit": limits[name], "share": count / limits[name] if limits[name] else 0.0}
-        for name, count in used.items()
+        for name, count in vars(used).items()
     }

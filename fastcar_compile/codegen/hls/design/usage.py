@@ -8,10 +8,41 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import ceil
+from operator import add
 
 from fastcar_compile.artifact.sections import UsagePart
 from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS, WORD_BYTES, Product, float_words
 from fastcar_compile.codegen.hls.design.spec import TABLED, BoardBudget, MlpSpec
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counts of LUT, FF, DSP slices, BRAM36 and URAM blocks."""
+
+    lut: int = 0
+    ff: int = 0
+    dsp: int = 0
+    bram36: int = 0
+    uram: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        """Return what two parts take together."""
+        return Usage(*map(add, vars(self).values(), vars(other).values()))
+
+    def __mul__(self, count: int) -> Usage:
+        """Return what so many of it take."""
+        return Usage(*(count * used for used in vars(self).values()))
+
+    @property
+    def part(self) -> UsagePart:
+        """The counts for the manifest."""
+        return UsagePart(**asdict(self))
+
+    def over(self, budget: BoardBudget) -> list[str]:
+        """Return one text per resource whose use is above the budget."""
+        pairs = {name: (used, getattr(budget, name)) for name, used in vars(self).items()}
+        return [f"{name.upper()} {used} of {limit}" for name, (used, limit) in pairs.items() if used > limit]
+
 
 ROW_PORTS = 2
 """AXI ports besides the weights: one reads x, one reads the cached rows and writes y."""
@@ -41,22 +72,20 @@ sums of eight products stay in the DSP's own adders, over the cascade (UG579).""
 STAGES = 2
 """Flip-flops per such LUT: registers before and behind an adder. Estimate."""
 
-STREAM_LUT, STREAM_FF = 150, 20
+STREAM = Usage(lut=150, ff=20)
 """A FIFO of sixteen 128-bit words: one SRL16 per bit (UG574), and its counters. Estimate of the counters."""
 
-FLOAT_MULTIPLY_DSP, FLOAT_ADD_DSP = 3, 2
-"""DSP48E2 of a float32 operator at the usage that Vitis HLS takes by default (PG060, "full" multiplier and adder)."""
+FLOAT_MULTIPLY, FLOAT_ADD = Usage(350, 550, dsp=3), Usage(350, 550, dsp=2)
+"""A float32 operator: DSP48E2 at the usage that Vitis HLS takes by default (PG060, "full" multiplier and adder), and the fabric
+around it. Estimate of the fabric."""
 
-FLOAT_LUT, FLOAT_FF = 350, 550
-"""Fabric around one float32 operator. Estimate."""
-
-CORE_LUT, CORE_FF = 800, 1_000
+CORE = Usage(lut=800, ff=1_000)
 """One core besides its sums and float32 operators: converters and the multiplexers of its row. Estimate."""
 
-ARRAY_LUT, ARRAY_FF = 3_000, 3_500
+ARRAY = Usage(lut=3_000, ff=3_500)
 """The array besides its cores: the divider, counters and addresses of every loop. Estimate."""
 
-PORT_LUT, PORT_FF = 2_500, 3_500
+PORT = Usage(lut=2_500, ff=3_500)
 """One AXI master besides its buffers. Estimate."""
 
 LONGEST_BURST = 256
@@ -96,32 +125,11 @@ READS = Bursts(length=4096, outstanding=4)
 WRITES = Bursts(length=1024, outstanding=8, strobes=True)
 """8 KiB in flight are 512 beats of 128 bits: the depth of a block RAM at its full width, so that fewer cost as much."""
 
-BASE_LUT, BASE_FF, BASE_BRAM = 6_000, 7_000, 4
+BASE = Usage(lut=6_000, ff=7_000, bram36=4)
 """DRS controller, AXI-Lite control and the row processes. Estimate."""
 
-CONTROL_LUT, CONTROL_FF, CONTROL_DSP = 1_500, 1_500, 12
+CONTROL = Usage(lut=1_500, ff=1_500, dsp=12)
 """Loop bounds of a linear at run time, once per call: the products of small integers in decode and run_product. Estimate."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Counts of LUT, FF, DSP slices, BRAM36 and URAM blocks."""
-
-    lut: int
-    ff: int
-    dsp: int
-    bram36: int
-    uram: int = 0
-
-    @property
-    def part(self) -> UsagePart:
-        """The counts for the manifest."""
-        return UsagePart(**asdict(self))
-
-    def over(self, budget: BoardBudget) -> list[str]:
-        """Return one text per resource whose use is above the budget."""
-        pairs = {name: (used, getattr(budget, name)) for name, used in vars(self).items()}
-        return [f"{name.upper()} {used} of {limit}" for name, (used, limit) in pairs.items() if used > limit]
 
 
 @dataclass(frozen=True)
@@ -164,9 +172,11 @@ def uram_blocks(bits: int, depth: int) -> int:
     return ceil(bits / 72) * ceil(depth / 4096)
 
 
-def lut_ram(bits: int, depth: int) -> int:
-    """Return the LUTs of a memory that is too shallow for block RAM, else 0."""
-    return bits if depth <= LUT_RAM_DEPTH else 0
+def memory(bits: int, depth: int, copies: int = 1, *, uram: bool = False) -> Usage:
+    """Return the blocks of so many such memories; the LUTs of those that are too shallow for block RAM."""
+    if uram:
+        return Usage(uram=copies * uram_blocks(bits, depth))
+    return Usage(lut=copies * bits if depth <= LUT_RAM_DEPTH else 0, bram36=bram_blocks(bits, depth, copies))
 
 
 def engine_usage(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffers) -> Usage:
@@ -175,41 +185,16 @@ def engine_usage(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffer
     Args:
         product: any of the design's, for its ports and bits.
     """
-    ports, axi = product.ports, product.ports // axi_words + ROW_PORTS
-    operators, (sums, packs) = _float_operators(mlp, product), adders(mlp.cores, ports, product.lanes)
-    memories = _memories(mlp, product, axi_words, buffers)
+    ports, cores, axi = product.ports, mlp.cores, product.ports // axi_words
+    multiplied, added = _float_operators(mlp, product)
     blend = 2 if mlp.activation in TABLED else 0  # the table's: two products in integers
     # A block of four ports meets its scaler over one LUT6 per bit (UG574): sums of every core, and words of the head.
-    select = product.port_lanes * (mlp.cores * SUM_BITS + WORD_BITS)
-    around = sums + packs + select
-    # Tiles are double-buffered: one is fetched while the other is multiplied.
-    tile_uram = 2 * ports * uram_blocks(WORD_BITS, buffers.tile_words) if buffers.uram else 0
-    return Usage(
-        lut=around
-        + operators.count * FLOAT_LUT
-        + mlp.cores * CORE_LUT
-        + ARRAY_LUT
-        + CONTROL_LUT
-        + BASE_LUT
-        + axi * PORT_LUT
-        + ports * STREAM_LUT
-        + sum(n * lut_ram(bits, depth) for n, bits, depth in memories),
-        ff=STAGES * around
-        + operators.count * FLOAT_FF
-        + mlp.cores * CORE_FF
-        + ARRAY_FF
-        + CONTROL_FF
-        + BASE_FF
-        + axi * PORT_FF
-        + ports * STREAM_FF,
-        dsp=product.lanes * multipliers(mlp.cores, ports) + operators.dsp + mlp.cores * blend + CONTROL_DSP,
-        bram36=sum(n * bram_blocks(bits, depth) for n, bits, depth in memories)
-        + READS.blocks(axi_words * WORD_BYTES, ports // axi_words)
-        + READS.blocks(WORD_BYTES, ROW_PORTS)
-        + WRITES.blocks(WORD_BYTES)
-        + BASE_BRAM,
-        uram=tile_uram,
-    )
+    select = product.port_lanes * (cores * SUM_BITS + WORD_BITS)
+    around = sum(adders(cores, ports, product.lanes)) + select
+    bursts = READS.blocks(axi_words * WORD_BYTES, axi) + READS.blocks(WORD_BYTES, ROW_PORTS) + WRITES.blocks(WORD_BYTES)
+    fixed = Usage(around, STAGES * around, product.lanes * multipliers(cores, ports) + cores * blend, bursts)
+    array = FLOAT_MULTIPLY * multiplied + FLOAT_ADD * added + CORE * cores + ARRAY + CONTROL + BASE
+    return fixed + array + PORT * (axi + ROW_PORTS) + STREAM * ports + _memories(mlp, product, axi_words, buffers)
 
 
 def multipliers(rows: int, ports: int) -> int:
@@ -226,49 +211,35 @@ def adders(cores: int, ports: int, lanes: int) -> tuple[int, int]:
     return multipliers(cores, ports) * pair, packed * lanes * PACK_BITS
 
 
-@dataclass(frozen=True)
-class _Operators:
-    """float32 operators of a design."""
-
-    multipliers: int
-    adders: int
-
-    @property
-    def count(self) -> int:
-        return self.multipliers + self.adders
-
-    @property
-    def dsp(self) -> int:
-        return self.multipliers * FLOAT_MULTIPLY_DSP + self.adders * FLOAT_ADD_DSP
-
-
-def _float_operators(mlp: MlpSpec, product: Product) -> _Operators:
-    """Return the float32 operators, counted in the sources."""
+def _float_operators(mlp: MlpSpec, product: Product) -> tuple[int, int]:
+    """Return the float32 multipliers and adders, counted in the sources."""
     table = mlp.activation in TABLED
     # Per core: x * inverse and the rest of its rounding, four values at a time; scaling; the activation.
     activate = (3 if table else 0) + int(mlp.activation == "relu2") + (1 if mlp.gated else 0)
     groups = 1 if product.bits == 4 else 0
     multiply = FLOATS_PER_WORD + 2 * product.port_lanes + activate
     add = FLOATS_PER_WORD + (1 + groups) * product.port_lanes + int(table)
-    return _Operators(mlp.cores * multiply + 1, mlp.cores * add)  # and one for the rows' scales
+    return mlp.cores * multiply + 1, mlp.cores * add  # and one for the rows' scales
 
 
-def _memories(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffers) -> list[tuple[int, int, int]]:
-    """Return (copies, bits, depth) of every buffer but tiles in UltraRAM.
+def _memories(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffers) -> Usage:
+    """Return the blocks of every buffer.
 
     The cores share tiles and heads. Tiles, sums, values and results are there twice, heads three times, the rest once.
     """
     ports, cores, passes = product.ports, mlp.cores, ceil(mlp.batch / mlp.cores)
     lanes, places = product.port_lanes, buffers.tile * product.port_blocks
-    return [
-        *([] if buffers.uram else [(2 * ports, WORD_BITS, buffers.tile_words)]),
+    copies_bits_depth = [
         (3 * ports, WORD_BITS, buffers.head_words),
         (2 * ports * cores, 32, passes * buffers.tile_sums),
         (2 * lanes * cores, 32, passes * places),
-        *([] if product.bits == 8 else [(lanes * cores, 32, places)]),
+        (0 if product.bits == 8 else lanes * cores, 32, places),
         (2 * cores, WORD_BITS, passes * float_words(buffers.tile * ports)),
         (cores, 8 * product.lanes, passes * buffers.channel_words),
         (FLOATS_PER_WORD * cores, 32, passes * float_words(buffers.inputs)),
         (ports // axi_words, axi_words * WORD_BITS, FIFO_WORDS // axi_words),
-        *([(cores, *FACTOR_ROM)] if mlp.activation in TABLED else []),
+        (cores if mlp.activation in TABLED else 0, *FACTOR_ROM),
     ]
+    # Tiles are double-buffered: one is fetched while the other is multiplied.
+    tiles = memory(WORD_BITS, buffers.tile_words, uram=buffers.uram) * (2 * ports)
+    return sum((memory(bits, depth) * copies for copies, bits, depth in copies_bits_depth), start=tiles)
