@@ -132,7 +132,7 @@ def test_four_fifths_of_replay_cost_a_third_of_one_port() -> None:
     chance = {rows: math.comb(32, rows) * 0.2**rows * 0.8 ** (32 - rows) for rows in range(1, 33)}
 
     def seconds(rows: int) -> float:
-        return made.mlp_cycles_of(made.load(rows)) / clock + max(0.0, streamed - made.port_words / clock)
+        return made.mlp_cycles(made.load(rows)) / clock + max(0.0, streamed - made.port_words / clock)
 
     replayed = sum(share * seconds(rows) for rows, share in chance.items())
     assert replayed <= 0.35 * made.port_words * made.ports / clock

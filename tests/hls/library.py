@@ -36,7 +36,7 @@ def zcu102(ports: int = 6, axi_bits: int = 128) -> BoardBudget:
 
 def best(found: Iterable[Design]) -> Design:
     """Of the designs that fit, the one with the most ports and the fewest clocks."""
-    return min((d for d in found if not d.excess()), key=lambda d: (-d.ports, d.step_cycles))
+    return min((d for d in found if not d.excess()), key=lambda d: (-d.ports, d.step_cycles()))
 
 
 def design(

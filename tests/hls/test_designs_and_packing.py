@@ -50,11 +50,11 @@ def test_designs_keep_their_budget_and_cover_every_channel(
         channels = product.tile * product.ports
         assert (product.tiles - 1) * channels < product.channels <= product.tiles * channels
         assert channels % 4 == 0
-        assert product.inputs <= made.max_inputs
-        assert product.tile_words <= made.max_tile_words
-        assert product.head_words <= made.max_head_words
+        assert product.inputs <= made.buffers.inputs
+        assert product.tile_words <= made.buffers.tile_words
+        assert product.head_words <= made.buffers.head_words
     again = made.fit(LinearSpec("a", *linear))
-    assert again.tile_words <= made.max_tile_words
+    assert again.tile_words <= made.buffers.tile_words
     assert again.tiles * again.tile * again.ports >= linear[1]
 
 
@@ -65,7 +65,7 @@ LLAMA_7B_LINEARS = (("layer_0.qkv", 4096, 12288, False), ("layer_0.o", 4096, 409
 def test_the_seven_billion_parameter_shape_fits_zcu102(linears: tuple[tuple[str, int, int, bool], ...]) -> None:
     """Buffers are those of the widest use, down's 11008 inputs."""
     made = design(4096, 11008, 2, 2, layers=32, linears=linears)
-    assert (made.ports, made.lanes, made.max_inputs) == (4, 128, 11008)
+    assert (made.ports, made.lanes, made.buffers.inputs) == (4, 128, 11008)
     assert made.usage.bram36 <= 912 * 80 // 100
     assert Design.of(DesignPart.model_validate_json(made.part.model_dump_json())) == made
     for name in made.linears:
@@ -80,7 +80,7 @@ def test_an_engine_for_mlps_alone_costs_what_one_with_linears_does() -> None:
     """One kernel for both: with equal tiles the MLP takes the same clocks, and linears of its width add nothing."""
     also = design(128, 352, 2, 2, linears=EXAMPLE)
     alone = replace(also, linears={})
-    assert alone.mlp_cycles == also.mlp_cycles
+    assert alone.mlp_cycles() == also.mlp_cycles()
     assert alone.usage.dsp == also.usage.dsp
 
 
@@ -97,7 +97,7 @@ def test_more_cores_share_the_ports_and_the_tiles() -> None:
 
 def test_wider_linears_than_the_mlp_widen_the_buffers() -> None:
     narrow, wide = (design(64, 96, 2, 2, linears=[("o", inputs, 64, False)]) for inputs in (64, 20_000))
-    assert (narrow.max_inputs, wide.max_inputs) == (96, 20_000)
+    assert (narrow.buffers.inputs, wide.buffers.inputs) == (96, 20_000)
     assert wide.usage.bram36 > narrow.usage.bram36
     assert wide.usage.dsp == narrow.usage.dsp
 

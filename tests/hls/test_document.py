@@ -24,7 +24,7 @@ def example() -> list[str]:
     pairs = [("LUT", usage.lut, budget.lut), ("FF", usage.ff, budget.ff), ("DSP", usage.dsp, budget.dsp)]
     pairs.append(("BRAM36", usage.bram36, budget.bram36))
     lines.append("estimate: " + ", ".join(f"{name} {used} of {limit}" for name, used, limit in pairs))
-    lines.append(f"estimate: {made.mlp_cycles} clocks at {budget.clock_mhz:g} MHz when a row computes")
+    lines.append(f"estimate: {made.mlp_cycles()} clocks at {budget.clock_mhz:g} MHz when a row computes")
     return lines
 
 
@@ -32,7 +32,7 @@ def with_linears(title: str, made: Design) -> list[str]:
     """A design as the document shows it; of the layers the first."""
     usage = made.usage
     lines = [f"{title}: LUT {usage.lut}, FF {usage.ff}, DSP {usage.dsp}, BRAM36 {usage.bram36} (estimates)"]
-    lines.append(f"  {'MLP':12}{made.stream_bytes:>12} bytes {made.mlp_cycles:>9} clocks")
+    lines.append(f"  {'MLP':12}{made.stream_bytes:>12} bytes {made.mlp_cycles():>9} clocks")
     for name in ("layer_0.qkv", "layer_0.o", "head"):
         lines.append(f"  {name:12}{made.linears[name].stream_bytes:>12} bytes {made.cycles(name):>9} clocks")
     return lines

@@ -46,7 +46,7 @@ def test_any_shape_and_any_rows_on_one_engine(
 ) -> None:
     """One compiled engine takes every size that its buffers hold; rows that it does not compute stay as they were."""
     design, rng = DESIGNS[design_name], np.random.default_rng(seed)
-    product = design.fit(LinearSpec("any", min(inputs, design.max_inputs), channels, biased))
+    product = design.fit(LinearSpec("any", min(inputs, design.buffers.inputs), channels, biased))
     linear = Linear.random(design, product, rng)
     x, before = rows(library, linear.product.inputs, rng, exponent), rows(library, channels, rng)
     mask = int(rng.integers(0, 1 << library.batch))

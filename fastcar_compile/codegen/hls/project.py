@@ -19,7 +19,7 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import total_latency
 from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
-from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
+from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS
 from fastcar_compile.codegen.hls.interface import (
     ControlSizes,
     KernelInterface,
@@ -157,7 +157,8 @@ def emit_hls(
         [port for port in kernel.ports if port.name.startswith(prefix)] for prefix in ("weights_", "cache_")
     )
     values = {"design": design, "step": step, "kernel": kernel, "weights": weights, "caches": caches}
-    values |= {"fifo_words": FIFO_WORDS // design.axi_words, "total_turns": total_latency(design.budget.clock_mhz)}
+    values |= {"fifo_words": FIFO_WORDS // design.axi_words, "step_fifo_words": STEP_FIFO_WORDS // design.axi_words}
+    values["total_turns"] = total_latency(design.budget.clock_mhz)
     texts = {name: render(name, **values) for name in SOURCES}
     texts[STEP_BENCH] = step_bench(design, step, table, kernel)
     controller = emit_drs(table, replace(limits_of(table), instructions=step.instructions))

@@ -9,7 +9,7 @@ from fastcar_compile.artifact.sections import DesignPart
 from fastcar_compile.codegen.hls.design.loops import Load, load_loop, product_cycles, scale_rows
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, section_words
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec
-from fastcar_compile.codegen.hls.design.usage import STEP_FIFO_WORDS, Buffers, Usage, engine_usage
+from fastcar_compile.codegen.hls.design.usage import Buffers, Usage, engine_usage
 from fastcar_compile.errors import CompileError
 
 
@@ -91,81 +91,47 @@ class Design:
         """Whether the rows of a kernel of whole steps are in UltraRAM: where the board has it."""
         return self.budget.uram > 0
 
-    @property
-    def step_fifo_words(self) -> int:
-        """Words of every weight port's FIFO in a kernel of whole steps: they wait while the array quantises its rows."""
-        return STEP_FIFO_WORDS
-
-    @property
-    def max_inputs(self) -> int:
-        """Inputs of the widest product: floats and int8 values that a core keeps of one row."""
-        return max(p.inputs for p in self.products)
-
-    @property
-    def max_tile(self) -> int:
-        """Most rows of one tile on one port."""
-        return max(p.tile for p in self.products)
-
-    @property
-    def max_tile_words(self) -> int:
-        """Most 128-bit words of one tile's weights on one port."""
-        return max(p.tile_words for p in self.products)
-
-    @property
-    def max_tile_sums(self) -> int:
-        """Most int32 sums of one tile on one port."""
-        return max(p.tile * p.sums for p in self.products)
-
-    @property
-    def max_sums(self) -> int:
-        """Most int32 sums of one channel."""
-        return max(p.sums for p in self.products)
-
-    @property
-    def max_head_words(self) -> int:
-        """Most 128-bit words of one tile's scales and biases on one port; linears always have room for biases."""
+    @cached_property
+    def buffers(self) -> Buffers:
+        """Sizes of the largest product; linears always have room for biases."""
+        products = self.products
         # Biases are counted for every linear: a linear that `fit` adds later may have some.
-        linears = [replace(p, bias=True) for p in self.linears.values()]
-        return max(p.head_words for p in (self.gate_up, self.down, *linears))
-
-    @property
-    def max_channel_words(self) -> int:
-        """Most 128-bit words of one channel's weights."""
-        return max(p.channel_words for p in self.products)
+        biased = [self.gate_up, self.down, *(replace(p, bias=True) for p in self.linears.values())]
+        return Buffers(
+            inputs=max(p.inputs for p in products),
+            tile=max(p.tile for p in products),
+            tile_words=max(p.tile_words for p in products),
+            tile_sums=max(p.tile * p.sums for p in products),
+            sums=max(p.sums for p in products),
+            head_words=max(p.head_words for p in biased),
+            channel_words=max(p.channel_words for p in products),
+            uram=self.tiles_in_uram,
+        )
 
     @property
     def max_section_words(self) -> int:
         """Most 128-bit words of one port's section."""
         return max([self.section_words, *(p.section_words for p in self.linears.values())])
 
-    @property
-    def mlp_cycles(self) -> int:
-        """Estimated clocks of an MLP in which every row computes; memory latency is left out."""
-        return self.mlp_cycles_of(self.load())
+    def mlp_cycles(self, load: Load | None = None) -> int:
+        """Return the estimated clocks of an MLP; memory latency is left out.
 
-    def mlp_cycles_of(self, load: Load) -> int:
-        """Return the estimated clocks of an MLP under a load of at least one row."""
+        Args:
+            load: of at least one row; None: every row computes.
+        """
+        load = load or self.load()
         products = product_cycles(self.gate_up, load, inner=True) + product_cycles(self.down, load)
         return load_loop(self.mlp.hidden, load).cycles + products
 
-    def cycles(self, name: str) -> int:
+    def cycles(self, name: str, load: Load | None = None) -> int:
         """Return the estimated clocks of one linear call, under the same terms."""
-        return self.linear_cycles_of(name, self.load())
-
-    def linear_cycles_of(self, name: str, load: Load) -> int:
-        """Return the estimated clocks of one linear call under a load of at least one row."""
-        product = self.linears[name]
+        product, load = self.linears[name], load or self.load()
         return load_loop(product.inputs, load).cycles + product_cycles(product, load)
 
-    @property
-    def step_cycles(self) -> int:
-        """Estimated clocks of a forward in which every MLP computes every row."""
-        return self.step_cycles_of(self.load())
-
-    def step_cycles_of(self, load: Load) -> int:
-        """Return the estimated clocks of a forward all of whose calls have this load."""
-        linears = sum(self.linear_cycles_of(name, load) for name in self.linears)
-        return self.mlp.layers * self.mlp_cycles_of(load) + linears
+    def step_cycles(self, load: Load | None = None) -> int:
+        """Return the estimated clocks of a forward all of whose calls have this load, under the same terms."""
+        load = load or self.load()
+        return self.mlp.layers * self.mlp_cycles(load) + sum(self.cycles(name, load) for name in self.linears)
 
     @property
     def step_words(self) -> int:
@@ -175,16 +141,7 @@ class Design:
     @cached_property
     def usage(self) -> Usage:
         """Estimated resources (not synthesised)."""
-        buffers = Buffers(
-            inputs=self.max_inputs,
-            tile=self.max_tile,
-            tile_words=self.max_tile_words,
-            tile_sums=self.max_tile_sums,
-            head_words=self.max_head_words,
-            channel_words=self.max_channel_words,
-            uram=self.tiles_in_uram,
-        )
-        return engine_usage(self.mlp, self.gate_up, self.axi_words, buffers)
+        return engine_usage(self.mlp, self.gate_up, self.axi_words, self.buffers)
 
     def excess(self) -> list[str]:
         """Return one text per resource that the design needs more of than the budget has."""
@@ -197,17 +154,17 @@ class Design:
             CompileError: the buffers are too small for it.
         """
         product = linear.product(self.ports, self.mlp.weight_bits)
-        step = product.tile_step
+        step, room = product.tile_step, self.buffers
         # The longest tile is limited by the buffer of its rows, of its words and of its sums.
-        rows = [self.max_tile, self.max_tile_words // product.channel_words, self.max_tile_sums // product.sums]
+        rows = [room.tile, room.tile_words // product.channel_words, room.tile_sums // product.sums]
         largest = min(rows) // step * step
         # Scales and biases share a buffer, whose words depend on the rows: the tile shrinks until they fit.
-        while largest and replace(product, tile=largest).head_words > self.max_head_words:
+        while largest and replace(product, tile=largest).head_words > room.head_words:
             largest -= step
-        if linear.inputs > self.max_inputs or not largest:
+        if linear.inputs > room.inputs or not largest:
             raise CompileError(
-                f"{linear.name} has {linear.inputs} inputs; the engine's buffers hold {self.max_inputs}, "
-                f"and tiles of {self.max_tile_words} words per port",
+                f"{linear.name} has {linear.inputs} inputs; the engine's buffers hold {room.inputs}, "
+                f"and tiles of {room.tile_words} words per port",
                 hint="choose the design again with this linear",
             )
         return product.cut_rows(largest)
@@ -224,7 +181,7 @@ class Design:
             stream_bytes=self.stream_bytes,
             linear_stream_bytes={name: product.stream_bytes for name, product in self.linears.items()},
             usage_estimate=self.usage.part,
-            cycles_estimate=self.mlp_cycles,
+            cycles_estimate=self.mlp_cycles(),
             linear_cycles_estimate={name: self.cycles(name) for name in self.linears},
         )
 

@@ -129,7 +129,7 @@ def explore(
     if not fitting:
         # Where no design fits the banks, the banks are the reason; else the least design shows what the fabric lacks.
         require_banks(target, [room.of_banks(d) for d in every if not room.of_fabric(d)])
-        least = min(every, key=lambda d: (d.mlp.cores, d.ports, d.max_tile_words))
+        least = min(every, key=lambda d: (d.mlp.cores, d.ports, d.buffers.tile_words))
         raise _too_large(least, room.of_fabric(least), whole=wanted.step is not None)
     seconds, design = _best(fitting, ports, target)
     # Designs with fewer ports were given up for one row's sake, so they are no reason why the chosen one is no faster.
@@ -260,7 +260,7 @@ def _too_large(least: Design, excess: Sequence[str], *, whole: bool) -> CompileE
 
 def step_seconds(design: Design, target: Target) -> float:
     """Return the engine's time in a step in which everything computes: clocks, and waiting for memory beyond them."""
-    return _seconds(design, design.step_cycles, target)
+    return _seconds(design, design.step_cycles(), target)
 
 
 def _seconds(design: Design, cycles: int, target: Target) -> float:
@@ -272,7 +272,7 @@ def _seconds(design: Design, cycles: int, target: Target) -> float:
 
 def row_seconds(design: Design, target: Target) -> float:
     """Return the same of a step in which one row computes."""
-    return _seconds(design, design.step_cycles_of(design.load(1)), target)
+    return _seconds(design, design.step_cycles(design.load(1)), target)
 
 
 def _bound(design: Design, target: Target) -> str:

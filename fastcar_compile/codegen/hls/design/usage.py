@@ -137,14 +137,17 @@ class Buffers:
     """Sizes of the buffers, those of the largest product.
 
     Args:
-        inputs: floats of a row. tile, tile_words, tile_sums, head_words: of a tile on one port.
-        channel_words: of one channel's weights. uram: whether tiles are in UltraRAM.
+        inputs: floats of a row, and its int8 values. tile: rows of a tile on one port. tile_words: of their weights.
+        tile_sums: int32 sums of a tile on one port. sums: of one channel.
+        head_words: of a tile's scales and biases on one port. channel_words: of one channel's weights.
+        uram: whether tiles are in UltraRAM.
     """
 
     inputs: int
     tile: int
     tile_words: int
     tile_sums: int
+    sums: int
     head_words: int
     channel_words: int
     uram: bool
