@@ -20,8 +20,7 @@ import fastcar_compile as fc
 from fastcar_compile.artifact.sections import AcceleratorSection, LayersSection
 from fastcar_compile.cli import opt
 from fastcar_compile.cli.estimate import as_compiled
-from fastcar_compile.codegen.hls.control_table.table import AttentionShape
-from fastcar_compile.codegen.hls.design.controller import ControllerSpec
+from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.exploration import KernelSpec, explore
 from fastcar_compile.codegen.hls.design.spec import MlpSpec
 from fastcar_compile.codegen.hls.model.workload import workload_of
@@ -55,7 +54,7 @@ def compiled(fake: FakeArtifact, monkeypatch: pytest.MonkeyPatch) -> Path:
     import fastcar_compile
 
     weights = GateWeights("ab" * 32)
-    wanted = KernelSpec(MlpSpec(128, 352, 2, 3, 1), ControllerSpec(AttentionShape(4, 4, 32)))
+    wanted = KernelSpec(MlpSpec(128, 352, 2, 3, 1), Limits(table_words=64, query_words=32, key_words=32))
     design = explore(wanted, load_target("zcu102")).design
     replay = fastcar_compile.ReplayConfig(gate="learned", gate_weights=weights)
     gate = ReplayFacts(gate="learned", threshold=0.5, gate_units=4)

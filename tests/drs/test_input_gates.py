@@ -24,7 +24,7 @@ from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.interface import drs_interface
-from fastcar_compile.codegen.hls.project import control_sizes, emit_drs, limits_of
+from fastcar_compile.codegen.hls.project import control_sizes, emit_drs
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates import GATES, decided_on_accelerator
 from fastcar_compile.gates.base import GateInputs
@@ -115,7 +115,7 @@ def sources(name: str, folder: Path) -> Path:
     if not own.exists():
         own.mkdir()
         table = CASES[name].table(0.5, refresh_every=2)
-        for file, text in emit_drs(table, limits_of(table)).texts.items():
+        for file, text in emit_drs(table, table.limits).texts.items():
             (own / file).write_text(text)
         for path in files("hls_templates").iterdir():
             if path.name.endswith(".hpp"):
@@ -138,7 +138,7 @@ def controller_of(name: str, folder: Path) -> Controller:
     if name == "learned":
         for layer in range(LAYERS):
             kernel.load_network(layer, words_of(layer).view(np.uint8).reshape(-1), table.key_words)
-    return Controller(kernel, limits_of(table))
+    return Controller(kernel, table.limits)
 
 
 def drawn(name: str, seed: int) -> GateInputs[np.ndarray]:

@@ -34,7 +34,7 @@ from fastcar_compile.codegen.hls.design.controller import (
 )
 from fastcar_compile.codegen.hls.design.loops import Loop
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
-from fastcar_compile.codegen.hls.project import emit_drs, limits_of
+from fastcar_compile.codegen.hls.project import emit_drs
 from fastcar_compile.runtime.backends.hls_csim import FLAGS, CsimUnit, ap_types_folder, compiler
 
 LLAMA = AttentionShape(32, 32, 128)
@@ -72,7 +72,7 @@ class Counting:
 def counting(tmp_path_factory: pytest.TempPathFactory) -> Counting:
     folder = tmp_path_factory.mktemp("traffic")
     table = llama(32)
-    for name, text in emit_drs(table, limits_of(table)).texts.items():
+    for name, text in emit_drs(table, table.limits).texts.items():
         (folder / name).write_text(text)
     sources = ["-include", str(Path(__file__).with_name("traffic.hpp")), str(folder / "fastcar_drs.cpp")]
     include = [f"-I{folder}", f"-I{files('hls_templates')}", "-isystem", str(ap_types_folder())]
@@ -156,7 +156,7 @@ def test_clocks_and_memories_are_those_of_the_explanation() -> None:
     assert f"Loading its table takes {load_cycles(table)} clocks" in text
     trips = sum(loop.trips for loop in loops_of(example))
     assert trips == (1 + 2 * (32 + 32) + 17) + 2 * 32 + (1 + 2 * 1 + 2)
-    usage = controller_usage(limits_of(table))
+    usage = controller_usage(table.limits)
     assert f"{usage.dsp} DSP and {usage.bram36} BRAM36" in text
 
 

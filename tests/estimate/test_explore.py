@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fastcar_compile.codegen.hls.control_table.table import AttentionShape
+from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design import exploration as module
-from fastcar_compile.codegen.hls.design.controller import ControllerSpec, controller_usage
+from fastcar_compile.codegen.hls.design.controller import controller_usage
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, budget_of, explore, resources_of
 from fastcar_compile.codegen.hls.design.memory import measured_cap, memory_rate
@@ -61,7 +61,7 @@ def test_room_is_left_for_the_unit_of_the_chosen_gate() -> None:
         Workload(load_shape("tinyllama-1.1b"), "w4a8", 1, gate=GateModel.named(name)) for name in ("tas", "learned")
     )
     target = load_target("zcu102")
-    used = [controller_usage(w.kernel_spec().controller.limits(w.mlp_spec())) for w in (tas, learned)]
+    used = [controller_usage(w.kernel_spec().controller) for w in (tas, learned)]
     assert used[0].bram36 < used[1].bram36
     found = [
         resources_of(explore(w.kernel_spec(), target).design, w.kernel_spec().controller, target)
@@ -85,7 +85,7 @@ def test_it_is_the_least_of_all_that_keep_the_ports() -> None:
     wanted = replace(work.kernel_spec(), linears=())
     spec = wanted.mlp
     found = explore(wanted, target)
-    beside = controller_usage(wanted.controller.limits(spec)) + short_usage(spec.layers, 0)
+    beside = controller_usage(wanted.controller) + short_usage(spec.layers, 0)
     budget = module._beside(budget_of(target), beside)
     alone = explore(replace(wanted, mlp=replace(spec, batch=1)), target).design
     candidates = [d for n in module.core_choices(8) for d in module.designs(replace(spec, cores=n), budget)]
@@ -114,7 +114,7 @@ def test_a_small_decoder_gets_a_core_per_row_up_to_the_most(batch: int) -> None:
     """What rows cost outside of the tiles does not count against cores."""
     spec = MlpSpec(hidden=128, intermediate=352, batch=batch, layers=4, cores=1)
     linears = [LinearSpec("qkv", 128, 384), LinearSpec("o", 128, 128)]
-    wanted = KernelSpec(spec, ControllerSpec(AttentionShape(4, 4, 32)), linears)
+    wanted = KernelSpec(spec, Limits(table_words=64, query_words=32, key_words=32), linears)
     made = explore(wanted, load_target("zcu102")).design
     assert (made.ports, made.mlp.cores) == (4, min(batch, module.MAX_CORES))
 

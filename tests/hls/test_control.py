@@ -16,7 +16,7 @@ from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsT
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface
 from fastcar_compile.codegen.hls.packing import pack_mlp
-from fastcar_compile.codegen.hls.project import emit_hls, limits_of, short_program
+from fastcar_compile.codegen.hls.project import emit_hls, short_program
 from fastcar_compile.errors import BackendError, InternalError
 from fastcar_compile.runtime.backends.accelerator.kernel import Kernel, Launch
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, folder_sources, open_library
@@ -80,7 +80,7 @@ def test_forwards_of_random_decisions(csim_tools: None, loaded: Loaded) -> None:
             register = int(rng.choice([0, 2**ROWS - 1, *rng.integers(1, 2**ROWS, 3)]))
             if layer < 2:
                 trace = kernel.decide(call_of(layer, register))
-                assert trace == run_layer(table, call_of(layer, register), limits=limits_of(table))
+                assert trace == run_layer(table, call_of(layer, register), limits=table.limits)
                 assert trace.index_register == register
             assert_same_bits(kernel.mlp(layer, loaded.x, register, loaded.cached), loaded.expected(layer, register))
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.hls.control import control_table, controller_spec, network_stream, networks_of
+from fastcar_compile.codegen.hls.control import control_table, network_stream, networks_of
 from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.decode_step import DecodeStep, decode_step
 from fastcar_compile.codegen.hls.design.design import Design
@@ -123,10 +123,13 @@ def choose_accelerator(program: DecoderProgram, config: CompileConfig, board: Ta
     _check_quantised(program, config)
     linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in work.calls]
     step = _step_spec(program) if work.step is not None else None
-    wanted = KernelSpec(_mlp_spec(program, config), controller_spec(program), linears, step)
+    mlp = _mlp_spec(program, config)
+    mlp.check()
+    table = control_table(program, config, 1)
+    wanted = KernelSpec(mlp, table.limits, linears, step)
     # A memory that is too small for the decoder is reported elsewhere: its banks would refuse every design.
     found = explore(wanted, board, banks=footprint_of(program, config, board).total <= capacity(board))
-    table = control_table(program, config, found.design.mlp.cores)
+    table = replace(table, cores=found.design.mlp.cores)
     if work.step is None:
         units = [len(own.b1) for _, own in sorted(networks_of(program).items())]
         ran = short_program(found.design, table, units)

@@ -12,8 +12,7 @@ from fastcar_compile.artifact.sections import ControllerPart, LimitsPart
 from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_network
 from fastcar_compile.codegen.hls.control_table.table import VERSION, AttentionShape, DrsTable, Limits
-from fastcar_compile.codegen.hls.design.controller import ControllerSpec, controller_cycles, controller_usage
-from fastcar_compile.codegen.hls.project import limits_of
+from fastcar_compile.codegen.hls.design.controller import controller_cycles, controller_usage
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates import LayerWeights, decided_on_accelerator
@@ -89,15 +88,6 @@ def network_stream(weights: LayerWeights) -> NDArray[np.uint8]:
     return pack_network(w1, b1, w2, b2).view(np.uint8).reshape(-1)
 
 
-def controller_spec(program: DecoderProgram) -> ControllerSpec:
-    """Return what the controller has to be built for.
-
-    Raises:
-        CompileError: the layers have different attention shapes.
-    """
-    return ControllerSpec(heads_of(program), gate_score(program))
-
-
 def control_table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:
     """Return the DRS control table of a program; a layer whose gate the host decides has no gate in it.
 
@@ -125,7 +115,7 @@ def control_table(program: DecoderProgram, config: CompileConfig, cores: int) ->
 
 def controller_part(table: DrsTable) -> ControllerPart:
     """Return what the manifest and the report say of the controller and its table."""
-    limits = limits_of(table)
+    limits = table.limits
     return ControllerPart(
         table_version=VERSION,
         gate=table.gate.name.lower(),

@@ -42,7 +42,6 @@ from fastcar_compile.codegen.hls.step_sample import Golden, sample_program
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.gates.base import GateInputs
-from fastcar_compile.gates.registry import GateKind
 
 T = TypeVar("T")
 
@@ -161,7 +160,7 @@ def emit_hls(
     values["total_turns"] = total_latency(design.budget.clock_mhz)
     texts = {name: render(name, **values) for name in SOURCES}
     texts[STEP_BENCH] = step_bench(design, step, table, kernel)
-    controller = emit_drs(table, replace(limits_of(table), instructions=step.instructions))
+    controller = emit_drs(table, replace(table.limits, instructions=step.instructions))
     texts |= controller.texts
     benches = Benches([Bench(kernel, STEP_BENCH)], [Bench(controller.kernel, "drs_testbench.cpp")])
     texts |= vitis_files(design.budget.part, design.budget.clock_mhz, benches, board)
@@ -214,21 +213,6 @@ class DrsSources:
 
     kernel: KernelInterface
     texts: dict[str, str]
-
-
-def limits_of(table: DrsTable) -> Limits:
-    """Return limits of a controller that holds this table and no more."""
-    shape = table.attention
-    return Limits(
-        cores=table.cores,
-        rows=table.rows,
-        table_words=table.words,
-        query_words=max(table.row_query_words, 1),
-        key_words=max(table.row_key_words, table.input_words, 1),
-        gate=table.gate,
-        units=max(table.units, 1),
-        heads=shape.heads if table.gate is GateKind.BOUND else table.weighted_heads,
-    )
 
 
 def table_of_sizes(design: Design) -> DrsTable:

@@ -221,6 +221,20 @@ class DrsTable:
         """Query heads that have a weight each; 0: they count alike."""
         return 0 if self.head_weights is None else self.attention.heads
 
+    @property
+    def limits(self) -> Limits:
+        """Limits of a controller that holds this table and no more."""
+        return Limits(
+            cores=self.cores,
+            rows=self.rows,
+            table_words=self.words,
+            query_words=max(self.row_query_words, 1),
+            key_words=max(self.row_key_words, self.input_words, 1),
+            gate=self.gate,
+            units=max(self.units, 1),
+            heads=self.attention.heads if self.gate is GateKind.BOUND else self.weighted_heads,
+        )
+
     def with_thresholds(self, thresholds: Sequence[float]) -> DrsTable:
         """Return the same table with other thresholds (they are run-time inputs: a host writes a new table)."""
         return replace(self, thresholds=tuple(float32(t) for t in thresholds))

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
 
-from fastcar_compile.codegen.hls.control_table.builder import GateScore
 from fastcar_compile.codegen.hls.control_table.gate import BFLOATS_PER_WORD
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
-from fastcar_compile.codegen.hls.control_table.table import (
-    FLOATS_PER_WORD,
-    AttentionShape,
-    DrsTable,
-    Limits,
-    table_words,
-)
+from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, DrsTable, Limits
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
-from fastcar_compile.codegen.hls.design.spec import MlpSpec
 from fastcar_compile.codegen.hls.design.usage import Usage, bram_blocks
 from fastcar_compile.gates.registry import GateKind
 
@@ -53,32 +44,6 @@ ROOT = Usage(lut=1_400, ff=1_500)
 
 HEAD_SUM_BITS = 192
 """Gate `bound` keeps three sums of 64 bits per query head."""
-
-
-@dataclass(frozen=True)
-class ControllerSpec:
-    """What the score unit and controller beside an engine are built for.
-
-    Args:
-        attention: heads of q and k; one head of one element where the gate reads neither.
-        score: the score, and the sizes of what else it reads.
-    """
-
-    attention: AttentionShape
-    score: GateScore = field(default_factory=GateScore)
-
-    def limits(self, mlp: MlpSpec) -> Limits:
-        """Return what a controller has to hold for these layers and rows."""
-        shape, score, kind = self.attention, self.score, self.score.kind
-        weighted = shape.heads if score.weighted else 0
-        return Limits(
-            table_words=table_words(mlp.layers, weighted),
-            query_words=shape.query_words if kind.reads_query else 1,
-            key_words=max(shape.key_words if kind.reads_query else 1, score.input_words),
-            gate=kind,
-            units=max(score.units, 1),
-            heads=shape.heads if kind is GateKind.BOUND else weighted,
-        )
 
 
 _CHANGE = Usage(dsp=FLOATS_PER_WORD * SUBTRACT_DSP + DIVIDE_DSP) + PRODUCT * (2 * FLOATS_PER_WORD)

@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from fastcar_compile.artifact.sections import ExplorationPart
-from fastcar_compile.codegen.hls.design.controller import ControllerSpec, controller_usage
+from fastcar_compile.codegen.hls.control_table.table import Limits
+from fastcar_compile.codegen.hls.design.controller import controller_usage
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.design.memory import bank_excess, memory_rate, require_banks
@@ -85,13 +86,13 @@ class KernelSpec:
 
     Args:
         mlp: that all layers share; its `cores` are chosen by the exploration.
-        controller: what the gate's unit and the controller are built for; the engine leaves room for them.
+        controller: what the gate's unit and the controller have to hold, on any number of cores; the engine leaves room for them.
         linears: every other linear of a step that the engine computes, in call order.
         step: the rest of a step; None: the host computes it.
     """
 
     mlp: MlpSpec
-    controller: ControllerSpec
+    controller: Limits
     linears: Sequence[LinearSpec] = ()
     step: StepSpec | None = None
 
@@ -118,7 +119,7 @@ def explore(
     """
     mlp, linears = wanted.mlp, wanted.linears
     short = Usage() if wanted.step else short_usage(mlp.layers, len(linears))
-    budget = _beside(budget_of(target), controller_usage(wanted.controller.limits(mlp)) + short)
+    budget = _beside(budget_of(target), controller_usage(wanted.controller) + short)
     numbers = cores or core_choices(mlp.batch)
     room = _Room(target, wanted.step, banks=banks)
     # One row on one core shows how many ports a single sequence can use.
@@ -314,16 +315,14 @@ def _beside(budget: BoardBudget, usage: Usage) -> BoardBudget:
     return replace(budget, **{name: max(0, getattr(budget, name) - used) for name, used in vars(usage).items()})
 
 
-def resources_of(
-    design: Design, controller: ControllerSpec, target: Target, step: StepBuffers | None = None
-) -> dict[str, Any]:
+def resources_of(design: Design, controller: Limits, target: Target, step: StepBuffers | None = None) -> dict[str, Any]:
     """Return per resource the estimated use of the kernel, the limit for a design, and the share of it.
 
     Args:
         step: of a kernel of whole steps.
     """
     limits, rest = target.budget(), short_usage(design.mlp.layers, len(design.linears))
-    used = design.usage + controller_usage(controller.limits(design.mlp)) + (step_usage(design, step) if step else rest)
+    used = design.usage + controller_usage(controller) + (step_usage(design, step) if step else rest)
     return {
         name: {"used": count, "limit": limits[name], "share": count / limits[name] if limits[name] else 0.0}
         for name, count in vars(used).items()

@@ -11,7 +11,6 @@ from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderSection
 from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable
-from fastcar_compile.codegen.hls.design.controller import ControllerSpec
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import KernelSpec
 from fastcar_compile.codegen.hls.design.memory import Footprint, held
@@ -97,36 +96,25 @@ class Workload:
         """Rows of the cache that hold a position: a kernel of whole steps reads them all."""
         return min(self.context, self.cached_rows)
 
-    def heads(self) -> AttentionShape:
-        """Return the heads of q and k that the controller reads; one head of one element where it reads neither."""
-        if not self.gate.kind.reads_query:
-            return AttentionShape(1, 1, 1)
-        return AttentionShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
-
-    def score(self) -> GateScore:
-        """Return the score that the controller computes."""
-        kind = self.gate.kind
-        return GateScore(
-            kind,
-            width=self.shape.hidden if kind.reads_input else 0,
-            units=self.gate.units if kind is GateKind.LEARNED else 0,
-            distance_weight=BOUND_WEIGHT if kind is GateKind.BOUND else 0.0,
-        )
-
     def kernel_spec(self) -> KernelSpec:
         """Return what the kernel has to do."""
-        controller = ControllerSpec(self.heads(), self.score())
-        return KernelSpec(self.mlp_spec(), controller, self.linear_specs(), self.step_spec())
+        return KernelSpec(self.mlp_spec(), self.control_table(1).limits, self.linear_specs(), self.step_spec())
 
     def control_table(self, cores: int) -> DrsTable:
         """Return a control table of these sizes, every layer with a gate."""
-        layers = self.shape.layers
+        shape, kind, layers = self.shape, self.gate.kind, self.shape.layers
+        score = GateScore(
+            kind,
+            width=shape.hidden if kind.reads_input else 0,
+            units=self.gate.units if kind is GateKind.LEARNED else 0,
+            distance_weight=BOUND_WEIGHT if kind is GateKind.BOUND else 0.0,
+        )
         return build_table(
-            *(layers, self.batch, cores, self.shape.tokens_per_frame),
-            [0.0] * layers,
-            attention=self.heads(),
+            *(layers, self.batch, cores, shape.tokens_per_frame, [0.0] * layers),
+            # One head of one element where the controller reads neither q nor a key.
+            attention=AttentionShape(shape.heads, shape.kv_heads, shape.head_dim) if kind.reads_query else None,
             scales=[1.0] * layers,
-            gate=self.score(),
+            gate=score,
             couple_cfg=self.couple_cfg,
         )
 
