@@ -12,7 +12,8 @@ from hls.library import DESIGNS
 
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import TYPE_BYTES, kernel_interface, probe_interface
-from fastcar_compile.codegen.hls.project import emit_hls, short_program, table_of_sizes
+from fastcar_compile.codegen.hls.project import emit_hls, table_of_sizes
+from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder
 

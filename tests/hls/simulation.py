@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface
-from fastcar_compile.codegen.hls.project import emit_hls, linear_form, short_program, table_of_sizes
-from fastcar_compile.codegen.hls.step_program.builder import ShortForm, build_short
+from fastcar_compile.codegen.hls.project import emit_hls, table_of_sizes
+from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit
 from fastcar_compile.runtime.backends.accelerator.kernel import ALL_ROWS, Kernel, padded_rows
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, aligned, folder_sources, open_library
@@ -56,11 +57,11 @@ class Simulation:
 
     def table(self, product: Product | None = None) -> bytes:
         """A table whose program is the MLP, or this linear."""
-        words = self.design.section_words if product is None else 0
-        linears = () if product is None else (linear_form(product),)
-        layers = 1 if product is None else 0
-        plan = ShortForm(layers, self.batch, self.design.ports, self.hidden, words, linears)
-        return build_short(plan).to_bytes(table_of_sizes(self.design))
+        mlp, linears = (
+            replace(self.design.mlp, layers=int(product is None)),
+            {} if product is None else {"any": product},
+        )
+        return short_program(replace(self.design, mlp=mlp, linears=linears)).to_bytes(table_of_sizes(self.design))
 
     def kernel(self, stream: Array, product: Product | None = None) -> Kernel:
         """The kernel with one call and its weights."""

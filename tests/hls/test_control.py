@@ -16,7 +16,8 @@ from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsT
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface
 from fastcar_compile.codegen.hls.packing import pack_mlp
-from fastcar_compile.codegen.hls.project import emit_hls, short_program
+from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.errors import BackendError, InternalError
 from fastcar_compile.runtime.backends.accelerator.kernel import Kernel, Launch
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, folder_sources, open_library

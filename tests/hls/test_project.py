@@ -16,7 +16,8 @@ from conftest import Precompiled
 
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface, kernel_interface
-from fastcar_compile.codegen.hls.project import emit_hls, short_program, table_of_sizes
+from fastcar_compile.codegen.hls.project import emit_hls, table_of_sizes
+from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir.ops.linear import FACTORS, activation_factor, factor_table

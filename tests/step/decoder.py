@@ -13,14 +13,7 @@ from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_t
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
-from fastcar_compile.codegen.hls.step_program.builder import (
-    AttentionForm,
-    CacheForm,
-    LinearForm,
-    ReplayForm,
-    StepForm,
-    build_step,
-)
+from fastcar_compile.codegen.hls.step_program.builder import AttentionForm, CacheForm, ReplayForm, step_program
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES, CacheLayout
 from fastcar_compile.codegen.hls.step_program.instructions import Attend, Linear, Mlp
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
@@ -116,39 +109,28 @@ def decoder(attention: AttentionForm, quant: str, gates: Gates, axi_bits: int = 
     """A decoder of two layers and two rows. axi_bits: of an AXI port, which carries one weight port or two."""
     rng = np.random.default_rng(0)
     query, key = attention.heads * attention.head_dim, attention.key_heads * attention.head_dim
-    linears = [("qkv", HIDDEN, query + 2 * key, False), ("o", query, HIDDEN, True), ("head", HIDDEN, VOCAB, False)]
-    made = design(HIDDEN, 96, ROWS, 1, ports=4, linears=linears, quant=quant, axi_bits=axi_bits)
-    plans = {name: _plan(made, name) for name, *_ in linears}
-    plan = StepForm(
-        *(LAYERS, ROWS, made.ports, HIDDEN, float32(1e-5), attention, plans["qkv"], plans["o"]),
-        mlp_words=made.section_words,
-        head=plans["head"],
-        replay=ReplayForm(FRAME, gates.gated, gates.kind, gates.units),
-    )
-    program = build_step(plan)
+    layer = [(f"layer_{n}", place) for n in range(LAYERS) for place in ("qkv", "o")]
+    sizes = {"qkv": (HIDDEN, query + 2 * key, False), "o": (query, HIDDEN, True)}
+    linears = [*((f"{name}.{place}", *sizes[place]) for name, place in layer), ("head", HIDDEN, VOCAB, False)]
+    made = design(HIDDEN, 96, ROWS, 1, ports=4, layers=LAYERS, linears=linears, quant=quant, axi_bits=axi_bits)
+    program = step_program(made, attention, 1e-5, ReplayForm(FRAME, gates.gated, gates.kind, gates.units))
     weights, sections = {}, []
     for instruction in program.instructions:
         if isinstance(instruction, Mlp):
             parts = [_scaled(part) for part in random_layer(made.mlp, rng)]
             weights[instruction.weights], packed = parts, pack_mlp(parts, made)
         elif isinstance(instruction, Linear):
-            name = next(
-                n for n, p in plans.items() if (p.inputs, p.channels) == (instruction.inputs, instruction.channels)
-            )
-            parts = [_scaled(random_linear(made.mlp, instruction.channels, instruction.inputs, name == "o", rng))]
+            size = (instruction.inputs, instruction.channels)
+            name = next(n for n, p in made.linears.items() if (p.inputs, p.channels) == size)
+            parts = [
+                _scaled(random_linear(made.mlp, instruction.channels, instruction.inputs, made.linears[name].bias, rng))
+            ]
             weights[instruction.weights], packed = parts, pack_linear(parts, made.linears[name], made.axi_words)
         else:
             continue
         sections.append(packed.reshape(made.axi_weight_ports, -1, made.axi_words * LANES))
     constants = _constants(program, attention, gates.networks, rng)
     return Decoder(made, program, gates.table(attention), weights, constants, np.concatenate(sections, 1))
-
-
-def _plan(made: Design, name: str) -> LinearForm:
-    product = made.linears[name]
-    return LinearForm(
-        product.inputs, product.channels, product.tile, product.tiles, product.section_words, bias=product.bias
-    )
 
 
 def _scaled(weights: LinearWeights) -> LinearWeights:

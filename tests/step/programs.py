@@ -6,32 +6,31 @@ import struct
 import zlib
 from collections.abc import Sequence
 
+from hls.library import zcu102
+
 from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.table import Limits
-from fastcar_compile.codegen.hls.step_program.builder import AttentionForm, CacheForm, LinearForm, ReplayForm, StepForm
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.product import Product
+from fastcar_compile.codegen.hls.design.spec import MlpSpec
+from fastcar_compile.codegen.hls.step_program.builder import AttentionForm, CacheForm, ReplayForm, step_program
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 
 HEADS = AttentionForm(4, 2, 32, rotary=32, table_rows=40, factor=0.25, cache=CacheForm(0, 40))
 
 
-def plan(
+def built(
     attention: AttentionForm = HEADS, layers: int = 2, rows: int = 2, replay: ReplayForm | None = None
-) -> StepForm:
-    """A decoder of four weight ports."""
+) -> StepProgram:
+    """The step program of a decoder on four weight ports."""
     query, key = attention.heads * attention.head_dim, attention.key_heads * attention.head_dim
-    return StepForm(
-        layers=layers,
-        rows=rows,
-        ports=4,
-        hidden=64,
-        epsilon=1e-5,
-        attention=attention,
-        qkv=LinearForm(64, query + 2 * key, tile=4, tiles=-(-(query + 2 * key) // 16), words=512),
-        o=LinearForm(query, 64, tile=4, tiles=4, words=256),
-        mlp_words=1024,
-        head=LinearForm(64, 17, tile=1, tiles=5, words=256),
-        replay=replay,
-    )
+    linears = {"head": Product(64, 17, 4, tile=1, tiles=5)}
+    for n in range(layers):
+        linears[f"layer_{n}.qkv"] = Product(64, query + 2 * key, 4, tile=4, tiles=-(-(query + 2 * key) // 16))
+        linears[f"layer_{n}.o"] = Product(query, 64, 4, tile=4, tiles=4)
+    mlp = MlpSpec(64, 96, rows, layers, cores=1)
+    design = Design(mlp, zcu102(), 4, Product(64, 192, 4).cut(64), Product(96, 64, 4).cut(64), linears)
+    return step_program(design, attention, 1e-5, replay)
 
 
 LIMITS = Limits(cores=1, table_words=64, query_words=1, key_words=1, instructions=64)

@@ -14,7 +14,7 @@ import pytest
 
 from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.control_table.table import HEADER_WORDS, Status
-from fastcar_compile.codegen.hls.step_program.builder import CacheForm, ReplayForm, build_step
+from fastcar_compile.codegen.hls.step_program.builder import CacheForm, ReplayForm
 from fastcar_compile.codegen.hls.step_program.instructions import (
     KINDS,
     Add,
@@ -31,15 +31,15 @@ from fastcar_compile.codegen.hls.step_program.program import StepProgram, check,
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates.registry import GateKind
 from step.conftest import Cores
-from step.programs import HEADS, LIMITS, binary, plan, repaired
+from step.programs import HEADS, LIMITS, binary, built, repaired
 
-PROGRAM = build_step(plan())
-NORMED = build_step(plan(replace(HEADS, head_norm=True, rotary=16, cache=CacheForm(4, 30, 20)), layers=3, rows=1))
-PLAIN = build_step(plan(replace(HEADS, rotary=0)))
-GATED = build_step(plan(replay=ReplayForm(7, (False, True))))
-BOUND = build_step(plan(replay=ReplayForm(7, (False, True), GateKind.BOUND)))
-LEARNED = build_step(plan(replay=ReplayForm(7, (False, True), GateKind.LEARNED, units=(0, 3))))
-DELTA = build_step(plan(replay=ReplayForm(7, (False, True), GateKind.INPUT_DELTA)))
+PROGRAM = built()
+NORMED = built(replace(HEADS, head_norm=True, rotary=16, cache=CacheForm(4, 30, 20)), layers=3, rows=1)
+PLAIN = built(replace(HEADS, rotary=0))
+GATED = built(replay=ReplayForm(7, (False, True)))
+BOUND = built(replay=ReplayForm(7, (False, True), GateKind.BOUND))
+LEARNED = built(replay=ReplayForm(7, (False, True), GateKind.LEARNED, units=(0, 3)))
+DELTA = built(replay=ReplayForm(7, (False, True), GateKind.INPUT_DELTA))
 
 
 PROGRAMS = {
@@ -139,7 +139,7 @@ def test_each_check(cores: Cores) -> None:
     sizes = ((25, 0), (25, 129), (26, 0), (27, 1 << 16), (28, 1 << 31), (34, 1 << 31), (35, 1))
     for word, value in ((24, 3), (5, 0), (5, 33), *sizes):
         assert answer(cores, changed(data, word, value)) is Status.BAD_HEADER, word
-    too_long = build_step(plan(layers=6))
+    too_long = built(layers=6)
     assert (answer(cores, binary(too_long)), check(binary(too_long))) == (Status.BAD_LENGTH, Status.OK)
     with pytest.raises(UserError, match="BAD_CRC, its CRC-32 does not match"):
         read_program(flipped)
@@ -204,16 +204,15 @@ def test_damaged_programs_are_judged_alike(cores: Cores) -> None:
 def test_what_cannot_be_built_is_named() -> None:
     wrong = replace(HEADS, head_dim=48, rotary=12, key_heads=3)
     with pytest.raises(UserError, match=r"heads of 48 elements .*; 4 heads on 3 key heads; 12 rotating elements"):
-        build_step(plan(wrong))
+        built(wrong)
     with pytest.raises(UserError, match="gates of 1 layers for 2 layers"):
-        build_step(plan(replay=ReplayForm(7, (True,))))
-    learned = plan(replay=ReplayForm(7, (True, True), GateKind.LEARNED))
+        built(replay=ReplayForm(7, (True,)))
     with pytest.raises(UserError, match="networks of 0 layers for gate learned of 2 layers"):
-        build_step(learned)
+        built(replay=ReplayForm(7, (True, True), GateKind.LEARNED))
     with pytest.raises(UserError, match="gate bound of heads without RoPE and norms"):
-        build_step(plan(replace(HEADS, rotary=0), replay=ReplayForm(7, (True, True), GateKind.BOUND)))
+        built(replace(HEADS, rotary=0), replay=ReplayForm(7, (True, True), GateKind.BOUND))
     with pytest.raises(UserError, match="ROTATE of layer 0"):
-        build_step(plan(replace(HEADS, table_rows=0)))
+        built(replace(HEADS, table_rows=0))
 
 
 def test_offsets_of_layers_and_caches_do_not_overlap() -> None:

@@ -18,7 +18,7 @@ from fastcar_compile.codegen.hls.design.memory import Footprint, capacity, held,
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec, StepSpec
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import KernelInterface, kernel_interface
-from fastcar_compile.codegen.hls.project import short_program
+from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import quant_format

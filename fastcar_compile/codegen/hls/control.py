@@ -119,7 +119,7 @@ def controller_part(table: DrsTable) -> ControllerPart:
     return ControllerPart(
         table_version=VERSION,
         gate=table.gate.name.lower(),
-        gated_layers=tuple(layer for layer, factor in enumerate(table.factors) if factor != 0),
+        gated_layers=table.gated,
         couple_cfg=table.couple_cfg,
         max_chain=table.max_chain,
         refresh_period=table.refresh_period or None,

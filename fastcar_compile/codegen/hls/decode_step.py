@@ -14,8 +14,8 @@ from torch import fx
 
 from fastcar_compile.codegen.hls.control import gate_kind, network_stream, networks_of
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.project import HEAD, only, refusal, step_program
-from fastcar_compile.codegen.hls.step_program.builder import NO_WINDOW, AttentionForm, CacheForm, ReplayForm
+from fastcar_compile.codegen.hls.step_program import builder
+from fastcar_compile.codegen.hls.step_program.builder import HEAD, AttentionForm, CacheForm, ReplayForm, only, refusal
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.errors import CompileError, attempt
 from fastcar_compile.gates import decided_on_accelerator
@@ -68,10 +68,10 @@ class DecodeStep:
 
     def program(self, design: Design) -> StepProgram:
         """Return the step program for a design (`step_program`); values of parameters are not read."""
-        return step_program(design, self.attention, self.epsilon, self.replay)
+        return builder.step_program(design, self.attention, self.epsilon, self.replay)
 
     def constants(self, program: DecoderProgram) -> NDArray[Any]:
-        """Return what the step program reads besides weights and caches, float32 words in the order of `build_step`."""
+        """Return what the step program reads besides weights and caches, float32 words in the order of `step_program`."""
 
         def tensor(name: str) -> NDArray[Any]:
             return program.params[name].float().numpy().reshape(-1)
@@ -126,7 +126,7 @@ def _attention(program: DecoderProgram, layers: Sequence[LayerParts]) -> Attenti
     found = set[AttentionForm]()
     for site, layer in zip(program.sites, layers, strict=True):
         own = site.attention
-        window = NO_WINDOW if own.window is None else own.window
+        window = builder.NO_WINDOW if own.window is None else own.window
         cache = CacheForm(own.sinks, own.cache_rows - own.sinks, window)
         factor = float(logit_factor(own.scale))
         heads = (own.num_heads, own.num_kv_heads, own.head_dim)

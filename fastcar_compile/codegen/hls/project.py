@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -17,7 +15,6 @@ from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, Layer
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, AttentionShape, DrsTable, Limits, Status
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import total_latency
-from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS
 from fastcar_compile.codegen.hls.interface import (
@@ -28,110 +25,14 @@ from fastcar_compile.codegen.hls.interface import (
     weight_ports,
 )
 from fastcar_compile.codegen.hls.render import TEMPLATES, Bench, Benches, probe_files, render, vitis_files
-from fastcar_compile.codegen.hls.step_program.builder import (
-    AttentionForm,
-    LinearForm,
-    ReplayForm,
-    ShortForm,
-    StepForm,
-    build_short,
-    build_step,
-)
-from fastcar_compile.codegen.hls.step_program.program import StepOp, StepProgram, StepStatus
+from fastcar_compile.codegen.hls.step_program.builder import short_program
+from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus
 from fastcar_compile.codegen.hls.step_sample import Golden, sample_program
 from fastcar_compile.config.targets import Target
-from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.gates.base import GateInputs
-
-T = TypeVar("T")
-
-HEAD = "head"
-"""Name of the linear call behind the layers."""
 
 SOURCES = ("fastcar_config.hpp", "fastcar_step_config.hpp", "fastcar_step.hpp", "fastcar_step.cpp")
 """What depends on the design."""
-
-
-def short_program(design: Design, table: DrsTable, units: Sequence[int] = ()) -> StepProgram:
-    """Return the short programs of a design: its MLPs, its linears, and the decisions of the layers that the table gates.
-
-    Args:
-        units: of the gated layers' networks; (): as many as the table's for each, if it has any.
-    """
-    gated = tuple(layer for layer, factor in enumerate(table.factors) if factor != 0)
-    return build_short(
-        ShortForm(
-            layers=design.mlp.layers,
-            rows=design.mlp.batch,
-            ports=design.ports,
-            hidden=design.mlp.hidden,
-            mlp_words=design.section_words,
-            linears=tuple(linear_form(product) for product in design.linears.values()),
-            gated=gated,
-            query_words=table.query_words,
-            key_words=table.key_words,
-            units=tuple(units) or ((table.units,) * len(gated) if table.units else ()),
-        )
-    )
-
-
-def step_program(
-    design: Design, attention: AttentionForm, epsilon: float, replay: ReplayForm | None, head: str = HEAD
-) -> StepProgram:
-    """Return the step program of a decoder whose layers are alike, on a design that has its linears.
-
-    Args:
-        epsilon: of the norms. replay: of MLPs; None: there is none. head: name of the last linear.
-
-    Raises:
-        CompileError: what a step program cannot express.
-    """
-    linears = design.linears
-
-    def of_layers(place: str) -> LinearForm:
-        return only(
-            {linear_form(linears[f"layer_{n}.{place}"]) for n in range(design.mlp.layers)}, f"the linears {place}"
-        )
-
-    form = StepForm(
-        layers=design.mlp.layers,
-        rows=design.mlp.batch,
-        ports=design.ports,
-        hidden=design.mlp.hidden,
-        epsilon=epsilon,
-        attention=attention,
-        qkv=of_layers("qkv"),
-        o=of_layers("o"),
-        mlp_words=design.section_words,
-        head=linear_form(linears[head]),
-        replay=replay,
-    )
-    try:
-        return build_step(form)
-    except UserError as error:
-        raise refusal(error.what) from error
-
-
-def refusal(reason: str) -> CompileError:
-    """Return that a decoder has no step program."""
-    return CompileError(reason, hint='use offload="linears"')
-
-
-def only(found: set[T], what: str) -> T:
-    """Return the one element.
-
-    Raises:
-        CompileError: there are several, which a step program cannot express.
-    """
-    if len(found) != 1:
-        raise refusal(f"no step program: {what} differ: {', '.join(sorted(map(str, found)))}")
-    return next(iter(found))
-
-
-def linear_form(product: Product) -> LinearForm:
-    """Return a product as a step program has it."""
-    words = product.section_words
-    return LinearForm(product.inputs, product.channels, product.tile, product.tiles, words, bias=product.bias)
 
 
 def emit_hls(

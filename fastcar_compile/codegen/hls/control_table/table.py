@@ -192,6 +192,11 @@ class DrsTable:
         return len(self.thresholds)
 
     @property
+    def gated(self) -> tuple[int, ...]:
+        """Layers that have a gate."""
+        return tuple(layer for layer, factor in enumerate(self.factors) if factor != 0)
+
+    @property
     def row_query_words(self) -> int:
         """128-bit words of one row of q that the gate reads."""
         return self.attention.query_words if self.gate.reads_query else 0

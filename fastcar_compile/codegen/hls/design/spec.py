@@ -114,7 +114,7 @@ class LinearSpec:
 
 
 LAYER_INSTRUCTIONS, OTHER_INSTRUCTIONS = 14, 4
-"""Instructions of a layer with norms of its heads, RoPE and replay (`build_step`), and those before and behind the layers."""
+"""Instructions of a layer with norms of its heads, RoPE and replay (`step_program`), and those before and behind the layers."""
 
 
 @dataclass(frozen=True)

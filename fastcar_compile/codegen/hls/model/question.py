@@ -15,9 +15,9 @@ from fastcar_compile.codegen.hls.model.engine import Engine
 from fastcar_compile.codegen.hls.model.rows import Decisions, Draw, coupled, draw_decisions
 from fastcar_compile.codegen.hls.model.step import Board, StepKernel, host_of
 from fastcar_compile.codegen.hls.model.workload import Workload
-from fastcar_compile.codegen.hls.project import HEAD, step_program
+from fastcar_compile.codegen.hls.step_program import builder
 from fastcar_compile.codegen.hls.step_program import instructions as step
-from fastcar_compile.codegen.hls.step_program.builder import NO_WINDOW, AttentionForm, CacheForm, ReplayForm
+from fastcar_compile.codegen.hls.step_program.builder import AttentionForm, CacheForm, ReplayForm
 from fastcar_compile.codegen.hls.step_program.instructions import Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.config.targets import Target
@@ -174,7 +174,9 @@ def program_of_shape(work: Workload, design: Design) -> StepProgram:
     shape, gate = work.shape, work.gate
     units = (gate.units,) * shape.layers if gate.units else ()
     replay = ReplayForm(shape.tokens_per_frame, (True,) * shape.layers, gate.kind, units)
-    program = step_program(design, _attention(work), EPSILON, replay, HEAD if shape.head else "layer_0.o")
+    program = builder.step_program(
+        design, _attention(work), EPSILON, replay, builder.HEAD if shape.head else "layer_0.o"
+    )
     return program if shape.head else replace(program, instructions=tuple(_without_head(program)))
 
 
@@ -195,7 +197,7 @@ def _without_head(program: StepProgram) -> list[step.Instruction]:
 
 
 def _attention(work: Workload) -> AttentionForm:
-    shape, (sinks, window) = work.shape, work.sink_window or (0, NO_WINDOW)
+    shape, (sinks, window) = work.shape, work.sink_window or (0, builder.NO_WINDOW)
     cache = CacheForm(sinks, work.cached_rows - sinks, window)
     factor = float(logit_factor(shape.head_dim**-0.5))
     heads = (shape.heads, shape.kv_heads, shape.head_dim)

@@ -1,39 +1,31 @@
-"""The step program of a decoder, made of its sizes."""
+"""The step program of a decoder, or its short programs, made of its sizes and its design."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TypeVar
 
 from fastcar_compile.codegen.hls.control_table.gate import network_words
-from fastcar_compile.codegen.hls.control_table.table import MAX_INSTRUCTIONS
+from fastcar_compile.codegen.hls.control_table.table import MAX_INSTRUCTIONS, DrsTable
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.product import Product, float_words
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout, Sizes
 from fastcar_compile.codegen.hls.step_program.instructions import LANES, Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
-from fastcar_compile.errors import UserError
+from fastcar_compile.errors import CompileError
 from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.scores import float32
 
+T = TypeVar("T")
+
+HEAD = "head"
+"""Name of the linear call behind the layers."""
+
 NO_WINDOW = 0xFFFFFFFF
 """A window that no position is outside of."""
-
-
-@dataclass(frozen=True)
-class LinearForm:
-    """A linear as the array computes it.
-
-    Args:
-        inputs, channels: its size. tile: rows of a tile on one port. tiles: of it. words: of its weights on one port.
-    """
-
-    inputs: int
-    channels: int
-    tile: int
-    tiles: int
-    words: int
-    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,33 +98,12 @@ class ReplayForm:
         return found
 
 
-@dataclass(frozen=True)
-class StepForm:
-    """A decoder whose layers are alike: norm, q/k/v, RoPE, attention, o, norm, MLP; then a norm and the head.
+def step_program(
+    design: Design, attention: AttentionForm, epsilon: float, replay: ReplayForm | None, head: str = HEAD
+) -> StepProgram:
+    """Return the step program of a decoder whose layers are alike, on a design that has its linears.
 
-    Args:
-        mlp_words: of an MLP's weights on one port. epsilon: of the norms. replay: of MLPs; None: there is none.
-    """
-
-    layers: int
-    rows: int
-    ports: int
-    hidden: int
-    epsilon: float
-    attention: AttentionForm
-    qkv: LinearForm
-    o: LinearForm
-    mlp_words: int
-    head: LinearForm
-    replay: ReplayForm | None = None
-
-    def replay_of(self, layer: int) -> ReplayForm | None:
-        """Return the replay of a layer; None: it always computes."""
-        return self.replay if self.replay is not None and self.replay.gated[layer] else None
-
-
-def build_step(form: StepForm) -> StepProgram:
-    """Return the step program of a decoder.
+    A layer is norm, q/k/v, RoPE, attention, o, norm, MLP; behind the layers are a norm and the head.
 
     In `constants`, layer by layer: the weights of both norms, then those of q and k per head, if any; then the weight
     of the last norm, then the RoPE table, then the networks of the layers with gate `learned`. In a section of
@@ -140,82 +111,116 @@ def build_step(form: StepForm) -> StepProgram:
     the replay buffer: chain counts by layer and slot, then MLP outputs by layer, slot and row, then MLP inputs alike,
     if the gate reads them.
 
+    Args:
+        epsilon: of the norms. replay: of MLPs; None: there is none. head: name of the last linear.
+
     Raises:
-        UserError: sizes that the engine cannot compute, all of them.
+        CompileError: what a step program cannot express.
     """
-    wrong = form.attention.problems()
-    wrong += [] if form.replay is None else form.replay.problems(form.layers, form.attention)
-    if form.hidden % LANES:
-        wrong.append(f"a hidden size of {form.hidden} (a multiple of {LANES})")
+    layers, hidden = design.mlp.layers, design.mlp.hidden
+    qkv, o = (
+        only({design.linears[f"layer_{n}.{place}"] for n in range(layers)}, f"the linears {place}")
+        for place in ("qkv", "o")
+    )
+    wrong = attention.problems() + ([] if replay is None else replay.problems(layers, attention))
+    if hidden % LANES:
+        wrong.append(f"a hidden size of {hidden} (a multiple of {LANES})")
     if not wrong:
-        program = _Builder(form).program()
+        program = _Builder(design, attention, float32(epsilon), replay, (qkv, o, design.linears[head])).program()
         wrong += [f"{i.opcode.name} of layer {i.layer}" for i in program.instructions if not i.fits(program.sizes)]
         if len(program.instructions) <= MAX_INSTRUCTIONS and program.sizes.is_valid() and not wrong:
             return program
-    raise UserError(
-        f"no step program can be built: {'; '.join(wrong) or 'its sizes'}", hint="change the model or batch"
-    )
+    raise refusal(f"no step program can be built: {'; '.join(wrong) or 'its sizes'}")
+
+
+def refusal(reason: str) -> CompileError:
+    """Return that a decoder has no step program."""
+    return CompileError(reason, hint='use offload="linears"')
+
+
+def only(found: set[T], what: str) -> T:
+    """Return the one element.
+
+    Raises:
+        CompileError: there are several, which a step program cannot express.
+    """
+    if len(found) != 1:
+        raise refusal(f"no step program: {what} differ: {', '.join(sorted(map(str, found)))}")
+    return next(iter(found))
 
 
 class _Builder:
-    def __init__(self, form: StepForm) -> None:
-        heads = form.attention
-        self.form, self.heads = form, heads
-        self.words = form.hidden // LANES
+    def __init__(
+        self,
+        design: Design,
+        heads: AttentionForm,
+        epsilon: float,
+        replay: ReplayForm | None,
+        linears: tuple[Product, Product, Product],
+    ) -> None:
+        self.design, self.heads, self.epsilon, self.replay = design, heads, epsilon, replay
+        self.layers, self.rows = design.mlp.layers, design.mlp.batch
+        self.qkv, self.o, self.head = linears
+        self.words = design.mlp.hidden // LANES
         self.head_words = heads.head_dim // LANES
         self.norm_words = 2 * self.words + (2 * self.head_words if heads.head_norm else 0)
-        self.layer_weights = form.qkv.words + form.o.words + form.mlp_words
-        layout = CacheLayout(form.ports, heads.head_dim, heads.cache.positions)
-        cached = form.rows * heads.key_heads
+        self.mlp_at = self.qkv.section_words + self.o.section_words
+        self.layer_weights = self.mlp_at + design.section_words
+        layout = CacheLayout(design.ports, heads.head_dim, heads.cache.positions)
+        cached = self.rows * heads.key_heads
         self.layer_keys, self.layer_values = cached * layout.key_words, cached * layout.value_words
-        self.last_norm = form.layers * self.norm_words
+        self.last_norm = self.layers * self.norm_words
         self.table = self.last_norm + self.words
         # Element n is the first word of layer n's network; the last element is the end of the constants.
-        self.networks = _networks(form, self.table + heads.table_rows * heads.rotary // LANES)
-        self.slots = 0 if form.replay is None else form.replay.stride
-        self.layer_chains, self.layer_outputs = self.slots * step.CHAIN_WORDS, self.slots * form.rows * self.words
+        units = (0,) * self.layers if replay is None or not replay.units else replay.units
+        networks = (network_words(n, design.mlp.hidden) if n else 0 for n in units)
+        self.networks = tuple(accumulate(networks, initial=self.table + heads.table_rows * heads.rotary // LANES))
+        self.slots = 0 if replay is None else replay.stride
+        self.layer_chains, self.layer_outputs = self.slots * step.CHAIN_WORDS, self.slots * self.rows * self.words
         # The replay buffer has the chain counts of all layers, then the MLP outputs, then the MLP inputs.
-        self.outputs = form.layers * self.layer_chains
-        self.inputs = self.outputs + form.layers * self.layer_outputs
-        self.layer_inputs = self.layer_outputs if form.replay is not None and form.replay.gate.reads_input else 0
+        self.outputs = self.layers * self.layer_chains
+        self.inputs = self.outputs + self.layers * self.layer_outputs
+        self.layer_inputs = self.layer_outputs if replay is not None and replay.gate.reads_input else 0
 
     def program(self) -> StepProgram:
         """Return the program; it is not checked yet."""
-        form, heads = self.form, self.heads
+        heads, layers = self.heads, self.layers
         query_words = heads.heads * self.head_words
-        # A row of logits fills whole memory words, so the output may be up to three values wider than the vocabulary.
-        output = -(-form.head.channels // LANES)
         sizes = Sizes(
-            rows=form.rows,
-            ports=form.ports,
+            rows=self.rows,
+            ports=self.design.ports,
             positions=heads.cache.positions,
             # A row on chip holds either the residual stream or q, k and v side by side.
             row_words=max(self.words, query_words + 2 * heads.key_heads * self.head_words),
             constant_words=self.networks[-1],
-            weight_words=form.layers * self.layer_weights + form.head.words,
-            key_words=form.layers * self.layer_keys,
-            value_words=form.layers * self.layer_values,
-            input_words=form.rows * self.words,
-            output_words=form.rows * output,
-            replay_words=self.inputs + form.layers * self.layer_inputs,
+            weight_words=layers * self.layer_weights + self.head.section_words,
+            key_words=layers * self.layer_keys,
+            value_words=layers * self.layer_values,
+            input_words=self.rows * self.words,
+            # A row of logits fills whole memory words: it may be up to three values wider than the vocabulary.
+            output_words=self.rows * float_words(self.head.channels),
+            replay_words=self.inputs + layers * self.layer_inputs,
         )
-        layers = (i for layer in range(form.layers) for i in self._layer(layer))
-        return StepProgram(sizes, (step.Load(0, Place.X, self.words), *layers, *self._last()))
+        body = (i for layer in range(layers) for i in self._layer(layer))
+        return StepProgram(sizes, (step.Load(0, Place.X, self.words), *body, *self._last()))
+
+    def _replay_of(self, layer: int) -> ReplayForm | None:
+        """Return the replay of a layer; None: it always computes."""
+        return self.replay if self.replay is not None and self.replay.gated[layer] else None
 
     def _layer(self, layer: int) -> Iterator[step.Instruction]:
-        form, norms = self.form, layer * self.norm_words
-        weights = layer * self.layer_weights
+        norms, weights = layer * self.norm_words, layer * self.layer_weights
         yield self._norm(layer, norms)
-        yield _linear(layer, Place.A, Place.Y, form.qkv, weights)
+        yield _linear(layer, Place.A, Place.Y, self.qkv, weights)
         yield from self._attention(layer, norms + 2 * self.words)
-        yield _linear(layer, Place.A, Place.Y, form.o, weights + form.qkv.words)
+        yield _linear(layer, Place.A, Place.Y, self.o, weights + self.qkv.section_words)
         yield step.Add(layer, Place.Y, Place.X, self.words)
         yield self._norm(layer, norms + self.words)
-        replay = form.replay_of(layer)
+        replay = self._replay_of(layer)
         # The norm has just put the MLP's input into A, and Decide needs it there before the MLP runs.
         if replay is not None and replay.gate.reads_input:
             yield self._decision(layer, replay)
-        yield step.Mlp(layer, Place.A, Place.Y, weights + form.qkv.words + form.o.words)
+        yield step.Mlp(layer, Place.A, Place.Y, weights + self.mlp_at)
         if replay is None:
             yield step.Add(layer, Place.Y, Place.X, self.words)
         else:
@@ -234,7 +239,7 @@ class _Builder:
         # An instruction never writes the place that it reads. A is free here, because q/k/v is its last reader.
         normed = (Place.A, Place.A) if heads.rotary else (q, k)
         if heads.head_norm:
-            sizes = (float32(1 / heads.head_dim), float32(self.form.epsilon))
+            sizes = (float32(1 / heads.head_dim), self.epsilon)
             yield step.Norm(layer, Place.Y, normed[0], 0, head_words, heads.heads, norms, *sizes)
             yield step.Norm(layer, Place.Y, normed[1], query, head_words, heads.key_heads, norms + head_words, *sizes)
         if heads.rotary:
@@ -242,7 +247,7 @@ class _Builder:
             yield self._rotation(layer, (given, q), 0, heads.heads)
             yield self._rotation(layer, (given, k), query, heads.key_heads)
         yield step.AppendKeys(layer, k, query, heads.key_heads, blocks, keys, *ring)
-        replay = self.form.replay_of(layer)
+        replay = self._replay_of(layer)
         # Gate `tas` reads q and an earlier key alone. It decides now, while q is still in its place.
         if replay is not None and not replay.gate.reads_input:
             yield self._decision(layer, replay)
@@ -273,77 +278,56 @@ class _Builder:
         return step.Rotate(layer, *places, first, heads, self.head_words, half, self.table, self.heads.table_rows)
 
     def _norm(self, layer: int, weight: int) -> step.Norm:
-        size, epsilon = float32(1 / self.form.hidden), float32(self.form.epsilon)
-        return step.Norm(layer, Place.X, Place.A, 0, self.words, 1, weight, size, epsilon)
+        size = float32(1 / self.design.mlp.hidden)
+        return step.Norm(layer, Place.X, Place.A, 0, self.words, 1, weight, size, self.epsilon)
 
     def _last(self) -> Iterator[step.Instruction]:
-        form = self.form
-        yield self._norm(form.layers, self.last_norm)
-        yield _linear(form.layers, Place.A, Place.OUTPUT, form.head, form.layers * self.layer_weights)
-        yield step.End(form.layers)
+        yield self._norm(self.layers, self.last_norm)
+        yield _linear(self.layers, Place.A, Place.OUTPUT, self.head, self.layers * self.layer_weights)
+        yield step.End(self.layers)
 
 
-@dataclass(frozen=True)
-class ShortForm:
-    """A decoder whose MLPs, gates and linears the host calls one by one.
+def short_program(design: Design, table: DrsTable | None = None, units: Sequence[int] = ()) -> StepProgram:
+    """Return the short programs of a design: the decisions of the layers that the table gates, the MLPs, the linears.
+
+    Each has its END. In a section of the weights, MLPs come before linears. The constants are the networks of the
+    gated layers.
 
     Args:
-        mlp_words: of an MLP's weights on one port. linears: in call order.
-        gated: layers that the control table decides. query_words, key_words: of what the gate reads, all rows.
-        units: per gated layer the hidden units of its network, for gate `learned`; else ().
+        table: of the decisions; None: there are none.
+        units: of the gated layers' networks; (): as many as the table's for each, if it has any.
     """
-
-    layers: int
-    rows: int
-    ports: int
-    hidden: int
-    mlp_words: int
-    linears: tuple[LinearForm, ...] = ()
-    gated: tuple[int, ...] = ()
-    query_words: int = 0
-    key_words: int = 0
-    units: tuple[int, ...] = ()
-
-
-def build_short(form: ShortForm) -> StepProgram:
-    """Return the short programs of a decoder: the decisions of the gated layers, the MLPs, the linears, each with its END.
-
-    In a section of the weights, MLPs come before linears. The constants are the networks of the gated layers.
-    """
-    words = -(-form.hidden // LANES)
-    networks = tuple(accumulate((network_words(n, form.hidden) for n in form.units), initial=0))
-    weights = tuple(accumulate((own.words for own in form.linears), initial=form.layers * form.mlp_words))
-    learned = [(at, units, words) for at, units in zip(networks, form.units, strict=False)] or [()] * len(form.gated)
-    decide = (
-        step.DecideRows(n, form.query_words, form.key_words, *own) for n, own in zip(form.gated, learned, strict=True)
-    )
-    mlps = (step.Mlp(n, Place.INPUT, Place.OUTPUT, n * form.mlp_words) for n in range(form.layers))
-    places = zip(form.linears, weights, strict=False)
-    linears = (_linear(0, Place.INPUT, Place.OUTPUT, own, at) for own, at in places)
-    decided = step.CHAIN_WORDS + form.query_words + form.key_words if form.gated else 0
+    mlp, linears = design.mlp, tuple(design.linears.values())
+    gated = () if table is None else table.gated
+    read = (0, 0) if table is None else (table.query_words, table.key_words)
+    units = units or ((table.units,) * len(gated) if table is not None and table.units else ())
+    networks = tuple(accumulate((network_words(n, mlp.hidden) for n in units), initial=0))
+    weights = tuple(accumulate((p.section_words for p in linears), initial=mlp.layers * design.section_words))
+    words = float_words(mlp.hidden)
+    learned = [(at, own, words) for at, own in zip(networks, units, strict=False)] or [()] * len(gated)
+    decide = (step.DecideRows(n, *read, *own) for n, own in zip(gated, learned, strict=True))
+    mlps = (step.Mlp(n, Place.INPUT, Place.OUTPUT, n * design.section_words) for n in range(mlp.layers))
+    called = (_linear(0, Place.INPUT, Place.OUTPUT, p, at) for p, at in zip(linears, weights, strict=False))
     return StepProgram(
         Sizes(
-            rows=form.rows,
-            ports=form.ports,
+            rows=mlp.batch,
+            ports=design.ports,
             positions=1,
             row_words=1,
             constant_words=networks[-1],
             weight_words=weights[-1],
             key_words=0,
             value_words=0,
-            input_words=max(decided, form.rows * max([words, *(-(-own.inputs // LANES) for own in form.linears)])),
-            output_words=form.rows * max([words, *(-(-own.channels // LANES) for own in form.linears)]),
+            input_words=max(
+                step.CHAIN_WORDS + sum(read) if gated else 0,
+                mlp.batch * max([words, *(float_words(p.inputs) for p in linears)]),
+            ),
+            output_words=mlp.batch * max([words, *(float_words(p.channels) for p in linears)]),
         ),
-        tuple(i for own in (*decide, *mlps, *linears) for i in (own, step.End(0))),
+        tuple(i for own in (*decide, *mlps, *called) for i in (own, step.End(0))),
     )
 
 
-def _linear(layer: int, source: Place, target: Place, form: LinearForm, weights: int) -> step.Linear:
-    sizes = (form.inputs, form.channels, form.tile, form.tiles, int(form.bias))
+def _linear(layer: int, source: Place, target: Place, product: Product, weights: int) -> step.Linear:
+    sizes = (product.inputs, product.channels, product.tile, product.tiles, int(product.bias))
     return step.Linear(layer, source, target, *sizes, weights)
-
-
-def _networks(form: StepForm, first: int) -> tuple[int, ...]:
-    """Return the word of each layer's network, from word `first` of the constants on, and the word behind the last."""
-    units = (0,) * form.layers if form.replay is None or not form.replay.units else form.replay.units
-    return tuple(accumulate((network_words(n, form.hidden) if n else 0 for n in units), initial=first))
