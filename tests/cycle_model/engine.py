@@ -43,7 +43,7 @@ class CycleModel(Engine):
 
     def _whole(self, call: AttendCall | LoopCall, result: Result, unit: str) -> tuple[CallPart, ...]:
         self.results[call] = result
-        return (CallPart(call.name, unit, result.clocks / self.clock_hz, self.moved(call)),)
+        return (CallPart(call.name, unit, result.clocks / self.clock_hz, call.bytes),)
 
     def _products(self, call: EngineCall, result: Result, before: float) -> list[CallPart]:
         starts = [result.processes[ARRAY].starts[named.name] for named in call.products]

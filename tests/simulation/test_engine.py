@@ -13,11 +13,11 @@ from cycle_model.engine import CycleModel, bound_of, simulated
 from cycle_model.kernel import simulate_network
 from cycle_model.network import Network
 
-from fastcar_compile.codegen.hls.design.control_loops import control_loops
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp, control_loops
 from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.interface import weight_ports
 from fastcar_compile.codegen.hls.model import DecoderShape, Workload, load_shape
-from fastcar_compile.codegen.hls.model.engine import Engine, RowLoad
+from fastcar_compile.codegen.hls.model.engine import Engine
 from fastcar_compile.codegen.hls.model.gate import GateModel
 from fastcar_compile.codegen.hls.model.question import ask
 from fastcar_compile.codegen.hls.model.rows import draw_decisions
@@ -63,7 +63,7 @@ def cycles() -> CycleModel:
 
 def test_words_and_works_of_a_call_are_those_of_the_loop_table(cycles: CycleModel) -> None:
     """Nothing is lost on the way: every process works as long as its loops, whatever it waits for."""
-    call = cycles.mlp_call(TINY.mlp_linears, RowLoad(3, 1))
+    call = cycles.array_call(TINY.mlp_linears, cycles.load(3, 1))
     result = simulate_network(engine_network(call, cycles.memory))
     rows = 3 * 2 * TINY.hidden // 4
     decided = sum(loop.trips for loop in control_loops(call.control) if loop.moves)
@@ -81,7 +81,11 @@ def test_calls_of_the_controller_are_within_five_per_cent(board: str, gate: str)
     """A decision, the load of the table, and the placing of an MLP's rows."""
     question = ask(Workload(TINY, "w8a8", 64, 4, replay=0.5, gate=GateModel.named(gate)), load_target(board))
     closed, cycles = (question.board(model).engine for model in (Engine, CycleModel))
-    for call in (closed.gate_call(), closed.table_call(), closed.mlp_call(TINY.mlp_linears, RowLoad(1, 1))):
+    for call in (
+        closed.control_call(ControlOp.GATE),
+        closed.control_call(ControlOp.TABLE),
+        closed.array_call(TINY.mlp_linears, closed.load(1, 1)),
+    ):
         first, second = (model.parts_of(call) for model in (closed, cycles))
         assert first[0].unit == second[0].unit == "drs"
         assert first[0].seconds == pytest.approx(second[0].seconds, rel=0.05)
@@ -89,8 +93,8 @@ def test_calls_of_the_controller_are_within_five_per_cent(board: str, gate: str)
 
 def test_the_array_waits_for_the_controller(cycles: CycleModel) -> None:
     """The host gives the Index Register: placing the rows costs a fraction of a decision."""
-    mlp = cycles.mlp_call(TINY.mlp_linears, RowLoad(1, 1))
-    placed, decided = (cycles.parts_of(call)[0].seconds for call in (mlp, cycles.gate_call()))
+    mlp = cycles.array_call(TINY.mlp_linears, cycles.load(1, 1))
+    placed, decided = (cycles.parts_of(call)[0].seconds for call in (mlp, cycles.control_call(ControlOp.GATE)))
     assert placed < decided / 4
     result = cycles.results[mlp]
     assert result.processes["compute"].stalls["blocks empty: start of compute"] == result.processes["control"].end
@@ -98,7 +102,7 @@ def test_the_array_waits_for_the_controller(cycles: CycleModel) -> None:
 
 
 def test_passes_are_work_of_the_array_and_not_of_the_ports(cycles: CycleModel) -> None:
-    one, four = (cycles.mlp_call(TINY.mlp_linears, RowLoad(8, passes)) for passes in (1, 4))
+    one, four = (cycles.array_call(TINY.mlp_linears, cycles.load(8, passes)) for passes in (1, 4))
     results = [simulate_network(engine_network(call, cycles.memory)) for call in (one, four)]
     assert results[1].words == pytest.approx(results[0].words)
     assert results[1].clocks > 2.5 * results[0].clocks
@@ -107,7 +111,7 @@ def test_passes_are_work_of_the_array_and_not_of_the_ports(cycles: CycleModel) -
 
 
 def test_a_slow_memory_is_the_root_of_the_waiting(cycles: CycleModel) -> None:
-    call = cycles.linear_call(TINY.attention_linears[0], RowLoad(1, 1))
+    call = cycles.array_call(TINY.attention_linears[:1], cycles.load(1, 1))
     slow = replace(cycles.memory, rate=cycles.memory.rate / 4)
     result = simulate_network(engine_network(call, slow), watch="mac_tile")
     assert bound_of(result) == "memory"
@@ -117,7 +121,7 @@ def test_a_slow_memory_is_the_root_of_the_waiting(cycles: CycleModel) -> None:
 
 def test_copies_of_the_blocks_are_needed(cycles: CycleModel) -> None:
     """Heads skip the multiplication, so two copies cost time; without a block of sums, a circle is named."""
-    call = cycles.linear_call(TINY.attention_linears[0], RowLoad(1, 1))
+    call = cycles.array_call(TINY.attention_linears[:1], cycles.load(1, 1))
 
     def with_copies(**copies: int) -> Network:
         network = engine_network(call, cycles.memory)

@@ -7,21 +7,12 @@ Loops come from the loop tables (codegen/hls/design/loops.py, control_loops.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from fastcar_compile.codegen.hls.control_table.table import DrsTable
+from fastcar_compile.codegen.hls.design import loops
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.loops import (
-    STREAM_DEPTH,
-    Load,
-    Loop,
-    load_loop,
-    places_loop,
-    quantize_loops,
-    tile_loops,
-)
 from fastcar_compile.codegen.hls.design.memory import memory_rate, timing_of
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
@@ -59,7 +50,7 @@ class EngineCall:
 
     control: ControlWork
     products: tuple[NamedProduct, ...]
-    load: Load
+    load: loops.Load
     ports: int
     rows_on_chip: bool = False
     results_on_chip: bool = False
@@ -105,9 +96,10 @@ class LoopCall:
         return self.name
 
     @property
-    def words(self) -> int:
-        """128-bit words that it moves."""
-        return sum(part.times * sum(loop.trips for loop in part.loops if loop.moves) for part in self.parts)
+    def bytes(self) -> int:
+        """Bytes that it moves."""
+        words = sum(part.times * sum(loop.trips for loop in part.loops if loop.moves) for part in self.parts)
+        return words * WORD_BYTES
 
 
 @dataclass(frozen=True)
@@ -121,6 +113,11 @@ class AttendCall:
     def title(self) -> str:
         """What the instruction does, and the positions that it reads."""
         return f"{self.name}, {self.work.positions} positions"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of keys and values that it reads."""
+        return self.work.words * self.work.ports * WORD_BYTES
 
 
 Call = EngineCall | LoopCall | AttendCall
@@ -187,36 +184,25 @@ def memory_of(design: Design, target: Target) -> Memory:
 
 def attend_clocks(work: AttendWork, memory: Memory) -> float:
     """Return the clocks: turns at the pace of the cache, the softmax or the queries, and the end of the last one."""
-    layout, loops = work.layout, attend_loops(work)
+    layout, own = work.layout, attend_loops(work)
     rate = min(1 - memory.refreshing, memory.rate / work.ports)
-    keys = memory.latency + max(layout.key_words / rate, loops.logits.trips)
+    keys = memory.latency + max(layout.key_words / rate, own.logits.trips)
     tile = max(
-        layout.value_tile_words / rate,
-        loops.weigh.cycles,
-        loops.limbs.trips,
-        loops.multiply_values.trips,
-        loops.add.trips,
+        layout.value_tile_words / rate, own.weigh.cycles, own.limbs.trips, own.multiply_values.trips, own.add.trips
     )
     values = memory.latency + layout.value_tiles * tile
-    softmax = loops.keep.cycles + loops.soften.cycles + loops.invert.cycles
-    split = sum(loop.cycles for loop in loops.split)
+    softmax = own.keep.cycles + own.soften.cycles + own.invert.cycles
+    split = sum(loop.cycles for loop in own.split)
     # The values of the last turn wait until its softmax is done, and nothing else is read meanwhile.
-    wait = max(0.0, loops.logits.depth + loops.keep.depth + loops.soften.cycles - memory.latency)
-    first = STREAM_DEPTH + max(0.0, split - memory.latency)
-    last = loops.weigh.depth + loops.limbs.depth + loops.multiply_values.depth + loops.add.depth
+    wait = max(0.0, own.logits.depth + own.keep.depth + own.soften.cycles - memory.latency)
+    first = loops.STREAM_DEPTH + max(0.0, split - memory.latency)
+    last = own.weigh.depth + own.limbs.depth + own.multiply_values.depth + own.add.depth
     turns = max(
         work.turns * (keys + values) + wait,
         keys + work.turns * softmax + values,
         (work.turns - 1) * split + keys + values,
     )
-    return first + turns + last + work.group * loops.finish.cycles
-
-
-class RowLoad(NamedTuple):
-    """Rows that compute in a layer, and passes of the core that has most of them."""
-
-    rows: int
-    passes: int
+    return first + turns + last + work.group * own.finish.cycles
 
 
 class Engine:
@@ -240,47 +226,32 @@ class Engine:
         """Cores of the array."""
         return self.design.mlp.cores
 
-    def linear_call(self, linear: LinearShape, load: RowLoad) -> EngineCall:
-        """Return one start for a linear: the host sequences them, so the controller only places the rows."""
-        product = NamedProduct(linear.name, self._product(linear))
-        return EngineCall(self._work(ControlOp.PLACE), (product,), self._load(load), self.design.ports)
+    def load(self, rows: int, passes: int) -> loops.Load:
+        """Return what the array does for so many rows. passes: of the core that has most of them."""
+        return loops.Load(rows, passes, self.cores, self.design.scale_rows)
 
-    def instruction_call(self, linears: Sequence[LinearShape], load: RowLoad, *, stays: bool = True) -> EngineCall:
-        """Return an instruction LINEAR or MLP of a step program. stays: whether the results stay on the chip."""
+    def array_call(
+        self, linears: Sequence[LinearShape], load: loops.Load, *, on_chip: bool = False, stays: bool = False
+    ) -> EngineCall:
+        """Return one start for a linear or for the two of an MLP: the controller only places the rows.
+
+        Args:
+            on_chip: it is an instruction of a step program, with its rows on chip. stays: so are its results.
+        """
         last = len(linears) - 1
         products = tuple(NamedProduct(x.name, self._product(x), i < last) for i, x in enumerate(linears))
-        call = EngineCall(self._work(ControlOp.PLACE), products, self._load(load), self.design.ports)
-        return replace(call, rows_on_chip=True, results_on_chip=stays)
+        work = ControlWork(ControlOp.PLACE, self.control)
+        return EngineCall(work, products, load, self.design.ports, on_chip, stays)
 
-    def mlp_call(self, linears: Sequence[LinearShape], load: RowLoad) -> EngineCall:
-        """Return one start for an MLP, whose Index Register the host gives."""
-        first, last = (NamedProduct(x.name, self._product(x), i == 0) for i, x in enumerate(linears))
-        return EngineCall(self._work(ControlOp.PLACE), (first, last), self._load(load), self.design.ports)
-
-    def gate_call(self) -> EngineCall:
-        """Return one start for a decision."""
-        return EngineCall(self._work(ControlOp.GATE), (), self._load(RowLoad(0, 0)), self.design.ports)
-
-    def table_call(self) -> EngineCall:
-        """Return the start that loads the control table, once."""
-        return EngineCall(self._work(ControlOp.TABLE), (), self._load(RowLoad(0, 0)), self.design.ports)
-
-    def _work(self, op: ControlOp) -> ControlWork:
-        return ControlWork(op, self.control)
-
-    def _load(self, load: RowLoad) -> Load:
-        return Load(load.rows, load.passes, self.design.mlp.cores, self.design.scale_rows)
+    def control_call(self, op: ControlOp) -> EngineCall:
+        """Return one start for a decision, or the one that loads the control table."""
+        return EngineCall(ControlWork(op, self.control), (), self.load(0, 0), self.design.ports)
 
     def parts_of(self, call: Call) -> tuple[CallPart, ...]:
         """Return the spans of a call; a call that is known is not timed again."""
         if call not in self._known:
             self._known[call] = self.parts(call)
         return self._known[call]
-
-    def moved(self, call: AttendCall | LoopCall) -> float:
-        """Return the bytes that an instruction moves besides weights."""
-        words = call.words if isinstance(call, LoopCall) else call.work.words * self.design.ports
-        return float(words * WORD_BYTES)
 
     def _product(self, linear: LinearShape) -> Product:
         """Return how this engine computes a linear: as it is emitted, else with the tiles that its buffers hold."""
@@ -293,18 +264,18 @@ class Engine:
         """Return the spans of a call."""
         if isinstance(call, AttendCall):
             clocks = attend_clocks(call.work, self.memory)
-            return (CallPart(call.name, "attend", clocks / self.clock_hz, self.moved(call)),)
+            return (CallPart(call.name, "attend", clocks / self.clock_hz, call.bytes),)
         if isinstance(call, LoopCall):
             clocks = sum(part.times * loop_clocks(part.loops, self.memory) for part in call.parts)
-            return (CallPart(call.name, "vector", clocks / self.clock_hz, self.moved(call)),)
-        decided = control_clocks(call.control, self.memory) / self.clock_hz
+            return (CallPart(call.name, "vector", clocks / self.clock_hz, call.bytes),)
+        decided = loop_clocks(control_loops(call.control), self.memory) / self.clock_hz
         return CallPart(call.control_name, "drs", decided), *(self._array(call) if call.products else ())
 
     def _array(self, call: EngineCall) -> tuple[CallPart, ...]:
         parts, gap = list[CallPart](), _load_clocks(call, self.memory)
         left = _write_clocks(call)
         for number, named in enumerate(call.products):
-            gap += sum(loop.cycles for loop in quantize_loops(named.product, call.load))
+            gap += sum(loop.cycles for loop in loops.quantize_loops(named.product, call.load))
             clocks, unit = _product_clocks(call, named, self.memory, gap)
             parts.append(CallPart(f"{named.name} rows", "edge", gap / self.clock_hz))
             parts.append(CallPart(named.name, unit, clocks / self.clock_hz, call.product_bytes(number)))
@@ -314,32 +285,31 @@ class Engine:
         return tuple(parts)
 
 
-def control_clocks(work: ControlWork, memory: Memory) -> float:
-    """Return the clocks of the controller's loops."""
-    return loop_clocks(control_loops(work), memory)
-
-
-def loop_clocks(loops: Iterable[Loop], memory: Memory) -> float:
+def loop_clocks(serial: Iterable[loops.Loop], memory: Memory) -> float:
     """Return the clocks of loops that run one after the other; one that moves words waits for the first."""
     free = 1 - memory.refreshing
     return sum(
         loop.cycles if not loop.moves else loop.interval * loop.trips / free + loop.depth + memory.latency
-        for loop in loops
+        for loop in serial
     )
 
 
 def _load_clocks(call: EngineCall, memory: Memory) -> float:
     """Return the clocks until the rows of x are in the cores; each is a burst that waits for the memory."""
-    inputs, rows, ready = call.products[0].product.inputs, call.load.rows, max(places_loop().cycles, memory.latency)
+    inputs, rows, ready = (
+        call.products[0].product.inputs,
+        call.load.rows,
+        max(loops.places_loop().cycles, memory.latency),
+    )
     if call.rows_on_chip:
-        return float(places_loop().cycles + load_loop(inputs, call.load).cycles)
-    return float(max(ready + load_loop(inputs, call.load).cycles, rows * (float_words(inputs) + memory.latency)))
+        return float(loops.places_loop().cycles + loops.load_loop(inputs, call.load).cycles)
+    return float(max(ready + loops.load_loop(inputs, call.load).cycles, rows * (float_words(inputs) + memory.latency)))
 
 
 def _write_clocks(call: EngineCall) -> float:
     """Return the clocks that the process works that writes the rows of every tile."""
     last = call.products[-1]
-    return float(last.product.tiles * tile_loops(last.product, call.load).send.trips)
+    return float(last.product.tiles * loops.tile_loops(last.product, call.load).send.trips)
 
 
 def _product_clocks(call: EngineCall, named: NamedProduct, memory: Memory, gap: float) -> tuple[float, str]:
@@ -350,7 +320,7 @@ def _product_clocks(call: EngineCall, named: NamedProduct, memory: Memory, gap: 
     """
     product = named.product
     rate = min(1 - memory.refreshing, memory.rate / call.ports)
-    stages = [loop.cycles for loop in tile_loops(product, call.load, inner=named.inner).stages]
+    stages = [loop.cycles for loop in loops.tile_loops(product, call.load, inner=named.inner).stages]
     pace, tail = max(stages), float(sum(stages[1:]))
     ahead = min(gap * rate, call.fifo_words + memory.window)
     streamed = max(0.0, product.port_words - ahead) / rate + tail

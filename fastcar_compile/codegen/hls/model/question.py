@@ -59,19 +59,9 @@ class Question:
 
     def board(self, model: type[Engine] = Engine) -> Board:
         """Return the board; the tests give it another model of its engine."""
-        work = self.workload
-        control = work.control_table(self.design.mlp.cores)
-        return Board(
-            model(self.design, self.target, control),
-            host_of(self.target),
-            work.shape,
-            work.quant,
-            work.batch,
-            fabric_linears=work.offload in ("linears", "all"),
-            kv_bytes=work.kv_bytes(1) // work.shape.layers,
-            gate=work.gate if self.gated else None,
-            kernel=self.kernel,
-        )
+        control = self.workload.control_table(self.design.mlp.cores)
+        engine, gate = model(self.design, self.target, control), self.workload.gate if self.gated else None
+        return Board(engine, host_of(self.target), self.workload, gate, self.kernel)
 
 
 def ask(

@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp
+from fastcar_compile.codegen.hls.design.loops import Load
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork, VectorWork, vector_loops
-from fastcar_compile.codegen.hls.model.engine import AttendCall, Call, Engine, LoopCall, RowLoad
+from fastcar_compile.codegen.hls.model.engine import AttendCall, Call, Engine, LoopCall
 from fastcar_compile.codegen.hls.model.gate import GateModel
-from fastcar_compile.codegen.hls.model.shapes import DecoderShape, LinearShape
+from fastcar_compile.codegen.hls.model.shapes import LinearShape
+from fastcar_compile.codegen.hls.model.workload import Workload
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK
-from fastcar_compile.codegen.hls.step_program.instructions import Instruction, Opcode, Place
+from fastcar_compile.codegen.hls.step_program.instructions import Instruction, Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import TargetError
@@ -107,23 +110,23 @@ class StepKernel:
 
 @dataclass(frozen=True)
 class Board:
-    """What runs the step.
+    """What runs the step of a workload.
 
     Args:
-        kv_bytes: of one position of one layer's key and value caches, all rows.
         gate: of every layer; None: the decoder is compiled without replay.
         kernel: of whole steps; None: the host sequences the calls.
     """
 
     engine: Engine
     host: HostModel
-    shape: DecoderShape
-    quant: str
-    batch: int
-    fabric_linears: bool
-    kv_bytes: int
+    work: Workload
     gate: GateModel | None = None
     kernel: StepKernel | None = None
+
+    @property
+    def every(self) -> Load:
+        """Every row computes."""
+        return self.engine.design.load(self.work.batch)
 
     @property
     def unit_decides(self) -> bool:
@@ -171,7 +174,7 @@ class Step:
         self.calls.append(Segment(call.title, layer, "call", start, self.seconds - start, self.bytes - moved))
 
 
-def simulate_step(board: Board, loads: Sequence[RowLoad], attended: float) -> Step:
+def simulate_step(board: Board, loads: Sequence[Load], attended: float) -> Step:
     """Return the time line of one forward. The host waits for every call of a kernel.
 
     Args:
@@ -187,87 +190,69 @@ def simulate_step(board: Board, loads: Sequence[RowLoad], attended: float) -> St
 
 class _Simulation:
     def __init__(self, board: Board) -> None:
-        self.board, self.step = board, Step()
+        self.board, self.work, self.shape, self.step = board, board.work, board.work.shape, Step()
 
-    def layer(self, layer: int, load: RowLoad, attended: float) -> None:
-        board, shape = self.board, self.board.shape
+    def layer(self, layer: int, load: Load, attended: float) -> None:
+        board, shape, gate = self.board, self.shape, self.board.gate
         qkv, o = shape.attention_linears
+        # A gate that reads the MLP's input decides behind the norm before the MLP, others before attention.
+        late = gate is not None and gate.caches_input
         self._norm(layer)
         self._linear(qkv, layer)
-        width = (shape.heads + shape.kv_heads) * shape.head_dim
-        self._rows("rope", layer, ROPE_BYTES * width)
-        if board.gate is not None and board.unit_decides and not board.gate.caches_input:
-            self._decide(layer)
+        self._rows("rope", layer, ROPE_BYTES * (shape.heads + shape.kv_heads) * shape.head_dim)
+        if board.unit_decides and not late:
+            self._call("DRS", layer, board.engine.control_call(ControlOp.GATE))
         self._attention(layer, attended)
         self._linear(o, layer)
-        norm_done = self._gate(layer)
+        if late:
+            self._norm(layer)
+        if gate is not None and gate.on_host:
+            moved, flops = gate.moved_bytes(shape, self.work.batch), gate.flops(shape, self.work.batch)
+            self.step.add("gate", layer, "host", board.host.seconds(bytes_read=moved, flops=flops), moved)
+        elif late:
+            self._call("DRS", layer, board.engine.control_call(ControlOp.GATE))
         if load.rows == 0:
             self._rows_of_cache("replay", layer, 1)
         else:
-            if not norm_done:
+            if not late:
                 self._norm(layer)
-            self._mlp(layer, load)
-        if board.gate is not None:
-            self._rows_of_cache("cache", layer, 2 if self.board.unit_decides and board.gate.caches_input else 1)
+            self._call("mlp", layer, board.engine.array_call(shape.mlp_linears, load))
+        if gate is not None:
+            self._rows_of_cache("cache", layer, 2 if board.unit_decides and late else 1)
 
     def head(self) -> None:
-        shape = self.board.shape
-        self._norm(shape.layers)
-        if shape.head is not None:
-            self._linear(shape.head, shape.layers)
-
-    def _gate(self, layer: int) -> bool:
-        """Add a decision that follows attention; return whether the MLP's norm was computed for it."""
-        board, shape = self.board, self.board.shape
-        if board.gate is None:
-            return False
-        if board.gate.caches_input:
-            self._norm(layer)
-        if board.gate.on_host:
-            moved = board.gate.moved_bytes(shape, board.batch)
-            seconds = board.host.seconds(bytes_read=moved, flops=board.gate.flops(shape, board.batch))
-            self.step.add("gate", layer, "host", seconds, moved)
-        elif board.gate.caches_input:
-            self._decide(layer)
-        return board.gate.caches_input
+        self._norm(self.shape.layers)
+        if self.shape.head is not None:
+            self._linear(self.shape.head, self.shape.layers)
 
     def _norm(self, layer: int) -> None:
-        self._rows("norm", layer, NORM_BYTES * self.board.shape.hidden)
+        self._rows("norm", layer, NORM_BYTES * self.shape.hidden)
 
     def _rows(self, name: str, layer: int, moved: float) -> None:
         """Add work of the host on every row of the batch; it is in a cache, so it counts as no traffic."""
-        self.step.add(name, layer, "host", self.board.host.row_seconds(moved * self.board.batch))
+        self.step.add(name, layer, "host", self.board.host.row_seconds(moved * self.work.batch))
 
     def _linear(self, linear: LinearShape, layer: int) -> None:
-        board = self.board
-        if board.fabric_linears:
-            load = RowLoad(board.batch, -(-board.batch // board.engine.cores))
-            self._call(linear.name, layer, board.engine.linear_call(linear, load))
+        if self.work.offload != "mlp":
+            self._call(linear.name, layer, self.board.engine.array_call([linear], self.board.every))
             return
-        size = linear.weight_bytes(board.quant)
-        seconds = board.host.seconds(bytes_read=size, int8_macs=linear.macs * board.batch)
+        size = linear.weight_bytes(self.work.quant)
+        seconds = self.board.host.seconds(bytes_read=size, int8_macs=linear.macs * self.work.batch)
         self.step.add(linear.name, layer, "host", seconds, size)
-
-    def _decide(self, layer: int) -> None:
-        """Add a call of the TAS unit and DRS controller."""
-        self._call("DRS", layer, self.board.engine.gate_call())
-
-    def _mlp(self, layer: int, load: RowLoad) -> None:
-        self._call("mlp", layer, self.board.engine.mlp_call(self.board.shape.mlp_linears, load))
 
     def _rows_of_cache(self, name: str, layer: int, times: int) -> None:
         """Add a copy of all rows on the host: out of the MLP cache, or into the slots of this forward."""
-        moved = times * 2 * 4 * self.board.shape.hidden * self.board.batch
+        moved = times * 2 * 4 * self.shape.hidden * self.work.batch
         self.step.add(name, layer, "host", self.board.host.seconds(bytes_read=moved), moved)
 
     def _call(self, name: str, layer: int, call: Call) -> None:
         self.step.call(name, layer, self.board, call)
 
     def _attention(self, layer: int, attended: float) -> None:
-        board, shape = self.board, self.board.shape
-        moved = board.kv_bytes * attended
-        flops = 4 * attended * shape.heads * shape.head_dim * board.batch
-        self.step.add("attention", layer, "attention", board.host.seconds(bytes_read=moved, flops=flops), moved)
+        shape = self.shape
+        moved = self.work.kv_bytes(1) // shape.layers * attended
+        flops = 4 * attended * shape.heads * shape.head_dim * self.work.batch
+        self.step.add("attention", layer, "attention", self.board.host.seconds(bytes_read=moved, flops=flops), moved)
 
 
 # One decode step of a kernel of whole steps: one launch, then instruction after instruction.
@@ -276,30 +261,18 @@ class _Simulation:
 SAMPLE_BYTES = 16
 """What sampling loads and stores per logit: the largest is found, powers are stored, the sum is searched. Estimate."""
 
-NAMES = {
-    Opcode.LOAD: "load",
-    Opcode.NORM: "norm",
-    Opcode.ROTATE: "rotate",
-    Opcode.ADD: "add",
-    Opcode.APPEND_KEYS: "append keys",
-    Opcode.APPEND_VALUES: "append values",
-    Opcode.DECIDE: "decide",
-    Opcode.REPLAY: "replay",
-}
-"""Spans of the vector instructions."""
-
 SAMPLE_FLOPS = 16
 """Operations of sampling per logit, most of them a power. Estimate."""
 
 
-def run_program(board: Board, kernel: StepKernel, loads: Sequence[RowLoad], attended: float) -> Step:
+def run_program(board: Board, kernel: StepKernel, loads: Sequence[Load], attended: float) -> Step:
     """Return the time line of one forward: the host embeds, launches once and samples.
 
     Args:
         loads: per layer the rows that compute in the MLP. attended: rows of the cache that are filled.
     """
-    run, host, shape = Step(), board.host, board.shape
-    moved = 2 * 4 * shape.hidden * board.batch
+    run, host, shape, batch = Step(), board.host, board.work.shape, board.work.batch
+    moved = 2 * 4 * shape.hidden * batch
     run.add("embed", 0, "host", host.seconds(bytes_read=moved), moved)
     run.add("start step", 0, "launch", host.call_seconds)
     calls = _Calls(board, max(1, round(attended)))
@@ -307,13 +280,13 @@ def run_program(board: Board, kernel: StepKernel, loads: Sequence[RowLoad], atte
     decided = False
     for instruction in program.instructions:
         decided = decided or isinstance(instruction, step.Decide)
-        load = loads[instruction.layer] if decided or isinstance(instruction, step.Mlp) else calls.every
+        load = loads[instruction.layer] if decided or isinstance(instruction, step.Mlp) else board.every
         decided = decided and not isinstance(instruction, step.Replay)
         call = calls.of(instruction, load)
         if call is not None:
             run.instruction(instruction.layer, board, call)
     if shape.vocab:
-        logits = shape.vocab * board.batch
+        logits = shape.vocab * batch
         seconds = host.row_seconds(SAMPLE_BYTES * logits) + host.seconds(flops=SAMPLE_FLOPS * logits)
         run.add("sample", shape.layers, "host", seconds)
     return run
@@ -326,31 +299,23 @@ class _Calls:
     board: Board
     positions: int
 
-    @property
-    def every(self) -> RowLoad:
-        """Every row."""
-        batch = self.board.batch
-        return RowLoad(batch, -(-batch // self.board.engine.cores))
-
-    def of(self, instruction: Instruction, load: RowLoad) -> Call | None:
+    def of(self, instruction: Instruction, load: Load) -> Call | None:
         """Return the call of an instruction, with the rows that compute in its layer; None: it takes no time."""
+        engine = self.board.engine
         match instruction:
-            case step.End():
-                return None
             case step.Linear():
                 stays = instruction.target is not Place.OUTPUT
-                return self.board.engine.instruction_call([self._linear(instruction)], self.every, stays=stays)
+                return engine.array_call([self._linear(instruction)], self.board.every, on_chip=True, stays=stays)
             case step.Mlp():
-                linears = self.board.shape.mlp_linears
-                return self.board.engine.instruction_call(linears, load) if load.rows else None
+                linears = self.board.work.shape.mlp_linears
+                return engine.array_call(linears, load, on_chip=True, stays=True) if load.rows else None
             case step.Attend():
                 return AttendCall(self._attend(instruction))
             case _:
                 return self._vector(instruction, load)
 
     def _linear(self, instruction: step.Linear) -> LinearShape:
-        shape = self.board.shape
-        names = {(x.inputs, x.outputs): x.name for x in shape.attention_linears}
+        names = {(x.inputs, x.outputs): x.name for x in self.board.work.shape.attention_linears}
         size = instruction.inputs, instruction.channels
         name = "head" if instruction.target is Place.OUTPUT else names.get(size, "linear")
         return LinearShape(name, *size)
@@ -358,13 +323,13 @@ class _Calls:
     def _attend(self, instruction: step.Attend) -> AttendWork:
         queries = instruction.heads // instruction.key_heads
         group = min(self.board.engine.design.group, queries)
-        rows, ports = self.board.batch, self.board.engine.design.ports
+        rows, ports = self.board.work.batch, self.board.engine.design.ports
         whole = -(-self.positions // BLOCK) * BLOCK  # tiles of values; so few forwards differ
         positions = min(whole, instruction.sinks + instruction.ring)
         return AttendWork(rows, instruction.key_heads, queries, group, instruction.blocks, ports, positions)
 
-    def _vector(self, instruction: Instruction, load: RowLoad) -> LoopCall | None:
-        engine = self.board.engine
-        work = VectorWork(self.board.batch, load.rows, engine.design.ports, engine.design.axi_words, engine.control)
+    def _vector(self, instruction: Instruction, load: Load) -> LoopCall | None:
+        engine, rows = self.board.engine, self.board.work.batch
+        work = VectorWork(rows, load.rows, engine.design.ports, engine.design.axi_words, engine.control)
         parts = vector_loops(instruction, work)
-        return LoopCall(NAMES[instruction.opcode], parts) if parts else None
+        return LoopCall(instruction.opcode.name.lower().replace("_", " "), parts) if parts else None

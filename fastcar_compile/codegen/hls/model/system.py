@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.codegen.hls.design.control_loops import ControlOp
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import resources_of
 from fastcar_compile.codegen.hls.design.memory import capacity, measured_cap, peak_bandwidth
-from fastcar_compile.codegen.hls.model.engine import RowLoad
 from fastcar_compile.codegen.hls.model.question import Question, ask
 from fastcar_compile.codegen.hls.model.rows import Decisions, Mapping, passes_of
 from fastcar_compile.codegen.hls.model.step import STREAMING, Board, Step, run_program, simulate_step
@@ -155,7 +155,7 @@ def estimate_question(question: Question) -> Estimate:
     static = Run.of(board, trace, attended, Mapping.STATIC)
     others = {"dense": dense, "nothing_replays": nothing, "static_mapping": static}
     table = Step()
-    table.call("load table", 0, board, board.engine.table_call())
+    table.call("load table", 0, board, board.engine.control_call(ControlOp.TABLE))
     power, peak, macs, footprint = target.power, peak_bandwidth(target), _macs(work, trace), work.footprint(target)
     joules = (run.bytes * power.dram_pj_per_byte + macs * power.mac_int8_pj) * 1e-12
     energy = (power.static_w * run.seconds + joules) / work.batch
@@ -246,7 +246,7 @@ class Run:
 
 def _forward(board: Board, kind: list[int], attended: float) -> Step:
     """Return one forward. kind: per layer the computing rows and the passes of the busiest core."""
-    loads = tuple(map(RowLoad, kind[::2], kind[1::2]))
+    loads = tuple(map(board.engine.load, kind[::2], kind[1::2]))
     if board.kernel is not None:
         return run_program(board, board.kernel, loads, attended)
     return simulate_step(board, loads, attended)

@@ -117,16 +117,11 @@ def step_program(
     Raises:
         CompileError: what a step program cannot express.
     """
-    layers, hidden = design.mlp.layers, design.mlp.hidden
-    qkv, o = (
-        only({design.linears[f"layer_{n}.{place}"] for n in range(layers)}, f"the linears {place}")
-        for place in ("qkv", "o")
-    )
-    wrong = attention.problems() + ([] if replay is None else replay.problems(layers, attention))
-    if hidden % LANES:
-        wrong.append(f"a hidden size of {hidden} (a multiple of {LANES})")
+    wrong = attention.problems() + ([] if replay is None else replay.problems(design.mlp.layers, attention))
+    if design.mlp.hidden % LANES:
+        wrong.append(f"a hidden size of {design.mlp.hidden} (a multiple of {LANES})")
     if not wrong:
-        program = _Builder(design, attention, float32(epsilon), replay, (qkv, o, design.linears[head])).program()
+        program = _Builder(design, attention, float32(epsilon), replay, head).program()
         wrong += [f"{i.opcode.name} of layer {i.layer}" for i in program.instructions if not i.fits(program.sizes)]
         if len(program.instructions) <= MAX_INSTRUCTIONS and program.sizes.is_valid() and not wrong:
             return program
@@ -151,16 +146,12 @@ def only(found: set[T], what: str) -> T:
 
 class _Builder:
     def __init__(
-        self,
-        design: Design,
-        heads: AttentionForm,
-        epsilon: float,
-        replay: ReplayForm | None,
-        linears: tuple[Product, Product, Product],
+        self, design: Design, heads: AttentionForm, epsilon: float, replay: ReplayForm | None, head: str
     ) -> None:
         self.design, self.heads, self.epsilon, self.replay = design, heads, epsilon, replay
         self.layers, self.rows = design.mlp.layers, design.mlp.batch
-        self.qkv, self.o, self.head = linears
+        self.qkv, self.o = map(self._of_layers, ("qkv", "o"))
+        self.head = design.linears[head]
         self.words = design.mlp.hidden // LANES
         self.head_words = heads.head_dim // LANES
         self.norm_words = 2 * self.words + (2 * self.head_words if heads.head_norm else 0)
@@ -181,6 +172,9 @@ class _Builder:
         self.outputs = self.layers * self.layer_chains
         self.inputs = self.outputs + self.layers * self.layer_outputs
         self.layer_inputs = self.layer_outputs if replay is not None and replay.gate.reads_input else 0
+
+    def _of_layers(self, place: str) -> Product:
+        return only({self.design.linears[f"layer_{n}.{place}"] for n in range(self.layers)}, f"the linears {place}")
 
     def program(self) -> StepProgram:
         """Return the program; it is not checked yet."""
