@@ -13,7 +13,7 @@ from hls.library import DESIGNS
 from fastcar_compile.codegen.hls.design.memory import bank_excess, bank_map, require_banks, tag_range
 from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
 from fastcar_compile.codegen.hls.project import emit_hls
-from fastcar_compile.codegen.hls.render import Bench, Benches, connections, vitis_files
+from fastcar_compile.codegen.hls.render import Bench, connections, vitis_files
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import CompileError
 
@@ -242,7 +242,7 @@ def test_an_artifact_is_not_built_in(project: Path) -> None:
 
 def test_a_pcie_card_has_nothing_to_package(tmp_path: Path, require_tool: Callable[[str], str]) -> None:
     require_tool("make")
-    files = vitis_files("xcu280-fsvh2892-2L-e", 276.0, Benches([Bench(kernel("a", 1), "bench.cpp")]), U280)
+    files = vitis_files("xcu280-fsvh2892-2L-e", 276.0, Bench(kernel("a", 1), "bench.cpp"), board=U280)
     assert "freqHz=276000000:a_1" in files["link.cfg"]
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -33,7 +33,7 @@ def controller(csim_tools: None, _built: dict[str, Controller], tmp_path_factory
     """A controller with the limits of LIMITS; how many rows it has is up to the table."""
     if not _built:
         folder = tmp_path_factory.mktemp("drs")
-        for name, text in emit_drs(table_for(), LIMITS).texts.items():
+        for name, text in emit_drs(table_for(), LIMITS).items():
             (folder / name).write_text(text)
         for path in files("hls_templates").iterdir():
             if path.name.endswith(".hpp"):

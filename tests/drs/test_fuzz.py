@@ -33,7 +33,7 @@ GATES = {
 def test_damaged_tables_end_within_their_buffers(gate: str, csim_tools: None, tmp_path: Path) -> None:
     table = table_for(6, couple_cfg=True, attention=AttentionShape(4, 2, 6), gate=GATES[gate])
     (tmp_path / "table.bin").write_bytes(table.to_bytes())
-    for name, text in emit_drs(table, replace(LIMITS, gate=table.gate)).texts.items():
+    for name, text in emit_drs(table, replace(LIMITS, gate=table.gate)).items():
         (tmp_path / name).write_text(text)
     sources = [tmp_path / "fastcar_drs.cpp", Path(__file__).with_name("fuzz.cpp")]
     include = [f"-I{tmp_path}", f"-I{files('hls_templates')}", "-isystem", str(ap_types_folder())]

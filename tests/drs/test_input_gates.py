@@ -115,7 +115,7 @@ def sources(name: str, folder: Path) -> Path:
     if not own.exists():
         own.mkdir()
         table = CASES[name].table(0.5, refresh_every=2)
-        for file, text in emit_drs(table, table.limits).texts.items():
+        for file, text in emit_drs(table, table.limits).items():
             (own / file).write_text(text)
         for path in files("hls_templates").iterdir():
             if path.name.endswith(".hpp"):

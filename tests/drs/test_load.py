@@ -72,7 +72,7 @@ class Counting:
 def counting(tmp_path_factory: pytest.TempPathFactory) -> Counting:
     folder = tmp_path_factory.mktemp("traffic")
     table = llama(32)
-    for name, text in emit_drs(table, table.limits).texts.items():
+    for name, text in emit_drs(table, table.limits).items():
         (folder / name).write_text(text)
     sources = ["-include", str(Path(__file__).with_name("traffic.hpp")), str(folder / "fastcar_drs.cpp")]
     include = [f"-I{folder}", f"-I{files('hls_templates')}", "-isystem", str(ap_types_folder())]

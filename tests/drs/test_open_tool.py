@@ -66,7 +66,7 @@ def find_loops_below(texts: list[str], steps: set[str]) -> list[str]:
 def project(tmp_path: Path) -> Path:
     """The controller's own files and all headers."""
     table = table_for(2, attention=AttentionShape(4, 2, 6))
-    for name, text in emit_drs(table, LIMITS).texts.items():
+    for name, text in emit_drs(table, LIMITS).items():
         (tmp_path / name).write_text(text)
     return tmp_path
 

@@ -50,8 +50,8 @@ def explored(shape: str, quant: str, batch: int, target: Target, offload: str = 
 def test_no_design_exceeds_its_target(board: str, shape: str, batch: int, offload: str) -> None:
     target = load_target(board)
     design = explored(shape, "w4a8", batch, target, offload).design
-    controller = Workload(load_shape(shape), "w4a8", 1).kernel_spec().controller
-    for name, row in resources_of(design, controller, target).items():
+    wanted = Workload(load_shape(shape), "w4a8", 1).kernel_spec()
+    for name, row in resources_of(design, wanted, target).items():
         assert row["used"] <= row["limit"], name
 
 
@@ -63,10 +63,7 @@ def test_room_is_left_for_the_unit_of_the_chosen_gate() -> None:
     target = load_target("zcu102")
     used = [controller_usage(w.kernel_spec().controller) for w in (tas, learned)]
     assert used[0].bram36 < used[1].bram36
-    found = [
-        resources_of(explore(w.kernel_spec(), target).design, w.kernel_spec().controller, target)
-        for w in (tas, learned)
-    ]
+    found = [resources_of(explore(w.kernel_spec(), target).design, w.kernel_spec(), target) for w in (tas, learned)]
     assert found[1]["dsp"]["used"] - found[0]["dsp"]["used"] == used[1].dsp - used[0].dsp != 0
 
 

@@ -71,7 +71,7 @@ class Accelerator(Offloaded):
     @property
     def kernel_design(self) -> StepDesign:
         """What the kernel executes."""
-        return StepDesign.of(self.program, self.found.group if self.step is not None else None)
+        return StepDesign.of(self.program, self.design.group if self.step is not None else None)
 
     @property
     def kernel(self) -> KernelInterface:
@@ -159,18 +159,10 @@ def _mlp_spec(program: DecoderProgram, config: CompileConfig) -> MlpSpec:
     """Return the MLP that all layers share; the exploration chooses the cores."""
     mlps = [site.mlp for site in program.sites]
     mlp = mlps[0]
-    return MlpSpec(
-        hidden=mlp.hidden,
-        intermediate=mlp.intermediate,
-        batch=config.batch_size,
-        layers=len(mlps),
-        cores=1,
-        activation=mlp.activation,
-        gated=mlp.gated,
-        quant=config.quant,
-        up_bias=any(bias is not None for m in mlps for bias in m.biases[:-1]),
-        down_bias=any(m.biases[-1] is not None for m in mlps),
-    )
+    up_bias = any(bias is not None for m in mlps for bias in m.biases[:-1])
+    biases = {"up_bias": up_bias, "down_bias": any(m.biases[-1] is not None for m in mlps)}
+    sizes = (mlp.hidden, mlp.intermediate, config.batch_size, len(mlps))
+    return MlpSpec(*sizes, cores=1, activation=mlp.activation, gated=mlp.gated, quant=config.quant, **biases)
 
 
 def _check_equal(sites: Sequence[LayerSite]) -> None:

@@ -17,7 +17,6 @@ from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.accelerator import Accelerator
 from fastcar_compile.codegen.hls.control import controller_part
-from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.codegen.hls.step_program.instructions import AppendKeys, AppendValues, Decide, Instruction, Replay
@@ -26,7 +25,7 @@ from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.tensor_files import TensorSpec
-from fastcar_compile.ir.types import LayerSite, StateRole
+from fastcar_compile.ir.types import MlpSite, StateRole
 from fastcar_compile.passes.patterns.linear_calls import LinearCall
 
 # The files of a kernel: its weights and constants, one tensor per argument, and the step program.
@@ -145,23 +144,17 @@ def _emit_project(program: DecoderProgram, context: EmitContext, plan: Accelerat
 def weight_streams(program: DecoderProgram, plan: Accelerator) -> dict[str, tuple[int, Stream]]:
     """Return the weight streams of the array by name: their bytes, and what packs them."""
     design = plan.design
-    streams: dict[str, tuple[int, Stream]] = {
-        f"layer_{s.layer}": (design.stream_bytes, partial(_mlp_stream, program, s, design)) for s in program.sites
-    }
+
+    def stream(pack: Callable[[list[LinearWeights]], NDArray[np.uint8]], of: MlpSite | LinearCall) -> Stream:
+        return lambda: pack(linear_weights(program, of.weights, of.biases))
+
+    pack = partial(pack_mlp, design=design)
+    streams = {f"layer_{s.layer}": (design.stream_bytes, stream(pack, s.mlp)) for s in program.sites}
     for call in plan.calls:
         product = design.linears[call.name]
-        streams[call.name] = (product.stream_bytes, partial(_linear_stream, program, call, design))
+        pack = partial(pack_linear, product=product, axi_words=design.axi_words)
+        streams[call.name] = (product.stream_bytes, stream(pack, call))
     return streams
-
-
-def _mlp_stream(program: DecoderProgram, site: LayerSite, design: Design) -> NDArray[np.uint8]:
-    """Return the kernel's weight stream of one layer, uint8."""
-    return pack_mlp(linear_weights(program, site.mlp.weights, site.mlp.biases), design)
-
-
-def _linear_stream(program: DecoderProgram, call: LinearCall, design: Design) -> NDArray[np.uint8]:
-    """Return the kernel's weight stream of one linear call, uint8."""
-    return pack_linear(linear_weights(program, call.weights, call.biases), design.linears[call.name], design.axi_words)
 
 
 def linear_weights(program: DecoderProgram, names: Sequence[str], biases: Sequence[str | None]) -> list[LinearWeights]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,14 +17,8 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import total_latency
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS
-from fastcar_compile.codegen.hls.interface import (
-    ControlSizes,
-    KernelInterface,
-    drs_interface,
-    kernel_interface,
-    weight_ports,
-)
-from fastcar_compile.codegen.hls.render import TEMPLATES, Bench, Benches, probe_files, render, vitis_files
+from fastcar_compile.codegen.hls.interface import ControlSizes, KernelInterface, drs_interface, kernel_interface
+from fastcar_compile.codegen.hls.render import TEMPLATES, Bench, probe_files, render, vitis_files
 from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus
 from fastcar_compile.codegen.hls.step_sample import Golden, sample_program
@@ -61,10 +55,9 @@ def emit_hls(
     values["total_turns"] = total_latency(design.budget.clock_mhz)
     texts = {name: render(name, **values) for name in SOURCES}
     texts[STEP_BENCH] = step_bench(design, step, table, kernel)
-    controller = emit_drs(table, replace(table.limits, instructions=step.instructions))
-    texts |= controller.texts
-    benches = Benches([Bench(kernel, STEP_BENCH)], [Bench(controller.kernel, "drs_testbench.cpp")])
-    texts |= vitis_files(design.budget.part, design.budget.clock_mhz, benches, board)
+    texts |= emit_drs(table, replace(table.limits, instructions=step.instructions))
+    linked, alone = Bench(kernel, STEP_BENCH), Bench(drs_interface(control_sizes(table)), DRS_BENCH)
+    texts |= vitis_files(design.budget.part, design.budget.clock_mhz, linked, [alone], board=board)
     texts |= probe_files(design, board)
     texts |= {p.name: p.read_text() for p in files(TEMPLATES).iterdir() if p.name.endswith((".hpp", ".cpp"))}
     return [_write(out_dir / name, text) for name, text in sorted(texts.items())]
@@ -89,7 +82,7 @@ def step_bench(design: Design, step: StepDesign, table: DrsTable, kernel: Kernel
         STEP_BENCH,
         step=step,
         kernel=kernel,
-        ports=len(weight_ports(design)),
+        ports=design.axi_weight_ports,
         sizes=program.sizes,
         words=[f"0x{word:08x}u" for word in struct.unpack(f"<{len(data) // 4}I", data)],
         products=[own.row for own in golden.products],
@@ -108,12 +101,7 @@ BENCH_PATTERNS = 64
 """Values of the Index Register that the test bench tries at most."""
 
 
-@dataclass(frozen=True)
-class DrsSources:
-    """The kernel's interface and its files, name -> text."""
-
-    kernel: KernelInterface
-    texts: dict[str, str]
+DRS_BENCH = "drs_testbench.cpp"
 
 
 def table_of_sizes(design: Design) -> DrsTable:
@@ -130,15 +118,14 @@ def control_sizes(table: DrsTable) -> ControlSizes:
     return ControlSizes(table.words, max(table.query_words, 1), max(table.key_words + network, 1))
 
 
-def emit_drs(table: DrsTable, limits: Limits) -> DrsSources:
-    """Return top, configuration and test bench of a controller with these limits."""
+def emit_drs(table: DrsTable, limits: Limits) -> dict[str, str]:
+    """Return top, configuration and test bench of a controller with these limits, by file name."""
     kernel = drs_interface(control_sizes(table))
-    texts = {
+    return {
         "fastcar_drs_config.hpp": render("fastcar_drs_config.hpp", limits=limits),
         "fastcar_drs.cpp": render("fastcar_drs.cpp", limits=limits, kernel=kernel),
-        "drs_testbench.cpp": _testbench(table, kernel),
+        DRS_BENCH: _testbench(table, kernel),
     }
-    return DrsSources(kernel, texts)
 
 
 def _testbench(table: DrsTable, kernel: KernelInterface) -> str:
@@ -157,7 +144,7 @@ def _testbench(table: DrsTable, kernel: KernelInterface) -> str:
         call = LayerCall(layer, step, *operands, np.zeros(bench.rows, np.int32), network)
         expected.append([f"0x{word:08x}u" for word in _result_words(run_layer(data, call))])
     return render(
-        "drs_testbench.cpp",
+        DRS_BENCH,
         kernel=kernel,
         patterns=BENCH_PATTERNS,
         table=[f"0x{word:08x}u" for word in np.frombuffer(data, np.uint32)],

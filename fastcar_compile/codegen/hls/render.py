@@ -77,37 +77,26 @@ class Bench:
     source: str
 
 
-@dataclass(frozen=True)
-class Benches:
-    """Test benches of a project.
-
-    Args:
-        linked: every kernel with its benches; of several, the last is the one of the kernel's configuration.
-        alone: of kernels that are simulated and synthesised alone, not linked.
-    """
-
-    linked: Sequence[Bench]
-    alone: Sequence[Bench] = ()
-
-
-def vitis_files(part: str, clock_mhz: float, benches: Benches, board: Target | None = None) -> dict[str, str]:
+def vitis_files(
+    part: str, clock_mhz: float, linked: Bench, alone: Sequence[Bench] = (), *, board: Target | None = None
+) -> dict[str, str]:
     """Return the texts of the project by file name: Makefile, link.cfg and `<kernel>_hls_config.cfg`.
 
     Args:
         part: vendor part name. clock_mhz: kernel clock, MHz.
-        benches: of every kernel.
-        board: whose memory the kernels are connected to; None: v++ chooses.
+        alone: of kernels that are simulated and synthesised alone, not linked.
+        board: whose memory the kernel is connected to; None: v++ chooses.
     """
-    kernels, every = list(dict.fromkeys(b.kernel for b in benches.linked)), (*benches.linked, *benches.alone)
+    every = (linked, *alone)
     texts = {
         "Makefile": render(
             "Makefile",
-            kernels=[k.name for k in kernels],
-            alone=[b.kernel.name for b in benches.alone],
+            kernels=[linked.kernel.name],
+            alone=[b.kernel.name for b in alone],
             benches=[b.source.removesuffix(".cpp") for b in every],
             card=board is not None and not board.shares_memory,
         ),
-        "link.cfg": link_config(kernels, clock_mhz, board),
+        "link.cfg": link_config([linked.kernel], clock_mhz, board),
     }
     for bench in every:
         texts |= kernel_config(bench, part, clock_mhz)

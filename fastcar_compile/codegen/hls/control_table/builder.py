@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastcar_compile.codegen.hls.control_table.table import (
-    FLOATS_PER_WORD,
-    MAX_CORES,
-    MAX_LAYERS,
-    MAX_PRODUCTS,
-    MAX_ROWS,
-    MAX_TABLE_WORDS,
-    MAX_UNITS,
-    AttentionShape,
-    DrsTable,
-)
+from fastcar_compile.codegen.hls.control_table import table
+from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, AttentionShape, DrsTable
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.scores import distance_factor, float32, score_factor
@@ -58,10 +49,14 @@ class GateScore:
         """Return what is out of the format's range, as texts."""
         name, wrong = self.kind.name.lower(), list[str]()
         learned = self.kind is GateKind.LEARNED
-        if not (1 <= self.units <= MAX_UNITS if learned else self.units == 0):
-            wrong.append(f"a network of {self.units} units for gate {name} (1 to {MAX_UNITS} for learned, else 0)")
-        if not (1 <= self.width <= MAX_PRODUCTS if self.kind.reads_input else self.width == 0):
-            wrong.append(f"an input of {self.width} elements for gate {name} (1 to {MAX_PRODUCTS} if read, else 0)")
+        if not (1 <= self.units <= table.MAX_UNITS if learned else self.units == 0):
+            wrong.append(
+                f"a network of {self.units} units for gate {name} (1 to {table.MAX_UNITS} for learned, else 0)"
+            )
+        if not (1 <= self.width <= table.MAX_PRODUCTS if self.kind.reads_input else self.width == 0):
+            wrong.append(
+                f"an input of {self.width} elements for gate {name} (1 to {table.MAX_PRODUCTS} if read, else 0)"
+            )
         if (self.kind is GateKind.BOUND) != (self.distance_weight > 0):
             wrong.append(f"a distance weight of {self.distance_weight} for gate {name} (more than 0 for bound, else 0)")
         if self.heads is not None and self.kind is not GateKind.TAS:
@@ -134,7 +129,7 @@ def build_table(
         wrong.append(f"coupled pairs of {rows} rows")
     wrong += shape.problems() + score.problems(shape, layers)
     _require(wrong)
-    table = DrsTable(
+    made = DrsTable(
         *(rows, cores, tokens_per_frame, shape, max_chain, couple_cfg),
         # The controller compares in float32, so a threshold is rounded once, here.
         thresholds=tuple(float32(threshold) for threshold in thresholds),
@@ -147,9 +142,9 @@ def build_table(
         refresh_period=period,
         head_weights=score.head_weights(layers, shape),
     )
-    if table.words > MAX_TABLE_WORDS:
-        _require([f"{table.words} words (at most {MAX_TABLE_WORDS})"])
-    return table
+    if made.words > table.MAX_TABLE_WORDS:
+        _require([f"{made.words} words (at most {table.MAX_TABLE_WORDS})"])
+    return made
 
 
 def _require(wrong: list[str]) -> None:
@@ -159,9 +154,9 @@ def _require(wrong: list[str]) -> None:
 
 
 _MOST = {
-    "layers": MAX_LAYERS,
-    "rows": MAX_ROWS,
-    "cores": MAX_CORES,
+    "layers": table.MAX_LAYERS,
+    "rows": table.MAX_ROWS,
+    "cores": table.MAX_CORES,
     "tokens_per_frame": MAX_WORD,
     "max_chain": 0x7FFFFFFF,
 }

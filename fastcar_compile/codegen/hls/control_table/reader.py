@@ -7,31 +7,13 @@ import zlib
 from functools import lru_cache
 from typing import NamedTuple
 
-from fastcar_compile.codegen.hls.control_table.table import (
-    COUPLE_CFG,
-    HEADER_WORDS,
-    INSTRUCTION_WORDS,
-    LAYER_FIELDS,
-    MAGIC,
-    MAX_CORES,
-    MAX_COUNT,
-    MAX_INSTRUCTIONS,
-    MAX_LAYERS,
-    MAX_UNITS,
-    UNLIMITED,
-    VERSION,
-    WEIGHTED,
-    AttentionShape,
-    DrsTable,
-    Limits,
-    Status,
-    table_words,
-)
+from fastcar_compile.codegen.hls.control_table import table
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status, table_words
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates.registry import GateKind
 
 _EXPLAINED = {
-    Status.TOO_SHORT: f"it is shorter than its header of {4 * HEADER_WORDS} bytes",
+    Status.TOO_SHORT: f"it is shorter than its header of {4 * table.HEADER_WORDS} bytes",
     Status.BAD_MAGIC: 'it does not begin with "FDRS"',
     Status.BAD_LENGTH: "its length is not the one in its header",
     Status.BAD_CRC: "its CRC-32 does not match its content",
@@ -83,7 +65,7 @@ class Header(NamedTuple):
     @property
     def weighted_heads(self) -> int:
         """Query heads that have a weight each; 0: they count alike."""
-        return self.heads if self.flags & WEIGHTED else 0
+        return self.heads if self.flags & table.WEIGHTED else 0
 
     @property
     def attention(self) -> AttentionShape:
@@ -97,7 +79,7 @@ class Header(NamedTuple):
             and self._gate_is_valid(limits)
             and self._attention_is_valid(limits)
             and self._program_is_valid(limits)
-            and self.words == self.program_word + INSTRUCTION_WORDS * self.instructions
+            and self.words == self.program_word + table.INSTRUCTION_WORDS * self.instructions
         )
 
     @property
@@ -117,9 +99,9 @@ class Header(NamedTuple):
 
     def _counts_are_valid(self, limits: Limits) -> bool:
         return (
-            1 <= self.layers <= MAX_LAYERS
+            1 <= self.layers <= table.MAX_LAYERS
             and 1 <= self.rows <= limits.rows
-            and (1 <= self.cores <= MAX_CORES if limits.cores is None else self.cores == limits.cores)
+            and (1 <= self.cores <= table.MAX_CORES if limits.cores is None else self.cores == limits.cores)
             and self.tokens_per_frame != 0
         )
 
@@ -130,15 +112,15 @@ class Header(NamedTuple):
             and (self.distance_weight != 0) == (self.gate == GateKind.BOUND)
             and (self.refresh_period == 0 or self.refresh_period >= self.tokens_per_frame)
             and self._heads_are_valid(limits)
-            and self.flags <= COUPLE_CFG | WEIGHTED
-            and not (self.flags & COUPLE_CFG and self.rows % 2)
+            and self.flags <= table.COUPLE_CFG | table.WEIGHTED
+            and not (self.flags & table.COUPLE_CFG and self.rows % 2)
             # UNLIMITED is 2^32 - 1. Every other limit fits int32, which the chain counts are.
-            and (1 <= self.max_chain <= 0x7FFFFFFF or self.max_chain == UNLIMITED)
+            and (1 <= self.max_chain <= 0x7FFFFFFF or self.max_chain == table.UNLIMITED)
         )
 
     def _heads_are_valid(self, limits: Limits) -> bool:
         """Return whether what is kept per query head fits: weights of gate `tas`, sums of gate `bound`."""
-        weighted, bound = self.flags & WEIGHTED != 0, self.gate == GateKind.BOUND
+        weighted, bound = self.flags & table.WEIGHTED != 0, self.gate == GateKind.BOUND
         return (self.gate == GateKind.TAS or not weighted) and (self.heads <= limits.heads or not (weighted or bound))
 
     def _attention_is_valid(self, limits: Limits) -> bool:
@@ -152,7 +134,7 @@ class Header(NamedTuple):
         return (
             (self.group, self.head_words) == derived
             and (self.row_query_words, self.row_key_words) == rows
-            and (1 <= self.input_words <= MAX_COUNT if kind.reads_input else self.input_words == 0)
+            and (1 <= self.input_words <= table.MAX_COUNT if kind.reads_input else self.input_words == 0)
             and self.query_words == self.rows * (self.row_query_words + self.input_words)
             and self.key_words == self.rows * (self.row_key_words + self.input_words)
             and self.row_query_words <= limits.query_words
@@ -163,7 +145,7 @@ class Header(NamedTuple):
 def header_of(data: bytes) -> Header:
     """Return the header of a table that is long enough to have one."""
     # Header() has one field per 32-bit word; the distance weight is kept as bits, and `_distance_weight` decodes it.
-    return Header(*struct.unpack_from(f"<{HEADER_WORDS}I", data))
+    return Header(*struct.unpack_from(f"<{table.HEADER_WORDS}I", data))
 
 
 @lru_cache(maxsize=64)
@@ -173,15 +155,17 @@ def check(data: bytes, limits: Limits | None = None) -> Status:
     Args:
         limits: of the hardware. None: those of the format.
     """
-    limits = limits or Limits(gate=None, units=MAX_UNITS, heads=MAX_COUNT, instructions=MAX_INSTRUCTIONS)
-    if len(data) < 4 * HEADER_WORDS:
+    limits = limits or Limits(
+        gate=None, units=table.MAX_UNITS, heads=table.MAX_COUNT, instructions=table.MAX_INSTRUCTIONS
+    )
+    if len(data) < 4 * table.HEADER_WORDS:
         return Status.TOO_SHORT
     header = header_of(data)
-    if header.magic != MAGIC:
+    if header.magic != table.MAGIC:
         return Status.BAD_MAGIC
-    if header.version != VERSION:
+    if header.version != table.VERSION:
         return Status.BAD_VERSION
-    most = limits.table_words + INSTRUCTION_WORDS * limits.instructions
+    most = limits.table_words + table.INSTRUCTION_WORDS * limits.instructions
     if len(data) % 4 or header.words != len(data) // 4 or header.words > most:
         return Status.BAD_LENGTH
     # The CRC covers everything behind its own word: magic and version are checked before it.
@@ -200,7 +184,7 @@ def _distance_weight(data: bytes) -> float:
 
 def _head_weights(data: bytes, layer: int) -> tuple[float, ...] | None:
     header = header_of(data)
-    first = HEADER_WORDS + LAYER_FIELDS * header.layers + layer * header.weighted_heads
+    first = table.HEADER_WORDS + table.LAYER_FIELDS * header.layers + layer * header.weighted_heads
     # An empty tuple means that heads have no weights.
     return _floats(data, first, header.weighted_heads) or None
 
@@ -208,7 +192,7 @@ def _head_weights(data: bytes, layer: int) -> tuple[float, ...] | None:
 def _explained(data: bytes, status: Status) -> str:
     """Return what a check found, with the version of a table of another one."""
     if status is Status.BAD_VERSION:
-        return f"its version is {header_of(data).version}, and this program reads version {VERSION}"
+        return f"its version is {header_of(data).version}, and this program reads version {table.VERSION}"
     return _EXPLAINED[status]
 
 
@@ -234,10 +218,10 @@ def read_table(data: bytes) -> DrsTable:
         cores=header.cores,
         tokens_per_frame=header.tokens_per_frame,
         attention=header.attention,
-        max_chain=None if header.max_chain == UNLIMITED else header.max_chain,
-        couple_cfg=bool(header.flags & COUPLE_CFG),
-        thresholds=_floats(data, HEADER_WORDS, header.layers),
-        factors=_floats(data, HEADER_WORDS + header.layers, header.layers),
+        max_chain=None if header.max_chain == table.UNLIMITED else header.max_chain,
+        couple_cfg=bool(header.flags & table.COUPLE_CFG),
+        thresholds=_floats(data, table.HEADER_WORDS, header.layers),
+        factors=_floats(data, table.HEADER_WORDS + header.layers, header.layers),
         gate=GateKind(header.gate),
         units=header.units,
         input_words=header.input_words,

@@ -6,7 +6,7 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -279,26 +279,9 @@ class DrsTable:
 
     def to_json(self) -> dict[str, Any]:
         """Return the same content as plain values; infinite thresholds are "inf" and "-inf" (JSON has no infinity)."""
-        return {
-            "version": VERSION,
-            "layers": self.layers,
-            "rows": self.rows,
-            "cores": self.cores,
-            "tokens_per_frame": self.tokens_per_frame,
-            "gate": self.gate.name.lower(),
-            "units": self.units,
-            "input_words": self.input_words,
-            "distance_weight": self.distance_weight,
-            "couple_cfg": self.couple_cfg,
-            "max_chain": self.max_chain,
-            "refresh_period": self.refresh_period,
-            "heads": self.attention.heads,
-            "kv_heads": self.attention.kv_heads,
-            "head_dim": self.attention.head_dim,
-            "thresholds": [t if math.isfinite(t) else str(t) for t in self.thresholds],
-            "factors": list(self.factors),
-            "head_weights": None if self.head_weights is None else [list(layer) for layer in self.head_weights],
-        }
+        fields = asdict(self)
+        sizes = fields.pop("attention") | {"version": VERSION, "layers": self.layers, "gate": self.gate.name.lower()}
+        return fields | sizes | {"thresholds": [t if math.isfinite(t) else str(t) for t in self.thresholds]}
 
 
 def table_words(layers: int, weighted_heads: int = 0) -> int:

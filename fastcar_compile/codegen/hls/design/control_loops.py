@@ -14,13 +14,7 @@ from math import ceil
 
 from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
-from fastcar_compile.codegen.hls.control_table.table import (
-    FLOATS_PER_WORD,
-    HEADER_WORDS,
-    LAYER_FIELDS,
-    MAX_ROWS,
-    DrsTable,
-)
+from fastcar_compile.codegen.hls.control_table.table import HEADER_WORDS, LAYER_FIELDS, MAX_ROWS, DrsTable
 from fastcar_compile.codegen.hls.design.loops import (
     ADD_CLOCKS,
     COMPARE,
@@ -32,6 +26,7 @@ from fastcar_compile.codegen.hls.design.loops import (
     WRITE,
     Loop,
 )
+from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD
 from fastcar_compile.gates.registry import GateKind
 
 ROOT_DEPTH = 25 * INTEGER
@@ -176,18 +171,12 @@ def _bound(table: DrsTable) -> tuple[Loop, ...]:
 
 def _learned(table: DrsTable) -> tuple[Loop, ...]:
     # A word of weights has eight values, so the features of a row fill pairs of words of four.
-    padded = table.input_words + table.input_words % 2
+    padded, depth = table.input_words + table.input_words % 2, FEATURE_DEPTH + table.input_words % 2
     # The first word of a network is its number of units; every row reads the others.
     weights = network_words(table.units, FLOATS_PER_WORD * table.input_words) - 1
     return (
         _key(table.input_words),
-        Loop(
-            "features_of_row",
-            "read_features",
-            table.input_words,
-            FEATURE_DEPTH + padded - table.input_words,
-            moves=True,
-        ),
+        Loop("features_of_row", "read_features", table.input_words, depth, moves=True),
         Loop("round_features", "round_words", 2 * padded, ROUND_FEATURE_DEPTH),
         Loop("sums_of_units", "read_weights", weights, WEIGHT_DEPTH, moves=True),
         Loop("network_score", "add_units", table.units, UNIT_DEPTH),

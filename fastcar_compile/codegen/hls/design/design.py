@@ -188,14 +188,12 @@ class Design:
     @classmethod
     def of(cls, part: DesignPart) -> Design:
         """Return the design of a manifest."""
+        fields = part.model_dump(include={"ports", "tiles_in_uram", "axi_words", "group"})
         return cls(
-            mlp=MlpSpec(**part.spec.model_dump()),
-            budget=BoardBudget(**part.budget.model_dump()),
-            ports=part.ports,
-            gate_up=Product(**part.gate_up.model_dump()),
-            down=Product(**part.down.model_dump()),
-            linears={name: Product(**product.model_dump()) for name, product in part.linears.items()},
-            tiles_in_uram=part.tiles_in_uram,
-            axi_words=part.axi_words,
-            group=part.group,
+            mlp=MlpSpec(**vars(part.spec)),
+            budget=BoardBudget(**vars(part.budget)),
+            gate_up=Product(**vars(part.gate_up)),
+            down=Product(**vars(part.down)),
+            linears={name: Product(**vars(product)) for name, product in part.linears.items()},
+            **fields,
         )

@@ -14,14 +14,7 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.design.memory import bank_excess, memory_rate, require_banks
 from fastcar_compile.codegen.hls.design.product import WORD_BITS, WORD_BYTES, Product
-from fastcar_compile.codegen.hls.design.spec import (
-    BoardBudget,
-    LinearSpec,
-    MlpSpec,
-    StepBuffers,
-    StepSpec,
-    check_linears,
-)
+from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec, StepSpec, check_linears
 from fastcar_compile.codegen.hls.design.step_usage import short_usage, step_usage
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS, Usage
 from fastcar_compile.codegen.hls.step_program.cache_layout import MAX_PORTS
@@ -68,11 +61,6 @@ class Exploration:
     tried: int
     rejected: int
     faster: tuple[str, ...]
-
-    @property
-    def group(self) -> int:
-        """Query heads that a kernel of whole steps multiplies side by side; 0: it is none."""
-        return self.design.group
 
     @property
     def part(self) -> ExplorationPart:
@@ -315,14 +303,13 @@ def _beside(budget: BoardBudget, usage: Usage) -> BoardBudget:
     return replace(budget, **{name: max(0, getattr(budget, name) - used) for name, used in vars(usage).items()})
 
 
-def resources_of(design: Design, controller: Limits, target: Target, step: StepBuffers | None = None) -> dict[str, Any]:
-    """Return per resource the estimated use of the kernel, the limit for a design, and the share of it.
-
-    Args:
-        step: of a kernel of whole steps.
-    """
-    limits, rest = target.budget(), short_usage(design.mlp.layers, len(design.linears))
-    used = design.usage + controller_usage(controller) + (step_usage(design, step) if step else rest)
+def resources_of(design: Design, wanted: KernelSpec, target: Target) -> dict[str, Any]:
+    """Return per resource the estimated use of the kernel, the limit for a design, and the share of it."""
+    limits, used = target.budget(), design.usage + controller_usage(wanted.controller)
+    if wanted.step is None:
+        used += short_usage(design.mlp.layers, len(design.linears))
+    else:
+        used += step_usage(design, wanted.step.buffers(design.mlp, design.group))
     return {
         name: {"used": count, "limit": limits[name], "share": count / limits[name] if limits[name] else 0.0}
         for name, count in vars(used).items()

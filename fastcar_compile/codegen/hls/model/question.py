@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, explore
 from fastcar_compile.codegen.hls.design.memory import GB, bank_excess, capacity, require_banks, require_fit
-from fastcar_compile.codegen.hls.design.spec import StepBuffers
 from fastcar_compile.codegen.hls.model.engine import Engine
 from fastcar_compile.codegen.hls.model.rows import Decisions, Draw, coupled, draw_decisions
 from fastcar_compile.codegen.hls.model.step import Board, StepKernel, host_of
@@ -50,12 +49,6 @@ class Question:
     attended: NDArray[np.integer]
     gated: bool
     kernel: StepKernel | None = None
-
-    @property
-    def buffers(self) -> StepBuffers | None:
-        """What a kernel of whole steps keeps on chip."""
-        spec = self.workload.step_spec()
-        return None if spec is None or self.kernel is None else spec.buffers(self.design.mlp, self.design.group)
 
     def board(self, model: type[Engine] = Engine) -> Board:
         """Return the board; the tests give it another model of its engine."""

@@ -190,7 +190,7 @@ def estimate_question(question: Question) -> Estimate:
         shares={unit: value / run.seconds for unit, value in run.busy.items()},
         gate=work.gate.to_json(work.shape, work.batch),
         memory={**asdict(footprint), "total": footprint.total, "capacity": capacity(target)},
-        resources=resources_of(design, work.kernel_spec().controller, target, question.buffers),
+        resources=resources_of(design, work.kernel_spec(), target),
         design=design.part.model_dump(mode="json"),
         exploration=question.found.part.model_dump(mode="json") if question.found else {},
     )

@@ -121,16 +121,8 @@ class Workload:
     def mlp_spec(self) -> MlpSpec:
         """Return the MLP that the engine is built for."""
         shape = self.shape
-        return MlpSpec(
-            hidden=shape.hidden,
-            intermediate=shape.intermediate,
-            batch=self.batch,
-            layers=shape.layers,
-            cores=1,
-            activation=shape.activation,
-            gated=shape.gated,
-            quant=self.quant,
-        )
+        sizes = (shape.hidden, shape.intermediate, self.batch, shape.layers)
+        return MlpSpec(*sizes, cores=1, activation=shape.activation, gated=shape.gated, quant=self.quant)
 
     def linear_specs(self) -> list[LinearSpec]:
         """Return the other linears that the engine computes; none where only MLPs are offloaded."""

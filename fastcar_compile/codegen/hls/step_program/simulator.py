@@ -134,23 +134,17 @@ class StepSimulator:
         self._rows[rotate.target, :, place] = turned.reshape(len(heads), -1)
 
     @_execute.register
-    def _(self, append: step.AppendKeys) -> None:
+    def _(self, append: step.Append) -> None:
         layout = self.program.sizes.layout(append.blocks)
-        self._append(append, self.memory.keys, layout.key_words, layout.unpack_keys, layout.pack_keys)
-
-    @_execute.register
-    def _(self, append: step.AppendValues) -> None:
-        layout = self.program.sizes.layout(append.blocks)
-        self._append(append, self.memory.values, layout.value_words, layout.unpack_values, layout.pack_values)
-
-    def _append(
-        self,
-        append: step.Append,
-        cache: Array,
-        words: int,
-        unpack: Callable[[Array, int], Array],
-        pack: Callable[[Array, int], Array],
-    ) -> None:
+        if isinstance(append, step.AppendKeys):
+            cache, words, unpack, pack = self.memory.keys, layout.key_words, layout.unpack_keys, layout.pack_keys
+        else:
+            cache, words, unpack, pack = (
+                self.memory.values,
+                layout.value_words,
+                layout.unpack_values,
+                layout.pack_values,
+            )
         at, dim = LANES * append.first, BLOCK * append.blocks
         heads = self._rows[append.source, :, at : at + append.heads * dim].reshape(-1, dim)
         row = _Ring(append.sinks, append.ring).row(self._position)
