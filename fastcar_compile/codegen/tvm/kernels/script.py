@@ -119,11 +119,15 @@ def inlined(function: Callable[..., None]) -> Callable[..., None]:
     """A decorator like T.macro: a function of TVMScript whose statements stand in the kernel that calls it."""
     # The source is read once. Its tree is made at the first call and serves all later ones.
     source = _source(function.__code__, function.__code__.co_filename)
-    # True is hygienic: a name in the body is that of its definition, not that of the kernel that calls it.
-    macro = _Inlined(source, utils.inspect_function_capture(function), function, True)
+
+    @cache
+    def macro() -> _Inlined:
+        # Made at the first call, when what stands below the function in its file is defined.
+        # True is hygienic: a name in the body is that of its definition, not that of the kernel that calls it.
+        return _Inlined(source, utils.inspect_function_capture(function), function, True)
 
     def call(*args: Any, **kwargs: Any) -> None:
-        macro(*args, **kwargs)
+        macro()(*args, **kwargs)
 
     return call
 

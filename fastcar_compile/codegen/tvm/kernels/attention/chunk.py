@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from tvm.script import tirx as T
@@ -131,195 +129,161 @@ def state_buffers(shape: ChunkShape, slots: int) -> Any:
     )
 
 
-def begin_tile(shape: ChunkShape) -> Callable[..., None]:
-    """Return the macro (q, y, state, tile, position): the tile's transposed query rows, and its empty state."""
-    d, width = shape.d, shape.width
-    row = partial(query_row, shape)
-
-    def four_rows(q: Any, tile: Tile, g: Expr, c: Expr, k: Expr) -> Expr:
-        """Return column c + k of four query rows; k is a number."""
-        rows = [q[(*row(tile, g * QUAD + r), ramp(c, QUAD))] for r in range(QUAD)]
-        return T.Shuffle(rows, [r * QUAD + k for r in range(QUAD)])
-
-    @inlined
-    def copy_quad(q, state, tile, g, c, k, _number):
-        state.queries[tile.slot, c + k, ramp(g * QUAD, QUAD)] = four_rows(q, tile, g, c, k)
-
-    @inlined
-    def begin(q, y, state, tile, position):
-        # g: four query rows. c: four columns. Four loads and four shuffles transpose 4 x 4 elements.
-        for g in range(width // QUAD):
-            for c in range(d // QUAD):
-                each(copy_quad, range(QUAD), q, state, tile, g, c * QUAD)
-        for r in range(width):
-            for c in range(d % QUAD):
-                state.queries[tile.slot, d // QUAD * QUAD + c, r] = q[(*row(tile, r), d // QUAD * QUAD + c)]
-            state.limits[tile.slot * width + r] = filled_rows(position, row(tile, r)[2], shape.s)
-            state.m[tile.slot * width + r] = T.float32(LOWEST)
-            state.l[tile.slot * width + r] = T.float32(0)
-            for c in range(d):
-                y[(*row(tile, r), c)] = T.float32(0)
-
-    return begin
+def _four_rows(shape: ChunkShape, q: Any, tile: Tile, g: Expr, c: Expr, k: Expr) -> Expr:
+    """Return column c + k of four query rows; k is a number."""
+    rows = [q[(*query_row(shape, tile, g * QUAD + r), ramp(c, QUAD))] for r in range(QUAD)]
+    return T.Shuffle(rows, [r * QUAD + k for r in range(QUAD)])
 
 
-def finish_tile(shape: ChunkShape) -> Callable[..., None]:
-    """Return the macro (y, state, tile): the tile's accumulators become results."""
-    d, width = shape.d, shape.width
-    row = partial(query_row, shape)
-
-    @inlined
-    def finish(y, state, tile):
-        # Copies of the last row are left out: y is scaled in place, so a second product would be wrong.
-        for r in range(T.min(width, shape.total - tile.first)):
-            inverse: T.let = T.float32(1) / state.l[tile.slot * width + r]
-            for c in range(d):
-                y[(*row(tile, r), c)] *= inverse
-
-    return finish
+@inlined
+def _copy_quad(shape, q, state, tile, g, c, k, _number):
+    state.queries[tile.slot, c + k, ramp(g * QUAD, QUAD)] = _four_rows(shape, q, tile, g, c, k)
 
 
-def convert_block(shape: ChunkShape) -> Callable[..., None]:
-    """Return the macro (rows, converted, (b, h), block): cached rows of head h of batch row b become float32."""
-    d, rows_of, lanes = shape.d, shape.rows_of, vector_lanes(shape.d)
-
-    @inlined
-    def convert(rows, converted, head, block):
-        for j in range(block.count):
-            for c in T.unroll(d // lanes):
-                for v in T.vectorized(lanes):
-                    converted[j, c * lanes + v] = rows_of.element(row_at(rows, *head, block.start + j), c * lanes, v)
-
-    return convert
-
-
-def attend_tile(shape: ChunkShape) -> Callable[..., None]:
-    """Return the macro (y, state, tile, block): the tile's rows meet the block's keys and values."""
-    some, parts = shape.broadcasts, shape.width // shape.broadcasts
-    multiply, weigh, add_values = _multiply_keys(shape), _weigh(shape), _add_values(shape)
-
-    @inlined
-    def attend(y, state, tile, block):
-        # piece: the keys whose logits with all rows of the tile fit the registers.
-        for piece in range((block.count + some - 1) // some):
-            multiply(state, tile, block, piece * some)
-        weigh(state, tile, block)
-        # part: query rows whose sums are in registers. piece: columns.
-        for part in range(parts):
-            # A part that lies past the last row has copies only, which would add to that row a second time.
-            if tile.first + part * some < shape.total:
-                for piece in range(shape.d // shape.columns):
-                    add_values(y, state, tile, block, part * some, piece * shape.columns)
-
-    return attend
+@inlined
+def _begin(shape, q, y, state, tile, position):
+    """Write the tile's transposed query rows, and its empty state."""
+    # g: four query rows. c: four columns. Four loads and four shuffles transpose 4 x 4 elements.
+    for g in range(shape.width // QUAD):
+        for c in range(shape.d // QUAD):
+            each(_copy_quad, range(QUAD), shape, q, state, tile, g, c * QUAD)
+    for r in range(shape.width):
+        row = T.meta_var(query_row(shape, tile, r))
+        for c in range(shape.d % QUAD):
+            state.queries[tile.slot, shape.d // QUAD * QUAD + c, r] = q[(*row, shape.d // QUAD * QUAD + c)]
+        state.limits[tile.slot * shape.width + r] = filled_rows(position, row[2], shape.s)
+        state.m[tile.slot * shape.width + r] = T.float32(LOWEST)
+        state.l[tile.slot * shape.width + r] = T.float32(0)
+        for c in range(shape.d):
+            y[(*row, c)] = T.float32(0)
 
 
-def _multiply_keys(shape: ChunkShape) -> Callable[..., None]:
-    """Return the macro (state, tile, block, j): logits of the tile with the keys from number j of the block on."""
-    d, width, half, rule = shape.d, shape.width, shape.broadcasts // 2, shape.rule
+@inlined
+def _finish(shape, y, state, tile):
+    """The tile's accumulators become results."""
+    # Copies of the last row are left out: y is scaled in place, so a second product would be wrong.
+    for r in range(T.min(shape.width, shape.total - tile.first)):
+        inverse: T.let = T.float32(1) / state.l[tile.slot * shape.width + r]
+        for c in range(shape.d):
+            y[(*query_row(shape, tile, r), c)] *= inverse
 
-    def key(state: Any, block: KeyBlock, j: Expr, c: Expr) -> Expr:
-        """Return element c of key j, of the last one for those past it."""
-        return state.keys[T.min(j, block.count - 1), c]
 
-    @inlined
-    def store(weights, j, sums):
+@inlined
+def _convert(rows_of, lanes, rows, converted, head, block):
+    """Cached rows of head h of batch row b, head = (b, h), become float32."""
+    for j in range(block.count):
+        for c in T.unroll(rows_of.dim // lanes):
+            for v in T.vectorized(lanes):
+                converted[j, c * lanes + v] = rows_of.element(row_at(rows, *head, block.start + j), c * lanes, v)
+
+
+@inlined
+def _attend(shape, y, state, tile, block):
+    """The tile's rows meet the block's keys and values."""
+    some = T.meta_var(shape.broadcasts)
+    # piece: the keys whose logits with all rows of the tile fit the registers.
+    for piece in range((block.count + some - 1) // some):
+        _multiply_keys(shape, shape.width, some // 2, state, tile, block, piece * some)
+    _weigh(shape.width, ramp(0, shape.width), ramp(tile.slot * shape.width, shape.width), state, block)
+    # part: query rows whose sums are in registers. piece: columns.
+    for part in range(shape.width // some):
+        # A part that lies past the last row has copies only, which would add to that row a second time.
+        if tile.first + part * some < shape.total:
+            for piece in range(shape.d // shape.columns):
+                _add_values(shape, some // 2, y, state, tile, block, part * some, piece * shape.columns)
+
+
+def _key(state: Any, block: KeyBlock, j: Expr, c: Expr) -> Expr:
+    """Return element c of key j, of the last one for those past it."""
+    return state.keys[T.min(j, block.count - 1), c]
+
+
+@inlined
+def _store_logits(rule, width, half, weights, j, sums):
+    for r in T.unroll(half):
+        for v in T.vectorized(width):
+            weights[j + r, v] = rule.logit(sums[r * width + v])
+
+
+@inlined
+def _multiply_keys(shape, width, half, state, tile, block, j):
+    """Write logits of the tile with twice `half` keys, from number j of the block on."""
+    # Two buffers: one of all sums has 1024 bytes, and TVM would not keep it on the stack.
+    low = T.alloc_buffer((half * width,), "float32")
+    high = T.alloc_buffer((half * width,), "float32")
+    for v in T.vectorized(width):
+        for r in T.unroll(half):
+            low[r * width + v] = T.float32(0)
+            high[r * width + v] = T.float32(0)
+    # Keys are broadcast: with AVX-512 8 keys by two vectors of rows are 16 sums, with AVX2 4 by two are 8.
+    # c: the reduction. r: unrolled, keys; low and high are in registers. v: query rows.
+    for c in range(shape.d):
         for r in T.unroll(half):
             for v in T.vectorized(width):
-                weights[j + r, v] = rule.logit(sums[r * width + v])
-
-    @inlined
-    def multiply(state, tile, block, j):
-        # Two buffers: one of all sums has 1024 bytes, and TVM would not keep it on the stack.
-        low = T.alloc_buffer((half * width,), "float32")
-        high = T.alloc_buffer((half * width,), "float32")
-        for v in T.vectorized(width):
-            for r in T.unroll(half):
-                low[r * width + v] = T.float32(0)
-                high[r * width + v] = T.float32(0)
-        # Keys are broadcast: with AVX-512 8 keys by two vectors of rows are 16 sums, with AVX2 4 by two are 8.
-        # c: the reduction. r: unrolled, keys; low and high are in registers. v: query rows.
-        for c in range(d):
-            for r in T.unroll(half):
-                for v in T.vectorized(width):
-                    low[r * width + v] += state.queries[tile.slot, c, v] * key(state, block, j + r, c)
-                    high[r * width + v] += state.queries[tile.slot, c, v] * key(state, block, j + half + r, c)
-        store(state.weights, j, low)
-        store(state.weights, j + half, high)
-
-    return multiply
+                low[r * width + v] += state.queries[tile.slot, c, v] * _key(state, block, j + r, c)
+                high[r * width + v] += state.queries[tile.slot, c, v] * _key(state, block, j + half + r, c)
+    _store_logits(shape.rule, width, half, state.weights, j, low)
+    _store_logits(shape.rule, width, half, state.weights, j + half, high)
 
 
-def _weigh(shape: ChunkShape) -> Callable[..., None]:
-    """Return the macro (state, tile, block): the tile's logits become weights; m, l and decay are updated."""
-    width = shape.width
-    every = ramp(0, width)
-
-    def seen(state: Any, tile: Tile, block: KeyBlock, j: Expr) -> Expr:
-        """Return the logits with key j, and the least number for rows that do not see it."""
-        number = T.Broadcast(block.start + j, width)
-        limits = state.limits[ramp(tile.slot * width, width)]
-        return T.Select(number < limits, state.weights[j, every], T.Broadcast(T.float32(LOWEST), width))
-
-    @inlined
-    def weigh(state, tile, block):
-        m = T.alloc_buffer((width,), "float32")
-        l = T.alloc_buffer((width,), "float32")  # noqa: E741
-        m[every] = state.m[ramp(tile.slot * width, width)]
-        # T.max gives its second operand where one is NaN: a NaN stays a logit, and is no maximum.
-        for j in range(block.count):
-            state.weights[j, every] = seen(state, tile, block, j)
-            m[every] = T.max(state.weights[j, every], m[every])
-        # m is never below the old maximum, so the argument is not positive.
-        state.decay[every] = exp_not_positive(state.m[ramp(tile.slot * width, width)] - m[every], width)
-        l[every] = state.l[ramp(tile.slot * width, width)] * state.decay[every]
-        # The sum has one order: key by key, as acc has.
-        # Row 0 is in the first block and seen by all, so m is a logit. An unseen key gets exp(-87), which rounds away.
-        for j in range(block.count):
-            state.weights[j, every] = exp_not_positive(state.weights[j, every] - m[every], width)
-            l[every] = l[every] + state.weights[j, every]
-        state.m[ramp(tile.slot * width, width)] = m[every]
-        state.l[ramp(tile.slot * width, width)] = l[every]
-
-    return weigh
+def _seen(state: Any, width: int, own: Expr, block: KeyBlock, j: Expr) -> Expr:
+    """Return the logits with key j, and the least number for rows that do not see it."""
+    number = T.Broadcast(block.start + j, width)
+    return T.Select(number < state.limits[own], state.weights[j, ramp(0, width)], T.Broadcast(T.float32(LOWEST), width))
 
 
-def _add_values(shape: ChunkShape) -> Callable[..., None]:
-    """Return the macro (y, state, tile, block, r, column): rows and columns of y are rescaled and get the values."""
-    columns, some = shape.columns, shape.broadcasts
-    half = some // 2
-    row = partial(query_row, shape)
+@inlined
+def _weigh(width, every, own, state, block):
+    """The tile's logits become weights; m, l and decay are updated. own: the tile's part of the state."""
+    m = T.alloc_buffer((width,), "float32")
+    l = T.alloc_buffer((width,), "float32")  # noqa: E741
+    m[every] = state.m[own]
+    # T.max gives its second operand where one is NaN: a NaN stays a logit, and is no maximum.
+    for j in range(block.count):
+        state.weights[j, every] = _seen(state, width, own, block, j)
+        m[every] = T.max(state.weights[j, every], m[every])
+    # m is never below the old maximum, so the argument is not positive.
+    state.decay[every] = exp_not_positive(state.m[own] - m[every], width)
+    l[every] = state.l[own] * state.decay[every]
+    # The sum has one order: key by key, as acc has.
+    # Row 0 is in the first block and seen by all, so m is a logit. An unseen key gets exp(-87), which rounds away.
+    for j in range(block.count):
+        state.weights[j, every] = exp_not_positive(state.weights[j, every] - m[every], width)
+        l[every] = l[every] + state.weights[j, every]
+    state.m[own] = m[every]
+    state.l[own] = l[every]
 
-    @inlined
-    def rescale(y, state, tile, first, column, acc, number):
+
+@inlined
+def _rescale(shape, half, y, state, tile, first, column, acc, number):
+    for r in T.unroll(half):
+        at = T.meta_var(first + number * half + r)
+        for c in T.vectorized(shape.columns):
+            acc[r * shape.columns + c] = y[(*query_row(shape, tile, at), column + c)] * state.decay[at]
+
+
+@inlined
+def _store_sums(shape, half, y, tile, first, column, acc, number):
+    for r in T.unroll(half):
+        for c in T.vectorized(shape.columns):
+            y[(*query_row(shape, tile, first + number * half + r), column + c)] = acc[r * shape.columns + c]
+
+
+@inlined
+def _add_values(shape, half, y, state, tile, block, first, column):
+    """Rescale rows and columns of y from `first` and `column` on, and add the values."""
+    # low: sums of the first `half` query rows. high: those of the others.
+    low = T.alloc_buffer((half * shape.columns,), "float32")
+    high = T.alloc_buffer((half * shape.columns,), "float32")
+    each(_rescale, (low, high), shape, half, y, state, tile, first, column)
+    # Weights are broadcast and values are vectors: `broadcasts` times `columns` sums.
+    # j: values in order. r: unrolled, query rows; low and high are in registers. c: columns.
+    for j in range(block.count):
         for r in T.unroll(half):
-            for c in T.vectorized(columns):
-                acc[r * columns + c] = (
-                    y[(*row(tile, first + number * half + r), column + c)] * state.decay[first + number * half + r]
-                )
-
-    @inlined
-    def store(y, tile, first, column, acc, number):
-        for r in T.unroll(half):
-            for c in T.vectorized(columns):
-                y[(*row(tile, first + number * half + r), column + c)] = acc[r * columns + c]
-
-    @inlined
-    def add_values(y, state, tile, block, first, column):
-        # low: sums of the first `half` query rows. high: those of the others.
-        low = T.alloc_buffer((half * columns,), "float32")
-        high = T.alloc_buffer((half * columns,), "float32")
-        each(rescale, (low, high), y, state, tile, first, column)
-        # Weights are broadcast and values are vectors: `broadcasts` times `columns` sums.
-        # j: values in order. r: unrolled, query rows; low and high are in registers. c: columns.
-        for j in range(block.count):
-            for r in T.unroll(half):
-                for c in T.vectorized(columns):
-                    low[r * columns + c] += state.weights[j, first + r] * state.values[j, column + c]
-                    high[r * columns + c] += state.weights[j, first + half + r] * state.values[j, column + c]
-        each(store, (low, high), y, tile, first, column)
-
-    return add_values
+            for c in T.vectorized(shape.columns):
+                low[r * shape.columns + c] += state.weights[j, first + r] * state.values[j, column + c]
+                high[r * shape.columns + c] += state.weights[j, first + half + r] * state.values[j, column + c]
+    each(_store_sums, (low, high), shape, half, y, tile, first, column)
 
 
 @kernel
@@ -347,7 +311,7 @@ def chunk_attention(
     parts = min(max(pieces, 1), tiles)
     slots = -(-tiles // parts)
     loop = T.parallel if pieces else T.serial
-    begin, convert, attend, finish = (make(shape) for make in (begin_tile, convert_block, attend_tile, finish_tile))
+    lanes = vector_lanes(d)
 
     @script.prim_func(private=True, s_tir=True)
     def attend_chunk(
@@ -367,24 +331,25 @@ def chunk_attention(
                 # These are early and late rows, so that all items take equally long.
                 part: T.let = item % parts
                 mine: T.let = (tiles - part + parts - 1) // parts
-                # What the last query row sees. Earlier rows are masked in `attend`.
+                # What the last query row sees. Earlier rows are masked in `_attend`.
                 seen: T.let = filled_rows(position[0], t - 1, s)
                 for slot in range(mine):
-                    begin(q, y, state, Tile(bi, h, (part + slot * parts) * width, slot), position[0])
+                    _begin(shape, q, y, state, Tile(bi, h, (part + slot * parts) * width, slot), position[0])
                 # block: keys in order. slot: tiles of the group's query rows, which share the block.
                 for block in range((seen + CHUNK_KEYS - 1) // CHUNK_KEYS):
                     start: T.let = block * CHUNK_KEYS
                     filled = T.meta_var(KeyBlock(start, T.min(seen - start, CHUNK_KEYS)))
-                    convert(keys, state.keys, (bi, h), filled)
-                    convert(values, state.values, (bi, h), filled)
+                    _convert(shape.rows_of, lanes, keys, state.keys, (bi, h), filled)
+                    _convert(shape.rows_of, lanes, values, state.values, (bi, h), filled)
                     for slot in range(mine):
                         # The last row of a tile sees most, but for one that ends within a head.
                         last: T.let = (part + slot * parts) * width % t + width - 1
                         count: T.let = T.min(filled_rows(position[0], T.min(last, t - 1), s) - start, CHUNK_KEYS)
                         # All of the block lies behind the tile's last row: the causal mask skips it.
                         if count > 0:
-                            attend(y, state, Tile(bi, h, (part + slot * parts) * width, slot), KeyBlock(start, count))
+                            tile = T.meta_var(Tile(bi, h, (part + slot * parts) * width, slot))
+                            _attend(shape, y, state, tile, KeyBlock(start, count))
                 for slot in range(mine):
-                    finish(y, state, Tile(bi, h, (part + slot * parts) * width, slot))
+                    _finish(shape, y, state, Tile(bi, h, (part + slot * parts) * width, slot))
 
     return attend_chunk

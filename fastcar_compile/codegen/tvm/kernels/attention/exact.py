@@ -6,7 +6,6 @@ in int32 lanes on every instruction set; a fence stands where LLVM could contrac
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +47,12 @@ def tiles_of(rows: Any) -> Any:
 
 @dataclass(frozen=True)
 class ExactShape:
-    """D, S, and (sinks, window) of a ring cache."""
+    """D, S, (sinks, window) of a ring cache, and what a product of query and key is multiplied by."""
 
     d: int
     s: int
     window: tuple[int, int] | None
+    factor: float
 
     @property
     def blocks(self) -> int:
@@ -119,84 +119,76 @@ MINUS_INFINITY = -0x800000
 """The bits of minus infinity, as TVM takes no such literal."""
 
 
-def round_query_of(shape: ExactShape) -> Callable[..., None]:
-    """Return the macro (o, query): the query's row in wide blocks."""
-    d = shape.d
-
-    @inlined
-    def round_query(o, query):
-        top = T.alloc_buffer((1,), "int32")
-        query.unknown[0] = 0
-        # Scalar, because the query is rounded once for all cached rows.
-        for e in range(shape.blocks):
-            top[0] = 0
-            for c in range(T.min(BLOCK, d - e * BLOCK)):
-                top[0] = T.max(top[0], magnitude_bits(o.q[o.at[0], o.at[1], o.at[3], e * BLOCK + c], 1))
-            # Magnitude bits above infinity's are a NaN.
-            query.unknown[0] = T.max(query.unknown[0], T.Cast("int32", top[0] > T.int32(INFINITY)))
-            query.exponents[e] = wide_exponent(T.min(top[0], T.reinterpret("int32", T.float32(INT8_MAX))))
-            for c in range(T.min(BLOCK, d - e * BLOCK)):
-                query.mantissas[e * BLOCK + c] = T.Cast(
-                    "int32",
-                    T.nearbyint(
-                        bounded(o.q[o.at[0], o.at[1], o.at[3], e * BLOCK + c]) * power_of_two(0 - query.exponents[e])
-                    ),
-                )
-
-    return round_query
+@inlined
+def _round_query(shape, o, query):
+    """Round the query's row to wide blocks."""
+    top = T.alloc_buffer((1,), "int32")
+    query.unknown[0] = 0
+    # Scalar, because the query is rounded once for all cached rows.
+    for e in range(shape.blocks):
+        top[0] = 0
+        for c in range(T.min(BLOCK, shape.d - e * BLOCK)):
+            top[0] = T.max(top[0], magnitude_bits(o.q[o.at[0], o.at[1], o.at[3], e * BLOCK + c], 1))
+        # Magnitude bits above infinity's are a NaN.
+        query.unknown[0] = T.max(query.unknown[0], T.Cast("int32", top[0] > T.int32(INFINITY)))
+        query.exponents[e] = wide_exponent(T.min(top[0], T.reinterpret("int32", T.float32(INT8_MAX))))
+        for c in range(T.min(BLOCK, shape.d - e * BLOCK)):
+            query.mantissas[e * BLOCK + c] = T.Cast(
+                "int32",
+                T.nearbyint(
+                    bounded(o.q[o.at[0], o.at[1], o.at[3], e * BLOCK + c]) * power_of_two(0 - query.exponents[e])
+                ),
+            )
 
 
-def multiply_keys_of(shape: ExactShape, scale: float) -> Callable[..., None]:
-    """Return the macro (o, query, sums, rows, position, newest): the logits, and sums.stat[0] their maximum.
+def _vectors_of(shape: ExactShape, e: Expr) -> Expr:
+    """Return the vectors of a block. Whole blocks have a fixed number of them, which are unrolled."""
+    return BLOCK // shape.lanes if shape.d % BLOCK == 0 else T.min(BLOCK, shape.d - e * BLOCK) // shape.lanes
+
+
+def _total_of(acc: Any, lanes: int) -> Expr:
+    return reduce_add(acc[ramp(0, lanes)], lanes) if lanes > 1 else acc[0]
+
+
+@inlined
+def _multiply_row(shape, lanes, loop, o, query, sums, j):
+    sums.total[0] = T.float32(0)
+    # e: blocks in order, whose sums are added in float32. c: vectors of a block, in registers.
+    for e in T.unroll(shape.blocks):
+        # 32 products of at most 2^14 * 2^7: a block's sum is at most 2^26, exact in int32. The cast rounds it once.
+        sums.acc[ramp(0, lanes)] = broadcast(T.int32(0), lanes)
+        for c in loop(_vectors_of(shape, e)):
+            sums.acc[ramp(0, lanes)] = sums.acc[ramp(0, lanes)] + query.mantissas[
+                ramp(e * BLOCK + c * lanes, lanes)
+            ] * cast("int32", o.keys[o.at[0], o.at[2], j, ramp(e * BLOCK + c * lanes, lanes)], lanes)
+        # The product's exponent is the sum of both, limited to those of normal powers of two.
+        power: T.let = query.exponents[e] + T.Cast("int32", o.keys[o.at[0], o.at[2], j, shape.d + e])
+        sums.total[0] = sums.total[0] + fence(
+            "float32", T.Cast("float32", _total_of(sums.acc, lanes)) * power_of_two(T.max(T.min(power, 127), -126))
+        )
+        # A key's block with a NaN has zero mantissas, so its product does not show the NaN.
+        if o.keys[o.at[0], o.at[2], j, shape.d + e] == T.int8(NAN_EXPONENT):
+            query.unknown[0] = 1
+    sums.logits[j] = sums.total[0] * T.float32(shape.factor)
+
+
+@inlined
+def _multiply_keys(shape, o, query, sums, rows, position, newest):
+    """Write the logits, and their maximum to sums.stat[0].
 
     The logit of a row that is not seen is NaN, up to the end of the last tile. query.unknown[0] becomes 1 where that of
     one that is seen is NaN.
     """
-    d, lanes, factor = shape.d, shape.lanes, float(exact.logit_factor(scale))
-    # Whole blocks have a fixed number of vectors, which are unrolled.
-    loop = T.unroll if d % BLOCK == 0 else T.serial
-
-    def vectors_of(e: Expr) -> Expr:
-        return BLOCK // lanes if d % BLOCK == 0 else T.min(BLOCK, d - e * BLOCK) // lanes
-
-    def total_of(acc: Any) -> Expr:
-        return reduce_add(acc[ramp(0, lanes)], lanes) if lanes > 1 else acc[0]
-
-    @inlined
-    def multiply_row(o, query, sums, j):
-        sums.total[0] = T.float32(0)
-        # e: blocks in order, whose sums are added in float32. c: vectors of a block, in registers.
-        for e in T.unroll(shape.blocks):
-            # 32 products of at most 2^14 * 2^7: a block's sum is at most 2^26, exact in int32. The cast rounds it once.
-            sums.acc[ramp(0, lanes)] = broadcast(T.int32(0), lanes)
-            for c in loop(vectors_of(e)):
-                sums.acc[ramp(0, lanes)] = sums.acc[ramp(0, lanes)] + query.mantissas[
-                    ramp(e * BLOCK + c * lanes, lanes)
-                ] * cast("int32", o.keys[o.at[0], o.at[2], j, ramp(e * BLOCK + c * lanes, lanes)], lanes)
-            # The product's exponent is the sum of both, limited to those of normal powers of two.
-            power: T.let = query.exponents[e] + T.Cast("int32", o.keys[o.at[0], o.at[2], j, d + e])
-            sums.total[0] = sums.total[0] + fence(
-                "float32", T.Cast("float32", total_of(sums.acc)) * power_of_two(T.max(T.min(power, 127), -126))
-            )
-            # A key's block with a NaN has zero mantissas, so its product does not show the NaN.
-            if o.keys[o.at[0], o.at[2], j, d + e] == T.int8(NAN_EXPONENT):
+    sums.stat[0] = T.reinterpret("float32", T.int32(MINUS_INFINITY))
+    for j in range(tiles_of(rows) * BLOCK):
+        # NaN marks a row that is not seen, and `weigh` turns it into UNSEEN.
+        sums.logits[j] = not_a_number()
+        if T.And(j < rows, shape.sees(j, position, newest)):
+            _multiply_row(shape, shape.lanes, T.unroll if shape.d % BLOCK == 0 else T.serial, o, query, sums, j)
+            if magnitude_bits(sums.logits[j], 1) > T.int32(INFINITY):  # TVM takes x != x for false
                 query.unknown[0] = 1
-        sums.logits[j] = sums.total[0] * T.float32(factor)
-
-    @inlined
-    def multiply_keys(o, query, sums, rows, position, newest):
-        sums.stat[0] = T.reinterpret("float32", T.int32(MINUS_INFINITY))
-        for j in range(tiles_of(rows) * BLOCK):
-            # NaN marks a row that is not seen, and `weigh` turns it into UNSEEN.
-            sums.logits[j] = not_a_number()
-            if T.And(j < rows, shape.sees(j, position, newest)):
-                multiply_row(o, query, sums, j)
-                if magnitude_bits(sums.logits[j], 1) > T.int32(INFINITY):  # TVM takes x != x for false
-                    query.unknown[0] = 1
-                # T.max may lose a NaN. query.unknown[0] remembers it.
-                sums.stat[0] = T.max(sums.stat[0], sums.logits[j])
-
-    return multiply_keys
+            # T.max may lose a NaN. query.unknown[0] remembers it.
+            sums.stat[0] = T.max(sums.stat[0], sums.logits[j])
 
 
 # Exact attention: the numerators of the softmax, and the values of an int8 cache that they weigh.
@@ -260,80 +252,72 @@ def weigh(o, sums, rows):
         )
 
 
-def add_values_of(shape: ExactShape) -> Callable[..., None]:
-    """Return the macro (o, sums, rows): sums.out becomes the weighted values.
+def _largest(values: Expr) -> Expr:
+    return intrinsic("int32", f"llvm.vector.reduce.smax.v{BLOCK}i32", values)
 
-    sums.columns becomes 1 where a block of a row that is seen holds a NaN.
-    """
-    d, lanes = shape.d, shape.lanes
-    vectors = BLOCK // lanes
-    whole = ramp(0, BLOCK)
 
-    def largest(values: Expr) -> Expr:
-        return intrinsic("int32", f"llvm.vector.reduce.smax.v{BLOCK}i32", values)
+@inlined
+def _scale_weights(d, whole, o, sums, start, count, e):
+    # Exponents of the tile's rows in this block of columns. Rows past the last one get 0.
+    sums.integers[ramp(0, BLOCK)] = T.Broadcast(T.int32(0), BLOCK)
+    for j in range(count):
+        sums.integers[j] = T.Cast("int32", o.values[o.at[0], o.at[2], start + j, d + e])
+    # weight - UNSEEN is 0 for a row that is not seen and positive for one that is.
+    sums.columns[e] = T.max(
+        sums.columns[e],
+        _largest(
+            T.Select(
+                sums.integers[whole] == T.Broadcast(T.int32(NAN_EXPONENT), BLOCK),
+                sums.weights[ramp(start, BLOCK)] - T.Broadcast(T.int32(UNSEEN), BLOCK),
+                T.Broadcast(T.int32(0), BLOCK),
+            )
+        ),
+    )
+    # Numerators are integers of 2^-24, so EXP_BITS leaves the exponent. From -126 on the power is normal.
+    sums.scaled[whole] = cast(
+        "float32", T.max(sums.weights[ramp(start, BLOCK)], T.Broadcast(T.int32(0), BLOCK)), BLOCK
+    ) * power_of_two(
+        T.max(sums.integers[whole] - T.Broadcast(T.int32(exact.EXP_BITS), BLOCK), T.Broadcast(T.int32(-126), BLOCK)),
+        BLOCK,
+    )
+    # The 32 scaled numerators become one wide block, so that the products with mantissas are integers.
+    sums.integers[BLOCK] = wide_exponent(_largest(magnitude_bits(sums.scaled[whole], BLOCK)))
+    sums.integers[whole] = cast(
+        "int32", T.nearbyint(sums.scaled[whole] * T.Broadcast(power_of_two(0 - sums.integers[BLOCK]), BLOCK)), BLOCK
+    )
 
-    @inlined
-    def scale_weights(o, sums, start, count, e):
-        # Exponents of the tile's rows in this block of columns. Rows past the last one get 0.
-        sums.integers[ramp(0, BLOCK)] = T.Broadcast(T.int32(0), BLOCK)
-        for j in range(count):
-            sums.integers[j] = T.Cast("int32", o.values[o.at[0], o.at[2], start + j, d + e])
-        # weight - UNSEEN is 0 for a row that is not seen and positive for one that is.
-        sums.columns[e] = T.max(
-            sums.columns[e],
-            largest(
-                T.Select(
-                    sums.integers[whole] == T.Broadcast(T.int32(NAN_EXPONENT), BLOCK),
-                    sums.weights[ramp(start, BLOCK)] - T.Broadcast(T.int32(UNSEEN), BLOCK),
-                    T.Broadcast(T.int32(0), BLOCK),
-                )
-            ),
-        )
-        # Numerators are integers of 2^-24, so EXP_BITS leaves the exponent. From -126 on the power is normal.
-        sums.scaled[whole] = cast(
-            "float32", T.max(sums.weights[ramp(start, BLOCK)], T.Broadcast(T.int32(0), BLOCK)), BLOCK
-        ) * power_of_two(
-            T.max(
-                sums.integers[whole] - T.Broadcast(T.int32(exact.EXP_BITS), BLOCK), T.Broadcast(T.int32(-126), BLOCK)
-            ),
-            BLOCK,
-        )
-        # The 32 scaled numerators become one wide block, so that the products with mantissas are integers.
-        sums.integers[BLOCK] = wide_exponent(largest(magnitude_bits(sums.scaled[whole], BLOCK)))
-        sums.integers[whole] = cast(
-            "int32", T.nearbyint(sums.scaled[whole] * T.Broadcast(power_of_two(0 - sums.integers[BLOCK]), BLOCK)), BLOCK
-        )
 
-    @inlined
-    def add_tile(o, sums, start, count, e):
-        sums.acc[whole] = T.Broadcast(T.int32(0), BLOCK)
-        # j: rows of the tile. v: vectors of the block's columns, whose sums are in registers.
-        # 32 products of at most 2^14 * 2^7 are exact in int32.
-        for j in range(count):
-            for v in T.unroll(vectors):
-                # The last block of columns may be shorter than 32.
-                if e * BLOCK + v * lanes < d:
-                    sums.acc[ramp(v * lanes, lanes)] = sums.acc[ramp(v * lanes, lanes)] + broadcast(
-                        sums.integers[j], lanes
-                    ) * cast("int32", o.values[o.at[0], o.at[2], start + j, ramp(e * BLOCK + v * lanes, lanes)], lanes)
-        # Tiles are added in float32 in the order of the cache. The fence rounds the product before the addition.
-        sums.out[ramp(e * BLOCK, BLOCK)] = sums.out[ramp(e * BLOCK, BLOCK)] + fence(
-            f"float32x{BLOCK}",
-            cast("float32", sums.acc[whole], BLOCK) * T.Broadcast(power_of_two(sums.integers[BLOCK]), BLOCK),
-        )
+@inlined
+def _add_tile(d, lanes, whole, o, sums, start, count, e):
+    sums.acc[whole] = T.Broadcast(T.int32(0), BLOCK)
+    # j: rows of the tile. v: vectors of the block's columns, whose sums are in registers.
+    # 32 products of at most 2^14 * 2^7 are exact in int32.
+    for j in range(count):
+        for v in T.unroll(BLOCK // lanes):
+            # The last block of columns may be shorter than 32.
+            if e * BLOCK + v * lanes < d:
+                sums.acc[ramp(v * lanes, lanes)] = sums.acc[ramp(v * lanes, lanes)] + broadcast(
+                    sums.integers[j], lanes
+                ) * cast("int32", o.values[o.at[0], o.at[2], start + j, ramp(e * BLOCK + v * lanes, lanes)], lanes)
+    # Tiles are added in float32 in the order of the cache. The fence rounds the product before the addition.
+    sums.out[ramp(e * BLOCK, BLOCK)] = sums.out[ramp(e * BLOCK, BLOCK)] + fence(
+        f"float32x{BLOCK}",
+        cast("float32", sums.acc[whole], BLOCK) * T.Broadcast(power_of_two(sums.integers[BLOCK]), BLOCK),
+    )
 
-    @inlined
-    def add_values(o, sums, rows):
+
+@inlined
+def _add_values(shape, o, sums, rows):
+    """Write the weighted values to sums.out, and 1 to sums.columns where a block of a row that is seen holds a NaN."""
+    for e in range(shape.blocks):
+        sums.columns[e] = 0
+        sums.out[ramp(e * BLOCK, BLOCK)] = T.Broadcast(T.float32(0), BLOCK)
+    # tile: 32 rows in the order of the memory. e: blocks of columns, each with an exponent of its own.
+    for tile in range(tiles_of(rows)):
         for e in range(shape.blocks):
-            sums.columns[e] = 0
-            sums.out[ramp(e * BLOCK, BLOCK)] = T.Broadcast(T.float32(0), BLOCK)
-        # tile: 32 rows in the order of the memory. e: blocks of columns, each with an exponent of its own.
-        for tile in range(tiles_of(rows)):
-            for e in range(shape.blocks):
-                scale_weights(o, sums, tile * BLOCK, T.min(rows - tile * BLOCK, BLOCK), e)
-                add_tile(o, sums, tile * BLOCK, T.min(rows - tile * BLOCK, BLOCK), e)
-
-    return add_values
+            count = T.meta_var(T.min(rows - tile * BLOCK, BLOCK))
+            _scale_weights(shape.d, ramp(0, BLOCK), o, sums, tile * BLOCK, count, e)
+            _add_tile(shape.d, shape.lanes, ramp(0, BLOCK), o, sums, tile * BLOCK, count, e)
 
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
@@ -356,12 +340,10 @@ def exact_attention(
     del isa
     b, hq, t, d = query
     hkv, s = cache[1], cache[2]
-    shape = ExactShape(d, s, window)
+    shape = ExactShape(d, s, window, float(exact.logit_factor(scale)))
     n, size, knots = shape.blocks, d + shape.blocks, exact.EXP_KNOTS + 1
     items = b * hq * t
     loop = T.parallel if items > 1 and items * s * d >= PARALLEL_CACHE_ELEMENTS else T.serial
-    round_query, multiply_keys = round_query_of(shape), multiply_keys_of(shape, scale)
-    add_values = add_values_of(shape)
 
     @script.prim_func(private=True, s_tir=True)
     def attend_exact(
@@ -389,10 +371,10 @@ def exact_attention(
                 # at: batch row, query head, key/value head, query row.
                 at = T.meta_var((bi, head, head // (hq // hkv), i))
                 o = temporaries(q=q, keys=keys, values=values, table=table, at=at)
-                round_query(o, own)
-                multiply_keys(o, own, sums, rows, place, newest)
+                _round_query(shape, o, own)
+                _multiply_keys(shape, o, own, sums, rows, place, newest)
                 weigh(o, sums, rows)
-                add_values(o, sums, rows)
+                _add_values(shape, o, sums, rows)
                 sums.stat[1] = T.float32(1) / (T.Cast("float32", sums.count[0]) * T.float32(2.0**-exact.EXP_BITS))
                 # A maximum that is not finite makes the whole row NaN.
                 if magnitude_bits(sums.stat[0], 1) >= T.int32(INFINITY):

@@ -7,16 +7,15 @@ where rounding the keys to int8 has moved it by 2^-8 of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tvm.script import tirx as T
 
-from fastcar_compile.codegen.tvm.kernels.attention.softmax import LOWEST, PARALLEL_KEYS
+from fastcar_compile.codegen.tvm.kernels.attention.softmax import LOWEST, PARALLEL_KEYS, prefetch_rows
 from fastcar_compile.codegen.tvm.kernels.cache import power_of_two, row_at
 from fastcar_compile.codegen.tvm.kernels.script import each, inlined, temporaries
 from fastcar_compile.codegen.tvm.kernels.vectors import (
-    LINE,
     Expr,
     flip_sign,
     fold_fours,
@@ -78,7 +77,8 @@ LOW_BITS = 5
 LARGEST = 127 << 8 + LOW_BITS
 """The largest integer of a query. Its products with 16 mantissas, which end in one lane, add up to less than 2^31."""
 
-_BLOCK_OF_LANE = [0] * (SUMS // 2) + [1] * (SUMS // 2)
+_BLOCKS_OF_KEYS = [2 * (lane % PARALLEL_KEYS) + lane // (SUMS // 2) for lane in range(SUMS)]
+"""Lane i belongs to key i % 4. Lanes 0 to 7 are the first exponent block of the vector, 8 to 15 the second."""
 
 
 def split_query_buffers(d: int, group: int) -> Any:
@@ -142,110 +142,87 @@ def _pair_up(keys, pairs):
         )
 
 
-def split_query(d: int, group: int, scale: float) -> Callable[..., None]:
-    """Return the macro (o, heads, query, sums, integers): the query rows of a group, split.
+@inlined
+def _write_limb(d, query, integers, g, e, limb, k):
+    for v in T.vectorized(EXPONENT_BLOCK):
+        query.limbs[(g * LIMBS + k) * d + e * EXPONENT_BLOCK + v] = T.Cast("int8", limb(integers[v]))
 
-    The temporary integers is int32 [32].
-    """
-    blocks, vectors = d // EXPONENT_BLOCK, d // VECTOR_BYTES
 
-    @inlined
-    def write_limb(query, integers, g, e, limb, k):
-        for v in T.vectorized(EXPONENT_BLOCK):
-            query.limbs[(g * LIMBS + k) * d + e * EXPONENT_BLOCK + v] = T.Cast("int8", limb(integers[v]))
+@inlined
+def _split_block(d, scale, row, g, e, query, sums, integers):
+    # Bits of magnitudes compare as integers: one reduction gives the maximum of 32 elements.
+    sums.m[0] = T.reinterpret(
+        "float32",
+        intrinsic(
+            "int32",
+            f"llvm.vector.reduce.smax.v{EXPONENT_BLOCK}i32",
+            magnitude_bits(row(ramp(e * EXPONENT_BLOCK, EXPONENT_BLOCK)), EXPONENT_BLOCK),
+        ),
+    )
+    # SMALLEST keeps the quotient finite for a block of zeros.
+    sums.m[1] = T.float32(LARGEST) / T.max(T.float32(SMALLEST), sums.m[0])
+    for v in T.vectorized(EXPONENT_BLOCK):
+        integers[v] = T.Cast("int32", T.nearbyint(row(e * EXPONENT_BLOCK + v) * sums.m[1]))
+    # Limbs are three planes of D bytes, so one load takes 64 elements of one limb.
+    each(_write_limb, (_high, _middle, _low), d, query, integers, g, e)
+    # A block of 32 mantissas has 8 of the 16 lanes, because vpdpbusd adds four bytes per lane.
+    for v in T.vectorized(SUMS // 2):
+        query.scales[(g * (d // EXPONENT_BLOCK) + e) * (SUMS // 2) + v] = unit(sums.m[0], LARGEST) * T.float32(scale)
 
-    @inlined
-    def split_block(row, g, e, query, sums, integers):
-        # Bits of magnitudes compare as integers: one reduction gives the maximum of 32 elements.
-        sums.m[0] = T.reinterpret(
-            "float32",
-            intrinsic(
-                "int32",
-                f"llvm.vector.reduce.smax.v{EXPONENT_BLOCK}i32",
-                magnitude_bits(row(ramp(e * EXPONENT_BLOCK, EXPONENT_BLOCK)), EXPONENT_BLOCK),
+
+@inlined
+def split_query(d, group, scale, o, heads, query, sums, integers):
+    """Split the query rows of a group of heads of d elements. The temporary integers is int32 [32]."""
+    for g in range(group):
+        for e in range(d // EXPONENT_BLOCK):
+            _split_block(d, scale, row_at(o.q, heads.b, heads.first + g, heads.i), g, e, query, sums, integers)
+        # The correction is the product with zero mantissas, in the lanes in which `multiply_keys` has its sums.
+        # A zero mantissa is the unsigned byte 128, whose bits are int8 -128.
+        for c in T.unroll(d // VECTOR_BYTES):
+            # All four keys get the same product, so the shuffles put it in every key's lanes.
+            for r in T.unroll(PARALLEL_KEYS):
+                sums.keys[T.Ramp(r * SUMS, 1, SUMS)] = _products(
+                    T.Broadcast(T.int8(-128), VECTOR_BYTES), query.limbs, g * LIMBS * d + c * VECTOR_BYTES, d
+                )
+            _pair_up(sums.keys, sums.pairs)
+            query.correction[T.Ramp((g * (d // VECTOR_BYTES) + c) * SUMS, 1, SUMS)] = _of_four(sums.pairs)
+
+
+@inlined
+def _add_vector(d, o, step, part, c, query, sums):
+    # r: unrolled, four keys. Their sums are in registers, and so is the vector of four logits in four parts.
+    # vpdpbusd takes an unsigned and a signed factor: mantissas plus 128 are the unsigned one.
+    for r in T.unroll(PARALLEL_KEYS):
+        sums.keys[T.Ramp(r * SUMS, 1, SUMS)] = _products(
+            flip_sign(
+                o.keys[(*step.clamped(part * PARALLEL_KEYS + r), T.Ramp(c * VECTOR_BYTES, 1, VECTOR_BYTES))],
+                VECTOR_BYTES,
             ),
+            query.limbs,
+            step.g * LIMBS * d + c * VECTOR_BYTES,
+            d,
         )
-        # SMALLEST keeps the quotient finite for a block of zeros.
-        sums.m[1] = T.float32(LARGEST) / T.max(T.float32(SMALLEST), sums.m[0])
-        for v in T.vectorized(EXPONENT_BLOCK):
-            integers[v] = T.Cast("int32", T.nearbyint(row(e * EXPONENT_BLOCK + v) * sums.m[1]))
-        # Limbs are three planes of D bytes, so one load takes 64 elements of one limb.
-        each(write_limb, (_high, _middle, _low), query, integers, g, e)
-        # A block of 32 mantissas has 8 of the 16 lanes, because vpdpbusd adds four bytes per lane.
-        for v in T.vectorized(SUMS // 2):
-            query.scales[(g * blocks + e) * (SUMS // 2) + v] = unit(sums.m[0], LARGEST) * T.float32(scale)
-
-    @inlined
-    def split(o, heads, query, sums, integers):
-        for g in range(group):
-            for e in range(blocks):
-                split_block(row_at(o.q, heads.b, heads.first + g, heads.i), g, e, query, sums, integers)
-            # The correction is the product with zero mantissas, in the lanes in which `logits` has its sums.
-            # A zero mantissa is the unsigned byte 128, whose bits are int8 -128.
-            for c in T.unroll(vectors):
-                # All four keys get the same product, so the shuffles put it in every key's lanes.
-                for r in T.unroll(PARALLEL_KEYS):
-                    sums.keys[T.Ramp(r * SUMS, 1, SUMS)] = _products(
-                        T.Broadcast(T.int8(-128), VECTOR_BYTES), query.limbs, g * LIMBS * d + c * VECTOR_BYTES, d
-                    )
-                _pair_up(sums.keys, sums.pairs)
-                query.correction[T.Ramp((g * vectors + c) * SUMS, 1, SUMS)] = _of_four(sums.pairs)
-
-    return split
+    # Two rounds of interleaving: lane i of every four lanes is a part of key i's sum.
+    _pair_up(sums.keys, sums.pairs)
+    at = T.meta_var(vector(step.g * (d // VECTOR_BYTES) + c, SUMS))
+    # The difference is exact in int32. Then every lane is scaled by its key's exponent and the query's unit.
+    sums.logits[vector(0, SUMS)] = sums.logits[vector(0, SUMS)] + T.Cast(
+        f"float32x{SUMS}", _of_four(sums.pairs) - query.correction[at]
+    ) * (block_scales(o.keys, step.four_rows(part), d + 2 * c, 2, _BLOCKS_OF_KEYS) * query.scales[at])
 
 
-def multiply_keys(d: int) -> Callable[..., None]:
-    """Return the macro (o, step, query, sums, weights): weights become a block's logits, sums.m their maximum.
-
-    The maximum is in four parts.
-    """
-    vectors, lines = d // VECTOR_BYTES, -(-PARALLEL_KEYS * (d + d // EXPONENT_BLOCK) // LINE)
-    # Lane i belongs to key i % 4. Lanes 0 to 7 are the first exponent block of the vector, 8 to 15 the second.
-    order = [2 * (lane % PARALLEL_KEYS) + _BLOCK_OF_LANE[lane] for lane in range(SUMS)]
-
-    @inlined
-    def prefetch_keys(o, step, part):
+@inlined
+def multiply_keys(rows_of, o, step, query, sums, weights):
+    """Write a block's logits to weights, and their maximum, in four parts, to sums.m."""
+    sums.m[ramp(0, 4)] = T.Broadcast(T.float32(LOWEST), 4)
+    # part: four keys. c: unrolled, 64 elements. The 16 partial logits stay in a register.
+    for part in range((step.count + PARALLEL_KEYS - 1) // PARALLEL_KEYS):
         # Four rows are adjacent in the cache: their lines are one run.
-        for line in T.unroll(lines):
-            T.evaluate(step.prefetch(o.keys, step.start + part * PARALLEL_KEYS, line * LINE))
-
-    @inlined
-    def add_vector(o, step, part, c, query, sums):
-        # r: unrolled, four keys. Their sums are in registers, and so is the vector of four logits in four parts.
-        # vpdpbusd takes an unsigned and a signed factor: mantissas plus 128 are the unsigned one.
-        for r in T.unroll(PARALLEL_KEYS):
-            sums.keys[T.Ramp(r * SUMS, 1, SUMS)] = _products(
-                flip_sign(
-                    o.keys[(*step.clamped(part * PARALLEL_KEYS + r), T.Ramp(c * VECTOR_BYTES, 1, VECTOR_BYTES))],
-                    VECTOR_BYTES,
-                ),
-                query.limbs,
-                step.g * LIMBS * d + c * VECTOR_BYTES,
-                d,
-            )
-        # Two rounds of interleaving: lane i of every four lanes is a part of key i's sum.
-        _pair_up(sums.keys, sums.pairs)
-        # The difference is exact in int32. Then every lane is scaled by its key's exponent and the query's unit.
-        sums.logits[vector(0, SUMS)] = sums.logits[vector(0, SUMS)] + T.Cast(
-            f"float32x{SUMS}", _of_four(sums.pairs) - query.correction[vector(step.g * vectors + c, SUMS)]
-        ) * (
-            block_scales(o.keys, step.four_rows(part), d + 2 * c, 2, order)
-            * query.scales[vector(step.g * vectors + c, SUMS)]
-        )
-
-    @inlined
-    def logits(o, step, query, sums, weights):
-        sums.m[ramp(0, 4)] = T.Broadcast(T.float32(LOWEST), 4)
-        # part: four keys. c: unrolled, 64 elements. The 16 partial logits stay in a register.
-        for part in range((step.count + PARALLEL_KEYS - 1) // PARALLEL_KEYS):
-            if step.rows.ahead is not None and step.g == 0:
-                prefetch_keys(o, step, part)
-            sums.logits[vector(0, SUMS)] = T.Broadcast(T.float32(0), SUMS)
-            for c in T.unroll(vectors):
-                add_vector(o, step, part, c, query, sums)
-            # Lanes that are equal modulo four belong to one key. The four groups are added in ascending order.
-            weights[T.Ramp(part * PARALLEL_KEYS, 1, PARALLEL_KEYS)] = fold_fours(load_from(sums.logits, [], 0), SUMS)
-            # Rows past the last are copies of it, so the maximum is that of the block's rows.
-            sums.m[ramp(0, 4)] = T.max(weights[T.Ramp(part * PARALLEL_KEYS, 1, PARALLEL_KEYS)], sums.m[ramp(0, 4)])
-
-    return logits
+        prefetch_rows(rows_of, PARALLEL_KEYS, o.keys, step, part * PARALLEL_KEYS, 0)
+        sums.logits[vector(0, SUMS)] = T.Broadcast(T.float32(0), SUMS)
+        for c in T.unroll(rows_of.dim // VECTOR_BYTES):
+            _add_vector(rows_of.dim, o, step, part, c, query, sums)
+        # Lanes that are equal modulo four belong to one key. The four groups are added in ascending order.
+        weights[T.Ramp(part * PARALLEL_KEYS, 1, PARALLEL_KEYS)] = fold_fours(load_from(sums.logits, [], 0), SUMS)
+        # Rows past the last are copies of it, so the maximum is that of the block's rows.
+        sums.m[ramp(0, 4)] = T.max(weights[T.Ramp(part * PARALLEL_KEYS, 1, PARALLEL_KEYS)], sums.m[ramp(0, 4)])
