@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ class TileShape:
         panel: tiles of weight rows that meet a tile of x while both are in the second-level cache. One for few rows of
             x: a weight is read from memory while the products of others are added.
         block: steps of a block of the reduction. The sums of all tiles are put aside after each block but the last.
-        source: of the weights.
+        source: of the weights. k: inputs.
     """
 
     dtype: WeightType
@@ -55,6 +55,7 @@ class TileShape:
     panel: int
     block: int
     source: Source
+    k: int
 
     @classmethod
     def of(cls, m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) -> TileShape:
@@ -73,11 +74,11 @@ class TileShape:
         # Three tiles of x or more read the weights that often, so a panel's block is packed once.
         if tiles > 2:
             panel = min(8, max(1, n // (rows * 8)))
-            return cls(dtype, lanes, run, vectors, rows, rows, panel, min(BLOCK // width, -(-k // width)), "panel")
+            return cls(dtype, lanes, run, vectors, rows, rows, panel, min(BLOCK // width, -(-k // width)), "panel", k)
         few = run == 2 and m <= 2 * SHARED  # tiles of more vectors spill the two halves of four bfloat16
         # Whole cache lines are read in place. Tails, and bfloat16 for most shapes, go through a widened copy.
         source = "rows" if (dtype == "float32" or few) and k % width == 0 else "line"
-        return cls(dtype, lanes, run, vectors, rows, rows, 1, -(-k // width), source)
+        return cls(dtype, lanes, run, vectors, rows, rows, 1, -(-k // width), source, k)
 
     @property
     def wide(self) -> TileShape:
@@ -99,13 +100,15 @@ class TileShape:
         """Rows of the copy of weights. One of 1024 bytes or less would be on the stack, unaligned."""
         return max(32, self.rows * self.panel * self.block) if self.source == "panel" else 32
 
-    def steps(self, k: int) -> int:
-        """Return the steps of k inputs."""
-        return -(-k // self.width)
+    @property
+    def steps(self) -> int:
+        """Steps of the reduction."""
+        return -(-self.k // self.width)
 
-    def blocks(self, k: int) -> int:
-        """Return the blocks of k inputs."""
-        return -(-self.steps(k) // self.block)
+    @property
+    def blocks(self) -> int:
+        """Blocks of the reduction."""
+        return -(-self.steps // self.block)
 
     @property
     def halves(self) -> int:
@@ -140,179 +143,153 @@ class Place:
     first: Any
 
 
-def pack_step(k: int, shape: TileShape) -> Any:
-    """Return the macro (o, place, step, to): a step of a tile's weights to o.packed[to * rows ..], as float32."""
-    rows, width, whole, tail = shape.rows, shape.width, k // shape.width, k % shape.width
+def _bits(shape: TileShape, o: Any, j: Expr, step: Expr) -> Expr:
+    return T.reinterpret(f"uint32x{FLOATS}", o.w[j, ramp(step * shape.width, shape.width)])
 
-    def bits(o: Any, j: Expr, step: Expr) -> Expr:
-        return T.reinterpret(f"uint32x{FLOATS}", o.w[j, ramp(step * width, width)])
 
-    @inlined
-    def pack_whole(o, j, step, to):
-        if shape.dtype == "float32":
-            o.packed[to, ramp(0, FLOATS)] = o.w[j, ramp(step * width, FLOATS)]
+@inlined
+def _pack_whole(shape, o, j, step, to):
+    if shape.dtype == "float32":
+        o.packed[to, ramp(0, FLOATS)] = o.w[j, ramp(step * shape.width, FLOATS)]
+    else:
+        # A 32-bit word holds an even input in its lower half and an odd one in its upper half.
+        # A shift and a mask widen both, and no instruction crosses lanes.
+        o.packed[to, ramp(0, FLOATS)] = T.reinterpret(
+            f"float32x{FLOATS}", T.shift_left(_bits(shape, o, j, step), T.Broadcast(T.uint32(16), FLOATS))
+        )
+        o.packed[to, ramp(FLOATS, FLOATS)] = T.reinterpret(
+            f"float32x{FLOATS}", T.bitwise_and(_bits(shape, o, j, step), T.Broadcast(T.uint32(0xFFFF0000), FLOATS))
+        )
+
+
+@inlined
+def pack_step(shape, o, place, step, to):
+    """Write a step of a tile's weights to o.packed[to * rows ..], as float32."""
+    rows, whole, tail = T.meta_var((shape.rows, shape.k // shape.width, shape.k % shape.width))
+    # r: unrolled, weight rows. A step is one cache line of each.
+    for r in T.unroll(rows):
+        if tail == 0 or step < whole:
+            _pack_whole(shape, o, place.j + r, step, to * rows + r)
+    # The last step, scalar: zeros up to a whole step, in the plain order that `move_tail` has.
+    if tail > 0 and step == whole:
+        for r in range(rows):
+            for c in range(shape.width):
+                o.packed[to * rows + r, c] = T.float32(0)
+            for c in range(tail):
+                o.packed[to * rows + r, c] = widen_weight(o.w[place.j + r, whole * shape.width + c], shape.dtype)
+
+
+@inlined
+def multiply_tile(shape, o, place):
+    """Add a block of the reduction to a register tile."""
+    # One buffer per vector of rows of x: each is below 1024 bytes, so LLVM keeps all in registers.
+    sums = buffers(shape.vectors, shape.rows * shape.lanes)
+    each(_begin, sums, shape, o, place)
+    # step: cache lines of a weight row. c: `run` inputs. r: unrolled, weight rows; all sums are in registers.
+    for step in range(T.min(shape.block, shape.steps - place.block * shape.block)):
+        if shape.source == "panel":
+            _prefetch_next_block(shape, o, place, step)
         else:
-            # A 32-bit word holds an even input in its lower half and an odd one in its upper half.
-            # A shift and a mask widen both, and no instruction crosses lanes.
-            o.packed[to, ramp(0, FLOATS)] = T.reinterpret(
-                f"float32x{FLOATS}", T.shift_left(bits(o, j, step), T.Broadcast(T.uint32(16), FLOATS))
-            )
-            o.packed[to, ramp(FLOATS, FLOATS)] = T.reinterpret(
-                f"float32x{FLOATS}", T.bitwise_and(bits(o, j, step), T.Broadcast(T.uint32(0xFFFF0000), FLOATS))
-            )
-
-    @inlined
-    def pack(o, place, step, to):
-        # r: unrolled, weight rows. A step is one cache line of each.
-        for r in T.unroll(rows):
-            if tail == 0 or step < whole:
-                pack_whole(o, place.j + r, step, to * rows + r)
-        # The last step, scalar: zeros up to a whole step, in the plain order that `move_tail` has.
-        if tail > 0 and step == whole:
-            for r in range(rows):
-                for c in range(width):
-                    o.packed[to * rows + r, c] = T.float32(0)
-                for c in range(tail):
-                    o.packed[to * rows + r, c] = widen_weight(o.w[place.j + r, whole * width + c], shape.dtype)
-
-    return pack
+            _prefetch_next_tile(shape, o, place, step)
+        # One line of every weight row is widened once, for all vectors of the tile.
+        if shape.source == "line":
+            pack_step(shape, o, place, step, 0)
+        for c in range(shape.width // (shape.run * shape.halves)):
+            for r in T.unroll(shape.rows):
+                _add_halves(shape, sums, o, place, step, c, r)
+    each(_finish, sums, shape, o, place)
 
 
-Macro = Callable[..., None]
+def _add_halves(shape: TileShape, sums: Sequence[Any], *arguments: Any) -> None:
+    for half in range(shape.halves):
+        each(_add, sums, shape, half, *arguments)
 
 
-def multiply_tile(k: int, shape: TileShape) -> Any:
-    """Return the macro (o, place): adds a block of the reduction to a register tile."""
-    rows, lanes, width, steps = shape.rows, shape.lanes, shape.width, shape.steps(k)
-    begin, finish = _begin(k, shape), _finish(k, shape)
-    prefetch_next, pack = _prefetch_next(shape), pack_step(k, shape)
-    adds = [_add(shape, half) for half in range(shape.halves)]
-
-    def for_halves(sums: Sequence[Any], *arguments: Any) -> None:
-        for add in adds:
-            each(add, sums, *arguments)
-
-    @inlined
-    def multiply(o, place):
-        # One buffer per vector of rows of x: each is below 1024 bytes, so LLVM keeps all in registers.
-        sums = buffers(shape.vectors, rows * lanes)
-        each(begin, sums, o, place)
-        # step: cache lines of a weight row. c: `run` inputs. r: unrolled, weight rows; all sums are in registers.
-        for step in range(T.min(shape.block, steps - place.block * shape.block)):
-            prefetch_next(o, place, step)
-            # One line of every weight row is widened once, for all vectors of the tile.
-            if shape.source == "line":
-                pack(o, place, step, 0)
-            for c in range(width // (shape.run * shape.halves)):
-                for r in T.unroll(rows):
-                    for_halves(sums, o, place, step, c, r)
-        each(finish, sums, o, place)
-
-    return multiply
+@inlined
+def _begin(shape, o, place, acc, v):
+    """Set the sums to those of the blocks before, or to zeros."""
+    for r in T.unroll(shape.rows):
+        acc[vector(r, shape.lanes)] = T.Broadcast(T.float32(0), shape.lanes)
+    # The sums of the block before go on where they stopped, so the order along k does not change.
+    if shape.blocks > 1 and place.block > 0:
+        for r in T.unroll(shape.rows):
+            acc[vector(r, shape.lanes)] = o.sums[place.first + v, place.tile, vector(r, shape.lanes)]
 
 
-def _begin(k: int, shape: TileShape) -> Macro:
-    """Return the macro (o, place, acc, v): the sums of the blocks before, or zeros."""
-    rows, lanes, blocks = shape.rows, shape.lanes, shape.blocks(k)
-
-    @inlined
-    def begin(o, place, acc, v):
-        for r in T.unroll(rows):
-            acc[vector(r, lanes)] = T.Broadcast(T.float32(0), lanes)
-        # The sums of the block before go on where they stopped, so the order along k does not change.
-        if blocks > 1 and place.block > 0:
-            for r in T.unroll(rows):
-                acc[vector(r, lanes)] = o.sums[place.first + v, place.tile, vector(r, lanes)]
-
-    return begin
+@inlined
+def _finish(shape, o, place, acc, v):
+    """Put the sums aside, or after the last block write y."""
+    if shape.blocks == 1 or place.block == shape.blocks - 1:
+        _store(shape, o, place, acc, v)
+    else:
+        for r in T.unroll(shape.rows):
+            o.sums[place.first + v, place.tile, vector(r, shape.lanes)] = acc[vector(r, shape.lanes)]
 
 
-def _finish(k: int, shape: TileShape) -> Macro:
-    """Return the macro (o, place, acc, v): puts the sums aside, or after the last block writes y."""
-    rows, lanes, blocks, store = shape.rows, shape.lanes, shape.blocks(k), _store(shape)
-
-    @inlined
-    def finish(o, place, acc, v):
-        if blocks == 1 or place.block == blocks - 1:
-            store(o, place, acc, v)
-        else:
-            for r in T.unroll(rows):
-                o.sums[place.first + v, place.tile, vector(r, lanes)] = acc[vector(r, lanes)]
-
-    return finish
+def _weights(shape: TileShape, o: Any, place: Place, step: Expr, r: Expr, c: Expr) -> Expr:
+    """Return the weights of broadcast c of a step, each of `halves` runs of inputs."""
+    if shape.source == "rows":
+        start = step * shape.width + c * shape.halves * shape.run
+        return o.w[place.j + r, ramp(start, shape.halves * shape.run)]
+    row = r if shape.source == "line" else (place.tile * shape.block + step) * shape.rows + r
+    return o.packed[row, ramp(c * shape.run, shape.run)]
 
 
-def _add(shape: TileShape, half: int) -> Macro:
-    """Return the macro (o, place, step, c, r, acc, v): adds the products of weight row r and a vector of x.
-
-    c counts broadcasts of weights, each of `halves` runs of inputs, of which this is number `half`.
-    """
-    lanes, run, rows, width, halves = shape.lanes, shape.run, shape.rows, shape.width, shape.halves
-
-    def weights(o: Any, place: Place, step: Expr, r: Expr, c: Expr) -> Expr:
-        if shape.source == "rows":
-            return o.w[place.j + r, ramp(step * width + c * halves * run, halves * run)]
-        row = r if shape.source == "line" else (place.tile * shape.block + step) * rows + r
-        return o.packed[row, ramp(c * run, run)]
-
-    def spread(values: Expr) -> Expr:
-        """Return `run` weights in turn in all lanes."""
-        if run == 1:
-            return T.Broadcast(values, lanes)
-        # Eight bytes are two float32 or four bfloat16: one broadcast of 64 bits.
-        pairs = T.Broadcast(T.reinterpret("int64", values), shape.columns)
-        if halves == 1:
-            return T.reinterpret(f"float32x{lanes}", pairs)
-        # One broadcast for both runs: a half of each 32 bits is a bfloat16, and a float32 where it stands above zeros.
-        bits = T.reinterpret(f"uint32x{lanes}", pairs)
-        even = T.shift_left(bits, T.Broadcast(T.uint32(16), lanes))
-        odd = T.bitwise_and(bits, T.Broadcast(T.uint32(0xFFFF0000), lanes))
-        return T.reinterpret(f"float32x{lanes}", odd if half else even)
-
-    @inlined
-    def add(o, place, step, c, r, acc, v):
-        # One multiply-add: a vector of x from memory, a broadcast weight, and a sum in a register.
-        acc[vector(r, lanes)] = acc[vector(r, lanes)] + o.xt[
-            place.first + v, (place.block * shape.block + step) * (width // run) + c * halves + half, ramp(0, lanes)
-        ] * spread(weights(o, place, step, r, c))
-
-    return add
+def _spread(shape: TileShape, half: int, values: Expr) -> Expr:
+    """Return `run` weights in turn in all lanes."""
+    lanes = shape.lanes
+    if shape.run == 1:
+        return T.Broadcast(values, lanes)
+    # Eight bytes are two float32 or four bfloat16: one broadcast of 64 bits.
+    pairs = T.Broadcast(T.reinterpret("int64", values), shape.columns)
+    if shape.halves == 1:
+        return T.reinterpret(f"float32x{lanes}", pairs)
+    # One broadcast for both runs: a half of each 32 bits is a bfloat16, and a float32 where it stands above zeros.
+    bits = T.reinterpret(f"uint32x{lanes}", pairs)
+    even = T.shift_left(bits, T.Broadcast(T.uint32(16), lanes))
+    odd = T.bitwise_and(bits, T.Broadcast(T.uint32(0xFFFF0000), lanes))
+    return T.reinterpret(f"float32x{lanes}", odd if half else even)
 
 
-def _prefetch_next(shape: TileShape) -> Macro:
-    """Return the macro (o, place, step): prefetches weights of the next tile, or of the panel's next block."""
-    rows, width = shape.rows, shape.width
-
-    @inlined
-    def of_next_block(o, place, step):
-        # Only the first tile of x prefetches: the others find the lines in the cache.
-        if place.first == 0:
-            for r in T.unroll(rows):
-                T.evaluate(prefetch(o.w[place.j + r, ((place.block + 1) * shape.block + step) * width]))
-
-    @inlined
-    def of_next_tile(o, place, step):
-        # A panel of one tile streams its weights: one line of each of the next tile's rows per step.
-        for r in T.unroll(rows):
-            T.evaluate(prefetch(o.w[place.j + shape.ahead + r, step * width]))
-
-    return of_next_block if shape.source == "panel" else of_next_tile
+def _inputs(shape: TileShape, half: int, o: Any, place: Place, step: Expr, c: Expr, v: int) -> Expr:
+    """Return a vector of x: run number `half` of broadcast c of a step."""
+    at = (place.block * shape.block + step) * (shape.width // shape.run) + c * shape.halves + half
+    return o.xt[place.first + v, at, ramp(0, shape.lanes)]
 
 
-def _store(shape: TileShape) -> Macro:
-    """Return the macro (o, place, acc, v): the sums of one vector of rows of x to y."""
-    lanes, run, rows, columns = shape.lanes, shape.run, shape.rows, shape.columns
+@inlined
+def _add(shape, half, o, place, step, c, r, acc, v):
+    """Add the products of weight row r and a vector of x."""
+    # One multiply-add: a vector of x from memory, a broadcast weight, and a sum in a register.
+    acc[vector(r, shape.lanes)] = acc[vector(r, shape.lanes)] + _inputs(shape, half, o, place, step, c, v) * _spread(
+        shape, half, _weights(shape, o, place, step, r, c)
+    )
 
-    @inlined
-    def store(o, place, acc, v):
-        # i: rows of the vector. Copies of the last row store the same value again.
-        for i in range(columns):
-            row: T.let = o.active.rows[T.min((place.first + v) * columns + i, o.active.count[0] - 1)]
-            for r in T.unroll(rows):
-                if run == 1:
-                    o.y[row, place.j + r] = acc[r * lanes + i]
-                else:
-                    # Even and odd inputs were summed apart: their sums meet last.
-                    o.y[row, place.j + r] = acc[r * lanes + i * 2] + acc[r * lanes + i * 2 + 1]
 
-    return store
+@inlined
+def _prefetch_next_block(shape, o, place, step):
+    # Only the first tile of x prefetches: the others find the lines in the cache.
+    if place.first == 0:
+        for r in T.unroll(shape.rows):
+            T.evaluate(prefetch(o.w[place.j + r, ((place.block + 1) * shape.block + step) * shape.width]))
+
+
+@inlined
+def _prefetch_next_tile(shape, o, place, step):
+    # A panel of one tile streams its weights: one line of each of the next tile's rows per step.
+    for r in T.unroll(shape.rows):
+        T.evaluate(prefetch(o.w[place.j + shape.ahead + r, step * shape.width]))
+
+
+@inlined
+def _store(shape, o, place, acc, v):
+    """Write the sums of one vector of rows of x to y."""
+    # i: rows of the vector. Copies of the last row store the same value again.
+    for i in range(shape.columns):
+        row: T.let = o.active.rows[T.min((place.first + v) * shape.columns + i, o.active.count[0] - 1)]
+        for r in T.unroll(shape.rows):
+            if shape.run == 1:
+                o.y[row, place.j + r] = acc[r * shape.lanes + i]
+            else:
+                # Even and odd inputs were summed apart: their sums meet last.
+                o.y[row, place.j + r] = acc[r * shape.lanes + i * 2] + acc[r * shape.lanes + i * 2 + 1]

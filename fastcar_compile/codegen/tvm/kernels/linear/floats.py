@@ -182,14 +182,14 @@ def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
     rows, groups = shape.panel * shape.rows, -(-m // shape.columns)
     loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
     scan = T.parallel if m > SMALL_BATCH and m * k >= PARALLEL_WEIGHTS else T.serial
-    move, multiply_panel = _move(k, shape), _multiply_panel(m, n, k, shape)
+    wide = shape.wide if m > shape.vectors * shape.columns and shape.run > 1 else None
 
     @script.prim_func(private=True, s_tir=True)
     def linear_tiles(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
         with T.sblock("product"):
             access([x, w], [y])
             # A vector of xt has `run` inputs of each of its rows. Zeros pad the inputs to whole steps.
-            xt = T.alloc_buffer((groups, shape.steps(k) * shape.width // shape.run, shape.lanes), "float32")
+            xt = T.alloc_buffer((groups, shape.steps * shape.width // shape.run, shape.lanes), "float32")
             active = active_rows(m)
             zero = T.alloc_buffer((m,), "int32")
             # The search is parallel and the list is serial, so that the order of the active rows is fixed.
@@ -204,8 +204,8 @@ def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
                         y[i, j] = T.float32(0)
                 else:
                     append_active(active, i)
-            for step in scan(shape.steps(k)):
-                move(x, xt, active, step)
+            for step in scan(shape.steps):
+                _move(shape, x, xt, active, step)
             # panel: weight rows. packed and sums belong to one iteration, so iterations share no temporary.
             for panel in loop(-(-n // rows)):
                 o = temporaries(
@@ -216,95 +216,92 @@ def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
                     packed=(shape.packed_rows, shape.width, "float32"),
                     sums=(groups, shape.panel, shape.rows * shape.lanes, "float32"),
                 )
-                multiply_panel(o, panel)
+                _multiply_panel(n, shape, wide, o, panel)
 
     return linear_tiles
 
 
-def _move(k: int, shape: TileShape) -> Any:
-    """Return the macro (x, xt, active, step): the columns of a step of the active rows of x, to vectors of them."""
-    columns, run, width, whole = shape.columns, shape.run, shape.width, k // shape.width
-    transposed = columns == FLOATS and shape.dtype == "float32"
-
-    @inlined
-    def move_vector(x, xt, active, step, o):
-        # i: rows of the vector. c: runs of inputs.
-        for i in range(columns):
-            # Rows beyond the last are the last one again, so that every vector is full.
-            row: T.let = active.rows[T.min(o * columns + i, active.count[0] - 1)]
-            for c in range(width // run):
-                for e in T.unroll(run):
-                    xt[o, step * (width // run) + c, i * run + e] = x[row, step * width + shape.input(c * run + e)]
-
-    @inlined
-    def move_tail(x, xt, active, o):
-        for i in range(columns):
-            row: T.let = active.rows[T.min(o * columns + i, active.count[0] - 1)]
-            # Zeros first: inputs past k add nothing.
-            for c in range(width):
-                xt[o, (whole * width + c) // run, i * run + c % run] = T.float32(0)
-            # The tail keeps the plain order of inputs, also for bfloat16, because `pack_step` packs its weights so.
-            for c in range(k % width):
-                xt[o, (whole * width + c) // run, i * run + c % run] = x[row, whole * width + c]
-
-    @inlined
-    def move(x, xt, active, step):
-        for o in range((active.count[0] + columns - 1) // columns):
-            if k % width > 0 and step == whole:
-                move_tail(x, xt, active, o)
-            if step < whole:
-                # 16 rows by 16 inputs are transposed in registers instead of written one element at a time.
-                if transposed:
-                    transpose_rows(x, xt, active, o, step)
-                else:
-                    move_vector(x, xt, active, step, o)
-
-    return move
+@inlined
+def _move_vector(shape, x, xt, active, step, o):
+    # i: rows of the vector. c: runs of inputs.
+    for i in range(shape.columns):
+        # Rows beyond the last are the last one again, so that every vector is full.
+        row: T.let = active.rows[T.min(o * shape.columns + i, active.count[0] - 1)]
+        for c in range(shape.width // shape.run):
+            for e in T.unroll(shape.run):
+                xt[o, step * (shape.width // shape.run) + c, i * shape.run + e] = x[
+                    row, step * shape.width + shape.input(c * shape.run + e)
+                ]
 
 
-def _multiply_panel(m: int, n: int, k: int, shape: TileShape) -> Any:
-    """Return the macro (o, panel): the products of a panel of weight rows with all active rows."""
-    most, blocks = shape.vectors, shape.blocks(k)
-    many, one = (multiply_tile(k, replace(shape, vectors=vectors)) for vectors in (most, 1))
-    pack, wide = pack_step(k, shape), shape.wide
-    widest, is_wide = multiply_tile(k, wide), m > most * shape.columns and shape.run > 1
+@inlined
+def _move_tail(shape, run, first, x, xt, active, o):
+    for i in range(shape.columns):
+        row: T.let = active.rows[T.min(o * shape.columns + i, active.count[0] - 1)]
+        # Zeros first: inputs past k add nothing.
+        for c in range(shape.width):
+            xt[o, (first + c) // run, i * run + c % run] = T.float32(0)
+        # The tail keeps the plain order of inputs, also for bfloat16, because `pack_step` packs its weights so.
+        for c in range(shape.k % shape.width):
+            xt[o, (first + c) // run, i * run + c % run] = x[row, first + c]
 
-    def place(panel: Expr, tile: Expr, block: Expr, first: Expr) -> Place:
-        # The last tile begins early enough that all its weight rows exist. Its overlap is computed twice, alike.
-        j = T.min((panel * shape.panel + tile) * shape.rows, n - shape.rows)
-        return Place(j, tile, block, first)
 
-    @inlined
-    def pack_panel(o, panel, block):
-        for t in range(shape.panel):
-            if (panel * shape.panel + t) * shape.rows < n:
-                # A block of a tile's weights is packed once for all rows of x.
-                for step in range(T.min(shape.block, shape.steps(k) - block * shape.block)):
-                    pack(o, place(panel, t, block, 0), block * shape.block + step, t * shape.block + step)
-
-    @inlined
-    def for_tiles(o, panel, block, multiply, first):
-        for t in range(shape.panel):
-            if (panel * shape.panel + t) * shape.rows < n:
-                multiply(o, place(panel, t, block, first))
-
-    @inlined
-    def multiply_panel(o, panel):
-        vectors: T.let = (o.active.count[0] + shape.columns - 1) // shape.columns
-        # block: of the reduction. Its sums stay in o.sums until the next block, so the order along k is kept.
-        for block in range(blocks):
-            if shape.source == "panel":
-                pack_panel(o, panel, block)
-            # All active rows fit a tile of twice the vectors: every broadcast weight meets all of them at once.
-            if is_wide and vectors == wide.vectors:
-                for half in range(2):
-                    widest(o, Place(T.min(panel * shape.rows, n - shape.rows) + half * wide.rows, 0, 0, 0))
+@inlined
+def _move(shape, x, xt, active, step):
+    """Write the columns of a step of the active rows of x to vectors of them."""
+    whole = T.meta_var(shape.k // shape.width)
+    for o in range((active.count[0] + shape.columns - 1) // shape.columns):
+        if shape.k % shape.width > 0 and step == whole:
+            _move_tail(shape, shape.run, whole * shape.width, x, xt, active, o)
+        if step < whole:
+            # 16 rows by 16 inputs are transposed in registers instead of written one element at a time.
+            if shape.columns == FLOATS and shape.dtype == "float32":
+                transpose_rows(x, xt, active, o, step)
             else:
-                # i: tiles of `most` vectors of rows. The vectors that remain are tiles of one.
-                for i in range(vectors // most):
-                    for_tiles(o, panel, block, many, i * most)
-                if most > 1:
-                    for i in range(vectors % most):
-                        for_tiles(o, panel, block, one, vectors // most * most + i)
+                _move_vector(shape, x, xt, active, step, o)
 
-    return multiply_panel
+
+def _place(n: int, shape: TileShape, panel: Expr, tile: Expr, block: Expr, first: Expr) -> Place:
+    # The last tile begins early enough that all its weight rows exist. Its overlap is computed twice, alike.
+    j = T.min((panel * shape.panel + tile) * shape.rows, n - shape.rows)
+    return Place(j, tile, block, first)
+
+
+@inlined
+def _pack_panel(n, shape, o, panel, block):
+    for t in range(shape.panel):
+        if (panel * shape.panel + t) * shape.rows < n:
+            # A block of a tile's weights is packed once for all rows of x.
+            for step in range(T.min(shape.block, shape.steps - block * shape.block)):
+                place = T.meta_var(_place(n, shape, panel, t, block, 0))
+                pack_step(shape, o, place, block * shape.block + step, t * shape.block + step)
+
+
+@inlined
+def _multiply_tiles(n, shape, vectors, o, panel, block, first):
+    for t in range(shape.panel):
+        if (panel * shape.panel + t) * shape.rows < n:
+            multiply_tile(replace(shape, vectors=vectors), o, _place(n, shape, panel, t, block, first))
+
+
+@inlined
+def _multiply_panel(n, shape, wide, o, panel):
+    """Multiply a panel of weight rows with all active rows. wide: for all of x in one tile, where that is possible."""
+    most = T.meta_var(shape.vectors)
+    vectors: T.let = (o.active.count[0] + shape.columns - 1) // shape.columns
+    # block: of the reduction. Its sums stay in o.sums until the next block, so the order along k is kept.
+    for block in range(shape.blocks):
+        if shape.source == "panel":
+            _pack_panel(n, shape, o, panel, block)
+        # All active rows fit a tile of twice the vectors: every broadcast weight meets all of them at once.
+        if wide is not None and vectors == wide.vectors:
+            for half in range(2):
+                first = T.meta_var(T.min(panel * shape.rows, n - shape.rows) + half * wide.rows)
+                multiply_tile(wide, o, Place(first, 0, 0, 0))
+        else:
+            # i: tiles of `most` vectors of rows. The vectors that remain are tiles of one.
+            for i in range(vectors // most):
+                _multiply_tiles(n, shape, most, o, panel, block, i * most)
+            if most > 1:
+                for i in range(vectors % most):
+                    _multiply_tiles(n, shape, 1, o, panel, block, vectors // most * most + i)
