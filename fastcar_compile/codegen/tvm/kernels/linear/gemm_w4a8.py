@@ -18,20 +18,21 @@ from fastcar_compile.codegen.tvm.kernels.linear.rows import (
     VECTORS,
     WEIGHT_ROWS,
     WIDTH,
-    TileMacros,
     active_rows,
     blocks_of,
     find_active,
     for_panel,
     in_turn,
     integer_linear,
+    most_blocks,
     move_rows,
     nothing,
+    prefetch_panel,
     spread,
     store_blocks,
     widen_scales,
 )
-from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import HALF, Int4Sizes, few_rows, moved_rows, nibbles
+from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import HALF, INT4_DOTS, Int4Sizes, few_rows, moved_rows, nibbles
 from fastcar_compile.codegen.tvm.kernels.script import buffers, each, inlined, kernel, temporaries
 from fastcar_compile.codegen.tvm.kernels.vectors import (
     Expr,
@@ -80,126 +81,117 @@ def pair_buffers(groups: int) -> Any:
     )
 
 
-def multiply_pairs(n: int, k: int, loop: Any) -> Any:
-    """Return the macro (o, p, active): the products of at most eight active rows; p as of `pair_buffers`."""
-    move, tile = _move_few_rows(k), _pair_tile(n, -(-k // GROUP))
-
-    @inlined
-    def multiply(o, p, active):
-        move(o.q, o.s, active, p)
-        # j: tiles of 24 weight rows. The last one begins at n - 24, and its overlap is computed twice, alike.
-        for j in loop(-(-n // TILE)):
-            tile(o, p, T.min(j * TILE, n - TILE))
-
-    return multiply
+@inlined
+def _multiply_pairs(n, k, loop, o, p, active):
+    """Write the products of at most eight active rows; p as of `pair_buffers`."""
+    _move_few_rows(k, -(-k // GROUP), o.q, o.s, active, p)
+    # j: tiles of 24 weight rows. The last one begins at n - 24, and its overlap is computed twice, alike.
+    for j in loop(-(-n // TILE)):
+        _multiply_tile(-(-k // GROUP), o, p, T.min(j * TILE, n - TILE))
 
 
-def _move_few_rows(k: int) -> Any:
-    """Return the macro (q, s, active, p): moves the active rows of q int8 [m, k], at most eight, and adds up groups."""
-    groups = -(-k // GROUP)
-
-    @inlined
-    def move(q, s, active, p):
-        # i: eight places, of which those past the last active row repeat it. c: four inputs, written twice.
-        for i in range(ROWS):
-            p.at[i] = active.rows[T.min(i, active.count[0] - 1)]
-            # Row i has the lanes 2 i and 2 i + 1, one for each weight row of a pair.
-            p.scales[2 * i] = s[p.at[i]]
-            p.scales[2 * i + 1] = s[p.at[i]]
-            for c in range(k // FOUR):
-                p.xt[c, ramp(i * 2 * FOUR, FOUR)] = q[p.at[i], ramp(c * FOUR, FOUR)]
-                p.xt[c, ramp(i * 2 * FOUR + FOUR, FOUR)] = q[p.at[i], ramp(c * FOUR, FOUR)]
-        # Zeros up to a whole group add nothing, whatever the weights are.
-        for c in range(groups * STEPS - k // FOUR):
-            p.xt[k // FOUR + c, ramp(0, WIDTH)] = T.Broadcast(T.int8(0), WIDTH)
-        # g: groups. Weights are 8 too large, so the sums begin with -8 times the sum of the inputs.
-        for g in range(groups):
-            sums = T.alloc_buffer((LANES,), "int32")
-            sums[vector(0, LANES)] = T.Broadcast(0, LANES)
-            for c in range(STEPS):
-                sums[vector(0, LANES)] = vpdpbusd(
-                    sums[vector(0, LANES)], T.Broadcast(T.int8(8), WIDTH), p.xt[g * STEPS + c, ramp(0, WIDTH)], WIDTH
-                )
-            p.extra[g, ramp(0, LANES)] = T.Broadcast(0, LANES) - sums[vector(0, LANES)]
-
-    return move
-
-
-def _pair_tile(n: int, groups: int) -> Any:
-    """Return the macro (o, rows, j): 24 weight rows from j on; rows as of `pair_buffers`."""
-    rows_ahead, _ = prefetch_distance(TILE, groups * HALF)
-
-    def dwords(o: Any, row: Expr, g: Expr, which: int) -> Expr:
-        # 64 nibbles as bytes are 16 lanes of four inputs.
-        return T.reinterpret("int32x16", nibbles(load_from(o.w, [row], g * HALF), 0, HALF)[which])
-
-    def in_fours(two: Any, half: int) -> Expr:
-        return T.reinterpret("int8x64", in_turn(two[vector(0, LANES)], two[vector(1, LANES)], 1, half))
-
-    @inlined
-    def unpack(o, j, bytes, g):
-        # Fours of both weight rows in turn: 16 of the low nibbles, then of the high ones.
-        # p: pairs of weight rows. v: unrolled, the two rows. A group of a row is one cache line.
-        for p in range(PAIRS):
-            low = T.alloc_buffer((2 * LANES,), "int32")
-            high = T.alloc_buffer((2 * LANES,), "int32")
-            for v in T.unroll(2):
-                T.evaluate(prefetch(o.w[j + rows_ahead + 2 * p + v, g * HALF]))
-                low[vector(v, LANES)] = dwords(o, j + 2 * p + v, g, 0)
-                high[vector(v, LANES)] = dwords(o, j + 2 * p + v, g, 1)
-            bytes[p, ramp(0, WIDTH)] = in_fours(low, 0)
-            bytes[p, ramp(WIDTH, WIDTH)] = in_fours(low, 1)
-            bytes[p, ramp(2 * WIDTH, WIDTH)] = in_fours(high, 0)
-            bytes[p, ramp(3 * WIDTH, WIDTH)] = in_fours(high, 1)
-
-    def both(bytes: Any, p: Expr, c: Expr) -> Expr:
-        # Four inputs of the first weight row, then four of the second: eight bytes, repeated for eight rows of x.
-        eight = T.reinterpret("int64", bytes[p, ramp(c * 2 * FOUR, 2 * FOUR)])
-        return T.reinterpret("int8x64", T.Broadcast(eight, ROWS))
-
-    def both_scales(factors: Any, p: Expr, g: Expr) -> Expr:
-        # Even lanes get the scale of the first weight row, odd lanes that of the second.
-        first, second = (T.Broadcast(factors[2 * p + v, g], LANES) for v in range(2))
-        return in_turn(first, second, 1, 0)
-
-    @inlined
-    def group(rows, bytes, factors, totals, g):
-        acc = T.alloc_buffer((PAIRS * LANES,), "int32")
-        for p in T.unroll(PAIRS):
-            acc[vector(p, LANES)] = rows.extra[g, ramp(0, LANES)]
-        # c: four inputs. p: unrolled, pairs of weight rows; all sums are in registers.
+@inlined
+def _move_few_rows(k, groups, q, s, active, p):
+    """Move the active rows of q int8 [m, k], at most eight, and add up groups."""
+    # i: eight places, of which those past the last active row repeat it. c: four inputs, written twice.
+    for i in range(ROWS):
+        p.at[i] = active.rows[T.min(i, active.count[0] - 1)]
+        # Row i has the lanes 2 i and 2 i + 1, one for each weight row of a pair.
+        p.scales[2 * i] = s[p.at[i]]
+        p.scales[2 * i + 1] = s[p.at[i]]
+        for c in range(k // FOUR):
+            p.xt[c, ramp(i * 2 * FOUR, FOUR)] = q[p.at[i], ramp(c * FOUR, FOUR)]
+            p.xt[c, ramp(i * 2 * FOUR + FOUR, FOUR)] = q[p.at[i], ramp(c * FOUR, FOUR)]
+    # Zeros up to a whole group add nothing, whatever the weights are.
+    for c in range(groups * STEPS - k // FOUR):
+        p.xt[k // FOUR + c, ramp(0, WIDTH)] = T.Broadcast(T.int8(0), WIDTH)
+    # g: groups. Weights are 8 too large, so the sums begin with -8 times the sum of the inputs.
+    for g in range(groups):
+        sums = T.alloc_buffer((LANES,), "int32")
+        sums[vector(0, LANES)] = T.Broadcast(0, LANES)
         for c in range(STEPS):
-            for p in T.unroll(PAIRS):
-                acc[vector(p, LANES)] = vpdpbusd(
-                    acc[vector(p, LANES)], both(bytes, p, c), rows.xt[g * STEPS + c, ramp(0, WIDTH)], WIDTH
-                )
-        # A group's sum is exact. Groups are added in ascending order, and the fence rounds each product first.
-        for p in T.unroll(PAIRS):
-            totals[vector(p, LANES)] = totals[vector(p, LANES)] + fence(
-                "float32x16", T.Cast("float32x16", acc[vector(p, LANES)]) * both_scales(factors, p, g)
+            sums[vector(0, LANES)] = vpdpbusd(
+                sums[vector(0, LANES)], T.Broadcast(T.int8(8), WIDTH), p.xt[g * STEPS + c, ramp(0, WIDTH)], WIDTH
             )
+        p.extra[g, ramp(0, LANES)] = T.Broadcast(0, LANES) - sums[vector(0, LANES)]
 
-    @inlined
-    def multiply(o, rows, j):
-        bytes = T.alloc_buffer((PAIRS, 4 * WIDTH), "int8")
-        # Scales are widened once per tile: they are read in every group.
-        factors = T.alloc_buffer((TILE, groups), "float32")
-        for r in range(TILE):
-            widen_scales(o.ws, j + r, factors, r, groups)
-        # 12 vectors of totals and 12 of sums fit the 32 registers.
-        totals = T.alloc_buffer((PAIRS * LANES,), "float32")
-        for p in T.unroll(PAIRS):
-            totals[vector(p, LANES)] = T.Broadcast(T.float32(0), LANES)
-        for g in range(groups):
-            unpack(o, j, bytes, g)
-            group(rows, bytes, factors, totals, g)
-        for p in T.unroll(PAIRS):
-            totals[vector(p, LANES)] = totals[vector(p, LANES)] * rows.scales[vector(0, LANES)]
-            # Lanes 2 i and 2 i + 1 are adjacent columns of row i: one store. A repeated row stores the same again.
-            for i in T.unroll(ROWS):
-                o.y[rows.at[i], ramp(j + 2 * p, 2)] = totals[ramp(p * LANES + 2 * i, 2)]
 
-    return multiply
+def _dwords(o: Any, row: Expr, g: Expr, which: int) -> Expr:
+    # 64 nibbles as bytes are 16 lanes of four inputs.
+    return T.reinterpret("int32x16", nibbles(load_from(o.w, [row], g * HALF), 0, HALF)[which])
+
+
+def _in_fours(two: Any, half: int) -> Expr:
+    return T.reinterpret("int8x64", in_turn(two[vector(0, LANES)], two[vector(1, LANES)], 1, half))
+
+
+@inlined
+def _unpack_pairs(o, j, bytes, g, ahead):
+    # Fours of both weight rows in turn: 16 of the low nibbles, then of the high ones.
+    # p: pairs of weight rows. v: unrolled, the two rows. A group of a row is one cache line.
+    for p in range(PAIRS):
+        low = T.alloc_buffer((2 * LANES,), "int32")
+        high = T.alloc_buffer((2 * LANES,), "int32")
+        for v in T.unroll(2):
+            T.evaluate(prefetch(o.w[j + ahead + 2 * p + v, g * HALF]))
+            low[vector(v, LANES)] = _dwords(o, j + 2 * p + v, g, 0)
+            high[vector(v, LANES)] = _dwords(o, j + 2 * p + v, g, 1)
+        bytes[p, ramp(0, WIDTH)] = _in_fours(low, 0)
+        bytes[p, ramp(WIDTH, WIDTH)] = _in_fours(low, 1)
+        bytes[p, ramp(2 * WIDTH, WIDTH)] = _in_fours(high, 0)
+        bytes[p, ramp(3 * WIDTH, WIDTH)] = _in_fours(high, 1)
+
+
+def _both(bytes: Any, p: Expr, c: Expr) -> Expr:
+    # Four inputs of the first weight row, then four of the second: eight bytes, repeated for eight rows of x.
+    eight = T.reinterpret("int64", bytes[p, ramp(c * 2 * FOUR, 2 * FOUR)])
+    return T.reinterpret("int8x64", T.Broadcast(eight, ROWS))
+
+
+def _both_scales(factors: Any, p: Expr, g: Expr) -> Expr:
+    # Even lanes get the scale of the first weight row, odd lanes that of the second.
+    first, second = (T.Broadcast(factors[2 * p + v, g], LANES) for v in range(2))
+    return in_turn(first, second, 1, 0)
+
+
+@inlined
+def _add_pairs(rows, bytes, factors, totals, g):
+    acc = T.alloc_buffer((PAIRS * LANES,), "int32")
+    for p in T.unroll(PAIRS):
+        acc[vector(p, LANES)] = rows.extra[g, ramp(0, LANES)]
+    # c: four inputs. p: unrolled, pairs of weight rows; all sums are in registers.
+    for c in range(STEPS):
+        for p in T.unroll(PAIRS):
+            acc[vector(p, LANES)] = vpdpbusd(
+                acc[vector(p, LANES)], _both(bytes, p, c), rows.xt[g * STEPS + c, ramp(0, WIDTH)], WIDTH
+            )
+    # A group's sum is exact. Groups are added in ascending order, and the fence rounds each product first.
+    for p in T.unroll(PAIRS):
+        totals[vector(p, LANES)] = totals[vector(p, LANES)] + fence(
+            "float32x16", T.Cast("float32x16", acc[vector(p, LANES)]) * _both_scales(factors, p, g)
+        )
+
+
+@inlined
+def _multiply_tile(groups, o, rows, j):
+    """Write the products of 24 weight rows from j on; rows as of `pair_buffers`."""
+    bytes = T.alloc_buffer((PAIRS, 4 * WIDTH), "int8")
+    # Scales are widened once per tile: they are read in every group.
+    factors = T.alloc_buffer((TILE, groups), "float32")
+    for r in range(TILE):
+        widen_scales(o.ws, j + r, factors, r, groups)
+    # 12 vectors of totals and 12 of sums fit the 32 registers.
+    totals = T.alloc_buffer((PAIRS * LANES,), "float32")
+    for p in T.unroll(PAIRS):
+        totals[vector(p, LANES)] = T.Broadcast(T.float32(0), LANES)
+    for g in range(groups):
+        _unpack_pairs(o, j, bytes, g, prefetch_distance(TILE, groups * HALF)[0])
+        _add_pairs(rows, bytes, factors, totals, g)
+    for p in T.unroll(PAIRS):
+        totals[vector(p, LANES)] = totals[vector(p, LANES)] * rows.scales[vector(0, LANES)]
+        # Lanes 2 i and 2 i + 1 are adjacent columns of row i: one store. A repeated row stores the same again.
+        for i in T.unroll(ROWS):
+            o.y[rows.at[i], ramp(j + 2 * p, 2)] = totals[ramp(p * LANES + 2 * i, 2)]
 
 
 @kernel
@@ -210,8 +202,8 @@ def pairs_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
     """
     groups, packed = -(-k // GROUP), -(-k // GROUP) * HALF
     loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
-    move, few = few_rows(Int4Sizes(FEW, n, k), isa, T.parallel if n * k >= PARALLEL_WEIGHTS else T.serial)
-    pairs = multiply_pairs(n, k, loop)
+    few_loop = T.parallel if n * k >= PARALLEL_WEIGHTS else T.serial
+    move, few = few_rows(Int4Sizes(FEW, n, k, INT4_DOTS[isa.int8]), few_loop)
 
     @inlined
     def body(q, s, w, ws, y):
@@ -225,7 +217,7 @@ def pairs_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
                 move(o, active.rows[i], i)
             few(o, active)
         else:
-            pairs(o, rows, active)
+            _multiply_pairs(n, k, loop, o, rows, active)
 
     return integer_linear("linear_i4_pairs", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
 
@@ -241,8 +233,7 @@ def gemm_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
     del isa  # AVX-512 VNNI alone has these vectors
     blocks, groups, packed = -(-m // LANES), -(-k // GROUP), -(-k // GROUP) * HALF
     loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
-    pairs, row_sums, unpack = multiply_pairs(n, k, loop), _row_sums(k), _unpack(groups)
-    tiles = TileMacros.of(m, partial(_multiply, groups))
+    unpack, multiply = partial(_unpack, groups), partial(_multiply, groups)
 
     @inlined
     def body(q, s, w, ws, y):
@@ -255,12 +246,12 @@ def gemm_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
         find_active(o, (m, n, k), active, nothing)
         # Up to eight active rows: vectors of 16 rows would be half empty.
         if active.count[0] <= ROWS:
-            pairs(o, few, active)
+            _multiply_pairs(n, k, loop, o, few, active)
         else:
             for block in loop(blocks):
                 if block * LANES < active.count[0]:
                     move_rows(q, s, active, rows, block, k, False)
-                    row_sums(rows.xt, o.extra, block)
+                    _row_sums(k, groups, rows.xt, o.extra, block)
             # panel: 64 weight rows, whose nibbles become bytes once and then meet all blocks of x.
             for panel in loop(-(-n // PANEL_ROWS)):
                 # w: weights plus 8. ws: their scales.
@@ -269,118 +260,101 @@ def gemm_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
                     ws=(PANEL_ROWS, groups, "float32"),
                     sums=(VECTORS * SUMS, "float32"),
                 )
-                for_panel(panel, n, tiles, unpack, (o, p), active)
+                for_panel(panel, n, most_blocks(m), unpack, multiply, (o, p), active)
 
     return integer_linear("linear_i4_rows", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
 
 
-def _row_sums(k: int) -> Any:
-    """Return the macro (xt, extra, block): pads the rows with zeros; -8 times the sums of their groups."""
-    groups = -(-k // GROUP)
+@inlined
+def _row_sums(k, groups, xt, extra, block):
+    """Pad the rows with zeros, and write -8 times the sums of their groups."""
+    # Zeros up to a whole group add nothing, whatever the weights are.
+    for c in range(groups * STEPS - k // FOUR):
+        xt[block, k // FOUR + c, ramp(0, WIDTH)] = T.Broadcast(T.int8(0), WIDTH)
+    # g: groups. A vpdpbusd with the constant 8 adds 8 times four inputs of each of 16 rows.
+    for g in range(groups):
+        extra[block, g, ramp(0, LANES)] = T.Broadcast(0, LANES)
+        for c in range(STEPS):
+            four = T.meta_var(xt[block, g * STEPS + c, ramp(0, WIDTH)])
+            extra[block, g, ramp(0, LANES)] = vpdpbusd(
+                extra[block, g, ramp(0, LANES)], T.Broadcast(T.int8(8), WIDTH), four, WIDTH
+            )
+        # Weights are 8 too large, so this zero-point correction is what the sums begin with.
+        extra[block, g, ramp(0, LANES)] = T.Broadcast(0, LANES) - extra[block, g, ramp(0, LANES)]
 
-    @inlined
-    def row_sums(xt, extra, block):
-        # Zeros up to a whole group add nothing, whatever the weights are.
-        for c in range(groups * STEPS - k // FOUR):
-            xt[block, k // FOUR + c, ramp(0, WIDTH)] = T.Broadcast(T.int8(0), WIDTH)
-        # g: groups. A vpdpbusd with the constant 8 adds 8 times four inputs of each of 16 rows.
+
+@inlined
+def _unpack(groups, o, p, j, at):
+    """Unpack eight weight rows from j on to rows from `at` on of p.w and p.ws."""
+    for r in range(WEIGHT_ROWS):
+        widen_scales(o.ws, j + r, p.ws, at + r, groups)
         for g in range(groups):
-            extra[block, g, ramp(0, LANES)] = T.Broadcast(0, LANES)
-            for c in range(STEPS):
-                extra[block, g, ramp(0, LANES)] = vpdpbusd(
-                    extra[block, g, ramp(0, LANES)],
-                    T.Broadcast(T.int8(8), WIDTH),
-                    xt[block, g * STEPS + c, ramp(0, WIDTH)],
-                    WIDTH,
-                )
-            # Weights are 8 too large, so this zero-point correction is what the sums begin with.
-            extra[block, g, ramp(0, LANES)] = T.Broadcast(0, LANES) - extra[block, g, ramp(0, LANES)]
-
-    return row_sums
+            # Low nibbles are the first 64 inputs of a group and high nibbles the last 64.
+            p.w[at + r, ramp(g * GROUP, HALF)] = nibbles(load_from(o.w, [j + r], g * HALF), 0, HALF)[0]
+            p.w[at + r, ramp(g * GROUP + HALF, HALF)] = nibbles(load_from(o.w, [j + r], g * HALF), 0, HALF)[1]
 
 
-def _unpack(groups: int) -> Any:
-    """Return the macro (o, p, j, at): eight weight rows from j on, to rows from `at` on of p.w and p.ws."""
-
-    @inlined
-    def unpack(o, p, j, at):
-        for r in range(WEIGHT_ROWS):
-            widen_scales(o.ws, j + r, p.ws, at + r, groups)
-            for g in range(groups):
-                # Low nibbles are the first 64 inputs of a group and high nibbles the last 64.
-                p.w[at + r, ramp(g * GROUP, HALF)] = nibbles(load_from(o.w, [j + r], g * HALF), 0, HALF)[0]
-                p.w[at + r, ramp(g * GROUP + HALF, HALF)] = nibbles(load_from(o.w, [j + r], g * HALF), 0, HALF)[1]
-
-    return unpack
+@inlined
+def _begin(o, place, g, acc, v):
+    # The sums begin with the zero-point correction instead of 0.
+    for r in T.unroll(WEIGHT_ROWS):
+        acc[vector(r, LANES)] = o.extra[place.block + v, g, ramp(0, LANES)]
 
 
-def _multiply(groups: int, vectors: int) -> Any:
-    """Return the macro (o, p, place): the tile of eight weight rows by `vectors` blocks of x."""
+@inlined
+def _add(o, p, place, c, r, acc, v):
+    # Weights plus 8 are the unsigned factor, and x is the signed one.
+    weights = T.meta_var(spread(p.w, place.at + r, c * FOUR))
+    acc[vector(r, LANES)] = vpdpbusd(
+        acc[vector(r, LANES)], weights, o.rows.xt[place.block + v, c, ramp(0, WIDTH)], WIDTH
+    )
 
-    @inlined
-    def begin(o, place, g, acc, v):
-        # The sums begin with the zero-point correction instead of 0.
-        for r in T.unroll(WEIGHT_ROWS):
-            acc[vector(r, LANES)] = o.extra[place.block + v, g, ramp(0, LANES)]
 
-    @inlined
-    def add(o, p, place, c, r, acc, v):
-        # Weights plus 8 are the unsigned factor, and x is the signed one.
-        acc[vector(r, LANES)] = vpdpbusd(
-            acc[vector(r, LANES)],
-            spread(p.w, place.at + r, c * FOUR),
-            o.rows.xt[place.block + v, c, ramp(0, WIDTH)],
-            WIDTH,
+@inlined
+def _add_group(p, place, g, totals, acc, v):
+    # A group's sum is exact. Groups are added in float32 in ascending order, each product rounded by the fence.
+    for r in T.unroll(WEIGHT_ROWS):
+        totals[v][vector(r, LANES)] = totals[v][vector(r, LANES)] + fence(
+            "float32x16", T.Cast("float32x16", acc[vector(r, LANES)]) * T.Broadcast(p.ws[place.at + r, g], LANES)
         )
 
-    @inlined
-    def add_group(p, place, g, totals, acc, v):
-        # A group's sum is exact. Groups are added in float32 in ascending order, each product rounded by the fence.
+
+@inlined
+def _multiply_group(vectors, o, p, place, g, totals):
+    # c: four inputs. r: unrolled, weight rows; all sums are in registers.
+    # At most 3 * 8 sums: 24 of 32 registers. A buffer for each block of x.
+    sums = buffers(vectors, SUMS, "int32")
+    each(_begin, sums, o, place, g)
+    for c in range(STEPS):
         for r in T.unroll(WEIGHT_ROWS):
-            totals[v][vector(r, LANES)] = totals[v][vector(r, LANES)] + fence(
-                "float32x16", T.Cast("float32x16", acc[vector(r, LANES)]) * T.Broadcast(p.ws[place.at + r, g], LANES)
-            )
+            each(_add, sums, o, p, place, g * STEPS + c, r)
+    each(_add_group, sums, p, place, g, totals)
 
-    @inlined
-    def prefetch_next(o, place, g):
-        # The first tile of x prefetches the next panel: a group of a weight row is one cache line.
-        if place.block == 0:
-            for r in T.unroll(WEIGHT_ROWS):
-                T.evaluate(prefetch(o.w[place.j + PANEL_ROWS + r, g * HALF]))
 
-    @inlined
-    def group(o, p, place, g, totals):
-        # c: four inputs. r: unrolled, weight rows; all sums are in registers.
-        # At most 3 * 8 sums: 24 of 32 registers. A buffer for each block of x.
-        sums = buffers(vectors, SUMS, "int32")
-        each(begin, sums, o, place, g)
-        for c in range(STEPS):
-            for r in T.unroll(WEIGHT_ROWS):
-                each(add, sums, o, p, place, g * STEPS + c, r)
-        each(add_group, sums, p, place, g, totals)
+@inlined
+def _clear(total, _v):
+    for r in T.unroll(WEIGHT_ROWS):
+        total[vector(r, LANES)] = T.Broadcast(T.float32(0), LANES)
 
-    @inlined
-    def clear(total, _v):
-        for r in T.unroll(WEIGHT_ROWS):
-            total[vector(r, LANES)] = T.Broadcast(T.float32(0), LANES)
 
-    @inlined
-    def finish(o, p, place, total, v):
-        for r in T.unroll(WEIGHT_ROWS):
-            p.sums[vector(v * WEIGHT_ROWS + r, LANES)] = (
-                total[vector(r, LANES)] * o.rows.scales[vector(place.block + v, LANES)]
-            )
+@inlined
+def _finish(o, p, place, total, v):
+    for r in T.unroll(WEIGHT_ROWS):
+        p.sums[vector(v * WEIGHT_ROWS + r, LANES)] = (
+            total[vector(r, LANES)] * o.rows.scales[vector(place.block + v, LANES)]
+        )
 
-    @inlined
-    def multiply(o, p, place):
-        # Totals are used once per group. The int32 sums of a group are what the registers hold.
-        totals = buffers(vectors, SUMS)
-        each(clear, totals)
-        # g: groups in ascending order, which fixes the order of the float32 sum.
-        for g in range(groups):
-            prefetch_next(o, place, g)
-            group(o, p, place, g, totals)
-        each(finish, totals, o, p, place)
-        store_blocks(o.y, o.rows, p.sums, vectors, place)
 
-    return multiply
+@inlined
+def _multiply(groups, vectors, o, p, place):
+    """Write the tile of eight weight rows by `vectors` blocks of x."""
+    # Totals are used once per group. The int32 sums of a group are what the registers hold.
+    totals = buffers(vectors, SUMS)
+    each(_clear, totals)
+    # g: groups in ascending order, which fixes the order of the float32 sum.
+    for g in range(groups):
+        # A group of a weight row is one cache line.
+        prefetch_panel(o.w, place, g * HALF)
+        _multiply_group(vectors, o, p, place, g, totals)
+    each(_finish, totals, o, p, place)
+    store_blocks(o.y, o.rows, p.sums, vectors, place)

@@ -16,7 +16,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.script import access, inlined, temporaries
-from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, intrinsic, ramp, vector
+from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, intrinsic, prefetch, ramp, vector
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
 # pyright: reportInvalidTypeForm=false
@@ -197,42 +197,41 @@ def first_row(panel: Expr, tile: Expr, n: int) -> Expr:
     return T.min(panel * PANEL_ROWS + tile * WEIGHT_ROWS, n - WEIGHT_ROWS)
 
 
-@dataclass(frozen=True)
-class TileMacros:
-    """Macros (o, p, place): `many` of a tile of `most` blocks of x, `one` of a tile of one."""
+@inlined
+def prefetch_panel(w, place, byte):
+    """Prefetch the cache lines from `byte` on of the next panel's weight rows; the first tile of x does so."""
+    if place.block == 0:
+        for r in T.unroll(WEIGHT_ROWS):
+            T.evaluate(prefetch(w[place.j + PANEL_ROWS + r, byte]))
 
-    most: int
-    many: Any
-    one: Any
 
-    @classmethod
-    def of(cls, m: int, make: Callable[[int], Any]) -> TileMacros:
-        """Return those for m rows; `make(blocks)` returns one."""
-        most = min(-(-m // LANES), VECTORS)
-        return cls(most, make(most), make(1))
+def most_blocks(m: int) -> int:
+    """Return the blocks of x of a tile, for m rows."""
+    return min(-(-m // LANES), VECTORS)
 
 
 @inlined
-def for_panel(panel, n, tiles, prepare, o, active):
+def for_panel(panel, n, most, prepare, multiply, o, active):
     """Call the macros for the tiles of a panel of weight rows and all blocks of x.
 
     o: the operands, and the panel's temporaries. prepare: the macro (*o, j, at) for the eight weight rows from j on.
-    The last weight rows of an odd n are computed twice, with the same result.
+    multiply: the macro (blocks, *o, place) for a tile of so many blocks of x: `most`, or one. The last weight rows of
+    an odd n are computed twice, with the same result.
     """
     for t in range(PANEL):
         if panel * PANEL_ROWS + t * WEIGHT_ROWS < n:
             prepare(*o, first_row(panel, t, n), t * WEIGHT_ROWS)
     blocks = T.meta_var((active.count[0] + LANES - 1) // LANES)
     # b: tiles of x. Each meets all weight rows of the panel before the next one.
-    for b in range(blocks // tiles.most):
+    for b in range(blocks // most):
         for t in range(PANEL):
             if panel * PANEL_ROWS + t * WEIGHT_ROWS < n:
-                tiles.many(*o, Place(first_row(panel, t, n), t * WEIGHT_ROWS, b * tiles.most))
-    if tiles.most > 1:
-        for b in range(blocks % tiles.most):
+                multiply(most, *o, Place(first_row(panel, t, n), t * WEIGHT_ROWS, b * most))
+    if most > 1:
+        for b in range(blocks % most):
             for t in range(PANEL):
                 if panel * PANEL_ROWS + t * WEIGHT_ROWS < n:
-                    tiles.one(*o, Place(first_row(panel, t, n), t * WEIGHT_ROWS, blocks // tiles.most * tiles.most + b))
+                    multiply(1, *o, Place(first_row(panel, t, n), t * WEIGHT_ROWS, blocks // most * most + b))
 
 
 # The active rows of activations, and the tiles of their products with weight rows.

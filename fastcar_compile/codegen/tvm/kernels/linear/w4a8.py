@@ -15,7 +15,6 @@ from fastcar_compile.codegen.tvm.kernels.linear.rows import (
     PARALLEL_WEIGHTS,
     SMALL_BATCH,
     Tile,
-    TileMacro,
     Tiling,
     active_rows,
     find_active,
@@ -168,11 +167,12 @@ def moved_rows(rows: int, k: int, **arguments: Any) -> Any:
 
 @dataclass(frozen=True)
 class Int4Sizes:
-    """x holds `rows` active rows; n weight rows of k inputs."""
+    """x holds `rows` active rows; n weight rows of k inputs; `dot` adds up their groups."""
 
     rows: int
     n: int
     k: int
+    dot: Int4Dot
 
     @property
     def groups(self) -> int:
@@ -198,12 +198,6 @@ def tile_shape(m: int, n: int, k: int, dot: Int4Dot) -> tuple[int, int]:
     return min(8 // columns, n), columns
 
 
-def tile_macro(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
-    """Return the macro (operands, tile) for tiles of at most `tile_shape`."""
-    one = _one_stream(sizes.rows, sizes.k, INT4_DOTS[isa.int8])
-    return (_groups_in_lanes if one else _rows_in_lanes)(sizes, isa)
-
-
 def _one_stream(m: int, k: int, dot: Int4Dot) -> bool:
     # Measured: short rows are faster one after the other, longer ones, or those with a remainder, in parallel.
     groups = -(-k // GROUP)
@@ -221,119 +215,97 @@ def _scale_bits(scales: Expr, lanes: str = "") -> Expr:
     return T.Cast(f"uint32{lanes}", T.reinterpret(f"uint16{lanes}", scales))
 
 
-def _four_products(dot: Int4Dot) -> Callable[..., None]:
-    """Return the macro (o, groups, correction, scales, products): float(sum - correction) * scale of four groups.
+def _group_sums(dot: Int4Dot, o: Any, group: _Group) -> Expr:
+    return dot.group(load_from(o.w, [group.j], group.g * HALF), load_from(o.x, [group.i], group.g * GROUP))
 
-    correction is int32x4, scales uint32x4 holds the bits of four float16, products is float32 [4]. The fence keeps LLVM
-    from contracting the product and a later addition into one rounding.
+
+@inlined
+def _four_products(dot, lanes, o, groups, correction, scales, products):
+    """Write float(sum - correction) * scale of four groups to products float32 [4].
+
+    correction is int32x4, scales uint32x4 holds the bits of four float16. The fence keeps LLVM from contracting the
+    product and a later addition into one rounding.
     """
-    lanes = dot.lanes
-
-    def group_sums(o: Any, group: _Group) -> Expr:
-        return dot.group(load_from(o.w, [group.j], group.g * HALF), load_from(o.x, [group.i], group.g * GROUP))
-
-    @inlined
-    def four(o, groups, correction, scales, products):
-        # Four independent group sums hide the latency of the dot products. All three buffers stay in registers.
-        acc = T.alloc_buffer((4 * lanes,), "int32")
-        pairs = T.alloc_buffer((2 * lanes,), "int32")
-        fours = T.alloc_buffer((lanes,), "int32")
-        acc[vector(0, lanes)] = group_sums(o, groups[0])
-        acc[vector(1, lanes)] = group_sums(o, groups[1])
-        acc[vector(2, lanes)] = group_sums(o, groups[2])
-        acc[vector(3, lanes)] = group_sums(o, groups[3])
-        # One reduction gives four sums in the lanes of one vector.
-        interleave_fours([acc[vector(v, lanes)] for v in range(4)], lanes, pairs, fours)
-        # A corrected sum is at most 128 * 8 * 127, so its cast to float32 is exact and the product rounds once.
-        products[ramp(0, 4)] = fence(
-            "float32x4",
-            T.Cast("float32x4", fold_fours(load_from(fours, [], 0), lanes) - correction) * _float_scales(scales),
-        )
-
-    return four
+    # Four independent group sums hide the latency of the dot products. All three buffers stay in registers.
+    acc = T.alloc_buffer((4 * lanes,), "int32")
+    pairs = T.alloc_buffer((2 * lanes,), "int32")
+    fours = T.alloc_buffer((lanes,), "int32")
+    acc[vector(0, lanes)] = _group_sums(dot, o, groups[0])
+    acc[vector(1, lanes)] = _group_sums(dot, o, groups[1])
+    acc[vector(2, lanes)] = _group_sums(dot, o, groups[2])
+    acc[vector(3, lanes)] = _group_sums(dot, o, groups[3])
+    # One reduction gives four sums in the lanes of one vector.
+    interleave_fours([acc[vector(v, lanes)] for v in range(4)], lanes, pairs, fours)
+    # A corrected sum is at most 128 * 8 * 127, so its cast to float32 is exact and the product rounds once.
+    products[ramp(0, 4)] = fence(
+        "float32x4",
+        T.Cast("float32x4", fold_fours(load_from(fours, [], 0), lanes) - correction) * _float_scales(scales),
+    )
 
 
-def _groups_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
-    """One output per tile: a vector holds four groups of one weight row, which is read as one stream."""
-    groups = sizes.groups
-    _, bytes_ahead = prefetch_distance(1, groups * HALF)
-    four = _four_products(INT4_DOTS[isa.int8])
-
-    def four_groups(tile: Tile, first: Expr) -> Sequence[_Group]:
-        return [_Group(tile.j, tile.i, first + v) for v in range(4)]
-
-    @inlined
-    def multiply(o, tile):
-        with T.sblock("tile"):
-            access([o.x, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
-            products = T.alloc_buffer((4,), "float32")
-            total = T.alloc_buffer((1,), "float32")
-            total[0] = T.float32(0)
-            # g: four groups at a time. v: unrolled; the sum stays in the order of the groups.
-            for g in range(groups // 4):
-                # A group's 64 bytes are one cache line of the row, which is a single stream.
-                for v in T.unroll(4):
-                    T.evaluate(prefetch(o.w[tile.j, (g * 4 + v) * HALF + bytes_ahead]))
-                four(
-                    o,
-                    four_groups(tile, g * 4),
-                    o.correction[tile.i, ramp(g * 4, 4)],
-                    _scale_bits(o.ws[tile.j, ramp(g * 4, 4)], "x4"),
-                    products,
-                )
-                # Scalar and in turn, because float32 sums depend on the order of the groups.
-                for v in T.unroll(4):
-                    total[0] += products[v]
-            o.y[tile.active_row(0), tile.j] = total[0] * o.s[tile.active_row(0)]
-
-    return multiply
+def _four_groups(tile: Tile, first: Expr) -> Sequence[_Group]:
+    return [_Group(tile.j, tile.i, first + v) for v in range(4)]
 
 
-def _rows_in_lanes(sizes: Int4Sizes, isa: InstructionSet) -> TileMacro:
+@inlined
+def _groups_in_lanes(sizes, o, tile):
+    """Write one output: a vector holds four groups of one weight row, which is read as one stream."""
+    ahead = T.meta_var(prefetch_distance(1, sizes.groups * HALF)[1])
+    with T.sblock("tile"):
+        access([o.x, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
+        products = T.alloc_buffer((4,), "float32")
+        total = T.alloc_buffer((1,), "float32")
+        total[0] = T.float32(0)
+        # g: four groups at a time. v: unrolled; the sum stays in the order of the groups.
+        for g in range(sizes.groups // 4):
+            # A group's 64 bytes are one cache line of the row, which is a single stream.
+            for v in T.unroll(4):
+                T.evaluate(prefetch(o.w[tile.j, (g * 4 + v) * HALF + ahead]))
+            groups, four = T.meta_var((_four_groups(tile, g * 4), ramp(g * 4, 4)))
+            scales = T.meta_var(_scale_bits(o.ws[tile.j, four], "x4"))
+            _four_products(sizes.dot, sizes.dot.lanes, o, groups, o.correction[tile.i, four], scales, products)
+            # Scalar and in turn, because float32 sums depend on the order of the groups.
+            for v in T.unroll(4):
+                total[0] += products[v]
+        o.y[tile.active_row(0), tile.j] = total[0] * o.s[tile.active_row(0)]
+
+
+def _four_outputs(tile: Tile, g: Expr, first: Expr) -> Sequence[_Group]:
+    # The last quad may not be full: it repeats the last output, whose copies are not stored.
+    outputs = [T.min(first + v, tile.outputs - 1) for v in range(4)]
+    return [_Group(tile.weight_row(v), tile.place(v), g) for v in outputs]
+
+
+@inlined
+def _add_group(dot, o, tile, g, products, total):
+    # p: unrolled, four outputs at a time.
+    for p in T.unroll(-(-tile.outputs // 4)):
+        groups = T.meta_var(_four_outputs(tile, g, p * 4))
+        correction = T.meta_var(vector_of([o.correction[at.i, g] for at in groups]))
+        scales = T.meta_var(vector_of([_scale_bits(o.ws[at.j, g]) for at in groups]))
+        _four_products(dot, dot.lanes, o, groups, correction, scales, products)
+        # Four outputs in lanes: every lane adds its groups in ascending order.
+        total[ramp(p * 4, 4)] = total[ramp(p * 4, 4)] + products[ramp(0, 4)]
+
+
+@inlined
+def _rows_in_lanes(sizes, ahead, o, tile):
     """Weight rows in parallel, so that a load of activations serves several. A vector holds four outputs."""
-    rows, groups = sizes.rows, sizes.groups
-    rows_ahead, _ = prefetch_distance(tile_shape(rows, sizes.n, sizes.k, INT4_DOTS[isa.int8])[0], groups * HALF)
-    streamed = rows <= SMALL_BATCH
-    four = _four_products(INT4_DOTS[isa.int8])
-
-    def four_outputs(tile: Tile, g: Expr, first: Expr) -> Sequence[_Group]:
-        # The last quad may not be full: it repeats the last output, whose copies are not stored.
-        outputs = [T.min(first + v, tile.outputs - 1) for v in range(4)]
-        return [_Group(tile.weight_row(v), tile.place(v), g) for v in outputs]
-
-    @inlined
-    def add_group(o, tile, g, products, total):
-        # p: unrolled, four outputs at a time.
+    with T.sblock("tile"):
+        access([o.x, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
+        products = T.alloc_buffer((4,), "float32")
+        total = T.alloc_buffer((-(-tile.outputs // 4) * 4,), "float32")
         for p in T.unroll(-(-tile.outputs // 4)):
-            four(
-                o,
-                four_outputs(tile, g, p * 4),
-                vector_of([o.correction[at.i, g] for at in four_outputs(tile, g, p * 4)]),
-                vector_of([_scale_bits(o.ws[at.j, g]) for at in four_outputs(tile, g, p * 4)]),
-                products,
-            )
-            # Four outputs in lanes: every lane adds its groups in ascending order.
-            total[ramp(p * 4, 4)] = total[ramp(p * 4, 4)] + products[ramp(0, 4)]
-
-    @inlined
-    def multiply(o, tile):
-        with T.sblock("tile"):
-            access([o.x, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
-            products = T.alloc_buffer((4,), "float32")
-            total = T.alloc_buffer((-(-tile.outputs // 4) * 4,), "float32")
-            for p in T.unroll(-(-tile.outputs // 4)):
-                total[ramp(p * 4, 4)] = T.Broadcast(T.float32(0), 4)
-            # g: groups in ascending order, for all outputs of the tile. total is at most two vectors, in registers.
-            for g in range(groups):
-                # With many rows of x the first tile brings the weights to the cache: no prefetch is needed.
-                if streamed:
-                    for v in T.unroll(tile.rows):
-                        T.evaluate(prefetch(o.w[tile.j + rows_ahead + v, g * HALF]))
-                add_group(o, tile, g, products, total)
-            for v in T.unroll(tile.outputs):
-                o.y[tile.active_row(v), tile.weight_row(v)] = total[v] * o.s[tile.active_row(v)]
-
-    return multiply
+            total[ramp(p * 4, 4)] = T.Broadcast(T.float32(0), 4)
+        # g: groups in ascending order, for all outputs of the tile. total is at most two vectors, in registers.
+        for g in range(sizes.groups):
+            # With many rows of x the first tile brings the weights to the cache: no prefetch is needed.
+            if sizes.rows <= SMALL_BATCH:
+                for v in T.unroll(tile.rows):
+                    T.evaluate(prefetch(o.w[tile.j + ahead + v, g * HALF]))
+            _add_group(sizes.dot, o, tile, g, products, total)
+        for v in T.unroll(tile.outputs):
+            o.y[tile.active_row(v), tile.weight_row(v)] = total[v] * o.s[tile.active_row(v)]
 
 
 # int4 GEMV and GEMM in groups of 128, exact int32 group sums, bit for bit as fastcar_compile.ir.ops.linear defines
@@ -353,7 +325,9 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     adds the bias.
     """
     groups, packed = -(-k // GROUP), -(-k // GROUP) * HALF
-    move, multiply = few_rows(Int4Sizes(m, n, k), isa, T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
+    move, multiply = few_rows(
+        Int4Sizes(m, n, k, INT4_DOTS[isa.int8]), T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
+    )
 
     @inlined
     def body(q, s, w, ws, y):
@@ -365,36 +339,34 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     return integer_linear("linear_i4", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
 
 
-def few_rows(sizes: Int4Sizes, isa: InstructionSet, loop: Any) -> tuple[Callable[..., None], Callable[..., None]]:
+def few_rows(sizes: Int4Sizes, loop: Any) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return two macros for active rows with a place each in `moved_rows`: (o, row, place) moves one; (o, active)."""
-    dot = INT4_DOTS[isa.int8]
-    tiling = Tiling(sizes.n, *tile_shape(sizes.rows, sizes.n, sizes.k, dot), loop)
-    return _move_row(sizes.k, dot), partial(for_tiles, tiling, tile_macro(sizes, isa))
+    shape = tile_shape(sizes.rows, sizes.n, sizes.k, sizes.dot)
+    ahead, _ = prefetch_distance(shape[0], sizes.groups * HALF)
+    one = _one_stream(sizes.rows, sizes.k, sizes.dot)
+    multiply = partial(_groups_in_lanes, sizes) if one else partial(_rows_in_lanes, sizes, ahead)
+    return partial(_move_row, sizes), partial(for_tiles, Tiling(sizes.n, *shape, loop), multiply)
 
 
 def _zero_weights(_offset: int, size: int) -> Expr:
     return T.Broadcast(T.uint8(0), size)
 
 
-def _move_row(k: int, dot: Int4Dot) -> Any:
-    """Return the macro (o, i, to): row i of o.q becomes row `to` of o.x, padded with zeros.
+@inlined
+def _move_row(sizes, o, i, to):
+    """Row i of o.q becomes row `to` of o.x, padded with zeros.
 
     o.correction[to, g] becomes what unsigned weights add to the sums of group g, or 0.
     """
-    groups = -(-k // GROUP)
-
-    @inlined
-    def move_row(o, i, to):
-        for t in range(k):
-            o.x[to, t] = o.q[i, t]
-        # Zeros up to a whole group add nothing, whatever the weights are.
-        for t in range(groups * GROUP - k):
-            o.x[to, k + t] = T.int8(0)
-        for g in range(groups):
-            if dot.unsigned:
-                # The sum over zero weights is what the offset of 8 adds to a group: 8 times the sum of its inputs.
-                o.correction[to, g] = reduce_add(dot.group(_zero_weights, load_from(o.x, [to], g * GROUP)), dot.lanes)
-            else:
-                o.correction[to, g] = 0
-
-    return move_row
+    for t in range(sizes.k):
+        o.x[to, t] = o.q[i, t]
+    # Zeros up to a whole group add nothing, whatever the weights are.
+    for t in range(sizes.groups * GROUP - sizes.k):
+        o.x[to, sizes.k + t] = T.int8(0)
+    for g in range(sizes.groups):
+        if sizes.dot.unsigned:
+            # The sum over zero weights is what the offset of 8 adds to a group: 8 times the sum of its inputs.
+            sums = T.meta_var(sizes.dot.group(_zero_weights, load_from(o.x, [to], g * GROUP)))
+            o.correction[to, g] = reduce_add(sums, sizes.dot.lanes)
+        else:
+            o.correction[to, g] = 0

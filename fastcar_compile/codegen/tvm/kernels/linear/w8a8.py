@@ -28,8 +28,6 @@ from fastcar_compile.codegen.tvm.kernels.linear.rows import (
     WEIGHT_ROWS,
     WIDTH,
     Tile,
-    TileMacro,
-    TileMacros,
     Tiling,
     active_rows,
     blocks_of,
@@ -37,8 +35,10 @@ from fastcar_compile.codegen.tvm.kernels.linear.rows import (
     for_panel,
     for_tiles,
     integer_linear,
+    most_blocks,
     move_rows,
     nothing,
+    prefetch_panel,
     spread,
     store_blocks,
 )
@@ -159,89 +159,83 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
 def _few(rows: int, n: int, k: int, isa: InstructionSet, loop: Any) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return two macros for at most so many active rows: what `find_active` calls, and (o, active), their products."""
     dot = INT8_DOTS[isa.int8]
-    return _correct(k, dot), partial(for_tiles, Tiling(n, *tile_shape(rows, n, dot), loop), _multiply(n, k, dot, rows))
+    shape = tile_shape(rows, n, dot)
+    multiply = partial(_multiply, dot, k, prefetch_distance(shape[0], k) if rows <= SMALL_BATCH else None)
+    return partial(_correct, dot, k), partial(for_tiles, Tiling(n, *shape, loop), multiply)
 
 
 def _zero_weights(_offset: int, size: int) -> Expr:
     return T.Broadcast(T.int8(0), size)
 
 
-def _correct(k: int, dot: Int8Dot) -> Any:
-    """Return the macro (o, i, place): o.correction[i] becomes what unsigned weights add to the sums of row i, or 0."""
-
-    @inlined
-    def correct(o, i, _place):
-        if dot.unsigned:
-            acc = T.alloc_buffer((dot.lanes,), "int32")
-            acc[vector(0, dot.lanes)] = T.Broadcast(0, dot.lanes)
-            # Whole steps only: the remainder of a row is multiplied with signed weights and needs no correction.
-            for c in range(k // dot.width):
-                acc[vector(0, dot.lanes)] = dot.step(
-                    acc[vector(0, dot.lanes)], _zero_weights, load_from(o.q, [i], c * dot.width)
-                )
-            o.correction[i] = reduce_add(acc[vector(0, dot.lanes)], dot.lanes)
-        else:
-            o.correction[i] = 0
-
-    return correct
+@inlined
+def _correct(dot, k, o, i, _place):
+    """Write what unsigned weights add to the sums of row i to o.correction[i], or 0."""
+    if dot.unsigned:
+        acc = T.alloc_buffer((dot.lanes,), "int32")
+        acc[vector(0, dot.lanes)] = T.Broadcast(0, dot.lanes)
+        # Whole steps only: the remainder of a row is multiplied with signed weights and needs no correction.
+        for c in range(k // dot.width):
+            acc[vector(0, dot.lanes)] = dot.step(
+                acc[vector(0, dot.lanes)], _zero_weights, load_from(o.q, [i], c * dot.width)
+            )
+        o.correction[i] = reduce_add(acc[vector(0, dot.lanes)], dot.lanes)
+    else:
+        o.correction[i] = 0
 
 
-def _multiply(n: int, k: int, dot: Int8Dot, rows: int) -> TileMacro:
-    lanes, width = dot.lanes, dot.width
-    steps, tail = divmod(k, width)
-    rows_ahead, bytes_ahead = prefetch_distance(tile_shape(rows, n, dot)[0], k)
-    streamed = rows <= SMALL_BATCH
-
-    @inlined
-    def add_products(o, tile, acc):
-        # c: steps of `width` along k. v: unrolled, one instruction per output; acc is in registers.
+@inlined
+def _add_products(dot, k, ahead, o, tile, acc):
+    # c: steps of `width` along k. v: unrolled, one instruction per output; acc is in registers.
+    for v in T.unroll(tile.outputs):
+        acc[vector(v, dot.lanes)] = T.Broadcast(0, dot.lanes)
+    for c in range(k // dot.width):
+        # With many rows of x the first tile brings the weights to the cache: no prefetch is needed.
+        if ahead is not None:
+            for v in T.unroll(tile.rows):
+                T.evaluate(prefetch(o.w[tile.j + ahead[0] + v, c * dot.width + ahead[1]]))
         for v in T.unroll(tile.outputs):
-            acc[vector(v, lanes)] = T.Broadcast(0, lanes)
-        for c in range(steps):
-            # With many rows of x the first tile brings the weights to the cache: no prefetch is needed.
-            if streamed:
-                for v in T.unroll(tile.rows):
-                    T.evaluate(prefetch(o.w[tile.j + rows_ahead + v, c * width + bytes_ahead]))
-            for v in T.unroll(tile.outputs):
-                acc[vector(v, lanes)] = dot.step(
-                    acc[vector(v, lanes)],
-                    load_from(o.w, [tile.weight_row(v)], c * width),
-                    load_from(o.q, [tile.active_row(v)], c * width),
-                )
+            acc[vector(v, dot.lanes)] = dot.step(
+                acc[vector(v, dot.lanes)],
+                load_from(o.w, [tile.weight_row(v)], c * dot.width),
+                load_from(o.q, [tile.active_row(v)], c * dot.width),
+            )
 
-    def four_vectors(acc: Any, tile: Tile, p: Expr) -> list[Expr]:
-        # The last vector stands for those that do not exist.
-        return [acc[vector(T.min(p * 4 + v, tile.outputs - 1), lanes)] for v in range(4)]
 
-    @inlined
-    def add_tail(o, tile, sums):
-        for t in range(tail):
-            for v in T.unroll(tile.outputs):
-                sums[v] += T.Cast("int32", o.q[tile.active_row(v), steps * width + t]) * T.Cast(
-                    "int32", o.w[tile.weight_row(v), steps * width + t]
-                )
+def _four_vectors(acc: Any, lanes: int, tile: Tile, p: Expr) -> list[Expr]:
+    # The last vector stands for those that do not exist.
+    return [acc[vector(T.min(p * 4 + v, tile.outputs - 1), lanes)] for v in range(4)]
 
-    @inlined
-    def multiply(o, tile):
-        with T.sblock("tile"):
-            access([o.q, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
-            acc = T.alloc_buffer((tile.outputs * lanes,), "int32")
-            pairs = T.alloc_buffer((2 * lanes,), "int32")
-            fours = T.alloc_buffer((lanes,), "int32")
-            sums = T.alloc_buffer((-(-tile.outputs // 4) * 4,), "int32")
-            add_products(o, tile, acc)
-            # p: four outputs, whose sums across lanes are one vector.
-            for p in T.unroll(-(-tile.outputs // 4)):
-                interleave_fours(four_vectors(acc, tile, p), lanes, pairs, fours)
-                sums[ramp(p * 4, 4)] = fold_fours(load_from(fours, [], 0), lanes)
-            add_tail(o, tile, sums)
-            for v in T.unroll(tile.outputs):
-                # The scales are multiplied first: the order of the definition decides the rounding.
-                o.y[tile.active_row(v), tile.weight_row(v)] = T.Cast(
-                    "float32", sums[v] - o.correction[tile.active_row(v)]
-                ) * (o.s[tile.active_row(v)] * o.ws[tile.weight_row(v)])
 
-    return multiply
+@inlined
+def _add_tail(first, k, o, tile, sums):
+    for t in range(k - first):
+        for v in T.unroll(tile.outputs):
+            sums[v] += T.Cast("int32", o.q[tile.active_row(v), first + t]) * T.Cast(
+                "int32", o.w[tile.weight_row(v), first + t]
+            )
+
+
+@inlined
+def _multiply(dot, k, ahead, o, tile):
+    """Write the outputs of a tile. ahead: the prefetch distance in weight rows and in bytes; None: no prefetch."""
+    with T.sblock("tile"):
+        access([o.q, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
+        acc = T.alloc_buffer((tile.outputs * dot.lanes,), "int32")
+        pairs = T.alloc_buffer((2 * dot.lanes,), "int32")
+        fours = T.alloc_buffer((dot.lanes,), "int32")
+        sums = T.alloc_buffer((-(-tile.outputs // 4) * 4,), "int32")
+        _add_products(dot, k, ahead, o, tile, acc)
+        # p: four outputs, whose sums across lanes are one vector.
+        for p in T.unroll(-(-tile.outputs // 4)):
+            interleave_fours(_four_vectors(acc, dot.lanes, tile, p), dot.lanes, pairs, fours)
+            sums[ramp(p * 4, 4)] = fold_fours(load_from(fours, [], 0), dot.lanes)
+        _add_tail(k // dot.width * dot.width, k, o, tile, sums)
+        for v in T.unroll(tile.outputs):
+            # The scales are multiplied first: the order of the definition decides the rounding.
+            o.y[tile.active_row(v), tile.weight_row(v)] = T.Cast(
+                "float32", sums[v] - o.correction[tile.active_row(v)]
+            ) * (o.s[tile.active_row(v)] * o.ws[tile.weight_row(v)])
 
 
 # int8 GEMM of many rows with AVX-512 VNNI, bit for bit as `linear_w8a8`.
@@ -257,8 +251,8 @@ def gemm_w8a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
     """
     loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
     few_loop = T.parallel if n * k >= PARALLEL_WEIGHTS else T.serial
-    (correct, few), weight_sums = _few(SMALL_BATCH, n, k, isa, few_loop), _weight_sums(k)
-    tiles, blocks = TileMacros.of(m, partial(_multiply_blocks, k)), -(-m // LANES)
+    (correct, few), blocks = _few(SMALL_BATCH, n, k, isa, few_loop), -(-m // LANES)
+    weight_sums, multiply = partial(_weight_sums, k), partial(_multiply_blocks, k)
 
     @inlined
     def body(q, s, w, ws, y):
@@ -280,91 +274,77 @@ def gemm_w8a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
             for panel in loop(-(-n // PANEL_ROWS)):
                 # extra: what is added to the panel's sums.
                 p = temporaries(extra=(PANEL_ROWS, "int32"), sums=(VECTORS * SUMS, "float32"))
-                for_panel(panel, n, tiles, weight_sums, (o, p), active)
+                for_panel(panel, n, most_blocks(m), weight_sums, multiply, (o, p), active)
 
     return integer_linear("linear_i8_rows", (m, n, k), ((n, k), "int8"), ((n,), "float32"), body)
 
 
-def _weight_sums(k: int) -> Any:
-    """Return the macro (o, p, j, at): -128 times the sums of eight weight rows from j on, to p.extra[at ..]."""
-    steps = k // WIDTH
-
-    @inlined
-    def weight_sums(o, p, j, at):
-        sums = T.alloc_buffer((WEIGHT_ROWS * LANES,), "int32")
-        # Eight weight rows are eight independent sums, which hide the latency of vpdpbusd.
+@inlined
+def _weight_sums(k, o, p, j, at):
+    """Write -128 times the sums of eight weight rows from j on to p.extra[at ..]."""
+    sums = T.alloc_buffer((WEIGHT_ROWS * LANES,), "int32")
+    # Eight weight rows are eight independent sums, which hide the latency of vpdpbusd.
+    for r in T.unroll(WEIGHT_ROWS):
+        sums[vector(r, LANES)] = T.Broadcast(0, LANES)
+    # c: a cache line of each weight row. A vpdpbusd with ones adds four weights per lane.
+    for c in range(k // WIDTH):
         for r in T.unroll(WEIGHT_ROWS):
-            sums[vector(r, LANES)] = T.Broadcast(0, LANES)
-        # c: a cache line of each weight row. A vpdpbusd with ones adds four weights per lane.
-        for c in range(steps):
-            for r in T.unroll(WEIGHT_ROWS):
-                sums[vector(r, LANES)] = vpdpbusd(
-                    sums[vector(r, LANES)], T.Broadcast(T.int8(1), WIDTH), o.w[j + r, ramp(c * WIDTH, WIDTH)], WIDTH
-                )
-        for r in T.unroll(WEIGHT_ROWS):
-            p.extra[at + r] = reduce_add(sums[vector(r, LANES)], LANES)
-            for t in range(k % WIDTH):
-                p.extra[at + r] += T.Cast("int32", o.w[j + r, steps * WIDTH + t])
-            # x + 128 adds 128 times the weight row's sum. This is the zero-point correction.
-            p.extra[at + r] = p.extra[at + r] * -128
-
-    return weight_sums
+            sums[vector(r, LANES)] = vpdpbusd(
+                sums[vector(r, LANES)], T.Broadcast(T.int8(1), WIDTH), o.w[j + r, ramp(c * WIDTH, WIDTH)], WIDTH
+            )
+    for r in T.unroll(WEIGHT_ROWS):
+        p.extra[at + r] = reduce_add(sums[vector(r, LANES)], LANES)
+        for t in range(k % WIDTH):
+            p.extra[at + r] += T.Cast("int32", o.w[j + r, k // WIDTH * WIDTH + t])
+        # x + 128 adds 128 times the weight row's sum. This is the zero-point correction.
+        p.extra[at + r] = p.extra[at + r] * -128
 
 
-def _multiply_blocks(k: int, vectors: int) -> Any:
-    """Return the macro (o, p, place): the tile of eight weight rows by `vectors` blocks of x."""
+@inlined
+def _begin(p, place, acc, _v):
+    # The sums begin with the zero-point correction instead of 0.
+    for r in T.unroll(WEIGHT_ROWS):
+        acc[vector(r, LANES)] = T.Broadcast(p.extra[place.at + r], LANES)
 
-    @inlined
-    def begin(p, place, acc, _v):
-        # The sums begin with the zero-point correction instead of 0.
-        for r in T.unroll(WEIGHT_ROWS):
-            acc[vector(r, LANES)] = T.Broadcast(p.extra[place.at + r], LANES)
 
-    @inlined
-    def add(o, place, c, r, acc, v):
-        # x + 128 is the unsigned factor, and four inputs of a weight row are broadcast as the signed one.
-        acc[vector(r, LANES)] = vpdpbusd(
-            acc[vector(r, LANES)],
-            o.rows.xt[place.block + v, c, ramp(0, WIDTH)],
-            spread(o.w, place.j + r, c * FOUR),
-            WIDTH,
+@inlined
+def _add(o, place, c, r, acc, v):
+    # x + 128 is the unsigned factor, and four inputs of a weight row are broadcast as the signed one.
+    weights = T.meta_var(spread(o.w, place.j + r, c * FOUR))
+    acc[vector(r, LANES)] = vpdpbusd(
+        acc[vector(r, LANES)], o.rows.xt[place.block + v, c, ramp(0, WIDTH)], weights, WIDTH
+    )
+
+
+@inlined
+def _add_all(o, place, sums, c):
+    # r: unrolled. A broadcast of weights serves up to three blocks of 16 rows.
+    for r in T.unroll(WEIGHT_ROWS):
+        each(_add, sums, o, place, c, r)
+
+
+@inlined
+def _finish(o, p, place, acc, v):
+    # The scales are multiplied first, as in `linear_w8a8`: the order decides the rounding.
+    for r in T.unroll(WEIGHT_ROWS):
+        p.sums[vector(v * WEIGHT_ROWS + r, LANES)] = T.Cast("float32x16", acc[vector(r, LANES)]) * (
+            o.rows.scales[vector(place.block + v, LANES)] * T.Broadcast(o.ws[place.j + r], LANES)
         )
 
-    @inlined
-    def add_all(o, place, sums, c):
-        # r: unrolled. A broadcast of weights serves up to three blocks of 16 rows.
-        for r in T.unroll(WEIGHT_ROWS):
-            each(add, sums, o, place, c, r)
 
-    @inlined
-    def prefetch_next(o, place, line):
-        # The first tile of x prefetches the next panel's weights.
-        if place.block == 0:
-            for r in T.unroll(WEIGHT_ROWS):
-                T.evaluate(prefetch(o.w[place.j + PANEL_ROWS + r, line * WIDTH]))
-
-    @inlined
-    def finish(o, p, place, acc, v):
-        # The scales are multiplied first, as in `linear_w8a8`: the order decides the rounding.
-        for r in T.unroll(WEIGHT_ROWS):
-            p.sums[vector(v * WEIGHT_ROWS + r, LANES)] = T.Cast("float32x16", acc[vector(r, LANES)]) * (
-                o.rows.scales[vector(place.block + v, LANES)] * T.Broadcast(o.ws[place.j + r], LANES)
-            )
-
-    @inlined
-    def multiply(o, p, place):
-        # One buffer for each block of x. All sums are in registers.
-        sums = buffers(vectors, SUMS, "int32")
-        each(begin, sums, p, place)
-        # line: cache lines of a weight row. c: four inputs. Weight rows are unrolled.
-        for line in range(k // WIDTH):
-            prefetch_next(o, place, line)
-            for c in range(LANES):
-                add_all(o, place, sums, line * LANES + c)
-        # The remainder of a cache line. 4 divides k, so fours remain.
-        for c in range(k % WIDTH // FOUR):
-            add_all(o, place, sums, k // WIDTH * LANES + c)
-        each(finish, sums, o, p, place)
-        store_blocks(o.y, o.rows, p.sums, vectors, place)
-
-    return multiply
+@inlined
+def _multiply_blocks(k, vectors, o, p, place):
+    """Write the tile of eight weight rows by `vectors` blocks of x."""
+    # One buffer for each block of x. All sums are in registers.
+    sums = buffers(vectors, SUMS, "int32")
+    each(_begin, sums, p, place)
+    # line: cache lines of a weight row. c: four inputs. Weight rows are unrolled.
+    for line in range(k // WIDTH):
+        prefetch_panel(o.w, place, line * WIDTH)
+        for c in range(LANES):
+            _add_all(o, place, sums, line * LANES + c)
+    # The remainder of a cache line. 4 divides k, so fours remain.
+    for c in range(k % WIDTH // FOUR):
+        _add_all(o, place, sums, k // WIDTH * LANES + c)
+    each(_finish, sums, o, p, place)
+    store_blocks(o.y, o.rows, p.sums, vectors, place)
