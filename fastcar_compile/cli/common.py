@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 import functools
+import inspect
 import logging
 import os
+import re
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, cast, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import ParameterInfo
 
 from fastcar_compile.cli import BROKEN_PIPE, INTERRUPTED, RECEIVED, TERMINATED
 from fastcar_compile.cli.output import interactive, print_json, stderr, visible
@@ -89,8 +93,10 @@ def _print_labelled(label: str, style: str, text: str, console: Console | None =
 def command(function: Callable[P, ExitCode | None]) -> Callable[P, None]:
     """Turn a function that returns an ExitCode, or None for OK, into a typer command that reports every error.
 
-    The function must have a parameter `as_json`. Its paths are checked first: see `check_places`.
+    The function must have a parameter `as_json`. Its docstring's `Args:` are the help of its options: see
+    `_documented`. Its paths are checked first: see `check_places`.
     """
+    _documented(function)
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -112,6 +118,33 @@ def command(function: Callable[P, ExitCode | None]) -> Callable[P, None]:
         raise typer.Exit(int(code))
 
     return wrapped
+
+
+_ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+"""A name and its text in the `Args:` of a docstring."""
+
+
+def _documented(function: Callable[..., Any]) -> None:
+    """Give every parameter that the docstring's `Args:` name its typer option, with the text as help.
+
+    A parameter without a default is an argument, and a bool that is False is a flag. Others are told by an `Option` or
+    an `Argument` in the annotation, which gets the help. The command's own help is the docstring before `Args:`.
+    """
+    summary, _, entries = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
+    hints, parameters = get_type_hints(function, include_extras=True), inspect.signature(function).parameters
+    for name, text in _ENTRY.findall(entries):
+        kind, *marks = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+        given = [mark for mark in marks if isinstance(mark, ParameterInfo)]
+        default = parameters[name].default
+        if given:
+            option = copy(given[0])
+        elif default is inspect.Parameter.empty:
+            option = typer.Argument()
+        else:
+            option = typer.Option(*([f"--{name}".replace("_", "-")] if default is False else ()))
+        option.help = " ".join(text.split())
+        hints[name] = Annotated[kind, option, *(mark for mark in marks if mark not in given)]
+    function.__annotations__, function.__doc__ = hints, summary
 
 
 class _Lines(logging.Handler):

@@ -8,11 +8,11 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 
 import fastcar_compile as fc
 from fastcar_compile.cli.common import ExitCode, JsonOption, MayRead, Writes, command, stages
-from fastcar_compile.cli.options import TARGETS, TokensPerFrameOption, names_of, parse_heads, parse_thresholds, written
+from fastcar_compile.cli.options import OUTPUT, TARGETS, TokensPerFrameOption, names_of, parse_heads, parse_thresholds
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text, size_text
 from fastcar_compile.errors import UserError, count_text
 from fastcar_compile.support.values import model_hint
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from fastcar_compile.codegen.plan import Bank, Fallback
     from fastcar_compile.ir.types import LayerSite
+
+FORMATS = "fastcar_compile.config.formats"
 
 
 # The text of `fastcar compile --dry-run`.
@@ -165,72 +167,63 @@ def span(layers: Sequence[int]) -> str:
 
 @command
 def compile_command(
-    model: Annotated[Path, Argument(help="Hugging Face folder (config.json, *.safetensors) or .pt2 file.")],
-    output: Annotated[Path | None, written("Folder of the artifact."), Writes("artifact", folder=True)] = None,
-    target: Annotated[
-        str, Option(help="Target name or .toml file; see `fastcar targets`.", autocompletion=TARGETS), MayRead()
-    ] = "zcu102",
+    model: Path,
+    output: Annotated[Path | None, OUTPUT, Writes("artifact", folder=True)] = None,
+    target: Annotated[str, Option(autocompletion=TARGETS), MayRead()] = "zcu102",
     tokens_per_frame: TokensPerFrameOption = None,
-    max_seq_len: Annotated[int | None, Option(help="Positions of the KV cache; default: the model's.")] = None,
-    batch_size: Annotated[int, Option(help="Rows decoded together.")] = 1,
-    prefill_chunk: Annotated[
-        int | None, Option(help="Tokens per call of the prefill; default: 64, or an equal part of a frame.")
-    ] = None,
-    quant: Annotated[
-        str | None,
-        Option(
-            help="none, bf16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.",
-            autocompletion=names_of("fastcar_compile.config.formats:QUANT_FORMATS.keys"),
-        ),
-    ] = None,
-    gate: Annotated[
-        str,
-        Option(
-            help="What decides: tas, input_delta, bound, learned; always, never, random.",
-            autocompletion=names_of("fastcar_compile.gates:GATES.keys"),
-        ),
-    ] = "tas",
-    gate_weights: Annotated[Path | None, Option(help="Weights of gate learned, .safetensors.")] = None,
-    threshold: Annotated[str | None, Option(help="A number, inf, -inf, or one per layer; default: the gate's.")] = None,
-    heads: Annotated[str | None, Option(help="Query heads of gate tas: 0,2; or 0,2/all/3:1,1:-1 per layer.")] = None,
-    refresh_every: Annotated[int | None, Option(help="Every n-th frame computes everything.")] = None,
-    offload: Annotated[
-        str | None,
-        Option(
-            help="What the accelerator computes: mlp; linears (also projections and head); all (the step). "
-            "Default: all where it can, or linears where that is faster; else mlp."
-        ),
-    ] = None,
-    max_chain: Annotated[int | None, Option(help="Replays in a row at one slot at most.")] = None,
-    couple_cfg: Annotated[bool, Option("--couple-cfg", help="Guidance pairs replay together.")] = False,
-    no_replay: Annotated[bool, Option("--no-replay", help="Compile the dense decoder.")] = False,
-    window: Annotated[int | None, Option(help="Sparse attention: attend to this many last tokens.")] = None,
-    sinks: Annotated[int | None, Option(help="... and to this many first ones; default: 16.")] = None,
-    window_positions: Annotated[
-        str | None, Option(help="Rotary positions with a window: absolute (default), or cache.")
-    ] = None,
-    kv: Annotated[
-        str | None,
-        Option(
-            help="What keys and values are cached as: float32 (default), float16, int8 (default with --offload all).",
-            autocompletion=names_of("fastcar_compile.config.formats:KV_TYPES.keys"),
-        ),
-    ] = None,
-    numerics: Annotated[
-        str | None, Option(help="native, or exact: equal bits on every backend; for w8a8 and w4a8 with --kv int8.")
-    ] = None,
-    host_cpus: Annotated[
-        str, Option(help="Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...")
-    ] = "native",
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Report what would be built; write nothing. Needs no weights.")
-    ] = False,
-    strict: Annotated[bool, Option("--strict", help="Refuse whatever runs in another way than asked for.")] = False,
+    max_seq_len: int | None = None,
+    batch_size: int = 1,
+    prefill_chunk: int | None = None,
+    quant: Annotated[str | None, Option(autocompletion=names_of(f"{FORMATS}:QUANT_FORMATS.keys"))] = None,
+    gate: Annotated[str, Option(autocompletion=names_of("fastcar_compile.gates:GATES.keys"))] = "tas",
+    gate_weights: Path | None = None,
+    threshold: str | None = None,
+    heads: str | None = None,
+    refresh_every: int | None = None,
+    offload: str | None = None,
+    max_chain: int | None = None,
+    couple_cfg: bool = False,
+    no_replay: bool = False,
+    window: int | None = None,
+    sinks: int | None = None,
+    window_positions: str | None = None,
+    kv: Annotated[str | None, Option(autocompletion=names_of(f"{FORMATS}:KV_TYPES.keys"))] = None,
+    numerics: str | None = None,
+    host_cpus: str = "native",
+    dry_run: bool = False,
+    strict: bool = False,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Compile a trained decoder to an artifact.
 
     With --dry-run, say what would be compiled.
+
+    Args:
+        model: Hugging Face folder (config.json, *.safetensors) or .pt2 file.
+        output: Folder of the artifact.
+        target: Target name or .toml file; see `fastcar targets`.
+        max_seq_len: Positions of the KV cache; default: the model's.
+        batch_size: Rows decoded together.
+        prefill_chunk: Tokens per call of the prefill; default: 64, or an equal part of a frame.
+        quant: none, bf16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.
+        gate: What decides: tas, input_delta, bound, learned; always, never, random.
+        gate_weights: Weights of gate learned, .safetensors.
+        threshold: A number, inf, -inf, or one per layer; default: the gate's.
+        heads: Query heads of gate tas: 0,2; or 0,2/all/3:1,1:-1 per layer.
+        refresh_every: Every n-th frame computes everything.
+        offload: What the accelerator computes: mlp; linears (also projections and head); all (the step).
+            Default: all where it can, or linears where that is faster; else mlp.
+        max_chain: Replays in a row at one slot at most.
+        couple_cfg: Guidance pairs replay together.
+        no_replay: Compile the dense decoder.
+        window: Sparse attention: attend to this many last tokens.
+        sinks: ... and to this many first ones; default: 16.
+        window_positions: Rotary positions with a window: absolute (default), or cache.
+        kv: What keys and values are cached as: float32 (default), float16, int8 (default with --offload all).
+        numerics: native, or exact: equal bits on every backend; for w8a8 and w4a8 with --kv int8.
+        host_cpus: Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...
+        dry_run: Report what would be built; write nothing. Needs no weights.
+        strict: Refuse whatever runs in another way than asked for.
     """
     given: dict[str, Any] = dict(locals())
     from fastcar_compile.config.targets import load_target, require_buildable

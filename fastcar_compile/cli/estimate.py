@@ -25,35 +25,45 @@ SHAPE_CONTEXT, SHAPE_QUANT = 512, "w8a8"
 
 @command
 def estimate_command(
-    artifact: Annotated[Path | None, Argument(help="Folder of an artifact; or give --shape.")] = None,
-    shape: Annotated[str | None, Option(help="A decoder by name, without weights, e.g. llama2-7b.")] = None,
-    target: Annotated[
-        str | None, Option(help="Board; default: the artifact's, or zcu102.", autocompletion=TARGETS), MayRead()
-    ] = None,
-    quant: Annotated[str | None, Option(help="w8a8 or w4a8; default: the artifact's, or w8a8.")] = None,
-    context: Annotated[int | None, Option(min=1, help="Positions that attention reads.")] = None,
-    batch: Annotated[int | None, Option(min=1, max=32, help="Rows decoded together.")] = None,
-    replay: Annotated[float | None, Option(help="Share of all MLPs that replay, 0 to 1.")] = None,
-    trace: Annotated[Path | None, Option(help="Recorded decisions (.npy of `fastcar run --trace`).")] = None,
-    offload: Annotated[
-        str | None, Option(help="In the fabric: mlp; linears; all (the step). Default: the artifact's, or compile's.")
-    ] = None,
-    kv: Annotated[str | None, Option(help="Keys and values as float32, float16 or int8.")] = None,
-    sink_window: Annotated[str | None, Option(help="Sparse attention as SINKS,WINDOW tokens.")] = None,
-    gate: Annotated[str | None, Option(help="What decides; default: the artifact's, or tas.")] = None,
-    gate_units: Annotated[int | None, Option(min=1, help="Hidden units of gate learned; default: 16.")] = None,
-    what_if: Annotated[
-        bool, Option("--what-if", help="Predict also a board without artifacts, and what does not fit the memory.")
-    ] = False,
-    plot: Annotated[Path | None, Option(help="Draw the time line of one token into this file."), Writes("plot")] = None,
-    time_line: Annotated[
-        Path | None, Option(help="Write it in Chrome's trace format, call by call."), Writes("time line")
-    ] = None,
+    artifact: Annotated[Path | None, Argument()] = None,
+    shape: str | None = None,
+    target: Annotated[str | None, Option(autocompletion=TARGETS), MayRead()] = None,
+    quant: str | None = None,
+    context: Annotated[int | None, Option(min=1)] = None,
+    batch: Annotated[int | None, Option(min=1, max=32)] = None,
+    replay: float | None = None,
+    trace: Path | None = None,
+    offload: str | None = None,
+    kv: str | None = None,
+    sink_window: str | None = None,
+    gate: str | None = None,
+    gate_units: Annotated[int | None, Option(min=1)] = None,
+    what_if: bool = False,
+    plot: Annotated[Path | None, Writes("plot")] = None,
+    time_line: Annotated[Path | None, Writes("time line")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict speed, energy and resources on a board.
 
     Nothing is run: the model of the hardware simulates one decode step.
+
+    Args:
+        artifact: Folder of an artifact; or give --shape.
+        shape: A decoder by name, without weights, e.g. llama2-7b.
+        target: Board; default: the artifact's, or zcu102.
+        quant: w8a8 or w4a8; default: the artifact's, or w8a8.
+        context: Positions that attention reads.
+        batch: Rows decoded together.
+        replay: Share of all MLPs that replay, 0 to 1.
+        trace: Recorded decisions (.npy of `fastcar run --trace`).
+        offload: In the fabric: mlp; linears; all (the step). Default: the artifact's, or compile's.
+        kv: Keys and values as float32, float16 or int8.
+        sink_window: Sparse attention as SINKS,WINDOW tokens.
+        gate: What decides; default: the artifact's, or tas.
+        gate_units: Hidden units of gate learned; default: 16.
+        what_if: Predict also a board without artifacts, and what does not fit the memory.
+        plot: Draw the time line of one token into this file.
+        time_line: Write it in Chrome's trace format, call by call.
     """
     from fastcar_compile.codegen.hls.model.gate import GateModel
     from fastcar_compile.codegen.hls.model.rows import load_trace

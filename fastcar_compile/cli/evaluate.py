@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
-
 import fastcar_compile as fc
 from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, MayRead, Writes, command, stages
@@ -23,43 +21,49 @@ if TYPE_CHECKING:
 
 @command
 def evaluate_command(
-    decoder: Annotated[Path, Argument(help="Folder of an artifact, or of a Hugging Face decoder.")],
+    decoder: Path,
     videos: options.VideosOption,
-    calibration_videos: Annotated[Path | None, Option(help="Others, on which thresholds are chosen.")] = None,
-    gates: Annotated[str, Option(help="Separated by commas.")] = "tas,input_delta",
-    heads: Annotated[str | None, Option(help="Query heads of gate tas, as `fastcar compile` takes them.")] = None,
-    gate_weights: Annotated[
-        Path | None, Option(help="Weights of gate learned, .safetensors; default: those of the artifact.")
-    ] = None,
-    couple_cfg: Annotated[
-        bool, Option("--couple-cfg", help="Videos b and b + N / 2 are a guidance pair and replay together.")
-    ] = False,
-    ratios: Annotated[str, Option(help="Replay ratios of t >= F, separated by commas.")] = "0.5,0.8",
-    calibrations: Annotated[str, Option(help="Separated by commas.")] = "calibrated,uniform,random",
-    cases: Annotated[Path | None, Option(help="File of --save-cases: these instead of a calibration.")] = None,
-    save_cases: Annotated[Path | None, Option(help="Write the cases, with their thresholds."), Writes("cases")] = None,
-    sparse_attention: Annotated[
-        str, Option(help='"none" and "window/sinks", separated by commas: every case with each of these.')
-    ] = "none",
-    detokenize: Annotated[
-        str | None, Option(help="module:function or file.py:function, for PSNR, SSIM and pictures."), MayRead()
-    ] = None,
+    calibration_videos: Path | None = None,
+    gates: str = "tas,input_delta",
+    heads: str | None = None,
+    gate_weights: Path | None = None,
+    couple_cfg: bool = False,
+    ratios: str = "0.5,0.8",
+    calibrations: str = "calibrated,uniform,random",
+    cases: Path | None = None,
+    save_cases: Annotated[Path | None, Writes("cases")] = None,
+    sparse_attention: str = "none",
+    detokenize: Annotated[str | None, MayRead()] = None,
     tokens_per_frame: options.TokensPerFrameOption = None,
-    quant: Annotated[str, Option(help="Of a Hugging Face decoder: none, w8a8 or w4a8.")] = "none",
+    quant: str = "none",
     prompt: options.PromptOption = 1,
     counted: options.CountedOption = None,
-    journal: Annotated[
-        Path | None,
-        Option(help="Folder that keeps every measurement; goes on from it."),
-        Writes("journal", folder=True),
-    ] = None,
-    output: Annotated[Path | None, options.written("Write the rows to this JSON file."), Writes()] = None,
-    plots: Annotated[Path | None, Option(help="Folder for the pictures."), Writes("pictures", folder=True)] = None,
+    journal: Annotated[Path | None, Writes("journal", folder=True)] = None,
+    output: Annotated[Path | None, options.OUTPUT, Writes()] = None,
+    plots: Annotated[Path | None, Writes("pictures", folder=True)] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure replay against the dense decoder.
 
     The videos should be none that the gate or the decoder was trained on.
+
+    Args:
+        decoder: Folder of an artifact, or of a Hugging Face decoder.
+        calibration_videos: Others, on which thresholds are chosen.
+        gates: Separated by commas.
+        heads: Query heads of gate tas, as `fastcar compile` takes them.
+        gate_weights: Weights of gate learned, .safetensors; default: those of the artifact.
+        couple_cfg: Videos b and b + N / 2 are a guidance pair and replay together.
+        ratios: Replay ratios of t >= F, separated by commas.
+        calibrations: Separated by commas.
+        cases: File of --save-cases: these instead of a calibration.
+        save_cases: Write the cases, with their thresholds.
+        sparse_attention: "none" and "window/sinks", separated by commas: every case with each of these.
+        detokenize: module:function or file.py:function, for PSNR, SSIM and pictures.
+        quant: Of a Hugging Face decoder: none, w8a8 or w4a8.
+        journal: Folder that keeps every measurement; goes on from it.
+        output: Write the rows to this JSON file.
+        plots: Folder for the pictures.
     """
     from fastcar_compile.tune import evaluate
     from fastcar_compile.tune.evaluate.plots import draw

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from posixpath import basename, dirname
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from typer import Argument, Option
+from typer import Option
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.layout import SIGNATURE
@@ -27,23 +27,29 @@ if TYPE_CHECKING:
 @command
 def inspect_command(
     artifact: ArtifactArgument,
-    sites: Annotated[bool, Option("--sites", help="The layers found, and where.")] = False,
-    before: Annotated[bool, Option("--before", help="The decode graph before the passes.")] = False,
-    after: Annotated[bool, Option("--after", help="The decode graph after the passes.")] = False,
-    explain: Annotated[bool, Option("--explain", help="What was inserted, and why.")] = False,
-    layer: Annotated[int | None, Option(help="With --explain: only this layer.")] = None,
-    node: Annotated[str | None, Option(help="With --explain: only this node.")] = None,
-    html: Annotated[
-        Path | None, Option(help="Write all of it as one self-contained page into this file."), Writes("page")
-    ] = None,
-    trace: Annotated[
-        Path | None, Option(help="With --html: recorded decisions (.npy of `fastcar run --trace`).")
-    ] = None,
+    sites: bool = False,
+    before: bool = False,
+    after: bool = False,
+    explain: bool = False,
+    layer: int | None = None,
+    node: str | None = None,
+    html: Annotated[Path | None, Writes("page")] = None,
+    trace: Path | None = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show an artifact: summary, layers, graphs or reasons.
 
     With --html, write all of it as a page.
+
+    Args:
+        sites: The layers found, and where.
+        before: The decode graph before the passes.
+        after: The decode graph after the passes.
+        explain: What was inserted, and why.
+        layer: With --explain: only this layer.
+        node: With --explain: only this node.
+        html: Write all of it as one self-contained page into this file.
+        trace: With --html: recorded decisions (.npy of `fastcar run --trace`).
     """
     from fastcar_compile.codegen.hls.model.rows import load_trace
 
@@ -183,15 +189,17 @@ PARTS = "options,versions,figures,graphs,weights,sections,files"
 
 @command
 def diff_command(
-    a: Annotated[Path, Argument(help="Folder of an artifact, or a graph file (.json).")],
-    b: Annotated[Path, Argument(help="The other one.")],
-    only: Annotated[str, Option(help="Parts, separated by commas.")] = PARTS,
-    rows: Annotated[int, Option(min=1, help="Lines to show of each part; --json has all.")] = 20,
-    as_json: JsonOption = False,
+    a: Path, b: Path, only: str = PARTS, rows: Annotated[int, Option(min=1)] = 20, as_json: JsonOption = False
 ) -> ExitCode:
     """Show what differs between artifacts or graph files.
 
     The exit code is 1 where anything does.
+
+    Args:
+        a: Folder of an artifact, or a graph file (.json).
+        b: The other one.
+        only: Parts, separated by commas.
+        rows: Lines to show of each part; --json has all.
     """
     wanted, known = {name.strip() for name in only.split(",")}, PARTS.split(",")
     if wanted - {*known}:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from typer import Argument, Option
 
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
-from fastcar_compile.cli.options import written
+from fastcar_compile.cli.options import OUTPUT
 from fastcar_compile.cli.output import print_json, print_result, print_table, print_text, visible
 from fastcar_compile.errors import UserError, os_errors
 
@@ -29,22 +29,26 @@ Graph = Literal["before", "after"]
 
 @command
 def opt_command(
-    path: Annotated[
-        Path | None, Argument(help="Graph file (.json), or folder of an artifact.", show_default=False)
-    ] = None,
-    graph: Annotated[Graph, Option(help="Of an artifact: before or after the rewrite.")] = "before",
-    passes: Annotated[
-        str, Option("--passes", "-p", help="Such as 'canonicalize,skip-rows{\"couple_cfg\": true}'.")
-    ] = "",
-    output: Annotated[
-        Path | None, written("Write the result: *.json as a graph file, else the listing."), Writes("result")
-    ] = None,
-    verify_each: Annotated[bool, Option(help="Verify the program after every pass, not after the last only.")] = True,
-    print_after_all: Annotated[bool, Option(help="Print the listing after every pass, on stderr.")] = False,
-    list_passes: Annotated[bool, Option(help="List the passes, their options and types, and stop.")] = False,
+    path: Annotated[Path | None, Argument(show_default=False)] = None,
+    graph: Graph = "before",
+    passes: Annotated[str, Option("--passes", "-p")] = "",
+    output: Annotated[Path | None, OUTPUT, Writes("result")] = None,
+    verify_each: bool = True,
+    print_after_all: Annotated[bool, Option()] = False,
+    list_passes: Annotated[bool, Option()] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run passes over a saved graph, and show the result."""
+    """Run passes over a saved graph, and show the result.
+
+    Args:
+        path: Graph file (.json), or folder of an artifact.
+        graph: Of an artifact: before or after the rewrite.
+        passes: Such as 'canonicalize,skip-rows{"couple_cfg": true}'.
+        output: Write the result: *.json as a graph file, else the listing.
+        verify_each: Verify the program after every pass, not after the last only.
+        print_after_all: Print the listing after every pass, on stderr.
+        list_passes: List the passes, their options and types, and stop.
+    """
     if list_passes:
         _list_passes(as_json)
         return

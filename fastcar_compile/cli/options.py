@@ -30,10 +30,8 @@ def names_of(where: str) -> Callable[[], list[str]]:
     return names
 
 
-def written(help: str) -> Any:
-    """Return the option that names the file or folder which a command writes."""
-    return Option("--output", "-o", help=help)
-
+OUTPUT = Option("--output", "-o")
+"""The option that names the file or folder which a command writes."""
 
 TARGETS = names_of("fastcar_compile.config.targets:available_targets")
 BACKENDS = names_of("fastcar_compile.runtime.backends:BACKENDS.names")

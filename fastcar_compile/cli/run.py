@@ -42,33 +42,51 @@ class Clock:
 @command
 def run_command(
     artifact: options.ArtifactArgument,
-    prompt: Annotated[str | None, Option(help="Token ids, separated by commas or blanks.")] = None,
-    prompt_file: Annotated[Path | None, Option(help=".npy, .npz or .safetensors, int64 [P] or [B, P].")] = None,
-    num_tokens: Annotated[int, Option(min=1, help="Tokens to generate.")] = 256,
-    backend: Annotated[
-        str, Option(help="cpu, onnxruntime, hls-csim, eager or board.", autocompletion=options.BACKENDS)
-    ] = "cpu",
+    prompt: str | None = None,
+    prompt_file: Path | None = None,
+    num_tokens: Annotated[int, Option(min=1)] = 256,
+    backend: Annotated[str, Option(autocompletion=options.BACKENDS)] = "cpu",
     threshold: options.ThresholdOption = None,
-    thresholds: Annotated[Path | None, Option(help="File of `fastcar calibrate`.")] = None,
-    seed: Annotated[int, Option(min=0, help="Of the sampling.")] = 0,
-    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, Option(help="Draw among so many most probable tokens.")] = None,
-    top_p: Annotated[float | None, Option(help="Draw among the most probable tokens of this sum.")] = None,
-    repetition_penalty: Annotated[float, Option(help="Above 1: against tokens that were there.")] = 1.0,
-    guidance: Annotated[float, Option(help="Classifier-free guidance of pairs of rows; 1 has no effect.")] = 1.0,
-    negative_prompt: Annotated[str | None, Option(help="The prompt that guidance leads away from.")] = None,
-    context: Annotated[Path | None, Option(help="What cross-attention reads: float32 [B, L, C].")] = None,
-    context_mask: Annotated[Path | None, Option(help="Its tokens that are seen: bool [B, L].")] = None,
-    threads: Annotated[int | None, Option(min=1, help="CPU threads.")] = None,
-    output: Annotated[Path | None, options.written("Write the tokens to this .npy file."), Writes()] = None,
-    trace: Annotated[Path | None, Option(help="Write the replay decisions to this .npy file."), Writes("trace")] = None,
+    thresholds: Path | None = None,
+    seed: Annotated[int, Option(min=0)] = 0,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    guidance: float = 1.0,
+    negative_prompt: str | None = None,
+    context: Path | None = None,
+    context_mask: Path | None = None,
+    threads: Annotated[int | None, Option(min=1)] = None,
+    output: Annotated[Path | None, options.OUTPUT, Writes()] = None,
+    trace: Annotated[Path | None, Writes("trace")] = None,
     digest: DigestOption = None,
     public_key: KeyOption = None,
     policy: PolicyOption = None,
     reread: RereadOption = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Generate tokens; print replay ratio and speed."""
+    """Generate tokens; print replay ratio and speed.
+
+    Args:
+        prompt: Token ids, separated by commas or blanks.
+        prompt_file: .npy, .npz or .safetensors, int64 [P] or [B, P].
+        num_tokens: Tokens to generate.
+        backend: cpu, onnxruntime, hls-csim, eager or board.
+        thresholds: File of `fastcar calibrate`.
+        seed: Of the sampling.
+        temperature: 0 is greedy.
+        top_k: Draw among so many most probable tokens.
+        top_p: Draw among the most probable tokens of this sum.
+        repetition_penalty: Above 1: against tokens that were there.
+        guidance: Classifier-free guidance of pairs of rows; 1 has no effect.
+        negative_prompt: The prompt that guidance leads away from.
+        context: What cross-attention reads: float32 [B, L, C].
+        context_mask: Its tokens that are seen: bool [B, L].
+        threads: CPU threads.
+        output: Write the tokens to this .npy file.
+        trace: Write the replay decisions to this .npy file.
+    """
     if (prompt is None) == (prompt_file is None):
         raise UserError("exactly one of --prompt and --prompt-file is needed", hint="for example --prompt 16")
     options.require_one({"--threshold": threshold, "--thresholds": thresholds})

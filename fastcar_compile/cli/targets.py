@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 @command
 def targets_command(
-    name: Annotated[
-        str | None, Argument(help="A target's name or a path to its .toml file.", autocompletion=TARGETS)
-    ] = None,
-    as_json: JsonOption = False,
+    name: Annotated[str | None, Argument(autocompletion=TARGETS)] = None, as_json: JsonOption = False
 ) -> None:
-    """List the targets, or show one with its sources."""
+    """List the targets, or show one with its sources.
+
+    Args:
+        name: A target's name or a path to its .toml file.
+    """
     if name is not None:
         target = fc.load_target(name)
         facts = {"target": target.model_dump(mode="json"), "budget": target.budget()}

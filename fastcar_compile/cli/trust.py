@@ -55,11 +55,9 @@ def open_artifact(path: Path, digest: str | None, public_key: Path | None, rerea
 @command
 def sign_command(
     artifact: ArtifactArgument,
-    key: Annotated[Path | None, typer.Option(help="Private key, PEM (openssl ecparam -name prime256v1 ...).")] = None,
-    passphrase_file: Annotated[
-        Path | None, typer.Option(help=f"First line: the key's passphrase; default: {PASSPHRASE}.")
-    ] = None,
-    ask_passphrase: Annotated[bool, typer.Option("--ask-passphrase", help="Ask for it.")] = False,
+    key: Path | None = None,
+    passphrase_file: Path | None = None,
+    ask_passphrase: bool = False,
     certificate: Annotated[str | None, _removed("--certificate")] = None,
     keyless: Annotated[bool, _removed("--keyless")] = False,
     as_json: JsonOption = False,
@@ -67,6 +65,11 @@ def sign_command(
     """Sign an artifact.
 
     The signature covers the manifest and every file, and lies in the artifact as signature.json.
+
+    Args:
+        key: Private key, PEM (openssl ecparam -name prime256v1 ...).
+        passphrase_file: First line: the key's passphrase; default: FASTCAR_KEY_PASSPHRASE.
+        ask_passphrase: Ask for it.
     """
     if key is None:
         raise UserError("no private key is given", hint="for example --key signing.pem")
@@ -80,7 +83,7 @@ def sign_command(
 @command
 def verify_signature_command(
     artifact: ArtifactArgument,
-    key: Annotated[Path | None, typer.Option(help="Public key of who must have signed, PEM.")] = None,
+    key: Path | None = None,
     digest: DigestOption = None,
     root: Annotated[str | None, _removed("--root")] = None,
     issuer: Annotated[str | None, _removed("--issuer")] = None,
@@ -90,6 +93,9 @@ def verify_signature_command(
     """Check who signed an artifact, and every file of it.
 
     The exit code is 2 unless everything that is asked for holds. Nothing of the artifact is loaded.
+
+    Args:
+        key: Public key of who must have signed, PEM.
     """
     with stages(as_json, "verify-signature") as show:
         show("checking the files")

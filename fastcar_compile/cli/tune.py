@@ -31,9 +31,8 @@ Units = Annotated[int, Option(help="Of the hidden layer of gate learned.")]
 Steps = Annotated[int, Option(help="Of the optimiser.")]
 Batch = Annotated[int, Option(help="Videos per step.")]
 Seed = Annotated[int, Option(help="Of first weights, order of videos and noise.")]
-Checkpoint = Annotated[
-    Path | None, Option(help="An interrupted training goes on from this file."), Writes("checkpoint")
-]
+_RESUMED = Option(help="An interrupted training goes on from this file.")
+Checkpoint = Annotated[Path | None, _RESUMED, Writes("checkpoint")]
 
 
 @command
@@ -41,7 +40,7 @@ def train_gate_command(
     decoder: Decoder,
     videos: options.VideosOption,
     target_replay: TargetReplay,
-    output: Annotated[Path, options.written("Write the gate to this .safetensors file."), Writes("gate")],
+    output: Annotated[Path, options.OUTPUT, Writes("gate")],
     gate: Gate = "learned",
     start: Start = None,
     units: Units = 16,
@@ -54,7 +53,11 @@ def train_gate_command(
     checkpoint: Checkpoint = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a gate for a decoder whose weights stay."""
+    """Train a gate for a decoder whose weights stay.
+
+    Args:
+        output: Write the gate to this .safetensors file.
+    """
     found = _trained("train-gate", fc.train_gate, locals(), lambda gate: gate.save(output))
     print_result(as_json, found.facts(), lambda: show_gate(found, output))
 
@@ -96,12 +99,8 @@ def tune_decoder_command(
     decoder: Decoder,
     videos: options.VideosOption,
     target_replay: TargetReplay,
-    output: Annotated[
-        Path,
-        options.written("New folder: the decoder in model/, the gate in gate.safetensors."),
-        Writes(folder=True),
-    ],
-    rate: Annotated[float, Option(help="Peak learning rate of the decoder's weights.")] = 1e-3,
+    output: Annotated[Path, options.OUTPUT, Writes(folder=True)],
+    rate: float = 1e-3,
     gate: Gate = "learned",
     start: Start = None,
     units: Units = 16,
@@ -117,6 +116,10 @@ def tune_decoder_command(
     """Fine-tune a decoder together with its gate.
 
     The tuned decoder predicts well where its MLPs replay.
+
+    Args:
+        output: New folder: the decoder in model/, the gate in gate.safetensors.
+        rate: Peak learning rate of the decoder's weights.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError("the output exists already", where=str(output), hint="give a new folder")
@@ -136,28 +139,31 @@ def tune_decoder_command(
 
 @command
 def calibrate_command(
-    artifact: Annotated[Path, Argument(help="Folder of the artifact, compiled with the gate to calibrate.")],
+    artifact: Path,
     videos: options.VideosOption,
-    target_replay: Annotated[float | None, Option(help="Least share of the forwards t >= F that replay.")] = None,
-    max_nll_increase: Annotated[float | None, Option(help="Greatest increase of the NLL; 0.1: 10 %.")] = None,
+    target_replay: float | None = None,
+    max_nll_increase: float | None = None,
     prompt: options.PromptOption = 1,
     counted: options.CountedOption = None,
-    search_videos: Annotated[
-        int | None, Option(min=1, help="On how many of the videos layers share the replay out; all meet the target.")
-    ] = None,
-    output: Annotated[Path | None, options.written("Write the thresholds to this file."), Writes("thresholds")] = None,
-    store: Annotated[bool, Option("--store", help="Keep them in the artifact, for every later session.")] = False,
-    drop_signature: Annotated[
-        bool, Option("--drop-signature", help="With --store: of a signed artifact, remove the signature.")
-    ] = False,
-    journal: Annotated[
-        Path | None,
-        Option(help="Keeps the measurements; an interrupted calibration goes on from it."),
-        Writes("journal"),
-    ] = None,
+    search_videos: Annotated[int | None, Option(min=1)] = None,
+    output: Annotated[Path | None, options.OUTPUT, Writes("thresholds")] = None,
+    store: bool = False,
+    drop_signature: bool = False,
+    journal: Annotated[Path | None, Writes("journal")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Choose the thresholds of an artifact on some videos."""
+    """Choose the thresholds of an artifact on some videos.
+
+    Args:
+        artifact: Folder of the artifact, compiled with the gate to calibrate.
+        target_replay: Least share of the forwards t >= F that replay.
+        max_nll_increase: Greatest increase of the NLL; 0.1: 10 %.
+        search_videos: On how many of the videos layers share the replay out; all meet the target.
+        output: Write the thresholds to this file.
+        store: Keep them in the artifact, for every later session.
+        drop_signature: With --store: of a signed artifact, remove the signature.
+        journal: Keeps the measurements; an interrupted calibration goes on from it.
+    """
     if output is None and not store and not as_json:
         raise UserError("the thresholds would go nowhere", hint="give --output FILE, --store or --json")
     if store and not drop_signature and (artifact / SIGNATURE).exists():

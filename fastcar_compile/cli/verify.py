@@ -72,20 +72,11 @@ class Allowed:
 @command
 def verify_command(
     artifact: ArtifactArgument,
-    backends: Annotated[
-        str | None, Option(help="Backends, separated by commas; default: all that the artifact has.")
-    ] = None,
-    tokens: Annotated[int | None, Option(min=1, help="Decode steps; default: two frames.")] = None,
-    tolerance: Annotated[
-        float | None,
-        Option(
-            min=0.0,
-            help="Largest allowed |logit difference|; default: 1e-3, quantised 5e-2 or twice what a change of the "
-            "reference in the last place gives.",
-        ),
-    ] = None,
+    backends: str | None = None,
+    tokens: Annotated[int | None, Option(min=1)] = None,
+    tolerance: Annotated[float | None, Option(min=0.0)] = None,
     threshold: ThresholdOption = None,
-    seed: Annotated[int, Option(help="Of the random inputs.")] = 0,
+    seed: int = 0,
     digest: DigestOption = None,
     public_key: KeyOption = None,
     policy: PolicyOption = None,
@@ -94,6 +85,13 @@ def verify_command(
     """Compare every backend with eager PyTorch.
 
     Every backend decodes the same random inputs. The exit code is 1 if one is out of tolerance or decides differently.
+
+    Args:
+        backends: Backends, separated by commas; default: all that the artifact has.
+        tokens: Decode steps; default: two frames.
+        tolerance: Largest allowed |logit difference|; default: 1e-3, quantised 5e-2 or twice what a change of the
+            reference in the last place gives.
+        seed: Of the random inputs.
     """
     from fastcar_compile.config.formats import quant_format
 
