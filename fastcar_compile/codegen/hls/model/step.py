@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp
 from fastcar_compile.codegen.hls.design.loops import Load
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork, VectorWork, vector_loops
-from fastcar_compile.codegen.hls.model.engine import AttendCall, Call, Engine, LoopCall
+from fastcar_compile.codegen.hls.model.engine import AttendCall, Call, CallPart, Engine, LoopCall
 from fastcar_compile.codegen.hls.model.gate import GateModel
 from fastcar_compile.codegen.hls.model.shapes import LinearShape
 from fastcar_compile.codegen.hls.model.workload import Workload
@@ -163,15 +163,15 @@ class Step:
     def call(self, name: str, layer: int, board: Board, call: Call) -> None:
         """Append one start of the engine: its launch, the controller, its rows, its weights."""
         self.add(f"start {name}", layer, "launch", board.host.call_seconds)
-        self.instruction(layer, board, call)
+        self.instruction(layer, call.title, board.engine.parts_of(call))
 
-    def instruction(self, layer: int, board: Board, call: Call) -> None:
+    def instruction(self, layer: int, title: str, parts: Iterable[CallPart]) -> None:
         """Append what the engine does, without a launch."""
         start, moved = self.seconds, self.bytes
-        for part in board.engine.parts_of(call):
+        for part in parts:
             self.weight_bytes += part.bytes if part.unit in STREAMING else 0.0
             self.add(part.name, layer, part.unit, part.seconds, part.bytes)
-        self.calls.append(Segment(call.title, layer, "call", start, self.seconds - start, self.bytes - moved))
+        self.calls.append(Segment(title, layer, "call", start, self.seconds - start, self.bytes - moved))
 
 
 def simulate_step(board: Board, loads: Sequence[Load], attended: float) -> Step:
@@ -265,26 +265,25 @@ SAMPLE_FLOPS = 16
 """Operations of sampling per logit, most of them a power. Estimate."""
 
 
-def run_program(board: Board, kernel: StepKernel, loads: Sequence[Load], attended: float) -> Step:
+def run_program(board: Board, times: ProgramTimes, loads: Sequence[Load], attended: float) -> Step:
     """Return the time line of one forward: the host embeds, launches once and samples.
 
     Args:
-        loads: per layer the rows that compute in the MLP. attended: rows of the cache that are filled.
+        times: of the board's program. loads: per layer the rows that compute in the MLP. attended: rows of the cache
+            that are filled.
     """
     run, host, shape, batch = Step(), board.host, board.work.shape, board.work.batch
     moved = 2 * 4 * shape.hidden * batch
     run.add("embed", 0, "host", host.seconds(bytes_read=moved), moved)
     run.add("start step", 0, "launch", host.call_seconds)
-    calls = _Calls(board, max(1, round(attended)))
-    program = kernel.program if board.gate is not None else kernel.dense
-    decided = False
-    for instruction in program.instructions:
+    positions, decided = max(1, round(attended)), False
+    for number, instruction in enumerate(times.program.instructions):
         decided = decided or isinstance(instruction, step.Decide)
         load = loads[instruction.layer] if decided or isinstance(instruction, step.Mlp) else board.every
         decided = decided and not isinstance(instruction, step.Replay)
-        call = calls.of(instruction, load)
-        if call is not None:
-            run.instruction(instruction.layer, board, call)
+        timed = times.of(number, load, positions)
+        if timed is not None:
+            run.instruction(instruction.layer, *timed)
     if shape.vocab:
         logits = shape.vocab * batch
         seconds = host.row_seconds(SAMPLE_BYTES * logits) + host.seconds(flops=SAMPLE_FLOPS * logits)
@@ -292,15 +291,35 @@ def run_program(board: Board, kernel: StepKernel, loads: Sequence[Load], attende
     return run
 
 
-@dataclass(frozen=True)
-class _Calls:
-    """What the engine does for an instruction. positions: rows of the cache that are filled."""
+Timed = tuple[str, tuple[CallPart, ...]]
+"""Title and spans of a call."""
 
-    board: Board
-    positions: int
 
-    def of(self, instruction: Instruction, load: Load) -> Call | None:
-        """Return the call of an instruction, with the rows that compute in its layer; None: it takes no time."""
+class ProgramTimes:
+    """What the engine does for each instruction of a board's program.
+
+    Hundreds of forwards differ in few instructions: what is known is kept by the instruction's place, as the hash of a
+    call takes longer than a look at a place.
+    """
+
+    def __init__(self, board: Board, kernel: StepKernel) -> None:
+        self.board, self.program = board, kernel.program if board.gate is not None else kernel.dense
+        self._known: dict[tuple[int, int, int, int], Timed | None] = {}
+
+    def of(self, number: int, load: Load, positions: int) -> Timed | None:
+        """Return title and spans of an instruction; None: it takes no time.
+
+        Args:
+            load: the rows that compute in its layer. positions: rows of the cache that are filled.
+        """
+        instruction = self.program.instructions[number]
+        key = number, load.rows, load.passes, positions if isinstance(instruction, step.Attend) else 0
+        if key not in self._known:
+            call = self._call(instruction, load, positions)
+            self._known[key] = None if call is None else (call.title, self.board.engine.parts_of(call))
+        return self._known[key]
+
+    def _call(self, instruction: Instruction, load: Load, positions: int) -> Call | None:
         engine = self.board.engine
         match instruction:
             case step.Linear():
@@ -310,7 +329,7 @@ class _Calls:
                 linears = self.board.work.shape.mlp_linears
                 return engine.array_call(linears, load, on_chip=True, stays=True) if load.rows else None
             case step.Attend():
-                return AttendCall(self._attend(instruction))
+                return AttendCall(self._attend(instruction, positions))
             case _:
                 return self._vector(instruction, load)
 
@@ -320,11 +339,11 @@ class _Calls:
         name = "head" if instruction.target is Place.OUTPUT else names.get(size, "linear")
         return LinearShape(name, *size)
 
-    def _attend(self, instruction: step.Attend) -> AttendWork:
+    def _attend(self, instruction: step.Attend, filled: int) -> AttendWork:
         queries = instruction.heads // instruction.key_heads
         group = min(self.board.engine.design.group, queries)
         rows, ports = self.board.work.batch, self.board.engine.design.ports
-        whole = -(-self.positions // BLOCK) * BLOCK  # tiles of values; so few forwards differ
+        whole = -(-filled // BLOCK) * BLOCK  # tiles of values; so few forwards differ
         positions = min(whole, instruction.sinks + instruction.ring)
         return AttendWork(rows, instruction.key_heads, queries, group, instruction.blocks, ports, positions)
 

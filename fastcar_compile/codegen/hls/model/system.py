@@ -14,7 +14,7 @@ from fastcar_compile.codegen.hls.design.exploration import resources_of
 from fastcar_compile.codegen.hls.design.memory import capacity, measured_cap, peak_bandwidth
 from fastcar_compile.codegen.hls.model.question import Question, ask
 from fastcar_compile.codegen.hls.model.rows import Decisions, Mapping, passes_of
-from fastcar_compile.codegen.hls.model.step import STREAMING, Board, Step, run_program, simulate_step
+from fastcar_compile.codegen.hls.model.step import STREAMING, Board, ProgramTimes, Step, run_program, simulate_step
 from fastcar_compile.codegen.hls.model.workload import Offload, Workload
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.config.targets import Target
@@ -226,7 +226,8 @@ class Run:
         keys = loads.reshape(len(trace), -1)
         kinds, kind_of, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
         means = np.bincount(kind_of.reshape(-1), attended) / counts
-        steps = [_forward(board, kind, positions) for kind, positions in zip(kinds.tolist(), means, strict=True)]
+        times = None if board.kernel is None else ProgramTimes(board, board.kernel)
+        steps = [_forward(board, times, kind, positions) for kind, positions in zip(kinds.tolist(), means, strict=True)]
         share = counts / counts.sum()
 
         def mean(values: list[float]) -> float:
@@ -244,9 +245,9 @@ class Run:
         )
 
 
-def _forward(board: Board, kind: list[int], attended: float) -> Step:
+def _forward(board: Board, times: ProgramTimes | None, kind: list[int], attended: float) -> Step:
     """Return one forward. kind: per layer the computing rows and the passes of the busiest core."""
     loads = tuple(map(board.engine.load, kind[::2], kind[1::2]))
-    if board.kernel is not None:
-        return run_program(board, board.kernel, loads, attended)
+    if times is not None:
+        return run_program(board, times, loads, attended)
     return simulate_step(board, loads, attended)
