@@ -176,7 +176,7 @@ def test_rows_that_the_host_has_replay_are_not_computed(
     assert steps == [register for register in registers.reshape(-1).tolist() if register]
 
 
-@pytest.mark.parametrize("name", ["learned_artifact", "bound_artifact"])
+@pytest.mark.parametrize("name", ["learned_artifact", pytest.param("bound_artifact", marks=pytest.mark.thorough)])
 def test_the_fabric_decides(
     name: str, request: pytest.FixtureRequest, native: Machine, fake_library: Fake, tmp_path: Path
 ) -> None:

@@ -24,8 +24,8 @@ class Case:
         mlp: the layers' MLPs as a regular expression over module paths; its only group is the layer's number. An MLP
             that is no module of its own is found by its first and last linear, (first, last).
         gate: what decides in the replayed decode: "tas" or "input_delta".
-        full: every run of the tests compiles it for eager, cpu and onnxruntime; others only where FAMILIES=all.
-        hls: every run of the tests simulates its accelerator; others only where FAMILIES=all.
+        full: every run of the tests compiles it for eager, cpu and onnxruntime; `make thorough` does so for all.
+        hls: every run of the tests simulates its accelerator; `make thorough` does so for all.
         kv: type of cached keys and values.
         headless: it takes embeddings. classes: token ids after the vocabulary, one of which begins a sequence.
         warned: the beginning of the compiler's warning; None: there is none.

@@ -20,7 +20,7 @@ without a cache, with hooks on its MLPs that follow [the gates' definition](gate
 and all decisions are equal. With keys and values in float16 or int8, logits differ by at most 5e-4 or 1e-2: a value
 near the middle of two stored values may round the other way.
 
-`make families` decodes every case on `eager`, `cpu`, `onnxruntime` and `hls-csim`, the C simulation of the
+`make thorough` decodes every case on `eager`, `cpu`, `onnxruntime` and `hls-csim`, the C simulation of the
 accelerator. There, a w8a8 artifact gives the logits and decisions of `cpu` bit for bit. An ordinary run of the tests
 decodes every case on `eager`, and some cases on more backends: the last column names the backends.
 

@@ -1,10 +1,9 @@
 """Every case of the list, against the independent reference.
 
 Every case runs as a rewritten graph. Those that `full` marks are compiled once too and run on every backend: they have
-between them every operator. FAMILIES=all (`make families`) compiles all of them, and simulates the accelerator of each.
+between them every operator. `make thorough` compiles all of them, and simulates the accelerator of each.
 """
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.huggingface import fixed_frequencies
@@ -24,12 +24,16 @@ from .rope_cases import ROPE
 from .runs import check, compiled, decode, inputs_of, rewritten
 
 BACKENDS = ("eager", "cpu", "onnxruntime")
-EVERY = os.environ.get("FAMILIES") == "all"
 RIGHT = [case for case in CASES if case.refused is None]
 
 
 def by_name(case: Case) -> str:
     return case.name
+
+
+def marked(chosen: Callable[[Case], bool]) -> list[ParameterSet]:
+    """All right cases; those that are not chosen are for a thorough run."""
+    return [pytest.param(case, marks=() if chosen(case) else pytest.mark.thorough) for case in RIGHT]
 
 
 def expected(case: Case) -> tuple[Run, Run]:
@@ -38,19 +42,19 @@ def expected(case: Case) -> tuple[Run, Run]:
     return dense(case, inputs), replayed(case, inputs)
 
 
-@pytest.mark.parametrize("case", [c for c in RIGHT if not (EVERY or c.full)], ids=by_name)
+@pytest.mark.parametrize("case", [case for case in RIGHT if not case.full], ids=by_name)
 def test_the_rewritten_graph_decodes_as_the_original(case: Case) -> None:
     check(rewritten(case), case, *expected(case))
 
 
-@pytest.mark.parametrize("case", [c for c in RIGHT if EVERY or c.full], ids=by_name)
+@pytest.mark.parametrize("case", marked(lambda case: case.full), ids=by_name)
 def test_every_backend_decodes_as_the_original(case: Case, tmp_path: Path) -> None:
     artifact, runs = compiled(case, tmp_path / "built"), expected(case)
     for backend in BACKENDS:
         check(artifact.session(backend, record=True), case, *runs)
 
 
-@pytest.mark.parametrize("case", [c for c in RIGHT if EVERY or c.hls], ids=by_name)
+@pytest.mark.parametrize("case", marked(lambda case: case.hls), ids=by_name)
 def test_the_accelerator_decodes_as_the_cpu(
     case: Case, tmp_path: Path, require_tool: Callable[[str], str], require_module: Callable[[str], None]
 ) -> None:

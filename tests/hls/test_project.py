@@ -176,7 +176,7 @@ def fast_build(folder: Path, cxx: str, precompiled: Precompiled) -> list[str]:
     [
         ("int4", f"g++ {SANITIZED}"),
         ("tails", "clang++"),
-        ("one_port_many_tiles", "g++ -DFASTCAR_WORD_BY_RANGE"),
+        pytest.param("one_port_many_tiles", "g++ -DFASTCAR_WORD_BY_RANGE", marks=pytest.mark.thorough),
     ],
     ids=["sanitized", "clang", "ranges"],
 )
