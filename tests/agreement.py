@@ -15,6 +15,15 @@ def decode(session: Session, ids: Tensor, prompt: int) -> Tensor:
     return torch.stack(out + [session.step(ids[:, i]) for i in range(prompt, ids.shape[1])], 1)
 
 
+def thresholds_between(scores: np.ndarray) -> np.ndarray:
+    """Thresholds float32 [L] for scores [T, L, B]: in the widest gap of a layer's middle scores, so that rounding
+    decides nothing and about half of the rows replay."""
+    ordered = np.sort(scores.swapaxes(1, 2).reshape(-1, scores.shape[1]), axis=0)
+    middle = ordered[len(ordered) // 4 : 3 * len(ordered) // 4]
+    widest, layers = np.diff(middle, axis=0).argmax(0), np.arange(scores.shape[1])
+    return ((middle[widest, layers] + middle[widest + 1, layers]) / 2).astype(np.float32)
+
+
 def check_backends(artifact: Artifact, ids: Tensor, prompt: int) -> None:
     """Eager, TVM, onnxruntime and C simulation decide alike, some rows replay and some compute, and logits are near."""
     found, decisions = {}, {}

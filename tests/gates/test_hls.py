@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agreement import thresholds_between
 from conftest import check_tool
 from decoders import llama
 
@@ -134,15 +135,11 @@ def test_bytes_of_the_gate_in_report_and_estimate(artifact: fc.Artifact) -> None
 
 
 def middle(backend: EagerStepper) -> np.ndarray:
-    """Per layer a threshold in the widest gap between the middle scores of the dense decoder."""
+    """Thresholds between the scores of the dense decoder."""
     backend.reset()
     closed = np.full(LAYERS, -np.inf, np.float32)
-    scores = np.stack([backend.decode(ids, t, t, closed).scores for t, ids in enumerate(tokens())])[FRAME:]
-    ordered = np.sort(scores.transpose(1, 0, 2).reshape(LAYERS, -1), axis=1)
-    inner = ordered[:, ordered.shape[1] // 3 : 3 * ordered.shape[1] // 4]
-    widest = np.diff(inner, axis=1).argmax(1)[:, None]
-    gap = [np.take_along_axis(inner, at, 1) for at in (widest, widest + 1)]
-    return ((gap[0] + gap[1]) / 2)[:, 0].astype(np.float32)
+    scores = np.stack([backend.decode(ids, t, t, closed).scores for t, ids in enumerate(tokens())])
+    return thresholds_between(scores[FRAME:])
 
 
 @pytest.fixture(scope="module", params=sorted(DECIDED))

@@ -59,30 +59,31 @@ def program(case: Case) -> DecoderProgram:
     return run_pipeline(captured, rewrite_pipeline(options, len(case.thresholds)))
 
 
+def _lowered(case: Case, *names: str) -> LoweredModule:
+    """The decode step and the prefill chunk in TVM, or one of them."""
+    source = program(case)
+    assert source.prefill is not None
+    graphs = {
+        "decode": HostGraph(source.graph_module, source.outputs),
+        "prefill": HostGraph(source.prefill, source.prefill_outputs),
+    }
+    return lower({name: graphs[name] for name in names or graphs})
+
+
+lowered_whole = cache(_lowered)
+
+
 @cache
 def lowered(case: Case, name: str = "decode") -> LoweredModule:
     """The decode step or the prefill chunk in TVM, without machine code."""
-    source = program(case)
-    graphs = {"decode": (source.graph_module, source.outputs), "prefill": (source.prefill, source.prefill_outputs)}
-    module, outputs = graphs[name]
-    assert module is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "compile_module", lambda *_: None)
-        return lower({name: HostGraph(module, outputs)})
+        return _lowered(case, name)
 
 
-@cache
-def lowered_whole(case: Case) -> LoweredModule:
-    """The decode step and the prefill chunk in TVM."""
-    source = program(case)
-    assert source.prefill is not None
-    decode, prefill = HostGraph(source.graph_module, source.outputs), HostGraph(source.prefill, source.prefill_outputs)
-    return lower({"decode": decode, "prefill": prefill})
-
-
-def export(case: Case, folder: Path) -> Library:
+def export(case: Case, folder: Path, *names: str) -> Library:
     """Write decoder.so."""
-    module = lowered_whole(case)
+    module = lowered_whole(case, *names)
     module.export(folder / "decoder.so")
     return Library((folder / "decoder.so").read_bytes(), module.part("decoder.so"))
 

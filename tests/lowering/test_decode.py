@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
+from agreement import thresholds_between
 from tvm import relax
 from tvm.relax.backend.cpu_generic import pipeline
 
@@ -35,14 +36,12 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def _median_scores(case: Case, eager: Stepper) -> np.ndarray:
-    """Thresholds that replay about half of the rows: between two scores, far from rounding errors of either."""
+    """Thresholds between the scores of the dense decoder."""
     eager.reset()
     never = np.full(LAYERS, INF, np.float32)
-    scores = [eager.decode(t, i, i, never).scores for i, t in enumerate(tokens(case, STEPS))]
-    ordered = np.sort(np.stack(scores, 1).reshape(LAYERS, -1), 1)
-    middle = slice(ordered.shape[1] // 4, 3 * ordered.shape[1] // 4)
-    widest = [np.argmax(np.diff(row[middle])) + middle.start for row in ordered]
-    return np.array([(row[i] + row[i + 1]) / 2 for row, i in zip(ordered, widest, strict=True)], np.float32)
+    return thresholds_between(
+        np.stack([eager.decode(t, i, i, never).scores for i, t in enumerate(tokens(case, STEPS))])
+    )
 
 
 @pytest.mark.parametrize("thresholds", ["never", "mixed", "always"])
@@ -149,7 +148,7 @@ def many(layers: int) -> Case:
 def test_every_layer_has_its_own_threshold_and_decision(layers: int, tmp_path: Path) -> None:
     """More layers than one kernel takes, one of which never replays; a prime number of them and others."""
     case = many(layers)
-    eager, cpu = eager_backend(case), cpu_backend(case, export(case, tmp_path))
+    eager, cpu = eager_backend(case), cpu_backend(case, export(case, tmp_path, "decode"))
     random = np.random.default_rng(layers)
     seen = np.zeros((layers, 2), bool)
     for i, token in enumerate(tokens(case, 3 * FRAME)):

@@ -68,8 +68,9 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-@pytest.mark.parametrize("function", [F.silu, F.gelu, _gelu_tanh, torch.sigmoid, torch.tanh])
-@pytest.mark.parametrize("rows", [1, 512])
+@pytest.mark.parametrize(
+    ("function", "rows"), [(F.silu, 512), (F.gelu, 512), (_gelu_tanh, 1), (torch.sigmoid, 512), (torch.tanh, 1)]
+)
 def test_activations_of_a_graph_call_no_libm(function: Function, rows: int) -> None:
     """Small, and large enough for several threads; fused with the operators around them."""
 
