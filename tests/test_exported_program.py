@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import agreement
 import numpy as np
 import pytest
 import torch
@@ -11,8 +12,13 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import fastcar_compile as fc
+from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.importer import import_exported
+from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.text import graph_to_text
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.runtime.backends.eager import EagerStepper
+from fastcar_compile.runtime.session import Session
 
 ROWS, FRAME = 33, 8
 IDS = torch.randint(0, 11, (1, ROWS), generator=torch.Generator().manual_seed(9))
@@ -47,9 +53,7 @@ def decode(artifact: fc.Artifact, backend: str, inputs: Tensor, prompt: int, tau
     """Logits [B, T - prompt + 1, V] and decisions."""
     session = artifact.session(backend, record=True)
     session.set_threshold(tau)
-    out = [session.prefill(inputs[:, :prompt])]
-    out += [session.step(inputs[:, i]) for i in range(prompt, inputs.shape[1])]
-    return torch.stack(out, 1), np.array(session.stats.decisions)
+    return agreement.decode(session, inputs, prompt), np.array(session.stats.decisions)
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +85,15 @@ def test_positional_export_gives_the_same_graph() -> None:
     assert texts[0] == texts[1]
 
 
-def test_headless_export(tmp_path: Path) -> None:
+def test_headless_export() -> None:
     embeddings = torch.randn(1, ROWS, 32, generator=torch.Generator().manual_seed(2))
     step = {"inputs_embeds": torch.zeros(1, 1, 32), "cache_position": torch.arange(1)}
-    artifact = fc.compile(
-        torch.export.export(Headless().eval(), (), step, strict=False), **OPTIONS, output=tmp_path / "a"
-    )
+    exported = torch.export.export(Headless().eval(), (), step, strict=False)
+    program = capture(exported, batch_size=1, max_seq_len=ROWS, tokens_per_frame=FRAME, prefill_chunk=1)
+    session = Session(EagerStepper(run_pipeline(program, analysis_pipeline())), program.config, [None] * 2)
     with torch.inference_mode():
         expected = Headless()(embeddings, torch.arange(ROWS))
-    logits, _ = decode(artifact, "cpu", embeddings, 3, float("inf"))
-    torch.testing.assert_close(logits, expected[:, 2:], atol=1e-4, rtol=0)
+    torch.testing.assert_close(agreement.decode(session, embeddings, 3), expected[:, 2:], atol=1e-4, rtol=0)
 
 
 class Renamed(PlainDecoder):

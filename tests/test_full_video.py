@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agreement import decode
 from conftest import check_module, check_tool, imported
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
-from fastcar_compile.runtime.session import Session
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "moving_shapes"
 FRAME, TOKENS = 256, 2048
@@ -26,13 +25,13 @@ OPTIONS: dict[str, Any] = {"tokens_per_frame": FRAME, "prefill_chunk": 1, "offlo
 
 @pytest.fixture(scope="module")
 def video() -> SimpleNamespace:
-    """The model, BOS and a held-out video as ids [1, 2049], and the original model's logits [2048, V]."""
+    """The model, BOS and a held-out video as ids [1, 2048], and the original model's logits [2048, V]."""
     model = LlamaForCausalLM.from_pretrained(EXAMPLE / "model", local_files_only=True, dtype=torch.float32).eval()
     with imported([EXAMPLE], ["video"]) as modules:
         example = modules.video
-    ids = torch.from_numpy(example.with_bos(example.tokenize(example.make_videos(1, seed=1))))
+    ids = torch.from_numpy(example.with_bos(example.tokenize(example.make_videos(1, seed=1))))[:, :TOKENS]
     with torch.inference_mode():
-        logits = model(ids[:, :TOKENS], use_cache=False).logits[0]
+        logits = model(ids, use_cache=False).logits[0]
     return SimpleNamespace(model=model, ids=ids, logits=logits)
 
 
@@ -47,14 +46,6 @@ def artifacts(video: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) 
     }
 
 
-def decode(session: Session, ids: Tensor, tokens: int = TOKENS) -> Tensor:
-    """BOS is the prompt; every further token is fed as given. Logits [tokens, V], row i after token i."""
-    session.reset()
-    out = [session.prefill(ids[:, :1])]
-    out += [session.step(ids[:, i]) for i in range(1, tokens)]
-    return torch.cat(out)
-
-
 @pytest.mark.parametrize(("backend", "tokens"), [("eager", FRAME + 32), ("cpu", TOKENS), ("onnxruntime", FRAME + 32)])
 def test_gate_off_equals_the_original_model(
     video: SimpleNamespace, artifacts: dict[str, fc.Artifact], backend: str, tokens: int
@@ -62,7 +53,7 @@ def test_gate_off_equals_the_original_model(
     """Over the whole video on the CPU. With the gate on, onnxruntime equals it over the whole video too."""
     session = artifacts["none"].session(backend)
     session.set_threshold(float("inf"))
-    logits = decode(session, video.ids, tokens)
+    logits = decode(session, video.ids[:, :tokens], 1)[0]
     assert (logits - video.logits[:tokens]).abs().max() <= 1e-3
     assert torch.equal(logits.argmax(-1), video.logits[:tokens].argmax(-1))
     assert session.stats.replay_ratio == 0.0
@@ -71,7 +62,8 @@ def test_gate_off_equals_the_original_model(
 def test_gate_on_decisions_and_logits_agree(video: SimpleNamespace, artifacts: dict[str, fc.Artifact]) -> None:
     """Over three frames in eager, which takes twenty times as long as the CPU, and the whole video in the others."""
     sessions = {b: artifacts["none"].session(b, record=True) for b in BACKENDS}
-    logits = {b: decode(s, video.ids, 3 * FRAME if b == "eager" else TOKENS) for b, s in sessions.items()}
+    tokens = dict.fromkeys(BACKENDS, TOKENS) | {"eager": 3 * FRAME}
+    logits = {b: decode(s, video.ids[:, : tokens[b]], 1)[0] for b, s in sessions.items()}
     decisions = {b: s.stats.decisions for b, s in sessions.items()}
     assert 0.1 < sessions["eager"].stats.replay_ratio < 0.8
     for backend, other in (("eager", "cpu"), ("cpu", "onnxruntime")):
@@ -87,7 +79,7 @@ def test_quantised_decides_the_same_on_cpu_and_in_hls_simulation(
     check_tool("g++")
     check_module("hls4ml")
     cpu, hls = (artifacts[quant].session(b, record=True) for b in ("cpu", "hls-csim"))
-    expected, actual = decode(cpu, video.ids), decode(hls, video.ids)
+    expected, actual = (decode(session, video.ids, 1)[0] for session in (cpu, hls))
     assert 0.1 < cpu.stats.replay_ratio < 0.8
     differing = torch.nonzero((actual != expected).any(1)).flatten().tolist()
     assert not differing, (differing[:5], (actual - expected).abs().max().item())  # defined bit for bit
@@ -97,18 +89,8 @@ def test_quantised_decides_the_same_on_cpu_and_in_hls_simulation(
 def test_minus_infinity_replays_1791_of_2047(video: SimpleNamespace, artifacts: dict[str, fc.Artifact]) -> None:
     session = artifacts["none"].session("cpu", record=True)
     session.set_threshold(-float("inf"))
-    decode(session, video.ids)
+    decode(session, video.ids, 1)
     replayed = session.stats.decisions.sum((0, 2))
     assert session.stats.forwards == FORWARDS
     assert replayed.tolist() == [1791] * 4
     assert session.stats.replay_ratio == pytest.approx(0.8749, abs=5e-5)
-
-
-def test_max_chain_of_one_replays_every_other_frame(video: SimpleNamespace, tmp_path: Path) -> None:
-    replay = fc.ReplayConfig(threshold=-float("inf"), max_chain=1)
-    artifact = fc.compile(video.model, "cpu", replay=replay, output=tmp_path / "chain", **OPTIONS)
-    session = artifact.session("cpu", record=True)
-    decode(session, video.ids)
-    decisions = session.stats.decisions[:, :, 0]
-    odd = (np.arange(FORWARDS) // FRAME) % 2 == 1
-    assert np.array_equal(decisions, np.repeat(odd[:, None], 4, 1))

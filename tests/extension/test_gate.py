@@ -5,8 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from agreement import decode
 from decoders import llama
-from numpy.typing import NDArray
+from torch import Tensor
 
 import fastcar_compile as fc
 from fastcar_compile.errors import CompileError
@@ -33,13 +35,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     GATES.forget()
 
 
-def decode(artifact: fc.Artifact, backend: str) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
-    """Decisions bool [T, L, B] and logits float32 [T, B, V] of one teacher-forced video."""
+def decoded(artifact: fc.Artifact, backend: str) -> tuple[np.ndarray, Tensor]:
+    """Decisions bool [T, L, B] and logits float32 [B, T, V] of one teacher-forced video."""
     session = artifact.session(backend, record=True, threads=1)
-    tokens = np.random.default_rng(3).integers(0, 3, (ROWS, LENGTH))
-    logits = [np.asarray(session.prefill(tokens[:, :1]))]
-    logits += [np.asarray(session.step(tokens[:, t])) for t in range(1, LENGTH)]
-    return np.asarray(session.stats.decisions), np.stack(logits)
+    tokens = torch.from_numpy(np.random.default_rng(3).integers(0, 3, (ROWS, LENGTH)))
+    logits = decode(session, tokens, 1)
+    return np.asarray(session.stats.decisions), logits
 
 
 def test_a_foreign_gate_decodes_equal_on_every_backend(package: Path) -> None:
@@ -50,11 +51,11 @@ def test_a_foreign_gate_decodes_equal_on_every_backend(package: Path) -> None:
         prefill_chunk=1, output=package / "artifact",
     )  # fmt: skip
     assert "inserted gate euclidean: Euclidean change of the MLP input" in artifact.explain(layer=0)
-    decisions, logits = decode(artifact, "eager")
+    decisions, logits = decoded(artifact, "eager")
     assert not decisions[:FRAME].any()
     assert 0 < decisions[FRAME:].mean() < 1
     for backend in ("cpu", "onnxruntime"):
-        same, close = decode(artifact, backend)
+        same, close = decoded(artifact, backend)
         np.testing.assert_array_equal(same, decisions, err_msg=backend)
         np.testing.assert_allclose(close, logits, atol=1e-4, err_msg=backend)
 
