@@ -41,17 +41,22 @@ def decode(session: Session) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("model", "quant", "kind"), [(plain, "w4a8", "w4a8 plain gelu"), (gemma, "w8a8", "w8a8 GeGLU")]
+    ("model", "quant", "offload", "kind"),
+    [(plain, "w4a8", "linears", "w4a8 plain gelu"), (gemma, "w8a8", "mlp", "w8a8 GeGLU")],
 )
 def test_cpu_and_hls_simulation_are_equal_and_others_close(
-    model: Callable[[], nn.Module], quant: str, kind: str, tmp_path: Path
+    model: Callable[[], nn.Module], quant: str, offload: str, kind: str, tmp_path: Path
 ) -> None:
+    """With biases everywhere, one linear for q, k and v, and every linear on the engine; and with MLPs alone there."""
     check_tool("g++")
     check_module("hls4ml")
     options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": 2, "prefill_chunk": 1}
-    options |= {"offload": "mlp", "replay": fc.ReplayConfig(threshold=0.0)}
+    options |= {"offload": offload, "replay": fc.ReplayConfig(threshold=0.0)}
     artifact = fc.compile(model(), "zcu102", quant=quant, output=tmp_path / "built", **options)
     assert kind in (artifact.path / "hls" / "fastcar_step.cpp").read_text().splitlines()[0]
+    section = artifact.manifest.accelerator
+    assert section is not None
+    assert {linear.bits for linear in section.design.linears.values()} == ({4} if offload == "linears" else set())
     cpu, hls = (artifact.session(backend, record=True) for backend in ("cpu", "hls-csim"))
     expected = decode(cpu)
     assert 0.0 < cpu.stats.replay_ratio < 1.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from agreement import decode
 from conftest import check_module, check_tool, imported
-from decoders import PlainDecoder, llama
+from decoders import llama
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
@@ -96,23 +96,6 @@ def test_the_artifact_tells_what_is_offloaded(example: SimpleNamespace) -> None:
     assert "outside of the layers:\n  offload  head: lm_head; 128 -> 17" in text
     assert "lm_head" not in artifact.explain(layer=1)
     assert (artifact.path / "hls" / "fastcar_step.cpp").is_file()
-
-
-def test_int4_with_biases_and_a_plain_mlp(tmp_path: Path) -> None:
-    """PlainDecoder: one qkv linear, GELU, biases everywhere."""
-    check_tool("g++")
-    check_module("hls4ml")
-    replay = fc.ReplayConfig(threshold=0.0)
-    options = {"tokens_per_frame": 8, "quant": "w4a8", "replay": replay, "prefill_chunk": 1, "offload": "linears"}
-    artifact = fc.compile(PlainDecoder(batch=2), "zcu102", batch_size=2, output=tmp_path / "a", **options)
-    accelerator = artifact.manifest.accelerator
-    assert accelerator is not None
-    assert {s.bits for s in accelerator.design.linears.values()} == {4}
-    ids = torch.randint(0, 11, (2, 33), generator=torch.Generator().manual_seed(4))
-    cpu, hls = (artifact.session(b, record=True) for b in ("cpu", "hls-csim"))
-    assert torch.equal(decode(cpu, ids, 1), decode(hls, ids, 1))
-    assert np.array_equal(cpu.stats.decisions, hls.stats.decisions)
-    assert 0.0 < cpu.stats.replay_ratio < 0.8
 
 
 def test_a_target_without_an_accelerator_is_refused(tmp_path: Path) -> None:
