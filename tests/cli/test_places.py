@@ -1,30 +1,11 @@
 """Outputs of one command that collide with each other or with an input are refused before the work."""
 
 from pathlib import Path
-from typing import Any, get_type_hints
 
 import pytest
 from typer.testing import CliRunner
 
-from fastcar_compile.cli.commands import COMMANDS, REGISTRY, app
-from fastcar_compile.cli.common import Writes
-
-WRITTEN = {
-    "compile": {"output"}, "train-gate": {"output", "checkpoint"}, "tune-decoder": {"output", "checkpoint"},
-    "calibrate": {"output", "journal"}, "evaluate": {"output", "save_cases", "plots", "journal"}, "inspect": {"html"},
-    "opt": {"output"}, "run": {"output", "trace"}, "estimate": {"plot", "time_line"},
-}  # fmt: skip
-"""Command -> parameters whose paths are written."""
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_output_is_marked(name: str) -> None:
-    function: Any = REGISTRY.load(name)
-    hints = get_type_hints(function.__wrapped__, include_extras=True)
-    marked = {
-        key for key, hint in hints.items() if any(isinstance(m, Writes) for m in getattr(hint, "__metadata__", ()))
-    }
-    assert marked == WRITTEN.get(name, set())
+from fastcar_compile.cli.commands import app
 
 
 @pytest.fixture
@@ -32,10 +13,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with an artifact `a`, a model `m`, inputs, and links to them. None of them is ever read."""
     (tmp_path / "a" / "hls").mkdir(parents=True)
     (tmp_path / "a" / "manifest.json").write_text("{}")
-    (tmp_path / "a" / "weights.npy").write_bytes(b"w")
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
-    for name in ("in.npy", "in.safetensors", "g.json", "t.toml", "d.py"):
+    for name in ("in.npy", "g.json", "t.toml", "d.py"):
         (tmp_path / name).write_bytes(b"kept")
     (tmp_path / "there").symlink_to("a")
     (tmp_path / "link.npy").symlink_to("new.npy")
@@ -46,26 +26,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 COLLISIONS = [
     ("run a --prompt 1 -o x.npy --trace x.npy", "--output would overwrite trace"),
-    ("run a --prompt 1 -o x.npy --trace m/../x.npy", "--output would overwrite trace"),
     ("run a --prompt 1 -o new.npy --trace link.npy", "--output would overwrite trace"),
     ("run a --prompt 1 -o in.npy --trace hard.npy", "--output would overwrite trace"),
-    ("run a --prompt-file in.npy -o in.npy", "--output would overwrite prompt-file"),
     ("run a --prompt-file in.npy -o hard.npy", "--output would overwrite prompt-file"),
-    ("run a --prompt 1 -o a/x.npy", "--output would overwrite artifact"),
     ("run there --prompt 1 --trace a/hls/x.npy", "--trace would overwrite artifact"),
-    ("inspect a --html in.npy --trace in.npy", "--html would overwrite trace"),
-    ("calibrate a --videos in.npy --target-replay 0.5 -o in.npy", "--output would overwrite videos"),
     ("calibrate a --videos in.npy --target-replay 0.5 -o j --journal ./j", "--output would overwrite journal"),
-    ("evaluate m --videos in.npy --plots p --journal p", "--journal would overwrite plots"),
     ("evaluate m --videos in.npy --cases g.json --save-cases g.json", "--save-cases would overwrite cases"),
     ("evaluate m --videos in.npy --detokenize d.py:f -o d.py", "--output would overwrite detokenize"),
     ("train-gate m --videos in.npy --target-replay 0.5 -o m/config.json", "--output would overwrite decoder"),
-    ("tune-decoder m --videos in.npy --target-replay 0.5 -o m", "--output would overwrite decoder"),
     ("opt g.json -p canonicalize -o g.json", "--output would overwrite path"),
     ("estimate --shape llama2-7b --target t.toml --plot t.toml", "--plot would overwrite target"),
-    ("estimate a --time-line a/hls/step.json", "--time-line would overwrite artifact"),
-    ("estimate a --time-line in.npy --trace in.npy", "--time-line would overwrite trace"),
-    ("compile m -o m", "--output would overwrite model"),
     ("compile m -o there/../m", "--output would overwrite model"),
 ]
 
