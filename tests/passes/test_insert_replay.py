@@ -7,7 +7,7 @@ from gates.networks import networks
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates import GateWeights
-from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.pass_manager import Pass, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import analysis_pipeline
@@ -51,30 +51,19 @@ def test_prefill_is_left_alone() -> None:
     assert module_text(program.prefill) == module_text(before.prefill)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("thresholds", [(1.5,), (None,)])
-def test_second_application_is_refused_and_changes_nothing(thresholds: tuple[float | None, ...]) -> None:
-    program = replaying(*thresholds)
+def test_second_application_is_refused_without_a_threshold_too() -> None:
+    program = replaying(None)
     before = everything(program)
     with pytest.raises(CompileError, match="insert-replay ran already"):
-        InsertReplay(thresholds).apply(program)
+        InsertReplay((None,)).apply(program)
     assert everything(program) == before
 
 
-@pytest.mark.parametrize("thresholds", [(1.5,), (0.0, None), (None,)])
-def test_closed_gate_keeps_the_logits(thresholds: tuple[float | None, ...]) -> None:
-    expected = logits(after(*analysis_pipeline(), blocks=(TinyBlock,) * len(thresholds)))
-    np.testing.assert_array_equal(logits(replaying(*thresholds), INF), expected)
-
-
-def test_closed_gate_keeps_the_logits_of_w8a8() -> None:
-    expected = logits(after(*analysis_pipeline(), QuantizeW8A8()))
-    program = after(*analysis_pipeline(), QuantizeW8A8(), InsertReplay((1.5,)))
-    np.testing.assert_array_equal(logits(program, INF), expected)
-
-
-def test_thresholds_must_fit_the_layers() -> None:
-    with pytest.raises(CompileError, match="2 thresholds for 1 layer"):
-        InsertReplay((1.0, 2.0)).apply(after(*analysis_pipeline()))
+@pytest.mark.parametrize(("thresholds", "quantize"), [((0.0, None), []), ((None,), []), ((1.5,), [QuantizeW8A8()])])
+def test_closed_gate_keeps_the_logits(thresholds: tuple[float | None, ...], quantize: list[Pass]) -> None:
+    passes, blocks = (*analysis_pipeline(), *quantize), (TinyBlock,) * len(thresholds)
+    program = after(*passes, InsertReplay(thresholds), blocks=blocks)
+    np.testing.assert_array_equal(logits(program, INF), logits(after(*passes, blocks=blocks)))
 
 
 def test_coupling_wants_pairs() -> None:

@@ -7,8 +7,11 @@ from torch import Tensor
 
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir.ops.offload import bound
+from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_replay import InsertReplay
+from fastcar_compile.passes.offload_gate import OffloadGate
+from fastcar_compile.passes.offload_linears import OffloadLinears
 from fastcar_compile.passes.offload_mlp import OffloadMlp
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8
@@ -73,6 +76,9 @@ def test_the_accelerator_gets_the_decisions_and_is_not_called_when_all_rows_repl
     np.testing.assert_array_equal(torch.stack(accelerator.masks).numpy(), np.stack(expected))
 
 
-def test_without_an_accelerator_the_error_says_so() -> None:
-    with pytest.raises(BackendError, match="no accelerator is bound"):
-        decode(after(*REPLAY, OffloadMlp()))
+@pytest.mark.parametrize(
+    ("item", "what"), [(OffloadMlp(), "MLP"), (OffloadGate(), "gate"), (OffloadLinears(), "linear")]
+)
+def test_without_an_accelerator_the_error_says_so(item: Pass, what: str) -> None:
+    with pytest.raises(BackendError, match=f"an offloaded {what} was reached, but no accelerator is bound"):
+        decode(after(*REPLAY, item))
