@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.resources import files
 
 import numpy as np
-import torch
 
 from fastcar_compile.artifact.layout import CONSTANTS, FUNCTIONS, HOST_SOURCES, README, weight_file
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
@@ -18,30 +17,17 @@ from fastcar_compile.codegen.hls.render import probe_word_bytes, render
 from fastcar_compile.codegen.hls.step_program.instructions import Opcode
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus
 from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
+from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.config.targets import Target
-from fastcar_compile.errors import InternalError
 from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.types import REPLAY_ROLES
+from fastcar_compile.ir.weights import dtype_name
 
 BOARD_SOURCES = ("fastcar_accelerator.hpp", "fastcar_memory.hpp", "fastcar_probe.cpp", "fastcar_xrt.hpp")
 SHORT_SOURCES = ("fastcar_offload.hpp",)
 STEP_SOURCES = ("fastcar_step_decoder.hpp",)
 """Files for an accelerator: any; one that is called in every layer; one that runs whole steps."""
-
-_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
-"""As safetensors names them, and fastcar_safetensors.hpp."""
 
 _COMPUTES = {"mlp": "the MLPs", "linears": "the MLPs, projections and head", "all": "every layer and the head"}
 _STATUSES = {"TABLE_STATUSES": Status, "RUN_STATUSES": StepStatus}
@@ -101,7 +87,12 @@ def host_sources(
         weights=weight_file(),
         thresholds=[_float(s.threshold) for s in program.sites],
         state=[
-            {"name": s.name, "dtype": dtype_name(s.dtype), "shape": s.shape, "replay": s.role in REPLAY_ROLES}
+            {
+                "name": s.name,
+                "dtype": DTYPES[dtype_name(s.dtype)].safetensors,
+                "shape": s.shape,
+                "replay": s.role in REPLAY_ROLES,
+            }
             for s in program.state
         ],
     )
@@ -138,17 +129,6 @@ def _kernels(target: Target, accelerator: AcceleratorSection) -> str:
         functions=FUNCTIONS if step is None else {},
         operations={f"OP_{op.name}": op.value for op in StepOp} | {f"OPCODE_{op.name}": op.value for op in Opcode},
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a type in a safetensors file.
-
-    Raises:
-        InternalError: a type that the host program does not know.
-    """
-    if dtype not in _DTYPES:
-        raise InternalError(f"the host program has no tensor of type {dtype}")
-    return _DTYPES[dtype]
 
 
 def _float(threshold: float | None) -> str:
