@@ -99,19 +99,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class ProgramWords:
-    """A program as a table holds it: words 25 to 34 of the header, and `INSTRUCTION_WORDS` per instruction."""
-
-    sizes: tuple[int, ...] = (0,) * 10
-    instructions: tuple[int, ...] = ()
-
-    @property
-    def count(self) -> int:
-        """Instructions."""
-        return len(self.instructions) // INSTRUCTION_WORDS
-
-
-@dataclass(frozen=True)
 class AttentionShape:
     """Heads of q and of the cached key, and elements of one head."""
 
@@ -244,21 +231,16 @@ class DrsTable:
         """Return the same table with other thresholds (they are run-time inputs: a host writes a new table)."""
         return replace(self, thresholds=tuple(float32(t) for t in thresholds))
 
-    def to_bytes(self, program: ProgramWords | None = None) -> bytes:
-        """Return the binary form with a program, or with none; same table, same bytes."""
-        program = program or ProgramWords()
+    def to_bytes(self, sizes: Sequence[int] = (0,) * 10, program: Sequence[int] = ()) -> bytes:
+        """Return the binary form; same table, same bytes.
+
+        Args:
+            sizes: of the program, words 25 to 34 of the header. program: `INSTRUCTION_WORDS` words per instruction.
+        """
         shape = self.attention
         flags = (COUPLE_CFG if self.couple_cfg else 0) | (0 if self.head_weights is None else WEIGHTED)
         fields = (
-            *(
-                self.words + len(program.instructions),
-                self.layers,
-                self.rows,
-                self.cores,
-                self.tokens_per_frame,
-                self.gate,
-                flags,
-            ),
+            *(self.words + len(program), self.layers, self.rows, self.cores, self.tokens_per_frame, self.gate, flags),
             UNLIMITED if self.max_chain is None else self.max_chain,
             *(shape.heads, shape.kv_heads, shape.head_dim, shape.group, shape.head_words),
             *(self.row_query_words, self.row_key_words, self.query_words, self.key_words),
@@ -268,20 +250,25 @@ class DrsTable:
         weights = [weight for layer in self.head_weights or () for weight in layer]
         floats = (*self.thresholds, *self.factors, *weights)
         body = struct.pack(f"<{len(fields)}If", *fields, self.distance_weight)
-        body += struct.pack(f"<{len(program.sizes) + 2}I", program.count, *program.sizes, 0)
+        body += struct.pack(f"<{len(sizes) + 2}I", len(program) // INSTRUCTION_WORDS, *sizes, 0)
         body += struct.pack(f"<{len(floats)}f", *floats)
         # Instructions are whole memory words, so they begin at one.
-        body += bytes(4 * self.words - 12 - len(body)) + struct.pack(
-            f"<{len(program.instructions)}I", *program.instructions
-        )
+        body += bytes(4 * self.words - 12 - len(body)) + struct.pack(f"<{len(program)}I", *program)
         # Magic, version and CRC stand in front of the body: the CRC covers the body alone.
         return struct.pack("<3I", MAGIC, VERSION, zlib.crc32(body)) + body
 
     def to_json(self) -> dict[str, Any]:
         """Return the same content as plain values; infinite thresholds are "inf" and "-inf" (JSON has no infinity)."""
         fields = asdict(self)
-        sizes = fields.pop("attention") | {"version": VERSION, "layers": self.layers, "gate": self.gate.name.lower()}
-        return fields | sizes | {"thresholds": [t if math.isfinite(t) else str(t) for t in self.thresholds]}
+        fields |= fields.pop("attention")
+        return fields | {
+            "version": VERSION,
+            "layers": self.layers,
+            "gate": self.gate.name.lower(),
+            "thresholds": [t if math.isfinite(t) else str(t) for t in self.thresholds],
+            "factors": list(self.factors),
+            "head_weights": None if self.head_weights is None else [list(layer) for layer in self.head_weights],
+        }
 
 
 def table_words(layers: int, weighted_heads: int = 0) -> int:

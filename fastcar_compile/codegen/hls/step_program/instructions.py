@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -74,14 +73,12 @@ class Instruction(ABC):
     @property
     def words(self) -> tuple[int, ...]:
         """The 32-bit words: opcode and layer, then the fields, then zeros."""
-        values = [getattr(self, field.name) for field in dataclasses.fields(self)[1:]]
-        words = [self.opcode | self.layer << 16, *map(_word, values)]
+        words = [self.opcode | self.layer << 16, *map(_word, list(vars(self).values())[1:])]
         return (*words, *[0] * (INSTRUCTION_WORDS - len(words)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name; a place and a gate by their names."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        named = {key: value.name if isinstance(value, IntEnum) else value for key, value in fields.items()}
+        named = {key: value.name if isinstance(value, IntEnum) else value for key, value in vars(self).items()}
         return {"opcode": self.opcode.name, **named}
 
     @abstractmethod

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from functools import cache
 from typing import Any, get_type_hints
 
 from fastcar_compile.codegen.hls.control_table import reader
 from fastcar_compile.codegen.hls.control_table.reader import header_of, require
-from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS, DrsTable, Limits, ProgramWords, Status
+from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS, DrsTable, Limits, Status
 from fastcar_compile.codegen.hls.step_program.cache_layout import Sizes
 from fastcar_compile.codegen.hls.step_program.instructions import KINDS, End, Instruction, Load, Opcode, Place
 from fastcar_compile.errors import UserError
@@ -110,20 +110,13 @@ class StepProgram:
         """Return the numbers of the instructions of a kind, in order."""
         return [number for number, instruction in enumerate(self.instructions) if isinstance(instruction, kind)]
 
-    @property
-    def words(self) -> ProgramWords:
-        """The words that a control table has of it."""
-        sizes = [getattr(self.sizes, field.name) for field in fields(self.sizes)]
-        return ProgramWords(tuple(sizes[1:]), tuple(word for i in self.instructions for word in i.words))
-
     def to_bytes(self, table: DrsTable) -> bytes:
         """Return the binary form with the table of the same rows; same program, same bytes."""
-        return table.to_bytes(self.words)
+        return table.to_bytes(astuple(self.sizes)[1:], [word for i in self.instructions for word in i.words])
 
     def to_json(self) -> dict[str, Any]:
         """Return the same content as plain values."""
-        sizes = {field.name: getattr(self.sizes, field.name) for field in fields(self.sizes)}
-        return {**sizes, "instructions": [i.to_json() for i in self.instructions]}
+        return {**vars(self.sizes), "instructions": [i.to_json() for i in self.instructions]}
 
 
 def check(data: bytes, limits: Limits | None = None) -> Status:
