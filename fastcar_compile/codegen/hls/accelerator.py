@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.hls.control import control_table, network_stream, networks_of
+from fastcar_compile.codegen.hls.control import control_table, network_streams, networks_of
 from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.decode_step import DecodeStep, decode_step
 from fastcar_compile.codegen.hls.design.design import Design
@@ -89,8 +88,7 @@ class Accelerator(Offloaded):
         """Return what the program reads besides weights and caches, float32 words: of short programs the networks."""
         if self.step is not None:
             return self.step.constants(program)
-        networks = [network_stream(own).view(np.float32) for _, own in sorted(networks_of(program).items())]
-        return np.concatenate([*networks, np.zeros(0, np.float32)])
+        return network_streams(program)
 
 
 def offloaded(program: DecoderProgram, offload: str) -> Offloaded:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from fastcar_compile.artifact.sections import ControllerPart, LimitsPart
 from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_network
-from fastcar_compile.codegen.hls.control_table.table import VERSION, AttentionShape, DrsTable, Limits
+from fastcar_compile.codegen.hls.control_table.table import VERSION, AttentionShape, DrsTable
 from fastcar_compile.codegen.hls.design.controller import controller_cycles, controller_usage
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import CompileError
@@ -82,10 +81,16 @@ def networks_of(program: DecoderProgram) -> Mapping[int, LayerWeights]:
     return {} if weights is None else weights.layers
 
 
-def network_stream(weights: LayerWeights) -> NDArray[np.uint8]:
-    """Return a layer's network as the controller reads it."""
+def network_stream(weights: LayerWeights) -> NDArray[np.float32]:
+    """Return a layer's network as the controller reads it, float32 words."""
     w1, b1, w2, b2 = (weights.params()[name].float().numpy() for name in PARAMETERS)
-    return pack_network(w1, b1, w2, b2).view(np.uint8).reshape(-1)
+    return pack_network(w1, b1, w2, b2).reshape(-1)
+
+
+def network_streams(program: DecoderProgram) -> NDArray[np.float32]:
+    """Return the networks of all layers, one after another; nothing for other gates than `learned`."""
+    networks = networks_of(program)
+    return np.concatenate([np.zeros(0, np.float32), *(network_stream(networks[layer]) for layer in sorted(networks))])
 
 
 def control_table(program: DecoderProgram, config: CompileConfig, cores: int) -> DrsTable:
@@ -116,6 +121,7 @@ def control_table(program: DecoderProgram, config: CompileConfig, cores: int) ->
 def controller_part(table: DrsTable) -> ControllerPart:
     """Return what the manifest and the report say of the controller and its table."""
     limits = table.limits
+    sizes = {name: size for name, size in vars(limits).items() if name not in ("gate", "instructions")}
     return ControllerPart(
         table_version=VERSION,
         gate=table.gate.name.lower(),
@@ -123,12 +129,7 @@ def controller_part(table: DrsTable) -> ControllerPart:
         couple_cfg=table.couple_cfg,
         max_chain=table.max_chain,
         refresh_period=table.refresh_period or None,
-        limits=_limits_part(limits, table),
+        limits=LimitsPart(**sizes, gate=table.gate.name.lower()),
         usage_estimate=controller_usage(limits).part,
         cycles_estimate=controller_cycles(table),
     )
-
-
-def _limits_part(limits: Limits, table: DrsTable) -> LimitsPart:
-    sizes = {name: size for name, size in asdict(limits).items() if name not in ("gate", "instructions")}
-    return LimitsPart(**sizes, gate=table.gate.name.lower())

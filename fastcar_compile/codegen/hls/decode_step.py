@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from fastcar_compile.codegen.hls.control import gate_kind, network_stream, networks_of
+from fastcar_compile.codegen.hls.control import gate_kind, network_streams, networks_of
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.step_program import builder
 from fastcar_compile.codegen.hls.step_program.builder import HEAD, AttentionForm, CacheForm, ReplayForm, only, refusal
@@ -83,8 +83,7 @@ class DecodeStep:
         table = self.layers[0].table
         arrays = [a for layer in self.layers for a in of_layer(layer)]
         tables = [] if table is None else [tensor(table)]
-        networks = [network_stream(own).view(np.float32) for _, own in sorted(networks_of(program).items())]
-        return np.concatenate([*arrays, tensor(self.last_norm), *tables, *networks])
+        return np.concatenate([*arrays, tensor(self.last_norm), *tables, network_streams(program)])
 
 
 @dataclass(frozen=True)
