@@ -13,7 +13,7 @@ import numpy as np
 
 from drs.unit import DrsUnit
 from fastcar_compile.codegen.hls.control_table.builder import build_table
-from fastcar_compile.codegen.hls.control_table.gate import network_words, pack_heads
+from fastcar_compile.codegen.hls.control_table.gate import network_words, pack_rows
 from fastcar_compile.codegen.hls.control_table.reader import check, header_of
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS, LayerCall, LayerTrace, run_layer
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, AttentionShape, DrsTable, Limits, Status
@@ -40,7 +40,7 @@ def table_for(rows: int = 3, cores: int = 2, layers: int = 3, **options: Any) ->
 
 def numbers(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """One number per row as memory words of attention shape ONE."""
-    return pack_heads(np.asarray(values, np.float32).reshape(-1, 1, 1))
+    return pack_rows(np.asarray(values, np.float32).reshape(-1, 1, 1))
 
 
 def signs(register: int, rows: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from drs.tables import FRAME, LATER, LIMITS, Controller, Traffic, call_for, cont
 from drs.test_document import TEXT
 from drs.unit import DrsUnit
 from fastcar_compile.codegen.hls.control_table.builder import build_table
-from fastcar_compile.codegen.hls.control_table.gate import pack_heads
+from fastcar_compile.codegen.hls.control_table.gate import pack_rows
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
 from fastcar_compile.codegen.hls.control_table.table import (
     HEADER_WORDS,
@@ -51,7 +51,7 @@ def llama_call(rows: int, layer: int = 0) -> LayerCall:
     """Every row of q is against the key, so every row computes."""
     ones = np.ones((rows, 32, 128), np.float32)
     counts = np.zeros(rows, np.int32)
-    return LayerCall(layer, LATER, pack_heads(-ones), pack_heads(ones), counts)
+    return LayerCall(layer, LATER, pack_rows(-ones), pack_rows(ones), counts)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from drs.tables import FRAME, LATER, ONE, Controller, numbers, table_for
 from fastcar_compile.codegen.hls.control_table.builder import build_table
-from fastcar_compile.codegen.hls.control_table.gate import pack_heads
+from fastcar_compile.codegen.hls.control_table.gate import pack_rows
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape
 from fastcar_compile.gates.tas import tas_sums
@@ -92,7 +92,7 @@ def test_scores_and_decisions_are_those_of_the_operators(
     options = {"attention": shape, "scales": [scale], "couple_cfg": couple, "max_chain": limit}
     table = build_table(1, rows, 2, stride, [threshold], **options)
     call = LayerCall(
-        *(0, step, pack_heads(query[:, :, 0].numpy()), pack_heads(cache[:, :, position - stride].numpy())),
+        *(0, step, pack_rows(query[:, :, 0].numpy()), pack_rows(cache[:, :, position - stride].numpy())),
         chain[step % stride].numpy(),
     )
     trace = controller.agreed(table, call)
@@ -119,7 +119,7 @@ def test_a_row_whose_key_is_not_finite_computes(controller: Controller) -> None:
 
 def test_heads_begin_a_word() -> None:
     rows = np.arange(12, dtype=np.float32).reshape(1, 2, 6)
-    assert pack_heads(rows).tolist() == [[0, 1, 2, 3], [4, 5, 0, 0], [6, 7, 8, 9], [10, 11, 0, 0]]
+    assert pack_rows(rows).tolist() == [[0, 1, 2, 3], [4, 5, 0, 0], [6, 7, 8, 9], [10, 11, 0, 0]]
     assert (ONE.head_words, AttentionShape(4, 2, 6).query_words, AttentionShape(4, 2, 6).key_words) == (1, 8, 4)
 
 

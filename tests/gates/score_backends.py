@@ -15,7 +15,7 @@ from onnx_export.test_ops import export
 from tvm.tirx import PrimFunc
 
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.codegen.hls.control_table.gate import pack_heads, pack_network, pack_row
+from fastcar_compile.codegen.hls.control_table.gate import pack_network, pack_rows
 from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels import gate as kernels
 from fastcar_compile.codegen.tvm.kernels.learned_score import learned_score
@@ -197,7 +197,7 @@ def call(function: Any, *arguments: Any) -> None:
 
 
 def _rows(arrays: dict[str, Array]) -> tuple[Array, Array, int, Array]:
-    x, cached = (_aligned(pack_row(arrays[n])) for n in ("x", "cached"))
+    x, cached = (_aligned(pack_rows(arrays[n])) for n in ("x", "cached"))
     rows = len(arrays["x"])
     return x, cached, x.size // 4 // rows, np.zeros(rows, np.float32)
 
@@ -214,7 +214,7 @@ def _bound_core(library: ctypes.CDLL, arrays: dict[str, Array]) -> Array:
     heads, dim = query.shape[1:]
     shape = np.array([len(y), words, heads, -(-dim // 4), heads // key.shape[1]], np.uint32)
     factor = ctypes.c_float(distance_factor(heads))
-    packed = (_aligned(pack_heads(query)), _aligned(pack_heads(key)))
+    packed = (_aligned(pack_rows(query)), _aligned(pack_rows(key)))
     call(library.bound_scores, x, cached, *packed, shape, ctypes.c_float(WEIGHT), factor, y)
     return y
 

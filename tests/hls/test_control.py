@@ -10,7 +10,7 @@ import pytest
 from drs.tables import map_rows
 
 from fastcar_compile.codegen.hls.control_table.builder import build_table
-from fastcar_compile.codegen.hls.control_table.gate import pack_heads
+from fastcar_compile.codegen.hls.control_table.gate import pack_rows
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, run_layer
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
@@ -67,8 +67,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 def call_of(layer: int, register: int) -> LayerCall:
     """A call whose scores ask for this Index Register."""
     signs = np.array([-1.0 if register >> row & 1 else 1.0 for row in range(ROWS)], np.float32)
-    query = pack_heads(np.broadcast_to(signs[:, None, None], (ROWS, SHAPE.heads, SHAPE.head_dim)))
-    key = pack_heads(np.ones((ROWS, SHAPE.kv_heads, SHAPE.head_dim), np.float32))
+    query = pack_rows(np.broadcast_to(signs[:, None, None], (ROWS, SHAPE.heads, SHAPE.head_dim)))
+    key = pack_rows(np.ones((ROWS, SHAPE.kv_heads, SHAPE.head_dim), np.float32))
     return LayerCall(layer, LATER, query, key, np.zeros(ROWS, np.int32))
 
 

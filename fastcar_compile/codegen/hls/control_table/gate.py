@@ -15,19 +15,16 @@ def pack_inputs(inputs: GateInputs[Array]) -> tuple[Array, Array]:
 
 
 def _words(heads: Array | None, row: Array | None) -> Array:
-    parts = [] if heads is None else [pack_heads(heads)]
-    parts += [] if row is None else [pack_row(row)]
+    parts = [pack_rows(values) for values in (heads, row) if values is not None]
     return np.concatenate(parts) if parts else np.zeros((0, FLOATS_PER_WORD), np.float32)
 
 
-def pack_heads(rows: Array) -> Array:
-    """Return float32 [B, heads, D] as memory words [B * heads * ceil(D / 4), 4].
+def pack_rows(rows: Array) -> Array:
+    """Return float32 [B, heads, D] as memory words [B * heads * ceil(D / 4), 4], or [B, H] as [B * ceil(H / 4), 4].
 
-    Each head begins a word; spare lanes are zero.
+    Each head begins a word, and so does each row; spare lanes are zero.
     """
-    dim = rows.shape[-1]
-    spare = -dim % FLOATS_PER_WORD
-    padded = np.pad(rows, [(0, 0), (0, 0), (0, spare)]) if spare else rows
+    padded = np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, -rows.shape[-1] % FLOATS_PER_WORD)])
     return np.ascontiguousarray(padded, np.float32).reshape(-1, FLOATS_PER_WORD)
 
 
@@ -70,9 +67,3 @@ def unpack_network(words: Array, width: int) -> tuple[Array, Array, Array, Array
 def network_words(units: int, width: int) -> int:
     """Return the memory words of a network."""
     return 1 + units * (1 + 2 * -(-width // BFLOATS_PER_WORD))
-
-
-def pack_row(values: Array) -> Array:
-    """Return float32 [B, H] as memory words [B * ceil(H / 4), 4]; each row begins a word, spare lanes are zero."""
-    padded = np.pad(values, [(0, 0), (0, -values.shape[1] % FLOATS_PER_WORD)])
-    return np.ascontiguousarray(padded, np.float32).reshape(-1, FLOATS_PER_WORD)

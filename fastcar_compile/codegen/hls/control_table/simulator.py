@@ -39,7 +39,7 @@ class LayerCall:
 
     Args:
         layer: index of the decoder layer. step: decode forward number t.
-        query: memory words of q (`gate.pack_heads`) and of x (`scores.pack_row`), what the gate reads of them.
+        query: memory words of q and of x (`gate.pack_rows`), what the gate reads of them.
         key: those of the cached key and of the cached x.
         chain: int32 [at least B], replays in a row at slot t mod F.
         network: memory words of the layer's network (`scores.pack_network`), for gate `learned`.
