@@ -113,12 +113,7 @@ def kernel_config(bench: Bench, part: str, clock_mhz: float) -> dict[str, str]:
     """Return the HLS configuration of the kernel with this bench, by file name."""
     clock = f"{clock_mhz:g}"
     text = render("hls_config.cfg", part=part, clock=clock, kernel=bench.kernel.name, testbench=bench.source)
-    return {config_name(bench.kernel): text}
-
-
-def config_name(kernel: KernelInterface) -> str:
-    """Return the file name of the kernel's HLS configuration."""
-    return f"{kernel.name}_hls_config.cfg"
+    return {f"{bench.kernel.name}_hls_config.cfg": text}
 
 
 def connections(board: Target | None, kernels: Sequence[KernelInterface]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from fastcar_compile.artifact.sections import ExplorationPart
@@ -140,8 +140,8 @@ class _Room:
     """What a board has for designs, which mostly have the same streams, and the same units beside the array."""
 
     def __init__(self, target: Target, step: StepSpec | None, *, banks: bool) -> None:
-        self._target, self._step, self._banks = target, step, banks
-        self._known: dict[tuple[int, int], str | None] = {}
+        self._step, self._banks = step, banks
+        self._bank_excess = cache(partial(bank_excess, target))
         self._units: dict[tuple[int, int, int], Usage] = {}
 
     def excess(self, design: Design) -> list[str]:
@@ -154,10 +154,7 @@ class _Room:
         if not self._banks:
             return None
         caches = self._step.cache_bytes(design.mlp, design.ports) if self._step else 0
-        key = design.axi_weight_ports, design.weight_bytes + caches
-        if key not in self._known:
-            self._known[key] = bank_excess(self._target, ports=key[0], stream_bytes=key[1])
-        return self._known[key]
+        return self._bank_excess(ports=design.axi_weight_ports, stream_bytes=design.weight_bytes + caches)
 
     def of_fabric(self, design: Design, group: int = 1) -> list[str]:
         """Return what it needs more of than the fabric has, with so many query heads side by side."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import ceil, gcd
 
-from fastcar_compile.artifact.sections import ProductPart
 from fastcar_compile.config.formats import GROUP
 
 WORD_BITS, WORD_BYTES, FLOATS_PER_WORD = 128, 16, 4
@@ -96,11 +95,6 @@ class Product:
         """Rows of a tile per port come in these steps: its channels are whole float32 words (and pairs)."""
         # The channels of a tile, rows times ports, have to be a multiple of the four floats of a word.
         return FLOATS_PER_WORD // gcd(FLOATS_PER_WORD, self.ports)
-
-    @property
-    def part(self) -> ProductPart:
-        """The product as a host calls it."""
-        return ProductPart(**asdict(self))
 
     def cut(self, words: int) -> Product:
         """Cut into tiles of about `words` words on one port, all of one size."""

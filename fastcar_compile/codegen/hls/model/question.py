@@ -160,7 +160,8 @@ def program_of_shape(work: Workload, design: Design) -> StepProgram:
     program = builder.step_program(
         design, _attention(work), EPSILON, replay, builder.HEAD if shape.head else "layer_0.o"
     )
-    return program if shape.head else replace(program, instructions=tuple(_without_head(program)))
+    kept = (i for i in program.instructions if not (isinstance(i, step.Linear) and i.target is Place.OUTPUT))
+    return program if shape.head else replace(program, instructions=tuple(kept))
 
 
 def without_replay(program: StepProgram) -> StepProgram:
@@ -172,11 +173,6 @@ def without_replay(program: StepProgram) -> StepProgram:
         elif not isinstance(one, step.Decide):
             found.append(one)
     return replace(program, instructions=tuple(found))
-
-
-def _without_head(program: StepProgram) -> list[step.Instruction]:
-    kept = program.instructions
-    return [i for i in kept if not (isinstance(i, step.Linear) and i.target is Place.OUTPUT)]
 
 
 def _attention(work: Workload) -> AttentionForm:

@@ -24,6 +24,8 @@ LANES = {
 }
 """Lane -> what its spans wait for: the host; the calls and instructions of the engine; and what they consist of."""
 
+LANE_OF = {unit: lane for lane, units in enumerate(LANES.values()) for unit in units}
+
 COLOURS = {
     "memory": "#2f6db3",
     "ports": "#4f9bd9",
@@ -42,15 +44,14 @@ HEAD_LAYERS = 3
 def trace_events(step: Step) -> list[dict[str, Any]]:
     """Return the lanes and spans of a step as events, times in microseconds; the category is what a span waits for."""
     spans = [*step.segments, *step.calls]
-    lane_of = {unit: lane for lane, units in enumerate(LANES.values()) for unit in units}
-    used = {lane_of[span.unit] for span in spans}
+    used = {LANE_OF[span.unit] for span in spans}
     names = [
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": lane, "args": {"name": name}}
         for lane, name in enumerate(LANES)
         if lane in used
     ]
     return names + [
-        {"name": span.name, "cat": span.unit, "ph": "X", "pid": 1, "tid": lane_of[span.unit]}
+        {"name": span.name, "cat": span.unit, "ph": "X", "pid": 1, "tid": LANE_OF[span.unit]}
         | {"ts": round(1e6 * span.start, 4), "dur": round(1e6 * span.seconds, 4)}
         | {"args": {"layer": span.layer, "bytes": span.bytes}}
         for span in spans
@@ -102,11 +103,10 @@ def plot_time_line(estimate: Estimate, path: Path) -> None:
 
 
 def _draw(axis: Any, estimate: Estimate, end: float, *, labels: bool) -> None:
-    lanes = {unit: lane for lane, units in enumerate(LANES.values()) for unit in units}
     for span in (*estimate.step.segments, *estimate.step.calls):
         if span.start >= end:
             continue
-        start, length, lane = span.start * 1e3, span.seconds * 1e3, lanes[span.unit]
+        start, length, lane = span.start * 1e3, span.seconds * 1e3, LANE_OF[span.unit]
         colour = COLOURS.get(span.unit, OTHER_COLOUR)
         axis.broken_barh([(start, length)], (lane - 0.4, 0.8), facecolors=colour, edgecolor=colour, linewidth=0.4)
         if labels and length > 0.03 * end * 1e3:
