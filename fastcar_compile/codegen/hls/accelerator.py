@@ -183,11 +183,8 @@ def _check_quantised(program: DecoderProgram, config: CompileConfig) -> None:
     """Raise CompileError where a linear of an MLP has no quantised weight to pack."""
     suffix, params = quant_format(config.quant).suffix, program.params
     for site in program.sites:
-        lacking = [
-            node
-            for node, name in zip(site.mlp.linears, site.mlp.weights, strict=True)
-            if f"{name}_{suffix}" not in params
-        ]
+        weights = zip(site.mlp.linears, site.mlp.weights, strict=True)
+        lacking = [node for node, name in weights if f"{name}_{suffix}" not in params]
         if lacking:
             raise CompileError(
                 f"the accelerator cannot compute the MLP of layer {site.layer}: the weight of {', '.join(lacking)} is "

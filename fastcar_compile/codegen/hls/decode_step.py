@@ -240,9 +240,8 @@ class _Reader:
         wanted = {"query": node_arg(attention, 0), "key_cache": node_arg(attention, 1), "x": x}
         for name, value in zip(argument_names(score), score.args, strict=False):
             if name in wanted and isinstance(value, fx.Node):
-                self.expect(
-                    self.resolved(value), self.resolved(wanted[name]), f"{name} of the gate of layer {site.layer}"
-                )
+                what = f"{name} of the gate of layer {site.layer}"
+                self.expect(self.resolved(value), self.resolved(wanted[name]), what)
 
     def head(self, node: fx.Node) -> tuple[fx.Node, _Norm | None, str | None]:
         """Return what q or k is made of, its norm and its RoPE table."""
@@ -258,10 +257,8 @@ class _Reader:
         """Return the parts of an RMSNorm."""
         if not is_op(node, fastcar.exact_norm):
             raise self.refused(node, "an RMSNorm")
-        epsilon = node.args[2]
-        return _Norm(
-            node_arg(node, 0), self.parameter(node_arg(node, 1)), epsilon if isinstance(epsilon, float) else 0.0
-        )
+        epsilon = node.args[2] if isinstance(node.args[2], float) else 0.0
+        return _Norm(node_arg(node, 0), self.parameter(node_arg(node, 1)), epsilon)
 
     def written(self, cache: fx.Node) -> fx.Node:
         """Return the rows that are written to a cache."""

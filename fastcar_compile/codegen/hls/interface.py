@@ -229,6 +229,5 @@ def probe_interface(design: Design) -> KernelInterface:
     """
     weights = weight_ports(design)
     result = KernelPort("result", "uint32_t", "m_axi", "gmem_result", len(weights), writable=True)
-    return KernelInterface(
-        "fastcar_probe", (*weights, result, KernelPort("words", "uint32_t"), KernelPort("ports", "uint32_t"))
-    )
+    scalars = [KernelPort(name, "uint32_t") for name in ("words", "ports")]
+    return KernelInterface("fastcar_probe", (*weights, result, *scalars))

@@ -62,10 +62,8 @@ def pack_mlp(linears: Sequence[LinearWeights], design: Design) -> Array:
     for name, linear in zip(names, linears, strict=True):
         channels = spec.hidden if name == "down" else spec.intermediate
         _check_linear(name, linear, channels, design.down if name == "down" else design.gate_up)
-    parts = [
-        (_Channels(first, design.gate_up, interleaved=True), design.gate_up),
-        (_Channels([down], design.down), design.down),
-    ]
+    gate_up = _Channels(first, design.gate_up, interleaved=True)
+    parts = [(gate_up, design.gate_up), (_Channels([down], design.down), design.down)]
     return _stream(parts, design.axi_words)
 
 
@@ -149,9 +147,8 @@ class _Channels:
         else:
             ends = np.cumsum([len(a) for a in arrays])
             # The linears follow each other: `ends` are the channels at which each of them ends.
-            parts = [
-                a[max(0, begin - n + len(a)) : max(0, last - n + len(a))] for a, n in zip(arrays, ends, strict=True)
-            ]
+            starts = [(a, n - len(a)) for a, n in zip(arrays, ends, strict=True)]
+            parts = [a[max(0, begin - at) : max(0, last - at)] for a, at in starts]
             parts = [part for part in parts if len(part)]
         if end > last:
             parts.append(np.zeros((end - last, *arrays[0].shape[1:]), arrays[0].dtype))

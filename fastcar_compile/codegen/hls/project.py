@@ -47,10 +47,14 @@ def emit_hls(
     table = table or table_of_sizes(design)
     step = step or StepDesign.of(short_program(design, table))
     kernel = kernel_interface(design, step, table)
-    weights, caches = (
-        [port for port in kernel.ports if port.name.startswith(prefix)] for prefix in ("weights_", "cache_")
-    )
-    values = {"design": design, "step": step, "kernel": kernel, "weights": weights, "caches": caches}
+    of_ports = {name: [p for p in kernel.ports if p.name.startswith(name)] for name in ("weights_", "cache_")}
+    values = {
+        "design": design,
+        "step": step,
+        "kernel": kernel,
+        "weights": of_ports["weights_"],
+        "caches": of_ports["cache_"],
+    }
     values |= {"fifo_words": FIFO_WORDS // design.axi_words, "step_fifo_words": STEP_FIFO_WORDS // design.axi_words}
     values["total_turns"] = total_latency(design.budget.clock_mhz)
     texts = {name: render(name, **values) for name in SOURCES}

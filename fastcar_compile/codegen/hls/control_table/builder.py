@@ -50,13 +50,11 @@ class GateScore:
         name, wrong = self.kind.name.lower(), list[str]()
         learned = self.kind is GateKind.LEARNED
         if not (1 <= self.units <= table.MAX_UNITS if learned else self.units == 0):
-            wrong.append(
-                f"a network of {self.units} units for gate {name} (1 to {table.MAX_UNITS} for learned, else 0)"
-            )
+            most = table.MAX_UNITS
+            wrong.append(f"a network of {self.units} units for gate {name} (1 to {most} for learned, else 0)")
         if not (1 <= self.width <= table.MAX_PRODUCTS if self.kind.reads_input else self.width == 0):
-            wrong.append(
-                f"an input of {self.width} elements for gate {name} (1 to {table.MAX_PRODUCTS} if read, else 0)"
-            )
+            most = table.MAX_PRODUCTS
+            wrong.append(f"an input of {self.width} elements for gate {name} (1 to {most} if read, else 0)")
         if (self.kind is GateKind.BOUND) != (self.distance_weight > 0):
             wrong.append(f"a distance weight of {self.distance_weight} for gate {name} (more than 0 for bound, else 0)")
         if self.heads is not None and self.kind is not GateKind.TAS:

@@ -81,8 +81,5 @@ def controller_usage(limits: Limits) -> Usage:
         (32, limits.table_words),
         (ANSWER_BANKS * 32, RESULT_WORDS // ANSWER_BANKS),
     )
-    dsp, blocks = (
-        CHECK_DSP + (FLOATS_PER_WORD * SCORE_DSP if weighted else 0),
-        itertools.starmap(bram_blocks, bits_depth),
-    )
-    return CONTROL + SCORE_UNITS[kind] + Usage(dsp=dsp, bram36=sum(blocks))
+    dsp = CHECK_DSP + (FLOATS_PER_WORD * SCORE_DSP if weighted else 0)
+    return CONTROL + SCORE_UNITS[kind] + Usage(dsp=dsp, bram36=sum(itertools.starmap(bram_blocks, bits_depth)))

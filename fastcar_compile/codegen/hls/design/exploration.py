@@ -265,11 +265,8 @@ def _bound(design: Design, target: Target) -> str:
     if memory_rate(target, design.ports) < design.ports * WORD_BYTES * design.budget.clock_mhz * 1e6:
         return "memory"
     tiles = [tile_loops(product, design.load()) for product in (design.gate_up, design.down)]
-    return (
-        "ports"
-        if all(loops.fetch.trips >= max(stage.trips for stage in loops.stages) for loops in tiles)
-        else "compute"
-    )
+    fetching = all(loops.fetch.trips >= max(stage.trips for stage in loops.stages) for loops in tiles)
+    return "ports" if fetching else "compute"
 
 
 def _share(design: Design) -> float:

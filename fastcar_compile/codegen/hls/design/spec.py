@@ -88,9 +88,8 @@ class MlpSpec:
         if self.cores > self.batch >= 1:
             wrong.append(f"cores = {self.cores} for {self.batch} row(s): a core without a row is never used")
         if wrong:
-            raise CompileError(
-                f"the MLP cannot be built: {'; '.join(wrong)}", hint="change the model or the batch size"
-            )
+            what = f"the MLP cannot be built: {'; '.join(wrong)}"
+            raise CompileError(what, hint="change the model or the batch size")
 
 
 @dataclass(frozen=True)

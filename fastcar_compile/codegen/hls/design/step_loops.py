@@ -191,7 +191,11 @@ class VectorWork:
 
 
 def vector_loops(instruction: step.Instruction, work: VectorWork) -> tuple[Repeated, ...]:
-    """Return the loops of an instruction without a product; none of END."""
+    """Return the loops of an instruction without a product, as far as they iterate; none of END."""
+    return tuple(part for part in _loops_of(instruction, work) if part.times > 0)
+
+
+def _loops_of(instruction: step.Instruction, work: VectorWork) -> tuple[Repeated, ...]:
     match instruction:
         case step.Load(count=count):
             return (Repeated((Loop("load", "load_words", count, WRITE, moves=True),), work.rows),)
@@ -222,14 +226,12 @@ def _norm(norm: step.Norm, work: VectorWork) -> tuple[Repeated, ...]:
     )
     # The first pass reads the norm's weight from memory. It stays on chip for the other rows and pieces.
     done = work.computing * norm.pieces
-    found = Repeated((weight, *rest), min(done, 1)), Repeated((largest, *rest), done - 1)
-    return tuple(part for part in found if part.times > 0)
+    return Repeated((weight, *rest), min(done, 1)), Repeated((largest, *rest), done - 1)
 
 
 def _rotate(rotate: step.Rotate, work: VectorWork) -> tuple[Repeated, ...]:
-    table = tuple(
-        Loop("rotate_rows", label, rotate.half_words, WRITE, moves=True) for label in ("read_cosines", "read_sines")
-    )
+    half = rotate.half_words
+    table = tuple(Loop("rotate_rows", label, half, WRITE, moves=True) for label in ("read_cosines", "read_sines"))
     words = Loop("rotate_row", "rotate_words", rotate.heads * rotate.head_words, ROTATE_DEPTH)
     return Repeated(table), Repeated((words,), work.rows)
 
@@ -268,30 +270,22 @@ def _append(append: step.Append, work: VectorWork) -> tuple[Repeated, ...]:
 
 def _decide(decide: step.Decide, work: VectorWork) -> tuple[Repeated, ...]:
     chain = Loop("call_controller", "chain_counts", CHAIN_WORDS, READ, moves=True)
-    answer = (
-        Loop("call_controller", "copy_answer", RESULT_WORDS // FLOATS_PER_WORD, COPY_DEPTH),
-        Loop("fastcar_decide", "report", RESULT_WORDS // FLOATS_PER_WORD, COPY_DEPTH, moves=True),
-    )
+    words = RESULT_WORDS // FLOATS_PER_WORD
+    answer = Loop("call_controller", "copy_answer", words, COPY_DEPTH)
+    report = Loop("fastcar_decide", "report", words, COPY_DEPTH, moves=True)
     loops = control_loops(ControlWork(ControlOp.GATE, work.control))
     # Of what the controller reads, only a network is not on chip.
     gate = tuple(loop if loop.process in NETWORK_LOOPS else replace(loop, moves=False) for loop in loops)
     kept = Loop("keep_inputs", "keep_words", decide.count, READ, moves=True)
-    found = (
-        *_gather(decide, work),
-        Repeated((chain, *gate, chain, *answer)),
-        Repeated((kept,), work.computing if decide.count else 0),
-    )
-    return tuple(part for part in found if part.times)
+    launch = Repeated((chain, *gate, chain, answer, report))
+    return *_gather(decide, work), launch, Repeated((kept,), work.computing if decide.count else 0)
 
 
 def _gather(decide: step.Decide, work: VectorWork) -> tuple[Repeated, ...]:
     """Return the loops that bring q, x, the cached key and the kept x where the controller reads them."""
     floats = decide.blocks * BLOCK_FLOATS
-    rows = tuple(
-        Loop("gather_rows", "gather_words", words, COPY_DEPTH)
-        for words in (decide.heads * floats, decide.count)
-        if words
-    )
+    gathered = (decide.heads * floats, decide.count)
+    rows = tuple(Loop("gather_rows", "gather_words", words, COPY_DEPTH) for words in gathered if words)
     key = (
         Loop("read_keys", "read_key_exponents", decide.blocks, WRITE, moves=True),
         Loop("read_keys", "read_key_mantissas", decide.blocks * BLOCK_WORDS, WRITE, moves=True),
@@ -314,5 +308,4 @@ def _replay(replay: step.Replay, work: VectorWork) -> tuple[Repeated, ...]:
     add = Loop("add_row", "add_words", replay.count, ADD_DEPTH)
     kept = Loop("add_rows", "keep_words", replay.count, READ, moves=True)
     read = Loop("add_rows", "replay_words", replay.count, ADD_DEPTH, moves=True)
-    found = Repeated((kept, add), work.computing), Repeated((read,), work.rows - work.computing)
-    return tuple(part for part in found if part.times)
+    return Repeated((kept, add), work.computing), Repeated((read,), work.rows - work.computing)

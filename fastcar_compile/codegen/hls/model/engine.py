@@ -187,9 +187,8 @@ def attend_clocks(work: AttendWork, memory: Memory) -> float:
     layout, own = work.layout, attend_loops(work)
     rate = min(1 - memory.refreshing, memory.rate / work.ports)
     keys = memory.latency + max(layout.key_words / rate, own.logits.trips)
-    tile = max(
-        layout.value_tile_words / rate, own.weigh.cycles, own.limbs.trips, own.multiply_values.trips, own.add.trips
-    )
+    tile = max(layout.value_tile_words / rate, own.weigh.cycles, own.limbs.trips)
+    tile = max(tile, own.multiply_values.trips, own.add.trips)
     values = memory.latency + layout.value_tiles * tile
     softmax = own.keep.cycles + own.soften.cycles + own.invert.cycles
     split = sum(loop.cycles for loop in own.split)
@@ -256,9 +255,8 @@ class Engine:
     def _product(self, linear: LinearShape) -> Product:
         """Return how this engine computes a linear: as it is emitted, else with the tiles that its buffers hold."""
         own = {(p.inputs, p.channels): p for p in self.design.products}
-        return own.get((linear.inputs, linear.outputs)) or self.design.fit(
-            LinearSpec(linear.name, linear.inputs, linear.outputs)
-        )
+        fitted = LinearSpec(linear.name, linear.inputs, linear.outputs)
+        return own.get((linear.inputs, linear.outputs)) or self.design.fit(fitted)
 
     def parts(self, call: Call) -> tuple[CallPart, ...]:
         """Return the spans of a call."""
@@ -296,14 +294,11 @@ def loop_clocks(serial: Iterable[loops.Loop], memory: Memory) -> float:
 
 def _load_clocks(call: EngineCall, memory: Memory) -> float:
     """Return the clocks until the rows of x are in the cores; each is a burst that waits for the memory."""
-    inputs, rows, ready = (
-        call.products[0].product.inputs,
-        call.load.rows,
-        max(loops.places_loop().cycles, memory.latency),
-    )
+    inputs, rows = call.products[0].product.inputs, call.load.rows
+    places, loaded = loops.places_loop().cycles, loops.load_loop(inputs, call.load).cycles
     if call.rows_on_chip:
-        return float(loops.places_loop().cycles + loops.load_loop(inputs, call.load).cycles)
-    return float(max(ready + loops.load_loop(inputs, call.load).cycles, rows * (float_words(inputs) + memory.latency)))
+        return float(places + loaded)
+    return float(max(max(places, memory.latency) + loaded, rows * (float_words(inputs) + memory.latency)))
 
 
 def _write_clocks(call: EngineCall) -> float:

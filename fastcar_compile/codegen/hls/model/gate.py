@@ -47,9 +47,8 @@ class GateModel:
             raise InputError(f"unknown gate {name!r}", hint=f"known gates: {', '.join(GATES)}")
         if units is not None and not GATES[name].takes_weights:
             raise InputError(f"gate {name!r} has no hidden units", hint="leave them out, or choose gate learned")
-        own = (
-            whole("the gate's units", DEFAULT_UNITS if units is None else units, 1) if GATES[name].takes_weights else 0
-        )
+        hidden = whole("the gate's units", DEFAULT_UNITS if units is None else units, 1)
+        own = hidden if GATES[name].takes_weights else 0
         return cls(name, own, not decided_on_accelerator(name))
 
     @classmethod

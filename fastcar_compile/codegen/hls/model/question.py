@@ -157,9 +157,8 @@ def program_of_shape(work: Workload, design: Design) -> StepProgram:
     shape, gate = work.shape, work.gate
     units = (gate.units,) * shape.layers if gate.units else ()
     replay = ReplayForm(shape.tokens_per_frame, (True,) * shape.layers, gate.kind, units)
-    program = builder.step_program(
-        design, _attention(work), EPSILON, replay, builder.HEAD if shape.head else "layer_0.o"
-    )
+    head = builder.HEAD if shape.head else "layer_0.o"
+    program = builder.step_program(design, _attention(work), EPSILON, replay, head)
     kept = (i for i in program.instructions if not (isinstance(i, step.Linear) and i.target is Place.OUTPUT))
     return program if shape.head else replace(program, instructions=tuple(kept))
 

@@ -99,9 +99,8 @@ class CacheLayout:
 
     def unpack_keys(self, words: Array, number: int) -> Array:
         """Return the rows of `pack_keys`."""
-        heads, own = np.split(
-            np.roll(words, -number, 0).reshape(self.ports, self.key_tiles, -1, LANES), [self.blocks], 2
-        )
+        tiles = np.roll(words, -number, 0).reshape(self.ports, self.key_tiles, -1, LANES)
+        heads, own = np.split(tiles, [self.blocks], 2)
         mantissas = own.reshape(self.ports, self.key_tiles, LANES, -1).transpose(1, 2, 0, 3)
         return self._join(mantissas, heads.transpose(1, 3, 0, 2))
 

@@ -153,9 +153,7 @@ class Linear(Instruction):
 
     def fits(self, room: Sizes) -> bool:
         """See Instruction.fits."""
-        small = (
-            counts(self.inputs, self.tile) and 1 <= self.channels <= MAX_CHANNELS and 1 <= self.tiles <= self.channels
-        )
+        small = counts(self.inputs, self.tile) and self.channels <= MAX_CHANNELS and 1 <= self.tiles <= self.channels
         comes, leaves = in_memory(self.source, self.target), self.target == Place.OUTPUT
         places = comes or (on_chip(self.source) if leaves else on_chip(self.source, self.target))
         words, read = -(-self.channels // LANES), -(-self.inputs // LANES)
@@ -163,9 +161,8 @@ class Linear(Instruction):
         source = room.rows * read <= room.input_words if comes else read <= room.row_words
         # The last tile may reach beyond the channels, but no channel may be left without a tile.
         covered = self.tile * self.tiles * room.ports >= self.channels
-        return (
-            small and places and target and source and covered and self.bias <= 1 and self.weights < room.weight_words
-        )
+        stored = self.bias <= 1 and self.weights < room.weight_words
+        return small and places and target and source and covered and stored
 
 
 @dataclass(frozen=True)

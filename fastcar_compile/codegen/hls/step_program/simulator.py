@@ -137,14 +137,11 @@ class StepSimulator:
     def _(self, append: step.Append) -> None:
         layout = self.program.sizes.layout(append.blocks)
         if isinstance(append, step.AppendKeys):
-            cache, words, unpack, pack = self.memory.keys, layout.key_words, layout.unpack_keys, layout.pack_keys
+            cache, words = self.memory.keys, layout.key_words
+            unpack, pack = layout.unpack_keys, layout.pack_keys
         else:
-            cache, words, unpack, pack = (
-                self.memory.values,
-                layout.value_words,
-                layout.unpack_values,
-                layout.pack_values,
-            )
+            cache, words = self.memory.values, layout.value_words
+            unpack, pack = layout.unpack_values, layout.pack_values
         at, dim = LANES * append.first, BLOCK * append.blocks
         heads = self._rows[append.source, :, at : at + append.heads * dim].reshape(-1, dim)
         row = _Ring(append.sinks, append.ring).row(self._position)
