@@ -145,20 +145,6 @@ class ControlSizes:
     query_words: int = 1
     key_words: int = 1
 
-    def memories(self, reads: str, writes: str) -> tuple[KernelPort, ...]:
-        """Return the memory arguments on two AXI ports; they are all of 128-bit words."""
-        table = -(-self.table_words // FLOATS_PER_WORD)
-        return (
-            KernelPort("table", WORD, "m_axi", reads, table),
-            KernelPort("query", WORD, "m_axi", reads, self.query_words),
-            KernelPort("key", WORD, "m_axi", reads, self.key_words),
-            KernelPort("chain", WORD, "m_axi", reads, MAX_ROWS // FLOATS_PER_WORD),
-            KernelPort("result", WORD, "m_axi", writes, RESULT_WORDS // FLOATS_PER_WORD, writable=True),
-        )
-
-
-CONTROLLER_SCALARS = ("crc", "table_bytes", "layer", "step", "query_words", "key_words")
-
 
 def weight_ports(design: Design) -> list[KernelPort]:
     """Return the arguments that take weight streams, one per AXI port."""
@@ -182,7 +168,7 @@ def kernel_interface(design: Design, step: StepDesign, table: DrsTable) -> Kerne
     values. `program` takes the control table with its program. A kernel of short
     programs has no caches and no replay buffer. Co-simulation maps the memory of the test bench, which is one layer's.
     """
-    beat, ports, sizes = WEIGHT_TYPES[design.axi_words], range(design.axi_weight_ports), step.sizes
+    beat, ports, sizes = WEIGHT_TYPES[design.axi_words], range(design.axi_weight_ports), step.program.sizes
     bench = sample_program(step.program, design).sizes
     cached, mapped = (of.key_words + of.value_words for of in (sizes, bench))
     program = table.words // FLOATS_PER_WORD + step.program_words
@@ -197,9 +183,9 @@ def kernel_interface(design: Design, step: StepDesign, table: DrsTable) -> Kerne
         return KernelPort(f"{name}_{port}", beat, "m_axi", bundle, words, writable, mapped=mapped)
 
     weights = [of_port("weights", p, sizes.weight_words, bench.weight_words, writable=False) for p in ports]
-    caches = [of_port("cache", p, cached, mapped, writable=True) for p in ports if step.whole]
+    caches = [of_port("cache", p, cached, mapped, writable=True) for p in ports if step.program.whole]
     constants = [memory("constants", sizes.constant_words, bench.constant_words)] if step.reads_constants else []
-    replay = [memory("replay", sizes.replay_words, bench.replay_words, written=True)] if step.whole else []
+    replay = [memory("replay", sizes.replay_words, bench.replay_words, written=True)] if step.program.whole else []
     return KernelInterface(
         "fastcar_step",
         (
@@ -218,8 +204,16 @@ def kernel_interface(design: Design, step: StepDesign, table: DrsTable) -> Kerne
 
 def drs_interface(control: ControlSizes) -> KernelInterface:
     """Return the interface of the TAS unit and DRS controller alone (docs/reference/drs_table.md)."""
-    scalars = [KernelPort(name, "uint32_t") for name in ("op", *CONTROLLER_SCALARS)]
-    return KernelInterface("fastcar_drs", (*control.memories("gmem_query", "gmem_result"), *scalars))
+    reads = {
+        "table": -(-control.table_words // FLOATS_PER_WORD),
+        "query": control.query_words,
+        "key": control.key_words,
+        "chain": MAX_ROWS // FLOATS_PER_WORD,
+    }
+    memories = (KernelPort(name, WORD, "m_axi", "gmem_query", depth) for name, depth in reads.items())
+    result = KernelPort("result", WORD, "m_axi", "gmem_result", RESULT_WORDS // FLOATS_PER_WORD, writable=True)
+    scalars = ("op", "crc", "table_bytes", "layer", "step", "query_words", "key_words")
+    return KernelInterface("fastcar_drs", (*memories, result, *(KernelPort(name, "uint32_t") for name in scalars)))
 
 
 def probe_interface(design: Design) -> KernelInterface:
