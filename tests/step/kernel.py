@@ -52,7 +52,7 @@ class Kernel:
     def decided(self, layer: int) -> list[bool]:
         """Which rows computed, by the answer of the layer's controller in the report."""
         words = self.memory["report"].view(np.uint32)[4 * (1 + REPORT_LAYER_WORDS * layer) :]
-        return [bool(words[1] >> b & 1) for b in range(self.step.sizes.rows)]
+        return [bool(words[1] >> b & 1) for b in range(self.step.program.sizes.rows)]
 
     def launch(self, op: int, size: int = 0, position: int = 0, step: int = 0) -> tuple[int, int]:
         """Launch once; return the status, and the number of the instruction that was refused."""
@@ -78,11 +78,11 @@ class Kernel:
 
     def caches(self) -> tuple[Array, Array]:
         """Keys and values, int8 [ports, words, 16]."""
-        made, words = self.made.made, self.step.sizes.key_words + self.step.sizes.value_words
+        made, words = self.made.made, self.step.program.sizes.key_words + self.step.program.sizes.value_words
         ports = [self.memory[f"cache_{p}"].view(np.int8) for p in range(made.axi_weight_ports)]
         beats = np.stack(ports).reshape(made.axi_weight_ports, words, made.axi_words, 16)
         sections = beats.transpose(0, 2, 1, 3).reshape(made.ports, words, 16)
-        return sections[:, : self.step.sizes.key_words], sections[:, self.step.sizes.key_words :]
+        return sections[:, : self.step.program.sizes.key_words], sections[:, self.step.program.sizes.key_words :]
 
     def set_caches(self, keys: Array, values: Array) -> None:
         """Put the sections of all weight ports into the buffers of the AXI ports."""

@@ -180,8 +180,7 @@ class _Reader:
     def last(self) -> _Norm:
         """Return the norm between the last layer and the head."""
         if HEAD not in self.calls:
-            what = "a step program ends with a head, and this decoder has none that is quantised"
-            raise refusal(what)
+            raise refusal("a step program ends with a head, and this decoder has none that is quantised")
         head = self.expect(self.resolved(output_nodes(self.graph)[0]), self.linear(HEAD, 0), "the head")
         last = self.norm(self.resolved(node_arg(head, 0)))
         self.expect(self.resolved(last.x), self.node(self.program.sites[-1].exit), "the input of the last norm")

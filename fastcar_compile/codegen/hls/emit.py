@@ -65,11 +65,7 @@ def _pieces(
             yield port, at, part.data
         at += parts.shape[1]
     if constants.size:
-        yield CONSTANTS, 0, _bytes(constants).data
-
-
-def _bytes(values: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1)
+        yield CONSTANTS, 0, np.ascontiguousarray(constants, "<f4").view(np.uint8).reshape(-1).data
 
 
 def state_places(program: StepProgram, state: list[StateSpec]) -> dict[str, int]:

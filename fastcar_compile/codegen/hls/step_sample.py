@@ -266,9 +266,6 @@ def _drawn(draw: int, row: Bits | np.uint32, place: Bits) -> Bits:
 
 
 def _drawn_floats(draw: int, count: int) -> NDArray[np.float32]:
-    return _floats(_drawn(draw, np.uint32(0), np.arange(count, dtype=np.uint32)))
-
-
-def _floats(bits: Bits) -> NDArray[np.float32]:
     """Return float32 values of magnitude 1/8 to 2."""
+    bits = _drawn(draw, np.uint32(0), np.arange(count, dtype=np.uint32))
     return (bits & 0x81FFFFFF | 0x3E000000).view(np.float32)

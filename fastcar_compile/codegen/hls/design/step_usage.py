@@ -15,7 +15,7 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS, WORD_BYTES
 from fastcar_compile.codegen.hls.design.spec import StepBuffers
 from fastcar_compile.codegen.hls.design.usage import FLOAT_ADD, STREAM, Usage, bram_blocks, memory
-from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, CacheLayout, Sizes
+from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, CacheLayout
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES as CACHE_LANES
 from fastcar_compile.codegen.hls.step_program.instructions import LANES, ROWS_ON_CHIP, Append, Attend, Decide, Opcode
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
@@ -44,11 +44,6 @@ class StepDesign:
         return cls(program, most if group is None else min(group, most))
 
     @property
-    def whole(self) -> bool:
-        """Whether rows are on chip, for whole steps; else they are in memory, for short programs."""
-        return self.program.whole
-
-    @property
     def opcodes(self) -> list[str]:
         """Names of the instructions that the kernel executes, those of its program; others are not built."""
         return sorted({instruction.opcode.name for instruction in self.program.instructions})
@@ -61,12 +56,7 @@ class StepDesign:
     @property
     def reads_constants(self) -> bool:
         """Whether there are any: norm weights and RoPE tables of whole steps, networks of gates."""
-        return self.whole or self.sizes.constant_words > 0
-
-    @property
-    def sizes(self) -> Sizes:
-        """Sizes of memory and of the rows on chip."""
-        return self.program.sizes
+        return self.program.whole or self.program.sizes.constant_words > 0
 
     @property
     def blocks(self) -> int:
@@ -87,7 +77,7 @@ class StepDesign:
     @property
     def positions(self) -> int:
         """Positions of a head whose logits are on chip: whole tiles of values."""
-        return -(-self.sizes.positions // BLOCK) * BLOCK
+        return -(-self.program.sizes.positions // BLOCK) * BLOCK
 
     @property
     def program_words(self) -> int:

@@ -153,32 +153,22 @@ class Buffers:
     uram: bool
 
 
-def bram_halves(bits: int, depth: int) -> int:
-    """Return the halves of BRAM36 of a memory of `depth` words of `bits` bits; 0 when it goes to LUTs."""
-    return 0 if depth <= LUT_RAM_DEPTH else _block_halves(bits, depth)
-
-
 def _block_halves(bits: int, depth: int) -> int:
     # The shape that needs the fewest blocks is taken; a wide memory is cut into columns, a deep one into rows.
     return min(ceil(bits / width) * ceil(depth / height) for width, height in HALF_SHAPES)
 
 
 def bram_blocks(bits: int, depth: int, copies: int = 1) -> int:
-    """Return the BRAM36 of so many such memories."""
+    """Return the BRAM36 of so many memories of `depth` words of `bits` bits; 0 when they go to LUTs."""
     # Copies share blocks by halves: only the total is rounded up.
-    return ceil(copies * bram_halves(bits, depth) / 2)
-
-
-def uram_blocks(bits: int, depth: int) -> int:
-    """Return the URAM blocks of a memory of `depth` words of `bits` bits."""
-    # An UltraRAM block has one shape, 4096 x 72, so a shallow memory wastes most of it.
-    return ceil(bits / 72) * ceil(depth / 4096)
+    return 0 if depth <= LUT_RAM_DEPTH else ceil(copies * _block_halves(bits, depth) / 2)
 
 
 def memory(bits: int, depth: int, copies: int = 1, *, uram: bool = False) -> Usage:
     """Return the blocks of so many such memories; the LUTs of those that are too shallow for block RAM."""
     if uram:
-        return Usage(uram=copies * uram_blocks(bits, depth))
+        # An UltraRAM block has one shape, 4096 x 72, so a shallow memory wastes most of it.
+        return Usage(uram=copies * ceil(bits / 72) * ceil(depth / 4096))
     return Usage(lut=copies * bits if depth <= LUT_RAM_DEPTH else 0, bram36=bram_blocks(bits, depth, copies))
 
 

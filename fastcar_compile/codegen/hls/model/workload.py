@@ -61,23 +61,18 @@ class Workload:
 
     def check(self) -> None:
         """Raise InputError when a figure is out of range."""
-        wrong = []
-        if not 0 <= self.replay <= 1:
-            wrong.append(f"replay = {self.replay} (0 to 1)")
-        if self.context < 1:
-            wrong.append(f"context = {self.context} (at least 1)")
-        if not 1 <= self.batch <= 32:
-            wrong.append(f"batch = {self.batch} (1 to 32)")
-        if self.quant not in ACCELERATED:
-            wrong.append(f'quant = "{self.quant}" (the engine is int8: {" or ".join(ACCELERATED)})')
-        if self.kv not in KV_TYPES:
-            wrong.append(f'kv = "{self.kv}" ({", ".join(KV_TYPES)})')
-        if self.offload == "all" and self.kv != "int8":
-            wrong.append(f'kv = "{self.kv}" with offload = "all" (int8)')
-        if self.offload == "all" and self.gate.on_host and self.replay:
-            wrong.append(f'gate {self.gate.name} with offload = "all" (it decides on the host)')
-        if self.couple_cfg and self.batch % 2:
-            wrong.append(f"guidance pairs of batch = {self.batch} (an even number of rows)")
+        whole, gate = self.offload == "all", self.gate
+        problems = [
+            (not 0 <= self.replay <= 1, f"replay = {self.replay} (0 to 1)"),
+            (self.context < 1, f"context = {self.context} (at least 1)"),
+            (not 1 <= self.batch <= 32, f"batch = {self.batch} (1 to 32)"),
+            (self.quant not in ACCELERATED, f'quant = "{self.quant}" (the engine is int8: {" or ".join(ACCELERATED)})'),
+            (self.kv not in KV_TYPES, f'kv = "{self.kv}" ({", ".join(KV_TYPES)})'),
+            (whole and self.kv != "int8", f'kv = "{self.kv}" with offload = "all" (int8)'),
+            (whole and gate.on_host and self.replay, f'gate {gate.name} with offload = "all" (it decides on the host)'),
+            (self.couple_cfg and self.batch % 2, f"guidance pairs of batch = {self.batch} (an even number of rows)"),
+        ]
+        wrong = [text for refused, text in problems if refused]
         if wrong:
             raise InputError(f"the estimate cannot be made: {'; '.join(wrong)}", hint="change the values named")
 
