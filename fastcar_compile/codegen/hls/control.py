@@ -15,7 +15,6 @@ from fastcar_compile.codegen.hls.design.controller import controller_cycles, con
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates import LayerWeights, decided_on_accelerator
-from fastcar_compile.gates.input_delta import BOUND_WEIGHT
 from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.weights import PARAMETERS, weights_in
 from fastcar_compile.ir.program import DecoderProgram
@@ -55,13 +54,8 @@ def gate_score(program: DecoderProgram) -> GateScore:
     """Return the score with the sizes of what it reads besides q and the key."""
     kind, sites = gate_kind(program), decided_sites(program)
     heads = tuple(None if s.replay is None else s.replay.heads for s in program.sites)
-    return GateScore(
-        kind,
-        width=program.sites[0].mlp.hidden if kind.reads_input else 0,
-        units=max((len(weights.b1) for weights in networks_of(program).values()), default=0),
-        heads=heads if sites and kind is GateKind.TAS else None,
-        distance_weight=BOUND_WEIGHT if kind is GateKind.BOUND else 0.0,
-    )
+    units = max((len(weights.b1) for weights in networks_of(program).values()), default=0)
+    return GateScore.of(kind, program.sites[0].mlp.hidden, units, heads if sites and kind is GateKind.TAS else None)
 
 
 def heads_of(program: DecoderProgram) -> AttentionShape:

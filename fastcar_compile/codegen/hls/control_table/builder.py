@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fastcar_compile.codegen.hls.control_table import table
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, AttentionShape, DrsTable
 from fastcar_compile.errors import UserError
+from fastcar_compile.gates.input_delta import BOUND_WEIGHT
 from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.scores import distance_factor, float32, score_factor
 
@@ -34,6 +35,12 @@ class GateScore:
     units: int = 0
     heads: tuple[Heads, ...] | None = None
     distance_weight: float = 0.0
+
+    @classmethod
+    def of(cls, kind: GateKind, hidden: int, units: int, heads: tuple[Heads, ...] | None = None) -> GateScore:
+        """Return the score of a gate in front of MLPs with `hidden` inputs; what it does not read is 0."""
+        width, weight = hidden if kind.reads_input else 0, BOUND_WEIGHT if kind is GateKind.BOUND else 0.0
+        return cls(kind, width, units if kind is GateKind.LEARNED else 0, heads, weight)
 
     @property
     def weighted(self) -> bool:

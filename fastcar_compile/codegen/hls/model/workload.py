@@ -22,8 +22,6 @@ from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, kv_type
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import InputError
-from fastcar_compile.gates.input_delta import BOUND_WEIGHT
-from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.ir.types import LayerSite
 
 Offload = Literal["mlp", "linears", "all"]
@@ -98,18 +96,12 @@ class Workload:
     def control_table(self, cores: int) -> DrsTable:
         """Return a control table of these sizes, every layer with a gate."""
         shape, kind, layers = self.shape, self.gate.kind, self.shape.layers
-        score = GateScore(
-            kind,
-            width=shape.hidden if kind.reads_input else 0,
-            units=self.gate.units if kind is GateKind.LEARNED else 0,
-            distance_weight=BOUND_WEIGHT if kind is GateKind.BOUND else 0.0,
-        )
         return build_table(
             *(layers, self.batch, cores, shape.tokens_per_frame, [0.0] * layers),
             # One head of one element where the controller reads neither q nor a key.
             attention=AttentionShape(shape.heads, shape.kv_heads, shape.head_dim) if kind.reads_query else None,
             scales=[1.0] * layers,
-            gate=score,
+            gate=GateScore.of(kind, shape.hidden, self.gate.units),
             couple_cfg=self.couple_cfg,
         )
 
