@@ -64,12 +64,9 @@ def emit_hls(
     texts |= vitis_files(design.budget.part, design.budget.clock_mhz, linked, [alone], board=board)
     texts |= probe_files(design, board)
     texts |= {p.name: p.read_text() for p in files(TEMPLATES).iterdir() if p.name.endswith((".hpp", ".cpp"))}
-    return [_write(out_dir / name, text) for name, text in sorted(texts.items())]
-
-
-def _write(path: Path, text: str) -> Path:
-    path.write_text(text)
-    return path
+    for name, text in texts.items():
+        (out_dir / name).write_text(text)
+    return sorted(out_dir / name for name in texts)
 
 
 # The test bench of the kernel.
