@@ -12,7 +12,7 @@ from fastcar_compile.codegen.hls.design.exploration import Exploration, explore
 from fastcar_compile.codegen.hls.design.memory import GB, bank_excess, capacity, require_banks, require_fit
 from fastcar_compile.codegen.hls.model.engine import Engine
 from fastcar_compile.codegen.hls.model.rows import Decisions, Draw, coupled, draw_decisions
-from fastcar_compile.codegen.hls.model.step import Board, StepKernel, host_of
+from fastcar_compile.codegen.hls.model.step import Board, host_of, without_replay
 from fastcar_compile.codegen.hls.model.workload import Workload
 from fastcar_compile.codegen.hls.step_program import builder
 from fastcar_compile.codegen.hls.step_program import instructions as step
@@ -37,7 +37,7 @@ class Question:
     Args:
         what_if: what the compiler does not emit of it. found: why this design; None: it was given.
         decisions: bool [forwards, layers, rows], True where a row replays. attended: positions per forward.
-        gated: whether something decides. kernel: of whole steps; None: the host sequences the calls.
+        gated: whether something decides. program: of whole steps; None: the host sequences the calls.
     """
 
     workload: Workload
@@ -48,13 +48,13 @@ class Question:
     decisions: Decisions
     attended: NDArray[np.integer]
     gated: bool
-    kernel: StepKernel | None = None
+    program: StepProgram | None = None
 
     def board(self, model: type[Engine] = Engine) -> Board:
         """Return the board; the tests give it another model of its engine."""
         control = self.workload.control_table(self.design.mlp.cores)
         engine, gate = model(self.design, self.target, control), self.workload.gate if self.gated else None
-        return Board(engine, host_of(self.target), self.workload, gate, self.kernel)
+        return Board(engine, host_of(self.target), self.workload, gate, self.program)
 
 
 def ask(
@@ -100,17 +100,15 @@ def ask(
     attended = np.full(len(trace), workload.filled if workload.offload == "all" else workload.attended)
     if decisions is not None and recorded:
         attended = np.minimum(attended, np.arange(1, len(trace) + 1))
-    kernel = None
-    if workload.offload == "all":
-        kernel = _kernel(workload, design, program, gated=gated)
-    return Question(workload, target, design, reasons, found, trace, attended, gated, kernel)
+    ran = _program(workload, design, program, gated=gated) if workload.offload == "all" else None
+    return Question(workload, target, design, reasons, found, trace, attended, gated, ran)
 
 
-def _kernel(workload: Workload, design: Design, program: StepProgram | None, *, gated: bool) -> StepKernel:
-    """Return a kernel with its program; one that decides nothing cannot say what a replay takes."""
+def _program(workload: Workload, design: Design, program: StepProgram | None, *, gated: bool) -> StepProgram:
+    """Return the program to time; one that decides nothing cannot say what a replay takes."""
     if program is None or (gated and not any(isinstance(i, step.Decide) for i in program.instructions)):
         program = program_of_shape(workload, design)
-    return StepKernel(program, without_replay(program))
+    return program if gated else without_replay(program)
 
 
 def _require_emitted(workload: Workload, target: Target, *, what_if: bool) -> tuple[str, ...]:
@@ -161,17 +159,6 @@ def program_of_shape(work: Workload, design: Design) -> StepProgram:
     program = builder.step_program(design, _attention(work), EPSILON, replay, head)
     kept = (i for i in program.instructions if not (isinstance(i, step.Linear) and i.target is Place.OUTPUT))
     return program if shape.head else replace(program, instructions=tuple(kept))
-
-
-def without_replay(program: StepProgram) -> StepProgram:
-    """Return the program of the same decoder compiled without replay."""
-    found: list[step.Instruction] = []
-    for one in program.instructions:
-        if isinstance(one, step.Replay):
-            found.append(step.Add(one.layer, one.source, one.target, one.count))
-        elif not isinstance(one, step.Decide):
-            found.append(one)
-    return replace(program, instructions=tuple(found))
 
 
 def _attention(work: Workload) -> AttentionForm:

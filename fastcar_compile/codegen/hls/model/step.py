@@ -100,12 +100,15 @@ STREAMING = ("memory", "ports", "compute", "edge")
 """Units of calls of the array, whose bytes are weights."""
 
 
-@dataclass(frozen=True)
-class StepKernel:
-    """A kernel of whole steps: its program, and that of the same decoder compiled without replay."""
-
-    program: StepProgram
-    dense: StepProgram
+def without_replay(program: StepProgram) -> StepProgram:
+    """Return the program of the same decoder compiled without replay."""
+    found: list[Instruction] = []
+    for one in program.instructions:
+        if isinstance(one, step.Replay):
+            found.append(step.Add(one.layer, one.source, one.target, one.count))
+        elif not isinstance(one, step.Decide):
+            found.append(one)
+    return replace(program, instructions=tuple(found))
 
 
 @dataclass(frozen=True)
@@ -114,14 +117,14 @@ class Board:
 
     Args:
         gate: of every layer; None: the decoder is compiled without replay.
-        kernel: of whole steps; None: the host sequences the calls.
+        program: of whole steps, without replay where there is no gate; None: the host sequences the calls.
     """
 
     engine: Engine
     host: HostModel
     work: Workload
     gate: GateModel | None = None
-    kernel: StepKernel | None = None
+    program: StepProgram | None = None
 
     @property
     def every(self) -> Load:
@@ -136,7 +139,7 @@ class Board:
     @property
     def dense(self) -> Board:
         """The same board and array, and the same decoder compiled without replay: no gate, no cache."""
-        return replace(self, gate=None)
+        return replace(self, gate=None, program=self.program and without_replay(self.program))
 
 
 @dataclass
@@ -302,8 +305,8 @@ class ProgramTimes:
     call takes longer than a look at a place.
     """
 
-    def __init__(self, board: Board, kernel: StepKernel) -> None:
-        self.board, self.program = board, kernel.program if board.gate is not None else kernel.dense
+    def __init__(self, board: Board, program: StepProgram) -> None:
+        self.board, self.program = board, program
         self._known: dict[tuple[int, int, int, int], Timed | None] = {}
 
     def of(self, number: int, load: Load, positions: int) -> Timed | None:

@@ -173,7 +173,7 @@ def estimate_question(question: Question) -> Estimate:
         seconds_per_step=run.seconds,
         table_load_seconds=table.seconds,
         measured_utilisation=run.bytes / run.seconds / measured_cap(target),
-        prefill_positions_per_second=1 / dense.seconds if question.kernel else None,
+        prefill_positions_per_second=1 / dense.seconds if question.program else None,
         speedup_over_dense=dense.seconds / run.seconds,
         comparison={name: work.batch / other.seconds for name, other in others.items()},
         passes_by_mapping={m.value: float(passes_of(trace, design.mlp.cores, m).mean()) for m in Mapping},
@@ -226,7 +226,7 @@ class Run:
         keys = loads.reshape(len(trace), -1)
         kinds, kind_of, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
         means = np.bincount(kind_of.reshape(-1), attended) / counts
-        times = None if board.kernel is None else ProgramTimes(board, board.kernel)
+        times = None if board.program is None else ProgramTimes(board, board.program)
         steps = [_forward(board, times, kind, positions) for kind, positions in zip(kinds.tolist(), means, strict=True)]
         share = counts / counts.sum()
 
