@@ -16,7 +16,7 @@ from conftest import Precompiled
 
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface, kernel_interface
-from fastcar_compile.codegen.hls.project import emit_hls, table_of_sizes
+from fastcar_compile.codegen.hls.project import emit_hls, step_fields, table_of_sizes
 from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import BackendError
@@ -100,7 +100,9 @@ def included(name: str) -> set[str]:
 def test_headers_compile_alone(csim_tools: None, precompiled: Precompiled, tmp_path: Path) -> None:
     assert {"fastcar_drs.hpp", "fastcar_engine_processes.hpp", "fastcar_probe.hpp"} <= set(HEADERS)
     types = precompiled(["-std=c++14", *WARNINGS, "-isystem", str(ap_types_folder())])
-    done = check_syntax("g++", including(HEADERS, tmp_path), f"-I{files('hls_templates')}", *types)
+    (tmp_path / "fastcar_step_fields.hpp").write_text(step_fields())
+    includes = (f"-I{files('hls_templates')}", f"-I{tmp_path}")
+    done = check_syntax("g++", including(HEADERS, tmp_path), *includes, *types)
     assert done.returncode == 0, done.stderr
     needed = {(h, t) for h in HEADERS for t in TYPES if re.search(TYPES[t], (files("hls_templates") / h).read_text())}
     assert {t for _, t in needed} == set(TYPES)

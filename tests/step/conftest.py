@@ -15,7 +15,7 @@ from conftest import shared_folder
 from filelock import FileLock
 
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
-from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.codegen.hls.project import emit_hls, step_fields
 from fastcar_compile.runtime.backends.hls_csim import aligned, build_library, folder_sources, open_library
 from step.decoder import Decoder
 from step.kernel import Kernel
@@ -61,6 +61,7 @@ def build_cores(tmp_path_factory: pytest.TempPathFactory) -> Build:
     folder = shared_folder(tmp_path_factory) / "step_cores"
     folder.mkdir(exist_ok=True)
     headers = {p.name: p.read_bytes() for p in files("hls_templates").iterdir() if p.name.endswith(".hpp")}
+    headers["fastcar_step_fields.hpp"] = step_fields().encode()
 
     @cache
     def build(name: str, texts: tuple[tuple[str, str], ...] = ()) -> Cores:

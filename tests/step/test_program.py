@@ -6,7 +6,6 @@ import dataclasses
 import json
 import struct
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ from fastcar_compile.codegen.hls.step_program.instructions import (
     Place,
     Rotate,
 )
-from fastcar_compile.codegen.hls.step_program.program import StepProgram, check, cpp_constants, read_program
+from fastcar_compile.codegen.hls.step_program.program import StepProgram, check, read_program
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates.registry import GateKind
 from step.conftest import Cores
@@ -106,10 +105,6 @@ def test_the_words_of_an_instruction() -> None:
     words = Norm(3, Place.X, Place.A, 4, 5, 6, 7, 0.25, 1.5).words
     assert words == (2 | 3 << 16, 0, 1, 4, 5, 6, 7, 0x3E800000, 0x3FC00000, *[0] * 7)
     assert set(KINDS) == set(Opcode)
-
-
-def test_the_header_of_the_hardware_is_that_of_python() -> None:
-    assert (files("hls_templates") / "fastcar_step_fields.hpp").read_text() == cpp_constants()
 
 
 def answer(cores: Cores, data: bytes) -> Status:

@@ -12,15 +12,16 @@ import numpy as np
 from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
 from fastcar_compile.codegen.hls.control_table.gate import Array, network_words, pack_inputs, pack_network
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
-from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, AttentionShape, DrsTable, Limits, Status
+from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS, AttentionShape, DrsTable, Limits, Status
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import total_latency
+from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS
 from fastcar_compile.codegen.hls.interface import ControlSizes, KernelInterface, drs_interface, kernel_interface
 from fastcar_compile.codegen.hls.render import TEMPLATES, Bench, probe_files, render, vitis_files
 from fastcar_compile.codegen.hls.step_program.builder import short_program
-from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus
+from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus, cpp_constants
 from fastcar_compile.codegen.hls.step_sample import Golden, sample_program
 from fastcar_compile.config.targets import Target
 from fastcar_compile.gates.base import GateInputs
@@ -58,6 +59,7 @@ def emit_hls(
     values |= {"fifo_words": FIFO_WORDS // design.axi_words, "step_fifo_words": STEP_FIFO_WORDS // design.axi_words}
     values["total_turns"] = total_latency(design.budget.clock_mhz)
     texts = {name: render(name, **values) for name in SOURCES}
+    texts["fastcar_step_fields.hpp"] = step_fields()
     texts[STEP_BENCH] = step_bench(design, step, table, kernel)
     texts |= emit_drs(table, replace(table.limits, instructions=step.instructions))
     linked, alone = Bench(kernel, STEP_BENCH), Bench(drs_interface(control_sizes(table)), DRS_BENCH)
@@ -67,6 +69,11 @@ def emit_hls(
     for name, text in texts.items():
         (out_dir / name).write_text(text)
     return sorted(out_dir / name for name in texts)
+
+
+def step_fields() -> str:
+    """Return the header with the word of every field of an instruction."""
+    return render("fastcar_step_fields.hpp", enums=cpp_constants(), words=INSTRUCTION_WORDS)
 
 
 # The test bench of the kernel.

@@ -16,7 +16,7 @@ from fastcar_compile.codegen.hls.step_program.cache_layout import Sizes
 from fastcar_compile.codegen.hls.step_program.instructions import KINDS, End, Instruction, Load, Opcode, Place
 from fastcar_compile.errors import UserError
 
-# Instructions from their words, and the C++ header with the number of every word.
+# Instructions from their words, and the number of every word for C++.
 
 
 def decode(words: tuple[int, ...]) -> Instruction | None:
@@ -45,36 +45,14 @@ def _value(kind: type, word: int) -> Any:
     return struct.unpack("<f", struct.pack("<I", word))[0] if kind is float else kind(word)
 
 
-def cpp_constants() -> str:
-    """Return the C++ header of opcodes, places, and the word of every field (hls_templates/fastcar_step_fields.hpp)."""
-    opcodes = [f"    OP_{opcode.name} = {opcode.value}," for opcode in Opcode]
-    places = [f"    {place.name}_ROWS = {place.value}," for place in Place]
-    enums = [("StepOpcode", opcodes), ("Place", places)]
+def cpp_constants() -> dict[str, dict[str, int]]:
+    """Return the enumerations of the C++ sources by name: opcodes, places, and the word of every field."""
+    enums = {"StepOpcode": {f"OP_{opcode.name}": opcode.value for opcode in Opcode}}
+    enums["Place"] = {f"{place.name}_ROWS": place.value for place in Place}
     for kind in KINDS.values():
-        names = [field.name.upper() for field in dataclasses.fields(kind)[1:]]
-        words = [f"    {kind.opcode.name}_{name} = {number}," for number, name in enumerate(names, 1)]
-        enums.append((f"{kind.__name__}Field", [*words, f"    {kind.opcode.name}_WORDS = {len(names) + 1},"]))
-    body = "\n\n".join(f"enum {name} {{\n" + "\n".join(lines) + "\n};" for name, lines in enums)
-    return _CONSTANTS.format(body=body, words=INSTRUCTION_WORDS)
-
-
-_CONSTANTS = """\
-// Words of the instructions of a decode step. Written by fastcar_compile/codegen/hls/step_program/program.py; a test compares them.
-#ifndef FASTCAR_STEP_FIELDS_HPP
-#define FASTCAR_STEP_FIELDS_HPP
-
-namespace fastcar {{
-namespace step {{
-
-static const int INSTRUCTION_WORDS = {words};
-
-{body}
-
-}}  // namespace step
-}}  // namespace fastcar
-
-#endif
-"""
+        names = [*(field.name.upper() for field in dataclasses.fields(kind)[1:]), "WORDS"]
+        enums[f"{kind.__name__}Field"] = {f"{kind.opcode.name}_{name}": number for number, name in enumerate(names, 1)}
+    return enums
 
 
 class StepOp(IntEnum):
