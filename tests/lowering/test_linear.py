@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, PORTABLE, InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.linear.float_tiles import TileShape
-from fastcar_compile.codegen.tvm.kernels.linear.rows import PARALLEL_WEIGHTS, SMALL_BATCH
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import PARALLEL_WEIGHTS, SMALL_BATCH
 from fastcar_compile.codegen.tvm.kernels.registry import LINEARS
 
 from .kernel_runs import few, run

@@ -5,27 +5,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.kernels import script
+from fastcar_compile.codegen.tvm.kernels import script, vectors
 from fastcar_compile.codegen.tvm.kernels.cache import power_of_two
-from fastcar_compile.codegen.tvm.kernels.linear.rows import PARALLEL_WEIGHTS
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import PARALLEL_WEIGHTS
 from fastcar_compile.codegen.tvm.kernels.tas import finite_or_nan, limited
 from fastcar_compile.codegen.tvm.kernels.tas import units as fixed_units
-from fastcar_compile.codegen.tvm.kernels.vectors import (
-    LINE,
-    Expr,
-    cast,
-    magnitude_bits,
-    prefetch,
-    prefetch_distance,
-    ramp,
-    vector_lanes,
-)
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, cast, magnitude_bits, ramp, vector_lanes
 from fastcar_compile.gates.scores import LEAST_EXPONENT, SCALE_FIELD, TAS_FRACTION_BITS
 from fastcar_compile.ir.ops.operator import MANTISSA_BITS
 
@@ -35,44 +23,38 @@ SUM_LANES = 16
 UNIT_BLOCKS = (2, 1)
 """Units that are summed together: features are read once for all of them."""
 
-LINE_WEIGHTS = LINE // 2
+LINE_WEIGHTS = vectors.LINE // 2
 """bfloat16 weights in a cache line."""
 
 
-def _round_features(width: int) -> Any:
-    """Return the macro (x, cached, i, feature, largest, field, change, bits).
+@script.inlined
+def _round_features(width, lanes, x, cached, i, feature, largest, field, change, bits):
+    """Round row i to integers of one exponent: feature[i, 0 .. width - 1] of x, feature[i, width ..] of its change.
 
-    Row i becomes integers of one exponent: feature[i, 0 .. width - 1] of x, feature[i, width ..] of its change.
     largest[i] becomes the magnitude bits of the largest feature, field[i] its exponent field.
     """
-    lanes = vector_lanes(width)
-    one = ramp(0, lanes)
-
-    @inlined
-    def round_features(x, cached, i, feature, largest, field, change, bits):
-        for v in T.vectorized(lanes):
-            bits[v] = 0
-        # c: vectors of the row.
-        # First pass: the largest magnitude of x and of its change. change and bits are one vector each.
-        for c in range(width // lanes):
-            change[one] = T.fabs(x[i, ramp(c * lanes, lanes)] - cached[i, ramp(c * lanes, lanes)])
-            bits[one] = T.max(bits[one], magnitude_bits(change[one], lanes))
-            bits[one] = T.max(bits[one], magnitude_bits(x[i, ramp(c * lanes, lanes)], lanes))
-        largest[i] = bits[0]
-        for v in T.unroll(lanes - 1):
-            largest[i] = T.max(largest[i], bits[v + 1])
-        # The least exponent field keeps both powers of two, that of the features and its inverse, normal.
-        field[i] = T.max(T.shift_right(largest[i], MANTISSA_BITS), LEAST_EXPONENT)
-        # Features are finite here, or the score is NaN whatever they are.
-        # Second pass: integers of at most 2^22 as float64, x in the first half of the row, its change in the second.
-        for c in range(width // lanes):
-            change[one] = T.fabs(x[i, ramp(c * lanes, lanes)] - cached[i, ramp(c * lanes, lanes)])
-            change[one] = change[one] * power_of_two(SCALE_FIELD - field[i])
-            feature[i, ramp(width + c * lanes, lanes)] = T.nearbyint(cast("float64", change[one], lanes))
-            change[one] = x[i, ramp(c * lanes, lanes)] * power_of_two(SCALE_FIELD - field[i])
-            feature[i, ramp(c * lanes, lanes)] = T.nearbyint(cast("float64", change[one], lanes))
-
-    return round_features
+    one = T.meta_var(ramp(0, lanes))
+    for v in T.vectorized(lanes):
+        bits[v] = 0
+    # c: vectors of the row.
+    # First pass: the largest magnitude of x and of its change. change and bits are one vector each.
+    for c in range(width // lanes):
+        change[one] = T.fabs(x[i, ramp(c * lanes, lanes)] - cached[i, ramp(c * lanes, lanes)])
+        bits[one] = T.max(bits[one], magnitude_bits(change[one], lanes))
+        bits[one] = T.max(bits[one], magnitude_bits(x[i, ramp(c * lanes, lanes)], lanes))
+    largest[i] = bits[0]
+    for v in T.unroll(lanes - 1):
+        largest[i] = T.max(largest[i], bits[v + 1])
+    # The least exponent field keeps both powers of two, that of the features and its inverse, normal.
+    field[i] = T.max(T.shift_right(largest[i], MANTISSA_BITS), LEAST_EXPONENT)
+    # Features are finite here, or the score is NaN whatever they are.
+    # Second pass: integers of at most 2^22 as float64, x in the first half of the row, its change in the second.
+    for c in range(width // lanes):
+        change[one] = T.fabs(x[i, ramp(c * lanes, lanes)] - cached[i, ramp(c * lanes, lanes)])
+        change[one] = change[one] * power_of_two(SCALE_FIELD - field[i])
+        feature[i, ramp(width + c * lanes, lanes)] = T.nearbyint(cast("float64", change[one], lanes))
+        change[one] = x[i, ramp(c * lanes, lanes)] * power_of_two(SCALE_FIELD - field[i])
+        feature[i, ramp(c * lanes, lanes)] = T.nearbyint(cast("float64", change[one], lanes))
 
 
 SCALED_BITS, KEPT_BITS = 45, -(1 << 63) | 0x0FFFE00000000000
@@ -90,43 +72,36 @@ def _scaled_weight(value: Expr) -> Expr:
     return T.reinterpret("float64", T.bitwise_and(T.shift_left(wide, T.int64(SCALED_BITS)), T.int64(KEPT_BITS)))
 
 
-def _add_units(width: int, block: int) -> Any:
-    """Return the macro (feature, w, i, u, acc): the sums of units u .. u + block - 1 for row i, times 2^-896.
+@script.inlined
+def _add_units(width, block, feature, w, i, u, acc):
+    """Write the sums of units u .. u + block - 1 for row i, times 2^-896.
 
     Unit u + n is in acc[n * SUM_LANES]; acc is float64 [block * SUM_LANES].
     """
-    steps, tail = divmod(2 * width, SUM_LANES)
-    rows_ahead, _ = prefetch_distance(2, 4 * width)
-
-    @inlined
-    def add_units(feature, w, i, u, acc):
-        # The sums are exact in float64 whatever their order: at most 53 bits.
-        for v in T.vectorized(block * SUM_LANES):
-            acc[v] = T.float64(0)
-        # c: vectors of the row. n: units, which share the loads of features. v: one vector, in registers.
-        for c in range(steps):
-            # One prefetch per cache line of 32 weights.
-            # Only the first batch row prefetches: the others find the line in the cache.
-            if i == 0 and c % (LINE_WEIGHTS // SUM_LANES) == 0:
-                for n in T.unroll(block):
-                    T.evaluate(prefetch(w[u + n + rows_ahead, c * SUM_LANES]))
+    steps, rows_ahead = T.meta_var((2 * width // SUM_LANES, vectors.prefetch_distance(2, 4 * width)[0]))
+    # The sums are exact in float64 whatever their order: at most 53 bits.
+    for v in T.vectorized(block * SUM_LANES):
+        acc[v] = T.float64(0)
+    # c: vectors of the row. n: units, which share the loads of features. v: one vector, in registers.
+    for c in range(steps):
+        # One prefetch per cache line of 32 weights.
+        # Only the first batch row prefetches: the others find the line in the cache.
+        if i == 0 and c % (LINE_WEIGHTS // SUM_LANES) == 0:
             for n in T.unroll(block):
-                for v in T.vectorized(SUM_LANES):
-                    acc[n * SUM_LANES + v] += feature[i, c * SUM_LANES + v] * _scaled_weight(
-                        w[u + n, c * SUM_LANES + v]
-                    )
+                T.evaluate(vectors.prefetch(w[u + n + rows_ahead, c * SUM_LANES]))
         for n in T.unroll(block):
-            for t in range(tail):
-                acc[n * SUM_LANES + t] += feature[i, steps * SUM_LANES + t] * _scaled_weight(
-                    w[u + n, steps * SUM_LANES + t]
-                )
-            for v in T.unroll(SUM_LANES - 1):
-                acc[n * SUM_LANES] += acc[n * SUM_LANES + v + 1]
+            for v in T.vectorized(SUM_LANES):
+                acc[n * SUM_LANES + v] += feature[i, c * SUM_LANES + v] * _scaled_weight(w[u + n, c * SUM_LANES + v])
+    for n in T.unroll(block):
+        for t in range(2 * width % SUM_LANES):
+            acc[n * SUM_LANES + t] += feature[i, steps * SUM_LANES + t] * _scaled_weight(
+                w[u + n, steps * SUM_LANES + t]
+            )
+        for v in T.unroll(SUM_LANES - 1):
+            acc[n * SUM_LANES] += acc[n * SUM_LANES + v + 1]
 
-    return add_units
 
-
-@kernel
+@script.kernel
 def learned_score(rows: int, width: int, units: int) -> PrimFunc:
     """Return float32 [B] = b2 + sum_u relu(b1[u] + <w1[u], [x, |x - cached|]>) * w2[u], bit for bit as the operator.
 
@@ -135,7 +110,6 @@ def learned_score(rows: int, width: int, units: int) -> PrimFunc:
     """
     loop = T.parallel if units * 2 * width * rows >= PARALLEL_WEIGHTS else T.serial
     lanes, block = vector_lanes(width), next(n for n in UNIT_BLOCKS if units % n == 0)
-    round_features, add_units = _round_features(width), _add_units(width, block)
 
     @script.prim_func(private=True, s_tir=True)
     def gate_network(
@@ -154,17 +128,17 @@ def learned_score(rows: int, width: int, units: int) -> PrimFunc:
         hidden = T.alloc_buffer((rows, units), "float32")
         for i in range(rows):
             with T.sblock("features"):
-                access([x, cached], [feature, largest, field])
+                script.access([x, cached], [feature, largest, field])
                 change = T.alloc_buffer((lanes,), "float32")
                 bits = T.alloc_buffer((lanes,), "int32")
-                round_features(x, cached, i, feature, largest, field, change, bits)
+                _round_features(width, lanes, x, cached, i, feature, largest, field, change, bits)
         # u: units in pairs, parallel. i: batch rows, which meet the pair's weights in the cache. n: unrolled units.
         for u in loop(units // block):
             with T.sblock("units"):
-                access([feature, field, w1, b1], [hidden])
+                script.access([feature, field, w1, b1], [hidden])
                 acc = T.alloc_buffer((block * SUM_LANES,), "float64")
                 for i in range(rows):
-                    add_units(feature, w1, i, u * block, acc)
+                    _add_units(width, block, feature, w1, i, u * block, acc)
                     for n in T.unroll(block):
                         # Both products are exact, so that they may be contracted.
                         hidden[i, u * block + n] = T.max(
@@ -176,7 +150,7 @@ def learned_score(rows: int, width: int, units: int) -> PrimFunc:
         # Second layer: products in fixed point, summed in int64. most catches a hidden unit that is not finite.
         for i in range(rows):
             with T.sblock("row"):
-                access([hidden, largest, w2, b2], [y])
+                script.access([hidden, largest, w2, b2], [y])
                 total = T.alloc_buffer((1,), "int64")
                 most = T.alloc_buffer((1,), "int32")
                 total[0] = T.int64(0)

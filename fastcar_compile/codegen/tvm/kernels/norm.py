@@ -18,7 +18,6 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.cache import power_of_two
 from fastcar_compile.codegen.tvm.kernels.linear.activations import quantize_row, row_loop
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.tas import INFINITY, finite_or_nan
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, cast, fence, magnitude_bits, ramp, vector_lanes
 from fastcar_compile.ir import exact
@@ -54,7 +53,7 @@ def _squared_deviation(x: Any, mean: Any, i: Expr, c: Expr) -> Expr:
     return (x[i, c] - mean[0]) * (x[i, c] - mean[0])
 
 
-@inlined
+@script.inlined
 def _sum_row(acc, k, term: Callable[[Expr], Expr]):
     """Write the sum of term(c), c < k, to acc[0]: term(c) goes to lane c mod 32, then the lanes are added in order."""
     # 32 partial sums in registers: two vectors with AVX-512, four with AVX2, eight with SSE and NEON.
@@ -71,7 +70,7 @@ def _sum_row(acc, k, term: Callable[[Expr], Expr]):
         acc[0] += acc[v]
 
 
-@inlined
+@script.inlined
 def _rms_row(o, i, at, k, epsilon):
     """Write y[at] = x[i] / sqrt(mean(x[i]^2) + epsilon) * w."""
     squares = T.alloc_buffer((SUM_LANES,), "float32")
@@ -83,15 +82,14 @@ def _rms_row(o, i, at, k, epsilon):
         o.y[at, c] = (o.x[i, c] * squares[0]) * o.w[c]
 
 
-@inlined
+@script.inlined
 def _layer_row(o, i, at, k, epsilon):
     """Write y[at] = (x[i] - mean) / sqrt(variance + epsilon) * w + b.
 
     The variance takes a second pass: the deviations can be small beside the mean. The fence keeps the product with w
     and the addition of b two roundings, here and in the remainder.
     """
-    mean = T.alloc_buffer((SUM_LANES,), "float32")
-    squares = T.alloc_buffer((SUM_LANES,), "float32")
+    mean, squares = script.buffers(2, SUM_LANES)
     _sum_row(mean, k, partial(_value, o.x, i))
     # mean[0] is the mean from here on. The second sum reads it while it takes the squares.
     mean[0] = mean[0] / T.float32(k)
@@ -125,7 +123,7 @@ def _whole_square(value: Expr, lanes: int) -> Expr:
     return whole * whole
 
 
-@inlined
+@script.inlined
 def _exact_row(o, i, at, k, epsilon):
     """Write what `_rms_row` does, bit for bit as fastcar_compile.ir.ops.exact defines it."""
     top = T.alloc_buffer((EXACT_SUM_LANES,), "int32")
@@ -173,7 +171,7 @@ def _exact_row(o, i, at, k, epsilon):
         o.y[at, c] = finite_or_nan(top[0], (o.x[i, c] * root[0]) * o.w[c])
 
 
-@kernel
+@script.kernel
 def _norm(row: Callable[..., None], m: int, k: int, epsilon: float) -> PrimFunc:
     """Return y float32 [m, k] of x float32 [m, k] and w float32 [k]; the macro `row` writes one row."""
     loop = row_loop(m, k)
@@ -182,13 +180,13 @@ def _norm(row: Callable[..., None], m: int, k: int, epsilon: float) -> PrimFunc:
     def normalize_rows(x: T.Buffer((m, k), "float32"), w: T.Buffer((k,), "float32"), y: T.Buffer((m, k), "float32")):
         for i in loop(m):
             with T.sblock("row"):
-                access([x, w], [y])
+                script.access([x, w], [y])
                 row(_Operands(x, w, y), i, i, k, epsilon)
 
     return normalize_rows
 
 
-@kernel
+@script.kernel
 def _norm_quantize(row: Callable[..., None], m: int, k: int, epsilon: float) -> PrimFunc:
     """Return q int8 [m, k] and scale float32 [m] of the rows that `_norm` gives."""
     loop = row_loop(m, k)
@@ -202,7 +200,7 @@ def _norm_quantize(row: Callable[..., None], m: int, k: int, epsilon: float) -> 
     ):
         for i in loop(m):
             with T.sblock("row"):
-                access([x, w], [q, s])
+                script.access([x, w], [q, s])
                 # One normalised row in float32, which quantize_row reads from the cache.
                 y = T.alloc_buffer((1, k), "float32")
                 row(_Operands(x, w, y), i, 0, k, epsilon)
@@ -218,7 +216,7 @@ exact_norm, exact_norm_quantize = partial(_norm, _exact_row), partial(_norm_quan
 """The same with the bits of `numerics="exact"`."""
 
 
-@kernel
+@script.kernel
 def layer_norm(m: int, k: int, epsilon: float) -> PrimFunc:
     """Return y float32 [m, k] = (x - mean) / sqrt(variance + epsilon) * w + b, x float32 [m, k], w, b float32 [k]."""
     loop = row_loop(m, k)
@@ -232,13 +230,13 @@ def layer_norm(m: int, k: int, epsilon: float) -> PrimFunc:
     ):
         for i in loop(m):
             with T.sblock("row"):
-                access([x, w, b], [y])
+                script.access([x, w, b], [y])
                 _layer_row(_Operands(x, w, y, b), i, i, k, epsilon)
 
     return center_rows
 
 
-@kernel
+@script.kernel
 def layer_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
     """Return q int8 [m, k] and scale float32 [m] of the rows that `layer_norm` gives."""
     loop = row_loop(m, k)
@@ -253,7 +251,7 @@ def layer_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
     ):
         for i in loop(m):
             with T.sblock("row"):
-                access([x, w, b], [q, s])
+                script.access([x, w, b], [q, s])
                 y = T.alloc_buffer((1, k), "float32")
                 _layer_row(_Operands(x, w, y, b), i, 0, k, epsilon)
                 quantize_row(y, 0, q, s, i, k)
@@ -268,7 +266,7 @@ PARALLEL_ROTARY_ELEMENTS = 1 << 17
 """Elements from which a second thread pays for launching and awaiting a parallel region."""
 
 
-@kernel
+@script.kernel
 def rotary(shape: HeadShape, tables: int) -> PrimFunc:
     """Return x * cos + cat(-x[..., D/2:], x[..., :D/2]) * sin, x float32 [B, H, T, D].
 
@@ -290,7 +288,7 @@ def rotary(shape: HeadShape, tables: int) -> PrimFunc:
             # i: query rows. c: vectors of half a head. v: one vector; both halves of a pair are computed together.
             for i, c in T.grid(t, half // lanes):
                 with T.sblock("lanes"):
-                    access([x, cos, sin], [y])
+                    script.access([x, cos, sin], [y])
                     bi: T.let = head // h
                     hi: T.let = head % h
                     # One table of angles serves the whole batch, or every batch row has its own.
@@ -314,7 +312,7 @@ def rotary(shape: HeadShape, tables: int) -> PrimFunc:
 # The rotary embedding of `numerics="exact"`, bit for bit as fastcar_compile.ir.ops.exact defines it.
 
 
-@kernel
+@script.kernel
 def exact_rotary(shape: HeadShape, table: tuple[int, int]) -> PrimFunc:
     """Return x float32 [B, H, T, D] with its first R elements rotated, by row position + t of a table float32 [S, R].
 
@@ -333,7 +331,7 @@ def exact_rotary(shape: HeadShape, table: tuple[int, int]) -> PrimFunc:
     ):
         for bi, hi, i in T.grid(b, h, t):
             with T.sblock("head"):
-                access([x, angles, position], [y])
+                script.access([x, angles, position], [y])
                 # A position past the table reads its last row.
                 # The minimum in int64 keeps the cast to int32 from wrapping.
                 row: T.let = T.min(T.Cast("int32", T.min(position[0], T.int64(s))) + i, s - 1)

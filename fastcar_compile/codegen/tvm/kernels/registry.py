@@ -27,7 +27,7 @@ from fastcar_compile.codegen.tvm.kernels.gate import output_bound
 from fastcar_compile.codegen.tvm.kernels.linear.activations import activate_quantize, activation_factor
 from fastcar_compile.codegen.tvm.kernels.linear.floats import float_gemm, float_gemv
 from fastcar_compile.codegen.tvm.kernels.linear.gemm_w4a8 import FEW, TILE, gemm_w4a8, pairs_w4a8
-from fastcar_compile.codegen.tvm.kernels.linear.rows import SMALL_BATCH, WeightType, holds
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH, WeightType, holds
 from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import linear_w4a8
 from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import gemm_w8a8, linear_w8a8
 from fastcar_compile.codegen.tvm.kernels.tas import tas, tas_heads

@@ -13,7 +13,6 @@ from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.attention.decode import context_parts, filled_rows
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import LOWEST, LogitRule
 from fastcar_compile.codegen.tvm.kernels.cache import RowFormat, row_at
-from fastcar_compile.codegen.tvm.kernels.script import access, each, inlined, kernel, temporaries
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, exp_not_positive, ramp, vector_lanes
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
@@ -113,7 +112,7 @@ def query_row(shape: ChunkShape, tile: Tile, offset: Expr) -> tuple[Expr, Expr, 
 def state_buffers(shape: ChunkShape, slots: int) -> Any:
     """Allocate the temporaries of one iteration of the parallel loop over `slots` tiles."""
     d, width = shape.d, shape.width
-    return temporaries(
+    return script.temporaries(
         # Queries are transposed once and read for every block. m, l and limits have one lane per query row.
         queries=(slots, d, width, "float32"),
         m=(slots * width, "float32"),
@@ -135,18 +134,18 @@ def _four_rows(shape: ChunkShape, q: Any, tile: Tile, g: Expr, c: Expr, k: Expr)
     return T.Shuffle(rows, [r * QUAD + k for r in range(QUAD)])
 
 
-@inlined
+@script.inlined
 def _copy_quad(shape, q, state, tile, g, c, k, _number):
     state.queries[tile.slot, c + k, ramp(g * QUAD, QUAD)] = _four_rows(shape, q, tile, g, c, k)
 
 
-@inlined
+@script.inlined
 def _begin(shape, q, y, state, tile, position):
     """Write the tile's transposed query rows, and its empty state."""
     # g: four query rows. c: four columns. Four loads and four shuffles transpose 4 x 4 elements.
     for g in range(shape.width // QUAD):
         for c in range(shape.d // QUAD):
-            each(_copy_quad, range(QUAD), shape, q, state, tile, g, c * QUAD)
+            script.each(_copy_quad, range(QUAD), shape, q, state, tile, g, c * QUAD)
     for r in range(shape.width):
         row = T.meta_var(query_row(shape, tile, r))
         for c in range(shape.d % QUAD):
@@ -158,7 +157,7 @@ def _begin(shape, q, y, state, tile, position):
             y[(*row, c)] = T.float32(0)
 
 
-@inlined
+@script.inlined
 def _finish(shape, y, state, tile):
     """The tile's accumulators become results."""
     # Copies of the last row are left out: y is scaled in place, so a second product would be wrong.
@@ -168,7 +167,7 @@ def _finish(shape, y, state, tile):
             y[(*query_row(shape, tile, r), c)] *= inverse
 
 
-@inlined
+@script.inlined
 def _convert(rows_of, lanes, rows, converted, head, block):
     """Cached rows of head h of batch row b, head = (b, h), become float32."""
     for j in range(block.count):
@@ -177,7 +176,7 @@ def _convert(rows_of, lanes, rows, converted, head, block):
                 converted[j, c * lanes + v] = rows_of.element(row_at(rows, *head, block.start + j), c * lanes, v)
 
 
-@inlined
+@script.inlined
 def _attend(shape, y, state, tile, block):
     """The tile's rows meet the block's keys and values."""
     some = T.meta_var(shape.broadcasts)
@@ -198,19 +197,18 @@ def _key(state: Any, block: KeyBlock, j: Expr, c: Expr) -> Expr:
     return state.keys[T.min(j, block.count - 1), c]
 
 
-@inlined
+@script.inlined
 def _store_logits(rule, width, half, weights, j, sums):
     for r in T.unroll(half):
         for v in T.vectorized(width):
             weights[j + r, v] = rule.logit(sums[r * width + v])
 
 
-@inlined
+@script.inlined
 def _multiply_keys(shape, width, half, state, tile, block, j):
     """Write logits of the tile with twice `half` keys, from number j of the block on."""
     # Two buffers: one of all sums has 1024 bytes, and TVM would not keep it on the stack.
-    low = T.alloc_buffer((half * width,), "float32")
-    high = T.alloc_buffer((half * width,), "float32")
+    low, high = script.buffers(2, half * width)
     for v in T.vectorized(width):
         for r in T.unroll(half):
             low[r * width + v] = T.float32(0)
@@ -232,11 +230,10 @@ def _seen(state: Any, width: int, own: Expr, block: KeyBlock, j: Expr) -> Expr:
     return T.Select(number < state.limits[own], state.weights[j, ramp(0, width)], T.Broadcast(T.float32(LOWEST), width))
 
 
-@inlined
+@script.inlined
 def _weigh(width, every, own, state, block):
     """The tile's logits become weights; m, l and decay are updated. own: the tile's part of the state."""
-    m = T.alloc_buffer((width,), "float32")
-    l = T.alloc_buffer((width,), "float32")  # noqa: E741
+    m, l = script.buffers(2, width)  # noqa: E741
     m[every] = state.m[own]
     # T.max gives its second operand where one is NaN: a NaN stays a logit, and is no maximum.
     for j in range(block.count):
@@ -254,7 +251,7 @@ def _weigh(width, every, own, state, block):
     state.l[own] = l[every]
 
 
-@inlined
+@script.inlined
 def _rescale(shape, half, y, state, tile, first, column, acc, number):
     for r in T.unroll(half):
         at = T.meta_var(first + number * half + r)
@@ -262,20 +259,19 @@ def _rescale(shape, half, y, state, tile, first, column, acc, number):
             acc[r * shape.columns + c] = y[(*query_row(shape, tile, at), column + c)] * state.decay[at]
 
 
-@inlined
+@script.inlined
 def _store_sums(shape, half, y, tile, first, column, acc, number):
     for r in T.unroll(half):
         for c in T.vectorized(shape.columns):
             y[(*query_row(shape, tile, first + number * half + r), column + c)] = acc[r * shape.columns + c]
 
 
-@inlined
+@script.inlined
 def _add_values(shape, half, y, state, tile, block, first, column):
     """Rescale rows and columns of y from `first` and `column` on, and add the values."""
     # low: sums of the first `half` query rows. high: those of the others.
-    low = T.alloc_buffer((half * shape.columns,), "float32")
-    high = T.alloc_buffer((half * shape.columns,), "float32")
-    each(_rescale, (low, high), shape, half, y, state, tile, first, column)
+    low, high = script.buffers(2, half * shape.columns)
+    script.each(_rescale, (low, high), shape, half, y, state, tile, first, column)
     # Weights are broadcast and values are vectors: `broadcasts` times `columns` sums.
     # j: values in order. r: unrolled, query rows; low and high are in registers. c: columns.
     for j in range(block.count):
@@ -283,10 +279,10 @@ def _add_values(shape, half, y, state, tile, block, first, column):
             for c in T.vectorized(shape.columns):
                 low[r * shape.columns + c] += state.weights[j, first + r] * state.values[j, column + c]
                 high[r * shape.columns + c] += state.weights[j, first + half + r] * state.values[j, column + c]
-    each(_store_sums, (low, high), shape, half, y, tile, first, column)
+    script.each(_store_sums, (low, high), shape, half, y, tile, first, column)
 
 
-@kernel
+@script.kernel
 def chunk_attention(
     query: HeadShape,
     cache: HeadShape,
@@ -323,7 +319,7 @@ def chunk_attention(
     ):
         for item in loop(b * hkv * parts):
             with T.sblock("rows"):
-                access([q, keys, values, position], [y])
+                script.access([q, keys, values, position], [y])
                 state = state_buffers(shape, slots)
                 bi: T.let = item // (hkv * parts)
                 h: T.let = item // parts % hkv

@@ -20,7 +20,6 @@ from fastcar_compile.codegen.tvm.kernels.attention import heads as attend_heads
 from fastcar_compile.codegen.tvm.kernels.attention import int8 as attend_int8
 from fastcar_compile.codegen.tvm.kernels.attention import softmax as attend_float
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK, LOWEST, Group, LogitRule, Operands, Rows
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel, temporaries
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, exp_not_positive
 from fastcar_compile.ir.ops.operator import row_size
 
@@ -86,7 +85,7 @@ def online_softmax(d: int, group: int, rule: LogitRule, dtype: str, isa: Instruc
     rows = kind.attend_rows(d, group, rule, dtype, isa)
     place, run = rows.place, rows.run
 
-    @inlined
+    @script.inlined
     def clear(state, slot):
         for g in range(group):
             state.m[slot + g] = T.float32(LOWEST)
@@ -94,7 +93,7 @@ def online_softmax(d: int, group: int, rule: LogitRule, dtype: str, isa: Instruc
             for c in T.vectorized(d):
                 state.acc[slot + g, c] = T.float32(0)
 
-    @inlined
+    @script.inlined
     def finish(y, state, heads, parts):
         acc = T.alloc_buffer((d,), "float32")
         stat = T.alloc_buffer((3,), "float32")  # m, l, and the factor that rescales one part
@@ -171,10 +170,10 @@ class _Items:
         (b, hq, t, d), softmax, parts = self.query, self.softmax, self.parts
         pieces, size = self.hkv * self.splits, hq // (self.hkv * self.splits)
 
-        @inlined
+        @script.inlined
         def run(q, sink_q, keys, values, position, y):
             # One slot per query head and row, and part of its context.
-            state = temporaries(
+            state = script.temporaries(
                 acc=(b * t * parts * hq, d, "float32"),
                 m=(b * t * parts * hq, "float32"),
                 l=(b * t * parts * hq, "float32"),
@@ -206,7 +205,7 @@ class _Items:
         return run
 
 
-@kernel
+@script.kernel
 def decode_attention(
     query: HeadShape,
     cache: HeadShape,
@@ -231,7 +230,7 @@ def decode_attention(
         later = j + softmax.ahead
         return T.if_then_else(later < last, later, later - last + s)
 
-    @inlined
+    @script.inlined
     def meet(o, _sink_q, group, part, position):
         filled: T.let = filled_rows(position[0], 0, s)
         span: T.let = items.span(filled)
@@ -251,7 +250,7 @@ def decode_attention(
         y: T.Buffer((b, hq, 1, d), "float32"),
     ):
         with T.sblock("heads"):
-            access([q, keys, values, position], [y])
+            script.access([q, keys, values, position], [y])
             run(q, q, keys, values, position, y)
 
     return attend
@@ -260,21 +259,21 @@ def decode_attention(
 # Sparse attention over a ring cache, and the row of an earlier key. ops/window.py defines the rows.
 
 
-@kernel
+@script.kernel
 def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
     """Return the ring row of position - back, clamped to position 0: int64 [1]."""
 
     @script.prim_func(private=True, s_tir=True)
     def row_of_earlier_key(position: T.Buffer((1,), "int64"), row: T.Buffer((1,), "int64")):
         with T.sblock("row"):
-            access([position], [row])
+            script.access([position], [row])
             p: T.let = T.max(position[0] - T.int64(back), T.int64(0))
             row[0] = T.if_then_else(p < T.int64(sinks), p, T.int64(sinks) + (p - T.int64(sinks)) % T.int64(ring))
 
     return row_of_earlier_key
 
 
-@kernel
+@script.kernel
 def window_attention(
     query: HeadShape,
     cache: HeadShape,
@@ -311,7 +310,7 @@ def window_attention(
         past = later >= seen
         return recent(base, later - T.Select(past, seen, 0)) + T.Select(past, s, 0)
 
-    @inlined
+    @script.inlined
     def meet(o, sink_q, group, part, position):
         p: T.let = T.Cast("int32", position[0]) + group.i
         # begin: first position of the window, behind the sinks. base: its row of the ring.
@@ -344,7 +343,7 @@ def window_attention(
         y: T.Buffer((b, hq, t, d), "float32"),
     ):
         with T.sblock("heads"):
-            access([q, sink_q, keys, values, position], [y])
+            script.access([q, sink_q, keys, values, position], [y])
             run(q, sink_q, keys, values, position, y)
 
     return attend_to_window
@@ -360,7 +359,7 @@ PARALLEL_ELEMENTS = 1 << 16
 """Products of elements from which a parallel region pays."""
 
 
-@kernel
+@script.kernel
 def context_attention(
     query: tuple[int, ...], values_of: tuple[int, ...], mask_rows: int, scale: float, softcap: float | None = None
 ) -> PrimFunc:
@@ -384,7 +383,7 @@ def context_attention(
         y: T.Buffer((b, hq, t, dv), "float32"),
     ):
         with T.sblock("rows"):
-            access([q, keys, values, mask], [y])
+            script.access([q, keys, values, mask], [y])
             for item in loop(b * hq * t):
                 bi: T.let = item // (hq * t)
                 h: T.let = item // t % hq

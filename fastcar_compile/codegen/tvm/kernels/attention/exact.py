@@ -13,22 +13,11 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import HeadShape, script
+from fastcar_compile.codegen.tvm.kernels import HeadShape, script, vectors
 from fastcar_compile.codegen.tvm.kernels.attention.decode import PARALLEL_CACHE_ELEMENTS
 from fastcar_compile.codegen.tvm.kernels.cache import bounded, exponent_of, power_of_two
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel, temporaries
 from fastcar_compile.codegen.tvm.kernels.tas import INFINITY, NOT_A_NUMBER
-from fastcar_compile.codegen.tvm.kernels.vectors import (
-    Expr,
-    broadcast,
-    cast,
-    fence,
-    intrinsic,
-    magnitude_bits,
-    ramp,
-    reduce_add,
-    vector_lanes,
-)
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, broadcast, cast, fence, magnitude_bits, ramp
 from fastcar_compile.ir import exact
 from fastcar_compile.ir.ops.operator import BLOCK, INT8_MAX, LEAST_EXPONENT
 from fastcar_compile.ir.ops.operator import NOT_A_NUMBER as NAN_EXPONENT
@@ -62,7 +51,7 @@ class ExactShape:
     @property
     def lanes(self) -> int:
         """Lanes of vectors that no block's end cuts."""
-        return vector_lanes(self.d)
+        return vectors.vector_lanes(self.d)
 
     def sees(self, row: Expr, position: Expr, newest: Expr) -> Expr:
         """Return whether the token at `position` sees a cache row, in a cache written up to `newest`."""
@@ -82,7 +71,7 @@ class ExactShape:
 def row_buffers(shape: ExactShape) -> Any:
     """Allocate the temporaries of one query row."""
     held, n = tiles_of(shape.s) * BLOCK, shape.blocks
-    return temporaries(
+    return script.temporaries(
         # One logit and one numerator per cached row, rounded up to whole tiles of 32 rows.
         logits=(held, "float32"),
         weights=(held, "int32"),
@@ -119,7 +108,7 @@ MINUS_INFINITY = -0x800000
 """The bits of minus infinity, as TVM takes no such literal."""
 
 
-@inlined
+@script.inlined
 def _round_query(shape, o, query):
     """Round the query's row to wide blocks."""
     top = T.alloc_buffer((1,), "int32")
@@ -147,10 +136,10 @@ def _vectors_of(shape: ExactShape, e: Expr) -> Expr:
 
 
 def _total_of(acc: Any, lanes: int) -> Expr:
-    return reduce_add(acc[ramp(0, lanes)], lanes) if lanes > 1 else acc[0]
+    return vectors.reduce_add(acc[ramp(0, lanes)], lanes) if lanes > 1 else acc[0]
 
 
-@inlined
+@script.inlined
 def _multiply_row(shape, lanes, loop, o, query, sums, j):
     sums.total[0] = T.float32(0)
     # e: blocks in order, whose sums are added in float32. c: vectors of a block, in registers.
@@ -172,7 +161,7 @@ def _multiply_row(shape, lanes, loop, o, query, sums, j):
     sums.logits[j] = sums.total[0] * T.float32(shape.factor)
 
 
-@inlined
+@script.inlined
 def _multiply_keys(shape, o, query, sums, rows, position, newest):
     """Write the logits, and their maximum to sums.stat[0].
 
@@ -217,12 +206,10 @@ def _power(low: Expr, high: Expr, units: Expr) -> Expr:
     return T.shift_right(power + T.shift_right(T.shift_left(each(1), shift), each(1)), shift)
 
 
-@inlined
+@script.inlined
 def weigh(o, sums, rows):
     """Write the numerators of whole tiles, UNSEEN where the logit is NaN, and their sum to sums.count[0]."""
-    units = T.alloc_buffer((LANES,), "int32")
-    low = T.alloc_buffer((LANES,), "int32")
-    high = T.alloc_buffer((LANES,), "int32")
+    units, low, high = script.buffers(3, LANES, "int32")
     sums.count[0] = T.int64(0)
     # part: 16 logits. The arithmetic is in vectors, and only the table is read one lane at a time.
     for part in range(tiles_of(rows) * (BLOCK // LANES)):
@@ -248,15 +235,16 @@ def weigh(o, sums, rows):
         )
         # The maximum with 0 takes UNSEEN out of the sum. 16 numerators of at most 2^24 fit int32.
         sums.count[0] = sums.count[0] + T.Cast(
-            "int64", reduce_add(T.max(sums.weights[ramp(part * LANES, LANES)], T.Broadcast(T.int32(0), LANES)), LANES)
+            "int64",
+            vectors.reduce_add(T.max(sums.weights[ramp(part * LANES, LANES)], T.Broadcast(T.int32(0), LANES)), LANES),
         )
 
 
 def _largest(values: Expr) -> Expr:
-    return intrinsic("int32", f"llvm.vector.reduce.smax.v{BLOCK}i32", values)
+    return vectors.intrinsic("int32", f"llvm.vector.reduce.smax.v{BLOCK}i32", values)
 
 
-@inlined
+@script.inlined
 def _scale_weights(d, whole, o, sums, start, count, e):
     # Exponents of the tile's rows in this block of columns. Rows past the last one get 0.
     sums.integers[ramp(0, BLOCK)] = T.Broadcast(T.int32(0), BLOCK)
@@ -287,7 +275,7 @@ def _scale_weights(d, whole, o, sums, start, count, e):
     )
 
 
-@inlined
+@script.inlined
 def _add_tile(d, lanes, whole, o, sums, start, count, e):
     sums.acc[whole] = T.Broadcast(T.int32(0), BLOCK)
     # j: rows of the tile. v: vectors of the block's columns, whose sums are in registers.
@@ -306,7 +294,7 @@ def _add_tile(d, lanes, whole, o, sums, start, count, e):
     )
 
 
-@inlined
+@script.inlined
 def _add_values(shape, o, sums, rows):
     """Write the weighted values to sums.out, and 1 to sums.columns where a block of a row that is seen holds a NaN."""
     for e in range(shape.blocks):
@@ -324,7 +312,7 @@ def _add_values(shape, o, sums, rows):
 # pyright: reportInvalidTypeForm=false
 
 
-@kernel
+@script.kernel
 def exact_attention(
     query: HeadShape,
     cache: HeadShape,
@@ -356,10 +344,10 @@ def exact_attention(
     ):
         for item in loop(items):
             with T.sblock("row"):
-                access([q, keys, values, position, table], [y])
+                script.access([q, keys, values, position, table], [y])
                 sums = row_buffers(shape)
                 # The query as a wide block, and 1 in `unknown` where it holds a NaN.
-                own = temporaries(mantissas=(d, "int32"), exponents=(n, "int32"), unknown=(1, "int32"))
+                own = script.temporaries(mantissas=(d, "int32"), exponents=(n, "int32"), unknown=(1, "int32"))
                 bi: T.let = item // (hq * t)
                 head: T.let = item // t % hq
                 i: T.let = item % t
@@ -370,7 +358,7 @@ def exact_attention(
                 rows: T.let = T.min((place if window is None else newest) + 1, s)
                 # at: batch row, query head, key/value head, query row.
                 at = T.meta_var((bi, head, head // (hq // hkv), i))
-                o = temporaries(q=q, keys=keys, values=values, table=table, at=at)
+                o = script.temporaries(q=q, keys=keys, values=values, table=table, at=at)
                 _round_query(shape, o, own)
                 _multiply_keys(shape, o, own, sums, rows, place, newest)
                 weigh(o, sums, rows)

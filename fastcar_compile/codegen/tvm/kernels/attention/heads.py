@@ -9,15 +9,9 @@ from typing import Any
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.attention.softmax import (
-    KEY_BLOCK,
-    AttendRows,
-    LogitRule,
-    for_blocks,
-    prefetch_rows,
-)
+from fastcar_compile.codegen.tvm.kernels import script
+from fastcar_compile.codegen.tvm.kernels.attention import softmax
 from fastcar_compile.codegen.tvm.kernels.cache import RowFormat, row_at
-from fastcar_compile.codegen.tvm.kernels.script import buffers, each, inlined, temporaries
 from fastcar_compile.codegen.tvm.kernels.vectors import PREFETCH_BYTES, Expr, exp_not_positive, fence, vector
 from fastcar_compile.config.formats import kv_type
 
@@ -47,9 +41,9 @@ _PAIRS: _Picks = (
 """Lower or upper two of every four lanes, as pairs (vunpcklpd, vunpckhpd)."""
 
 
-def _pick(buffers: Sequence[Any], numbers: Sequence[int], lanes: Sequence[int]) -> Expr:
+def _pick(two: Sequence[Any], numbers: Sequence[int], lanes: Sequence[int]) -> Expr:
     """Return lanes of two vectors, which are the vectors of these numbers of two buffers."""
-    return T.Shuffle([b[vector(n, LANES)] for b, n in zip(buffers, numbers, strict=True)], list(lanes))
+    return T.Shuffle([b[vector(n, LANES)] for b, n in zip(two, numbers, strict=True)], list(lanes))
 
 
 def _folded(buffer: Any, numbers: Sequence[int], picks: _Picks) -> Expr:
@@ -62,7 +56,7 @@ def _lane(mixed: Any, number: int) -> Expr:
     return _pick([mixed] * 2, (number // 2, 2 + number // 2), _PAIRS[number % 2])
 
 
-@inlined
+@script.inlined
 def _fold(buffer, _number):
     """Add halves of the four vectors down to four lanes each: one vector."""
     # 16 lanes of a sum become 8, then 4. Every step joins two vectors into one, so no lane is idle.
@@ -72,13 +66,13 @@ def _fold(buffer, _number):
     buffer[vector(0, LANES)] = _folded(buffer, (0, 1), _QUARTERS)
 
 
-@inlined
+@script.inlined
 def add_lanes_of_all(sums, mixed):
     """Write the sum of each vector's lanes to sums[0][0 .. 15]. The order is that of `add_lanes`, bit for bit.
 
     sums: four buffers float32 [4 * 16]. Vector j of buffer i becomes sum 4 * j + i. mixed: a temporary alike.
     """
-    each(_fold, sums)
+    script.each(_fold, sums)
     # A 4 x 4 transpose in two rounds, in every four lanes: of the buffers in pairs here, of the pairs in `_lane`.
     # Then lane 4 j + i belongs to sum 4 j + i.
     mixed[vector(0, LANES)] = _pick(sums[:2], (0, 0), _SINGLES[0])
@@ -102,7 +96,7 @@ class HeadTile:
 
     heads: int
     rows_of: RowFormat
-    rule: LogitRule
+    rule: softmax.LogitRule
 
     @property
     def keys(self) -> int:
@@ -123,45 +117,45 @@ def heads_together(d: int, group: int, dtype: str, isa: InstructionSet) -> int:
     return next((n for n in (4, 2) if group % n == 0 and n * d <= LANES * LANES), 1)
 
 
-def attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: InstructionSet) -> AttendRows:
+def attend_rows(d: int, group: int, rule: softmax.LogitRule, dtype: str, isa: InstructionSet) -> softmax.AttendRows:
     """Return the macros for heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
     tile = HeadTile(heads_together(d, group, dtype, isa), RowFormat(d, dtype, isa), rule)
 
-    @inlined
+    @script.inlined
     def attend(o, heads_of, rows):
         # The 16 vectors of products stand in four buffers: one of 1024 bytes would not be on the stack.
-        sums = buffers(4, 4 * LANES)
+        sums = script.buffers(4, 4 * LANES)
         # One accumulator per head of the tile.
-        acc = buffers(tile.heads, d)
-        block = temporaries(
+        acc = script.buffers(tile.heads, d)
+        block = script.temporaries(
             mixed=(4 * LANES, "float32"),
             # Row after row: logits, then exp(logit - m), and 0 past the block's rows.
-            weights=(KEY_BLOCK * tile.heads, "float32"),
+            weights=(softmax.KEY_BLOCK * tile.heads, "float32"),
             # The running maximum, by lane modulo `heads`, and exp(old m - m) alike; the heads' normalisers.
             m=(LANES, "float32"),
             decay=(LANES, "float32"),
             l=(tile.heads, "float32"),
         )
-        for_blocks(heads_of, rows, group, tile.heads, _attend_block, (tile, o, block, sums, acc))
+        softmax.for_blocks(heads_of, rows, group, tile.heads, _attend_block, (tile, o, block, sums, acc))
 
-    return AttendRows(PREFETCH_BYTES // tile.rows_of.bytes, attend, lambda column: column, d)
+    return softmax.AttendRows(PREFETCH_BYTES // tile.rows_of.bytes, attend, lambda column: column, d)
 
 
-@inlined
+@script.inlined
 def _attend_block(tile, o, block, sums, acc, step):
     _logits(tile, o, step, block, sums)
     _weigh(tile, o.state, step, block)
     _add_values(tile, o, step, block, acc)
 
 
-@inlined
+@script.inlined
 def _clear(buffer, _i):
     for v in T.vectorized(LANES):
         for j in T.unroll(4):
             buffer[j * LANES + v] = T.float32(0)
 
 
-@inlined
+@script.inlined
 def _add_products(tile, o, step, number, c, buffer, i):
     # Vector j of buffer i is sum 4 j + i: head (4 j + i) % heads with key (4 j + i) // heads.
     for j in T.unroll(4):
@@ -171,18 +165,18 @@ def _add_products(tile, o, step, number, c, buffer, i):
             )
 
 
-@inlined
+@script.inlined
 def _logits(tile, o, step, block, sums):
     """The block's weights become logits, its m their maximum with m."""
     # m holds every head's maximum in all lanes of that head, so the maxima of a part need no shuffle.
     block.m[vector(0, LANES)] = tile.of_lane(o.state.m, step.slot)
     for part in range((step.count + tile.keys - 1) // tile.keys):
-        prefetch_rows(tile.rows_of, tile.keys, o.keys, step, part * tile.keys, 0)
-        each(_clear, sums)
+        softmax.prefetch_rows(tile.rows_of, tile.keys, o.keys, step, part * tile.keys, 0)
+        script.each(_clear, sums)
         # c: unrolled along the head. i, j: unrolled, the sums of all heads and keys, in registers. v: one vector.
         # 16 registers hold the sums, 16 remain for the loaded vectors.
         for c in T.unroll(tile.rows_of.dim // LANES):
-            each(_add_products, sums, tile, o, step, part * tile.keys, c)
+            script.each(_add_products, sums, tile, o, step, part * tile.keys, c)
         add_lanes_of_all(sums, block.mixed)
         # The fence keeps LLVM from fusing the scale with the difference logit - m.
         block.weights[vector(part, LANES)] = fence(
@@ -195,10 +189,10 @@ def _logits(tile, o, step, block, sums):
     # So far lane i has the maximum over its own keys only.
     # A butterfly: lane and lane ^ distance exchange maxima, so every lane of a head ends with the same one.
     # Distances from `heads` on stay within the lanes of one head.
-    each(_exchange_maxima, [n for n in (1, 2, 4, 8) if n >= tile.heads], block.m)
+    script.each(_exchange_maxima, [n for n in (1, 2, 4, 8) if n >= tile.heads], block.m)
 
 
-@inlined
+@script.inlined
 def _exchange_maxima(m, distance, _number):
     m[vector(0, LANES)] = T.max(
         m[vector(0, LANES)], T.Shuffle([m[vector(0, LANES)]], [lane ^ distance for lane in range(LANES)])
@@ -210,7 +204,7 @@ def _in_block(tile: HeadTile, part: Expr, count: Expr) -> Expr:
     return T.Ramp(part * LANES, 1, LANES) < T.Broadcast(count * tile.heads, LANES)
 
 
-@inlined
+@script.inlined
 def _weigh(tile, state, step, block):
     """Logits become weights, the running maximum of the slots is updated."""
     block.decay[vector(0, LANES)] = exp_not_positive(
@@ -226,14 +220,14 @@ def _weigh(tile, state, step, block):
         )
 
 
-@inlined
+@script.inlined
 def _begin(d, state, step, block, acc, g):
     for c in T.unroll(d // LANES):
         for v in T.vectorized(LANES):
             acc[c * LANES + v] = state.acc[step.slot + g, c * LANES + v] * block.decay[g]
 
 
-@inlined
+@script.inlined
 def _add_row(tile, o, step, r, weights, acc, g):
     for c in T.unroll(tile.rows_of.dim // LANES):
         for v in T.vectorized(LANES):
@@ -242,27 +236,27 @@ def _add_row(tile, o, step, r, weights, acc, g):
             )
 
 
-@inlined
+@script.inlined
 def _end(d, state, step, acc, g):
     for c in T.unroll(d // LANES):
         for v in T.vectorized(LANES):
             state.acc[step.slot + g, c * LANES + v] = acc[c * LANES + v]
 
 
-@inlined
+@script.inlined
 def _add_values(tile, o, step, block, acc):
     """l and acc of the slots are rescaled and get the block's rows."""
     for g in T.vectorized(tile.heads):
         block.l[g] = o.state.l[step.slot + g] * block.decay[g]
-    each(_begin, acc, tile.rows_of.dim, o.state, step, block)
+    script.each(_begin, acc, tile.rows_of.dim, o.state, step, block)
     # r: rows of the block. All accumulators are in registers.
     # A row of values is loaded once for all heads, whose weights are broadcast.
     for r in range(step.count):
-        prefetch_rows(tile.rows_of, 1, o.values, step, r, 0)
+        softmax.prefetch_rows(tile.rows_of, 1, o.values, step, r, 0)
         # l is summed row by row, as `softmax.attend_rows` does: the bits are equal.
         for g in T.vectorized(tile.heads):
             block.l[g] += block.weights[r * tile.heads + g]
-        each(_add_row, acc, tile, o, step, r, block.weights)
+        script.each(_add_row, acc, tile, o, step, r, block.weights)
     for g in T.vectorized(tile.heads):
         o.state.l[step.slot + g] = block.l[g]
-    each(_end, acc, tile.rows_of.dim, o.state, step)
+    script.each(_end, acc, tile.rows_of.dim, o.state, step)

@@ -14,12 +14,11 @@ from typing import Any
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels import vectors
+from fastcar_compile.codegen.tvm.kernels import script, vectors
 from fastcar_compile.codegen.tvm.kernels.attention import query_limbs, softmax
 from fastcar_compile.codegen.tvm.kernels.attention.query_limbs import LIMBS, SUMS, VECTOR_BYTES, two_halves, unit
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import DECAY, KEY_BLOCK, PARALLEL_KEYS, M, prefetch_rows
 from fastcar_compile.codegen.tvm.kernels.cache import RowFormat
-from fastcar_compile.codegen.tvm.kernels.script import buffers, each, inlined, temporaries
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, fold_fours, magnitude_bits, ramp, vector
 from fastcar_compile.ir.ops.operator import BLOCK as EXPONENT_BLOCK
 
@@ -30,7 +29,7 @@ LARGEST = (1 << 24) - (1 << 8)
 def split_weights_buffers(d: int) -> Any:
     """Allocate what the mantissas of rows are multiplied by, for each exponent block of the columns."""
     lanes = lanes_for(d)
-    return temporaries(
+    return script.temporaries(
         # Four rows at a time: in each row a block after the other.
         exact=(KEY_BLOCK // PARALLEL_KEYS * lanes, "float32"),
         # Alike: the lowest limbs of four rows' integers, then the higher ones. The fourth limb is 0.
@@ -43,11 +42,11 @@ def split_weights_buffers(d: int) -> Any:
 
 def value_buffers(d: int) -> Any:
     """Allocate four rows of values, interleaved bytewise in two steps, and sums by limb."""
-    return temporaries(
+    return script.temporaries(
         interleaved=(4 * VECTOR_BYTES, "int8"),
         columns=(4 * VECTOR_BYTES, "int8"),
         # Low, middle and high. With 128 columns they are 24 of the 32 registers.
-        limbs=buffers(LIMBS, columns_of(d), "int32"),
+        limbs=script.buffers(LIMBS, columns_of(d), "int32"),
     )
 
 
@@ -93,7 +92,7 @@ def _of_four_rows(interleaved: Any, half: int, quarter: int) -> Expr:
     return _interleave(a, b, quarter, 2)
 
 
-@inlined
+@script.inlined
 def _interleave_rows(values, rows, start, sums):
     """Write 64 columns of four rows from `start` on to sums.columns: four vectors, in each int32 lane one column."""
     # First bytes of two rows in turn, then pairs of bytes: an int32 lane ends as one column of four rows.
@@ -108,7 +107,7 @@ def _interleave_rows(values, rows, start, sums):
     sums.columns[vector(3, VECTOR_BYTES)] = _of_four_rows(sums.interleaved, 1, 1)
 
 
-@inlined
+@script.inlined
 def _add_vector(number, weights, columns, quarter, total, k):
     # The weights' limb is the unsigned factor and mantissas are the signed one: no zero-point correction is needed.
     total[T.Ramp(number * SUMS, 1, SUMS)] = vectors.vpdpbusd(
@@ -138,7 +137,7 @@ def _weighted_scales(values: Any, d: int, step: softmax.Step, start: Expr, weigh
     return scales * T.Shuffle([weights[vector(part, PARALLEL_KEYS)]] * blocks, list(range(lanes_for(d))))
 
 
-@inlined
+@script.inlined
 def _scale_weights(d, lanes, o, step, start, weights, split):
     split.largest[vector(0, lanes)] = T.Broadcast(0, lanes)
     # part: four rows. Rows past the block's end have weight 0.
@@ -152,7 +151,7 @@ def _scale_weights(d, lanes, o, step, start, weights, split):
     split.largest[vector(0, lanes)] = _largest_of_rows(split.largest, lanes, 2)
 
 
-@inlined
+@script.inlined
 def _split_weights(d, lanes, o, step, start, weights, split):
     """Split a block's weights for the exponents from `start` on."""
     _scale_weights(d, lanes, o, step, start, weights, split)
@@ -188,23 +187,23 @@ def _total(sums: Any, number: Any) -> Expr:
     return T.Cast(f"float32x{SUMS}", high) * T.Broadcast(T.float32(1 << 16), SUMS) + lower
 
 
-@inlined
+@script.inlined
 def _clear(width, total, _k):
     for v in T.unroll(width // SUMS):
         total[T.Ramp(v * SUMS, 1, SUMS)] = T.Broadcast(0, SUMS)
 
 
-@inlined
+@script.inlined
 def _add_four_rows(width, o, step, part, piece, split, sums):
     # c: unrolled, 64 columns. v: unrolled, the vectors of four rows; the sums of all columns are in registers.
     for c in T.unroll(width // VECTOR_BYTES):
         _interleave_rows(o.values, step.four_rows(part), piece * width + c * VECTOR_BYTES, sums)
         for v in T.unroll(4):
             # Three limbs are three independent chains of vectors.vpdpbusd, which hide its latency.
-            each(_add_vector, sums.limbs, 4 * c + v, partial(_limb, split, part, c), sums.columns, v)
+            script.each(_add_vector, sums.limbs, 4 * c + v, partial(_limb, split, part, c), sums.columns, v)
 
 
-@inlined
+@script.inlined
 def _rescale(width, acc, step, decay, piece, split, sums):
     for c in T.unroll(width // VECTOR_BYTES):
         for v in T.unroll(4):
@@ -216,7 +215,7 @@ def _rescale(width, acc, step, decay, piece, split, sums):
             )
 
 
-@inlined
+@script.inlined
 def _add_values(rows_of, width, o, step, block, split, sums):
     """acc of the slot is rescaled and gets the block's rows, `width` columns at a time."""
     # piece: the columns whose sums fit the registers. part: four rows at a time.
@@ -224,7 +223,7 @@ def _add_values(rows_of, width, o, step, block, split, sums):
         # The weights meet the exponents of these columns only, because each block of columns has its own.
         first = T.meta_var(rows_of.dim + piece * (width // EXPONENT_BLOCK))
         _split_weights(rows_of.dim, lanes_for(rows_of.dim), o, step, first, block.weights, split)
-        each(_clear, sums.limbs, width)
+        script.each(_clear, sums.limbs, width)
         for part in range((step.count + PARALLEL_KEYS - 1) // PARALLEL_KEYS):
             # The first query head prefetches the whole rows with its first piece.
             prefetch_rows(rows_of, PARALLEL_KEYS, o.values, step, part * PARALLEL_KEYS, piece)
@@ -248,7 +247,7 @@ def attend_rows(d: int, group: int, rule: softmax.LogitRule, dtype: str, isa: In
     """Return the macros for heads of d elements, `group` query heads per key/value head, caches of int8."""
     rows_of = RowFormat(d, dtype, isa)
 
-    @inlined
+    @script.inlined
     def attend(o, heads, rows):
         block = softmax.block_buffers()
         # The split query of all heads, made once per call.
@@ -266,7 +265,7 @@ def attend_rows(d: int, group: int, rule: softmax.LogitRule, dtype: str, isa: In
     return softmax.AttendRows(AHEAD, attend, place, 4)
 
 
-@inlined
+@script.inlined
 def _attend_block(rows_of, rule, o, block, query, sums, weights, columns, step):
     query_limbs.multiply_keys(rows_of, o, step, query, sums, block.weights)
     if rule.softcap is not None:

@@ -12,21 +12,10 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from fastcar_compile.codegen.tvm.kernels import script, vectors
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import LOWEST, PARALLEL_KEYS, prefetch_rows
 from fastcar_compile.codegen.tvm.kernels.cache import power_of_two, row_at
-from fastcar_compile.codegen.tvm.kernels.script import each, inlined, temporaries
-from fastcar_compile.codegen.tvm.kernels.vectors import (
-    Expr,
-    flip_sign,
-    fold_fours,
-    interleave_add,
-    intrinsic,
-    load_from,
-    magnitude_bits,
-    ramp,
-    vector,
-    vpdpbusd,
-)
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, load_from, ramp, vector, vpdpbusd
 from fastcar_compile.ir.ops.operator import BLOCK as EXPONENT_BLOCK
 
 # Integers in limbs of a byte, for products with the mantissas of an int8 cache on AVX-512 VNNI.
@@ -84,7 +73,7 @@ _BLOCKS_OF_KEYS = [2 * (lane % PARALLEL_KEYS) + lane // (SUMS // 2) for lane in 
 def split_query_buffers(d: int, group: int) -> Any:
     """Allocate the split query of `group` heads, each of D / 64 vectors of 64 elements."""
     lanes = group * d // VECTOR_BYTES * SUMS
-    return temporaries(
+    return script.temporaries(
         # The limbs, most significant first; what a lane's sum is multiplied by.
         limbs=(group * LIMBS * d, "int8"),
         scales=(lanes, "float32"),
@@ -95,7 +84,7 @@ def split_query_buffers(d: int, group: int) -> Any:
 
 def logit_buffers() -> Any:
     """Allocate the integer sums of four keys with the query, their pairs, the logits, and m of four parts."""
-    return temporaries(
+    return script.temporaries(
         keys=(PARALLEL_KEYS * SUMS, "int32"),
         pairs=(2 * SUMS, "int32"),
         logits=(SUMS, "float32"),
@@ -130,33 +119,33 @@ def _products(unsigned: Expr, limbs: Any, start: Expr, d: int) -> Expr:
 
 def _of_four(pairs: Any) -> Expr:
     """Return, in every four lanes, the sums of these lanes of four keys."""
-    return interleave_add(pairs[vector(0, SUMS)], pairs[vector(1, SUMS)], SUMS, 2)
+    return vectors.interleave_add(pairs[vector(0, SUMS)], pairs[vector(1, SUMS)], SUMS, 2)
 
 
-@inlined
+@script.inlined
 def _pair_up(keys, pairs):
     """Interleave the sums of four keys to two vectors, in runs of one lane."""
     for p in T.unroll(2):
-        pairs[T.Ramp(p * SUMS, 1, SUMS)] = interleave_add(
+        pairs[T.Ramp(p * SUMS, 1, SUMS)] = vectors.interleave_add(
             keys[vector(2 * p, SUMS)], keys[vector(2 * p + 1, SUMS)], SUMS, 1
         )
 
 
-@inlined
+@script.inlined
 def _write_limb(d, query, integers, g, e, limb, k):
     for v in T.vectorized(EXPONENT_BLOCK):
         query.limbs[(g * LIMBS + k) * d + e * EXPONENT_BLOCK + v] = T.Cast("int8", limb(integers[v]))
 
 
-@inlined
+@script.inlined
 def _split_block(d, scale, row, g, e, query, sums, integers):
     # Bits of magnitudes compare as integers: one reduction gives the maximum of 32 elements.
     sums.m[0] = T.reinterpret(
         "float32",
-        intrinsic(
+        vectors.intrinsic(
             "int32",
             f"llvm.vector.reduce.smax.v{EXPONENT_BLOCK}i32",
-            magnitude_bits(row(ramp(e * EXPONENT_BLOCK, EXPONENT_BLOCK)), EXPONENT_BLOCK),
+            vectors.magnitude_bits(row(ramp(e * EXPONENT_BLOCK, EXPONENT_BLOCK)), EXPONENT_BLOCK),
         ),
     )
     # SMALLEST keeps the quotient finite for a block of zeros.
@@ -164,13 +153,13 @@ def _split_block(d, scale, row, g, e, query, sums, integers):
     for v in T.vectorized(EXPONENT_BLOCK):
         integers[v] = T.Cast("int32", T.nearbyint(row(e * EXPONENT_BLOCK + v) * sums.m[1]))
     # Limbs are three planes of D bytes, so one load takes 64 elements of one limb.
-    each(_write_limb, (_high, _middle, _low), d, query, integers, g, e)
+    script.each(_write_limb, (_high, _middle, _low), d, query, integers, g, e)
     # A block of 32 mantissas has 8 of the 16 lanes, because vpdpbusd adds four bytes per lane.
     for v in T.vectorized(SUMS // 2):
         query.scales[(g * (d // EXPONENT_BLOCK) + e) * (SUMS // 2) + v] = unit(sums.m[0], LARGEST) * T.float32(scale)
 
 
-@inlined
+@script.inlined
 def split_query(d, group, scale, o, heads, query, sums, integers):
     """Split the query rows of a group of heads of d elements. The temporary integers is int32 [32]."""
     for g in range(group):
@@ -188,13 +177,13 @@ def split_query(d, group, scale, o, heads, query, sums, integers):
             query.correction[T.Ramp((g * (d // VECTOR_BYTES) + c) * SUMS, 1, SUMS)] = _of_four(sums.pairs)
 
 
-@inlined
+@script.inlined
 def _add_vector(d, o, step, part, c, query, sums):
     # r: unrolled, four keys. Their sums are in registers, and so is the vector of four logits in four parts.
     # vpdpbusd takes an unsigned and a signed factor: mantissas plus 128 are the unsigned one.
     for r in T.unroll(PARALLEL_KEYS):
         sums.keys[T.Ramp(r * SUMS, 1, SUMS)] = _products(
-            flip_sign(
+            vectors.flip_sign(
                 o.keys[(*step.clamped(part * PARALLEL_KEYS + r), T.Ramp(c * VECTOR_BYTES, 1, VECTOR_BYTES))],
                 VECTOR_BYTES,
             ),
@@ -211,7 +200,7 @@ def _add_vector(d, o, step, part, c, query, sums):
     ) * (block_scales(o.keys, step.four_rows(part), d + 2 * c, 2, _BLOCKS_OF_KEYS) * query.scales[at])
 
 
-@inlined
+@script.inlined
 def multiply_keys(rows_of, o, step, query, sums, weights):
     """Write a block's logits to weights, and their maximum, in four parts, to sums.m."""
     sums.m[ramp(0, 4)] = T.Broadcast(T.float32(LOWEST), 4)
@@ -223,6 +212,8 @@ def multiply_keys(rows_of, o, step, query, sums, weights):
         for c in T.unroll(rows_of.dim // VECTOR_BYTES):
             _add_vector(rows_of.dim, o, step, part, c, query, sums)
         # Lanes that are equal modulo four belong to one key. The four groups are added in ascending order.
-        weights[T.Ramp(part * PARALLEL_KEYS, 1, PARALLEL_KEYS)] = fold_fours(load_from(sums.logits, [], 0), SUMS)
+        weights[T.Ramp(part * PARALLEL_KEYS, 1, PARALLEL_KEYS)] = vectors.fold_fours(
+            load_from(sums.logits, [], 0), SUMS
+        )
         # Rows past the last are copies of it, so the maximum is that of the block's rows.
         sums.m[ramp(0, 4)] = T.max(weights[T.Ramp(part * PARALLEL_KEYS, 1, PARALLEL_KEYS)], sums.m[ramp(0, 4)])

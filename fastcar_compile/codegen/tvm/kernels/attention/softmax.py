@@ -9,18 +9,9 @@ from typing import Any
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.codegen.tvm.kernels import script, vectors
 from fastcar_compile.codegen.tvm.kernels.cache import Row, RowFormat, row_at
-from fastcar_compile.codegen.tvm.kernels.script import inlined, temporaries
-from fastcar_compile.codegen.tvm.kernels.vectors import (
-    LINE,
-    PREFETCH_BYTES,
-    Expr,
-    add_lanes,
-    exp_not_positive,
-    prefetch,
-    tanh,
-    vector_lanes,
-)
+from fastcar_compile.codegen.tvm.kernels.vectors import LINE, PREFETCH_BYTES, Expr, exp_not_positive, vector_lanes
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,7 @@ class LogitRule:
         """Return softcap * tanh(scaled / softcap); without a soft-cap what is scaled."""
         if self.softcap is None:
             return scaled
-        return T.float32(self.softcap) * tanh(scaled * T.float32(1 / self.softcap))
+        return T.float32(self.softcap) * vectors.tanh(scaled * T.float32(1 / self.softcap))
 
 
 # Online softmax over blocks of cached rows: its state, its operands, and the step from logits to weights.
@@ -129,7 +120,7 @@ class Step:
     def prefetch(self, cache: Any, row: Expr, element: Expr) -> Expr:
         """Return the prefetch of a line of the row that is read after row `row` of the range; it has one ahead."""
         assert self.rows.ahead is not None
-        return prefetch(cache[self.group.b, self.group.h, self.rows.ahead(row), element])
+        return vectors.prefetch(cache[self.group.b, self.group.h, self.rows.ahead(row), element])
 
     def four_rows(self, part: Expr) -> list[tuple[Expr, Expr, Expr]]:
         """Return the clamped indices of rows 4 * part .. 4 * part + 3."""
@@ -146,7 +137,7 @@ def block_buffers() -> Any:
     weights holds logits, then exp(logit - m), and 0 past the block's rows. stat[M] is the maximum with this block,
     stat[DECAY] is exp(old m - m), which rescales what was summed before, and stat[L] is the normaliser.
     """
-    return temporaries(weights=(KEY_BLOCK, "float32"), stat=(3, "float32"))
+    return script.temporaries(weights=(KEY_BLOCK, "float32"), stat=(3, "float32"))
 
 
 @dataclass(frozen=True)
@@ -166,7 +157,7 @@ class AttendRows:
     run: int
 
 
-@inlined
+@script.inlined
 def weigh_block(state, slot, count, block):
     """Replace a block's logits by weights, update the running maximum of the slot, and set the block's decay."""
     # The running maximum never falls, so the argument is not positive.
@@ -177,7 +168,7 @@ def weigh_block(state, slot, count, block):
         block.weights[r] = T.Select(r < count, exp_not_positive(block.weights[r] - block.stat[M]), T.float32(0))
 
 
-@inlined
+@script.inlined
 def for_blocks(heads, rows, group, together, meet, operands):
     """Call the macro meet(*operands, step) for every block of rows and every `together` of `group` query heads."""
     # number: blocks of rows in order. g: query heads, which find the block in the first-level cache.
@@ -188,7 +179,7 @@ def for_blocks(heads, rows, group, together, meet, operands):
             meet(*operands, Step(heads, rows, g * together, start, count))
 
 
-@inlined
+@script.inlined
 def prefetch_rows(rows_of, count, cache, step, number, piece):
     """Prefetch `count` adjacent rows for those from `number` of the block on.
 
@@ -206,7 +197,7 @@ def attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: Instructio
     """Return the macros for heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
     rows_of, lanes = RowFormat(d, dtype, isa), vector_lanes(d)
 
-    @inlined
+    @script.inlined
     def attend(o, heads, rows):
         block = block_buffers()
         # dot: partial sums of four keys. acc: the accumulator of one query head. Both stay in registers in their loops.
@@ -217,7 +208,7 @@ def attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: Instructio
     return AttendRows(PREFETCH_BYTES // rows_of.bytes, attend, lambda column: column, d)
 
 
-@inlined
+@script.inlined
 def _attend_block(rows_of, rule, o, block, dot, acc, step):
     block.stat[M] = o.state.m[step.slot]
     _logits(rows_of, rule, vector_lanes(rows_of.dim), o, step, block, dot)
@@ -225,7 +216,7 @@ def _attend_block(rows_of, rule, o, block, dot, acc, step):
     _add_values(rows_of, vector_lanes(rows_of.dim), o, step, block, acc)
 
 
-@inlined
+@script.inlined
 def _multiply(rows_of, lanes, stride, o, step, part, dot):
     # r: four keys at a time. c: unrolled along the head; dot is in registers. v: one vector.
     for r in T.unroll(PARALLEL_KEYS):
@@ -236,7 +227,7 @@ def _multiply(rows_of, lanes, stride, o, step, part, dot):
                 )
 
 
-@inlined
+@script.inlined
 def _prefetch_keys(rows_of, lines, keys, step, part):
     # r: unrolled, the lines of four rows, line r % lines of row r // lines.
     for r in T.unroll(PARALLEL_KEYS * lines):
@@ -245,7 +236,7 @@ def _prefetch_keys(rows_of, lines, keys, step, part):
         )
 
 
-@inlined
+@script.inlined
 def _logits(rows_of, rule, lanes, o, step, block, dot):
     """The block's weights become logits, its m their maximum with m."""
     # part: four keys, of which those past the last row are the last row again. `weigh_block` makes their weights 0.
@@ -260,13 +251,13 @@ def _logits(rows_of, rule, lanes, o, step, block, dot):
         _multiply(rows_of, lanes, lanes * rows_of.vectors_of_block(lanes), o, step, part, dot)
         # The sum across lanes has one order on every instruction set. `attend_heads` repeats it.
         for r in T.unroll(PARALLEL_KEYS):
-            add_lanes(dot, r * lanes, lanes)
+            vectors.add_lanes(dot, r * lanes, lanes)
             block.weights[part * PARALLEL_KEYS + r] = rule.logit(dot[r * lanes])
             # T.max gives its second operand where one is NaN: a NaN is no maximum.
             block.stat[M] = T.max(block.weights[part * PARALLEL_KEYS + r], block.stat[M])
 
 
-@inlined
+@script.inlined
 def _add_values(rows_of, lanes, o, step, block, acc):
     """l and acc of the slot are rescaled and get the block's rows."""
     # The sums so far are relative to the old maximum: the decay rescales l and acc to the new one.

@@ -11,7 +11,6 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, broadcast, intrinsic, ramp
 from fastcar_compile.ir.ops.linear import FACTORS, INPUT_STEPS, KNOTS
 
@@ -38,7 +37,7 @@ def _quantized(x: Any, inverse: Any) -> Any:
     return T.Cast("int8", T.max(T.min(T.nearbyint(x * inverse), T.float32(127.0)), T.float32(-127.0)))
 
 
-@inlined
+@script.inlined
 def quantize_row(x, at, q, s, i, k):
     """Quantise row `at` of x float32 [., k] to row i of q int8 [m, k] and s[i].
 
@@ -66,7 +65,7 @@ def quantize_row(x, at, q, s, i, k):
         q[i, c] = _quantized(x[at, c], inverse[0])
 
 
-@kernel
+@script.kernel
 def quantize_rows(m: int, k: int) -> PrimFunc:
     """Return q int8 [m, k] and scale float32 [m] of x float32 [m, k], symmetric per row.
 
@@ -78,7 +77,7 @@ def quantize_rows(m: int, k: int) -> PrimFunc:
     def quantize_rows_i8(x: T.Buffer((m, k), "float32"), q: T.Buffer((m, k), "int8"), s: T.Buffer((m,), "float32")):
         for i in loop(m):
             with T.sblock("row"):
-                access([x], [q, s])
+                script.access([x], [q, s])
                 quantize_row(x, i, q, s, i, k)
 
     return quantize_rows_i8
@@ -146,7 +145,7 @@ def _every_second(pairs: Any, first: int) -> Expr:
     return T.Shuffle(halves, list(range(first, 2 * TABLE_LANES, 2)))
 
 
-@inlined
+@script.inlined
 def _load_knots(table, u, low, high):
     # v: unrolled, one scalar load per entry. The table has 2 KiB and stays in the first-level cache.
     for v in T.unroll(TABLE_LANES):
@@ -154,7 +153,7 @@ def _load_knots(table, u, low, high):
         high[v] = table[_knot(u[v]) + 1]
 
 
-@inlined
+@script.inlined
 def _gather_knots(table, u, low, high):
     # Two gathers of eight int64 read 32 entries. With one entry per element they would be two of 16.
     pairs = T.alloc_buffer((2 * TABLE_LANES,), "int32")
@@ -169,7 +168,7 @@ def read_knots(isa: InstructionSet) -> Callable[..., None]:
     return _gather_knots if isa.float_lanes == TABLE_LANES else _load_knots
 
 
-@kernel
+@script.kernel
 def activation_factor(size: int, activation: str, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Return the factor float32 [size] of x float32 [size] by the activation's table int32 [513]."""
     knots, read = KNOTS, read_knots(isa)
@@ -180,10 +179,8 @@ def activation_factor(size: int, activation: str, isa: InstructionSet = PORTABLE
     ):
         for block in range(size // TABLE_LANES):
             with T.sblock("points"):
-                access([x, table], [y])
-                u = T.alloc_buffer((TABLE_LANES,), "int32")
-                low = T.alloc_buffer((TABLE_LANES,), "int32")
-                high = T.alloc_buffer((TABLE_LANES,), "int32")
+                script.access([x, table], [y])
+                u, low, high = script.buffers(3, TABLE_LANES, "int32")
                 for v in T.vectorized(TABLE_LANES):
                     u[v] = fixed_input(x[block * TABLE_LANES + v], activation)
                 read(table, u, low, high)
@@ -191,7 +188,7 @@ def activation_factor(size: int, activation: str, isa: InstructionSet = PORTABLE
                     y[block * TABLE_LANES + v] = blend(low[v], high[v], u[v])
         for i in range(size % TABLE_LANES):
             with T.sblock("point"):
-                access([x, table], [y])
+                script.access([x, table], [y])
                 at: T.let = size // TABLE_LANES * TABLE_LANES + i
                 w: T.let = fixed_input(x[at], activation)
                 y[at] = table_factor(table, w)
@@ -209,7 +206,7 @@ def activation_factor(size: int, activation: str, isa: InstructionSet = PORTABLE
 # pyright: reportInvalidTypeForm=false
 
 
-@kernel
+@script.kernel
 def activate_quantize(m: int, k: int, activation: str, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Return q int8 [m, k] and scale float32 [m] of gate * factor(gate) * up, gate and up float32 [m, k].
 
@@ -227,12 +224,10 @@ def activate_quantize(m: int, k: int, activation: str, isa: InstructionSet = POR
     ):
         for i in loop(m):
             with T.sblock("row"):
-                access([g, up, table], [q, s])
+                script.access([g, up, table], [q, s])
                 # a: the row of products, which quantize_row reads twice: for its maximum and for its integers.
                 a = T.alloc_buffer((1, k), "float32")
-                u = T.alloc_buffer((TABLE_LANES,), "int32")
-                low = T.alloc_buffer((TABLE_LANES,), "int32")
-                high = T.alloc_buffer((TABLE_LANES,), "int32")
+                u, low, high = script.buffers(3, TABLE_LANES, "int32")
                 # c: vectors along the row. v: vectorised, but for the reads of the table.
                 for c in range(steps):
                     for v in T.vectorized(TABLE_LANES):

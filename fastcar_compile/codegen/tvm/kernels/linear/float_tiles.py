@@ -11,8 +11,8 @@ from typing import Any, Literal
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.linear.rows import WeightType, widen_weight
-from fastcar_compile.codegen.tvm.kernels.script import buffers, each, inlined
+from fastcar_compile.codegen.tvm.kernels import script
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import WeightType, widen_weight
 from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, prefetch, ramp, vector
 
 FLOATS = 16
@@ -147,7 +147,7 @@ def _bits(shape: TileShape, o: Any, j: Expr, step: Expr) -> Expr:
     return T.reinterpret(f"uint32x{FLOATS}", o.w[j, ramp(step * shape.width, shape.width)])
 
 
-@inlined
+@script.inlined
 def _pack_whole(shape, o, j, step, to):
     if shape.dtype == "float32":
         o.packed[to, ramp(0, FLOATS)] = o.w[j, ramp(step * shape.width, FLOATS)]
@@ -162,7 +162,7 @@ def _pack_whole(shape, o, j, step, to):
         )
 
 
-@inlined
+@script.inlined
 def pack_step(shape, o, place, step, to):
     """Write a step of a tile's weights to o.packed[to * rows ..], as float32."""
     rows, whole, tail = T.meta_var((shape.rows, shape.k // shape.width, shape.k % shape.width))
@@ -179,12 +179,12 @@ def pack_step(shape, o, place, step, to):
                 o.packed[to * rows + r, c] = widen_weight(o.w[place.j + r, whole * shape.width + c], shape.dtype)
 
 
-@inlined
+@script.inlined
 def multiply_tile(shape, o, place):
     """Add a block of the reduction to a register tile."""
     # One buffer per vector of rows of x: each is below 1024 bytes, so LLVM keeps all in registers.
-    sums = buffers(shape.vectors, shape.rows * shape.lanes)
-    each(_begin, sums, shape, o, place)
+    sums = script.buffers(shape.vectors, shape.rows * shape.lanes)
+    script.each(_begin, sums, shape, o, place)
     # step: cache lines of a weight row. c: `run` inputs. r: unrolled, weight rows; all sums are in registers.
     for step in range(T.min(shape.block, shape.steps - place.block * shape.block)):
         if shape.source == "panel":
@@ -197,15 +197,15 @@ def multiply_tile(shape, o, place):
         for c in range(shape.width // (shape.run * shape.halves)):
             for r in T.unroll(shape.rows):
                 _add_halves(shape, sums, o, place, step, c, r)
-    each(_finish, sums, shape, o, place)
+    script.each(_finish, sums, shape, o, place)
 
 
 def _add_halves(shape: TileShape, sums: Sequence[Any], *arguments: Any) -> None:
     for half in range(shape.halves):
-        each(_add, sums, shape, half, *arguments)
+        script.each(_add, sums, shape, half, *arguments)
 
 
-@inlined
+@script.inlined
 def _begin(shape, o, place, acc, v):
     """Set the sums to those of the blocks before, or to zeros."""
     for r in T.unroll(shape.rows):
@@ -216,7 +216,7 @@ def _begin(shape, o, place, acc, v):
             acc[vector(r, shape.lanes)] = o.sums[place.first + v, place.tile, vector(r, shape.lanes)]
 
 
-@inlined
+@script.inlined
 def _finish(shape, o, place, acc, v):
     """Put the sums aside, or after the last block write y."""
     if shape.blocks == 1 or place.block == shape.blocks - 1:
@@ -257,7 +257,7 @@ def _inputs(shape: TileShape, half: int, o: Any, place: Place, step: Expr, c: Ex
     return o.xt[place.first + v, at, ramp(0, shape.lanes)]
 
 
-@inlined
+@script.inlined
 def _add(shape, half, o, place, step, c, r, acc, v):
     """Add the products of weight row r and a vector of x."""
     # One multiply-add: a vector of x from memory, a broadcast weight, and a sum in a register.
@@ -266,7 +266,7 @@ def _add(shape, half, o, place, step, c, r, acc, v):
     )
 
 
-@inlined
+@script.inlined
 def _prefetch_next_block(shape, o, place, step):
     # Only the first tile of x prefetches: the others find the lines in the cache.
     if place.first == 0:
@@ -274,14 +274,14 @@ def _prefetch_next_block(shape, o, place, step):
             T.evaluate(prefetch(o.w[place.j + r, ((place.block + 1) * shape.block + step) * shape.width]))
 
 
-@inlined
+@script.inlined
 def _prefetch_next_tile(shape, o, place, step):
     # A panel of one tile streams its weights: one line of each of the next tile's rows per step.
     for r in T.unroll(shape.rows):
         T.evaluate(prefetch(o.w[place.j + shape.ahead + r, step * shape.width]))
 
 
-@inlined
+@script.inlined
 def _store(shape, o, place, acc, v):
     """Write the sums of one vector of rows of x to y."""
     # i: rows of the vector. Copies of the last row store the same value again.

@@ -13,25 +13,9 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
+from fastcar_compile.codegen.tvm.kernels.linear import tiles
 from fastcar_compile.codegen.tvm.kernels.linear.float_tiles import FLOATS, Place, TileShape, multiply_tile, pack_step
-from fastcar_compile.codegen.tvm.kernels.linear.rows import (
-    PARALLEL_WEIGHTS,
-    SCAN_LANES,
-    SMALL_BATCH,
-    TileMacro,
-    Tiling,
-    WeightType,
-    active_rows,
-    append_active,
-    find_active,
-    for_tiles,
-    in_turn,
-    is_zero,
-    nothing,
-    or_float32,
-    widen_weight,
-)
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel, temporaries
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import PARALLEL_WEIGHTS, SMALL_BATCH, WeightType, widen_weight
 from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, add_lanes, prefetch, prefetch_distance, ramp, vector
 
 ROWS = 4
@@ -43,7 +27,7 @@ def _weight_rows(m: int, n: int) -> int:
     return min(n, ROWS if m <= 2 else 2 if m < SMALL_BATCH else 1)
 
 
-@kernel
+@script.kernel
 def float_gemv(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Return y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w float32 or bfloat16, m at most 8.
 
@@ -51,29 +35,29 @@ def float_gemv(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
     the others meet the weight one by one while it is in the first-level cache. The order of a row's sum does not depend
     on the other rows. Parallel over weight rows from PARALLEL_WEIGHTS products on.
     """
-    tiling = Tiling(n, _weight_rows(m, n), m, T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
+    tiling = tiles.Tiling(n, _weight_rows(m, n), m, T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
     multiply = _multiply(m, n, k, dtype, isa)
 
     @script.prim_func(private=True, s_tir=True)
     def linear_float(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
         with T.sblock("root"):
-            access([x, w], [y])
-            o = temporaries(q=x, w=w, y=y)
-            active = active_rows(m)
-            find_active(o, (m, n, k), active, nothing)
-            for_tiles(tiling, multiply, o, active)
+            script.access([x, w], [y])
+            o = script.temporaries(q=x, w=w, y=y)
+            active = tiles.active_rows(m)
+            tiles.find_active(o, (m, n, k), active, tiles.nothing)
+            tiles.for_tiles(tiling, multiply, o, active)
 
     return linear_float
 
 
-def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) -> TileMacro:
+def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) -> tiles.TileMacro:
     # A single row of x leaves room for two registers of partial sums per output.
     lanes = 2 * isa.float_lanes if m == 1 else max(isa.float_lanes, 8)
     steps, tail = divmod(k, lanes)
     size = 4 if dtype == "float32" else 2
     (rows_ahead, bytes_ahead), lines = prefetch_distance(_weight_rows(m, n), k * size), -(-lanes * size // LINE)
 
-    @inlined
+    @script.inlined
     def prefetch_weights(o, tile, c):
         # r: weight rows. u: cache lines of a step. One of the two distances is 0: that in bytes for several streams,
         # that in rows for a single one.
@@ -81,7 +65,7 @@ def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) ->
             for u in T.unroll(lines):
                 T.evaluate(prefetch(o.w[tile.j + rows_ahead + r, c * lanes + u * (LINE // size) + bytes_ahead // size]))
 
-    @inlined
+    @script.inlined
     def add_products(o, tile, acc):
         # c: steps of `lanes` along k. r, i: unrolled, weight rows and rows of x. v: one vector multiply-add; acc is in
         # registers.
@@ -94,7 +78,7 @@ def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) ->
                             tile.active_row(i), c * lanes + v
                         ] * widen_weight(o.w[tile.j + r, c * lanes + v], dtype)
 
-    @inlined
+    @script.inlined
     def store(o, tile, acc, r, i):
         # The lanes first, then the remainder in order: a row's sum does not depend on the other rows.
         add_lanes(acc, (r * tile.columns + i) * lanes, lanes)
@@ -104,10 +88,10 @@ def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) ->
             )
         o.y[tile.active_row(i), tile.j + r] = acc[(r * tile.columns + i) * lanes]
 
-    @inlined
+    @script.inlined
     def multiply(o, tile):
         with T.sblock("tile"):
-            access([o.q, o.w, tile.active.rows], [o.y])
+            script.access([o.q, o.w, tile.active.rows], [o.y])
             # At most 14 vectors of sums: below 1024 bytes, so they are on the stack and LLVM keeps them in registers.
             acc = T.alloc_buffer((tile.outputs * lanes,), "float32")
             for r in T.unroll(tile.outputs):
@@ -130,10 +114,10 @@ HALF = LANES // 2
 
 def _zip(low: Any, high: Any, number: Expr, half: int) -> Expr:
     """Return the lanes of one half of two vectors in turn: of vector `number` of both buffers."""
-    return in_turn(low[vector(number, LANES)], high[vector(number, LANES)], 1, half)
+    return tiles.in_turn(low[vector(number, LANES)], high[vector(number, LANES)], 1, half)
 
 
-@inlined
+@script.inlined
 def _round(low, high, first, second):
     """Zip vectors 0 to 7 (low) with 8 to 15 (high); the results are `first` and `second`, eight each."""
     for p in T.unroll(4):
@@ -143,16 +127,13 @@ def _round(low, high, first, second):
         second[vector(2 * p + 1, LANES)] = _zip(low, high, 4 + p, 1)
 
 
-@inlined
+@script.inlined
 def transpose_rows(x, xt, active, o, step):
     """Write inputs 16 step .. of the 16 active rows from 16 o on to xt[o, 16 step ..], a vector per input.
 
     Four rounds transpose 16 x 16. A buffer of all vectors would be too large for registers.
     """
-    a = T.alloc_buffer((HALF * LANES,), "float32")
-    b = T.alloc_buffer((HALF * LANES,), "float32")
-    c = T.alloc_buffer((HALF * LANES,), "float32")
-    d = T.alloc_buffer((HALF * LANES,), "float32")
+    a, b, c, d = script.buffers(4, HALF * LANES)
     # a and b: eight rows each, one vector of 16 inputs per row.
     for i in T.unroll(HALF):
         a[vector(i, LANES)] = x[active.rows[T.min(o * LANES + i, active.count[0] - 1)], ramp(step * LANES, LANES)]
@@ -169,7 +150,7 @@ def transpose_rows(x, xt, active, o, step):
         xt[o, step * LANES + HALF + i, ramp(0, LANES)] = b[vector(i, LANES)]
 
 
-@kernel
+@script.kernel
 def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Return y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w float32 or bfloat16.
 
@@ -187,28 +168,28 @@ def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
     @script.prim_func(private=True, s_tir=True)
     def linear_tiles(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
         with T.sblock("product"):
-            access([x, w], [y])
+            script.access([x, w], [y])
             # A vector of xt has `run` inputs of each of its rows. Zeros pad the inputs to whole steps.
             xt = T.alloc_buffer((groups, shape.steps * shape.width // shape.run, shape.lanes), "float32")
-            active = active_rows(m)
+            active = tiles.active_rows(m)
             zero = T.alloc_buffer((m,), "int32")
             # The search is parallel and the list is serial, so that the order of the active rows is fixed.
             for i in scan(m):
-                bits = T.alloc_buffer((SCAN_LANES,), "uint32")
-                or_float32(x, i, k, bits)
-                zero[i] = T.Cast("int32", is_zero(bits))
+                bits = T.alloc_buffer((tiles.SCAN_LANES,), "uint32")
+                tiles.or_float32(x, i, k, bits)
+                zero[i] = T.Cast("int32", tiles.is_zero(bits))
             active.count[0] = 0
             for i in range(m):
                 if zero[i] != 0:
                     for j in range(n):
                         y[i, j] = T.float32(0)
                 else:
-                    append_active(active, i)
+                    tiles.append_active(active, i)
             for step in scan(shape.steps):
                 _move(shape, x, xt, active, step)
             # panel: weight rows. packed and sums belong to one iteration, so iterations share no temporary.
             for panel in loop(-(-n // rows)):
-                o = temporaries(
+                o = script.temporaries(
                     xt=xt,
                     w=w,
                     y=y,
@@ -221,7 +202,7 @@ def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
     return linear_tiles
 
 
-@inlined
+@script.inlined
 def _move_vector(shape, x, xt, active, step, o):
     # i: rows of the vector. c: runs of inputs.
     for i in range(shape.columns):
@@ -234,7 +215,7 @@ def _move_vector(shape, x, xt, active, step, o):
                 ]
 
 
-@inlined
+@script.inlined
 def _move_tail(shape, run, first, x, xt, active, o):
     for i in range(shape.columns):
         row: T.let = active.rows[T.min(o * shape.columns + i, active.count[0] - 1)]
@@ -246,7 +227,7 @@ def _move_tail(shape, run, first, x, xt, active, o):
             xt[o, (first + c) // run, i * run + c % run] = x[row, first + c]
 
 
-@inlined
+@script.inlined
 def _move(shape, x, xt, active, step):
     """Write the columns of a step of the active rows of x to vectors of them."""
     whole = T.meta_var(shape.k // shape.width)
@@ -267,7 +248,7 @@ def _place(n: int, shape: TileShape, panel: Expr, tile: Expr, block: Expr, first
     return Place(j, tile, block, first)
 
 
-@inlined
+@script.inlined
 def _pack_panel(n, shape, o, panel, block):
     for t in range(shape.panel):
         if (panel * shape.panel + t) * shape.rows < n:
@@ -277,14 +258,14 @@ def _pack_panel(n, shape, o, panel, block):
                 pack_step(shape, o, place, block * shape.block + step, t * shape.block + step)
 
 
-@inlined
+@script.inlined
 def _multiply_tiles(n, shape, vectors, o, panel, block, first):
     for t in range(shape.panel):
         if (panel * shape.panel + t) * shape.rows < n:
             multiply_tile(replace(shape, vectors=vectors), o, _place(n, shape, panel, t, block, first))
 
 
-@inlined
+@script.inlined
 def _multiply_panel(n, shape, wide, o, panel):
     """Multiply a panel of weight rows with all active rows. wide: for all of x in one tile, where that is possible."""
     most = T.meta_var(shape.vectors)

@@ -9,41 +9,11 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.kernels.linear.rows import (
-    FOUR,
-    LANES,
-    PANEL_ROWS,
-    PARALLEL_WEIGHTS,
-    SUMS,
-    VECTORS,
-    WEIGHT_ROWS,
-    WIDTH,
-    active_rows,
-    blocks_of,
-    find_active,
-    for_panel,
-    in_turn,
-    integer_linear,
-    most_blocks,
-    move_rows,
-    nothing,
-    prefetch_panel,
-    spread,
-    store_blocks,
-    widen_scales,
-)
+from fastcar_compile.codegen.tvm.kernels import script, vectors
+from fastcar_compile.codegen.tvm.kernels.linear import tiles
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import FOUR, LANES, PANEL_ROWS, SUMS, WEIGHT_ROWS, WIDTH, in_turn
 from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import HALF, INT4_DOTS, Int4Sizes, few_rows, moved_rows, nibbles
-from fastcar_compile.codegen.tvm.kernels.script import buffers, each, inlined, kernel, temporaries
-from fastcar_compile.codegen.tvm.kernels.vectors import (
-    Expr,
-    fence,
-    load_from,
-    prefetch,
-    prefetch_distance,
-    ramp,
-    vector,
-    vpdpbusd,
-)
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, fence, load_from, ramp, vector, vpdpbusd
 from fastcar_compile.ir.ops.linear import GROUP
 
 # int4 products of up to eight rows of x with AVX-512 VNNI, bit for bit as `linear_w4a8`.
@@ -71,7 +41,7 @@ STEPS = GROUP // FOUR
 
 def pair_buffers(groups: int) -> Any:
     """Allocate the moved rows of x."""
-    return temporaries(
+    return script.temporaries(
         # The rows in fours, each twice; what the sums of a group begin with.
         xt=(groups * STEPS, WIDTH, "int8"),
         extra=(groups, LANES, "int32"),
@@ -81,7 +51,7 @@ def pair_buffers(groups: int) -> Any:
     )
 
 
-@inlined
+@script.inlined
 def _multiply_pairs(n, k, loop, o, p, active):
     """Write the products of at most eight active rows; p as of `pair_buffers`."""
     _move_few_rows(k, -(-k // GROUP), o.q, o.s, active, p)
@@ -90,7 +60,7 @@ def _multiply_pairs(n, k, loop, o, p, active):
         _multiply_tile(-(-k // GROUP), o, p, T.min(j * TILE, n - TILE))
 
 
-@inlined
+@script.inlined
 def _move_few_rows(k, groups, q, s, active, p):
     """Move the active rows of q int8 [m, k], at most eight, and add up groups."""
     # i: eight places, of which those past the last active row repeat it. c: four inputs, written twice.
@@ -125,15 +95,14 @@ def _in_fours(two: Any, half: int) -> Expr:
     return T.reinterpret("int8x64", in_turn(two[vector(0, LANES)], two[vector(1, LANES)], 1, half))
 
 
-@inlined
+@script.inlined
 def _unpack_pairs(o, j, bytes, g, ahead):
     # Fours of both weight rows in turn: 16 of the low nibbles, then of the high ones.
     # p: pairs of weight rows. v: unrolled, the two rows. A group of a row is one cache line.
     for p in range(PAIRS):
-        low = T.alloc_buffer((2 * LANES,), "int32")
-        high = T.alloc_buffer((2 * LANES,), "int32")
+        low, high = script.buffers(2, 2 * LANES, "int32")
         for v in T.unroll(2):
-            T.evaluate(prefetch(o.w[j + ahead + 2 * p + v, g * HALF]))
+            T.evaluate(vectors.prefetch(o.w[j + ahead + 2 * p + v, g * HALF]))
             low[vector(v, LANES)] = _dwords(o, j + 2 * p + v, g, 0)
             high[vector(v, LANES)] = _dwords(o, j + 2 * p + v, g, 1)
         bytes[p, ramp(0, WIDTH)] = _in_fours(low, 0)
@@ -154,7 +123,7 @@ def _both_scales(factors: Any, p: Expr, g: Expr) -> Expr:
     return in_turn(first, second, 1, 0)
 
 
-@inlined
+@script.inlined
 def _add_pairs(rows, bytes, factors, totals, g):
     acc = T.alloc_buffer((PAIRS * LANES,), "int32")
     for p in T.unroll(PAIRS):
@@ -172,20 +141,20 @@ def _add_pairs(rows, bytes, factors, totals, g):
         )
 
 
-@inlined
+@script.inlined
 def _multiply_tile(groups, o, rows, j):
     """Write the products of 24 weight rows from j on; rows as of `pair_buffers`."""
     bytes = T.alloc_buffer((PAIRS, 4 * WIDTH), "int8")
     # Scales are widened once per tile: they are read in every group.
     factors = T.alloc_buffer((TILE, groups), "float32")
     for r in range(TILE):
-        widen_scales(o.ws, j + r, factors, r, groups)
+        tiles.widen_scales(o.ws, j + r, factors, r, groups)
     # 12 vectors of totals and 12 of sums fit the 32 registers.
     totals = T.alloc_buffer((PAIRS * LANES,), "float32")
     for p in T.unroll(PAIRS):
         totals[vector(p, LANES)] = T.Broadcast(T.float32(0), LANES)
     for g in range(groups):
-        _unpack_pairs(o, j, bytes, g, prefetch_distance(TILE, groups * HALF)[0])
+        _unpack_pairs(o, j, bytes, g, vectors.prefetch_distance(TILE, groups * HALF)[0])
         _add_pairs(rows, bytes, factors, totals, g)
     for p in T.unroll(PAIRS):
         totals[vector(p, LANES)] = totals[vector(p, LANES)] * rows.scales[vector(0, LANES)]
@@ -194,23 +163,23 @@ def _multiply_tile(groups, o, rows, j):
             o.y[rows.at[i], ramp(j + 2 * p, 2)] = totals[ramp(p * LANES + 2 * i, 2)]
 
 
-@kernel
+@script.kernel
 def pairs_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
     """Return what `linear_w4a8` returns, for five to eight rows of x, 4 | k and n >= 24.
 
     Parallel over tiles of weight rows.
     """
     groups, packed = -(-k // GROUP), -(-k // GROUP) * HALF
-    loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
-    few_loop = T.parallel if n * k >= PARALLEL_WEIGHTS else T.serial
+    loop = T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial
+    few_loop = T.parallel if n * k >= tiles.PARALLEL_WEIGHTS else T.serial
     move, few = few_rows(Int4Sizes(FEW, n, k, INT4_DOTS[isa.int8]), few_loop)
 
-    @inlined
+    @script.inlined
     def body(q, s, w, ws, y):
         o = moved_rows(FEW, k, q=q, s=s, w=w, ws=ws, y=y)
         rows = pair_buffers(groups)
-        active = active_rows(m)
-        find_active(o, (m, n, k), active, nothing)
+        active = tiles.active_rows(m)
+        tiles.find_active(o, (m, n, k), active, tiles.nothing)
         # Up to FEW rows: sums across lanes cost less than padding the rows to eight.
         if active.count[0] <= FEW:
             for i in range(active.count[0]):
@@ -219,10 +188,10 @@ def pairs_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
         else:
             _multiply_pairs(n, k, loop, o, rows, active)
 
-    return integer_linear("linear_i4_pairs", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
+    return tiles.integer_linear("linear_i4_pairs", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
 
 
-@kernel
+@script.kernel
 def gemm_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
     """Return what `linear_w4a8` returns, for more than eight rows of x, 4 | k and n >= 24.
 
@@ -232,40 +201,40 @@ def gemm_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
     """
     del isa  # AVX-512 VNNI alone has these vectors
     blocks, groups, packed = -(-m // LANES), -(-k // GROUP), -(-k // GROUP) * HALF
-    loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
+    loop = T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial
     unpack, multiply = partial(_unpack, groups), partial(_multiply, groups)
 
-    @inlined
+    @script.inlined
     def body(q, s, w, ws, y):
         # rows to active are shared by all threads. The buffers of a panel below belong to one iteration.
-        rows = blocks_of(m, groups * STEPS)
+        rows = tiles.blocks_of(m, groups * STEPS)
         # extra: what the sums of a group begin with.
-        o = temporaries(q=q, s=s, w=w, ws=ws, y=y, rows=rows, extra=(blocks, groups, LANES, "int32"))
+        o = script.temporaries(q=q, s=s, w=w, ws=ws, y=y, rows=rows, extra=(blocks, groups, LANES, "int32"))
         few = pair_buffers(groups)
-        active = active_rows(m)
-        find_active(o, (m, n, k), active, nothing)
+        active = tiles.active_rows(m)
+        tiles.find_active(o, (m, n, k), active, tiles.nothing)
         # Up to eight active rows: vectors of 16 rows would be half empty.
         if active.count[0] <= ROWS:
             _multiply_pairs(n, k, loop, o, few, active)
         else:
             for block in loop(blocks):
                 if block * LANES < active.count[0]:
-                    move_rows(q, s, active, rows, block, k, False)
+                    tiles.move_rows(q, s, active, rows, block, k, False)
                     _row_sums(k, groups, rows.xt, o.extra, block)
             # panel: 64 weight rows, whose nibbles become bytes once and then meet all blocks of x.
             for panel in loop(-(-n // PANEL_ROWS)):
                 # w: weights plus 8. ws: their scales.
-                p = temporaries(
+                p = script.temporaries(
                     w=(PANEL_ROWS, groups * GROUP, "int8"),
                     ws=(PANEL_ROWS, groups, "float32"),
-                    sums=(VECTORS * SUMS, "float32"),
+                    sums=(tiles.VECTORS * SUMS, "float32"),
                 )
-                for_panel(panel, n, most_blocks(m), unpack, multiply, (o, p), active)
+                tiles.for_panel(panel, n, tiles.most_blocks(m), unpack, multiply, (o, p), active)
 
-    return integer_linear("linear_i4_rows", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
+    return tiles.integer_linear("linear_i4_rows", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
 
 
-@inlined
+@script.inlined
 def _row_sums(k, groups, xt, extra, block):
     """Pad the rows with zeros, and write -8 times the sums of their groups."""
     # Zeros up to a whole group add nothing, whatever the weights are.
@@ -283,34 +252,34 @@ def _row_sums(k, groups, xt, extra, block):
         extra[block, g, ramp(0, LANES)] = T.Broadcast(0, LANES) - extra[block, g, ramp(0, LANES)]
 
 
-@inlined
+@script.inlined
 def _unpack(groups, o, p, j, at):
     """Unpack eight weight rows from j on to rows from `at` on of p.w and p.ws."""
     for r in range(WEIGHT_ROWS):
-        widen_scales(o.ws, j + r, p.ws, at + r, groups)
+        tiles.widen_scales(o.ws, j + r, p.ws, at + r, groups)
         for g in range(groups):
             # Low nibbles are the first 64 inputs of a group and high nibbles the last 64.
             p.w[at + r, ramp(g * GROUP, HALF)] = nibbles(load_from(o.w, [j + r], g * HALF), 0, HALF)[0]
             p.w[at + r, ramp(g * GROUP + HALF, HALF)] = nibbles(load_from(o.w, [j + r], g * HALF), 0, HALF)[1]
 
 
-@inlined
+@script.inlined
 def _begin(o, place, g, acc, v):
     # The sums begin with the zero-point correction instead of 0.
     for r in T.unroll(WEIGHT_ROWS):
         acc[vector(r, LANES)] = o.extra[place.block + v, g, ramp(0, LANES)]
 
 
-@inlined
+@script.inlined
 def _add(o, p, place, c, r, acc, v):
     # Weights plus 8 are the unsigned factor, and x is the signed one.
-    weights = T.meta_var(spread(p.w, place.at + r, c * FOUR))
+    weights = T.meta_var(tiles.spread(p.w, place.at + r, c * FOUR))
     acc[vector(r, LANES)] = vpdpbusd(
         acc[vector(r, LANES)], weights, o.rows.xt[place.block + v, c, ramp(0, WIDTH)], WIDTH
     )
 
 
-@inlined
+@script.inlined
 def _add_group(p, place, g, totals, acc, v):
     # A group's sum is exact. Groups are added in float32 in ascending order, each product rounded by the fence.
     for r in T.unroll(WEIGHT_ROWS):
@@ -319,25 +288,25 @@ def _add_group(p, place, g, totals, acc, v):
         )
 
 
-@inlined
-def _multiply_group(vectors, o, p, place, g, totals):
+@script.inlined
+def _multiply_group(blocks, o, p, place, g, totals):
     # c: four inputs. r: unrolled, weight rows; all sums are in registers.
     # At most 3 * 8 sums: 24 of 32 registers. A buffer for each block of x.
-    sums = buffers(vectors, SUMS, "int32")
-    each(_begin, sums, o, place, g)
+    sums = script.buffers(blocks, SUMS, "int32")
+    script.each(_begin, sums, o, place, g)
     for c in range(STEPS):
         for r in T.unroll(WEIGHT_ROWS):
-            each(_add, sums, o, p, place, g * STEPS + c, r)
-    each(_add_group, sums, p, place, g, totals)
+            script.each(_add, sums, o, p, place, g * STEPS + c, r)
+    script.each(_add_group, sums, p, place, g, totals)
 
 
-@inlined
+@script.inlined
 def _clear(total, _v):
     for r in T.unroll(WEIGHT_ROWS):
         total[vector(r, LANES)] = T.Broadcast(T.float32(0), LANES)
 
 
-@inlined
+@script.inlined
 def _finish(o, p, place, total, v):
     for r in T.unroll(WEIGHT_ROWS):
         p.sums[vector(v * WEIGHT_ROWS + r, LANES)] = (
@@ -345,16 +314,16 @@ def _finish(o, p, place, total, v):
         )
 
 
-@inlined
-def _multiply(groups, vectors, o, p, place):
-    """Write the tile of eight weight rows by `vectors` blocks of x."""
+@script.inlined
+def _multiply(groups, blocks, o, p, place):
+    """Write the tile of eight weight rows by `blocks` blocks of x."""
     # Totals are used once per group. The int32 sums of a group are what the registers hold.
-    totals = buffers(vectors, SUMS)
-    each(_clear, totals)
+    totals = script.buffers(blocks, SUMS)
+    script.each(_clear, totals)
     # g: groups in ascending order, which fixes the order of the float32 sum.
     for g in range(groups):
         # A group of a weight row is one cache line.
-        prefetch_panel(o.w, place, g * HALF)
-        _multiply_group(vectors, o, p, place, g, totals)
-    each(_finish, totals, o, p, place)
-    store_blocks(o.y, o.rows, p.sums, vectors, place)
+        tiles.prefetch_panel(o.w, place, g * HALF)
+        _multiply_group(blocks, o, p, place, g, totals)
+    script.each(_finish, totals, o, p, place)
+    tiles.store_blocks(o.y, o.rows, p.sums, blocks, place)

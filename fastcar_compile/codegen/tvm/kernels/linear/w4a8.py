@@ -11,33 +11,10 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, Int8
-from fastcar_compile.codegen.tvm.kernels.linear.rows import (
-    PARALLEL_WEIGHTS,
-    SMALL_BATCH,
-    Tile,
-    Tiling,
-    active_rows,
-    find_active,
-    for_tiles,
-    integer_linear,
-)
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel, temporaries
-from fastcar_compile.codegen.tvm.kernels.vectors import (
-    Expr,
-    Load,
-    fence,
-    fold_fours,
-    interleave_fours,
-    intrinsic,
-    load_from,
-    prefetch,
-    prefetch_distance,
-    ramp,
-    reduce_add,
-    vector,
-    vector_of,
-    vpdpbusd,
-)
+from fastcar_compile.codegen.tvm.kernels import script, vectors
+from fastcar_compile.codegen.tvm.kernels.linear import tiles
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import PARALLEL_WEIGHTS, Tile
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, Load, fence, intrinsic, load_from, ramp, vector, vpdpbusd
 from fastcar_compile.ir.ops.linear import GROUP
 
 HALF = GROUP // 2
@@ -162,7 +139,7 @@ def moved_rows(rows: int, k: int, **arguments: Any) -> Any:
     correction goes with the rows of x.
     """
     groups = -(-k // GROUP)
-    return temporaries(x=(rows, groups * GROUP, "int8"), correction=(rows, groups, "int32"), **arguments)
+    return script.temporaries(x=(rows, groups * GROUP, "int8"), correction=(rows, groups, "int32"), **arguments)
 
 
 @dataclass(frozen=True)
@@ -219,7 +196,7 @@ def _group_sums(dot: Int4Dot, o: Any, group: _Group) -> Expr:
     return dot.group(load_from(o.w, [group.j], group.g * HALF), load_from(o.x, [group.i], group.g * GROUP))
 
 
-@inlined
+@script.inlined
 def _four_products(dot, lanes, o, groups, correction, scales, products):
     """Write float(sum - correction) * scale of four groups to products float32 [4].
 
@@ -235,11 +212,11 @@ def _four_products(dot, lanes, o, groups, correction, scales, products):
     acc[vector(2, lanes)] = _group_sums(dot, o, groups[2])
     acc[vector(3, lanes)] = _group_sums(dot, o, groups[3])
     # One reduction gives four sums in the lanes of one vector.
-    interleave_fours([acc[vector(v, lanes)] for v in range(4)], lanes, pairs, fours)
+    vectors.interleave_fours([acc[vector(v, lanes)] for v in range(4)], lanes, pairs, fours)
     # A corrected sum is at most 128 * 8 * 127, so its cast to float32 is exact and the product rounds once.
     products[ramp(0, 4)] = fence(
         "float32x4",
-        T.Cast("float32x4", fold_fours(load_from(fours, [], 0), lanes) - correction) * _float_scales(scales),
+        T.Cast("float32x4", vectors.fold_fours(load_from(fours, [], 0), lanes) - correction) * _float_scales(scales),
     )
 
 
@@ -247,12 +224,12 @@ def _four_groups(tile: Tile, first: Expr) -> Sequence[_Group]:
     return [_Group(tile.j, tile.i, first + v) for v in range(4)]
 
 
-@inlined
+@script.inlined
 def _groups_in_lanes(sizes, o, tile):
     """Write one output: a vector holds four groups of one weight row, which is read as one stream."""
-    ahead = T.meta_var(prefetch_distance(1, sizes.groups * HALF)[1])
+    ahead = T.meta_var(vectors.prefetch_distance(1, sizes.groups * HALF)[1])
     with T.sblock("tile"):
-        access([o.x, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
+        script.access([o.x, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
         products = T.alloc_buffer((4,), "float32")
         total = T.alloc_buffer((1,), "float32")
         total[0] = T.float32(0)
@@ -260,7 +237,7 @@ def _groups_in_lanes(sizes, o, tile):
         for g in range(sizes.groups // 4):
             # A group's 64 bytes are one cache line of the row, which is a single stream.
             for v in T.unroll(4):
-                T.evaluate(prefetch(o.w[tile.j, (g * 4 + v) * HALF + ahead]))
+                T.evaluate(vectors.prefetch(o.w[tile.j, (g * 4 + v) * HALF + ahead]))
             groups, four = T.meta_var((_four_groups(tile, g * 4), ramp(g * 4, 4)))
             scales = T.meta_var(_scale_bits(o.ws[tile.j, four], "x4"))
             _four_products(sizes.dot, sizes.dot.lanes, o, groups, o.correction[tile.i, four], scales, products)
@@ -276,23 +253,23 @@ def _four_outputs(tile: Tile, g: Expr, first: Expr) -> Sequence[_Group]:
     return [_Group(tile.weight_row(v), tile.place(v), g) for v in outputs]
 
 
-@inlined
+@script.inlined
 def _add_group(dot, o, tile, g, products, total):
     # p: unrolled, four outputs at a time.
     for p in T.unroll(-(-tile.outputs // 4)):
         groups = T.meta_var(_four_outputs(tile, g, p * 4))
-        correction = T.meta_var(vector_of([o.correction[at.i, g] for at in groups]))
-        scales = T.meta_var(vector_of([_scale_bits(o.ws[at.j, g]) for at in groups]))
+        correction = T.meta_var(vectors.vector_of([o.correction[at.i, g] for at in groups]))
+        scales = T.meta_var(vectors.vector_of([_scale_bits(o.ws[at.j, g]) for at in groups]))
         _four_products(dot, dot.lanes, o, groups, correction, scales, products)
         # Four outputs in lanes: every lane adds its groups in ascending order.
         total[ramp(p * 4, 4)] = total[ramp(p * 4, 4)] + products[ramp(0, 4)]
 
 
-@inlined
+@script.inlined
 def _rows_in_lanes(sizes, ahead, o, tile):
     """Weight rows in parallel, so that a load of activations serves several. A vector holds four outputs."""
     with T.sblock("tile"):
-        access([o.x, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
+        script.access([o.x, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
         products = T.alloc_buffer((4,), "float32")
         total = T.alloc_buffer((-(-tile.outputs // 4) * 4,), "float32")
         for p in T.unroll(-(-tile.outputs // 4)):
@@ -300,9 +277,9 @@ def _rows_in_lanes(sizes, ahead, o, tile):
         # g: groups in ascending order, for all outputs of the tile. total is at most two vectors, in registers.
         for g in range(sizes.groups):
             # With many rows of x the first tile brings the weights to the cache: no prefetch is needed.
-            if sizes.rows <= SMALL_BATCH:
+            if sizes.rows <= tiles.SMALL_BATCH:
                 for v in T.unroll(tile.rows):
-                    T.evaluate(prefetch(o.w[tile.j + ahead + v, g * HALF]))
+                    T.evaluate(vectors.prefetch(o.w[tile.j + ahead + v, g * HALF]))
             _add_group(sizes.dot, o, tile, g, products, total)
         for v in T.unroll(tile.outputs):
             o.y[tile.active_row(v), tile.weight_row(v)] = total[v] * o.s[tile.active_row(v)]
@@ -316,7 +293,7 @@ def _rows_in_lanes(sizes, ahead, o, tile):
 # pyright: reportInvalidTypeForm=false
 
 
-@kernel
+@script.kernel
 def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Return y[m, n] = s[m] * sum_g float(sum_k q[m, k] * w[n, k]) * ws[n, g], groups g in ascending order.
 
@@ -329,30 +306,30 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
         Int4Sizes(m, n, k, INT4_DOTS[isa.int8]), T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
     )
 
-    @inlined
+    @script.inlined
     def body(q, s, w, ws, y):
         o = moved_rows(m, k, q=q, s=s, w=w, ws=ws, y=y)
-        active = active_rows(m)
-        find_active(o, (m, n, k), active, move)
+        active = tiles.active_rows(m)
+        tiles.find_active(o, (m, n, k), active, move)
         multiply(o, active)
 
-    return integer_linear("linear_i4", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
+    return tiles.integer_linear("linear_i4", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
 
 
 def few_rows(sizes: Int4Sizes, loop: Any) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return two macros for active rows with a place each in `moved_rows`: (o, row, place) moves one; (o, active)."""
     shape = tile_shape(sizes.rows, sizes.n, sizes.k, sizes.dot)
-    ahead, _ = prefetch_distance(shape[0], sizes.groups * HALF)
+    ahead, _ = vectors.prefetch_distance(shape[0], sizes.groups * HALF)
     one = _one_stream(sizes.rows, sizes.k, sizes.dot)
     multiply = partial(_groups_in_lanes, sizes) if one else partial(_rows_in_lanes, sizes, ahead)
-    return partial(_move_row, sizes), partial(for_tiles, Tiling(sizes.n, *shape, loop), multiply)
+    return partial(_move_row, sizes), partial(tiles.for_tiles, tiles.Tiling(sizes.n, *shape, loop), multiply)
 
 
 def _zero_weights(_offset: int, size: int) -> Expr:
     return T.Broadcast(T.uint8(0), size)
 
 
-@inlined
+@script.inlined
 def _move_row(sizes, o, i, to):
     """Row i of o.q becomes row `to` of o.x, padded with zeros.
 
@@ -367,6 +344,6 @@ def _move_row(sizes, o, i, to):
         if sizes.dot.unsigned:
             # The sum over zero weights is what the offset of 8 adds to a group: 8 times the sum of its inputs.
             sums = T.meta_var(sizes.dot.group(_zero_weights, load_from(o.x, [to], g * GROUP)))
-            o.correction[to, g] = reduce_add(sums, sizes.dot.lanes)
+            o.correction[to, g] = vectors.reduce_add(sums, sizes.dot.lanes)
         else:
             o.correction[to, g] = 0

@@ -17,47 +17,10 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, Int8
-from fastcar_compile.codegen.tvm.kernels.linear.rows import (
-    FOUR,
-    LANES,
-    PANEL_ROWS,
-    PARALLEL_WEIGHTS,
-    SMALL_BATCH,
-    SUMS,
-    VECTORS,
-    WEIGHT_ROWS,
-    WIDTH,
-    Tile,
-    Tiling,
-    active_rows,
-    blocks_of,
-    find_active,
-    for_panel,
-    for_tiles,
-    integer_linear,
-    most_blocks,
-    move_rows,
-    nothing,
-    prefetch_panel,
-    spread,
-    store_blocks,
-)
-from fastcar_compile.codegen.tvm.kernels.script import access, buffers, each, inlined, kernel, temporaries
-from fastcar_compile.codegen.tvm.kernels.vectors import (
-    Expr,
-    Load,
-    flip_sign,
-    fold_fours,
-    interleave_fours,
-    intrinsic,
-    load_from,
-    prefetch,
-    prefetch_distance,
-    ramp,
-    reduce_add,
-    vector,
-    vpdpbusd,
-)
+from fastcar_compile.codegen.tvm.kernels import script, vectors
+from fastcar_compile.codegen.tvm.kernels.linear import tiles
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import FOUR, LANES, PANEL_ROWS, SUMS, WEIGHT_ROWS, WIDTH
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, Load, intrinsic, load_from, ramp, vector, vpdpbusd
 
 
 @dataclass(frozen=True)
@@ -84,7 +47,7 @@ class Int8Dot:
 
 def _vpdpbusd(width: int) -> Callable[[Expr, Load, Load], Expr]:
     # Weights plus 128 are the unsigned factor, so the correction is one number per row of x.
-    return lambda acc, w, q: vpdpbusd(acc, flip_sign(w(0, width), width), q(0, width), width)
+    return lambda acc, w, q: vpdpbusd(acc, vectors.flip_sign(w(0, width), width), q(0, width), width)
 
 
 def _vpmaddwd(acc: Expr, w: Load, q: Load) -> Expr:
@@ -135,7 +98,7 @@ def tile_shape(m: int, n: int, dot: Int8Dot) -> tuple[int, int]:
     return min(dot.accumulators // columns, n), columns
 
 
-@kernel
+@script.kernel
 def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Return y[m, n] = float(sum_k q[m, k] * w[n, k]) * (s[m] * ws[n]), with the sum exact in int32.
 
@@ -144,31 +107,31 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     are read from memory once. The bias is added by another kernel: LLVM would contract the last product and the
     addition into one rounding.
     """
-    correct, multiply = _few(m, n, k, isa, T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
+    correct, multiply = _few(m, n, k, isa, T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial)
 
-    @inlined
+    @script.inlined
     def body(q, s, w, ws, y):
-        o = temporaries(q=q, s=s, w=w, ws=ws, y=y, correction=(m, "int32"))
-        active = active_rows(m)
-        find_active(o, (m, n, k), active, correct)
+        o = script.temporaries(q=q, s=s, w=w, ws=ws, y=y, correction=(m, "int32"))
+        active = tiles.active_rows(m)
+        tiles.find_active(o, (m, n, k), active, correct)
         multiply(o, active)
 
-    return integer_linear("linear_i8", (m, n, k), ((n, k), "int8"), ((n,), "float32"), body)
+    return tiles.integer_linear("linear_i8", (m, n, k), ((n, k), "int8"), ((n,), "float32"), body)
 
 
 def _few(rows: int, n: int, k: int, isa: InstructionSet, loop: Any) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return two macros for at most so many active rows: what `find_active` calls, and (o, active), their products."""
     dot = INT8_DOTS[isa.int8]
     shape = tile_shape(rows, n, dot)
-    multiply = partial(_multiply, dot, k, prefetch_distance(shape[0], k) if rows <= SMALL_BATCH else None)
-    return partial(_correct, dot, k), partial(for_tiles, Tiling(n, *shape, loop), multiply)
+    multiply = partial(_multiply, dot, k, vectors.prefetch_distance(shape[0], k) if rows <= tiles.SMALL_BATCH else None)
+    return partial(_correct, dot, k), partial(tiles.for_tiles, tiles.Tiling(n, *shape, loop), multiply)
 
 
 def _zero_weights(_offset: int, size: int) -> Expr:
     return T.Broadcast(T.int8(0), size)
 
 
-@inlined
+@script.inlined
 def _correct(dot, k, o, i, _place):
     """Write what unsigned weights add to the sums of row i to o.correction[i], or 0."""
     if dot.unsigned:
@@ -179,12 +142,12 @@ def _correct(dot, k, o, i, _place):
             acc[vector(0, dot.lanes)] = dot.step(
                 acc[vector(0, dot.lanes)], _zero_weights, load_from(o.q, [i], c * dot.width)
             )
-        o.correction[i] = reduce_add(acc[vector(0, dot.lanes)], dot.lanes)
+        o.correction[i] = vectors.reduce_add(acc[vector(0, dot.lanes)], dot.lanes)
     else:
         o.correction[i] = 0
 
 
-@inlined
+@script.inlined
 def _add_products(dot, k, ahead, o, tile, acc):
     # c: steps of `width` along k. v: unrolled, one instruction per output; acc is in registers.
     for v in T.unroll(tile.outputs):
@@ -193,7 +156,7 @@ def _add_products(dot, k, ahead, o, tile, acc):
         # With many rows of x the first tile brings the weights to the cache: no prefetch is needed.
         if ahead is not None:
             for v in T.unroll(tile.rows):
-                T.evaluate(prefetch(o.w[tile.j + ahead[0] + v, c * dot.width + ahead[1]]))
+                T.evaluate(vectors.prefetch(o.w[tile.j + ahead[0] + v, c * dot.width + ahead[1]]))
         for v in T.unroll(tile.outputs):
             acc[vector(v, dot.lanes)] = dot.step(
                 acc[vector(v, dot.lanes)],
@@ -202,12 +165,12 @@ def _add_products(dot, k, ahead, o, tile, acc):
             )
 
 
-def _four_vectors(acc: Any, lanes: int, tile: Tile, p: Expr) -> list[Expr]:
+def _four_vectors(acc: Any, lanes: int, tile: tiles.Tile, p: Expr) -> list[Expr]:
     # The last vector stands for those that do not exist.
     return [acc[vector(T.min(p * 4 + v, tile.outputs - 1), lanes)] for v in range(4)]
 
 
-@inlined
+@script.inlined
 def _add_tail(first, k, o, tile, sums):
     for t in range(k - first):
         for v in T.unroll(tile.outputs):
@@ -216,11 +179,11 @@ def _add_tail(first, k, o, tile, sums):
             )
 
 
-@inlined
+@script.inlined
 def _multiply(dot, k, ahead, o, tile):
     """Write the outputs of a tile. ahead: the prefetch distance in weight rows and in bytes; None: no prefetch."""
     with T.sblock("tile"):
-        access([o.q, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
+        script.access([o.q, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
         acc = T.alloc_buffer((tile.outputs * dot.lanes,), "int32")
         pairs = T.alloc_buffer((2 * dot.lanes,), "int32")
         fours = T.alloc_buffer((dot.lanes,), "int32")
@@ -228,8 +191,8 @@ def _multiply(dot, k, ahead, o, tile):
         _add_products(dot, k, ahead, o, tile, acc)
         # p: four outputs, whose sums across lanes are one vector.
         for p in T.unroll(-(-tile.outputs // 4)):
-            interleave_fours(_four_vectors(acc, dot.lanes, tile, p), dot.lanes, pairs, fours)
-            sums[ramp(p * 4, 4)] = fold_fours(load_from(fours, [], 0), dot.lanes)
+            vectors.interleave_fours(_four_vectors(acc, dot.lanes, tile, p), dot.lanes, pairs, fours)
+            sums[ramp(p * 4, 4)] = vectors.fold_fours(load_from(fours, [], 0), dot.lanes)
         _add_tail(k // dot.width * dot.width, k, o, tile, sums)
         for v in T.unroll(tile.outputs):
             # The scales are multiplied first: the order of the definition decides the rounding.
@@ -241,7 +204,7 @@ def _multiply(dot, k, ahead, o, tile):
 # int8 GEMM of many rows with AVX-512 VNNI, bit for bit as `linear_w8a8`.
 
 
-@kernel
+@script.kernel
 def gemm_w8a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
     """Return what `linear_w8a8` returns, for more rows of x than a few, 4 | k and n >= 8.
 
@@ -249,37 +212,37 @@ def gemm_w8a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
     Where only a few rows are active, they are multiplied as `linear_w8a8` does. Parallel over blocks of rows while they
     are moved, then over panels of weight rows.
     """
-    loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
-    few_loop = T.parallel if n * k >= PARALLEL_WEIGHTS else T.serial
-    (correct, few), blocks = _few(SMALL_BATCH, n, k, isa, few_loop), -(-m // LANES)
+    loop = T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial
+    few_loop = T.parallel if n * k >= tiles.PARALLEL_WEIGHTS else T.serial
+    (correct, few), blocks = _few(tiles.SMALL_BATCH, n, k, isa, few_loop), -(-m // LANES)
     weight_sums, multiply = partial(_weight_sums, k), partial(_multiply_blocks, k)
 
-    @inlined
+    @script.inlined
     def body(q, s, w, ws, y):
         # rows to active are shared by all threads. The buffers of a panel below belong to one iteration.
-        rows = blocks_of(m, k // FOUR)
-        o = temporaries(q=q, s=s, w=w, ws=ws, y=y, rows=rows, correction=(m, "int32"))
-        active = active_rows(m)
-        find_active(o, (m, n, k), active, nothing)
+        rows = tiles.blocks_of(m, k // FOUR)
+        o = script.temporaries(q=q, s=s, w=w, ws=ws, y=y, rows=rows, correction=(m, "int32"))
+        active = tiles.active_rows(m)
+        tiles.find_active(o, (m, n, k), active, tiles.nothing)
         # Few active rows: vectors of 16 rows would be at least half empty.
-        if active.count[0] <= SMALL_BATCH:
+        if active.count[0] <= tiles.SMALL_BATCH:
             for i in range(active.count[0]):
                 correct(o, active.rows[i], i)
             few(o, active)
         else:
             for block in loop(blocks):
                 if block * LANES < active.count[0]:
-                    move_rows(q, s, active, rows, block, k, True)
+                    tiles.move_rows(q, s, active, rows, block, k, True)
             # panel: 64 weight rows, which meet all blocks of x while they are in the second-level cache.
             for panel in loop(-(-n // PANEL_ROWS)):
                 # extra: what is added to the panel's sums.
-                p = temporaries(extra=(PANEL_ROWS, "int32"), sums=(VECTORS * SUMS, "float32"))
-                for_panel(panel, n, most_blocks(m), weight_sums, multiply, (o, p), active)
+                p = script.temporaries(extra=(PANEL_ROWS, "int32"), sums=(tiles.VECTORS * SUMS, "float32"))
+                tiles.for_panel(panel, n, tiles.most_blocks(m), weight_sums, multiply, (o, p), active)
 
-    return integer_linear("linear_i8_rows", (m, n, k), ((n, k), "int8"), ((n,), "float32"), body)
+    return tiles.integer_linear("linear_i8_rows", (m, n, k), ((n, k), "int8"), ((n,), "float32"), body)
 
 
-@inlined
+@script.inlined
 def _weight_sums(k, o, p, j, at):
     """Write -128 times the sums of eight weight rows from j on to p.extra[at ..]."""
     sums = T.alloc_buffer((WEIGHT_ROWS * LANES,), "int32")
@@ -293,37 +256,37 @@ def _weight_sums(k, o, p, j, at):
                 sums[vector(r, LANES)], T.Broadcast(T.int8(1), WIDTH), o.w[j + r, ramp(c * WIDTH, WIDTH)], WIDTH
             )
     for r in T.unroll(WEIGHT_ROWS):
-        p.extra[at + r] = reduce_add(sums[vector(r, LANES)], LANES)
+        p.extra[at + r] = vectors.reduce_add(sums[vector(r, LANES)], LANES)
         for t in range(k % WIDTH):
             p.extra[at + r] += T.Cast("int32", o.w[j + r, k // WIDTH * WIDTH + t])
         # x + 128 adds 128 times the weight row's sum. This is the zero-point correction.
         p.extra[at + r] = p.extra[at + r] * -128
 
 
-@inlined
+@script.inlined
 def _begin(p, place, acc, _v):
     # The sums begin with the zero-point correction instead of 0.
     for r in T.unroll(WEIGHT_ROWS):
         acc[vector(r, LANES)] = T.Broadcast(p.extra[place.at + r], LANES)
 
 
-@inlined
+@script.inlined
 def _add(o, place, c, r, acc, v):
     # x + 128 is the unsigned factor, and four inputs of a weight row are broadcast as the signed one.
-    weights = T.meta_var(spread(o.w, place.j + r, c * FOUR))
+    weights = T.meta_var(tiles.spread(o.w, place.j + r, c * FOUR))
     acc[vector(r, LANES)] = vpdpbusd(
         acc[vector(r, LANES)], o.rows.xt[place.block + v, c, ramp(0, WIDTH)], weights, WIDTH
     )
 
 
-@inlined
+@script.inlined
 def _add_all(o, place, sums, c):
     # r: unrolled. A broadcast of weights serves up to three blocks of 16 rows.
     for r in T.unroll(WEIGHT_ROWS):
-        each(_add, sums, o, place, c, r)
+        script.each(_add, sums, o, place, c, r)
 
 
-@inlined
+@script.inlined
 def _finish(o, p, place, acc, v):
     # The scales are multiplied first, as in `linear_w8a8`: the order decides the rounding.
     for r in T.unroll(WEIGHT_ROWS):
@@ -332,19 +295,19 @@ def _finish(o, p, place, acc, v):
         )
 
 
-@inlined
-def _multiply_blocks(k, vectors, o, p, place):
-    """Write the tile of eight weight rows by `vectors` blocks of x."""
+@script.inlined
+def _multiply_blocks(k, blocks, o, p, place):
+    """Write the tile of eight weight rows by `blocks` blocks of x."""
     # One buffer for each block of x. All sums are in registers.
-    sums = buffers(vectors, SUMS, "int32")
-    each(_begin, sums, p, place)
+    sums = script.buffers(blocks, SUMS, "int32")
+    script.each(_begin, sums, p, place)
     # line: cache lines of a weight row. c: four inputs. Weight rows are unrolled.
     for line in range(k // WIDTH):
-        prefetch_panel(o.w, place, line * WIDTH)
+        tiles.prefetch_panel(o.w, place, line * WIDTH)
         for c in range(LANES):
             _add_all(o, place, sums, line * LANES + c)
     # The remainder of a cache line. 4 divides k, so fours remain.
     for c in range(k % WIDTH // FOUR):
         _add_all(o, place, sums, k // WIDTH * LANES + c)
-    each(_finish, sums, o, p, place)
-    store_blocks(o.y, o.rows, p.sums, vectors, place)
+    script.each(_finish, sums, o, p, place)
+    tiles.store_blocks(o.y, o.rows, p.sums, blocks, place)

@@ -15,7 +15,6 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, temporaries
 from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, intrinsic, prefetch, ramp, vector
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
@@ -80,7 +79,7 @@ def integer_linear(name: str, sizes: tuple[int, int, int], weights: Any, scales:
         y: T.Buffer((m, n), "float32"),
     ):
         with T.sblock("product"):
-            access([q, s, w, ws], [y])
+            script.access([q, s, w, ws], [y])
             body(q, s, w, ws, y)
 
     cast("Any", linear).__name__ = name
@@ -93,7 +92,7 @@ def blocks_of(m: int, fours: int) -> Any:
     xt has `fours` times four inputs of each, `at` their numbers in x and y, and `scales` their scales.
     """
     blocks = -(-m // LANES)
-    return temporaries(
+    return script.temporaries(
         xt=(blocks, fours, WIDTH, "int8"), at=(blocks * LANES, "int32"), scales=(blocks * LANES, "float32")
     )
 
@@ -103,7 +102,7 @@ def spread(buffer: Any, row: Expr, start: Expr) -> Expr:
     return T.reinterpret("int8x64", T.Broadcast(T.reinterpret("int32", buffer[row, ramp(start, FOUR)]), LANES))
 
 
-@inlined
+@script.inlined
 def move_rows(q, s, active, rows, block, k, flipped):
     """Move a block of active rows of q int8 [m, k] to `rows`. `flipped`: plus 128."""
     # i: 16 places of the block, of which those past the last active row repeat it.
@@ -124,7 +123,7 @@ def move_rows(q, s, active, rows, block, k, flipped):
                     )
 
 
-@inlined
+@script.inlined
 def widen_scales(ws, row, factors, at, groups):
     """Write the float16 scales of a weight row as float32 to row `at` of `factors`."""
     # 16 scales at a time, then four, then one: G is any number.
@@ -150,15 +149,14 @@ def _interleaved(buffer: Any, a: Expr, b: Expr, run: int, half: int) -> Expr:
     return in_turn(buffer[vector(a, LANES)], buffer[vector(b, LANES)], run, half)
 
 
-@inlined
+@script.inlined
 def store_blocks(y, rows, sums, vectors, place):
     """Write sums float32 [vectors, 8, 16], eight weight rows by blocks of x to y.
 
     Three rounds of interleaving give runs of two, four and eight weight rows of one row of x.
     """
     for v in range(vectors):
-        one = T.alloc_buffer((SUMS,), "float32")
-        two = T.alloc_buffer((SUMS,), "float32")
+        one, two = script.buffers(2, SUMS)
         # two: one vector per weight row, with 16 rows of x in its lanes.
         for p in T.unroll(WEIGHT_ROWS):
             two[vector(p, LANES)] = sums[vector(v * WEIGHT_ROWS + p, LANES)]
@@ -197,7 +195,7 @@ def first_row(panel: Expr, tile: Expr, n: int) -> Expr:
     return T.min(panel * PANEL_ROWS + tile * WEIGHT_ROWS, n - WEIGHT_ROWS)
 
 
-@inlined
+@script.inlined
 def prefetch_panel(w, place, byte):
     """Prefetch the cache lines from `byte` on of the next panel's weight rows; the first tile of x does so."""
     if place.block == 0:
@@ -210,7 +208,7 @@ def most_blocks(m: int) -> int:
     return min(-(-m // LANES), VECTORS)
 
 
-@inlined
+@script.inlined
 def for_panel(panel, n, most, prepare, multiply, o, active):
     """Call the macros for the tiles of a panel of weight rows and all blocks of x.
 
@@ -244,17 +242,17 @@ SCAN_LANES = 16
 
 def active_rows(m: int) -> Any:
     """Allocate the numbers of the active rows, `rows` [m], and `count` [1], how many they are."""
-    return temporaries(rows=(m, "int32"), count=(1, "int32"))
+    return script.temporaries(rows=(m, "int32"), count=(1, "int32"))
 
 
-@inlined
+@script.inlined
 def append_active(active, i):
     """Append row i to the active rows."""
     active.rows[active.count[0]] = i
     active.count[0] += 1
 
 
-@inlined
+@script.inlined
 def or_int8(q, i, k, bits):
     """Write the bitwise or of row i of q int8 [m, k] to bits uint32 [16]."""
     found = T.alloc_buffer((SCAN_LANES,), "int8")
@@ -268,7 +266,7 @@ def or_int8(q, i, k, bits):
     bits[ramp(0, SCAN_LANES)] = T.Cast(f"uint32x{SCAN_LANES}", found[ramp(0, SCAN_LANES)])
 
 
-@inlined
+@script.inlined
 def or_float32(x, i, k, bits):
     """Write the bitwise or of row i of x float32 [m, k] to bits uint32 [16], without signs: -0 is zero too."""
     bits[ramp(0, SCAN_LANES)] = T.Broadcast(T.uint32(0), SCAN_LANES)
@@ -299,7 +297,7 @@ def _of_zero_row(o: Any, i: Expr, j: Expr) -> Expr:
     return T.float32(0) * (o.s[i] * o.ws[j] if len(o.ws.shape) == 1 else o.s[i])
 
 
-@inlined
+@script.inlined
 def find_active(o, shape, active, found):
     """List the active rows of o.q [m, k], int8 or float32; write the results of the others. `shape` is (m, n, k).
 
@@ -376,7 +374,7 @@ class Tiling:
         return count // self.columns * self.columns
 
 
-@inlined
+@script.inlined
 def for_tiles(tiling, multiply, o, active):
     """Call multiply(o, tile) for the tiles of all weight rows and all active rows.
 
