@@ -12,21 +12,8 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
-from fastcar_compile.codegen.tvm.kernels.vectors import (
-    Expr,
-    broadcast,
-    cast,
-    from_float32,
-    intrinsic,
-    magnitude_bits,
-    ramp,
-    to_float32,
-    vector,
-    vector_lanes,
-    vector_type,
-)
+from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script, vectors
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, broadcast, intrinsic, magnitude_bits, ramp, vector
 from fastcar_compile.config.formats import kv_type
 from fastcar_compile.ir.ops import operator as cached
 from fastcar_compile.ir.ops.operator import BIAS, MANTISSA_BITS, row_size
@@ -43,7 +30,9 @@ def row_at(rows: Any, *index: Expr) -> Row:
 def power_of_two(exponent: Expr, lanes: int = 1) -> Expr:
     """Return 2^exponent of int32, by its bits. -128 (NaN) gives minus infinity, whose product with 0 is a NaN."""
     biased = exponent + broadcast(T.int32(BIAS), lanes)
-    return T.reinterpret(vector_type("float32", lanes), T.shift_left(biased, broadcast(T.int32(MANTISSA_BITS), lanes)))
+    return T.reinterpret(
+        vectors.vector_type("float32", lanes), T.shift_left(biased, broadcast(T.int32(MANTISSA_BITS), lanes))
+    )
 
 
 @dataclass(frozen=True)
@@ -81,7 +70,7 @@ class RowFormat:
         """Return an element as float32."""
         value = row(start + offset)
         if not kv_type(self.dtype).block:
-            return to_float32(value, self.dtype, self.isa)
+            return vectors.to_float32(value, self.dtype, self.isa)
         return T.Cast("float32", value) * self._scale(row, start)
 
     def weighted(self, weight: Expr, row: Row, start: Expr, offset: Expr) -> Expr:
@@ -93,11 +82,11 @@ class RowFormat:
 
     def product(self, query: Row, row: Row, start: Expr, offset: Expr, lanes: int) -> Expr:
         """Return lane `offset` of query * row, summed over the `vectors_of_block` vectors from `start` on."""
-        vectors = self.vectors_of_block(lanes)
-        if vectors == 1:
+        count = self.vectors_of_block(lanes)
+        if count == 1:
             return query(start + offset) * self.element(row, start, offset)
         # All vectors of the block share an exponent: their products are summed first and scaled once.
-        first, *rest = [start + i * lanes + offset for i in range(vectors)]
+        first, *rest = [start + i * lanes + offset for i in range(count)]
         total = query(first) * T.Cast("float32", row(first))
         for at in rest:
             total = total + query(at) * T.Cast("float32", row(at))
@@ -124,7 +113,7 @@ _LARGEST = (254 << 23) | (0x7E << 16)
 """Bits of `cached.INT8_MAX`."""
 
 
-@kernel
+@script.kernel
 def cache_write(cache: HeadShape, rows: int, dtype: str = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Write value float32 [B, H, rows, D] to cache [B, H, S, D] of `dtype` from row `position` on, in place.
 
@@ -133,7 +122,7 @@ def cache_write(cache: HeadShape, rows: int, dtype: str = "float32", isa: Instru
     return _append(cache, rows, lambda position: position, dtype, isa)
 
 
-@kernel
+@script.kernel
 def ring_write(
     cache: HeadShape, rows: int, sinks: int, dtype: str = "float32", isa: InstructionSet = PORTABLE
 ) -> PrimFunc:
@@ -151,7 +140,9 @@ def _append(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr], dtype: 
     (b, h, s, d), width = cache, row_size(cache[3], dtype)
     # Parallel over the heads of all rows of the batch where a second thread pays.
     loop = T.parallel if b * h > 1 and b * h * rows * d >= PARALLEL_VALUES else T.serial
-    write_row = _write_blocks(d) if dtype == "int8" else _write_elements(d, dtype, isa)
+    write_row = partial(_write_elements, d, dtype, isa)
+    if dtype == "int8":
+        write_row = partial(_write_blocks, d, vectors.vector_lanes(d))
 
     @script.prim_func(private=True, s_tir=True)
     def append(
@@ -163,7 +154,7 @@ def _append(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr], dtype: 
         for head in loop(b * h):
             for r in range(rows):
                 with T.sblock("row"):
-                    access([value, position], [keys])
+                    script.access([value, position], [keys])
                     i: T.let = head // h
                     j: T.let = head % h
                     p: T.let = T.Cast("int32", position[0]) + r
@@ -175,59 +166,52 @@ def _append(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr], dtype: 
     return append
 
 
-def _write_elements(d: int, dtype: str, isa: InstructionSet) -> Callable[..., None]:
-    """Return the macro (keys, index of the cached row, value, index of its row): a row of d elements, vectorised."""
-
-    @inlined
-    def write_row(keys, target, value, source):
-        for c in T.vectorized(d):
-            keys[(*target, c)] = from_float32(value[(*source, c)], dtype, isa)
-
-    return write_row
+@script.inlined
+def _write_elements(d, dtype, isa, keys, target, value, source):
+    """Write row `source` of value to row `target` of keys: d elements, vectorised."""
+    for c in T.vectorized(d):
+        keys[(*target, c)] = vectors.from_float32(value[(*source, c)], dtype, isa)
 
 
-def _write_blocks(d: int) -> Callable[..., None]:
-    """Return the same macro for int8: per block the exponent from its largest magnitude's bits, then the mantissas."""
-    lanes, block = vector_lanes(d), cached.BLOCK
-
-    @inlined
-    def largest_magnitude(value, source, e, top):
-        # c: vectors of the block, whose magnitudes compare as integers. v: one vector.
+@script.inlined
+def _largest_magnitude(size, lanes, value, source, e, top):
+    # c: vectors of the block, whose magnitudes compare as integers. v: one vector.
+    for v in T.vectorized(lanes):
+        top[v] = 0
+    for c in range(size // lanes):
         for v in T.vectorized(lanes):
-            top[v] = 0
-        for c in range(T.min(block, d - e * block) // lanes):
-            for v in T.vectorized(lanes):
-                top[v] = T.max(top[v], magnitude_bits(value[(*source, e * block + c * lanes + v)], 1))
-        # The intrinsic takes a vector. A single lane is the maximum already.
-        if lanes > 1:
-            top[0] = intrinsic("int32", f"llvm.vector.reduce.smax.v{lanes}i32", top[vector(0, lanes)])
+            top[v] = T.max(top[v], magnitude_bits(value[(*source, e * cached.BLOCK + c * lanes + v)], 1))
+    # The intrinsic takes a vector. A single lane is the maximum already.
+    if lanes > 1:
+        top[0] = intrinsic("int32", f"llvm.vector.reduce.smax.v{lanes}i32", top[vector(0, lanes)])
 
-    @inlined
-    def write_mantissas(keys, target, value, source, e, inverse):
-        # c: vectors of the block. nearbyint rounds half to even, and a ramp keeps it a vector instruction.
-        # The inverse is a power of two, so its product is exact and only nearbyint rounds.
-        for c in range(T.min(block, d - e * block) // lanes):
-            keys[(*target, ramp(e * block + c * lanes, lanes))] = cast(
-                "int8", T.nearbyint(bounded(value[(*source, ramp(e * block + c * lanes, lanes))]) * inverse[0]), lanes
-            )
 
-    @inlined
-    def write_row(keys, target, value, source):
-        top = T.alloc_buffer((lanes,), "int32")
-        exponent = T.alloc_buffer((1,), "int32")
-        inverse = T.alloc_buffer((1,), "float32")
-        # e: blocks of 32 elements. The last one is shorter where 32 does not divide D.
-        for e in range(-(-d // block)):
-            largest_magnitude(value, source, e, top)
-            # The exponent is that of limited magnitudes, because the mantissas are made from limited values.
-            exponent[0] = T.max(exponent_of(T.min(top[0], _LARGEST), cached.CACHE_BITS), cached.LEAST_EXPONENT)
-            # Above infinity only NaN is left. Its block has mantissas of 0 and the exponent NOT_A_NUMBER.
-            inverse[0] = T.Select(top[0] > _INFINITY, T.float32(0), power_of_two(-exponent[0]))
-            # Exponents stand behind all D mantissas, so mantissas are whole vectors.
-            keys[(*target, d + e)] = T.Cast("int8", T.Select(top[0] > _INFINITY, cached.NOT_A_NUMBER, exponent[0]))
-            write_mantissas(keys, target, value, source, e, inverse)
+@script.inlined
+def _write_mantissas(size, lanes, keys, target, value, source, e, inverse):
+    # c: vectors of the block. nearbyint rounds half to even, and a ramp keeps it a vector instruction.
+    # The inverse is a power of two, so its product is exact and only nearbyint rounds.
+    for c in range(size // lanes):
+        at = T.meta_var(ramp(e * cached.BLOCK + c * lanes, lanes))
+        keys[(*target, at)] = vectors.cast("int8", T.nearbyint(bounded(value[(*source, at)]) * inverse[0]), lanes)
 
-    return write_row
+
+@script.inlined
+def _write_blocks(d, lanes, keys, target, value, source):
+    """Write the row as int8: per block the exponent from its largest magnitude's bits, then the mantissas."""
+    top = T.alloc_buffer((lanes,), "int32")
+    exponent = T.alloc_buffer((1,), "int32")
+    inverse = T.alloc_buffer((1,), "float32")
+    # e: blocks of 32 elements. The last one is shorter where 32 does not divide D.
+    for e in range(-(-d // cached.BLOCK)):
+        size = T.meta_var(T.min(cached.BLOCK, d - e * cached.BLOCK))
+        _largest_magnitude(size, lanes, value, source, e, top)
+        # The exponent is that of limited magnitudes, because the mantissas are made from limited values.
+        exponent[0] = T.max(exponent_of(T.min(top[0], _LARGEST), cached.CACHE_BITS), cached.LEAST_EXPONENT)
+        # Above infinity only NaN is left. Its block has mantissas of 0 and the exponent NOT_A_NUMBER.
+        inverse[0] = T.Select(top[0] > _INFINITY, T.float32(0), power_of_two(-exponent[0]))
+        # Exponents stand behind all D mantissas, so mantissas are whole vectors.
+        keys[(*target, d + e)] = T.Cast("int8", T.Select(top[0] > _INFINITY, cached.NOT_A_NUMBER, exponent[0]))
+        _write_mantissas(size, lanes, keys, target, value, source, e, inverse)
 
 
 def exponent_of(bits: Expr, mantissa_bits: int) -> Expr:
@@ -284,7 +268,7 @@ def _element(row: tuple[int, ...], at: Any) -> tuple[Expr, ...]:
     return (at,) if len(row) == 1 else tuple(at)
 
 
-@kernel
+@script.kernel
 def slot_read(shape: tuple[int, ...], dtype: str) -> PrimFunc:
     """Return the slot of `step` of a cache [F, B, H], or of counters [F, B]: [B, H], or [B]."""
     slots, row = shape[0], shape[1:]
@@ -295,13 +279,13 @@ def slot_read(shape: tuple[int, ...], dtype: str) -> PrimFunc:
         # One contiguous copy of B * H elements, because the slot is the outermost axis.
         for at in T.grid(*row):
             with T.sblock("copy"):
-                access([cache, step], [y])
+                script.access([cache, step], [y])
                 y[element(at)] = cache[(T.Cast("int32", step[0]) % slots, *element(at))]
 
     return read_slot
 
 
-@kernel
+@script.kernel
 def slot_write(shape: tuple[int, ...], dtype: str) -> PrimFunc:
     """Write value [B, H], or [B], to the slot of `step` of a cache [F, B, H], or of counters [F, B], in place."""
     slots, row = shape[0], shape[1:]
@@ -311,13 +295,13 @@ def slot_write(shape: tuple[int, ...], dtype: str) -> PrimFunc:
     def write_slot(cache: T.Buffer(shape, dtype), value: T.Buffer(row, dtype), step: T.Buffer((1,), "int64")):
         for at in T.grid(*row):
             with T.sblock("copy"):
-                access([value, step], [cache])
+                script.access([value, step], [cache])
                 cache[(T.Cast("int32", step[0]) % slots, *element(at))] = value[element(at)]
 
     return write_slot
 
 
-@kernel
+@script.kernel
 def slots_write(shape: tuple[int, ...]) -> PrimFunc:
     """Write y float32 [B, H] to the slot of `step` of a cache float32 [F, B, H], in place, and the rows of x that do
     not replay to that of another one: `keep_frame`.
@@ -337,13 +321,13 @@ def slots_write(shape: tuple[int, ...]) -> PrimFunc:
         for i in range(rows):
             for c in range(width):
                 with T.sblock("outputs"):
-                    access([y, step], [cache])
+                    script.access([y, step], [cache])
                     cache[T.Cast("int32", step[0]) % slots, i, c] = y[i, c]
             # A row that replays keeps the slot's input: that of the forward whose output it replays.
             if not replay[i]:
                 for c in range(width):
                     with T.sblock("inputs"):
-                        access([x, step], [inputs])
+                        script.access([x, step], [inputs])
                         inputs[T.Cast("int32", step[0]) % slots, i, c] = x[i, c]
 
     return write_slots

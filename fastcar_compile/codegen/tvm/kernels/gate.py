@@ -8,17 +8,9 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import HeadShape, script
+from fastcar_compile.codegen.tvm.kernels import HeadShape, script, tas
 from fastcar_compile.codegen.tvm.kernels.cache import RowFormat, row_at
-from fastcar_compile.codegen.tvm.kernels.script import access, each, inlined, kernel
-from fastcar_compile.codegen.tvm.kernels.tas import (
-    finite_or_nan,
-    fixed_magnitude,
-    limited,
-    limited_square,
-    rounded,
-    units,
-)
+from fastcar_compile.codegen.tvm.kernels.tas import finite_or_nan
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, cast, fence, magnitude_bits, ramp, vector_lanes
 from fastcar_compile.gates.scores import COSINE_BITS, HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS, distance_factor
 
@@ -26,17 +18,17 @@ from fastcar_compile.gates.scores import COSINE_BITS, HASH_BITS, HASH_FACTORS, H
 # pyright: reportInvalidTypeForm=false
 
 
-@kernel
+@script.kernel
 def input_delta(rows: int, width: int) -> PrimFunc:
     """Return ||x - cached|| / ||x|| of every row in the 1-norm, x and cached float32 [B, H], bit for bit."""
     lanes = vector_lanes(width)
 
-    @inlined
+    @script.inlined
     def add_vector(x, cached, i, c, change, sums, largest):
         change[ramp(0, lanes)] = T.fabs(x[i, ramp(c * lanes, lanes)] - cached[i, ramp(c * lanes, lanes)])
         largest[ramp(0, lanes)] = T.max(largest[ramp(0, lanes)], magnitude_bits(change[ramp(0, lanes)], lanes))
-        sums[ramp(0, lanes)] += fixed_magnitude(change[ramp(0, lanes)], lanes)
-        sums[ramp(lanes, lanes)] += fixed_magnitude(T.fabs(x[i, ramp(c * lanes, lanes)]), lanes)
+        sums[ramp(0, lanes)] += tas.fixed_magnitude(change[ramp(0, lanes)], lanes)
+        sums[ramp(lanes, lanes)] += tas.fixed_magnitude(T.fabs(x[i, ramp(c * lanes, lanes)]), lanes)
 
     @script.prim_func(private=True, s_tir=True)
     def relative_change(
@@ -46,7 +38,7 @@ def input_delta(rows: int, width: int) -> PrimFunc:
     ):
         for i in range(rows):
             with T.sblock("row"):
-                access([x, cached], [y])
+                script.access([x, cached], [y])
                 change = T.alloc_buffer((lanes,), "float32")
                 largest = T.alloc_buffer((lanes,), "int32")
                 sums = T.alloc_buffer((2 * lanes,), "int64")  # of the changes, and of x
@@ -69,50 +61,42 @@ def input_delta(rows: int, width: int) -> PrimFunc:
     return relative_change
 
 
-def _add_key(keys_of: RowFormat, lanes: int) -> Any:
-    """Return the macro (key, own, square, largest): add <k, k>; own: one vector, square: int64 [lanes]."""
-    one = ramp(0, lanes)
-
-    @inlined
-    def add_key(key, own, square, largest):
+@script.inlined
+def _add_key(keys_of, lanes, key, own, square, largest):
+    """Write <k, k> to square[0]; own: one vector, square: int64 [lanes]."""
+    one = T.meta_var(ramp(0, lanes))
+    for v in T.vectorized(lanes):
+        square[v] = T.int64(0)
+    # c: vectors of the head. v: one vector. own, square and largest stay in registers.
+    for c in range(keys_of.dim // lanes):
         for v in T.vectorized(lanes):
-            square[v] = T.int64(0)
-        # c: vectors of the head. v: one vector. own, square and largest stay in registers.
-        for c in range(keys_of.dim // lanes):
-            for v in T.vectorized(lanes):
-                own[v] = keys_of.element(key, c * lanes, v)
-            largest[one] = T.max(largest[one], magnitude_bits(own[one], lanes))
-            square[one] += limited_square(units(own[one], lanes) * cast("float64", own[one], lanes), lanes)
-        for v in T.unroll(lanes - 1):
-            square[0] += square[v + 1]
-
-    return add_key
+            own[v] = keys_of.element(key, c * lanes, v)
+        largest[one] = T.max(largest[one], magnitude_bits(own[one], lanes))
+        square[one] += tas.limited_square(tas.units(own[one], lanes) * cast("float64", own[one], lanes), lanes)
+    for v in T.unroll(lanes - 1):
+        square[0] += square[v + 1]
 
 
-def _add_head(keys_of: RowFormat, lanes: int) -> Any:
-    """Return the macro (query, key, own, wide, sums, largest): sums[0] = <q, k>, sums[lanes] = <q, q> of a head."""
-    one, two = ramp(0, lanes), ramp(lanes, lanes)
-
-    @inlined
-    def add_head(query, key, own, wide, sums, largest):
-        for v in T.vectorized(2 * lanes):
-            sums[v] = T.int64(0)
-        # c: vectors of the head. v: one vector. wide: the query in units of 2^-24.
-        for c in range(keys_of.dim // lanes):
-            for v in T.vectorized(lanes):
-                own[v] = query(c * lanes + v)
-            for v in T.vectorized(lanes):
-                own[lanes + v] = keys_of.element(key, c * lanes, v)
-            wide[one] = units(own[one], lanes)
-            # `add_key` has taken the key's magnitudes already.
-            largest[one] = T.max(largest[one], magnitude_bits(own[one], lanes))
-            sums[one] += limited(wide[one] * cast("float64", own[two], lanes), lanes)
-            sums[two] += limited_square(wide[one] * cast("float64", own[one], lanes), lanes)
-        for v in T.unroll(lanes - 1):
-            sums[0] += sums[v + 1]
-            sums[lanes] += sums[lanes + v + 1]
-
-    return add_head
+@script.inlined
+def _add_head(keys_of, lanes, query, key, own, wide, sums, largest):
+    """Write <q, k> of a head to sums[0], and <q, q> to sums[lanes]."""
+    one, two = T.meta_var((ramp(0, lanes), ramp(lanes, lanes)))
+    for v in T.vectorized(2 * lanes):
+        sums[v] = T.int64(0)
+    # c: vectors of the head. v: one vector. wide: the query in units of 2^-24.
+    for c in range(keys_of.dim // lanes):
+        for v in T.vectorized(lanes):
+            own[v] = query(c * lanes + v)
+        for v in T.vectorized(lanes):
+            own[lanes + v] = keys_of.element(key, c * lanes, v)
+        wide[one] = tas.units(own[one], lanes)
+        # `_add_key` has taken the key's magnitudes already.
+        largest[one] = T.max(largest[one], magnitude_bits(own[one], lanes))
+        sums[one] += tas.limited(wide[one] * cast("float64", own[two], lanes), lanes)
+        sums[two] += tas.limited_square(wide[one] * cast("float64", own[one], lanes), lanes)
+    for v in T.unroll(lanes - 1):
+        sums[0] += sums[v + 1]
+        sums[lanes] += sums[lanes + v + 1]
 
 
 def _cosine(dot: Expr, square: Expr, other: Expr) -> Expr:
@@ -120,10 +104,10 @@ def _cosine(dot: Expr, square: Expr, other: Expr) -> Expr:
     # The product of the squares first, then one root. At least 1, so that a zero vector does not give 0 / 0.
     length = T.sqrt(T.max(T.Cast("float32", square) * T.Cast("float32", other), T.float32(1)))
     cosine = T.max(T.min(T.Cast("float32", dot) / length, T.float32(1)), T.float32(-1))
-    return rounded(T.Cast("float64", cosine) * T.float64(1 << COSINE_BITS), 1)
+    return tas.rounded(T.Cast("float64", cosine) * T.float64(1 << COSINE_BITS), 1)
 
 
-@kernel
+@script.kernel
 def output_bound(
     query: HeadShape,
     cache: HeadShape,
@@ -141,7 +125,7 @@ def output_bound(
     group, keys_of = hq // hkv, RowFormat(d, dtype, isa)
     width = keys_of.size
     lanes = next(v for v in (8, 4, 2, 1) if d % v == 0)
-    add_key, add_head, factor = _add_key(keys_of, lanes), _add_head(keys_of, lanes), distance_factor(hq)
+    factor = distance_factor(hq)
 
     @script.prim_func(private=True, s_tir=True)
     def temporal_bound(
@@ -153,7 +137,7 @@ def output_bound(
     ):
         for i in range(b):
             with T.sblock("row"):
-                access([change, q, keys, position], [y])
+                script.access([change, q, keys, position], [y])
                 own = T.alloc_buffer((2 * lanes,), "float32")
                 wide = T.alloc_buffer((lanes,), "float64")
                 sums = T.alloc_buffer((2 * lanes,), "int64")
@@ -167,9 +151,10 @@ def output_bound(
                     largest[v] = 0
                 # g: key/value heads, whose <k, k> is summed once. h: query heads of the group.
                 for g in range(hkv):
-                    add_key(row_at(keys, i, g, before), own, square, largest)
+                    key = T.meta_var(row_at(keys, i, g, before))
+                    _add_key(keys_of, lanes, key, own, square, largest)
                     for h in range(group):
-                        add_head(row_at(q, i, g * group + h, 0), row_at(keys, i, g, before), own, wide, sums, largest)
+                        _add_head(keys_of, lanes, row_at(q, i, g * group + h, 0), key, own, wide, sums, largest)
                         apart[0] -= _cosine(sums[0], sums[lanes], square[0])
                 for v in T.unroll(lanes - 1):
                     largest[0] = T.max(largest[0], largest[v + 1])
@@ -180,7 +165,7 @@ def output_bound(
     return temporal_bound
 
 
-@inlined
+@script.inlined
 def _hash_round(x, p, added, _number):
     """Write x[0]^5 + added modulo p to x[0]."""
     # p is below 2^31, so the product of two residues fits int64.
@@ -188,7 +173,7 @@ def _hash_round(x, p, added, _number):
     x[0] = (x[1] * x[1] % p * x[0] + T.int64(added)) % p
 
 
-@kernel
+@script.kernel
 def random_score(rows: int, layer: int) -> PrimFunc:
     """Return the hash of (step, layer, row) as a number in (0, 1], by the integer steps of `ops.gates.random_score`."""
     by_step, by_row, by_layer = HASH_FACTORS
@@ -199,12 +184,12 @@ def random_score(rows: int, layer: int) -> PrimFunc:
     def hashed_score(step: T.Buffer((1,), "int64"), y: T.Buffer((rows,), "float32")):
         for i in range(rows):
             with T.sblock("row"):
-                access([step], [y])
+                script.access([step], [y])
                 x = T.alloc_buffer((2,), "int64")
                 p: T.let = T.int64(HASH_PRIME)
                 row: T.let = (T.Cast("int64", i) + T.int64(1)) * T.int64(by_row)
                 x[0] = ((step[0] + T.int64(1)) * T.int64(by_step) + row + T.int64(offset)) % p
-                each(_hash_round, HASH_ROUNDS, x, p)
+                script.each(_hash_round, HASH_ROUNDS, x, p)
                 # The upper 24 of 31 bits, plus 1: from 1 to 2^24, exact in float32.
                 y[i] = T.Cast("float32", x[0] // T.int64(low_bits) + T.int64(1)) * T.float32(2.0**-HASH_BITS)
 
@@ -228,7 +213,7 @@ def _decide_row(
     refreshed = 1 if refresh_every > 0 else 0
     sign = -1.0 if at_most else 1.0
 
-    @inlined
+    @script.inlined
     def decide_row(score, threshold, step, chain, y, i):
         now: T.let = T.Cast("int32", step[0])
         slot: T.let = now % slots
@@ -248,7 +233,7 @@ def _decide_row(
     return decide_row
 
 
-@kernel
+@script.kernel
 def gate(
     batch: int, slots: int, stride: int, max_chain: int, couple: bool, refresh_every: int = 0, at_most: bool = False
 ) -> PrimFunc:
@@ -270,13 +255,13 @@ def gate(
     ):
         for i in range(batch):
             with T.sblock("row"):
-                access([score, threshold, step, chain], [y])
+                script.access([score, threshold, step, chain], [y])
                 decide_row(score, threshold, step, chain, y, i)
 
     return decide
 
 
-@kernel
+@script.kernel
 def gate_and_count(
     batch: int, slots: int, stride: int, max_chain: int, couple: bool, refresh_every: int = 0, at_most: bool = False
 ) -> PrimFunc:
@@ -296,12 +281,12 @@ def gate_and_count(
     ):
         for i in range(batch):
             with T.sblock("row"):
-                access([score, threshold, step, chain], [y])
+                script.access([score, threshold, step, chain], [y])
                 decide_row(score, threshold, step, chain, y, i)
         # A second loop: a row reads its pair's counter before it changes.
         for i in range(batch):
             with T.sblock("count"):
-                access([y, step, chain], [chain])
+                script.access([y, step, chain], [chain])
                 # The counter is the number of replays in succession: a computed row begins again at 0.
                 slot: T.let = T.Cast("int32", step[0]) % slots
                 chain[slot, i] = T.if_then_else(y[i], chain[slot, i] + 1, 0)

@@ -12,7 +12,6 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.cache import Row, RowFormat, row_at
-from fastcar_compile.codegen.tvm.kernels.script import access, inlined, kernel
 from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, broadcast, cast, prefetch, ramp, vector_type
 from fastcar_compile.gates.scores import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 
@@ -106,85 +105,65 @@ class _Heads:
         """Products of one vector."""
         return next(v for v in (8, 4, 2, 1) if self.query[3] % v == 0)
 
-    def prefetch_keys(self) -> Any:
-        """Return the macro (keys, i, before). Keys of heads are in as many pages: the waits for them overlap."""
-        lines = -(-self.keys_of.bytes // LINE) + 1  # a row need not begin with a line
-        heads, step = self.cache[1], self.keys_of.elements_of(LINE)
 
-        @inlined
-        def prefetch_keys(keys, i, before):
-            # h: key/value heads. u: unrolled, the cache lines of one key.
-            for h in range(heads):
-                for u in T.unroll(lines):
-                    T.evaluate(prefetch(keys[i, h, before, u * step]))
-
-        return prefetch_keys
-
-    def add_head(self) -> Any:
-        """Return the macro (query, key, acc, product): add the products of a head; query: an element by its number."""
-        lanes, keys_of, one = self.lanes, self.keys_of, float(1 << TAS_FRACTION_BITS)
-
-        @inlined
-        def add_head(query, key, acc, product):
-            # c: vectors of the head. v: one vector.
-            for c in range(keys_of.dim // lanes):
-                # The product of two float32 is exact in float64, and so is its scaling by 2^24.
-                for v in T.vectorized(lanes):
-                    product[v] = (
-                        T.Cast("float64", query(c * lanes + v))
-                        * T.Cast("float64", keys_of.element(key, c * lanes, v))
-                        * T.float64(one)
-                    )
-                # product goes through a buffer, because `_fixed_point` reads it three times.
-                acc[ramp(0, lanes)] = acc[ramp(0, lanes)] + _fixed_point(product[ramp(0, lanes)], lanes)
-
-        return add_head
-
-    def sum_heads(self) -> Any:
-        """Return the macro (query, keys, i, before, acc, product): acc[0] = the sum of row i over all heads.
-
-        query: a function from (row, head) to the elements of a query head.
-        """
-        lanes, heads, group = self.lanes, self.query[1], self.query[1] // self.cache[1]
-        prefetch_keys, add_head = self.prefetch_keys(), self.add_head()
-
-        @inlined
-        def sum_heads(query, keys, i, before, acc, product):
-            for v in T.vectorized(lanes):
-                acc[v] = T.int64(0)
-            # All keys are prefetched before the first product waits for one.
-            prefetch_keys(keys, i, before)
-            # h: query heads, `group` of them on one key. acc and product are one vector each, in registers.
-            for h in range(heads):
-                add_head(query(i, h), row_at(keys, i, h // group, before), acc, product)
-            # int64 sums are exact, so the order of the lanes is free.
-            for v in T.unroll(lanes - 1):
-                acc[0] += acc[v + 1]
-
-        return sum_heads
-
-    def scores(self, stride: int, factor: float) -> Any:
-        """Return the macro (reads, query, keys, position, y): y[i] = factor * the sum of row i at position - stride."""
-        lanes, rows, sum_heads = self.lanes, self.query[0], self.sum_heads()
-        # Parallel where a second thread pays. A row takes about 1 µs.
-        loop = T.parallel if rows >= PARALLEL_ROWS else T.serial
-
-        @inlined
-        def scores(reads, query, keys, position, y):
-            for i in loop(rows):
-                with T.sblock("row"):
-                    access(reads, [y])
-                    acc = T.alloc_buffer((lanes,), "int64")
-                    product = T.alloc_buffer((lanes,), "float64")
-                    # Row `position - stride` is the same place of the frame before.
-                    before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
-                    sum_heads(query, keys, i, before, acc, product)
-                    y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
-
-        return scores
+@script.inlined
+def _prefetch_keys(heads, keys, i, before):
+    """Prefetch the keys of a row. Keys of heads are in as many pages: the waits for them overlap."""
+    # h: key/value heads. u: unrolled, the cache lines of one key, which need not begin with a line.
+    for h in range(heads.cache[1]):
+        for u in T.unroll(-(-heads.keys_of.bytes // LINE) + 1):
+            T.evaluate(prefetch(keys[i, h, before, u * heads.keys_of.elements_of(LINE)]))
 
 
-@kernel
+@script.inlined
+def _add_head(keys_of, lanes, query, key, acc, product):
+    """Add the products of a head; query: an element by its number."""
+    # c: vectors of the head. v: one vector.
+    for c in range(keys_of.dim // lanes):
+        # The product of two float32 is exact in float64, and so is its scaling by 2^24.
+        for v in T.vectorized(lanes):
+            product[v] = (
+                T.Cast("float64", query(c * lanes + v))
+                * T.Cast("float64", keys_of.element(key, c * lanes, v))
+                * T.float64(float(1 << TAS_FRACTION_BITS))
+            )
+        # product goes through a buffer, because `_fixed_point` reads it three times.
+        acc[ramp(0, lanes)] = acc[ramp(0, lanes)] + _fixed_point(product[ramp(0, lanes)], lanes)
+
+
+@script.inlined
+def _sum_heads(heads, lanes, query, keys, i, before, acc, product):
+    """Write the sum of row i over all heads to acc[0]; query: from (row, head) to the elements of a query head."""
+    for v in T.vectorized(lanes):
+        acc[v] = T.int64(0)
+    # All keys are prefetched before the first product waits for one.
+    _prefetch_keys(heads, keys, i, before)
+    # h: query heads, `group` of them on one key. acc and product are one vector each, in registers.
+    for h in range(heads.query[1]):
+        key = T.meta_var(row_at(keys, i, h // (heads.query[1] // heads.cache[1]), before))
+        _add_head(heads.keys_of, lanes, query(i, h), key, acc, product)
+    # int64 sums are exact, so the order of the lanes is free.
+    for v in T.unroll(lanes - 1):
+        acc[0] += acc[v + 1]
+
+
+@script.inlined
+def _scores(heads, stride, factor, reads, query, keys, position, y):
+    """Write factor * the sum of row i at position - stride to y[i]."""
+    # Parallel where a second thread pays. A row takes about 1 µs.
+    loop = T.meta_var(T.parallel if heads.query[0] >= PARALLEL_ROWS else T.serial)
+    for i in loop(heads.query[0]):
+        with T.sblock("row"):
+            script.access(reads, [y])
+            acc = T.alloc_buffer((heads.lanes,), "int64")
+            product = T.alloc_buffer((heads.lanes,), "float64")
+            # Row `position - stride` is the same place of the frame before.
+            before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
+            _sum_heads(heads, heads.lanes, query, keys, i, before, acc, product)
+            y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
+
+
+@script.kernel
 def tas(
     query: HeadShape,
     cache: HeadShape,
@@ -199,7 +178,7 @@ def tas(
     each product is rounded to fixed point, and integer sums are exact in any order.
     """
     (b, hq, t, d), (_, hkv, s, _), heads = query, cache, _Heads(query, cache, dtype, isa)
-    width, scores = heads.keys_of.size, heads.scores(stride, score_factor(scale, hq))
+    width, factor = heads.keys_of.size, score_factor(scale, hq)
 
     @script.prim_func(private=True, s_tir=True)
     def temporal_score(
@@ -208,12 +187,12 @@ def tas(
         position: T.Buffer((1,), "int64"),
         y: T.Buffer((b,), "float32"),
     ):
-        scores([q, keys, position], _queries(q), keys, position, y)
+        _scores(heads, stride, factor, [q, keys, position], _queries(q), keys, position, y)
 
     return temporal_score
 
 
-@kernel
+@script.kernel
 def tas_heads(
     query: HeadShape,
     cache: HeadShape,
@@ -227,7 +206,7 @@ def tas_heads(
     The weight of a head that is not chosen is 0. Shapes and bits are as for `tas`.
     """
     (b, hq, t, d), (_, hkv, s, _), heads = query, cache, _Heads(query, cache, dtype, isa)
-    width, scores = heads.keys_of.size, heads.scores(stride, score_factor(scale, 1))
+    width, factor = heads.keys_of.size, score_factor(scale, 1)
 
     @script.prim_func(private=True, s_tir=True)
     def weighted_temporal_score(
@@ -237,7 +216,7 @@ def tas_heads(
         weight: T.Buffer((hq,), "float32"),
         y: T.Buffer((b,), "float32"),
     ):
-        scores([q, keys, position, weight], _weighted(q, weight), keys, position, y)
+        _scores(heads, stride, factor, [q, keys, position, weight], _weighted(q, weight), keys, position, y)
 
     return weighted_temporal_score
 
