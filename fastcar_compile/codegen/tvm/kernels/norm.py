@@ -38,7 +38,7 @@ class _Operands:
     x: Any
     w: Any
     y: Any
-    b: Any = None
+    b: Any
 
 
 def _value(x: Any, i: Expr, c: Expr) -> Expr:
@@ -172,57 +172,15 @@ def _exact_row(o, i, at, k, epsilon):
 
 
 @script.kernel
-def _norm(row: Callable[..., None], m: int, k: int, epsilon: float) -> PrimFunc:
-    """Return y float32 [m, k] of x float32 [m, k] and w float32 [k]; the macro `row` writes one row."""
+def _norm(row: Callable[..., None], biased: bool, m: int, k: int, epsilon: float) -> PrimFunc:
+    """Return y float32 [m, k] of x float32 [m, k], w float32 [k] and, where `biased`, b float32 [k].
+
+    The macro `row` writes one row.
+    """
     loop = row_loop(m, k)
 
     @script.prim_func(private=True, s_tir=True)
-    def normalize_rows(x: T.Buffer((m, k), "float32"), w: T.Buffer((k,), "float32"), y: T.Buffer((m, k), "float32")):
-        for i in loop(m):
-            with T.sblock("row"):
-                script.access([x, w], [y])
-                row(_Operands(x, w, y), i, i, k, epsilon)
-
-    return normalize_rows
-
-
-@script.kernel
-def _norm_quantize(row: Callable[..., None], m: int, k: int, epsilon: float) -> PrimFunc:
-    """Return q int8 [m, k] and scale float32 [m] of the rows that `_norm` gives."""
-    loop = row_loop(m, k)
-
-    @script.prim_func(private=True, s_tir=True)
-    def normalize_quantize_rows(
-        x: T.Buffer((m, k), "float32"),
-        w: T.Buffer((k,), "float32"),
-        q: T.Buffer((m, k), "int8"),
-        s: T.Buffer((m,), "float32"),
-    ):
-        for i in loop(m):
-            with T.sblock("row"):
-                script.access([x, w], [q, s])
-                # One normalised row in float32, which quantize_row reads from the cache.
-                y = T.alloc_buffer((1, k), "float32")
-                row(_Operands(x, w, y), i, 0, k, epsilon)
-                quantize_row(y, 0, q, s, i, k)
-
-    return normalize_quantize_rows
-
-
-rms_norm, rms_norm_quantize = partial(_norm, _rms_row), partial(_norm_quantize, _rms_row)
-"""x / sqrt(mean(x^2) + epsilon) * w of rows (m, k, epsilon), and these rows quantised."""
-
-exact_norm, exact_norm_quantize = partial(_norm, _exact_row), partial(_norm_quantize, _exact_row)
-"""The same with the bits of `numerics="exact"`."""
-
-
-@script.kernel
-def layer_norm(m: int, k: int, epsilon: float) -> PrimFunc:
-    """Return y float32 [m, k] = (x - mean) / sqrt(variance + epsilon) * w + b, x float32 [m, k], w, b float32 [k]."""
-    loop = row_loop(m, k)
-
-    @script.prim_func(private=True, s_tir=True)
-    def center_rows(
+    def normalize_rows(
         x: T.Buffer((m, k), "float32"),
         w: T.Buffer((k,), "float32"),
         b: T.Buffer((k,), "float32"),
@@ -230,19 +188,19 @@ def layer_norm(m: int, k: int, epsilon: float) -> PrimFunc:
     ):
         for i in loop(m):
             with T.sblock("row"):
-                script.access([x, w, b], [y])
-                _layer_row(_Operands(x, w, y, b), i, i, k, epsilon)
+                script.access([x, w, b] if biased else [x, w], [y])
+                row(_Operands(x, w, y, b), i, i, k, epsilon)
 
-    return center_rows
+    return normalize_rows if biased else script.without(normalize_rows, 2)
 
 
 @script.kernel
-def layer_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
-    """Return q int8 [m, k] and scale float32 [m] of the rows that `layer_norm` gives."""
+def _norm_quantize(row: Callable[..., None], biased: bool, m: int, k: int, epsilon: float) -> PrimFunc:
+    """Return q int8 [m, k] and scale float32 [m] of the rows that `_norm` gives."""
     loop = row_loop(m, k)
 
     @script.prim_func(private=True, s_tir=True)
-    def center_quantize_rows(
+    def normalize_quantize_rows(
         x: T.Buffer((m, k), "float32"),
         w: T.Buffer((k,), "float32"),
         b: T.Buffer((k,), "float32"),
@@ -251,12 +209,23 @@ def layer_norm_quantize(m: int, k: int, epsilon: float) -> PrimFunc:
     ):
         for i in loop(m):
             with T.sblock("row"):
-                script.access([x, w, b], [q, s])
+                script.access([x, w, b] if biased else [x, w], [q, s])
+                # One normalised row in float32, which quantize_row reads from the cache.
                 y = T.alloc_buffer((1, k), "float32")
-                _layer_row(_Operands(x, w, y, b), i, 0, k, epsilon)
+                row(_Operands(x, w, y, b), i, 0, k, epsilon)
                 quantize_row(y, 0, q, s, i, k)
 
-    return center_quantize_rows
+    return normalize_quantize_rows if biased else script.without(normalize_quantize_rows, 2)
+
+
+rms_norm, rms_norm_quantize = partial(_norm, _rms_row, False), partial(_norm_quantize, _rms_row, False)
+"""x / sqrt(mean(x^2) + epsilon) * w of rows (m, k, epsilon), and these rows quantised."""
+
+exact_norm, exact_norm_quantize = partial(_norm, _exact_row, False), partial(_norm_quantize, _exact_row, False)
+"""The same with the bits of `numerics="exact"`."""
+
+layer_norm, layer_norm_quantize = partial(_norm, _layer_row, True), partial(_norm_quantize, _layer_row, True)
+"""(x - mean) / sqrt(variance + epsilon) * w + b of rows (m, k, epsilon), and these rows quantised."""
 
 
 # Rotary position embedding of queries or keys.

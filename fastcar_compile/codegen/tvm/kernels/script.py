@@ -84,6 +84,14 @@ def _parsed(function: Callable[..., Any], names: dict[str, Any]) -> PrimFunc:
     return made
 
 
+def without(kernel: PrimFunc, number: int) -> PrimFunc:
+    """Return a kernel without an argument that nothing in it reads: the parser takes a fixed list of arguments."""
+    params = [param for i, param in enumerate(kernel.params) if i != number]
+    shorter: Any = PrimFunc(params, kernel.body, attrs=kernel.attrs)
+    shorter.__name__ = cast(Any, kernel).__name__
+    return shorter
+
+
 def access(reads: Sequence[Any], writes: Sequence[Any]) -> None:
     """Declare that a block of TVMScript reads and writes these buffers, each as a whole."""
     for declare, buffers in ((T.reads, reads), (T.writes, writes)):
