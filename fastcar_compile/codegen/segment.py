@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -14,9 +15,6 @@ from fastcar_compile.ir.layers import schedule
 from fastcar_compile.ir.query import get_attribute, index_of, output_nodes
 
 fastcar = torch.ops.fastcar
-
-
-# One part of a graph: as text, to compare it with others, and as a graph of its own.
 
 
 _LITERALS: dict[Target, int] = {
@@ -33,61 +31,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Branches = Mapping[fx.Node, fx.GraphModule]
 
 
-@dataclass(frozen=True)
-class Part:
-    """Operators of a graph, in order, with what they read and what is read of them.
-
-    Attributes:
-        nodes: the operators.
-        inputs: the graph's other nodes that they read.
-        outputs: those of them that others read.
-        branches: of their `cond`s, by the node that stands for each.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
-    branches: Branches
-
-
 def branch_of(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     """Return the graph that the node stands for, if it is a branch of a `cond`."""
     value = get_attribute(module, str(node.target)) if node.op == "get_attr" else None
     return value if isinstance(value, fx.GraphModule) else None
-
-
-def part_key(part: Part) -> tuple[str, list[int | str]]:
-    """Return a text that equal parts share, and the part's literals.
-
-    The text says what `copy_part` would make: a copy of every layer would take longer than lowering one.
-    """
-    literals: list[int | str] = []
-    values: dict[fx.Node, Any] = {n: ("in", i) for i, n in enumerate(part.inputs)}
-    lines = [f"{n.op == 'get_attr'} {_type(n)}" for n in part.inputs]
-    for i, (node, branch) in enumerate(part.branches.items()):
-        values[node] = ("branch", i)
-        lines += ["branch", *_lines(branch.graph.nodes, {}, literals)]
-    lines += ["nodes", *_lines(part.nodes, values, literals), str([values[n] for n in part.outputs])]
-    return "\n".join(lines), literals
-
-
-def copy_part(part: Part) -> fx.GraphModule:
-    """Return the part as a graph; see Segment.copy. Literals are numbered in the order of `part_key`."""
-    graph, root = fx.Graph(), torch.nn.Module()
-    values: dict[fx.Node, fx.Node] = {}
-    literals: list[int | str] = []
-    for i, node in enumerate(part.inputs):
-        values[node] = graph.placeholder(f"in_{i}")
-        values[node].meta["val"] = node.meta["val"]
-    for i, (node, branch) in enumerate(part.branches.items()):
-        root.add_module(f"branch_{i}", _copy_branch(branch, literals))
-        values[node] = graph.get_attr(f"branch_{i}")
-    for i, node in enumerate(part.nodes):
-        args, kwargs = _arguments(node, values, literals)
-        values[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"n_{i}")
-        values[node].meta = dict(node.meta)
-    graph.output(tuple(values[n] for n in part.outputs))
-    return fx.GraphModule(root, graph)
 
 
 def _copy_branch(branch: fx.GraphModule, literals: list[int | str]) -> fx.GraphModule:
@@ -132,27 +79,41 @@ def _type(node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the graph as a function.
+    """A part of the graph as a function: operators in order, with what they read and what is read of them.
 
     Attributes:
-        part: its operators.
-        key: equal for segments of equal structure.
-        literals: the arguments that name a layer. They are arguments of the function too.
+        nodes: the operators.
+        inputs: the outer graph's node (or, for parameters, attribute) that each placeholder stands for.
+        outputs: the outer graph's node behind each result.
+        branches: of their `cond`s, by the node that stands for each.
     """
 
-    part: Part
-    key: str
-    literals: tuple[int | str, ...]
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    branches: Branches
+
+    @cached_property
+    def _text(self) -> tuple[str, tuple[int | str, ...]]:
+        """What `copy` would make as text, and the literals. It is made in less time than a copy of every layer."""
+        literals: list[int | str] = []
+        values: dict[fx.Node, Any] = {n: ("in", i) for i, n in enumerate(self.inputs)}
+        lines = [f"{n.op == 'get_attr'} {_type(n)}" for n in self.inputs]
+        for i, (node, branch) in enumerate(self.branches.items()):
+            values[node] = ("branch", i)
+            lines += ["branch", *_lines(branch.graph.nodes, {}, literals)]
+        lines += ["nodes", *_lines(self.nodes, values, literals), str([values[n] for n in self.outputs])]
+        return "\n".join(lines), tuple(literals)
 
     @property
-    def inputs(self) -> tuple[fx.Node, ...]:
-        """The outer graph's node (or, for parameters, attribute) that each placeholder stands for."""
-        return self.part.inputs
+    def key(self) -> str:
+        """A text that is equal for segments of equal structure."""
+        return self._text[0]
 
     @property
-    def outputs(self) -> tuple[fx.Node, ...]:
-        """The outer graph's node behind each result."""
-        return self.part.outputs
+    def literals(self) -> tuple[int | str, ...]:
+        """The arguments that name a layer. They are arguments of the function too."""
+        return self._text[1]
 
     def copy(self) -> fx.GraphModule:
         """Return the part as a graph of its own, which a backend may rewrite.
@@ -160,7 +121,21 @@ class Segment:
         Parameters, state and activations are placeholders, the results are a flat tuple, and nodes are named by
         position. A literal is replaced by its index in `literals`, as a number or as text.
         """
-        return copy_part(self.part)
+        graph, root = fx.Graph(), torch.nn.Module()
+        values: dict[fx.Node, fx.Node] = {}
+        literals: list[int | str] = []
+        for i, node in enumerate(self.inputs):
+            values[node] = graph.placeholder(f"in_{i}")
+            values[node].meta["val"] = node.meta["val"]
+        for i, (node, branch) in enumerate(self.branches.items()):
+            root.add_module(f"branch_{i}", _copy_branch(branch, literals))
+            values[node] = graph.get_attr(f"branch_{i}")
+        for i, node in enumerate(self.nodes):
+            args, kwargs = _arguments(node, values, literals)
+            values[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"n_{i}")
+            values[node].meta = dict(node.meta)
+        graph.output(tuple(values[n] for n in self.outputs))
+        return fx.GraphModule(root, graph)
 
 
 def segment(module: fx.GraphModule) -> list[Segment]:
@@ -179,6 +154,4 @@ def _extract(module: fx.GraphModule, nodes: tuple[fx.Node, ...], results: set[fx
         read |= dict.fromkeys(a for a in node.all_input_nodes if a not in inside)
     branches = {n: b for n in read if (b := branch_of(module, n)) is not None}
     outputs = (n for n in nodes if n in results or any(u not in inside and u.op != "output" for u in n.users))
-    part = Part(nodes, tuple(n for n in read if n not in branches), tuple(outputs), branches)
-    key, literals = part_key(part)
-    return Segment(part, key, tuple(literals))
+    return Segment(nodes, tuple(n for n in read if n not in branches), tuple(outputs), branches)

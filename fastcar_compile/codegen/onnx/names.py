@@ -78,7 +78,7 @@ def function_names(parts: Iterable[Segment]) -> dict[str, str]:
     """Return key of a segment -> name of its function: prologue, layer (layer_3: first of another kind), epilogue."""
     names: dict[str, str] = {}
     for part in parts:
-        layer = layer_of(part.part.nodes[0])
+        layer = layer_of(part.nodes[0])
         if part.key in names:
             continue
         if layer is None:
@@ -90,7 +90,7 @@ def function_names(parts: Iterable[Segment]) -> dict[str, str]:
 
 def module_path(part: Segment) -> str:
     """Return the module that all operators of a segment with a module are inside of; "" where there is none."""
-    paths = [path.split(".") for n in part.part.nodes if (path := module_path_of(n))]
+    paths = [path.split(".") for n in part.nodes if (path := module_path_of(n))]
     common = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
     return ".".join(names[0] for names in common)
 
@@ -109,13 +109,13 @@ def input_names(part: Segment) -> list[str]:
 
 def _without_layer(node: fx.Node, part: Segment) -> str:
     """Return a node's name; a state's without the number of its layer, since layers share a function."""
-    layer = layer_of(part.part.nodes[0])
+    layer = layer_of(part.nodes[0])
     return node.name if layer is None else node.name.removesuffix(f"_{layer}")
 
 
 def call_origin(node: onnx.NodeProto, part: Segment, fallback: str) -> None:
     """Name the call of a segment by its module, and note its layer and the passes that made operators of it."""
-    layer, nodes = layer_of(part.part.nodes[0]), part.part.nodes
+    layer, nodes = layer_of(part.nodes[0]), part.nodes
     node.name = module_path(part) if layer is not None else fallback
     passes = sorted({made for n in nodes if (made := str(n.meta.get("made_by", "")))})
     place = "outside of the layers" if layer is None else f"layer {layer}"
@@ -131,12 +131,12 @@ def mark(number: int) -> dict[str, str]:
 def function_origins(function: onnx.FunctionProto, part: Segment) -> None:
     """Name every node of a segment's function, and note source line, module and pass; other notes are dropped."""
     names = _Names(module_path(part))
-    origins = [_marked(proto, part.part.nodes) for proto in function.node]
+    origins = [_marked(proto, part.nodes) for proto in function.node]
     for proto, origin in zip(function.node, origins, strict=True):
         # The operators of a branch are numbered by themselves, so their marks are looked up in that branch.
         if origin is None or proto.op_type != "If":
             continue
-        branches = [part.part.branches[a] for a in origin.all_input_nodes if a in part.part.branches]
+        branches = [part.branches[a] for a in origin.all_input_nodes if a in part.branches]
         for graph, branch in zip(_then_else(proto), branches, strict=True):
             operators = list(branch.graph.nodes)
             names.note(list(graph.node), [_marked(inner, operators) for inner in graph.node])

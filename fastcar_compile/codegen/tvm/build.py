@@ -167,7 +167,7 @@ def lower(graphs: Mapping[str, HostGraph], isa: InstructionSet | None = None) ->
     return LoweredModule(
         executable=compile_module(ir_module, isa, [*graphs]),
         programs={name: _program(name, graph) for name, graph in graphs.items()},
-        distinct_layers=len({part.key for part in segments if any(role_of(n) == Role.EXIT for n in part.part.nodes)}),
+        distinct_layers=len({part.key for part in segments if any(role_of(n) == Role.EXIT for n in part.nodes)}),
         ir_module=ir_module,
     )
 
