@@ -11,19 +11,8 @@ import numpy as np
 from onnx import TensorProto
 
 from fastcar_compile.codegen.onnx.linear import Value, cast, constant, dtype_name, floats, ints, op, scalar, shape
-from fastcar_compile.gates.scores import (
-    COSINE_BITS,
-    HASH_BITS,
-    HASH_FACTORS,
-    HASH_PRIME,
-    HASH_ROUNDS,
-    SCALE_FIELD,
-    TAS_FRACTION_BITS,
-    TAS_LIMIT,
-    distance_factor,
-    score_factor,
-)
-from fastcar_compile.gates.scores import LEAST_EXPONENT as SCORE_LEAST_EXPONENT
+from fastcar_compile.gates import scores
+from fastcar_compile.gates.scores import TAS_FRACTION_BITS, TAS_LIMIT, distance_factor, score_factor
 from fastcar_compile.ir.ops.operator import BLOCK, FLOAT16_MAX, INT8_MAX, LEAST_EXPONENT, NOT_A_NUMBER
 
 # KV types in ONNX: how a cache stores float32 rows, and how it reads them back, as ops/cached.py defines it.
@@ -174,7 +163,7 @@ def tas(query: Value, key_cache: Value, position: Value, stride: int, scale: flo
 # The gates' scores beside `tas`; each mirrors the eager definition of the same name in ops/gates.py.
 
 
-_FIELDS = np.arange(SCORE_LEAST_EXPONENT, 255)
+_FIELDS = np.arange(scores.LEAST_EXPONENT, 255)
 """Exponent fields of a row of finite features."""
 
 
@@ -224,7 +213,7 @@ def output_bound(
     x: Value, cached: Value, query: Value, key_cache: Value, position: Value, stride: int, weight: float
 ) -> Value:
     """Return the input change plus weight * sqrt(1 - cosine of query and earlier key)."""
-    heads, one = shape(query)[1], 1 << COSINE_BITS
+    heads, one = shape(query)[1], 1 << scores.COSINE_BITS
     key, grouped = earlier_key(query, key_cache, position, stride)
     own, other = (cast(v, TensorProto.DOUBLE) for v in (grouped, key))
     dots, squares, others = (fixed_sum(op.Mul(*pair), -1) for pair in ((own, other), (own, own), (other, other)))
@@ -250,7 +239,7 @@ def learned_score(x: Value, cached: Value, w1: Value, b1: Value, w2: Value, b2: 
     reached = cast(op.GreaterOrEqual(largest, constant(np.ldexp(1.0, _FIELDS[1:] - 127))), TensorProto.INT64)
     place = op.ReduceSum(reached, ints(-1), keepdims=1)
     scale, inverse = (
-        op.Gather(constant(np.ldexp(1.0, sign * (SCALE_FIELD - _FIELDS))), place, axis=0) for sign in (1, -1)
+        op.Gather(constant(np.ldexp(1.0, sign * (scores.SCALE_FIELD - _FIELDS))), place, axis=0) for sign in (1, -1)
     )
     whole = cast(op.Round(op.Mul(features, scale)), TensorProto.DOUBLE)
     # bfloat16 widens exactly, so the product in float64 is exact, too.
@@ -270,16 +259,16 @@ def constant_score(step: Value, rows: int, value: float) -> Value:
 
 def random_score(step: Value, rows: int, layer: int) -> Value:
     """Return the hash, made in int64. Every operand is non-negative, so integer division and Mod are exact."""
-    by_step, by_row, by_layer = HASH_FACTORS
-    prime = ints(HASH_PRIME)
+    by_step, by_row, by_layer = scores.HASH_FACTORS
+    prime = ints(scores.HASH_PRIME)
     offsets = ints(*((row + 1) * by_row + (layer + 1) * by_layer for row in range(rows)))
     x = op.Mod(op.Add(op.Mul(op.Add(step, ints(1)), ints(by_step)), offsets), prime)
-    for offset in HASH_ROUNDS:
+    for offset in scores.HASH_ROUNDS:
         square = op.Mod(op.Mul(x, x), prime)
         fourth = op.Mod(op.Mul(square, square), prime)
         x = op.Mod(op.Add(op.Mul(fourth, x), ints(offset)), prime)
-    number = op.Add(op.Div(x, ints(2 ** (31 - HASH_BITS))), ints(1))
-    return op.Mul(cast(number, TensorProto.FLOAT), floats(2.0**-HASH_BITS))
+    number = op.Add(op.Div(x, ints(2 ** (31 - scores.HASH_BITS))), ints(1))
+    return op.Mul(cast(number, TensorProto.FLOAT), floats(2.0**-scores.HASH_BITS))
 
 
 # Sparse attention over a ring cache, for one new row; each mirrors the eager definition in ops/window.py.

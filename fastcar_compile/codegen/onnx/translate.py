@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import cache
+from inspect import isfunction
 from operator import getitem
 from typing import Any, cast
 
@@ -40,32 +41,12 @@ aten = torch.ops.aten
 Definition = Callable[..., Value]
 """Takes the operator's arguments by the names of its schema."""
 
-_DEFINITIONS: tuple[Definition, ...] = (
-    attention.cache_write,
-    attention.attention,
-    attention.context_attention,
-    attention.tas,
-    attention.ring_row,
-    attention.limit,
-    attention.ring_write,
-    attention.window_attention,
-    attention.tas_heads,
-    attention.input_delta,
-    attention.output_bound,
-    attention.learned_score,
-    attention.constant_score,
-    attention.random_score,
-    linear.gate,
-    linear.slot_read,
-    linear.slot_write,
-    *linear.LINEARS.values(),
-    linear.activation_factor,
-)
-
 
 def translation_table() -> dict[OpOverload, Definition]:
-    """Return the definition of every operator; each has the operator's name."""
-    return {getattr(torch.ops.fastcar, f.__name__).default: f for f in _DEFINITIONS}
+    """Return the definition of every operator that has one: a function of `attention` or `linear` of its name."""
+    functions = {**vars(attention), **vars(linear)}
+    names = [name for name, value in functions.items() if isfunction(value) and hasattr(torch.ops.fastcar, name)]
+    return {getattr(torch.ops.fastcar, name).default: functions[name] for name in names}
 
 
 # onnxscript's optimiser with rewrite rules that look at the kind of a node first.
