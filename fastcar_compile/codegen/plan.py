@@ -16,14 +16,8 @@ import torch
 
 from fastcar_compile.artifact.programs import decoder_section, layers_section
 from fastcar_compile.artifact.sections import Part
-from fastcar_compile.codegen.hls.accelerator import (
-    Accelerator,
-    Offloaded,
-    choose_accelerator,
-    footprint_of,
-    offloaded,
-    require_memory,
-)
+from fastcar_compile.codegen.hls import accelerator as engines
+from fastcar_compile.codegen.hls.accelerator import Accelerator, Offloaded, offloaded
 from fastcar_compile.codegen.hls.design.memory import bank_map, capacity
 from fastcar_compile.codegen.hls.model import default_offload
 from fastcar_compile.codegen.hls.model.workload import workload_of_sections
@@ -223,10 +217,10 @@ def _plan(
     """Return the plan of a rewritten program. `work`: of the accelerator, where it is known already."""
     problems, accelerator = list[CompileError](), None
     if has_accelerator(config, board):
-        attempt(problems, partial(require_memory, program, config, board))
+        attempt(problems, partial(engines.require_memory, program, config, board))
         work = work or attempt(problems, partial(offloaded, program, config.offload))
         if work is not None:
-            accelerator = attempt(problems, partial(choose_accelerator, program, config, board, work))
+            accelerator = attempt(problems, partial(engines.choose_accelerator, program, config, board, work))
     kept = () if work is None or config.offload != "linears" else _linears(work)
     fallbacks = (*_fallbacks(program, config, board), *kept, *_board_libraries(board))
     return BuildPlan(
@@ -397,17 +391,12 @@ def _why_host(board: Target, kept: Sequence[Fallback]) -> str:
 
 def _calls(plan: Accelerator) -> Iterator[Placement]:
     """Yield the linear calls by their place in a layer."""
-    layers: dict[str, list[int]] = {}
-    counts: dict[str, int] = {}
+    places: dict[str, list[int | None]] = defaultdict(list)
     for call in plan.calls:
-        place = call.name.rpartition(".")[2]
-        found = layers.setdefault(place, [])
-        counts[place] = counts.get(place, 0) + 1
-        if call.layer is not None:
-            found.append(call.layer)
-    for place, found in layers.items():
-        reason = "offload is 'linears'"
-        yield Placement(what=place, unit="accelerator", layers=tuple(found), calls=counts[place], reason=reason)
+        places[call.name.rpartition(".")[2]].append(call.layer)
+    for place, found in places.items():
+        own, reason = tuple(layer for layer in found if layer is not None), "offload is 'linears'"
+        yield Placement(what=place, unit="accelerator", layers=own, calls=len(found), reason=reason)
 
 
 def _memory(program: DecoderProgram, config: CompileConfig, board: Target, plan: Accelerator | None) -> Memory:
@@ -428,7 +417,7 @@ def _banks(program: DecoderProgram, config: CompileConfig, board: Target, plan: 
         yield Bank(memory="host", holds="parameters and state", used=own)
     if plan is None:
         return
-    name, footprint = " + ".join(m.name for m in board.weight_memories), footprint_of(program, config, board)
+    name, footprint = " + ".join(m.name for m in board.weight_memories), engines.footprint_of(program, config, board)
     holds = "parameters and state" if whole else "weights"
     yield Bank(memory=name, holds=holds, used=footprint.total, capacity=capacity(board))
     ports = plan.design.axi_weight_ports

@@ -58,19 +58,11 @@ PORTABLE = InstructionSet("portable", "", "", (), frozenset(), (), 4, "portable"
 _X86, _ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
 _V2 = frozenset({"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
-_V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+_V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "avx512_vnni"}
 
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
     InstructionSet(
-        "avx512-vnni",
-        _X86,
-        "x86-64-v4",
-        ("+avx512vnni",),
-        _V4 | {"avx512_vnni"},
-        ("avx512bw", "avx512vnni"),
-        16,
-        "vnni512",
-        True,
+        "avx512-vnni", _X86, "x86-64-v4", ("+avx512vnni",), _V4, ("avx512bw", "avx512vnni"), 16, "vnni512", True
     ),
     InstructionSet(
         "avx2-vnni", _X86, "x86-64-v3", ("+avxvnni",), _V3 | {"avx_vnni"}, ("avx2", "avxvnni"), 8, "vnni256", True

@@ -13,17 +13,10 @@ from tvm.relax.backend.cpu_generic import pipeline as cpu
 
 import fastcar_compile.codegen.tvm.converters  # noqa: F401  (registers them)
 from fastcar_compile.codegen.segment import Segment, segment
+from fastcar_compile.codegen.tvm import fusion
 from fastcar_compile.codegen.tvm.combine_matmuls import combine_parallel_matmuls, specialise_kernels
 from fastcar_compile.codegen.tvm.elementwise import schedule_elementwise
 from fastcar_compile.codegen.tvm.flatten import flatten
-from fastcar_compile.codegen.tvm.fusion import (
-    GraphStep,
-    fuse_norms,
-    fuse_quantize,
-    fuse_replay,
-    fuse_rotary,
-    split_quantized_linears,
-)
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.relax_api import add_entry, no_alias
@@ -48,7 +41,13 @@ class HostGraph:
         return segment(self.module)
 
 
-FUSIONS: tuple[GraphStep, ...] = (split_quantized_linears, fuse_norms, fuse_rotary, fuse_quantize, fuse_replay)
+FUSIONS: tuple[fusion.GraphStep, ...] = (
+    fusion.split_quantized_linears,
+    fusion.fuse_norms,
+    fusion.fuse_rotary,
+    fusion.fuse_quantize,
+    fusion.fuse_replay,
+)
 """fx -> fx, on the copy of a segment and on its branches. The graph that users inspect keeps the single operators."""
 
 
