@@ -6,7 +6,6 @@ running maximum m, normaliser l and accumulator acc, the latter two relative to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +17,8 @@ from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.attention import heads as attend_heads
 from fastcar_compile.codegen.tvm.kernels.attention import int8 as attend_int8
-from fastcar_compile.codegen.tvm.kernels.attention import softmax as attend_float
-from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK, LOWEST, Group, LogitRule, Operands, Rows
+from fastcar_compile.codegen.tvm.kernels.attention import softmax
+from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK, LOWEST, LogitRule, Operands
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, exp_not_positive
 from fastcar_compile.ir.ops.operator import row_size
 
@@ -57,67 +56,53 @@ def head_splits(group: int, together: int, elements: int) -> int:
     return group // together if SPLIT_CACHE_ELEMENTS <= elements < PARALLEL_CACHE_ELEMENTS else 1
 
 
-@dataclass(frozen=True)
-class OnlineSoftmax:
-    """The macros.
-
-    Attributes:
-        ahead: the prefetch distance in rows, for `Rows.ahead`.
-        clear: (State, slot): empties the slots of a group.
-        attend: (Operands, Group, Rows): the group's query heads meet the rows. Its temporaries belong to one iteration
-            of a parallel loop.
-        finish: (y, State, Group, parts): writes the results of a group. The partial results of its query heads are in
-            `parts` runs of slots, a group apart, and are rescaled to one maximum and added.
-    """
-
-    ahead: int
-    clear: Callable[..., None]
-    attend: Callable[..., None]
-    finish: Callable[..., None]
-
-
-def online_softmax(d: int, group: int, rule: LogitRule, dtype: str, isa: InstructionSet) -> OnlineSoftmax:
+def _attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: InstructionSet) -> softmax.AttendRows:
     """Return the macros for heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
     # attend_heads takes no int8 cache, so at most one of the two special kinds fits.
-    kind = attend_int8 if attend_int8.suits(d, dtype, isa) else attend_float
+    kind = attend_int8 if attend_int8.suits(d, dtype, isa) else softmax
     if attend_heads.heads_together(d, group, dtype, isa) > 1:
         kind = attend_heads
-    rows = kind.attend_rows(d, group, rule, dtype, isa)
-    place, run = rows.place, rows.run
+    return kind.attend_rows(d, group, rule, dtype, isa)
 
-    @script.inlined
-    def clear(state, slot):
-        for g in range(group):
-            state.m[slot + g] = T.float32(LOWEST)
-            state.l[slot + g] = T.float32(0)
+
+@script.inlined
+def _clear(d, group, state, slot):
+    """Empty the slots of a group."""
+    for g in range(group):
+        state.m[slot + g] = T.float32(LOWEST)
+        state.l[slot + g] = T.float32(0)
+        for c in T.vectorized(d):
+            state.acc[slot + g, c] = T.float32(0)
+
+
+@script.inlined
+def _finish(rows, d, group, y, state, heads, parts):
+    """Write the results of a group.
+
+    The partial results of its query heads are in `parts` runs of slots, a group apart, and are rescaled to one maximum
+    and added.
+    """
+    acc = T.alloc_buffer((d,), "float32")
+    stat = T.alloc_buffer((3,), "float32")  # m, l, and the factor that rescales one part
+    for g in range(group):
+        stat[0] = T.float32(LOWEST)
+        # First the maximum over all parts, then one pass that rescales every part to it, in the order of the parts.
+        for p in range(parts):
+            stat[0] = T.max(stat[0], state.m[heads.slot + p * group + g])
+        stat[1] = T.float32(0)
+        for c in T.vectorized(d):
+            acc[c] = T.float32(0)
+        for p in range(parts):
+            # An empty part has l and acc of 0: its factor does not matter. A single part has the factor exp(0) = 1.
+            stat[2] = exp_not_positive(state.m[heads.slot + p * group + g] - stat[0])
+            stat[1] += stat[2] * state.l[heads.slot + p * group + g]
             for c in T.vectorized(d):
-                state.acc[slot + g, c] = T.float32(0)
-
-    @script.inlined
-    def finish(y, state, heads, parts):
-        acc = T.alloc_buffer((d,), "float32")
-        stat = T.alloc_buffer((3,), "float32")  # m, l, and the factor that rescales one part
-        for g in range(group):
-            stat[0] = T.float32(LOWEST)
-            # First the maximum over all parts, then one pass that rescales every part to it, in the order of the parts.
-            for p in range(parts):
-                stat[0] = T.max(stat[0], state.m[heads.slot + p * group + g])
-            stat[1] = T.float32(0)
-            for c in T.vectorized(d):
-                acc[c] = T.float32(0)
-            for p in range(parts):
-                # An empty part has l and acc of 0: its factor does not matter. A single part has the factor exp(0) = 1.
-                stat[2] = exp_not_positive(state.m[heads.slot + p * group + g] - stat[0])
-                stat[1] += stat[2] * state.l[heads.slot + p * group + g]
-                for c in T.vectorized(d):
-                    acc[c] += stat[2] * state.acc[heads.slot + p * group + g, c]
-            # `place` undoes the permutation of columns by attend_int8.
-            # Runs of `run` columns are adjacent in both orders.
-            for c in T.unroll(d // run):
-                for v in T.vectorized(run):
-                    y[heads.b, heads.first + g, heads.i, c * run + v] = acc[place(c * run) + v] / stat[1]
-
-    return OnlineSoftmax(rows.ahead, clear, rows.attend, finish)
+                acc[c] += stat[2] * state.acc[heads.slot + p * group + g, c]
+        # `place` undoes the permutation of columns by attend_int8.
+        # Runs of `run` columns are adjacent in both orders.
+        for c in T.unroll(d // rows.run):
+            for v in T.vectorized(rows.run):
+                y[heads.b, heads.first + g, heads.i, c * rows.run + v] = acc[rows.place(c * rows.run) + v] / stat[1]
 
 
 def filled_rows(position: Any, row: Any, size: int) -> Any:
@@ -137,7 +122,7 @@ class _Items:
         query, hkv: shape of the query, key/value heads.
         splits: pieces of the query heads of a key/value head. parts: pieces of the context.
         loop: over the items.
-        softmax: the macros for the query heads of a piece.
+        rows: the macros for the query heads of a piece.
     """
 
     query: HeadShape
@@ -145,7 +130,7 @@ class _Items:
     splits: int
     parts: int
     loop: Any
-    softmax: OnlineSoftmax
+    rows: softmax.AttendRows
 
     @classmethod
     def of(cls, query: HeadShape, hkv: int, rows: int, rule: LogitRule, dtype: str, isa: InstructionSet) -> _Items:
@@ -155,54 +140,51 @@ class _Items:
         pieces = context_parts(b * hkv * t, elements)
         splits = head_splits(group, attend_heads.heads_together(d, group, dtype, isa), elements)
         loop = T.parallel if pieces or splits > 1 else T.serial
-        softmax = online_softmax(d, group // splits, rule, dtype, isa)
-        return cls(query, hkv, splits, max(pieces, 1), loop, softmax)
+        return cls(query, hkv, splits, max(pieces, 1), loop, _attend_rows(d, group // splits, rule, dtype, isa))
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of the query heads."""
+        return self.hkv * self.splits
+
+    @property
+    def size(self) -> int:
+        """Query heads of a piece."""
+        return self.query[1] // self.pieces
 
     def span(self, rows: Expr) -> Expr:
         """Return the rows of a part of `rows` rows: whole blocks, so only the last block of a context is not full."""
         return (rows + self.parts * KEY_BLOCK - 1) // (self.parts * KEY_BLOCK) * KEY_BLOCK
 
-    def run(self, meet: Callable[..., None]) -> Callable[..., None]:
-        """Return the macro (q, sink_q, keys, values, position, y) of the kernel.
+    def group(self, row: Expr, slot: Expr) -> softmax.Group:
+        """Return the query heads of item `row` of one part of the context: pieces of heads, query rows."""
+        t, pieces = self.query[2], self.pieces
+        return softmax.Group(
+            row // (pieces * t), row // (self.splits * t) % self.hkv, row // t % pieces * self.size, row % t, slot
+        )
 
-        `meet` is the macro (o, sink_q, group, part, position): the query heads of an item meet their part of the rows.
-        """
-        (b, hq, t, d), softmax, parts = self.query, self.softmax, self.parts
-        pieces, size = self.hkv * self.splits, hq // (self.hkv * self.splits)
 
-        @script.inlined
-        def run(q, sink_q, keys, values, position, y):
-            # One slot per query head and row, and part of its context.
-            state = script.temporaries(
-                acc=(b * t * parts * hq, d, "float32"),
-                m=(b * t * parts * hq, "float32"),
-                l=(b * t * parts * hq, "float32"),
-            )
-            # item: key/value heads, pieces of their query heads, query rows, parts of the context
-            for item in self.loop(b * pieces * t * parts):
-                bi: T.let = item // (pieces * t * parts)
-                h: T.let = item // (self.splits * t * parts) % self.hkv
-                head: T.let = item // (t * parts) % pieces * size
-                i: T.let = item // parts % t
-                softmax.clear(state, item * size)
-                group = T.meta_var(Group(bi, h, head, i, item * size))
-                meet(Operands(q, keys, values, state), sink_q, group, item % parts, position)
-            # All parts are done. Joining them is serial: it takes parts * D products per head.
-            for row in range(b * pieces * t):
-                softmax.finish(
-                    y,
-                    state,
-                    Group(
-                        row // (pieces * t),
-                        row // (self.splits * t) % self.hkv,
-                        row // t % pieces * size,
-                        row % t,
-                        row * parts * size,
-                    ),
-                    parts,
-                )
-
-        return run
+@script.inlined
+def _attend(items, meet, q, sink_q, keys, values, position, y):
+    """Write y. The macro meet(o, sink_q, group, part, position) has the query heads of an item meet their rows."""
+    b, hq, t, d = T.meta_var(items.query)
+    parts, pieces, size = T.meta_var((items.parts, items.pieces, items.size))
+    # One slot per query head and row, and part of its context.
+    state = script.temporaries(
+        acc=(b * t * parts * hq, d, "float32"), m=(b * t * parts * hq, "float32"), l=(b * t * parts * hq, "float32")
+    )
+    # item: key/value heads, pieces of their query heads, query rows, parts of the context
+    for item in items.loop(b * pieces * t * parts):
+        bi: T.let = item // (pieces * t * parts)
+        h: T.let = item // (items.splits * t * parts) % items.hkv
+        head: T.let = item // (t * parts) % pieces * size
+        i: T.let = item // parts % t
+        _clear(d, size, state, item * size)
+        group = T.meta_var(softmax.Group(bi, h, head, i, item * size))
+        meet(Operands(q, keys, values, state), sink_q, group, item % parts, position)
+    # All parts are done. Joining them is serial: it takes parts * D products per head.
+    for row in range(b * pieces * t):
+        _finish(items.rows, d, size, y, state, items.group(row, row * parts * size), parts)
 
 
 @script.kernel
@@ -223,11 +205,10 @@ def decode_attention(
     """
     (b, hq, _, d), (_, hkv, s, _), width = query, cache, row_size(query[3], dtype)
     items = _Items.of(query, hkv, s, LogitRule(scale, softcap), dtype, isa)
-    softmax = items.softmax
 
     def ahead_of(last: Any, j: Any) -> Any:
         # Past the rows 0 .. last - 1 of a head come those of the next head.
-        later = j + softmax.ahead
+        later = j + items.rows.ahead
         return T.if_then_else(later < last, later, later - last + s)
 
     @script.inlined
@@ -237,9 +218,7 @@ def decode_attention(
         # A part that begins behind the filled rows has an empty range. Its slots stay empty: l and acc are 0.
         first: T.let = part * span
         last: T.let = T.min(first + span, filled)
-        softmax.attend(o, group, Rows(first, last, _itself, partial(ahead_of, last)))
-
-    run = items.run(meet)
+        items.rows.attend(o, group, softmax.Rows(first, last, _itself, partial(ahead_of, last)))
 
     @script.prim_func(private=True, s_tir=True)
     def attend(
@@ -251,7 +230,7 @@ def decode_attention(
     ):
         with T.sblock("heads"):
             script.access([q, keys, values, position], [y])
-            run(q, q, keys, values, position, y)
+            _attend(items, meet, q, q, keys, values, position, y)
 
     return attend
 
@@ -293,7 +272,7 @@ def window_attention(
     """
     (b, hq, t, d), (_, hkv, s, _), width = query, cache, row_size(query[3], dtype)
     items = _Items.of(query, hkv, sinks + window, LogitRule(scale, softcap), dtype, isa)
-    ring, softmax = s - sinks, items.softmax
+    ring = s - sinks
 
     def sink_of_next_head(j: Any) -> Any:
         return j + s
@@ -306,7 +285,7 @@ def window_attention(
     def ahead_of(seen: Any, base: Any, j: Any) -> Any:
         """Return the row to prefetch; past the last row come those of the next head."""
         # A window may have fewer rows than the prefetch distance.
-        later = j + T.min(softmax.ahead, seen)
+        later = j + T.min(items.rows.ahead, seen)
         past = later >= seen
         return recent(base, later - T.Select(past, seen, 0)) + T.Select(past, s, 0)
 
@@ -323,15 +302,13 @@ def window_attention(
         if sinks > 0:
             # The first part meets the sinks. The other parts have an empty range of them.
             met: T.let = T.if_then_else(part == 0, T.min(p + 1, sinks), 0)
-            softmax.attend(
+            items.rows.attend(
                 Operands(sink_q, o.keys, o.values, o.state),
                 group,
-                Rows(0, met, _itself, sink_of_next_head if t == 1 else None),
+                softmax.Rows(0, met, _itself, sink_of_next_head if t == 1 else None),
             )
         ahead = T.meta_var(partial(ahead_of, seen, base) if t == 1 else None)
-        softmax.attend(o, group, Rows(first, T.min(first + span, seen), partial(recent, base), ahead))
-
-    run = items.run(meet)
+        items.rows.attend(o, group, softmax.Rows(first, T.min(first + span, seen), partial(recent, base), ahead))
 
     @script.prim_func(private=True, s_tir=True)
     def attend_to_window(
@@ -344,7 +321,7 @@ def window_attention(
     ):
         with T.sblock("heads"):
             script.access([q, sink_q, keys, values, position], [y])
-            run(q, sink_q, keys, values, position, y)
+            _attend(items, meet, q, sink_q, keys, values, position, y)
 
     return attend_to_window
 
