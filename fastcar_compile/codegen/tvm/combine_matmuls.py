@@ -13,6 +13,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH
 from fastcar_compile.codegen.tvm.kernels.registry import KIND, LINEARS, OPTIONS, dispatch, specialise
 from fastcar_compile.codegen.tvm.relax_api import add_kernel, bindings_of, module_pass, tensor_type, untyped
 
@@ -126,6 +127,6 @@ def _matmul(module: tvm.IRModule, variable: relax.Var, call: relax.Expr) -> _Mat
     m, n, k = json.loads(str(kernel.attrs[OPTIONS]))
     linear, arguments = LINEARS[kind], tuple(cast(relax.Tuple, call.args[1]).fields)
     # With more rows a kernel is more than one parallel loop, and only single loops are joined.
-    if m > linear.max_rows:
+    if m > SMALL_BATCH:
         return None
     return _Matmul(variable, kind, m, n, k, arguments[: linear.activations], arguments[linear.activations :])

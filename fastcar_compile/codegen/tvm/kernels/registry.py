@@ -64,19 +64,17 @@ class LinearKernel:
     Args:
         kernel: `kernel(m, n, k, isa=...)`. Its first arguments are the activations, its last is the result [m, n].
         activations: how many arguments the activations are.
-        max_rows: the largest m whose kernel is one parallel loop, so that `combine` takes it.
     """
 
     kernel: Kernel
     activations: int
-    max_rows: int
 
 
 LINEARS: dict[str, LinearKernel] = {
-    "linear_bfloat16": LinearKernel(partial(_float_linear, "bfloat16"), activations=1, max_rows=SMALL_BATCH),
-    "linear_float32": LinearKernel(partial(_float_linear, "float32"), activations=1, max_rows=SMALL_BATCH),
-    "linear_w4a8": LinearKernel(_int4_linear, activations=2, max_rows=SMALL_BATCH),
-    "linear_w8a8": LinearKernel(_int8_linear, activations=2, max_rows=SMALL_BATCH),
+    "linear_bfloat16": LinearKernel(partial(_float_linear, "bfloat16"), activations=1),
+    "linear_float32": LinearKernel(partial(_float_linear, "float32"), activations=1),
+    "linear_w4a8": LinearKernel(_int4_linear, activations=2),
+    "linear_w8a8": LinearKernel(_int8_linear, activations=2),
 }
 
 
