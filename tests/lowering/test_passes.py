@@ -14,12 +14,12 @@ from tvm import relax, te, topi
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from fastcar_compile.codegen.tvm.elementwise import PARALLEL_ELEMENTS, schedule_elementwise
 from fastcar_compile.codegen.tvm.flatten import flatten
 from fastcar_compile.codegen.tvm.isa import PORTABLE, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.linear.floats import float_gemm
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH
 from fastcar_compile.codegen.tvm.kernels.registry import LINEARS, combine, combined_linears
+from fastcar_compile.codegen.tvm.passes import PARALLEL_ELEMENTS, schedule_elementwise
 from fastcar_compile.codegen.tvm.pipeline import check_of
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import InternalError

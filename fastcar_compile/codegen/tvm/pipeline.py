@@ -13,13 +13,11 @@ from tvm.relax.backend.cpu_generic import pipeline as cpu
 
 import fastcar_compile.codegen.tvm.converters  # noqa: F401  (registers them)
 from fastcar_compile.codegen.segment import Segment, segment
-from fastcar_compile.codegen.tvm import fusion
-from fastcar_compile.codegen.tvm.combine_matmuls import combine_parallel_matmuls, specialise_kernels
-from fastcar_compile.codegen.tvm.elementwise import schedule_elementwise
+from fastcar_compile.codegen.tvm import fusion, passes
 from fastcar_compile.codegen.tvm.flatten import flatten
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.relax_api import add_entry, no_alias
+from fastcar_compile.codegen.tvm.relax_api import add_entry
 from fastcar_compile.codegen.tvm.target import host_target
 
 
@@ -61,7 +59,7 @@ def relax_passes(isa: InstructionSet, entries: Sequence[str]) -> list[tvm.transf
     return [
         # Equal quantisations of one input are merged first: matmuls of it then have the very same rows.
         relax.transform.EliminateCommonSubexpr(),
-        combine_parallel_matmuls(isa),
+        passes.combine_parallel_matmuls(isa),
         relax.transform.DeadCodeElimination([*entries]),  # the single matmuls' kernels
     ]
 
@@ -70,13 +68,13 @@ def cpu_passes(isa: InstructionSet, entries: Sequence[str]) -> list[tvm.transfor
     """Return the passes from the module of `relax_passes` to the virtual machine's instructions."""
     return [
         # The import has the kernels of one instruction set. Those of `isa` take their places before TVM lowers them.
-        specialise_kernels(isa),
+        passes.specialise_kernels(isa),
         relax.transform.ConvertToDataflow(),  # TVM's passes look into dataflow blocks only
         relax.transform.DeadCodeElimination([*entries]),
         *tvm_passes(host_target(isa)),
         # Behind TVM's own passes, when every buffer has a storage; `no_alias` marks the kernels that are left.
         flatten({entry: check_of(entry) for entry in entries}),
-        no_alias(),
+        passes.no_alias(),
     ]
 
 
@@ -86,7 +84,7 @@ def tvm_passes(target: tvm.target.Target) -> list[tvm.transform.Pass]:
         *cpu.library_dispatch_passes(target),
         *cpu.legalize_passes(target),
         # After legalisation, when elementwise operators are kernels, and before buffers are planned.
-        schedule_elementwise(),
+        passes.schedule_elementwise(),
         *cpu.dataflow_lower_passes(target),
         *cpu.finalize_passes(target),
     ]
