@@ -7,7 +7,6 @@ kernel quantises are bit for bit those that the first kernel writes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,14 +30,7 @@ SUM_LANES = 32
 """Partial sums of a row on every instruction set, so that all have one order of summation."""
 
 
-@dataclass(frozen=True)
-class _Operands:
-    """x float32 [m, k], w and b float32 [k], y float32 [., k]."""
-
-    x: Any
-    w: Any
-    y: Any
-    b: Any
+# The macros of rows take operands o: x float32 [m, k], w and b float32 [k], y float32 [., k].
 
 
 def _value(x: Any, i: Expr, c: Expr) -> Expr:
@@ -189,7 +181,8 @@ def _norm(row: Callable[..., None], biased: bool, m: int, k: int, epsilon: float
         for i in loop(m):
             with T.sblock("row"):
                 script.access([x, w, b] if biased else [x, w], [y])
-                row(_Operands(x, w, y, b), i, i, k, epsilon)
+                o = script.temporaries(x=x, w=w, y=y, b=b)
+                row(o, i, i, k, epsilon)
 
     return normalize_rows if biased else script.without(normalize_rows, 2)
 
@@ -211,9 +204,9 @@ def _norm_quantize(row: Callable[..., None], biased: bool, m: int, k: int, epsil
             with T.sblock("row"):
                 script.access([x, w, b] if biased else [x, w], [q, s])
                 # One normalised row in float32, which quantize_row reads from the cache.
-                y = T.alloc_buffer((1, k), "float32")
-                row(_Operands(x, w, y, b), i, 0, k, epsilon)
-                quantize_row(y, 0, q, s, i, k)
+                o = script.temporaries(x=x, w=w, y=(1, k, "float32"), b=b)
+                row(o, i, 0, k, epsilon)
+                quantize_row(o.y, 0, q, s, i, k)
 
     return normalize_quantize_rows if biased else script.without(normalize_quantize_rows, 2)
 
