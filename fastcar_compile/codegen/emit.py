@@ -26,11 +26,7 @@ from fastcar_compile.support.machine import require_memory
 
 
 def emit_artifact(
-    writer: ArtifactWriter,
-    plan: BuildPlan,
-    original: DecoderProgram,
-    variants: Sequence[InstructionSet],
-    say: Progress,
+    writer: ArtifactWriter, plan: BuildPlan, original: DecoderProgram, variants: Sequence[InstructionSet], say: Progress
 ) -> None:
     """Write everything below the root of an open writer.
 

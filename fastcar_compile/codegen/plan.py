@@ -208,11 +208,7 @@ def _best_offload(plan: BuildPlan) -> str:
 
 
 def _plan(
-    program: DecoderProgram,
-    config: CompileConfig,
-    board: Target,
-    before: Sequence[Pass],
-    work: Offloaded | None = None,
+    program: DecoderProgram, config: CompileConfig, board: Target, before: Sequence[Pass], work: Offloaded | None = None
 ) -> BuildPlan:
     """Return the plan of a rewritten program. `work`: of the accelerator, where it is known already."""
     problems, accelerator = list[CompileError](), None
@@ -350,11 +346,7 @@ WHOLE = "decode step: MLPs, gates, linears, attention, norms, residual adds"
 
 
 def _placements(
-    program: DecoderProgram,
-    config: CompileConfig,
-    board: Target,
-    plan: Accelerator | None,
-    kept: Sequence[Fallback],
+    program: DecoderProgram, config: CompileConfig, board: Target, plan: Accelerator | None, kept: Sequence[Fallback]
 ) -> Iterator[Placement]:
     """Yield the parts, the accelerator's first. `kept`: the fallbacks, whose reasons the host's parts repeat."""
     layers = tuple(site.layer for site in program.sites)

@@ -15,14 +15,11 @@ from tvm.tirx import IntImm, PrimFunc
 import fastcar_compile.codegen.tvm.fusion  # noqa: F401  (registers the fused operators, which have converters too)
 from fastcar_compile.artifact.layout import GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION
 from fastcar_compile.codegen.tvm.importer import CONVERTERS, FRESH, Call, Operand, Value, converts
-from fastcar_compile.codegen.tvm.kernels import cache, norm
-from fastcar_compile.codegen.tvm.kernels.attention.decode import context_attention, ring_row
+from fastcar_compile.codegen.tvm.kernels import cache, gate, learned_score, norm, vectors
+from fastcar_compile.codegen.tvm.kernels.attention import decode
 from fastcar_compile.codegen.tvm.kernels.cache import MAX_ROWS
-from fastcar_compile.codegen.tvm.kernels.gate import gate, gate_and_count, input_delta, random_score
-from fastcar_compile.codegen.tvm.kernels.learned_score import learned_score
 from fastcar_compile.codegen.tvm.kernels.linear.activations import quantize_rows
 from fastcar_compile.codegen.tvm.kernels.registry import Kernel
-from fastcar_compile.codegen.tvm.kernels.vectors import gelu, gelu_tanh, sigmoid, silu, tanh
 from fastcar_compile.codegen.tvm.relax_api import untyped
 from fastcar_compile.ir.exact import EXP_TABLE
 from fastcar_compile.ir.ops.linear import factor_table
@@ -148,7 +145,7 @@ def _elementwise(function: Callable[[Any], Any], call: Call) -> Value:
 
 @converts(aten.gelu.default)
 def _gelu(call: Call) -> Value:
-    return _elementwise(gelu_tanh if call.text("approximate") == "tanh" else gelu, call)
+    return _elementwise(vectors.gelu_tanh if call.text("approximate") == "tanh" else vectors.gelu, call)
 
 
 # Linears, the quantisation of their rows, and the activations between them.
@@ -238,9 +235,9 @@ def _norm_quantize(kernel: Kernel, arguments: Callable[[Call], list[relax.Expr]]
 
 
 CONVERTERS |= {
-    aten.sigmoid.default: partial(_elementwise, sigmoid),
-    aten.tanh.default: partial(_elementwise, tanh),
-    aten.silu.default: partial(_elementwise, silu),
+    aten.sigmoid.default: partial(_elementwise, vectors.sigmoid),
+    aten.tanh.default: partial(_elementwise, vectors.tanh),
+    aten.silu.default: partial(_elementwise, vectors.silu),
     aten.linear.default: partial(_float_linear, "input"),
     fastcar.linear_bf16.default: partial(_float_linear, "x"),
     fastcar.rms_norm.default: partial(_norm, norm.rms_norm, _rows_and_weight),
@@ -310,7 +307,7 @@ def _context_attention(call: Call) -> Value:
     query, values, mask = call.tensor("query"), call.tensor("values"), call.optional("mask")
     rows = 1 if mask is None else mask.shape[0]
     added = call.constant(np.zeros((1, 1, 1, values.shape[2]), np.float32)) if mask is None else mask.value
-    kernel = context_attention(query.shape, values.shape, rows, call.number("scale"), *_softcap(call))
+    kernel = decode.context_attention(query.shape, values.shape, rows, call.number("scale"), *_softcap(call))
     return call.kernel(kernel, [*call.values("query", "keys", "values"), added])
 
 
@@ -346,7 +343,7 @@ def _cache_write(call: Call) -> Value:
 
 @converts(fastcar.ring_row.default)
 def _ring_row(call: Call) -> Value:
-    kernel = ring_row(call.integer("back"), call.integer("sinks"), call.integer("ring"))
+    kernel = decode.ring_row(call.integer("back"), call.integer("sinks"), call.integer("ring"))
     return call.kernel(kernel, call.values("position"))
 
 
@@ -369,7 +366,7 @@ def _slot_write(call: Call) -> Value:
 def _keep_frame(call: Call) -> Value:
     # Both caches are written in place: results 0 and 1 are arguments 0 and 1.
     kernel = cache.slots_write(call.tensor("cache").shape)
-    return call.partly_in_place(kernel, call.values("cache", "inputs", "y", "x", "replay", "step"), (0, 1))
+    return call.in_place(kernel, call.values("cache", "inputs", "y", "x", "replay", "step"), (0, 1))
 
 
 # The gate, and the scores that are no attention.
@@ -377,14 +374,14 @@ def _keep_frame(call: Call) -> Value:
 
 @converts(fastcar.gate.default)
 def _gate(call: Call) -> Value:
-    return call.kernel(gate(*_gate_options(call)), call.values("score", "threshold", "step", "chain"))
+    return call.kernel(gate.gate(*_gate_options(call)), call.values("score", "threshold", "step", "chain"))
 
 
 @converts(fastcar.gate_and_count.default)
 def _gate_and_count(call: Call) -> Value:
     # The decision is a new tensor; the counters are written in place.
     arguments = call.values("chain", "score", "threshold", "step")
-    return call.partly_in_place(gate_and_count(*_gate_options(call)), arguments, (FRESH, 0))
+    return call.in_place(gate.gate_and_count(*_gate_options(call)), arguments, (FRESH, 0))
 
 
 def _gate_options(call: Call) -> tuple[int, int, int, int, bool, int, bool]:
@@ -397,14 +394,14 @@ def _gate_options(call: Call) -> tuple[int, int, int, int, bool, int, bool]:
 
 @converts(fastcar.input_delta.default)
 def _input_delta(call: Call) -> Value:
-    return call.kernel(input_delta(*call.tensor("x").rows), call.values("x", "cached"))
+    return call.kernel(gate.input_delta(*call.tensor("x").rows), call.values("x", "cached"))
 
 
 @converts(fastcar.output_bound.default)
 def _output_bound(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
     # The change of the input is a score of its own, and here one term of the bound.
-    change = call.kernel(input_delta(*call.tensor("x").rows), call.values("x", "cached"))
+    change = call.kernel(gate.input_delta(*call.tensor("x").rows), call.values("x", "cached"))
     options = (call.integer("stride"), call.number("weight"), keys.dtype)
     kernel = call.dispatch("output_bound", query.shape, keys.shape, *options)
     return call.kernel(kernel, [change, *call.values("query", "key_cache", "position")])
@@ -412,7 +409,7 @@ def _output_bound(call: Call) -> Value:
 
 @converts(fastcar.learned_score.default)
 def _learned_score(call: Call) -> Value:
-    kernel = learned_score(*call.tensor("x").rows, call.tensor("w1").shape[0])
+    kernel = learned_score.learned_score(*call.tensor("x").rows, call.tensor("w1").shape[0])
     return call.kernel(kernel, call.values("x", "cached", "w1", "b1", "w2", "b2"))
 
 
@@ -423,7 +420,7 @@ def _constant_score(call: Call) -> Value:
 
 @converts(fastcar.random_score.default)
 def _random_score(call: Call) -> Value:
-    return call.kernel(random_score(call.integer("rows"), call.integer("layer")), call.values("step"))
+    return call.kernel(gate.random_score(call.integer("rows"), call.integer("layer")), call.values("step"))
 
 
 # Calls of the accelerator, as packed functions that the runtime registers.

@@ -162,25 +162,23 @@ class Call:
 
         return self._builder.emit_te(kernel, self.tensor("self").value, primfunc_name_hint=name)
 
-    def in_place(self, function: PrimFunc, args: Sequence[relax.Expr]) -> relax.Var:
-        """Emit a kernel that writes into its first argument, which is also the result: nothing copies a cache."""
-        # Place 0: the result's memory is that of the cache, which the caller gave as state.
-        out = tensor_type(self.shape, self.dtype)
-        return self.emit(untyped.op.call_tir_inplace(add_kernel(self._builder, function), list(args), [0], out))
+    def in_place(self, function: PrimFunc, args: Sequence[relax.Expr], places: Sequence[int] = (0,)) -> Value:
+        """Emit a kernel whose results are arguments at these places, which it writes to, or `FRESH`.
 
-    def partly_in_place(
-        self, function: PrimFunc, args: Sequence[relax.Expr], places: Sequence[int]
-    ) -> tuple[relax.Var, ...]:
-        """Emit a kernel of several results: each is the argument at its place, which is written to, or `FRESH`."""
-        outs = [type_of(value) for value in self.results]
-        kernel = add_kernel(self._builder, function)
-        return tuple(self._elements(untyped.op.call_tir_inplace(kernel, list(args), list(places), outs), len(outs)))
+        Nothing copies a cache: the memory of such a result is that of the argument, which the caller gave as state.
+        """
+        call = untyped.op.call_tir_inplace(add_kernel(self._builder, function), list(args), list(places), self._out)
+        return self.emit(call) if len(places) == 1 else tuple(self._elements(call, len(places)))
 
     def packed(self, name: str, args: Sequence[relax.Expr]) -> relax.Var:
         """Emit a call of a packed function that the runtime registers."""
+        return self.emit(untyped.call_dps_packed(name, list(args), self._out))
+
+    @property
+    def _out(self) -> Any:
+        """The type of the one result, or those of several."""
         val = self._node.meta["val"]
-        out = type_of(val) if isinstance(val, Tensor) else [*map(type_of, val)]
-        return self.emit(untyped.call_dps_packed(name, list(args), out))
+        return type_of(val) if isinstance(val, Tensor) else [*map(type_of, val)]
 
     def reshape(self, value: relax.Expr, shape: Shape) -> relax.Expr:
         """Return the value in another shape. A reshape of a reshape is one: TVM would fuse two into a copy."""

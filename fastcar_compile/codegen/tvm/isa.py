@@ -83,11 +83,11 @@ def instruction_set(name: str) -> InstructionSet:
     Raises:
         CompileError: there is none.
     """
-    for isa in INSTRUCTION_SETS:
-        if isa.name == name:
-            return isa
-    known = ", ".join(isa.name for isa in INSTRUCTION_SETS)
-    raise CompileError(f"unknown instruction set {name!r}", where="host_cpus", hint=f"use some of: {known}, {NATIVE}")
+    known = {isa.name: isa for isa in INSTRUCTION_SETS}
+    if name not in known:
+        hint = f"use some of: {', '.join(known)}, {NATIVE}"
+        raise CompileError(f"unknown instruction set {name!r}", where="host_cpus", hint=hint)
+    return known[name]
 
 
 def instruction_sets(names: Sequence[str]) -> list[InstructionSet]:

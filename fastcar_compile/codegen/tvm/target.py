@@ -26,9 +26,11 @@ def board_instruction_set(cpu: str, triple: str) -> InstructionSet:
     machine = triple.split("-", maxsplit=1)[0]
     table = [isa for isa in INSTRUCTION_SETS if isa.machine == machine]
     if not table:
-        raise TargetError(f"there are no kernels for {triple}", where="host.triple", hint=f"known: {_machines()}")
+        known = ", ".join(sorted({isa.triple for isa in INSTRUCTION_SETS}))
+        raise TargetError(f"there are no kernels for {triple}", where="host.triple", hint=f"known: {known}")
     # LLVM would ignore the name of a CPU that it does not know.
-    if cpu not in tvm.get_global_func("target.llvm_get_cpu_archlist")(_plain(triple)):
+    plain = tvm.target.Target({"kind": "llvm", "mtriple": triple})
+    if cpu not in tvm.get_global_func("target.llvm_get_cpu_archlist")(plain):
         raise TargetError(f"LLVM knows no CPU {cpu!r} for {triple}", where="host.cpu", hint="use LLVM's name of it")
     offers = tvm.get_global_func("target.target_has_feature")
     target = tvm.target.Target({"kind": "llvm", "mcpu": cpu, "mtriple": triple})
@@ -41,11 +43,3 @@ def board_instruction_set(cpu: str, triple: str) -> InstructionSet:
         where="host.cpu",
         hint=f"a host CPU needs at least {', '.join(table[-1].llvm)}",
     )
-
-
-def _plain(triple: str) -> tvm.target.Target:
-    return tvm.target.Target({"kind": "llvm", "mtriple": triple})
-
-
-def _machines() -> str:
-    return ", ".join(sorted({isa.triple for isa in INSTRUCTION_SETS}))

@@ -7,10 +7,10 @@ for several CPUs.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -19,18 +19,10 @@ from tvm.s_tir import SBlock, SBlockRealize, renew_defs
 from tvm.tirx import Bind, DeclBuffer, For, ForKind, IfThenElse, IntImm, PrimFunc, SeqStmt, Stmt, Var
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
-from fastcar_compile.codegen.tvm.kernels.attention.decode import decode_attention, window_attention
-from fastcar_compile.codegen.tvm.kernels.attention.exact import exact_attention
-from fastcar_compile.codegen.tvm.kernels.cache import cache_write, ring_write
-from fastcar_compile.codegen.tvm.kernels.gate import output_bound
-from fastcar_compile.codegen.tvm.kernels.linear.activations import activate_quantize, activation_factor
-from fastcar_compile.codegen.tvm.kernels.linear.floats import float_gemm, float_gemv
-from fastcar_compile.codegen.tvm.kernels.linear.gemm_w4a8 import FEW, TILE, gemm_w4a8, pairs_w4a8
+from fastcar_compile.codegen.tvm.kernels import cache, gate, tas
+from fastcar_compile.codegen.tvm.kernels.attention import chunk, decode, exact
+from fastcar_compile.codegen.tvm.kernels.linear import activations, floats, gemm_w4a8, w4a8, w8a8
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH, WeightType, holds
-from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import linear_w4a8
-from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import gemm_w8a8, linear_w8a8
-from fastcar_compile.codegen.tvm.kernels.tas import tas, tas_heads
 from fastcar_compile.errors import InternalError
 
 Kernel = Callable[..., PrimFunc]
@@ -41,20 +33,20 @@ every instruction set."""
 def _float_linear(dtype: WeightType, m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     # Measured: a vector of eight rows or more is worth its padding from six rows on.
     few = 5 if isa.float_lanes >= SMALL_BATCH else SMALL_BATCH
-    return (float_gemv if m <= few else float_gemm)(m, n, k, dtype, isa)
+    return (floats.float_gemv if m <= few else floats.float_gemm)(m, n, k, dtype, isa)
 
 
 def _int8_linear(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     # Measured: up to 8 rows, dot products along the reduction are as fast.
-    return (gemm_w8a8 if m > SMALL_BATCH and holds(n, k, isa) else linear_w8a8)(m, n, k, isa)
+    return (w8a8.gemm_w8a8 if m > SMALL_BATCH and holds(n, k, isa) else w8a8.linear_w8a8)(m, n, k, isa)
 
 
 def _int4_linear(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     # pairs_w4a8 pads the active rows to eight and takes 24 weight rows a tile. Up to FEW rows that padding costs more.
-    if m <= FEW or n < TILE or not holds(n, k, isa):
-        return linear_w4a8(m, n, k, isa)
+    if m <= gemm_w4a8.FEW or n < gemm_w4a8.TILE or not holds(n, k, isa):
+        return w4a8.linear_w4a8(m, n, k, isa)
     # Up to eight rows of x share a vector with two weight rows; more rows of x fill vectors of 16.
-    return (pairs_w4a8 if m <= SMALL_BATCH else gemm_w4a8)(m, n, k, isa)
+    return (gemm_w4a8.pairs_w4a8 if m <= SMALL_BATCH else gemm_w4a8.gemm_w4a8)(m, n, k, isa)
 
 
 @dataclass(frozen=True)
@@ -71,8 +63,8 @@ class LinearKernel:
 
 
 LINEARS: dict[str, LinearKernel] = {
-    "linear_bfloat16": LinearKernel(partial(_float_linear, "bfloat16"), activations=1),
-    "linear_float32": LinearKernel(partial(_float_linear, "float32"), activations=1),
+    "linear_bfloat16": LinearKernel(functools.partial(_float_linear, "bfloat16"), activations=1),
+    "linear_float32": LinearKernel(functools.partial(_float_linear, "float32"), activations=1),
     "linear_w4a8": LinearKernel(_int4_linear, activations=2),
     "linear_w8a8": LinearKernel(_int8_linear, activations=2),
 }
@@ -160,18 +152,18 @@ def combined_linears(kind: str, m: int, ns: tuple[int, ...], k: int, isa: Instru
 
 
 KERNELS: dict[str, Kernel] = {
-    "activate_quantize": activate_quantize,
-    "activation_factor": activation_factor,
-    "attention": decode_attention,
-    "attention_chunk": chunk_attention,
-    "cache_write": cache_write,
-    "exact_attention": exact_attention,
+    "activate_quantize": activations.activate_quantize,
+    "activation_factor": activations.activation_factor,
+    "attention": decode.decode_attention,
+    "attention_chunk": chunk.chunk_attention,
+    "cache_write": cache.cache_write,
+    "exact_attention": exact.exact_attention,
     "linears": combined_linears,
-    "output_bound": output_bound,
-    "ring_write": ring_write,
-    "tas": tas,
-    "tas_heads": tas_heads,
-    "window_attention": window_attention,
+    "output_bound": gate.output_bound,
+    "ring_write": cache.ring_write,
+    "tas": tas.tas,
+    "tas_heads": tas.tas_heads,
+    "window_attention": decode.window_attention,
     **{kind: linear.kernel for kind, linear in LINEARS.items()},
 }
 """Kind -> kernel. A kernel reads what it needs from the traits of the `InstructionSet`: `int8` selects an entry of
@@ -181,7 +173,7 @@ KIND, OPTIONS = "fastcar.kernel", "fastcar.options"
 """The attributes of a marked kernel."""
 
 
-@cache
+@functools.cache
 def dispatch(isa: InstructionSet, kind: str, *options: Any) -> PrimFunc:
     """Return the kernel of that kind for the instruction set, with the marks that `specialise` reads."""
     kernel: Any = KERNELS[kind](*options, isa=isa)
@@ -191,7 +183,7 @@ def dispatch(isa: InstructionSet, kind: str, *options: Any) -> PrimFunc:
     return marked
 
 
-@cache
+@functools.cache
 def _unmarked(kind: str, options: str, isa: InstructionSet) -> PrimFunc:
     # JSON turns tuples into lists. Options are tuples again, because the kernels are cached by their options.
     return KERNELS[kind](*(tuple(o) if isinstance(o, list) else o for o in json.loads(options)), isa=isa)

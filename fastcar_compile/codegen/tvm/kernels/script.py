@@ -21,10 +21,7 @@ from typing import Any, ParamSpec, cast
 import tvm
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
-from tvm.script.parser.core import doc, utils
-from tvm.script.parser.core.diagnostics import Source
-from tvm.script.parser.core.error import ParserError
-from tvm.script.parser.core.evaluator import ExprEvaluator
+from tvm.script.parser.core import diagnostics, doc, error, evaluator, utils
 from tvm.script.parser.core.parser import Parser, ScriptMacro
 from tvm.tirx import PrimFunc
 from tvm.tirx.script.parser.entry import TIRMacro
@@ -74,8 +71,8 @@ def _parsed(function: Callable[..., Any], names: dict[str, Any]) -> PrimFunc:
     with _PARSING, _current(parser), IRBuilder() as builder:
         try:
             parser.parse(extra_vars=names)
-        except ParserError as error:
-            parser.report_error(error.node, error.args[0])
+        except error.ParserError as failure:
+            parser.report_error(failure.node, failure.args[0])
         made: Any = builder.get()
     # Ill-formed TIR fails here, at its kernel, and not in a later pass over the whole module.
     tvm.s_tir.analysis.verify_well_formed(tvm.IRModule.from_expr(made))
@@ -150,7 +147,7 @@ def _current(parser: Parser) -> Generator[None]:
         _parser.reset(token)
 
 
-class _Source(Source):
+class _Source(diagnostics.Source):
     """A function's source, whose tree is made once."""
 
     @cached_property
@@ -194,7 +191,7 @@ class _Parser(Parser):
         return _Evaluator(self, values).value(node)
 
 
-class _Evaluator(ExprEvaluator):
+class _Evaluator(evaluator.ExprEvaluator):
     """Makes calls, attributes and subscripts of values itself; of all other expressions Python does, as TVM has it."""
 
     def value(self, node: Any) -> Any:
