@@ -21,9 +21,9 @@ from fastcar_compile.artifact.layout import ONNX_CONTEXT_EXTERNAL, ONNX_CONTEXT_
 from fastcar_compile.artifact.manifest import producer_versions
 from fastcar_compile.artifact.sections import OnnxSection
 from fastcar_compile.codegen.base import EmitContext
+from fastcar_compile.codegen.onnx import segments
 from fastcar_compile.codegen.onnx.linear import ZERO_POINT
-from fastcar_compile.codegen.onnx.names import PRODUCER, call_origin, function_names, model_notes, value_notes
-from fastcar_compile.codegen.onnx.segments import DOMAIN, segment_functions
+from fastcar_compile.codegen.onnx.segments import DOMAIN, PRODUCER
 from fastcar_compile.codegen.onnx.translate import OPSET
 from fastcar_compile.codegen.segment import Segment, segment
 from fastcar_compile.errors import CompileError
@@ -100,7 +100,7 @@ class _Builder:
         for name, node in returned:
             if self._value(node) != name:
                 self.nodes.append(helper.make_node("Identity", [self._value(node)], [name]))
-        notes = value_notes(self.program)
+        notes = segments.value_notes(self.program)
         inputs = [_info(str(n.target), n, notes) for n in placeholders]
         outputs = [_info(name, node, notes) for name, node in returned]
         graph = helper.make_graph(self.nodes, self.kind, inputs, outputs, self.initializers)
@@ -116,21 +116,21 @@ class _Builder:
             producer_version=producer_versions()[PRODUCER],
             ir_version=IR_VERSION,
         )
-        model_notes(model, self.kind, self.program.config)
+        segments.model_notes(model, self.kind, self.program.config)
         return model
 
-    def _calls(self, segments: Sequence[Segment]) -> None:
+    def _calls(self, parts: Sequence[Segment]) -> None:
         """One node per segment; equal segments call one function."""
         # Reversed, so that the first segment of each kind stays in the dictionary.
-        distinct = {part.key: part for part in reversed(segments)}
-        names = function_names(segments)
-        self.functions = segment_functions({name: distinct[key] for key, name in names.items()})
-        for part in segments:
+        distinct = {part.key: part for part in reversed(parts)}
+        names = segments.function_names(parts)
+        self.functions = segments.segment_functions({name: distinct[key] for key, name in names.items()})
+        for part in parts:
             for node in part.outputs:
                 self.values.setdefault(node, f"value.{node.name}")
             inputs, outputs = ([self._value(n) for n in nodes] for nodes in (part.inputs, part.outputs))
             call = helper.make_node(names[part.key], inputs, outputs, domain=DOMAIN)
-            call_origin(call, part, names[part.key])
+            segments.call_origin(call, part, names[part.key])
             self.nodes.append(call)
 
     def _value(self, node: fx.Node) -> str:
