@@ -7,6 +7,7 @@ external data: the bytes of the artifact's own weight files, so that nothing is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,25 +63,21 @@ def export_onnx(
     onnx.checker.check_model(str(path), full_check=True)
 
 
+@dataclass
 class _Builder:
-    def __init__(
-        self,
-        program: DecoderProgram,
-        module: fx.GraphModule,
-        outputs: Sequence[str],
-        places: Mapping[str, Placement] | None,
-    ) -> None:
-        self.program, self.module, self.outputs = program, module, outputs
-        self.places, self.params = places, program.params
-        self.kind = "context" if module is program.context else "decoder"
-        self.nodes: list[onnx.NodeProto] = []
-        self.initializers: list[TensorProto] = []
-        self.functions: list[onnx.FunctionProto] = []
-        self.values: dict[Any, str] = {}
+    """Collects the parts of a model: of a graph of the program; `places` as for `export_onnx`."""
+
+    program: DecoderProgram
+    module: fx.GraphModule
+    outputs: Sequence[str]
+    places: Mapping[str, Placement] | None
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    initializers: dict[str, TensorProto] = field(default_factory=dict)
+    values: dict[Any, str] = field(default_factory=dict)
 
     def model(self) -> onnx.ModelProto:
         """The whole model."""
-        module = self.module
+        module, params = self.module, self.program.params
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         taken = {str(n.target) for n in placeholders}
         # ONNX names its values once for the whole graph. A state that goes in and comes out has two names.
@@ -94,37 +91,37 @@ class _Builder:
                 self.values.setdefault(node, name)
         read = tensor_attributes(module)
         # The parameters of the program are those of all its graphs; the file has those that this graph reads.
-        for name in (name for name in self.params if name in read):
-            self._parameter(name, self.params.spec(name))
-        self._calls(segment(module))
+        for name in (name for name in params if name in read):
+            self._parameter(name, params.spec(name))
+        functions = self._calls(segment(module))
         for name, node in returned:
             if self._value(node) != name:
                 self.nodes.append(helper.make_node("Identity", [self._value(node)], [name]))
         notes = segments.value_notes(self.program)
         inputs = [_info(str(n.target), n, notes) for n in placeholders]
         outputs = [_info(name, node, notes) for name, node in returned]
-        graph = helper.make_graph(self.nodes, self.kind, inputs, outputs, self.initializers)
+        kind = "context" if module is self.program.context else "decoder"
+        graph = helper.make_graph(self.nodes, kind, inputs, outputs, [*self.initializers.values()])
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
         # Functions of onnxscript may stay in the model, and bring domains of their own.
         known = {o.domain for o in opsets}
-        domains = {o.domain: o for f in self.functions for o in f.opset_import if o.domain not in known}
+        domains = {o.domain: o for f in functions for o in f.opset_import if o.domain not in known}
         model = helper.make_model(
             graph,
-            functions=self.functions,
+            functions=functions,
             opset_imports=[*opsets, *(domains[d] for d in sorted(domains))],
             producer_name=PRODUCER,
             producer_version=producer_versions()[PRODUCER],
             ir_version=IR_VERSION,
         )
-        segments.model_notes(model, self.kind, self.program.config)
+        segments.model_notes(model, kind, self.program.config)
         return model
 
-    def _calls(self, parts: Sequence[Segment]) -> None:
-        """One node per segment; equal segments call one function."""
+    def _calls(self, parts: Sequence[Segment]) -> list[onnx.FunctionProto]:
+        """Add one node per segment; return the functions. Equal segments call one function."""
         # Reversed, so that the first segment of each kind stays in the dictionary.
         distinct = {part.key: part for part in reversed(parts)}
         names = segments.function_names(parts)
-        self.functions = segments.segment_functions({name: distinct[key] for key, name in names.items()})
         for part in parts:
             for node in part.outputs:
                 self.values.setdefault(node, f"value.{node.name}")
@@ -132,6 +129,7 @@ class _Builder:
             call = helper.make_node(names[part.key], inputs, outputs, domain=DOMAIN)
             segments.call_origin(call, part, names[part.key])
             self.nodes.append(call)
+        return segments.segment_functions({name: distinct[key] for key, name in names.items()})
 
     def _value(self, node: fx.Node) -> str:
         return str(node.target) if node.op == "get_attr" else self.values[node]
@@ -139,26 +137,21 @@ class _Builder:
     def _parameter(self, name: str, spec: Tensor) -> None:
         """An initialiser; int8 becomes uint8 with zero point 128."""
         if self.places is None:
-            value = self.params[name].detach().cpu().contiguous()
+            value = self.program.params[name].detach().cpu().contiguous()
             if value.dtype == torch.int8:
                 value = value.view(torch.uint8) ^ ZERO_POINT  # the byte of w with its top bit flipped is w + 128
-            self.initializers.append(_inline(name, value))
+            self.initializers[name] = _inline(name, value)
             return
         # The weight file is shared with the other backends, so its int8 bytes stay as they are.
         signed = spec.dtype == torch.int8
         stored = f"{name}.stored" if signed else name
         kind = TensorProto.UINT8 if signed else from_torch_dtype(spec.dtype)
-        self.initializers.append(_external(stored, kind, tuple(spec.shape), self.places[name]))
+        self.initializers[stored] = _external(stored, kind, tuple(spec.shape), self.places[name])
         if signed:
             # As above; onnxruntime folds this when it loads the model.
-            flip = helper.make_node("BitwiseXor", [stored, self._top_bit()], [name])
-            self.nodes.append(flip)
-
-    def _top_bit(self) -> str:
-        name = "top_bit"
-        if not any(t.name == name for t in self.initializers):
-            self.initializers.append(numpy_helper.from_array(np.array(ZERO_POINT, np.uint8), name))
-        return name
+            top_bit = numpy_helper.from_array(np.array(ZERO_POINT, np.uint8), "top_bit")
+            self.initializers.setdefault(top_bit.name, top_bit)
+            self.nodes.append(helper.make_node("BitwiseXor", [stored, top_bit.name], [name]))
 
 
 def _inline(name: str, value: Tensor) -> TensorProto:
