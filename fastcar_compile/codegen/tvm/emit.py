@@ -6,7 +6,6 @@ import copy
 import platform
 import shutil
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -14,8 +13,9 @@ from fastcar_compile.artifact.layout import EMBEDDED, board_library, host_librar
 from fastcar_compile.artifact.sections import BoardPart, HostSection, VariantPart
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EmitContext
-from fastcar_compile.codegen.tvm.build import HostGraph
+from fastcar_compile.codegen.tvm.build import HostGraph, LoweredModule, lower
 from fastcar_compile.codegen.tvm.isa import InstructionSet, cross_compiler, instruction_sets
+from fastcar_compile.codegen.tvm.target import board_instruction_set
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
@@ -24,10 +24,6 @@ from fastcar_compile.ir.query import ancestors, graph_module, node_named, tensor
 from fastcar_compile.ir.rewrite import set_outputs
 from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.support.values import LOGGER
-
-if TYPE_CHECKING:
-    from fastcar_compile.codegen.tvm.build import LoweredModule
-
 
 # What the host computes for an accelerator that runs whole decode steps: the rows that the first layer reads.
 
@@ -84,8 +80,6 @@ class TvmEmitter:
     def emit(self, program: DecoderProgram, context: EmitContext) -> HostSection:
         """Write the libraries; see Emitter.emit."""
         context.say("lowering with TVM")
-        from fastcar_compile.codegen.tvm.build import HostGraph, lower
-
         graphs = {"decode": HostGraph(program.graph_module, program.outputs)}
         if program.prefill is not None:
             graphs["prefill"] = HostGraph(program.prefill, program.prefill_outputs)
@@ -129,8 +123,6 @@ def emit_board(writer: ArtifactWriter, lowered: LoweredModule, board: Target, ma
     Args:
         machine: triple of the build machine.
     """
-    from fastcar_compile.codegen.tvm.target import board_instruction_set
-
     triple, cpu = board.host_triple, board.host.cpu
     compiler = cross_compiler(triple, machine)
     linked = shutil.which(compiler) is not None
