@@ -51,10 +51,6 @@ class ChunkShape:
         return self.rows_of.dim
 
     @property
-    def isa(self) -> InstructionSet:
-        return self.rows_of.isa
-
-    @property
     def total(self) -> int:
         """The query rows of a group: head after head. Row n is row n % t of query head n // t."""
         return self.group * self.t
@@ -62,7 +58,7 @@ class ChunkShape:
     @property
     def width(self) -> int:
         """The query rows of a tile: two registers of them, one where there are few."""
-        return self.isa.float_lanes * (2 if self.total > self.isa.float_lanes else 1)
+        return self.rows_of.isa.float_lanes * (2 if self.total > self.rows_of.isa.float_lanes else 1)
 
     @property
     def tiles(self) -> int:
@@ -72,12 +68,12 @@ class ChunkShape:
     @property
     def broadcasts(self) -> int:
         """Elements that are broadcast at a time. Their sums with two registers fill half of the registers."""
-        return 8 if self.isa.float_lanes == 16 or self.isa.machine == "aarch64" else 4
+        return 8 if self.rows_of.isa.float_lanes == 16 or self.rows_of.isa.machine == "aarch64" else 4
 
     @property
     def columns(self) -> int:
         """Columns of the accumulators that are in registers."""
-        return next(v for v in (32, 16, 8, 4, 2, 1) if v <= 2 * self.isa.float_lanes and self.d % v == 0)
+        return next(v for v in (32, 16, 8, 4, 2, 1) if v <= 2 * self.rows_of.isa.float_lanes and self.d % v == 0)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def float_gemv(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
     return linear_float
 
 
-def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) -> tiles.TileMacro:
+def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) -> Any:
     # A single row of x leaves room for two registers of partial sums per output.
     lanes = 2 * isa.float_lanes if m == 1 else max(isa.float_lanes, 8)
     steps, tail = divmod(k, lanes)

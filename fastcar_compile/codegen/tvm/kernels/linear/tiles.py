@@ -6,7 +6,6 @@ weight row are one broadcast, which vpdpbusd multiplies with 16 rows, and no sum
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -356,10 +355,6 @@ class Tile:
         return self.active.rows[self.place(output)]
 
 
-TileMacro = Callable[[Any, Tile], None]
-"""A macro (operands, tile) that writes the tile's outputs."""
-
-
 @dataclass(frozen=True)
 class Tiling:
     """n weight rows in tiles of `rows` by `columns`; `loop` is T.parallel or T.serial."""
@@ -368,10 +363,6 @@ class Tiling:
     rows: int
     columns: int
     loop: Any
-
-    def whole(self, count: Expr) -> Expr:
-        """Return how many of `count` active rows are in whole tiles."""
-        return count // self.columns * self.columns
 
 
 @script.inlined
@@ -387,8 +378,9 @@ def for_tiles(tiling, multiply, o, active):
             multiply(o, Tile(jo * tiling.rows, io * tiling.columns, tiling.rows, tiling.columns, active))
         # Active rows that do not fill a tile, one at a time.
         if tiling.columns > 1:
+            whole = T.meta_var(active.count[0] // tiling.columns * tiling.columns)
             for io in range(active.count[0] % tiling.columns):
-                multiply(o, Tile(jo * tiling.rows, tiling.whole(active.count[0]) + io, tiling.rows, 1, active))
+                multiply(o, Tile(jo * tiling.rows, whole + io, tiling.rows, 1, active))
     # Weight rows that do not fill a tile, after the loop: they are fewer than one iteration's.
     if tiling.n % tiling.rows > 0:
         for io in range(active.count[0]):
