@@ -163,6 +163,25 @@ def _scores(heads, stride, factor, reads, query, keys, position, y):
             y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
 
 
+def _kernel(heads: _Heads, stride: int, factor: float, *, weighted: bool) -> PrimFunc:
+    """Return the kernel of query, keys and position, where it is `weighted` of a weight per head, and of the scores."""
+    (b, hq, t, d), (_, hkv, s, _), width = heads.query, heads.cache, heads.keys_of.size
+
+    @script.prim_func(private=True, s_tir=True)
+    def temporal_score(
+        q: T.Buffer((b, hq, t, d), "float32"),
+        keys: T.Buffer((b, hkv, s, width), heads.dtype),
+        position: T.Buffer((1,), "int64"),
+        weight: T.Buffer((hq,), "float32"),
+        y: T.Buffer((b,), "float32"),
+    ):
+        query = T.meta_var(_weighted(q, weight) if weighted else _queries(q))
+        reads = T.meta_var([q, keys, position, weight] if weighted else [q, keys, position])
+        _scores(heads, stride, factor, reads, query, keys, position, y)
+
+    return temporal_score if weighted else script.without(temporal_score, 3)
+
+
 @script.kernel
 def tas(
     query: HeadShape,
@@ -177,19 +196,7 @@ def tas(
     query float32 [B, Hq, T, D], of which row 0 counts, keys [B, Hkv, S, D] of `dtype`. Bit for bit as the operator:
     each product is rounded to fixed point, and integer sums are exact in any order.
     """
-    (b, hq, t, d), (_, hkv, s, _), heads = query, cache, _Heads(query, cache, dtype, isa)
-    width, factor = heads.keys_of.size, score_factor(scale, hq)
-
-    @script.prim_func(private=True, s_tir=True)
-    def temporal_score(
-        q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, width), dtype),
-        position: T.Buffer((1,), "int64"),
-        y: T.Buffer((b,), "float32"),
-    ):
-        _scores(heads, stride, factor, [q, keys, position], _queries(q), keys, position, y)
-
-    return temporal_score
+    return _kernel(_Heads(query, cache, dtype, isa), stride, score_factor(scale, query[1]), weighted=False)
 
 
 @script.kernel
@@ -205,20 +212,7 @@ def tas_heads(
 
     The weight of a head that is not chosen is 0. Shapes and bits are as for `tas`.
     """
-    (b, hq, t, d), (_, hkv, s, _), heads = query, cache, _Heads(query, cache, dtype, isa)
-    width, factor = heads.keys_of.size, score_factor(scale, 1)
-
-    @script.prim_func(private=True, s_tir=True)
-    def weighted_temporal_score(
-        q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, width), dtype),
-        position: T.Buffer((1,), "int64"),
-        weight: T.Buffer((hq,), "float32"),
-        y: T.Buffer((b,), "float32"),
-    ):
-        _scores(heads, stride, factor, [q, keys, position, weight], _weighted(q, weight), keys, position, y)
-
-    return weighted_temporal_score
+    return _kernel(_Heads(query, cache, dtype, isa), stride, score_factor(scale, 1), weighted=True)
 
 
 def _queries(q: Any) -> Callable[[Expr, Expr], Row]:

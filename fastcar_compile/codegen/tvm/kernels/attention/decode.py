@@ -6,6 +6,7 @@ running maximum m, normaliser l and accumulator acc, the latter two relative to 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -187,6 +188,26 @@ def _attend(items, meet, q, sink_q, keys, values, position, y):
         _finish(items.rows, d, size, y, state, items.group(row, row * parts * size), parts)
 
 
+def _kernel(items: _Items, meet: Callable[..., None], cache: HeadShape, dtype: str, *, sink_query: bool) -> PrimFunc:
+    """Return the kernel of query, keys, values and position, with `sink_query` of that too, and of the result."""
+    (b, hq, t, d), (_, hkv, s, _), width = items.query, cache, row_size(items.query[3], dtype)
+
+    @script.prim_func(private=True, s_tir=True)
+    def attend(
+        q: T.Buffer((b, hq, t, d), "float32"),
+        keys: T.Buffer((b, hkv, s, width), dtype),
+        values: T.Buffer((b, hkv, s, width), dtype),
+        position: T.Buffer((1,), "int64"),
+        sink_q: T.Buffer((b, hq, t, d), "float32"),
+        y: T.Buffer((b, hq, t, d), "float32"),
+    ):
+        with T.sblock("heads"):
+            script.access([q, sink_q, keys, values, position] if sink_query else [q, keys, values, position], [y])
+            _attend(items, meet, q, sink_q if sink_query else q, keys, values, position, y)
+
+    return attend if sink_query else script.without(attend, 4)
+
+
 @script.kernel
 def decode_attention(
     query: HeadShape,
@@ -203,7 +224,7 @@ def decode_attention(
     those are few, over query heads of a small cache, or parts of the context. Such partial results are then rescaled
     and added.
     """
-    (b, hq, _, d), (_, hkv, s, _), width = query, cache, row_size(query[3], dtype)
+    _, hkv, s, _ = cache
     items = _Items.of(query, hkv, s, LogitRule(scale, softcap), dtype, isa)
 
     def ahead_of(last: Any, j: Any) -> Any:
@@ -220,19 +241,7 @@ def decode_attention(
         last: T.let = T.min(first + span, filled)
         items.rows.attend(o, group, softmax.Rows(first, last, _itself, partial(ahead_of, last)))
 
-    @script.prim_func(private=True, s_tir=True)
-    def attend(
-        q: T.Buffer((b, hq, 1, d), "float32"),
-        keys: T.Buffer((b, hkv, s, width), dtype),
-        values: T.Buffer((b, hkv, s, width), dtype),
-        position: T.Buffer((1,), "int64"),
-        y: T.Buffer((b, hq, 1, d), "float32"),
-    ):
-        with T.sblock("heads"):
-            script.access([q, keys, values, position], [y])
-            _attend(items, meet, q, q, keys, values, position, y)
-
-    return attend
+    return _kernel(items, meet, cache, dtype, sink_query=False)
 
 
 # Sparse attention over a ring cache, and the row of an earlier key. ops/window.py defines the rows.
@@ -270,7 +279,7 @@ def window_attention(
     Parallel over query rows, key/value heads and, where those are few, parts of the window. The rows of a chunk read
     what the first row has fetched, so only a single row prefetches.
     """
-    (b, hq, t, d), (_, hkv, s, _), width = query, cache, row_size(query[3], dtype)
+    t, (_, hkv, s, _) = query[2], cache
     items = _Items.of(query, hkv, sinks + window, LogitRule(scale, softcap), dtype, isa)
     ring = s - sinks
 
@@ -310,20 +319,7 @@ def window_attention(
         ahead = T.meta_var(partial(ahead_of, seen, base) if t == 1 else None)
         items.rows.attend(o, group, softmax.Rows(first, T.min(first + span, seen), partial(recent, base), ahead))
 
-    @script.prim_func(private=True, s_tir=True)
-    def attend_to_window(
-        q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, width), dtype),
-        values: T.Buffer((b, hkv, s, width), dtype),
-        position: T.Buffer((1,), "int64"),
-        sink_q: T.Buffer((b, hq, t, d), "float32"),
-        y: T.Buffer((b, hq, t, d), "float32"),
-    ):
-        with T.sblock("heads"):
-            script.access([q, sink_q, keys, values, position], [y])
-            _attend(items, meet, q, sink_q, keys, values, position, y)
-
-    return attend_to_window
+    return _kernel(items, meet, cache, dtype, sink_query=True)
 
 
 # Cross-attention: every query row over all tokens of a context, under a mask.
