@@ -155,7 +155,7 @@ def _begin(shape, q, y, state, tile, position):
 
 @script.inlined
 def _finish(shape, y, state, tile):
-    """The tile's accumulators become results."""
+    """Turn the tile's accumulators into results."""
     # Copies of the last row are left out: y is scaled in place, so a second product would be wrong.
     for r in range(T.min(shape.width, shape.total - tile.first)):
         inverse: T.let = T.float32(1) / state.l[tile.slot * shape.width + r]
@@ -165,7 +165,7 @@ def _finish(shape, y, state, tile):
 
 @script.inlined
 def _convert(rows_of, lanes, rows, converted, head, block):
-    """Cached rows of head h of batch row b, head = (b, h), become float32."""
+    """Write cached rows of head h of batch row b, head = (b, h), as float32."""
     for j in range(block.count):
         for c in T.unroll(rows_of.dim // lanes):
             for v in T.vectorized(lanes):
@@ -174,7 +174,7 @@ def _convert(rows_of, lanes, rows, converted, head, block):
 
 @script.inlined
 def _attend(shape, y, state, tile, block):
-    """The tile's rows meet the block's keys and values."""
+    """Add the block's keys and values to what the tile's rows have met."""
     some = T.meta_var(shape.broadcasts)
     # piece: the keys whose logits with all rows of the tile fit the registers.
     for piece in range((block.count + some - 1) // some):
@@ -228,7 +228,7 @@ def _seen(state: Any, width: int, own: Expr, block: KeyBlock, j: Expr) -> Expr:
 
 @script.inlined
 def _weigh(width, every, own, state, block):
-    """The tile's logits become weights; m, l and decay are updated. own: the tile's part of the state."""
+    """Turn the tile's logits into weights, and update m, l and decay. own: the tile's part of the state."""
     m, l = script.buffers(2, width)  # noqa: E741
     m[every] = state.m[own]
     # T.max gives its second operand where one is NaN: a NaN stays a logit, and is no maximum.

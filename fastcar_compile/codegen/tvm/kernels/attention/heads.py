@@ -167,7 +167,7 @@ def _add_products(tile, o, step, number, c, buffer, i):
 
 @script.inlined
 def _logits(tile, o, step, block, sums):
-    """The block's weights become logits, its m their maximum with m."""
+    """Turn the block's weights into logits, and its m into their maximum with m."""
     # m holds every head's maximum in all lanes of that head, so the maxima of a part need no shuffle.
     block.m[vector(0, LANES)] = tile.of_lane(o.state.m, step.slot)
     for part in range((step.count + tile.keys - 1) // tile.keys):
@@ -206,7 +206,7 @@ def _in_block(tile: HeadTile, part: Expr, count: Expr) -> Expr:
 
 @script.inlined
 def _weigh(tile, state, step, block):
-    """Logits become weights, the running maximum of the slots is updated."""
+    """Turn logits into weights, and update the running maximum of the slots."""
     block.decay[vector(0, LANES)] = exp_not_positive(
         tile.of_lane(state.m, step.slot) - block.m[vector(0, LANES)], LANES
     )
@@ -245,7 +245,7 @@ def _end(d, state, step, acc, g):
 
 @script.inlined
 def _add_values(tile, o, step, block, acc):
-    """l and acc of the slots are rescaled and get the block's rows."""
+    """Rescale l and acc of the slots, and add the block's rows."""
     for g in T.vectorized(tile.heads):
         block.l[g] = o.state.l[step.slot + g] * block.decay[g]
     script.each(_begin, acc, tile.rows_of.dim, o.state, step, block)

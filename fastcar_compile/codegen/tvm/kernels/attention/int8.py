@@ -217,7 +217,7 @@ def _rescale(width, acc, step, decay, piece, split, sums):
 
 @script.inlined
 def _add_values(rows_of, width, o, step, block, split, sums):
-    """acc of the slot is rescaled and gets the block's rows, `width` columns at a time."""
+    """Rescale acc of the slot and add the block's rows, `width` columns at a time."""
     # piece: the columns whose sums fit the registers. part: four rows at a time.
     for piece in range(rows_of.dim // width):
         # The weights meet the exponents of these columns only, because each block of columns has its own.

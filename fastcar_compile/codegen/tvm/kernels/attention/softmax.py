@@ -238,7 +238,7 @@ def _prefetch_keys(rows_of, lines, keys, step, part):
 
 @script.inlined
 def _logits(rows_of, rule, lanes, o, step, block, dot):
-    """The block's weights become logits, its m their maximum with m."""
+    """Turn the block's weights into logits, and its m into their maximum with m."""
     # part: four keys, of which those past the last row are the last row again. `weigh_block` makes their weights 0.
     for part in range((step.count + PARALLEL_KEYS - 1) // PARALLEL_KEYS):
         for r in T.unroll(PARALLEL_KEYS):
@@ -259,7 +259,7 @@ def _logits(rows_of, rule, lanes, o, step, block, dot):
 
 @script.inlined
 def _add_values(rows_of, lanes, o, step, block, acc):
-    """l and acc of the slot are rescaled and get the block's rows."""
+    """Rescale l and acc of the slot, and add the block's rows."""
     # The sums so far are relative to the old maximum: the decay rescales l and acc to the new one.
     block.stat[L] = o.state.l[step.slot] * block.stat[DECAY]
     for c in T.unroll(rows_of.dim // lanes):

@@ -267,7 +267,7 @@ def _add_group(dot, o, tile, g, products, total):
 
 @script.inlined
 def _rows_in_lanes(sizes, ahead, o, tile):
-    """Weight rows in parallel, so that a load of activations serves several. A vector holds four outputs."""
+    """Write a tile of outputs. A load of activations serves several weight rows, and a vector holds four outputs."""
     with T.sblock("tile"):
         script.access([o.x, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
         products = T.alloc_buffer((4,), "float32")
@@ -331,7 +331,7 @@ def _zero_weights(_offset: int, size: int) -> Expr:
 
 @script.inlined
 def _move_row(sizes, o, i, to):
-    """Row i of o.q becomes row `to` of o.x, padded with zeros.
+    """Move row i of o.q to row `to` of o.x, padded with zeros.
 
     o.correction[to, g] becomes what unsigned weights add to the sums of group g, or 0.
     """
