@@ -280,10 +280,8 @@ def _unquantised(program: DecoderProgram, config: CompileConfig) -> Iterator[Fal
     """Yield the linears whose weights stay float32 although a quantisation was chosen."""
     if config.quant == "none":
         return
-    for graph in with_branches(program.graph_module):
-        for node in graph.graph.nodes:
-            if not is_op(node, torch.ops.aten.linear):
-                continue
+    for node in (n for graph in with_branches(program.graph_module) for n in graph.graph.nodes):
+        if is_op(node, torch.ops.aten.linear):
             layer = layer_of(node)
             yield Fallback(
                 kind="numbers",
