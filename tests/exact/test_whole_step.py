@@ -12,6 +12,7 @@ from agreement import decode
 from board.fake_pyxrt import FakeXrt
 from conftest import check_module
 from decoders import PlainDecoder, headless_llama, llama
+from step.states import states_of
 
 import fastcar_compile as fc
 from exact.conftest import BATCH, FRAME, LENGTH, PROMPT, token_ids
@@ -56,7 +57,7 @@ def test_logits_scores_and_states_are_those_of_the_cpu(artifact: fc.Artifact, si
             got, want = own.decode(*given), other.decode(*given)
             for name in ("logits", "decisions", "scores"):
                 np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
-        states = own.states()
+        states = states_of(own, artifact)
         assert states.keys() == other._state.arrays.keys()
         for name, state in other._state.arrays.items():
             assert state.any()
@@ -67,17 +68,18 @@ def test_prefill_gives_the_logits_of_every_position(simulated: Session, artifact
     ids = token_ids().numpy()[:, :16]
     own, eager = stepper_of(simulated), artifact.session("eager")._stepper
     np.testing.assert_array_equal(own.prefill(ids, 0), eager.prefill(ids, 0))
-    replay = [name for name in own.states() if not name.startswith(("key", "value"))]
+    states = states_of(own, artifact)
+    replay = [name for name in states if not name.startswith(("key", "value"))]
     assert replay
-    assert not any(own.states()[name].any() for name in replay)
+    assert not any(states[name].any() for name in replay)
 
 
-def test_a_reset_forgets_everything(simulated: Session) -> None:
+def test_a_reset_forgets_everything(simulated: Session, artifact: fc.Artifact) -> None:
     first = decode(simulated, token_ids()[:, :STEPS], PROMPT)
     simulated.step(torch.zeros(BATCH, dtype=torch.int64))
     assert torch.equal(decode(simulated, token_ids()[:, :STEPS], PROMPT), first)
     stepper_of(simulated).reset()
-    assert not any(state.any() for state in stepper_of(simulated).states().values())
+    assert not any(state.any() for state in states_of(stepper_of(simulated), artifact).values())
 
 
 def test_the_board_launches_once_per_token(

@@ -159,20 +159,6 @@ class Kernel:
         sizes = (instruction.inputs, instruction.channels) if isinstance(instruction, Linear) else (0, 0)
         return self._rows(entry, x, sizes, active)
 
-    def sections(self) -> tuple[Array, Array]:
-        """Return keys and values as they are in memory: int8 [ports, words, 16]."""
-        sizes, names = self.program.sizes, self.unit.kernel.caches()
-        words, together = sizes.key_words + sizes.value_words, sizes.ports // len(names)
-        parts = [self.unit.read(name, words * together * WORD_BYTES).view(np.int8) for name in names]
-        # An AXI port carries several logical ports word by word: the swap takes them apart.
-        ports = np.stack(parts).reshape(len(names), words, together, WORD_BYTES).swapaxes(1, 2)
-        whole = ports.reshape(sizes.ports, words, WORD_BYTES)
-        return whole[:, : sizes.key_words], whole[:, sizes.key_words :]
-
-    def replay(self) -> Bytes:
-        """Return the replay buffer."""
-        return self.unit.read("replay", self.program.sizes.replay_words * WORD_BYTES)
-
     def _rows(self, entry: int, x: Array, sizes: tuple[int, int], active: int) -> Array:
         """Return the rows [B, N] that a short program leaves; `sizes`: K of x, and N."""
         wanted = (self.program.sizes.rows, sizes[0])

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import AcceleratorSection, State, StepPart
+from fastcar_compile.artifact.sections import AcceleratorSection
 from fastcar_compile.codegen.hls.control_table.gate import pack_inputs
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace
-from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout
-from fastcar_compile.codegen.hls.step_program.instructions import CHAIN_WORDS, Decide
+from fastcar_compile.codegen.hls.step_program.instructions import Decide
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.errors import ArtifactError, BackendError, InternalError
 from fastcar_compile.gates.base import GateInputs
-from fastcar_compile.ir.types import StateRole
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit, stepping
 from fastcar_compile.runtime.backends.accelerator.kernel import WORD_BYTES, Kernel, Launch, LiveTable
 from fastcar_compile.runtime.backends.base import BackendOptions, Stepper, StepResult
@@ -41,7 +38,7 @@ class StepStepper(Stepper):
         section, decoder = artifact.manifest.accelerator, artifact.manifest.decoder
         if section is None or section.step is None:
             raise InternalError("the artifact's accelerator runs no whole steps")
-        self._config, self._states = decoder.config, StatePlaces(section.step, decoder.state)
+        self._config = decoder.config
         self._embed = Embedding(library_of(artifact), decoder.config, artifact.arrays(), options.threads)
         self._kernel, self._live = open_kernel(artifact, unit)
         self._program = program = self._kernel.program
@@ -70,10 +67,6 @@ class StepStepper(Stepper):
             decisions[layer], scores[layer] = self._live.replayed(trace), self._live.scores(trace)
         return StepResult(logits, decisions, scores)
 
-    def states(self) -> dict[str, Array]:
-        """Return every state by name, as the decoder's graph has it."""
-        return self._states.read(self._kernel, self._program.sizes.ports)
-
     def _run(self, inputs: Array, launch: Launch) -> Array:
         """Return the logits of one position, float32 [B, V]."""
         rows = self._embed(inputs, launch.position)[:, 0]
@@ -88,47 +81,6 @@ class StepStepper(Stepper):
         if (sizes.rows, sizes.input_words, sizes.output_words) != (config.batch_size, words, logits):
             what = "the program is of another decoder than the manifest"
             raise ArtifactError(what, where=file, hint="use the files of one artifact together")
-
-
-class StatePlaces:
-    """The places of a decoder's states in the memory of a step kernel.
-
-    Args:
-        part: manifest entry with the place of each state. states: states of the decoder.
-    """
-
-    def __init__(self, part: StepPart, states: tuple[State, ...]) -> None:
-        self._first, self._states = part.states, states
-
-    def read(self, kernel: Kernel, ports: int) -> dict[str, Array]:
-        """Return every state by name: keys and values int8 [B, Hkv, S, D + ceil(D / 32)], other states as kept."""
-        keys, values = kernel.sections()
-        cached = {StateRole.KEY_CACHE: keys, StateRole.VALUE_CACHE: values}
-        replay = kernel.replay()
-        return {s.name: self._state(s, cached, replay, ports) for s in self._states}
-
-    def _state(self, state: State, cached: Mapping[StateRole, Array], replay: Array, ports: int) -> Array:
-        first = self._first[state.name]
-        if state.role in cached:
-            return self._rows(state, cached[state.role], first, ports)
-        data = replay[first * WORD_BYTES :]
-        if state.role is StateRole.CHAIN_COUNT:
-            slots, rows = state.shape
-            counts = data[: slots * CHAIN_WORDS * WORD_BYTES].view(np.int32).reshape(slots, -1)
-            return counts[:, :rows].copy()
-        return data[: state.nbytes].view(state.format.numpy).reshape(state.shape).copy()
-
-    @staticmethod
-    def _rows(state: State, sections: Array, first: int, ports: int) -> Array:
-        """Return the rows of keys or values of all heads."""
-        batch, heads, positions, row = state.shape
-        # A row has an exponent byte per block of 32 elements: D + D / 32 bytes.
-        layout = CacheLayout(ports, row * BLOCK // (BLOCK + 1), positions)
-        keys = state.role is StateRole.KEY_CACHE
-        words, unpack = (layout.key_words, layout.unpack_keys) if keys else (layout.value_words, layout.unpack_values)
-        places = range(first, first + batch * heads * words, words)
-        found = [unpack(sections[:, place : place + words], number) for number, place in enumerate(places)]
-        return np.stack(found).reshape(state.shape)
 
 
 # A session whose gates, MLPs and linears run on an accelerator; the host program is TVM's.
