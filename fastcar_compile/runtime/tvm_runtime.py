@@ -89,13 +89,17 @@ def register(name: str, function: Callable[..., Any]) -> None:
     _ffi().register_global_func(name, function, override=True)
 
 
-def aligned(array: Array) -> Array:
-    """Return the array itself where TVM can use it in place, else a copy: whole cache lines, contiguous, writable."""
-    if array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0:
+def aligned(array: Array, boundary: int = ALIGNMENT) -> Array:
+    """Return the array itself where a library can use it in place, else a copy: at a boundary, contiguous, writable.
+
+    Args:
+        boundary: bytes that the address is a multiple of; default: a cache line, as TVM asks.
+    """
+    if array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % boundary == 0:
         return array
     # Numpy aligns less strictly than TVM asks, so the copy starts within a block that is one line longer.
-    memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
+    memory = np.empty(array.nbytes + boundary, np.uint8)
+    start = -memory.ctypes.data % boundary
     copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy

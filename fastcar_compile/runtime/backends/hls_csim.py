@@ -23,23 +23,16 @@ from fastcar_compile.errors import BackendError, os_errors
 from fastcar_compile.runtime.backends.accelerator.calls import Bytes, ComputeUnit
 from fastcar_compile.runtime.backends.accelerator.step import accelerator_of, stepper_on
 from fastcar_compile.runtime.backends.base import BackendOptions, Stepper
+from fastcar_compile.runtime.tvm_runtime import aligned
 from fastcar_compile.support import machine as processes
 
 # The emitted HLS sources as a library, built with g++.
 
 
 FLAGS = [
-    "-std=c++14",
-    "-O2",
-    "-ffp-contract=off",
-    "-fno-strict-aliasing",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-Wno-unknown-pragmas",
-    "-fPIC",
-    "-fno-gnu-unique",  # a library with such symbols is never unloaded
-    "-shared",
+    *("-std=c++14", "-O2", "-ffp-contract=off", "-fno-strict-aliasing"),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
+    *("-fPIC", "-shared", "-fno-gnu-unique"),  # a library with unique symbols is never unloaded
 ]
 SOURCES = ("fastcar_csim.cpp", "fastcar_step.cpp")
 """Sources of a library: the exact sums, and the project's kernel."""
@@ -74,10 +67,8 @@ def compiler() -> str:
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
     if path is None:
-        raise BackendError(
-            f"the C simulation needs {name}, which is not on PATH",
-            hint="install it (Debian: apt install g++) and, for the ap_types headers, the extra `csim`",
-        )
+        hint = "install it (Debian: apt install g++) and, for the ap_types headers, the extra `csim`"
+        raise BackendError(f"the C simulation needs {name}, which is not on PATH", hint=hint)
     return path
 
 
@@ -154,17 +145,13 @@ def _compile(command: Sequence[str], files: Mapping[str, bytes], sources: Sequen
         inputs = [*(f"-include{name}" for name in before), last]
         done = processes.run([*command, f"-I{written}", *inputs, "-o", str(output)], {"TMPDIR": folder})
         if done.returncode:
-            text = done.stderr.replace(f"{written}/", "").strip()[:2000]
-            raise BackendError(
-                f"g++ could not build the C simulation:\n{text}",
-                where=", ".join(sources),
-                hint="compile the model again; if it persists, report it with this text",
-            )
+            what = f"g++ could not build the C simulation:\n{done.stderr.replace(f'{written}/', '').strip()[:2000]}"
+            hint = "compile the model again; if it persists, report it with this text"
+            raise BackendError(what, where=", ".join(sources), hint=hint)
         os.replace(output, path)
 
 
 # A kernel of a C simulation library.
-
 
 WORD_BYTES = 16
 """Alignment of a 128-bit word, in bytes."""
@@ -181,7 +168,7 @@ class CsimUnit(ComputeUnit):
 
     def make_buffer(self, name: str, data: Bytes) -> Bytes:
         """Return the bytes themselves where they are aligned."""
-        return aligned(np.ascontiguousarray(data))
+        return aligned(data, WORD_BYTES)
 
     def clear(self, *names: str) -> None:
         """Give arguments new buffers: memory that the system has set to zero is taken page by page."""
@@ -190,7 +177,7 @@ class CsimUnit(ComputeUnit):
         self.fill(*names)
 
     def _allocate(self, name: str, size: int) -> Bytes:
-        return aligned(np.zeros(size, np.uint8))
+        return aligned(np.zeros(size, np.uint8), WORD_BYTES)
 
     def _upload(self, buffer: Bytes, data: Bytes) -> None:
         buffer[: data.size] = data
@@ -202,18 +189,7 @@ class CsimUnit(ComputeUnit):
         self._values[index] = value
 
     def _execute(self) -> None:
-        values = (self._values[index] for index in range(len(self.kernel.arguments)))
-        self._function(*(_c_value(value) for value in values))
-
-
-def aligned(data: Bytes) -> Bytes:
-    """Return the bytes at an address of whole words; a copy unless they lie at one already."""
-    if data.ctypes.data % WORD_BYTES == 0:
-        return data
-    buffer = np.empty(data.size + WORD_BYTES, np.uint8)
-    start = -buffer.ctypes.data % WORD_BYTES
-    buffer[start : start + data.size] = data
-    return buffer[start : start + data.size]
+        self._function(*(_c_value(self._values[index]) for index in range(len(self.kernel.arguments))))
 
 
 def _c_value(value: Bytes | int) -> ctypes.c_uint32 | ctypes.c_void_p:
