@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fastcar_compile.artifact.digest import Digests, FileEntry, Identity, name_problem
 from fastcar_compile.artifact.layout import MANIFEST, SIGNATURE
-from fastcar_compile.errors import ArtifactError, InputError
+from fastcar_compile.errors import ArtifactError, InputError, count_text
 from fastcar_compile.support import limits
 from fastcar_compile.support.machine import at_once, usable_cores
 
@@ -117,12 +117,9 @@ class OpenedFiles:
         problems = sorted(text for text in at_once(check, names, 4 * usable_cores()) if text)
         problems += self._unexpected(files)
         if problems:
-            count = f"{len(problems)} file{'s' if len(problems) > 1 else ''}"
-            raise ArtifactError(
-                f"the artifact is damaged, {count} of it:\n" + "\n".join(f"    {problem}" for problem in problems),
-                where=str(self._root),
-                hint=f"{_AGAIN}; nothing of it was loaded",
-            )
+            count = count_text(len(problems), "file")
+            what = "\n".join([f"the artifact is damaged, {count} of it:", *(f"    {problem}" for problem in problems)])
+            raise ArtifactError(what, where=str(self._root), hint=f"{_AGAIN}; nothing of it was loaded")
 
     def data(self, name: str, most: int | None = None) -> bytes:
         """Return the bytes of a file.

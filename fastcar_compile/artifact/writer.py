@@ -176,10 +176,8 @@ def _check_destination(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         raise ArtifactError("the output path exists and is not a folder", where=str(path), hint=hint)
     if os.path.ismount(path):
-        within = "give a folder inside of it"
-        raise ArtifactError(
-            "the output folder is a mount point, which no rename can replace", where=str(path), hint=within
-        )
+        what = "the output folder is a mount point, which no rename can replace"
+        raise ArtifactError(what, where=str(path), hint="give a folder inside of it")
     if not any(path.iterdir()):
         return
     try:

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from threading import get_ident
-from types import TracebackType
 from typing import Any, SupportsIndex
 
 from fastcar_compile.errors import BackendError, InputError, shown
@@ -43,10 +42,8 @@ def thread_count(threads: SupportsIndex | None) -> int:
     most = len(os.sched_getaffinity(0))
     count: Any = plain(threads)
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
-        raise InputError(
-            f"threads is {shown(count)}; expected is a whole number from 1 to {most}, the cores of this process",
-            hint="leave it out to use every core that the process may use",
-        )
+        what = f"threads is {shown(count)}; expected is a whole number from 1 to {most}, the cores of this process"
+        raise InputError(what, hint="leave it out to use every core that the process may use")
     return count
 
 
@@ -60,11 +57,9 @@ def use_threads(count: int) -> None:
     # Threads do not survive a fork. The pool of the forking thread is copied without its workers.
     inherited = getattr(_pool, "forks", forks()) != forks()
     if inherited and count > 1:
-        raise InputError(
-            f"{count} threads are asked for in a thread that had TVM's threads before a fork, which ended them",
-            hint="open the session with threads=1, or in another thread of this process, "
-            "or start children with multiprocessing's 'spawn'",
-        )
+        what = f"{count} threads are asked for in a thread that had TVM's threads before a fork, which ended them"
+        hint = "open the session with threads=1, or in another thread of this process, or start children with "
+        raise InputError(what, hint=f"{hint}multiprocessing's 'spawn'")
     if getattr(_pool, "size", None) == count:
         return
     # The pool is made at its first use, as large as the list of cores is long; later it can only use fewer.
@@ -74,10 +69,8 @@ def use_threads(count: int) -> None:
     global_function("runtime.config_threadpool")(_SHARE_ALL_CORES, count, named)
     found = int(global_function("runtime.NumThreads")())
     if found != count:
-        raise BackendError(
-            f"TVM's thread pool has {found} threads, {count} were asked for; it was made for {found} and cannot grow",
-            hint="open the session with the most threads first, or unset TVM_NUM_THREADS",
-        )
+        what = f"TVM's thread pool has {found} threads, {count} were asked for; it was made for {found} and cannot grow"
+        raise BackendError(what, hint="open the session with the most threads first, or unset TVM_NUM_THREADS")
     _pool.size = count
     _pool.forks = getattr(_pool, "forks", forks())  # a pool stays in the process in which it was made
 
@@ -127,9 +120,7 @@ class Guard:
         if self._owner != thread:
             self._own(thread)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._inside.clear()
 
     @contextmanager
@@ -166,39 +157,28 @@ class Guard:
         thread = get_ident()
         # Ctrl-C may come before an exit has noted anything. So a thread that seems to be inside may enter again, unless
         # it is in a caller's function. `setdefault` is atomic for all threads.
-        if (
-            self._forks != _forks.count
-            or self._closed
-            or self._inside.setdefault("thread", thread) != thread
-            or self.calling
-        ):
+        refused = self._forks != _forks.count or self._closed
+        if refused or self._inside.setdefault("thread", thread) != thread or self.calling:
             raise self._refusal()
         return thread
 
     def _own(self, thread: int) -> None:
         if self._owner:
             self._inside.clear()
-            raise InputError(
-                "the session is used by a second thread: the sequence that it holds belongs to another thread",
-                hint="open one session per thread, sessions share the weights; "
-                "or call reset() in this thread, which takes the session over",
-            )
+            what = "the session is used by a second thread: the sequence that it holds belongs to another thread"
+            hint = "open one session per thread, sessions share the weights; "
+            raise InputError(what, hint=f"{hint}or call reset() in this thread, which takes the session over")
         self._owner = thread
 
     def _refusal(self) -> InputError:
+        what = "the session is used by a second thread while a call is running"
+        hint = "open one session per thread; sessions share the weights"
         if self._forks != _forks.count:
-            return InputError(
-                "the session was opened before a fork, in the parent process",
-                hint="open the session in the child process, or start children with multiprocessing's 'spawn'",
-            )
-        if self._closed:
-            return InputError("the session is closed", hint="open another session; sessions share the weights")
-        if self._inside.get("thread") == get_ident():
-            return InputError(
-                "the session was called from within its own call",
-                hint="a sampler or on_token may read it and set thresholds; to decode there, open another session",
-            )
-        return InputError(
-            "the session is used by a second thread while a call is running",
-            hint="open one session per thread; sessions share the weights",
-        )
+            what = "the session was opened before a fork, in the parent process"
+            hint = "open the session in the child process, or start children with multiprocessing's 'spawn'"
+        elif self._closed:
+            what, hint = "the session is closed", "open another session; sessions share the weights"
+        elif self._inside.get("thread") == get_ident():
+            what = "the session was called from within its own call"
+            hint = "a sampler or on_token may read it and set thresholds; to decode there, open another session"
+        return InputError(what, hint=hint)

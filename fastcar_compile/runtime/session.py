@@ -35,18 +35,12 @@ def open_session(
     """
     options = BackendOptions(None if threads is None else thread_count(threads))
     if not isinstance(backend, str) and not callable(backend):
-        raise InputError(
-            f"the backend is a {type(backend).__name__}", hint=f"give one of {', '.join(BACKENDS.names())}"
-        )
+        hint = f"give one of {', '.join(BACKENDS.names())}"
+        raise InputError(f"the backend is a {type(backend).__name__}", hint=hint)
     open_stepper: OpenStepper = BACKENDS.load(backend) if isinstance(backend, str) else backend
-    layers = artifact.manifest.layers
-    session = Session(
-        open_stepper(artifact, options),
-        artifact.manifest.decoder.config,
-        layers.thresholds,
-        record=record,
-        gate=next(filter(None, layers.gates), None),
-    )
+    layers, config = artifact.manifest.layers, artifact.manifest.decoder.config
+    gate, stepper = next(filter(None, layers.gates), None), open_stepper(artifact, options)
+    session = Session(stepper, config, layers.thresholds, record=record, gate=gate)
     name = backend if isinstance(backend, str) else "a backend of the caller's"
     place = {"artifact": str(artifact.path), "digest": artifact.digest}
     session.origin = {"backend": name, **place, **decoder_fields(artifact.manifest)}
@@ -98,10 +92,8 @@ class Session(Described):
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise InputError(
-            "a session cannot be copied, nor sent to another process",
-            hint="send the artifact's path and open a session there",
-        )
+        hint = "send the artifact's path and open a session there"
+        raise InputError("a session cannot be copied, nor sent to another process", hint=hint)
 
     def _description(self) -> Description:
         gates = [self._gate if can else None for can in self._can_replay]
@@ -178,10 +170,10 @@ class Session(Described):
         if value is None:
             return None
         found = number(f"the threshold of layer {layer}", value, "give a number, or None")
-        if not self._can_replay[layer]:
-            hint = "recompile with a threshold for this layer, or give None"
-            raise InputError(f"layer {layer} was compiled without replay", hint=hint)
-        return found
+        if self._can_replay[layer]:
+            return found
+        hint = "recompile with a threshold for this layer, or give None"
+        raise InputError(f"layer {layer} was compiled without replay", hint=hint)
 
     def set_context(self, context: Any, mask: Any = None) -> None:
         """Set the context of cross-attention, from the next prompt on. Its keys and values are computed here, once.
@@ -297,18 +289,15 @@ class Session(Described):
             InputError: the decoder is headless, prompt and tokens do not fit the cache, or guidance has no pairs.
         """
         if self._config.takes_embeddings:
-            raise InputError(
-                "a headless decoder has no tokens to sample", hint="use prefill() and step() with embeddings"
-            )
+            hint = "use prefill() and step() with embeddings"
+            raise InputError("a headless decoder has no tokens to sample", hint=hint)
         num_tokens = whole("num_tokens", num_tokens, 1)
         check_function("on_token", on_token)
         ids = self._checked(prompt, steps=None)
         if ids.shape[1] + num_tokens - 1 > self._config.max_seq_len:
-            raise InputError(
-                f"{count_text(ids.shape[1], 'prompt token')} and {num_tokens} new ones do not fit "
-                f"max_seq_len {self._config.max_seq_len}",
-                hint="ask for fewer tokens, or compile with a larger max_seq_len",
-            )
+            given = f"{count_text(ids.shape[1], 'prompt token')} and {num_tokens} new ones"
+            hint = "ask for fewer tokens, or compile with a larger max_seq_len"
+            raise InputError(f"{given} do not fit max_seq_len {self._config.max_seq_len}", hint=hint)
         choose = _chooser(sample, prompt, ids)
         tokens: list[Array] = []
         with self._guard.begun():
@@ -335,11 +324,9 @@ class Session(Described):
         """Return inputs int64 [B, T] or float32 [B, T, H]; T = 1 where the caller gives one token per row."""
         config = self._config
         if config.context is not None and not self._has_context:
-            length, size = config.context.length, config.context.size
-            hint = (
-                f"call set_context(context) with float32 [{config.batch_size}, {length}, {size}] before the prompt; "
-                "fastcar run takes it as --context FILE"
-            )
+            shape = f"[{config.batch_size}, {config.context.length}, {config.context.size}]"
+            hint = f"call set_context(context) with float32 {shape} before the prompt; "
+            hint += "fastcar run takes it as --context FILE"
             raise InputError("the decoder has cross-attention, and its context is not set", hint=hint)
         array = to_numpy(inputs)
         # Most decode steps pass this comparison. The full check has the error texts.
@@ -355,18 +342,15 @@ class Session(Described):
         """Raise InputError unless the array has the type and the shape of inputs."""
         config, dtype = self._config, self._dtype
         if array.dtype != dtype:
-            raise InputError(
-                f"{config.input_name} are {array.dtype}, expected {dtype}", hint=f"convert them to {dtype}"
-            )
+            what = f"{config.input_name} are {array.dtype}, expected {dtype}"
+            raise InputError(what, hint=f"convert them to {dtype}")
         tail = (config.hidden_size,) if config.takes_embeddings else ()
         time = () if steps == 1 else ("P",)
         expected = (config.batch_size, *time, *tail)
         fits = array.ndim == len(expected) and all(e in ("P", g) for e, g in zip(expected, array.shape, strict=True))
         if not fits or 0 in array.shape:
-            raise InputError(
-                f"{config.input_name} have shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]",
-                hint="P is the length of the prompt" if steps is None else "give one token per row",
-            )
+            what = f"{config.input_name} have shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]"
+            raise InputError(what, hint="P is the length of the prompt" if steps is None else "give one token per row")
 
     @staticmethod
     def _check_ids(ids: Array, vocab_size: int) -> None:
@@ -374,9 +358,8 @@ class Session(Described):
         least, most = (ids.item(),) * 2 if ids.size == 1 else (ids.min(), ids.max())
         if least < 0 or most >= vocab_size:
             bad = ids[(ids < 0) | (ids >= vocab_size)].flat[0]
-            raise InputError(
-                f"token {bad} is outside the vocabulary of {vocab_size}", hint=f"use ids 0 .. {vocab_size - 1}"
-            )
+            what = f"token {bad} is outside the vocabulary of {vocab_size}"
+            raise InputError(what, hint=f"use ids 0 .. {vocab_size - 1}")
 
 
 def _chooser(sample: Sampler | Sampling | None, prompt: Any, ids: Array) -> Callable[[Array], Array]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -45,13 +46,10 @@ def require_contiguous(manifest: Manifest, section: AcceleratorSection) -> None:
     fields = _meminfo(Path(path))
     needed, free, total = buffer_bytes(section), fields.get("CmaFree", 0), fields.get("CmaTotal", 0)
     if needed > free:
-        raise BackendError(
-            f"the buffers need {needed / MB:.1f} MB of contiguous memory (CMA), of which {free / MB:.1f} MB are free "
-            f"and {total / MB:.1f} MB reserved",
-            where=path,
-            hint="end other programs that use the board, or reserve more when Linux starts: docs/tutorial/board.md, "
-            f'"Memory under Linux"; {MEMINFO}=none skips this check',
-        )
+        what = f"the buffers need {needed / MB:.1f} MB of contiguous memory (CMA), of which {free / MB:.1f} MB are free"
+        hint = "end other programs that use the board, or reserve more when Linux starts: docs/tutorial/board.md, "
+        hint += f'"Memory under Linux"; {MEMINFO}=none skips this check'
+        raise BackendError(f"{what} and {total / MB:.1f} MB reserved", where=path, hint=hint)
 
 
 def _meminfo(path: Path) -> dict[str, int]:
@@ -76,7 +74,6 @@ XCLBIN, DEVICE = "FASTCAR_XCLBIN", "FASTCAR_DEVICE"
 """Environment variables: path of the device binary; index of the device, 0 if not set."""
 
 TIMEOUT_MS = 10_000
-T = TypeVar("T")
 
 
 class Device:
@@ -92,25 +89,27 @@ class Device:
     def __init__(self, kernels: Sequence[KernelPart]) -> None:
         self.xrt = _import_pyxrt()
         path, index = _xclbin(), _index()
-        image = attempt("the xclbin cannot be read", str(path), lambda: self.xrt.xclbin(str(path)))
+        with _xrt_errors("the xclbin cannot be read", str(path)):
+            image = self.xrt.xclbin(str(path))
         for kernel in kernels:
             # The names are compared before the load: a wrong file then changes nothing on the device.
             _check_kernel(image, kernel, path)
-        hint = "load the XRT driver; `xbutil examine` lists the devices"
-        where = f"device {index}"
-        self.device = attempt("the device cannot be opened", where, lambda: self.xrt.device(index), hint)
-        hint = "build it for this board's platform"
-        self.uuid = attempt("the xclbin cannot be loaded", str(path), lambda: self.device.load_xclbin(image), hint)
+        where, hint = f"device {index}", "load the XRT driver; `xbutil examine` lists the devices"
+        with _xrt_errors("the device cannot be opened", where, hint):
+            self.device = self.xrt.device(index)
+        with _xrt_errors("the xclbin cannot be loaded", str(path), "build it for this board's platform"):
+            self.uuid = self.device.load_xclbin(image)
         # XRT may keep the xclbin of another process that has it open.
         if self.uuid.to_string() != image.get_uuid().to_string():
             what = f"the device holds the xclbin {self.uuid.to_string()}, not {image.get_uuid().to_string()}"
             raise BackendError(what, where=where, hint="another program has loaded its own: end it")
 
 
-def attempt(what: str, where: str, work: Callable[[], T], hint: str = "see docs/tutorial/board.md") -> T:
-    """Return what `work` returns; XRT's own exceptions become a BackendError."""
+@contextmanager
+def _xrt_errors(what: str, where: str, hint: str = "see docs/tutorial/board.md") -> Generator[None]:
+    """Raise a BackendError in place of XRT's own exceptions."""
     try:
-        return work()
+        yield
     except (RuntimeError, OSError, ValueError, MemoryError) as error:
         raise BackendError(f"{what}: {error}", where=where, hint=hint) from error
 
@@ -126,15 +125,11 @@ def _import_pyxrt() -> Any:
 def _xclbin() -> Path:
     text = os.environ.get(XCLBIN)
     if not text:
-        raise BackendError(
-            "the board backend does not know its xclbin",
-            where=f"${XCLBIN} is not set",
-            hint="set it to the file's path",
-        )
+        what, where = "the board backend does not know its xclbin", f"${XCLBIN} is not set"
+        raise BackendError(what, where=where, hint="set it to the file's path")
     if not Path(text).is_file():
-        raise BackendError(
-            "the xclbin does not exist", where=text, hint=f"correct ${XCLBIN}; `make link` writes the file"
-        )
+        hint = f"correct ${XCLBIN}; `make link` writes the file"
+        raise BackendError("the xclbin does not exist", where=text, hint=hint)
     return Path(text)
 
 
@@ -152,10 +147,8 @@ def _check_kernel(image: Any, kernel: KernelPart, path: Path) -> None:
     if not found:
         raise BackendError(f"the xclbin has no kernel {kernel.name}", where=str(path), hint=hint)
     if found[0].get_num_args() != len(kernel.arguments):
-        what = (
-            f"the xclbin is of another design: {kernel.name} has {found[0].get_num_args()} arguments, "
-            f"expected are {len(kernel.arguments)}"
-        )
+        given, wanted = found[0].get_num_args(), len(kernel.arguments)
+        what = f"the xclbin is of another design: {kernel.name} has {given} arguments, expected are {wanted}"
         raise BackendError(what, where=str(path), hint=hint)
 
 
@@ -165,23 +158,16 @@ class XrtUnit(ComputeUnit):
     def __init__(self, device: Device, kernel: KernelPart) -> None:
         super().__init__(kernel)
         self._device, xrt = device, device.xrt
-        self._kernel = attempt(
-            "the kernel cannot be opened",
-            kernel.name,
-            # Exclusive access: the kernel keeps a table on chip, which a second program could replace.
-            lambda: xrt.kernel(device.device, device.uuid, kernel.name, xrt.kernel.exclusive),
-            "end other programs that use the board",
-        )
+        # Exclusive access: the kernel keeps a table on chip, which a second program could replace.
+        with _xrt_errors("the kernel cannot be opened", kernel.name, "end other programs that use the board"):
+            self._kernel = xrt.kernel(device.device, device.uuid, kernel.name, xrt.kernel.exclusive)
         self._run = xrt.run(self._kernel)
 
     def _allocate(self, name: str, size: int) -> Buffer:
         xrt, device, group = self._device.xrt, self._device.device, self._kernel.group_id(self.kernel.index(name))
-        return attempt(
-            f"no memory for {size} bytes",
-            f"{self.kernel.name}, argument {name}",
-            lambda: xrt.bo(device, size, xrt.bo.normal, group),
-            "free device memory, or compile for fewer layers, rows or bits",
-        )
+        hint = "free device memory, or compile for fewer layers, rows or bits"
+        with _xrt_errors(f"no memory for {size} bytes", f"{self.kernel.name}, argument {name}", hint):
+            return xrt.bo(device, size, xrt.bo.normal, group)
 
     def _upload(self, buffer: Buffer, data: Bytes) -> None:
         if data.size:

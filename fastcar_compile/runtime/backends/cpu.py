@@ -68,11 +68,9 @@ def check_tvm(producer: Mapping[str, str]) -> None:
     """
     written, here = producer.get("tvm", "none"), metadata.version("apache-tvm")
     if written.split(".")[:2] != here.split(".")[:2]:
-        raise BackendError(
-            f"the artifact's libraries need TVM {written!r:.40}, installed is {here}",
-            where="apache-tvm",
-            hint="compile the model again with this TVM, or install that one in an environment of its own",
-        )
+        what = f"the artifact's libraries need TVM {written!r:.40}, installed is {here}"
+        hint = "compile the model again with this TVM, or install that one in an environment of its own"
+        raise BackendError(what, where="apache-tvm", hint=hint)
 
 
 def programs_for(host: HostSection, triple: str, flags: frozenset[str]) -> ProgramsPart:
@@ -91,18 +89,15 @@ def programs_for(host: HostSection, triple: str, flags: frozenset[str]) -> Progr
     board = host.board
     if board is not None and board.triple == triple:
         if not board.linked:
-            raise BackendError(
-                f"the library for {triple} is an archive of object files, not linked",
-                where=board.programs.library,
-                hint=f"compile again where {board.compiler} is on PATH; docs/tutorial/board.md",
-            )
+            what = f"the library for {triple} is an archive of object files, not linked"
+            hint = f"compile again where {board.compiler} is on PATH; docs/tutorial/board.md"
+            raise BackendError(what, where=board.programs.library, hint=hint)
         return board.programs
     known = [f"{v.instruction_set} ({v.triple})" for v in host.variants]
     known += [f"{board.cpu} ({board.triple})"] if board else []
-    raise BackendError(
-        f"this artifact has no library for this CPU ({triple}), only for {', '.join(known)}",
-        hint="compile it with host_cpus naming an instruction set of this CPU, or on this machine with 'native'",
-    )
+    what = f"this artifact has no library for this CPU ({triple}), only for {', '.join(known)}"
+    hint = "compile it with host_cpus naming an instruction set of this CPU, or on this machine with 'native'"
+    raise BackendError(what, hint=hint)
 
 
 class _Program:
@@ -240,9 +235,7 @@ class CpuStepper(Stepper):
         self._step, self._chunk = (_forward_feeds(self._config, n) for n in (1, self._config.prefill_chunk))
         machine, programs = library.open(), library.programs
         self._decode = _Program(machine, programs.named()[decode], known | self._step.tensors)
-        self._prefill = None
-        if programs.prefill is not None:
-            self._prefill = _Program(machine, programs.prefill, known | self._chunk.tensors)
+        self._prefill = programs.prefill and _Program(machine, programs.prefill, known | self._chunk.tensors)
         self.prefill_chunk = self._config.prefill_chunk if self._prefill else 1
         # An offload program launches kernels for every single token, so a padded chunk on the host reads a prompt.
         self.single_tokens = self.prefill_chunk // SINGLE_TOKENS if decode == "decode" else 0

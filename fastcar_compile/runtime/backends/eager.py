@@ -82,10 +82,8 @@ class EagerStepper(ValueStepper):
         return self._run(self._program.graph_module, self._program.outputs, feeds)
 
     def _feeds(self, inputs: Array, position: int) -> dict[str, Tensor]:
-        return {
-            self._config.input_name: torch.as_tensor(np.ascontiguousarray(inputs)),
-            "position": torch.tensor([position]),
-        }
+        given = torch.as_tensor(np.ascontiguousarray(inputs))
+        return {self._config.input_name: given, "position": torch.tensor([position])}
 
     def _run(self, graph: fx.GraphModule, outputs: Sequence[str], feeds: dict[str, Tensor]) -> dict[str, Array]:
         known = self._context_state | self._state | feeds

@@ -55,11 +55,9 @@ def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> OrtSteppe
             raise BackendError(what, hint="use backend 'cpu' or 'eager', or compile with numerics='native'")
         raise BackendError("this artifact has no ONNX model", hint="compile the model again")
     weights = {name: artifact.files.mapped(name) for name in weight_files(artifact.manifest.files)}
-    model = OnnxModel(section.model, artifact.files.data(section.model), weights)
-    context = None
-    if section.context is not None:
-        context = OnnxModel(section.context, artifact.files.data(section.context), weights)
-    return OrtStepper(model, artifact.manifest.decoder, options.threads, context)
+    names = [name for name in (section.model, section.context) if name is not None]
+    model, *context = (OnnxModel(name, artifact.files.data(name), weights) for name in names)
+    return OrtStepper(model, artifact.manifest.decoder, options.threads, *context)
 
 
 @dataclass(frozen=True)
@@ -107,17 +105,12 @@ class OrtStepper(ValueStepper):
         return self._context.run_with_ort_values(list(self._context_state), feeds)
 
     def _forward(self, inputs: Array, position: int, step: int, thresholds: Array) -> dict[str, Array]:
-        given = {
-            self._config.input_name: inputs,
-            "position": np.array([position], np.int64),
-            "step": np.array([step], np.int64),
-            "thresholds": thresholds,
-        }
+        given = {"position": np.array([position], np.int64), "step": np.array([step], np.int64)}
+        given |= {self._config.input_name: inputs, "thresholds": thresholds}
         feeds = {k: _value(v) for k, v in given.items() if k in self._inputs}
         feeds |= {k: v for k, v in (self._state | self._context_state).items() if k in self._inputs}
-        results: dict[str, Any] = dict(
-            zip(self._outputs, self._session.run_with_ort_values(self._outputs, feeds), strict=True)
-        )
+        values = self._session.run_with_ort_values(self._outputs, feeds)
+        results: dict[str, Any] = dict(zip(self._outputs, values, strict=True))
         # States stay OrtValues from call to call: no copy to numpy is made of a cache.
         self._state = {s.name: results.pop(OnnxSection.output_name(s.name)) for s in self._specs}
         return {name: value.numpy() for name, value in results.items()}

@@ -117,9 +117,8 @@ def ssim_by_frame(made: np.ndarray, true: np.ndarray) -> np.ndarray:
         raise UserError("SSIM needs scikit-image", hint="pip install 'fastcar_compile[evaluate]'") from error
     side = min(7, made.shape[2], made.shape[3])
     if side < 3:
-        raise InputError(
-            f"frames of {made.shape[2]}x{made.shape[3]} pixels are too small for SSIM", hint="enlarge them"
-        )
+        what = f"frames of {made.shape[2]}x{made.shape[3]} pixels are too small for SSIM"
+        raise InputError(what, hint="enlarge them")
     # scikit-image takes odd windows only.
     options: dict[str, Any] = {"win_size": side - 1 + side % 2, "data_range": 1.0, "channel_axis": -1}
     pairs = zip(made.reshape(-1, *made.shape[2:]), true.reshape(-1, *true.shape[2:]), strict=True)
