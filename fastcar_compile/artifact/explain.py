@@ -50,11 +50,10 @@ def _printable(text: str) -> str:
 def decoder_fields(sections: Sections) -> dict[str, str]:
     """Return what an artifact was compiled for and from, by name."""
     options, config = sections.options, sections.decoder.config
-    rows = "1 row" if config.batch_size == 1 else f"{config.batch_size} rows"
     return {
         "target": f"{options.target}, offload {options.offload}" if sections.accelerator else options.target,
         "decoder": f"{config.num_layers} layers of {config.hidden_size}, {config.tokens_per_frame} tokens per frame, "
-        f"{config.max_seq_len} positions, {rows}",
+        f"{config.max_seq_len} positions, {count_text(config.batch_size, 'row')}",
         "numbers": f"weights {options.quant}, KV cache {options.kv}, numerics {options.numerics}",
     }
 
@@ -80,16 +79,14 @@ def explain(sections: Sections, layer: int | None = None) -> str:
         layer = whole("the layer", layer, 0)
         if layer >= len(layers):
             raise InputError(f"there is no layer {layer}", hint=f"layers are 0 .. {len(layers) - 1}")
-    head = (
-        f"decoder of {count_text(config.num_layers, 'layer')}, hidden {config.hidden_size}, batch {config.batch_size}, "
-        f"{config.max_seq_len} positions, {config.tokens_per_frame} tokens per frame\n"
-        f"pipeline: {sections.pipeline.passes}\n"
-    )
+    sizes = f"hidden {config.hidden_size}, batch {config.batch_size}, {config.max_seq_len} positions"
+    head = f"decoder of {count_text(config.num_layers, 'layer')}, {sizes}, {config.tokens_per_frame} tokens per frame\n"
+    head += f"pipeline: {sections.pipeline.passes}\n"
     texts: list[str] = []
     for part in layers if layer is None else [layers[layer]]:
         own = [t for t in sections.decoder.state if t.layer == part.layer]
-        texts.append(_layer(part, own, config.tokens_per_frame))
-        texts[-1] += _offload(sections.accelerator, part.layer, f"layer_{part.layer}")
+        offload = _offload(sections.accelerator, part.layer, f"layer_{part.layer}")
+        texts.append(_layer(part, own, config.tokens_per_frame) + offload)
     if layer is None and (rest := _offload(sections.accelerator, None, None)):
         texts.append(f"outside of the layers:\n{rest}")
     return head + _step(sections.accelerator) + _sparse(sections) + _windows(sections) + "\n".join(texts)
@@ -123,12 +120,9 @@ def own_windows(sections: Sections) -> list[OwnWindow]:
     """Return the layers whose model sees a sliding window only, where sparse attention does not bound them more."""
     ring = sections.decoder.config.ring
     option = None if ring is None else (ring.sinks, ring.window)
-    sites = [(s.layer, s.attention) for s in sections.layers.layers]
-    return [
-        OwnWindow(layer, a.window, a.cache_rows)
-        for layer, a in sites
-        if a.window is not None and (a.sinks, a.window) != option
-    ]
+    sites = ((s.layer, s.attention) for s in sections.layers.layers)
+    bounded = ((layer, a) for layer, a in sites if (a.sinks, a.window) != option)
+    return [OwnWindow(layer, a.window, a.cache_rows) for layer, a in bounded if a.window is not None]
 
 
 def _windows(sections: Sections) -> str:
@@ -167,14 +161,12 @@ def _offload(accelerator: AcceleratorSection | None, layer: int | None, mlp: str
         return ""
     whole = accelerator.step is not None
     one, rows = ("one instruction", "all rows") if whole else ("one call", "all rows, sequenced by the host")
-    lines = [f"  offload  {mlp}: the MLP, {one}, rows by the DRS table"] if mlp else []
-    controller = accelerator.controller
+    lines, controller = list[str](), accelerator.controller
     if layer in controller.gated_layers:
-        lines.insert(
-            0,
-            "  offload  gate: the TAS unit decides from q and the cached key; threshold, chain limit and coupling are "
-            f"in the DRS table (version {controller.table_version})",
-        )
+        text = "the TAS unit decides from q and the cached key; threshold, chain limit and coupling are"
+        lines.append(f"  offload  gate: {text} in the DRS table (version {controller.table_version})")
+    if mlp is not None:
+        lines.append(f"  offload  {mlp}: the MLP, {one}, rows by the DRS table")
     for call in accelerator.linears:
         if call.layer == layer:
             channels = " + ".join(str(n) for n in call.channels)
@@ -263,12 +255,8 @@ def _gate(sections: Sections) -> dict[str, Any] | None:
     options = sections.options.replay
     if options is None:
         return None
-    gate = gate_named(options.gate)
-    learned = [
-        (layer.replay.gate_units, layer.mlp.hidden)
-        for layer in sections.layers.layers
-        if layer.replay is not None and layer.replay.gate_units is not None
-    ]
+    gate, gated = gate_named(options.gate), [(s.replay, s.mlp.hidden) for s in sections.layers.layers]
+    learned = [(r.gate_units, hidden) for r, hidden in gated if r is not None and r.gate_units is not None]
     return {
         "name": gate.name,
         "replays_where": f"score {gate.comparison.value} threshold",
@@ -287,14 +275,8 @@ def _report_sparse(sections: Sections) -> dict[str, Any] | None:
     if ring is None:
         return None
     kept, full = kv_bytes(sections)
-    return {
-        "sinks": ring.sinks,
-        "window": ring.window,
-        "positions": ring.positions,
-        "cache_rows": ring.capacity,
-        "kv_bytes": kept,
-        "kv_bytes_of_full_cache": full,
-    }
+    options = {name: getattr(ring, name) for name in ("sinks", "window", "positions")}
+    return options | {"cache_rows": ring.capacity, "kv_bytes": kept, "kv_bytes_of_full_cache": full}
 
 
 def mlp_weight_share(sections: Sections) -> float:

@@ -12,25 +12,16 @@ from dataclasses import fields
 from math import prod
 from typing import Any, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from fastcar_compile.artifact import sections
 from fastcar_compile.artifact.digest import FileEntry
 from fastcar_compile.artifact.layout import EMBEDDED
-from fastcar_compile.artifact.sections import (
-    AcceleratorSection,
-    DecoderSection,
-    HostSection,
-    LayersSection,
-    OnnxSection,
-    PipelineSection,
-    Section,
-    State,
-)
 from fastcar_compile.artifact.thresholds import Thresholds
-from fastcar_compile.config import CompileConfig, describe_validation
+from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.config.targets import Target
-from fastcar_compile.errors import ArtifactError
+from fastcar_compile.errors import ArtifactError, describe_validation
 from fastcar_compile.gates.weights import DIGEST
 from fastcar_compile.ir.types import DecoderConfig, LayerSite, StateRole
 from fastcar_compile.support import limits
@@ -42,16 +33,9 @@ SCHEMA_VERSION = 5
 CHECKSUM = "checksum"
 """Field of manifest.json that the typed form does not have."""
 
-_PRODUCERS = {
-    "torch": "torch",
-    "tvm": "apache-tvm",
-    "onnx": "onnx",
-    "onnxruntime": "onnxruntime",
-    "numpy": "numpy",
-}
+_PRODUCERS = {"torch": "torch", "tvm": "apache-tvm", "onnx": "onnx", "onnxruntime": "onnxruntime", "numpy": "numpy"}
 
-S = TypeVar("S", bound=Section)
-
+S = TypeVar("S", bound=sections.Section)
 
 _STATED = {"replay": {"gate", "threshold"}, "sparse_attention": {"sinks", "window", "positions"}}
 """Options whose fields a manifest states, although `compile` has defaults for them."""
@@ -71,12 +55,12 @@ class Sections(BaseModel):
 
     options: CompileConfig
     target: Target
-    decoder: DecoderSection
-    layers: LayersSection
-    pipeline: PipelineSection
-    host: HostSection
-    onnx: OnnxSection | None = None
-    accelerator: AcceleratorSection | None = None
+    decoder: sections.DecoderSection
+    layers: sections.LayersSection
+    pipeline: sections.PipelineSection
+    host: sections.HostSection
+    onnx: sections.OnnxSection | None = None
+    accelerator: sections.AcceleratorSection | None = None
     thresholds: Thresholds | None = None
     extensions: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
@@ -96,10 +80,6 @@ class Sections(BaseModel):
         if isinstance(weights, str) and not DIGEST.fullmatch(weights):
             raise ValueError("replay.gate_weights is not a digest")
         return given
-
-    @field_serializer("options")
-    def _options(self, options: CompileConfig) -> dict[str, Any]:
-        return options.to_json()
 
     def extension(self, name: str, kind: type[S]) -> S | None:
         """Return the section of an emitter from another package; None: the artifact has no section of this name.
@@ -235,7 +215,7 @@ def _layers(manifest: Manifest) -> Iterator[str]:
                 yield f"layer {layer.layer} has {len(found)} states that are its {role}"
 
 
-def _cache(config: DecoderConfig, kv: str, layer: LayerSite, state: State) -> Iterator[str]:
+def _cache(config: DecoderConfig, kv: str, layer: LayerSite, state: sections.State) -> Iterator[str]:
     """Check keys or values: [B, Hkv, rows, elements of a row]."""
     attention = layer.attention
     row = KV_TYPES[kv].row_size(attention.head_dim)
@@ -341,7 +321,7 @@ def _accelerator(manifest: Manifest) -> Iterator[str]:
     yield from _step(manifest, section)
 
 
-def _step(manifest: Manifest, section: AcceleratorSection) -> Iterator[str]:
+def _step(manifest: Manifest, section: sections.AcceleratorSection) -> Iterator[str]:
     """Check a whole decode step on the accelerator."""
     if (section.step is not None) != (section.offload == "all"):
         yield f"accelerator.offload is {section.offload!r}, but accelerator.step says otherwise"

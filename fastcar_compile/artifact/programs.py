@@ -42,24 +42,6 @@ def graph_to_json(module: fx.GraphModule) -> Json:
     }
 
 
-def graph_from_json(data: Json, params: Mapping[str, Tensor], *, missing_on_meta: bool = False) -> fx.GraphModule:
-    """Return the inverse of `graph_to_json`; `params` gives the tensors that `get_attr` nodes read.
-
-    Args:
-        missing_on_meta: a parameter that `params` lacks becomes a tensor on the meta device, without a value.
-
-    Raises:
-        ArtifactError: an operator or a parameter is unknown, or the data is malformed.
-    """
-    try:
-        return _Reader(params, missing_on_meta).graph(data)
-    except ArtifactError:
-        raise
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:  # also fx's
-        text = str(error).partition("\n")[0][: limits.TEXT_ERROR]
-        raise ArtifactError(f"the graph file is malformed: {type(error).__name__}: {text}", hint=_HINT) from error
-
-
 def _target_from(name: str) -> Any:
     if name in SPECIAL_OPERATORS:
         return SPECIAL_OPERATORS[name]
@@ -126,14 +108,19 @@ def _decode(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
         return float.fromhex(text)
     if kind == "device":
         return torch.device(text)
-    found = getattr(torch, text.removeprefix("torch."), None)
+    return _torch_named(kind, text)
+
+
+def _torch_named(kind: str, name: str) -> Any:
+    """Return an element type, a layout or a memory format of torch by its name."""
+    found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, _KINDS[kind]):
-        raise TypeError(f"{text!r} is no {kind}")
+        raise TypeError(f"{name!r:.80} is no {kind}")
     return found
 
 
 class _Reader:
-    """Reads one graph file's graph and its branches; all values share one fake tensor mode."""
+    """Reads the graphs of one graph file and their branches; all values share one fake tensor mode."""
 
     def __init__(self, params: Mapping[str, Tensor], missing_on_meta: bool) -> None:
         self.params, self.missing_on_meta = params, missing_on_meta
@@ -178,7 +165,7 @@ class _Reader:
         if not self.missing_on_meta:
             raise ArtifactError(f"parameter {entry['target']} is not among the weights")
         dtype, shape = entry["type"]
-        return torch.empty(shape, dtype=_dtype_of(dtype), device="meta")
+        return torch.empty(shape, dtype=_torch_named("dtype", dtype), device="meta")
 
     def meta(self, entry: Json) -> Json:
         meta: Json = {"source": entry.get("source", ""), "module": entry.get("module", "")}
@@ -201,15 +188,8 @@ class _Reader:
             return _CONTAINERS[kind](self.value(t) for t in content)
         if str(type_) not in self.known:  # layers repeat each other, and to make a fake value takes long
             with self.mode:
-                self.known[str(type_)] = torch.empty(content, dtype=_dtype_of(kind))
+                self.known[str(type_)] = torch.empty(content, dtype=_torch_named("dtype", kind))
         return self.known[str(type_)]
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name!r:.80} is no element type")
-    return found
 
 
 # A DecoderProgram as JSON: graph files that hold all of it except the weights, and sections of a manifest.
@@ -232,18 +212,12 @@ class _GraphFile(BaseModel):
 
 def decoder_section(program: DecoderProgram) -> DecoderSection:
     """Return sizes, state, inputs and outputs of a program, for a manifest."""
-    return DecoderSection(
-        config=program.config,
-        state=tuple(
-            State(name=s.name, shape=s.shape, dtype=dtype_name(s.dtype), role=s.role, layer=s.layer)
-            for s in program.state
-        ),
-        inputs=tuple(program.inputs),
-        outputs=tuple(program.outputs),
-        prefill_outputs=tuple(program.prefill_outputs),
-        context_outputs=tuple(program.context_outputs),
-        weight_bytes=program.params.nbytes(),
+    state = tuple(
+        State(name=s.name, shape=s.shape, dtype=dtype_name(s.dtype), role=s.role, layer=s.layer) for s in program.state
     )
+    lists = ("inputs", "outputs", "prefill_outputs", "context_outputs")
+    names: dict[str, Any] = {name: tuple(getattr(program, name)) for name in lists}
+    return DecoderSection(config=program.config, state=state, weight_bytes=program.params.nbytes(), **names)
 
 
 def layers_section(program: DecoderProgram) -> LayersSection:
@@ -279,27 +253,28 @@ def program_from_json(data: Json, params: Mapping[str, Tensor], *, missing_on_me
         missing_on_meta: a parameter that `params` lacks becomes a tensor on the meta device, without a value.
 
     Raises:
-        ArtifactError: a part is missing or malformed.
+        ArtifactError: a part is missing or malformed, or an operator or a parameter is unknown.
     """
     try:
-        file = _GraphFile.model_validate(data)
+        file, read = _GraphFile.model_validate(data), _Reader(params, missing_on_meta).graph
+        return DecoderProgram(
+            read(file.decode),
+            None if file.prefill is None else read(file.prefill),
+            file.config,
+            state=[StateSpec(s.name, s.shape, torch_dtype(s.dtype), s.role, s.layer) for s in file.state],
+            outputs=file.outputs,
+            prefill_outputs=file.prefill_outputs,
+            context=None if file.context is None else read(file.context),
+            context_outputs=file.context_outputs,
+        )
+    except ArtifactError:
+        raise
     except ValidationError as error:
         text = "; ".join(describe_validation(error))
         raise ArtifactError(f"the graph file is malformed: {text}", hint=_HINT) from error
-
-    def read(graph: Json) -> fx.GraphModule:
-        return graph_from_json(graph, params, missing_on_meta=missing_on_meta)
-
-    return DecoderProgram(
-        read(file.decode),
-        None if file.prefill is None else read(file.prefill),
-        file.config,
-        state=[StateSpec(s.name, s.shape, torch_dtype(s.dtype), s.role, s.layer) for s in file.state],
-        outputs=file.outputs,
-        prefill_outputs=file.prefill_outputs,
-        context=None if file.context is None else read(file.context),
-        context_outputs=file.context_outputs,
-    )
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:  # also fx's
+        text = str(error).partition("\n")[0][: limits.TEXT_ERROR]
+        raise ArtifactError(f"the graph file is malformed: {type(error).__name__}: {text}", hint=_HINT) from error
 
 
 def read_graph_file(path: Path, params: Mapping[str, Tensor], *, missing_on_meta: bool = False) -> DecoderProgram:

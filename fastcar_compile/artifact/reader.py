@@ -13,8 +13,7 @@ from fastcar_compile.artifact.digest import Digests, manifest_digest, name_probl
 from fastcar_compile.artifact.layout import MANIFEST, RESERVED, weight_files
 from fastcar_compile.artifact.manifest import CHECKSUM, SCHEMA_VERSION, Manifest, inconsistencies, sealed
 from fastcar_compile.artifact.opened import OpenedFiles
-from fastcar_compile.config import describe_validation
-from fastcar_compile.errors import ArtifactError, UserError
+from fastcar_compile.errors import ArtifactError, UserError, describe_validation
 from fastcar_compile.ir.tensor_files import Array, tensors_of
 from fastcar_compile.support import limits
 from fastcar_compile.support.strict_json import parse_json
@@ -150,11 +149,9 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     data = cast("dict[str, Any]", data)
     version = data.get("schema_version")
     if version != SCHEMA_VERSION or type(version) is not int:
-        raise ArtifactError(
-            f"the artifact has schema version {version!r:.80}, this fastcar_compile reads version {SCHEMA_VERSION}",
-            where=where,
-            hint="compile the model again, or open it with the release that its manifest names as producer",
-        )
+        what = f"the artifact has schema version {version!r:.80}, this fastcar_compile reads version {SCHEMA_VERSION}"
+        hint = "compile the model again, or open it with the release that its manifest names as producer"
+        raise ArtifactError(what, where=where, hint=hint)
     # The writer gives one form for its fields, so a comparison of bytes covers order, spaces and checksum.
     if content != sealed(data):
         what = "the manifest is damaged: its checksum is not that of its content"

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    FiniteFloat,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError, model_serializer
 
-from fastcar_compile.config import Threshold, describe_validation
-from fastcar_compile.errors import ArtifactError, count_text, os_errors
+from fastcar_compile.config import Threshold
+from fastcar_compile.errors import ArtifactError, count_text, describe_validation, os_errors
 from fastcar_compile.support.strict_json import read_json
 from fastcar_compile.support.values import checked, path_of
 
@@ -75,7 +68,7 @@ class Thresholds(BaseModel):
     expected: Expected | None = None
 
     @model_serializer(mode="wrap")
-    def _without_nothing(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_nothing(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Return the fields without an `expected` of None: the one form of a manifest has no such field."""
         return {name: value for name, value in dump(self).items() if name != "expected" or value is not None}
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import Field, field_serializer
-
 from fastcar_compile.artifact.programs import decoder_section, layers_section
 from fastcar_compile.artifact.sections import ControllerPart, DesignPart, ExplorationPart, LayersSection, Part, State
 from fastcar_compile.codegen.hls.accelerator import Accelerator
@@ -74,16 +72,12 @@ class DryRun(Part):
     design: DesignPart | None = None
     exploration: ExplorationPart | None = None
     controller: ControllerPart | None = None
-    speed: tuple[Speed, ...] = Field(default=())
+    speed: tuple[Speed, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether `compile` would build the artifact."""
         return not self.problems
-
-    @field_serializer("options")
-    def _options(self, options: CompileConfig) -> dict[str, Any]:
-        return options.to_json()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -129,15 +123,8 @@ def _speed(plan: BuildPlan, engine: Accelerator) -> Iterator[Speed]:
     for case, ratio in cases.items():
         asked = replace(work, replay=ratio)
         result = estimate(asked, plan.board, design=engine.design, program=engine.whole, what_if=bool(plan.problems))
-        yield Speed(
-            case=case,
-            replay_ratio=ratio,
-            tokens_per_second=result.tokens_per_second,
-            seconds_per_step=result.seconds_per_step,
-            bandwidth_utilisation=result.bandwidth_utilisation,
-            energy_per_token_j=result.energy_per_token_j,
-            bound_by=result.bound_by,
-        )
+        predicted = {name: getattr(result, name) for name in Speed.model_fields.keys() - {"case", "replay_ratio"}}
+        yield Speed(case=case, replay_ratio=ratio, **predicted)
 
 
 def replay_ceiling(config: CompileConfig, layers: LayersSection) -> float:

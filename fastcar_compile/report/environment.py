@@ -72,17 +72,9 @@ class Check(BaseModel):
 def doctor() -> tuple[Check, ...]:
     """Return checks of Python, packages, compilers, emulator, headers, vendor tools, CPU and disk space."""
     vitis = "v++ is not on PATH: kernels cannot be synthesised here"
-    return (
-        *_packages(),
-        _linker(),
-        *_cross_compilers(),
-        _headers(),
-        *_host_headers(),
-        _check("vitis", shutil.which("v++"), "info", vitis, "see docs/tutorial/board.md"),
-        _xrt(),
-        _cpu(),
-        _disk(),
-    )
+    synthesis = _check("vitis", shutil.which("v++"), "info", vitis, "see docs/tutorial/board.md")
+    compilers = (_linker(), *_cross_compilers(), _headers(), *_host_headers())
+    return (*_packages(), *compilers, synthesis, _xrt(), _cpu(), _disk())
 
 
 def _check(name: str, found: str | None, severity: Severity, missing: str, hint: str) -> Check:

@@ -160,21 +160,15 @@ def _compare(before: Iterable[PageNode], after: Iterable[PageNode]) -> tuple[Ite
     """
     left, right = ({(n.id.rpartition("/")[2], n.op, n.layer): n.id for n in nodes} for nodes in (before, after))
     twins = {left[key]: right[key] for key in left.keys() & right.keys()}
-    back = {new: old for old, new in twins.items()}
-    swapped = _replaced((n for n in before if n.id not in twins), (n for n in after if n.id not in back))
-    swapped_back = {new: old for old, new in swapped.items()}
+    kept = {*twins.values()}
+    swapped = _replaced((n for n in before if n.id not in twins), (n for n in after if n.id not in kept))
+    pairs = [("kept", *pair) for pair in twins.items()] + [("replaced", *pair) for pair in swapped.items()]
+    old = {one: {"change": change, "twin": other} for change, one, other in pairs}
+    new = {other: {"change": change, "twin": one} for change, one, other in pairs}
     return (
-        [_changed(n, twins, swapped, "removed") for n in before],
-        [_changed(n, back, swapped_back, "added") for n in after],
+        [n.model_copy(update=old.get(n.id, {"change": "removed"})) for n in before],
+        [n.model_copy(update=new.get(n.id, {"change": "added"})) for n in after],
     )
-
-
-def _changed(node: PageNode, twins: Mapping[str, str], swapped: Mapping[str, str], otherwise: str) -> PageNode:
-    if node.id in twins:
-        return node.model_copy(update={"change": "kept", "twin": twins[node.id]})
-    if node.id in swapped:
-        return node.model_copy(update={"change": "replaced", "twin": swapped[node.id]})
-    return node.model_copy(update={"change": otherwise})
 
 
 def _replaced(gone: Iterable[PageNode], new: Iterable[PageNode]) -> dict[str, str]:

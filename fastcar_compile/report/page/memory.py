@@ -59,38 +59,24 @@ def _banks(manifest: Manifest, accelerator: AcceleratorSection) -> list[MemoryBa
     ports = design.axi_weight_ports
     section = -(-design.weight_bytes // ports)
     banks = bank_map(manifest.target, ports)
-    tags = [f"port {port}" for port in range(ports)] if banks is None else list(banks.weights)
+    names = [f"weight port {port}" for port in range(ports)]
+    if banks is not None:
+        names = [f"{name}: {tag}" for name, tag in zip(names, banks.weights, strict=True)]
     room = None if banks is None else banks.bank_bytes
-    kept = [
-        MemoryPiece(name="keys and values", bytes=argument.bytes)
-        for kernel in accelerator.kernels
-        for argument in kernel.arguments
-        if argument.name in kernel.caches()[:1]  # the buffers of all ports have one size
-    ]
+    # The buffers of all ports have one size.
+    sizes = [a.bytes for kernel in accelerator.kernels for a in kernel.arguments if a.name in kernel.caches()[:1]]
+    pieces = [MemoryPiece(name="weight stream", bytes=section)]
+    pieces += [MemoryPiece(name="keys and values", bytes=size) for size in sizes]
     note = "a bank of its own" if room is not None else "a part of the same memory"
-    return [
-        MemoryBar(
-            name=f"weight port {port}: {tag}" if banks is not None else f"weight port {port}",
-            note=note,
-            capacity=room,
-            pieces=(MemoryPiece(name="weight stream", bytes=section), *kept),
-        )
-        for port, tag in enumerate(tags)
-    ]
+    return [MemoryBar(name=name, note=note, capacity=room, pieces=tuple(pieces)) for name in names]
 
 
 def _buffers(accelerator: AcceleratorSection, link: str) -> Iterator[BufferLine]:
     ports = {(kernel, argument): tag for kernel, argument, tag in _CONNECTION.findall(link)}
-    for kernel in accelerator.kernels:
-        for argument in kernel.arguments:
-            if argument.kind != "scalar":
-                yield BufferLine(
-                    name=argument.name,
-                    kernel=kernel.name,
-                    direction=argument.kind,
-                    port=ports.get((kernel.name, argument.name), ""),
-                    bytes=argument.bytes,
-                )
+    for kernel, a in ((part.name, argument) for part in accelerator.kernels for argument in part.arguments):
+        if a.kind != "scalar":
+            port = ports.get((kernel, a.name), "")
+            yield BufferLine(name=a.name, kernel=kernel, direction=a.kind, port=port, bytes=a.bytes)
 
 
 def _weight(name: str, array: Array, layer: int | None) -> TensorLine:

@@ -119,11 +119,9 @@ def _check(decisions: Decisions, manifest: Manifest) -> None:
     check_kind("decisions", decisions, np.ndarray, "bool [forwards, layers, rows], or None")
     expected = (manifest.decoder.config.num_layers, manifest.decoder.config.batch_size)
     if decisions.dtype != np.bool_ or decisions.ndim != 3 or decisions.shape[1:] != expected or not len(decisions):
-        raise InputError(
-            f"the decisions are {decisions.dtype} {list(decisions.shape)}, the artifact has "
-            f"{count_text(expected[0], 'layer')} and {count_text(expected[1], 'row')}",
-            hint="record them with `fastcar run --trace` on this artifact",
-        )
+        sizes = f"{count_text(expected[0], 'layer')} and {count_text(expected[1], 'row')}"
+        what = f"the decisions are {decisions.dtype} {list(decisions.shape)}, the artifact has {sizes}"
+        raise InputError(what, hint="record them with `fastcar run --trace` on this artifact")
 
 
 def _passes(manifest: Manifest, after: PageGraph) -> Iterator[PassLine]:

@@ -37,10 +37,8 @@ def replays_of(manifest: Manifest, recorded: Decisions | None) -> Replays:
         return Replays(None, False, "nothing replays")
     options = manifest.options.replay
     kind = Draw.PAIRS if options is not None and options.couple_cfg else Draw.INDEPENDENT
-    layers = [
-        draw_decisions((SYNTHETIC_FORWARDS, 1, rows), share, kind, seed=layer)
-        for layer, share in enumerate(stored.per_layer)
-    ]
+    shape = (SYNTHETIC_FORWARDS, 1, rows)
+    layers = [draw_decisions(shape, share, kind, seed=layer) for layer, share in enumerate(stored.per_layer)]
     return Replays(np.concatenate(layers, 1), False, "drawn for the shares of the calibration")
 
 
