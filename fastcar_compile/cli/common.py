@@ -54,11 +54,9 @@ class ExitCode(IntEnum):
     TERMINATED = TERMINATED, "ended by SIGTERM"
 
 
-_OF_THE_SYSTEM = frozenset(
-    {
-        *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
-        *(errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
-    }
+_OF_THE_SYSTEM = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 )
 """What the operating system refuses because of its own state. Other errors of it are for their place to explain."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from typer import Option
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from fastcar_compile.codegen.plan import Bank, Fallback
     from fastcar_compile.ir.types import LayerSite
+    from fastcar_compile.report.dry_run import Speed
 
+T = TypeVar("T")
 FORMATS = "fastcar_compile.config.formats"
 
 
@@ -31,14 +33,31 @@ FORMATS = "fastcar_compile.config.formats"
 
 def show_dry_run(report: fc.DryRun) -> None:
     """Print what would be built: layers, places, memory, engine, speed, and what is refused."""
+    memory = report.memory
     print_fields(_summary(report))
+    _show_table(("layers", "MLP, source", "size", "replay"), map(_layer_row, _alike(report.layers, _kind)))
+    places = ((p.what, p.unit, span(p.layers), p.calls or "", p.reason) for p in report.placements)
+    _show_table(("part", "runs on", "layers", ">calls", "why"), places)
+    state = ", ".join(f"{role} {size_text(size)}" for role, size in memory.state.items())
     print_text("")
-    _show_layers(report.layers)
-    _show_places(report)
-    _show_memory(report)
-    _show_speed(report)
+    print_fields({"parameters": size_text(memory.weights), "state": state})
+    banks = _alike(memory.banks, lambda b: (b.memory, b.used, b.capacity, not b.tag))
+    _show_table(("memory", "holds", ">used", ">of", "fits"), map(_bank_row, banks))
+    if report.speed:
+        titles = ("predicted", ">MLPs", ">tokens/s", ">ms/step", ">bandwidth", ">J/token", "bound by")
+        _show_table(titles, map(_speed_row, report.speed))
     _show_list("fallbacks", map(_fallback, report.fallbacks))
     _show_list("refused by compile", (_lines(p.what, p.where, p.hint) for p in report.problems))
+
+
+def _show_table(titles: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
+    print_text("")
+    print_table(titles, rows)
+
+
+def _alike(items: Iterable[T], key: Callable[[T], object]) -> Iterator[list[T]]:
+    """Yield the neighbours of equal keys."""
+    return (list(group) for _, group in groupby(items, key))
 
 
 def _summary(report: fc.DryRun) -> dict[str, str]:
@@ -69,11 +88,6 @@ def _engine(report: fc.DryRun) -> dict[str, str]:
     }
 
 
-def _show_layers(layers: Sequence[LayerSite]) -> None:
-    rows = (_layer_row(list(alike)) for _, alike in groupby(layers, _kind))
-    print_table(("layers", "MLP, source", "size", "replay"), rows)
-
-
 def _layer_row(group: Sequence[LayerSite]) -> tuple[str, ...]:
     """Return the row of layers that are alike."""
     first, attention, mlp, replay = group[0], group[0].attention, group[0].mlp, group[0].replay
@@ -96,22 +110,6 @@ def _kind(layer: LayerSite) -> tuple[object, ...]:
     return layer.source, heads, mlp.gated, mlp.activation, mlp.hidden, mlp.intermediate, rule
 
 
-def _show_places(report: fc.DryRun) -> None:
-    rows = ((p.what, p.unit, span(p.layers), p.calls or "", p.reason) for p in report.placements)
-    print_text("")
-    print_table(("part", "runs on", "layers", ">calls", "why"), rows)
-
-
-def _show_memory(report: fc.DryRun) -> None:
-    memory = report.memory
-    state = ", ".join(f"{role} {size_text(size)}" for role, size in memory.state.items())
-    print_text("")
-    print_fields({"parameters": size_text(memory.weights), "state": state})
-    groups = groupby(memory.banks, lambda b: (b.memory, b.used, b.capacity, not b.tag))
-    print_text("")
-    print_table(("memory", "holds", ">used", ">of", "fits"), (_bank_row(list(alike)) for _, alike in groups))
-
-
 def _bank_row(group: Sequence[Bank]) -> tuple[str, ...]:
     """Return the row of banks that are filled alike."""
     first, last = group[0], group[-1]
@@ -122,18 +120,11 @@ def _bank_row(group: Sequence[Bank]) -> tuple[str, ...]:
     return f"{first.memory} {tags}".rstrip(), holds, size_text(first.used), room, fits
 
 
-def _show_speed(report: fc.DryRun) -> None:
-    if not report.speed:
-        return
-    rows = (
-        (
-            *(s.case, f"{s.replay_ratio:.1%}", f"{s.tokens_per_second:.2f}", f"{s.seconds_per_step * 1e3:.2f}"),
-            *(f"{s.bandwidth_utilisation:.1%}", f"{s.energy_per_token_j:.3f}", s.bound_by),
-        )
-        for s in report.speed
+def _speed_row(s: Speed) -> tuple[str, ...]:
+    return (
+        *(s.case, f"{s.replay_ratio:.1%}", f"{s.tokens_per_second:.2f}", f"{s.seconds_per_step * 1e3:.2f}"),
+        *(f"{s.bandwidth_utilisation:.1%}", f"{s.energy_per_token_j:.3f}", s.bound_by),
     )
-    print_text("")
-    print_table(("predicted", ">MLPs", ">tokens/s", ">ms/step", ">bandwidth", ">J/token", "bound by"), rows)
 
 
 def _fallback(found: Fallback) -> str:
@@ -156,12 +147,8 @@ def _show_list(title: str, items: Iterable[str]) -> None:
 
 def span(layers: Sequence[int]) -> str:
     """Return numbers as runs: "0-3, 5"."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
+    # In a run of neighbours, the distance of a number from its place in the list stays.
+    runs = ([layer for _, layer in run] for run in _alike(enumerate(layers), lambda pair: pair[1] - pair[0]))
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,14 +110,12 @@ def parse_ratios(text: str) -> list[float]:
     Raises:
         UserError: a part is not a number from 0 to 1.
     """
-    try:
+    with suppress(ValueError):
         ratios = [float(part) for part in text.split(",")]
-    except ValueError:
-        ratios = [-1.0]
-    if not all(0 <= ratio <= 1 for ratio in ratios):
-        hint = "give numbers from 0 to 1, separated by commas, for example 0.5,0.8"
-        raise UserError(f"{text!r} is not a list of replay ratios", where="--ratios", hint=hint)
-    return ratios
+        if all(0 <= ratio <= 1 for ratio in ratios):
+            return ratios
+    hint = "give numbers from 0 to 1, separated by commas, for example 0.5,0.8"
+    raise UserError(f"{text!r} is not a list of replay ratios", where="--ratios", hint=hint)
 
 
 def read_decoder(path: Path) -> fc.Artifact | nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from inspect import signature
 from operator import attrgetter
@@ -54,8 +55,7 @@ def parse_thresholds(text: str) -> float | list[float | None]:
     Raises:
         UserError: a part is not a number.
     """
-    parts = [part.strip().lower() for part in text.split(",")]
-    values = [_threshold(part, text) for part in parts]
+    values = [_threshold(part.strip().lower(), text) for part in text.split(",")]
     if len(values) > 1:
         return values
     return math.inf if values[0] is None else values[0]
@@ -64,15 +64,11 @@ def parse_thresholds(text: str) -> float | list[float | None]:
 def _threshold(part: str, whole: str) -> float | None:
     if part == "none":
         return None
-    try:
-        value = float(part)
-    except ValueError:
-        value = math.nan
-    if math.isnan(value):
-        what = f"{part!r} is not a threshold"
-        hint = "give a number, inf, -inf, or one of these per layer, separated by commas ('none': never replay)"
-        raise UserError(what, where=f"--threshold {whole}", hint=hint)
-    return value
+    with suppress(ValueError):
+        if not math.isnan(value := float(part)):
+            return value
+    hint = "give a number, inf, -inf, or one of these per layer, separated by commas ('none': never replay)"
+    raise UserError(f"{part!r} is not a threshold", where=f"--threshold {whole}", hint=hint)
 
 
 LayerHeads = list[int] | dict[int, float] | None
@@ -138,15 +134,11 @@ def parse_prompt(text: str) -> Tokens:
     Raises:
         UserError: the text holds something else than integers, or no integer.
     """
-    parts = text.replace(",", " ").split()
-    try:
-        ids = [int(part) for part in parts]
-    except ValueError:
-        ids = []
-    if not ids:
-        hint = 'give integers, for example "16" or "16,3"'
-        raise UserError(f"the prompt {text!r} is not a list of token ids", hint=hint)
-    return np.array(ids, np.int64)
+    with suppress(ValueError):
+        if ids := [int(part) for part in text.replace(",", " ").split()]:
+            return np.array(ids, np.int64)
+    hint = 'give integers, for example "16" or "16,3"'
+    raise UserError(f"the prompt {text!r} is not a list of token ids", hint=hint)
 
 
 def parse_ids(text: str | None) -> tuple[int, int] | None:
@@ -180,7 +172,6 @@ def read_tokens(path: Path, what: str, *, dims: Sequence[int]) -> Tokens:
         UserError: the file is missing or of another kind, it has several arrays and none is called "tokens", or the
             array does not hold integers of these dimensions.
     """
-    existing(path, what)
     arrays = _arrays(path, what)
     name = "tokens" if "tokens" in arrays or len(arrays) != 1 else next(iter(arrays))
     if name not in arrays:
@@ -203,7 +194,6 @@ def read_context(path: Path, *, mask: bool) -> NDArray[Any]:
         UserError: the file is missing or of another kind, or does not hold exactly one array.
     """
     what = "context mask file" if mask else "context file"
-    existing(path, what)
     arrays = list(_arrays(path, what).values())
     if len(arrays) != 1:
         raise UserError(f"the {what} holds {len(arrays)} arrays", where=str(path), hint="keep one array in the file")
@@ -211,6 +201,7 @@ def read_context(path: Path, *, mask: bool) -> NDArray[Any]:
 
 
 def _arrays(path: Path, what: str) -> Mapping[str, NDArray[Any]]:
+    existing(path, what)
     try:
         if path.suffix == ".safetensors":
             from safetensors import numpy as safetensors

@@ -14,7 +14,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
 from fastcar_compile.cli.output import print_fields, print_result, print_text
-from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
+from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption
 from fastcar_compile.errors import UserError, count_text, os_errors
 
 
@@ -101,7 +101,7 @@ def run_command(
     sampling = fc.Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)
     with stages(as_json, "run") as show:
         show("checking the files")
-        loaded = open_artifact(artifact, digest, public_key, reread)
+        loaded = fc.load(artifact, digest=digest, require_signature=public_key, reread=reread)
         ids = to_rows(ids, loaded.config.batch_size, negative_prompt, guided=guidance != 1)
         show(f"opening the {backend} backend")
         given = {} if thresholds is None else {"thresholds": options.existing(thresholds, "thresholds file")}

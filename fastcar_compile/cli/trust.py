@@ -47,11 +47,6 @@ def _removed(option: str) -> Any:
 PolicyOption = Annotated[str | None, _removed("--policy")]
 
 
-def open_artifact(path: Path, digest: str | None, public_key: Path | None, reread: bool = True) -> fc.Artifact:
-    """Return an artifact that meets everything that was asked for; see load."""
-    return fc.load(path, digest=digest, require_signature=public_key, reread=reread)
-
-
 @command
 def sign_command(
     artifact: ArtifactArgument,
@@ -120,6 +115,5 @@ def _passphrase(file: Path | None, *, ask: bool) -> str | None:
 
 def _show(report: SignatureReport) -> None:
     print_text(f"digest  {report.digest}\n")
-    fields = {"artifact": str(report.path)}
-    fields |= {"trusted by": report.by, "signer": report.signer, "covers": count_text(report.files, "file")}
-    print_fields(fields)
+    signed = {"trusted by": report.by, "signer": report.signer, "covers": count_text(report.files, "file")}
+    print_fields({"artifact": str(report.path)} | signed)

@@ -16,7 +16,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import ArtifactArgument, ThresholdOption, parse_thresholds
 from fastcar_compile.cli.output import print_result, print_table, print_text
-from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, open_artifact
+from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption
 from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def verify_command(
     limits = None if threshold is None else parse_thresholds(threshold)
     with stages(as_json, "verify") as show:
         show("checking the files")
-        loaded = open_artifact(artifact, digest, public_key)
+        loaded = fc.load(artifact, digest=digest, require_signature=public_key)
         sizes, kind = loaded.config, quant_format(loaded.manifest.options.quant)
         names = names or ["cpu", "onnxruntime", *(["hls-csim"] if loaded.manifest.accelerator else [])]
         inputs = random_inputs(sizes, steps_for(sizes, tokens), seed)
@@ -212,10 +212,8 @@ def _show(results: list[Comparison], steps: int, rows: int, allowed: Allowed) ->
     length = f"{count_text(steps, 'step')} of {count_text(rows, 'row')}"
     print_text(f"{length} against {REFERENCE}, tolerance {allowed.tolerance:g}")
     if allowed.rounding is not None:
-        print_text(
-            f"{REFERENCE} with its norms and biases moved in the last place differs by {allowed.rounding:.3g}: "
-            f"{allowed.limit:.3g} is allowed"
-        )
+        text = f"{REFERENCE} with its norms and biases moved in the last place differs by {allowed.rounding:.3g}"
+        print_text(f"{text}: {allowed.limit:.3g} is allowed")
     print_text("")
     print_table(_TITLES, map(_cells, results))
 

@@ -16,7 +16,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli.common import JsonOption, command, stages
 from fastcar_compile.cli.options import BACKENDS, ArtifactArgument
 from fastcar_compile.cli.output import interactive, print_fields, print_result, print_text
-from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption, open_artifact
+from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption
 from fastcar_compile.errors import count_text
 from fastcar_compile.support.machine import usable_cores
 from fastcar_play import limits
@@ -58,7 +58,7 @@ def play_command(
     places = min(usable_cores(), limits.VISITORS) if visitors is None else visitors
     with stages(as_json, "play") as show:
         show("checking the files")
-        loaded = open_artifact(artifact, digest, public_key, reread)
+        loaded = fc.load(artifact, digest=digest, require_signature=public_key, reread=reread)
         show("generating the first frames")
         stage = _stage(loaded, world, backend, threads)
         if not _is_local(host):
