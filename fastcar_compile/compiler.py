@@ -165,14 +165,9 @@ def compile(
     if isinstance(model, nn.Module):
         model = unwrapped(model)
     sizes, assumed = _sizes(model, plain(tokens_per_frame), plain(max_seq_len))
-    options: dict[str, Any] = {
-        **sizes,
-        "batch_size": batch_size,
-        "quant": ("w8a8" if board.kind == "fpga" else "none") if quant is None else quant,
-        "replay": replay,
-        "prefill_chunk": prefill_chunk,
-        "sparse_attention": sparse_attention,
-    }
+    options: dict[str, Any] = {**sizes, "batch_size": batch_size, "replay": replay, "prefill_chunk": prefill_chunk}
+    options["quant"] = ("w8a8" if board.kind == "fpga" else "none") if quant is None else quant
+    options["sparse_attention"] = sparse_attention
     options |= {name: value for name, value in {"kv": kv, "numerics": numerics}.items() if value is not None}
     _check_target(board, offload)
     config = CompileConfig(target=board.name, **options, offload="mlp" if offload is None else offload)
@@ -208,8 +203,7 @@ def _analysed(model: Model, config: CompileConfig, say: Progress) -> tuple[Decod
     try:
         return _captured(model, config, say)
     except CompileError as error:
-        reason = _explained(model, error)
-        if reason is error:
+        if (reason := _explained(model, error)) is error:
             raise
         raise reason from error
 
@@ -224,13 +218,8 @@ def _explained(model: Model, error: CompileError) -> CompileError:
 def _captured(model: Model, config: CompileConfig, say: Progress) -> tuple[DecoderProgram, list[Pass]]:
     """Return the captured program with explicit state and known layers, and the passes that made it."""
     say("capturing the decode step")
-    program = capture(
-        model,
-        batch_size=config.batch_size,
-        max_seq_len=config.max_seq_len,
-        tokens_per_frame=config.tokens_per_frame,
-        prefill_chunk=config.chunk,
-    )
+    sizes = {name: getattr(config, name) for name in ("batch_size", "max_seq_len", "tokens_per_frame")}
+    program = capture(model, **sizes, prefill_chunk=config.chunk)
     _check_capture(program, config)
     passes: list[Pass] = [*analysis_pipeline(), *_repetition(model)]
     run_pipeline(program, passes)
@@ -290,10 +279,8 @@ def _warn_of_defaults(replay: ReplayConfig | None) -> None:
 
 def _check_target(board: Target, offload: str | None) -> None:
     if offload in ("linears", "all") and board.kind != "fpga":
-        raise CompileError(
-            f"offload={offload!r} needs an accelerator, and target {board.name} has none",
-            hint="choose an FPGA target, or leave offload out",
-        )
+        what = f"offload={offload!r} needs an accelerator, and target {board.name} has none"
+        raise CompileError(what, hint="choose an FPGA target, or leave offload out")
 
 
 def _repetition(model: object) -> list[Pass]:
@@ -308,7 +295,5 @@ def _repetition(model: object) -> list[Pass]:
 
 def _check_capture(program: DecoderProgram, config: CompileConfig) -> None:
     if program.config.batch_size != config.batch_size:
-        raise CompileError(
-            f"the exported program has batch {program.config.batch_size}, but batch_size is {config.batch_size}",
-            hint=f"give batch_size={program.config.batch_size}, or export again",
-        )
+        what = f"the exported program has batch {program.config.batch_size}, but batch_size is {config.batch_size}"
+        raise CompileError(what, hint=f"give batch_size={program.config.batch_size}, or export again")

@@ -38,21 +38,9 @@ class DType:
         return self.numpy.itemsize
 
 
-DTYPES: dict[str, DType] = {
-    dtype.name: dtype
-    for dtype in (
-        DType("float64", "F64", np.dtype(np.float64)),
-        DType("float32", "F32", np.dtype(np.float32)),
-        DType("float16", "F16", np.dtype(np.float16)),
-        DType("bfloat16", "BF16", np.dtype(ml_dtypes.bfloat16)),
-        DType("int64", "I64", np.dtype(np.int64)),
-        DType("int32", "I32", np.dtype(np.int32)),
-        DType("int16", "I16", np.dtype(np.int16)),
-        DType("int8", "I8", np.dtype(np.int8)),
-        DType("uint8", "U8", np.dtype(np.uint8)),
-        DType("bool", "BOOL", np.dtype(np.bool_)),
-    )
-}
+_FLOATS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_INTEGERS = {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
+DTYPES = {n: DType(n, s, np.dtype(getattr(ml_dtypes, n, n))) for n, s in (_FLOATS | _INTEGERS).items()}
 """Name -> element type."""
 
 BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in DTYPES.values()}

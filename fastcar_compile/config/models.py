@@ -9,16 +9,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, QUANT_FORMATS, quant_format
 from fastcar_compile.errors import CompileError, InputError, UserError, count_text
@@ -135,6 +126,17 @@ Weights = Annotated[Any, BeforeValidator(_parse_weights), _NAMED]
 """A GateWeights or None; pydantic knows it as Any, because a GateWeights is not a model."""
 
 
+def _one_of(known: Mapping[str, object], what: str, listed: str = "known") -> AfterValidator:
+    """Return a validator of names that a registry has."""
+
+    def check(name: str) -> str:
+        if name not in known:
+            raise ValueError(f"unknown {what} {name!r}; {listed}: {', '.join(known)}")
+        return name
+
+    return AfterValidator(check)
+
+
 # What all configurations share: frozen fields, JSON, and errors that name every bad field.
 
 
@@ -182,7 +184,7 @@ class ReplayConfig(Config):
         CompileError: a field or the file of the weights is not valid. UserError: the file cannot be read.
     """
 
-    gate: str = "tas"
+    gate: Annotated[str, _one_of(GATES, "gate", "known gates")] = "tas"
     threshold: Annotated[Threshold | Sequence[Threshold | None] | None, BeforeValidator(parse_thresholds)] = None
     max_chain: int | None = Field(default=None, ge=1, strict=True)
     couple_cfg: bool = Field(default=False, strict=True)
@@ -198,13 +200,6 @@ class ReplayConfig(Config):
         super().__init__(**data)
         if not given:  # `compile` warns of the default, but not of a caller who gives the same number
             self.model_fields_set.discard("threshold")
-
-    @field_validator("gate")
-    @classmethod
-    def _known_gate(cls, gate: str) -> str:
-        if gate not in GATES:
-            raise ValueError(f"unknown gate {gate!r}; known gates: {', '.join(GATES)}")
-        return gate
 
     @model_validator(mode="after")
     def _heads_and_weights_fit_the_gate(self) -> Self:
@@ -313,12 +308,12 @@ class CompileConfig(Config):
     tokens_per_frame: int = Field(ge=1, le=limits.SIZE, strict=True)
     max_seq_len: int = Field(ge=2, le=limits.SIZE, strict=True)
     batch_size: int = Field(default=1, ge=1, le=32, strict=True)
-    quant: str = "none"
+    quant: Annotated[str, _one_of(QUANT_FORMATS, "quantisation")] = "none"
     replay: ReplayConfig | None = None
     prefill_chunk: int | None = Field(default=None, ge=1, le=limits.SIZE, strict=True)
     offload: Literal["mlp", "linears", "all"] = "mlp"
     sparse_attention: SparseAttention | None = None
-    kv: str = "float32"
+    kv: Annotated[str, _one_of(KV_TYPES, "KV type")] = "float32"
     numerics: Literal["native", "exact"] = "native"
 
     @property
@@ -334,23 +329,13 @@ class CompileConfig(Config):
         offload = data.get("offload")
         super().__init__(**(_WHOLE_STEP | data if isinstance(offload, str) and offload == "all" else data))
 
-    @field_validator("quant", "kv")
-    @classmethod
-    def _known(cls, value: str, info: ValidationInfo) -> str:
-        what, known = ("quantisation", QUANT_FORMATS) if info.field_name == "quant" else ("KV type", KV_TYPES)
-        if value not in known:
-            raise ValueError(f"unknown {what} {value!r}; known: {', '.join(known)}")
-        return value
-
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.tokens_per_frame >= self.max_seq_len:
-            raise CompileError(
-                f"tokens_per_frame ({self.tokens_per_frame}) is not smaller than max_seq_len ({self.max_seq_len}): "
-                "no token would have a previous frame to replay",
-                hint="lower tokens_per_frame to the tokens of one frame, or raise max_seq_len to at least two frames "
-                f"({2 * self.tokens_per_frame})",
-            )
+            what = f"tokens_per_frame ({self.tokens_per_frame}) is not smaller than max_seq_len ({self.max_seq_len})"
+            hint = "lower tokens_per_frame to the tokens of one frame, or raise max_seq_len to at least two frames "
+            hint += f"({2 * self.tokens_per_frame})"
+            raise CompileError(f"{what}: no token would have a previous frame to replay", hint=hint)
         if problems := self._not_a_whole_step():
             raise CompileError.collect(problems)
         if self.numerics == "exact" and not (quant_format(self.quant).integer and self.kv == "int8"):

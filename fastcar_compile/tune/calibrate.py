@@ -61,15 +61,9 @@ def expected(search: Search, values: Values) -> Expected | None:
     # Few videos give an uncertain deviation, so Student's t is used and not the normal distribution.
     half, middle = error * student(count - 1), float(left.mean())
     replay, low, high = np.clip((middle, middle - half, middle + half), 0.0, 1.0).tolist()
-    return Expected(
-        replay=replay,
-        low=low,
-        high=high,
-        confidence=CONFIDENCE,
-        videos=count,
-        searched=search.searched or count,
-        videos_needed=_needed(error * math.sqrt(count)),
-    )
+    needed = _needed(error * math.sqrt(count))
+    videos = {"videos": count, "searched": search.searched or count, "videos_needed": needed}
+    return Expected(replay=replay, low=low, high=high, confidence=CONFIDENCE, **videos)
 
 
 def _left_out(shares: np.ndarray, video: int, distance: float) -> float:

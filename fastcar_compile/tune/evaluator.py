@@ -330,15 +330,13 @@ class Evaluator:
         A plain cache is written in place: rows that a chunk reads are the opening's, or were written on this run.
         """
         state = opening.state
-        if ring_of(self._stages.layers[layer].key_cache) is not None or self._reads_caches(layer):
+        # A layer's cache may itself be among the values that are kept.
+        caches = {self._stages.results[s.name] for s in self._state if s.layer == layer}
+        joined = not caches.isdisjoint(self._stages.joined[layer])
+        if joined or ring_of(self._stages.layers[layer].key_cache) is not None:
             state = {name: cache.clone() for name, cache in state.items()}
         numbers = range(self._opening_chunks, len(self._starts))
         return [(number, self._run_chunk(layer, group, number, state)) for number in numbers]
-
-    def _reads_caches(self, layer: int) -> bool:
-        """Return whether a layer's cache is itself among the values that are kept."""
-        caches = {self._stages.results[s.name] for s in self._state if s.layer == layer}
-        return not caches.isdisjoint(self._stages.joined[layer])
 
     def _run_chunk(self, layer: int, group: int, number: int, state: dict[str, Tensor]) -> Fresh:
         """Run a stage on one chunk up to its decisions, and write the caches."""

@@ -158,27 +158,18 @@ class MaskedAttention:
         self._masks: dict[tuple[int, int, int], Tensor] = {}
 
     def __call__(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        position: Tensor,
-        scale: float,
-        softcap: float | None = None,
+        self, query: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float, softcap: float | None = None
     ) -> Tensor:
-        """Return what `fastcar::attention` returns."""
+        """Return what `fastcar::attention` returns for caches of keys and values."""
         steps = query.shape[2]
         if softcap is not None or steps == 1:
-            return fastcar.attention(query, key_cache, value_cache, position, scale, softcap)
+            return fastcar.attention(query, keys, values, position, scale, softcap)
         start = int(position)
-        filled = min(start + steps, key_cache.shape[2])
-        keys, values = (loaded(c[:, :, :filled], query.shape[3]) for c in (key_cache, value_cache))
-        return torch.nn.functional.scaled_dot_product_attention(
-            *(query, keys, values),
-            attn_mask=self._mask(start, steps, filled),
-            scale=scale,
-            enable_gqa=query.shape[1] != key_cache.shape[1],
-        ).contiguous()
+        filled, grouped = min(start + steps, keys.shape[2]), query.shape[1] != keys.shape[1]
+        seen = [loaded(c[:, :, :filled], query.shape[3]) for c in (keys, values)]
+        mask = self._mask(start, steps, filled)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(query, *seen, attn_mask=mask, scale=scale, enable_gqa=grouped).contiguous()
 
     def _mask(self, start: int, steps: int, filled: int) -> Tensor:
         """Return float32 [steps, filled]: 0 where a row sees a column, -inf elsewhere."""

@@ -181,11 +181,7 @@ class Judge:
 
 def plain(value: Any) -> Any:
     """Return JSON-safe values: an infinity becomes the text "inf"."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return json.loads(json.dumps(value), parse_constant=lambda name: str(float(name)))
 
 
 class Study:

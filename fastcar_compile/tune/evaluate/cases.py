@@ -46,13 +46,7 @@ class SinkWindow:
         return f"window {self.window}, sinks {self.sinks}"
 
     def __call__(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        position: Tensor,
-        scale: float,
-        softcap: float | None = None,
+        self, query: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float, softcap: float | None = None
     ) -> Tensor:
         """Return attention float32 [B, Hq, T, D] for caches [B, Hkv, S, D] of any KV type and position int64 [1]."""
         start, steps = int(position), query.shape[2]

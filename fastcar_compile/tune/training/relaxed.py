@@ -112,6 +112,9 @@ class RelaxedDecoder:
         model: as `fastcar_compile.compile` takes it. rows: videos per batch. length: input tokens, prompt included.
         tokens_per_frame: F. prompt: tokens before decoding starts.
 
+    Attributes:
+        frames: number of frames of decoded tokens. The last one may be incomplete.
+
     Raises:
         CompileError: the model cannot be captured. InputError: a decoder without head, or fewer than two frames.
     """
@@ -136,7 +139,6 @@ class RelaxedDecoder:
         self.scales = [layer.scale for layer in self._stages.layers]
         used = length - prompt
         self.frames = -(-used // tokens_per_frame)
-        """Number of frames of decoded tokens. The last one may be incomplete."""
         self._padding = self.frames * tokens_per_frame - used
         # The last frame may be incomplete. Its padding counts neither as replayed nor as computed.
         able = torch.arange(self.frames * tokens_per_frame) < used

@@ -24,17 +24,7 @@ from torch import Tensor, nn
 
 from fastcar_compile.errors import InputError
 from fastcar_compile.frontend.model_facts import ModelFacts
-from fastcar_compile.support.values import (
-    check_kind,
-    checked,
-    number,
-    path_of,
-    reporter,
-    shown,
-    token_range,
-    token_table,
-    whole,
-)
+from fastcar_compile.support import values
 from fastcar_compile.tune.calibrate import program_key
 from fastcar_compile.tune.rule import counts
 from fastcar_compile.tune.search import Say
@@ -69,7 +59,13 @@ _LARGEST_SEED = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class Options:
-    """Options that the result depends on, as `train_gate` takes them."""
+    """Options that the result depends on, as `train_gate` takes them.
+
+    Attributes:
+        start: `TrainedGate.inputs` of the gate that the training starts from.
+        decoder_rate: peak learning rate of the decoder's own weights; 0 freezes them.
+        counted: ids of the tokens that the loss counts; None: all.
+    """
 
     gate: str
     target: float
@@ -79,11 +75,8 @@ class Options:
     seed: int
     softness: float = 0.5
     start: str | None = None
-    """`TrainedGate.inputs` of the gate that the training starts from."""
     decoder_rate: float = 0.0
-    """Peak learning rate of the decoder's own weights; 0 freezes them."""
     counted: tuple[int, int] | None = None
-    """Ids of the tokens that the loss counts; None: all."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +154,7 @@ def train_gate(
     return run(model, videos, options, Setup(tokens_per_frame, prompt, start, checkpoint, progress)).result()
 
 
-@checked()
+@values.checked()
 @pydantic_dataclass(frozen=True, eq=False, config=ConfigDict(arbitrary_types_allowed=True))
 class TunedDecoder:
     """Result of `tune_decoder`.
@@ -213,7 +206,7 @@ def tune_decoder(
         InputError: bad arguments or videos.
         CompileError: the model cannot be captured.
     """
-    rate = number("rate", rate, "give a number above 0")
+    rate = values.number("rate", rate, "give a number above 0")
     if not 0 < rate < math.inf:
         raise InputError(f"rate is {rate:g}", hint="give a number above 0")
     options = Options(gate, target_replay, units, steps, batch, seed, softness, decoder_rate=rate, counted=counted)
@@ -229,17 +222,17 @@ def tune_decoder(
 
 def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Training:
     """Return a finished training. Arguments and errors are those of `train_gate`."""
-    check_kind("model", model, nn.Module, "a decoder as `compile` takes it")
-    check_kind("start", setup.start, (TrainedGate, type(None)), "a TrainedGate")
-    say = reporter(setup.progress)
+    values.check_kind("model", model, nn.Module, "a decoder as `compile` takes it")
+    values.check_kind("start", setup.start, (TrainedGate, type(None)), "a TrainedGate")
+    say = values.reporter(setup.progress)
     options = dataclasses.replace(_checked(options), start=setup.start and setup.start.inputs)
-    tokens = token_table("the videos", videos)
-    prompt = whole("prompt", setup.prompt, 1)
+    tokens = values.token_table("the videos", videos)
+    prompt = values.whole("prompt", setup.prompt, 1)
     given = setup.tokens_per_frame
     frame = ModelFacts.of(model).tokens_per_frame if given is None else given
     if frame is None:
         raise InputError("the model does not say its tokens_per_frame", hint="give tokens_per_frame")
-    frame = whole("tokens_per_frame", frame, 1)
+    frame = values.whole("tokens_per_frame", frame, 1)
     decoder = RelaxedDecoder(model, min(options.batch, len(tokens)), tokens.shape[1] - 1, frame, prompt)
     facts = {name: value for name, value in dataclasses.asdict(options).items() if name != "counted" or value}
     key = program_key(decoder.program, facts | {"prompt": prompt}, tokens)
@@ -247,7 +240,7 @@ def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Traini
         hint = "give the ids of the tokens that the decoder predicts"
         raise InputError(f"no token after the first frame has an id in {options.counted}", hint=hint)
     training = Training(decoder, torch.from_numpy(tokens), options, setup.start, key)
-    checkpoint = None if setup.checkpoint is None else path_of("checkpoint", setup.checkpoint)
+    checkpoint = None if setup.checkpoint is None else values.path_of("checkpoint", setup.checkpoint)
     kept = TrainingState(checkpoint, key)
     training.run(kept, say)
     return training
@@ -256,23 +249,17 @@ def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Traini
 def _checked(options: Options) -> Options:
     """Return the options with Python's numbers."""
     if not isinstance(options.gate, str) or options.gate not in SCORERS:
-        raise InputError(f"gate {shown(options.gate)} has nothing to train", hint=f"choose from {', '.join(SCORERS)}")
-    target = number("target_replay", options.target)
+        what = f"gate {values.shown(options.gate)} has nothing to train"
+        raise InputError(what, hint=f"choose from {', '.join(SCORERS)}")
+    target = values.number("target_replay", options.target)
     if not 0 < target < 1:
         raise InputError(f"target_replay is {target:g}", hint="give a share between 0 and 1")
-    softness = number("softness", options.softness)
+    softness = values.number("softness", options.softness)
     if not 0 < softness < math.inf:
         raise InputError(f"softness is {softness:g}", hint="give a number above 0")
-    return dataclasses.replace(
-        options,
-        target=target,
-        softness=softness,
-        units=whole("units", options.units, 1),
-        steps=whole("steps", options.steps, 1),
-        batch=whole("batch", options.batch, 1),
-        seed=whole("seed", options.seed, 0, _LARGEST_SEED),
-        counted=token_range("counted", options.counted),
-    )
+    sizes = {name: values.whole(name, getattr(options, name), 1) for name in ("units", "steps", "batch")}
+    seed, counted = values.whole("seed", options.seed, 0, _LARGEST_SEED), values.token_range("counted", options.counted)
+    return dataclasses.replace(options, target=target, softness=softness, seed=seed, counted=counted, **sizes)
 
 
 SCORERS: dict[str, Callable[[Sample, float, int, torch.Generator], Scorer]] = {
@@ -372,15 +359,15 @@ class Training:
         logits, shares = decoder.replayed(inputs, self._list(), relaxation)
         now = torch.log_softmax(logits[:, first:][later], -1)
         # The dense decoder is the teacher. It has a gradient only where its own weights are trained.
-        whole = torch.log_softmax(decoder.dense(inputs), -1)
-        dense = whole[:, first:][later].detach()
+        every = torch.log_softmax(decoder.dense(inputs), -1)
+        dense = every[:, first:][later].detach()
         wanted = targets[:, first:][later][:, None]
         nll, nll_dense = (float(-p.detach().gather(-1, wanted).mean()) for p in (now, dense))
         loss = (dense.exp() * (dense - now)).sum(-1).mean()
         if self.weights:
             decoded = chosen[:, decoder.prompt - 1 :]
             own = targets[:, decoder.prompt - 1 :][decoded][:, None]
-            loss = loss - whole[:, decoder.prompt - 1 :][decoded].gather(-1, own).mean()
+            loss = loss - every[:, decoder.prompt - 1 :][decoded].gather(-1, own).mean()
         short = self._options.target - shares.mean()
         # The mean over all steps keeps one unusual batch from changing the price of replay.
         scale = float(np.mean([s.nll_dense for s in self.log] + [nll_dense]))
