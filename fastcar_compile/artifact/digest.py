@@ -6,7 +6,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
@@ -30,15 +30,10 @@ class FileEntry(BaseModel):
     size: int = Field(ge=0, strict=True)
 
 
-def walk(root: Path) -> Iterator[tuple[str, Path]]:
+def walk(root: Path) -> list[tuple[str, Path]]:
     """Return (relative POSIX name, path) of everything below root that is not a plain directory, sorted by name."""
-    found: list[tuple[str, Path]] = []
-    for folder, subfolders, files in os.walk(root, followlinks=False):
-        links = [name for name in subfolders if (Path(folder) / name).is_symlink()]
-        for name in [*files, *links]:
-            path = Path(folder) / name
-            found.append((path.relative_to(root).as_posix(), path))
-    return iter(sorted(found))
+    paths = (path for path in root.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted((path.relative_to(root).as_posix(), path) for path in paths)
 
 
 def name_problem(name: str) -> str | None:

@@ -217,7 +217,6 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
         capacity, wanted = self.session.config.max_seq_len, generation_config.max_length
         # The last new token is never read, so one token more than the cache holds may be given back.
         if wanted is not None and wanted - 1 > capacity:
-            new = wanted - input_ids_length
-            given = count_text(input_ids_length, "prompt token")
-            what = f"{given} and {new} new ones do not fit max_seq_len {capacity}"
+            given = f"{count_text(input_ids_length, 'prompt token')} and {wanted - input_ids_length} new ones"
+            what = f"{given} do not fit max_seq_len {capacity}"
             raise InputError(what, hint="give fewer max_new_tokens, or compile with a larger max_seq_len")

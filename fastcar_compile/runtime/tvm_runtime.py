@@ -74,14 +74,10 @@ def _ffi() -> Any:
     return tvm_ffi
 
 
+@cache
 def global_function(name: str) -> Callable[..., Any]:
     """Return a function of TVM's registry."""
     return _ffi().get_global_func(name)
-
-
-@cache
-def _array_get_item() -> Callable[..., Any]:
-    return global_function("ffi.ArrayGetItem")
 
 
 def register(name: str, function: Callable[..., Any]) -> None:
@@ -118,7 +114,7 @@ def adopt(array: Array) -> Tensor:
 
 def element(results: Any, index: int) -> Any:
     """Return `results[index]` of a function's results, in a fifth of the time."""
-    return _array_get_item()(results, index)
+    return global_function("ffi.ArrayGetItem")(results, index)
 
 
 def as_array(tensor: Any) -> Array:

@@ -151,14 +151,9 @@ class _Feeds:
 def _forward_feeds(config: DecoderConfig, length: int) -> _Feeds:
     """Return memory for what a forward of `length` tokens takes."""
     embeds = np.zeros((config.batch_size, length, config.hidden_size), np.float32)
-    return _Feeds(
-        {
-            config.input_name: embeds if config.takes_embeddings else np.zeros(embeds.shape[:2], np.int64),
-            "position": np.zeros(1, np.int64),
-            "step": np.zeros(1, np.int64),
-            "thresholds": np.zeros(config.num_layers, np.float32),
-        }
-    )
+    given: Array = embeds if config.takes_embeddings else np.zeros(embeds.shape[:2], np.int64)
+    numbers: dict[str, Array] = {name: np.zeros(1, np.int64) for name in ("position", "step")}
+    return _Feeds(numbers | {config.input_name: given, "thresholds": np.zeros(config.num_layers, np.float32)})
 
 
 def _context_feeds(context: ContextInput, rows: int) -> _Feeds:
