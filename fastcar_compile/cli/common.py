@@ -173,24 +173,16 @@ def stages(as_json: bool, title: str) -> Generator[Callable[[str], None]]:
     """
     with ExitStack() as stack:
         if as_json or not interactive():
-            console = stderr()
-            handler = _Lines(
-                logging.WARNING if as_json else logging.INFO,
-                console,
-                lambda text: console.print(f"{title}: {text}", markup=False, soft_wrap=True),
-            )
+            level, out = logging.WARNING if as_json else logging.INFO, stderr()
+            handler = _Lines(level, out, lambda text: out.print(f"{title}: {text}", markup=False, soft_wrap=True))
         else:
             from rich.markup import escape
             from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
             columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
             spinner = stack.enter_context(Progress(*columns, console=stderr(), transient=True))
-            task = spinner.add_task(escape(title))
-            handler = _Lines(
-                logging.DEBUG,
-                spinner.console,
-                lambda text: spinner.update(task, description=escape(f"{title}: {text}")),
-            )
+            show = functools.partial(spinner.update, spinner.add_task(escape(title)))
+            handler = _Lines(logging.DEBUG, spinner.console, lambda text: show(description=escape(f"{title}: {text}")))
         stack.enter_context(warnings.catch_warnings())
         warnings.showwarning = _warned
         stack.callback(LOGGER.setLevel, LOGGER.level)

@@ -187,17 +187,16 @@ def _show(found: fc.Thresholds, digest: str) -> None:
     increase = found.nll / found.nll_dense - 1
     if digest:
         print_text(f"digest  {digest}\n")
-    print_fields(
-        {
-            "replay": f"{found.replay:.1%} of the forwards t >= F",
-            "on other videos": "unknown from one video" if found.expected is None else _expected(found.expected),
-            "measured on": "one video" if found.expected is None else _measured(found.expected),
-            "NLL": f"{found.nll:.4g} ({increase:+.1%} of dense)",
-            "gate": found.gate,
-            "thresholds": ", ".join("none" if value is None else f"{value:.6g}" for value in found.values),
-            "per layer": ", ".join(f"{ratio:.1%}" for ratio in found.per_layer),
-        }
-    )
+    fields = {
+        "replay": f"{found.replay:.1%} of the forwards t >= F",
+        "on other videos": "unknown from one video" if found.expected is None else _expected(found.expected),
+        "measured on": "one video" if found.expected is None else _measured(found.expected),
+        "NLL": f"{found.nll:.4g} ({increase:+.1%} of dense)",
+        "gate": found.gate,
+        "thresholds": ", ".join("none" if value is None else f"{value:.6g}" for value in found.values),
+        "per layer": ", ".join(f"{ratio:.1%}" for ratio in found.per_layer),
+    }
+    print_fields(fields)
 
 
 def _measured(found: Expected) -> str:

@@ -258,15 +258,13 @@ class Search:
     def _all(self, share: float, at: At) -> Values:
         return tuple(at(i, share) if able else None for i, able in enumerate(self._able))
 
-    def _meet(
-        self, target: float, first: float, values_at: Callable[[float], Values], low: float = 0.0, high: float = 1.0
-    ) -> Values:
+    def _meet(self, target: float, first: float, values_at: Callable[[float], Values], low: float = 0.0) -> Values:
         """Return the least thresholds tried that reach the target, or else the greatest; they grow with an argument.
 
         The next argument follows from how the replay grew between the last two, within what is not ruled out.
         """
         guess, best, last = first, values_at(first), None
-        growth = self._growth or 1.0
+        growth, high = self._growth or 1.0, 1.0
         for _ in range(TRIES):
             values = values_at(guess)
             ratio, before = self.outcome(values).replay, self.outcome(best).replay

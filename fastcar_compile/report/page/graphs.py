@@ -25,8 +25,7 @@ def prefill_graphs(before: Json, after: Json) -> tuple[PageGraph, PageGraph] | N
 
 
 def _pages(before: Json, after: Json, part: str, results: str) -> tuple[PageGraph, PageGraph]:
-    pages = [_Reader(data, part).nodes() for data in (before, after)]
-    pages = [list(nodes) for nodes in _compare(*pages)]
+    pages = _compare(*(_Reader(data, part).nodes() for data in (before, after)))
     keys = _layer_keys(*pages)
     first, second = (
         PageGraph(nodes=tuple(nodes), groups=_groups(nodes, keys), outputs=_outputs(data[part], data[results]))
@@ -152,7 +151,7 @@ def _outputs(graph: Json, names: list[str]) -> dict[str, str]:
     return dict(zip(names, _named(output["args"]), strict=True))
 
 
-def _compare(before: Iterable[PageNode], after: Iterable[PageNode]) -> tuple[Iterable[PageNode], Iterable[PageNode]]:
+def _compare(before: list[PageNode], after: list[PageNode]) -> tuple[list[PageNode], list[PageNode]]:
     """Return the nodes with the change that the passes made.
 
     A node of both graphs keeps its name, operator and layer. Among the other nodes, an operator replaces the only

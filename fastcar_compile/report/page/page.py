@@ -101,13 +101,9 @@ def page_html(data: PageData) -> str:
     style = "\n".join(sheet.read_text("utf-8") for sheet in sheets)
     script = "\n".join((folder / name).read_text("utf-8") for name in SCRIPTS)
     text = json.dumps(data.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False, separators=(",", ":"))
-    return Template((folder / "page.html").read_text("utf-8")).substitute(
-        data=re.sub("[&<>\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text),
-        style=style,
-        script=script,
-        style_hash=_hash(style),
-        script_hash=_hash(script),
-    )
+    safe = re.sub("[&<>\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    parts = {"style": style, "script": script, "style_hash": _hash(style), "script_hash": _hash(script)}
+    return Template((folder / "page.html").read_text("utf-8")).substitute(parts, data=safe)
 
 
 def _hash(text: str) -> str:

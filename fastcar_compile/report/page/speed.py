@@ -126,15 +126,13 @@ def _facts(result: Estimate, decided: str) -> Iterator[Fact]:
         "bound by": result.bound_by,
         "over dense": f"{result.speedup_over_dense:.2f}x",
     }
-    yield from facts_of(key, "key")
-    yield from facts_of(
-        {
-            "workload": f"{result.quant}, batch {result.batch}, attention reads {result.attended} positions",
-            "replay": f"{result.replay_ratio:.1%} of all MLPs ({decided})",
-            "in the fabric": result.offload,
-            "engine": f"{count_text(design['ports'], 'weight port')}, {count_text(design['lanes'], 'lane')}, "
-            f"{count_text(design['spec']['cores'], 'core')}",
-            "bandwidth": f"{result.bandwidth_utilisation:.1%} of the memory's peak",
-            "energy": f"{result.energy_per_token_j:.4f} J per {result.unit}, {result.power_w:.1f} W",
-        }
-    )
+    further = {
+        "workload": f"{result.quant}, batch {result.batch}, attention reads {result.attended} positions",
+        "replay": f"{result.replay_ratio:.1%} of all MLPs ({decided})",
+        "in the fabric": result.offload,
+        "engine": f"{count_text(design['ports'], 'weight port')}, {count_text(design['lanes'], 'lane')}, "
+        f"{count_text(design['spec']['cores'], 'core')}",
+        "bandwidth": f"{result.bandwidth_utilisation:.1%} of the memory's peak",
+        "energy": f"{result.energy_per_token_j:.4f} J per {result.unit}, {result.power_w:.1f} W",
+    }
+    yield from (*facts_of(key, "key"), *facts_of(further))

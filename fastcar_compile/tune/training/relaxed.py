@@ -160,9 +160,7 @@ class RelaxedDecoder:
         known = {(p.data_ptr(), p.shape): (name, nn.Parameter(p.detach().clone())) for name, p in self._parameters}
         used: dict[str, nn.Parameter] = {}
         for node, tensor in self._stages.constants.items():
-            if not isinstance(tensor, Tensor):
-                continue
-            found = known.get((tensor.data_ptr(), tensor.shape))
+            found = known.get((tensor.data_ptr(), tensor.shape)) if isinstance(tensor, Tensor) else None
             if found is not None:
                 used[found[0]] = self._stages.constants[node] = found[1]
         if not used:
