@@ -165,8 +165,11 @@ def _warned(message: Warning | str, *_where: object) -> None:
 
 
 @contextmanager
-def stages(as_json: bool, title: str) -> Generator[Callable[[str], None]]:
+def stages(as_json: bool, title: str, first: str = "") -> Generator[Callable[[str], None]]:
     """Show on stderr what the package's logger is told, and yield a function that tells it a stage of the command's.
+
+    Args:
+        title: the command's name. first: the stage that the block begins with.
 
     On a terminal a spinner has the stage and the elapsed time. Where stdout or stderr is no terminal, every stage that
     the library logs is one line, the command's own are none. With --json there are neither. A warning is always a line.
@@ -189,6 +192,8 @@ def stages(as_json: bool, title: str) -> Generator[Callable[[str], None]]:
         stack.callback(LOGGER.removeHandler, handler)
         LOGGER.addHandler(handler)
         LOGGER.setLevel(handler.level)
+        if first:
+            LOGGER.debug("%s", first)
         yield functools.partial(LOGGER.debug, "%s")
 
 

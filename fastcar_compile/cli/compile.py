@@ -224,8 +224,7 @@ def compile_command(
     options["host_cpus"] = [name.strip() for name in host_cpus.split(",")]
     if output is None and not dry_run:
         raise UserError("there is no folder for the artifact", hint="give --output FOLDER, or --dry-run")
-    with stages(as_json, "dry run" if dry_run else "compile") as show:
-        show("checking the model")
+    with stages(as_json, "dry run" if dry_run else "compile", "checking the model"):
         build: Any = fc.compile  # its overloads know literals alone
         found = build(load_model(model, weights=not dry_run), dry_run=dry_run, output=str(output), **options)
     if not dry_run:

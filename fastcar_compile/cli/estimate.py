@@ -89,8 +89,7 @@ def estimate_command(
         design = None
     if replace(chosen, context=work.context, replay=work.replay, memory=work.memory) != work:
         program = None
-    with stages(as_json, "estimate") as show:
-        show("simulating one token")
+    with stages(as_json, "estimate", "simulating one token"):
         decisions = None if trace is None else load_trace(existing(trace, "trace"))
         result = estimate(chosen, board, decisions=decisions, design=design, program=program, what_if=what_if)
         for path, write in ((plot, plot_time_line), (time_line, write_time_line)):

@@ -81,8 +81,7 @@ def evaluate_command(
     wanted = parse_ratios(ratios)
     if journal is not None:
         journal.mkdir(parents=True, exist_ok=True)
-    with stages(as_json, "evaluate") as show:
-        show("reading the decoder")
+    with stages(as_json, "evaluate", "reading the decoder") as show:
         source = read_decoder(decoder)
         weights = read_gate_weights(gate_weights, source)
         study = evaluate.Study(source, **arguments)

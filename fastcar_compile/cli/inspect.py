@@ -59,8 +59,7 @@ def inspect_command(
         raise UserError("--layer and --node select a part of --explain", hint="add --explain")
     if trace is not None and html is None:
         raise UserError("--trace is for the page of --html", hint="add --html FILE")
-    with stages(as_json, "inspect") as show:
-        show("checking the files")
+    with stages(as_json, "inspect", "checking the files") as show:
         loaded = fc.load(artifact)
         if html is not None:
             show("writing the page")

@@ -54,8 +54,7 @@ def opt_command(
         return
     if path is None:
         raise UserError("no graph is given", hint="give a graph file or an artifact's folder, or --list-passes")
-    with stages(as_json, "opt") as show:
-        show("reading the graph")
+    with stages(as_json, "opt", "reading the graph") as show:
         program = read_program(path, graph)
         show("running the passes")
         run_passes(program, passes, verify_each=verify_each, print_after_all=print_after_all)

@@ -99,8 +99,7 @@ def run_command(
     ids = options.parse_prompt(str(prompt)) if from_file is None else from_file
     limits = None if threshold is None else options.parse_thresholds(threshold)
     sampling = fc.Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)
-    with stages(as_json, "run") as show:
-        show("checking the files")
+    with stages(as_json, "run", "checking the files") as show:
         loaded = fc.load(artifact, digest=digest, require_signature=public_key, reread=reread)
         ids = to_rows(ids, loaded.config.batch_size, negative_prompt, guided=guidance != 1)
         show(f"opening the {backend} backend")

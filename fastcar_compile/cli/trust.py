@@ -69,8 +69,7 @@ def sign_command(
     if key is None:
         raise UserError("no private key is given", hint="for example --key signing.pem")
     secret = _passphrase(passphrase_file, ask=ask_passphrase)
-    with stages(as_json, "sign") as show:
-        show("checking the files")
+    with stages(as_json, "sign", "checking the files"):
         report = fc.sign(artifact, key, passphrase=secret)
     print_result(as_json, report.model_dump(mode="json"), lambda: _show(report))
 
@@ -92,8 +91,7 @@ def verify_signature_command(
     Args:
         key: Public key of who must have signed, PEM.
     """
-    with stages(as_json, "verify-signature") as show:
-        show("checking the files")
+    with stages(as_json, "verify-signature", "checking the files"):
         report = fc.verify_signature(artifact, key, digest=digest)
     print_result(as_json, report.model_dump(mode="json"), lambda: _show(report))
 

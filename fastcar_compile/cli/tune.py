@@ -74,8 +74,7 @@ def _trained(title: str, train: Callable[..., T], given: Mapping[str, Any], save
         raise UserError("gates are trained before a decoder is compiled", where=str(decoder), hint=hint)
     arguments = options.arguments_of(train, given)
     arguments["start"] = None if start is None else fc.TrainedGate.load(options.existing(start, "gate"))
-    with stages(given["as_json"], title) as show:
-        show("reading the decoder")
+    with stages(given["as_json"], title, "reading the decoder"):
         found = train(read_module(decoder), **arguments)
         save(found)
     return found
@@ -171,8 +170,7 @@ def calibrate_command(
         hint = "give --output FILE instead, or --drop-signature and sign again"
         raise UserError(what, where=str(artifact), hint=hint)
     arguments = options.arguments_of(fc.calibrate, locals())
-    with stages(as_json, "calibrate") as show:
-        show("checking the files")
+    with stages(as_json, "calibrate", "checking the files"):
         loaded = fc.load(artifact)
         found = fc.calibrate(loaded, **arguments)
         if output is not None:

@@ -97,8 +97,7 @@ def verify_command(
 
     names = None if backends is None else _names(backends)
     limits = None if threshold is None else parse_thresholds(threshold)
-    with stages(as_json, "verify") as show:
-        show("checking the files")
+    with stages(as_json, "verify", "checking the files") as show:
         loaded = fc.load(artifact, digest=digest, require_signature=public_key)
         sizes, kind = loaded.config, quant_format(loaded.manifest.options.quant)
         names = names or ["cpu", "onnxruntime", *(["hls-csim"] if loaded.manifest.accelerator else [])]
