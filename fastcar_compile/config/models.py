@@ -63,10 +63,14 @@ def parse_heads(value: object) -> Heads | None:
 def _head_items(value: object) -> list[object]:
     if isinstance(value, Mapping):
         return list[object](sorted(cast("Mapping[Any, Any]", value).items()))
+    items = _listed(value)
+    return [(item, 1 / len(items)) if isinstance(item, int) else item for item in items]
+
+
+def _listed(value: object) -> Sequence[object]:
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"heads are a list of query heads or a mapping head -> weight, not {value!r}")
-    items = cast("Sequence[object]", value)
-    return [(item, 1 / len(items)) if isinstance(item, int) else item for item in items]
+    return cast("Sequence[object]", value)
 
 
 def _pair(item: object) -> tuple[int, float]:
@@ -89,9 +93,7 @@ def parse_layers_of_heads(value: object) -> tuple[Heads | None, ...] | None:
         return None
     if isinstance(value, Mapping):
         return (parse_heads(cast("Mapping[Any, Any]", value)),)
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"heads are a list of query heads or a mapping head -> weight, not {value!r}")
-    items = cast("Sequence[object]", value)
+    items = _listed(value)
     return (parse_heads(items),) if all(type(item) is int for item in items) else tuple(map(parse_heads, items))
 
 

@@ -192,9 +192,7 @@ class Target(_Frozen):
     @property
     def host_triple(self) -> str:
         """The host's LLVM triple, with "native" resolved to this machine's."""
-        if self.host.triple == "native":
-            return f"{platform.machine()}-linux-gnu"
-        return self.host.triple
+        return f"{platform.machine()}-linux-gnu" if self.host.triple == "native" else self.host.triple
 
     @property
     def peak_bandwidth(self) -> float:
