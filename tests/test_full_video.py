@@ -46,7 +46,10 @@ def artifacts(video: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) 
     }
 
 
-@pytest.mark.parametrize(("backend", "tokens"), [("eager", FRAME + 32), ("cpu", TOKENS), ("onnxruntime", FRAME + 32)])
+@pytest.mark.parametrize(
+    ("backend", "tokens"),
+    [pytest.param("eager", FRAME + 32, marks=pytest.mark.thorough), ("cpu", TOKENS), ("onnxruntime", FRAME + 32)],
+)
 def test_gate_off_equals_the_original_model(
     video: SimpleNamespace, artifacts: dict[str, fc.Artifact], backend: str, tokens: int
 ) -> None:
@@ -72,7 +75,7 @@ def test_gate_on_decisions_and_logits_agree(video: SimpleNamespace, artifacts: d
         assert (logits[backend] - logits[other][: forwards + 1]).abs().max() <= 1e-3
 
 
-@pytest.mark.parametrize("quant", ["w8a8", "w4a8"])
+@pytest.mark.parametrize("quant", ["w8a8", pytest.param("w4a8", marks=pytest.mark.thorough)])
 def test_quantised_decides_the_same_on_cpu_and_in_hls_simulation(
     video: SimpleNamespace, artifacts: dict[str, fc.Artifact], quant: str
 ) -> None:

@@ -55,7 +55,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("name", "cpu"), [("neon", "cortex-a53"), ("neon-dotprod", "max")])
+@pytest.mark.parametrize(
+    ("name", "cpu"), [("neon", "cortex-a53"), pytest.param("neon-dotprod", "max", marks=pytest.mark.thorough)]
+)
 def test_kernels_are_exact(
     name: str, cpu: str, runner: Path, cases: Path, aarch64: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

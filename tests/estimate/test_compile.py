@@ -18,7 +18,7 @@ from fastcar_compile.codegen.hls.model.system import estimate
 from fastcar_compile.codegen.hls.model.workload import Workload, workload_of
 
 
-@pytest.mark.parametrize("offload", ["mlp", "linears"])
+@pytest.mark.parametrize("offload", [pytest.param("mlp", marks=pytest.mark.thorough), "linears"])
 def test_an_artifact_is_estimated_with_its_own_design(tmp_path: Path, offload: str) -> None:
     model = llama()
     artifact = fc.compile(

@@ -144,7 +144,7 @@ def many(layers: int) -> Case:
     return Case(thresholds=(0.0,) * (layers - 1) + (None,))
 
 
-@pytest.mark.parametrize("layers", [11, 26])
+@pytest.mark.parametrize("layers", [11, pytest.param(26, marks=pytest.mark.thorough)])
 def test_every_layer_has_its_own_threshold_and_decision(layers: int, tmp_path: Path) -> None:
     """More layers than one kernel takes, one of which never replays; a prime number of them and others."""
     case = many(layers)

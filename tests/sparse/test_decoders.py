@@ -97,7 +97,7 @@ def test_calibration_scores_are_those_of_the_session(gate: str) -> None:
     assert 0.0 < measured.replay < 1.0
 
 
-@pytest.fixture(scope="module", params=["float32", "int8"])
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.thorough), "int8"])
 def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """For a board, so that there is a host graph of an accelerator too; gates/test_decoders.py has full caches and
     float16 ones, board/conftest.py a ring of float16."""
