@@ -229,7 +229,6 @@ def build_report(sections: Sections) -> dict[str, Any]:
     """Return the report as JSON."""
     config, data = sections.decoder.config, sections.model_dump(mode="json")
     forwards = config.max_seq_len - 2
-    state = {str(r): sum(s.nbytes for s in sections.decoder.state if s.role == r) for r in StateRole}
     share = mlp_weight_share(sections)
     ceiling = max(0.0, (forwards - config.tokens_per_frame) / forwards) if forwards > 0 else 0.0
     return {
@@ -239,7 +238,7 @@ def build_report(sections: Sections) -> dict[str, Any]:
         "pipeline": sections.pipeline.passes,
         "layers": data["layers"]["layers"],
         "weight_bytes": sections.decoder.weight_bytes,
-        "state_bytes": {k: v for k, v in state.items() if v},
+        "state_bytes": sections.decoder.state_bytes(),
         "gate": _gate(sections),
         "sparse_attention": _report_sparse(sections),
         "windows": [asdict(window) for window in own_windows(sections)],
@@ -260,7 +259,7 @@ def _gate(sections: Sections) -> dict[str, Any] | None:
     return {
         "name": gate.name,
         "replays_where": f"score {gate.comparison.value} threshold",
-        "cache_bytes": sum(s.nbytes for s in sections.decoder.state if s.role == StateRole.GATE_CACHE),
+        "cache_bytes": sections.decoder.state_bytes().get(StateRole.GATE_CACHE, 0),
         "weights": None if options.gate_weights is None else options.gate_weights.name,
         "weight_bytes": sum(weight_bytes(units, hidden) for units, hidden in learned),
         "units": [units for units, _ in learned],

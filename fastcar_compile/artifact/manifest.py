@@ -231,8 +231,7 @@ def _cache(config: DecoderConfig, kv: str, layer: LayerSite, state: sections.Sta
 
 def _state(manifest: Manifest) -> Iterator[str]:
     config, states = manifest.decoder.config, manifest.decoder.state
-    names = [state.name for state in states]
-    yield from (f"two states have the name {name!r}" for name in _twice(names))
+    yield from (f"two states have the name {name!r}" for name in _twice(state.name for state in states))
     for state in states:
         if not all(0 < size <= limits.SIZE for size in state.shape):
             yield f"state {state.name} has the impossible shape {list(state.shape)}"
@@ -313,8 +312,7 @@ def _accelerator(manifest: Manifest) -> Iterator[str]:
     gated = {layer.layer for layer in layers if layer.replay is not None}
     if set(section.controller.gated_layers) - gated:
         yield "accelerator.controller.gated_layers names a layer that has no gate"
-    kernels = [kernel.name for kernel in section.kernels]
-    yield from (f"two kernels have the name {name!r}" for name in _twice(kernels))
+    yield from (f"two kernels have the name {name!r}" for name in _twice(kernel.name for kernel in section.kernels))
     for part in section.linears:
         if part.layer is not None and not 0 <= part.layer < config.num_layers:
             yield f"accelerator linear {part.name} is of layer {part.layer} of {config.num_layers}"

@@ -106,9 +106,7 @@ def _decode(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
         return nodes[text]
     if kind == "float":
         return float.fromhex(text)
-    if kind == "device":
-        return torch.device(text)
-    return _torch_named(kind, text)
+    return torch.device(text) if kind == "device" else _torch_named(kind, text)
 
 
 def _torch_named(kind: str, name: str) -> Any:

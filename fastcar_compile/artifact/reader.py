@@ -72,10 +72,7 @@ class StoredArtifact:
 
     def arrays(self) -> dict[str, Array]:
         """Return every parameter of the rewritten graph by name, over memory maps of the weight files."""
-        found: dict[str, Array] = {}
-        for name in weight_files(self.manifest.files):
-            found |= self.tensors(name)
-        return found
+        return {n: a for file in weight_files(self.manifest.files) for n, a in self.tensors(file).items()}
 
     def tensors(self, name: str) -> dict[str, Array]:
         """Return the tensors of a safetensors file of the artifact, over a memory map of it.

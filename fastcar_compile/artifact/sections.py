@@ -88,6 +88,14 @@ class DecoderSection(Section):
     context_outputs: tuple[str, ...] = ()
     weight_bytes: int
 
+    def state_bytes(self, layer: int | None = None) -> dict[str, int]:
+        """Return the bytes of the states by their roles; layer: of this layer only."""
+        sizes = dict[str, int]()
+        for state in self.state:
+            if layer in (None, state.layer):
+                sizes[str(state.role)] = sizes.get(str(state.role), 0) + state.nbytes
+        return sizes
+
 
 # The decoder's layers: where attention and MLP are in the rewritten graph, and what replay was inserted.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from fastcar_compile.artifact.manifest import Manifest
@@ -40,11 +39,8 @@ def memory_page(
 
 def _whole(manifest: Manifest) -> MemoryBar:
     """Return parameters and state of the decoder, against the memory that it runs from."""
-    target, sizes = manifest.target, defaultdict[str, int](int)
-    for state in manifest.decoder.state:
-        sizes[str(state.role)] += state.nbytes
-    pieces = [MemoryPiece(name="weights", bytes=manifest.decoder.weight_bytes)]
-    pieces += [MemoryPiece(name=role, bytes=size) for role, size in sizes.items()]
+    target, sizes = manifest.target, {"weights": manifest.decoder.weight_bytes} | manifest.decoder.state_bytes()
+    pieces = [MemoryPiece(name=name, bytes=size) for name, size in sizes.items()]
     if target.kind == "cpu":
         return MemoryBar(name=target.name, note="the machine's own memory", capacity=None, pieces=tuple(pieces))
     names = ", ".join(memory.name for memory in target.weight_memories)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -57,10 +55,6 @@ def _measured(decisions: Decisions | None, stride: int) -> list[float] | None:
 
 def _layer(manifest: Manifest, part: LayerSite, measured: list[float] | None) -> LayerLine:
     attention, mlp, replay, stored = part.attention, part.mlp, part.replay, manifest.thresholds
-    sizes: dict[str, int] = defaultdict(int)
-    for state in manifest.decoder.state:
-        if state.layer == part.layer:
-            sizes[str(state.role)] += state.nbytes
     heads = f"{attention.num_heads} query heads, {attention.num_kv_heads} key/value heads of {attention.head_dim}"
     kind = f"{mlp.activation}{', gated' if mlp.gated else ''}"
     return LayerLine(
@@ -75,7 +69,7 @@ def _layer(manifest: Manifest, part: LayerSite, measured: list[float] | None) ->
         calibrated="" if stored is None or replay is None else _stored(replay, stored.values[part.layer]),
         expected=None if stored is None else round(stored.per_layer[part.layer], DIGITS),
         measured=None if measured is None else measured[part.layer],
-        bytes=dict(sizes),
+        bytes=manifest.decoder.state_bytes(part.layer),
     )
 
 
