@@ -158,8 +158,7 @@ class Stats:
     @property
     def per_layer(self) -> list[float]:
         """Replay ratio of every layer, all forwards counted."""
-        total = max(1, self.forwards * self._added.shape[1])
-        return [float(n) / total for n in self._counts.sum(1)]
+        return (self._counts.sum(1) / max(1, self.forwards * self._added.shape[1])).tolist()
 
     @property
     def decisions(self) -> np.ndarray:

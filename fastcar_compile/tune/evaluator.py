@@ -156,8 +156,7 @@ class Evaluator:
             raise InputError(what, hint="evaluate it as it is, or a decoder compiled without sparse attention")
         assert program.prefill is not None
         self._stages = Stages(program.prefill, program.prefill_outputs, attend or MaskedAttention(), in_place=True)
-        self._placeholders = {str(n.target): n for n in program.prefill.graph.nodes if n.op == "placeholder"}
-        self._state = [s for s in program.state if s.name in self._placeholders]
+        self._state = [s for s in program.state if s.name in self._stages.placeholders]
         self._rows, self._valid = _groups(program.config.batch_size, len(videos), rules.couple_cfg)
         self._videos, self._length = torch.from_numpy(videos), videos.shape[1] - 1
         # The first token of each chunk: chunks of the prompt, then chunks of the decoded tokens.
@@ -349,7 +348,7 @@ class Evaluator:
         return Fresh.of(self._stages, layer, found, steps, earlier)
 
     def _caches(self, state: dict[str, Tensor]) -> dict[fx.Node, Tensor]:
-        return {self._placeholders[name]: cache for name, cache in state.items()}
+        return {self._stages.placeholders[name]: cache for name, cache in state.items()}
 
     def _known(self, group: int, number: int, layer: int) -> dict[fx.Node, Any]:
         """Return what a chunk is given: its tokens and position, and the values that earlier stages keep of it."""
@@ -357,7 +356,8 @@ class Evaluator:
         tokens = self._videos[self._rows[group], start : self._end(start)]
         tokens = torch.nn.functional.pad(tokens, (0, self._config.prefill_chunk - tokens.shape[1]))
         inputs = {"tokens": tokens, "position": torch.tensor([start])}
-        known: dict[fx.Node, Any] = {self._placeholders[n]: t for n, t in inputs.items() if n in self._placeholders}
+        places = self._stages.placeholders
+        known: dict[fx.Node, Any] = {places[name]: value for name, value in inputs.items() if name in places}
         for stage in self._done[:layer]:
             known |= stage.values[group][number]
         return known

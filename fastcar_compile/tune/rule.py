@@ -51,7 +51,7 @@ class Stages:
         layers: in order. Stage i computes layer i (stage 0 also what precedes it), and the last stage the head.
         crossing: for each stage, the nodes whose values later stages read.
         joined: for each layer's stage, the nodes of `body` that `tail` reads, and those of `crossing`.
-        results: output name -> node.
+        placeholders: input name -> node. results: output name -> node.
         constants: `get_attr` node -> its value.
     """
 
@@ -69,6 +69,7 @@ class Stages:
         first, *later = cut.layers
         self.nodes = [[*cut.before, *first], *map(list, later), list(cut.behind)]
         rank = {node: stage for stage, part in enumerate(self.nodes) for node in part}
+        self.placeholders = {str(n.target): n for n in module.graph.nodes if n.op == "placeholder"}
         self.results = dict(zip(outputs, output_nodes(module.graph), strict=True))
         self.crossing = [
             [n for n in part if any(rank.get(u, s) > s for u in n.users)] for s, part in enumerate(self.nodes)

@@ -56,8 +56,7 @@ def library_of(artifact: StoredArtifact) -> Library:
         BackendError: the artifact has no libraries, or they are for another TVM.
     """
     check_tvm(artifact.manifest.producer)
-    triple = f"{platform.machine()}-linux-gnu"
-    programs = programs_for(artifact.manifest.host, triple, cpu_flags())
+    programs = programs_for(artifact.manifest.host, f"{platform.machine()}-linux-gnu", cpu_flags())
     return Library(artifact.files.data(programs.library), programs)
 
 

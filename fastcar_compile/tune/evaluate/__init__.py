@@ -174,8 +174,7 @@ class Judge:
     def _places(self, found: Details) -> np.ndarray:
         """Return `Result.places`. The last forward of the last frame never runs, so its place is NaN."""
         shares = found.replayed.double().mean(1)
-        missing = -shares.shape[1] % self._frame
-        padded = torch.nn.functional.pad(shares, (0, missing), value=math.nan)
+        padded = torch.nn.functional.pad(shares, (0, -shares.shape[1] % self._frame), value=math.nan)
         return padded.reshape(self._layers, -1, self._frame).numpy()
 
 

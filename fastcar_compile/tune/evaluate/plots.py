@@ -180,8 +180,7 @@ def draw(judge: Judge, cases: Sequence[Case], rows: Sequence[dict[str, Any]], fo
     quality(rows, folder / "quality.png")
     named = dict(zip(cases, rows, strict=True))
     chosen = shown(cases)
-    dense = [case for case in cases if case.replay is None]
-    lines = [*dense, *chosen]
+    lines = [*(case for case in cases if case.replay is None), *chosen]
     drift([named[c] for c in lines], [label(c, named[c]) for c in lines], folder / "drift.png")
     replays = {}
     for case in (c for c in chosen if c.attention is None):

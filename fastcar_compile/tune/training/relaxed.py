@@ -134,7 +134,6 @@ class RelaxedDecoder:
         self.program = program
         _without_custom_writes(program.prefill)
         self._stages = Stages(program.prefill, program.prefill_outputs, _attend)
-        self._placeholders = {str(n.target): n for n in program.prefill.graph.nodes if n.op == "placeholder"}
         self.layers, self.hidden = len(self._stages.layers), program.config.hidden_size
         self.scales = [layer.scale for layer in self._stages.layers]
         used = length - prompt
@@ -193,12 +192,11 @@ class RelaxedDecoder:
 
     def _run(self, tokens: Tensor, hooks: Sequence[Any]) -> Tensor:
         inputs = {"tokens": tokens, "position": torch.tensor([0])}
-        known: dict[fx.Node, Any] = {node: inputs.get(name) for name, node in self._placeholders.items()}
+        known: dict[fx.Node, Any] = {node: inputs.get(name) for name, node in self._stages.placeholders.items()}
         for stage, hook in enumerate(hooks):
             found = self._stages.run(stage, known, hook)
             known |= {node: found[node] for node in self._stages.crossing[stage]}
-        logits = self._stages.run(self.layers, known, None)[self._stages.results["logits"]]
-        return logits.float()
+        return self._stages.run(self.layers, known, None)[self._stages.results["logits"]].float()
 
     def framed(self, flat: Tensor) -> Tensor:
         """Return [rows, length, …] as [rows, frames, F, …] without the prompt. Zeros fill the last frame."""

@@ -210,8 +210,7 @@ def tune_decoder(
     if not 0 < rate < math.inf:
         raise InputError(f"rate is {rate:g}", hint="give a number above 0")
     options = Options(gate, target_replay, units, steps, batch, seed, softness, decoder_rate=rate, counted=counted)
-    setup = Setup(tokens_per_frame, prompt, start, checkpoint, progress)
-    training = run(model, videos, options, setup)
+    training = run(model, videos, options, Setup(tokens_per_frame, prompt, start, checkpoint, progress))
     tuned = copy.deepcopy(model).eval()
     own = dict(tuned.named_parameters())
     with torch.no_grad():
@@ -241,8 +240,7 @@ def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Traini
         raise InputError(f"no token after the first frame has an id in {options.counted}", hint=hint)
     training = Training(decoder, torch.from_numpy(tokens), options, setup.start, key)
     checkpoint = None if setup.checkpoint is None else values.path_of("checkpoint", setup.checkpoint)
-    kept = TrainingState(checkpoint, key)
-    training.run(kept, say)
+    training.run(TrainingState(checkpoint, key), say)
     return training
 
 
