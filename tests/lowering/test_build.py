@@ -72,7 +72,7 @@ def test_no_library_and_a_missing_parameter(tmp_path: Path) -> None:
     params = {n: a for n, a in numpy_params(program(Case())).items() if "lm_head" not in n}
     with pytest.raises(BackendError, match=r"parameters that are not given: .*lm_head"):
         cpu_backend(Case(), library, params)
-    with pytest.raises(BackendError, match="cannot be loaded"):
+    with pytest.raises(BackendError, match=r"the library cannot be loaded(.|\n)*decoder\.so"):
         cpu_backend(Case(), Library(b"", library.programs))
 
 
@@ -147,9 +147,3 @@ def test_a_library_in_the_place_of_another_is_the_one_that_runs(tmp_path: Path) 
     first = Machine("decode.so", path.read_bytes()).function("run")
     path.unlink()
     np.testing.assert_array_equal(as_array(first(adopt(aligned(np.ones(4, np.float32))))), 2.0)
-
-
-def test_what_is_no_library_is_refused() -> None:
-    with pytest.raises(BackendError, match="the library cannot be loaded") as refusal:
-        Machine("decode.so", b"no library")
-    assert "decode.so" in str(refusal.value)

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import tvm
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
@@ -21,7 +19,7 @@ from fastcar_compile.codegen.tvm.kernels.cache import cache_write
 from fastcar_compile.codegen.tvm.kernels.tas import tas
 from fastcar_compile.codegen.tvm.kernels.vectors import from_float32, to_float32
 from fastcar_compile.codegen.tvm.target import host_target
-from fastcar_compile.ir.ops.operator import BLOCK, INT8_MAX, LEAST_EXPONENT, head_dim, loaded, row_size, stored
+from fastcar_compile.ir.ops.operator import BLOCK, INT8_MAX, LEAST_EXPONENT, loaded, row_size, stored
 
 from .kernel_runs import HERE, KernelCase, compiled, run
 
@@ -77,13 +75,6 @@ def test_what_a_row_keeps() -> None:
     small = [0, 0, LEAST_EXPONENT]
     assert stored(odd, torch.int8).tolist() == [[127, 0, 121], [-127, 38, 121], [0, 0, -128], small, small]
     assert loaded(stored(odd, torch.int8), 2)[2].isnan().all()
-
-
-@given(st.integers(1, 300))
-def test_the_size_of_a_row(dim: int) -> None:
-    assert row_size(dim, torch.int8) == dim + (dim + 31) // 32
-    assert head_dim(row_size(dim, torch.int8), torch.int8) == dim
-    assert row_size(dim, "float16") == head_dim(dim, torch.float32) == dim
 
 
 def _widening(isa: InstructionSet) -> PrimFunc:

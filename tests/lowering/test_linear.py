@@ -45,9 +45,7 @@ def test_linear_of_a_chunk(m: int, n: int, k: int, dtype: torch.dtype, isa: Inst
 
 
 @pytest.mark.parametrize("dtype", sorted(KERNELS, key=str), ids=str)
-@pytest.mark.parametrize(
-    "shape", [(1, 481, 640), (2, 481, 640), (8, 205, 1301), (32, 205, 1301), (67, 205, 1301)], ids=str
-)
+@pytest.mark.parametrize("shape", [(2, 481, 640), (8, 205, 1301), (67, 205, 1301)], ids=str)
 def test_linear_in_parallel(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """67 rows take panels, and three blocks of the reduction."""
     torch.manual_seed(0)
