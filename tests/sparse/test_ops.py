@@ -141,20 +141,20 @@ def test_a_window_in_pieces(isa: InstructionSet) -> None:
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("position", [2, 20])
-def test_a_window_does_not_hide_a_nan(position: int) -> None:
+def test_a_window_does_not_hide_a_nan() -> None:
     caches = torch.zeros(2, 1, 1, 12, 8)
     caches[1, 0, 0, 1, 3] = torch.nan  # a sink
     query = torch.ones(1, 1, 1, 8)
     kernel = kernels.window_attention((1, 1, 1, 8), (1, 1, 12, 8), 1.0, 4, 8)
-    actual = run(kernel, query, *caches, at(position), query, torch.zeros_like(query))[-1]
-    assert actual.isnan().flatten().tolist() == [c == 3 for c in range(8)]
+    for position in (2, 20):
+        actual = run(kernel, query, *caches, at(position), query, torch.zeros_like(query))[-1]
+        assert actual.isnan().flatten().tolist() == [c == 3 for c in range(8)]
 
 
-@pytest.mark.parametrize("position", [0, 2, 3, 11, 30])
-def test_the_row_of_an_earlier_key(position: int) -> None:
-    row = run(kernels.ring_row(4, 3, 6), at(position), at(0))[1]
-    assert torch.equal(row, fastcar.ring_row(at(position), 4, 3, 6))
+def test_the_row_of_an_earlier_key() -> None:
+    kernel = kernels.ring_row(4, 3, 6)
+    for position in (0, 2, 3, 11, 30):
+        assert torch.equal(run(kernel, at(position), at(0))[1], fastcar.ring_row(at(position), 4, 3, 6))
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
