@@ -153,12 +153,5 @@ class Cosmos(nn.Module):
         return self.output(self.norm(h))
 
 
-COSMOS = [
-    Case(
-        "cosmos",
-        "Cosmos, autoregressive",
-        "3-D RoPE, norms of q and k, grouped heads",
-        Plain(Cosmos),
-        r"layers\.(\d+)\.feed_forward",
-    )
-]
+_MLP = r"layers\.(\d+)\.feed_forward"
+COSMOS = [Case("cosmos", "Cosmos, autoregressive", "3-D RoPE, norms of q and k, grouped heads", Plain(Cosmos), _MLP)]

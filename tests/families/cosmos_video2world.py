@@ -104,20 +104,11 @@ def text() -> tuple[Tensor, Tensor]:
 _MLP = r"layers\.(\d+)\.feed_forward"
 COSMOS_VIDEO2WORLD = [
     Case(
-        "cosmos-video2world",
-        "Cosmos, autoregressive",
-        "cross-attention to text embeddings, under a mask",
-        Plain(CosmosVideo2World),
-        _MLP,
-        full=True,
-        context=text,
+        "cosmos-video2world", "Cosmos, autoregressive", "cross-attention to text embeddings, under a mask",
+        Plain(CosmosVideo2World), _MLP, full=True, context=text,
     ),
     Case(
-        "cosmos-video2world-unmasked",
-        "Cosmos, autoregressive",
-        "cross-attention to text embeddings",
-        Plain(CosmosUnmasked),
-        _MLP,
-        context=lambda: text()[:1],
+        "cosmos-video2world-unmasked", "Cosmos, autoregressive", "cross-attention to text embeddings",
+        Plain(CosmosUnmasked), _MLP, context=lambda: text()[:1],
     ),
-]
+]  # fmt: skip
