@@ -1,21 +1,17 @@
 """Model -> artifact -> session, on every backend, against the original model."""
 
-from pathlib import Path
-from typing import Any, cast
-
 import pytest
 import torch
 from agreement import decode
-from decoders import PlainDecoder, headless_llama, llama
+from decoders import llama
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.explain import Described, Description
-from fastcar_compile.runtime.backends.cpu import CpuStepper
+from fastcar_compile.ir.ops.operator import REASONS
+from fastcar_compile.passes.insert_replay import InsertReplay
 
 FRAME, LENGTH = 8, 65
 BACKENDS = ("eager", "cpu", "onnxruntime")
-STEPS_ONLY: dict[str, Any] = {"tokens_per_frame": FRAME, "prefill_chunk": 1}
-"""For prompts of one token: the library of a longer prompt takes as long to compile as everything else."""
 
 
 @pytest.fixture(scope="module")
@@ -24,18 +20,11 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact
     folder = tmp_path_factory.mktemp("artifacts")
     return {
         quant: fc.compile(
-            llama(),
-            target="cpu",
-            tokens_per_frame=FRAME,
-            max_seq_len=LENGTH,
-            batch_size=2,
-            quant=quant,
-            replay=fc.ReplayConfig(threshold=0.0),
-            prefill_chunk=16,
-            output=folder / quant,
+            llama(), target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=2, quant=quant,
+            replay=fc.ReplayConfig(threshold=0.0), prefill_chunk=16, output=folder / quant,
         )
         for quant in ("none", "w8a8")
-    }
+    }  # fmt: skip
 
 
 def test_artifacts_and_sessions_say_what_they_are(artifacts: dict[str, fc.Artifact]) -> None:
@@ -88,7 +77,7 @@ def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("prompt", [1, 16, 21])
+@pytest.mark.parametrize("prompt", [1, 21])
 def test_gate_off_equals_the_original_model(artifacts: dict[str, fc.Artifact], backend: str, prompt: int) -> None:
     ids = tokens()
     with torch.inference_mode():
@@ -111,42 +100,6 @@ def test_gate_on_decisions_and_logits_agree(artifacts: dict[str, fc.Artifact], q
         torch.testing.assert_close(actual, expected, atol=1e-4 if quant == "none" else 1e-2, rtol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_minus_infinity_replays_all_but_the_first_frame(artifacts: dict[str, fc.Artifact], backend: str) -> None:
-    session = artifacts["none"].session(backend)
-    session.set_threshold(-float("inf"))
-    decode(session, tokens(), 1)
-    forwards = LENGTH - 1
-    assert session.stats.per_layer == pytest.approx([(forwards - FRAME) / forwards] * 2)
-
-
-def test_mlp_is_skipped_when_every_row_replays(artifacts: dict[str, fc.Artifact], tmp_path: Path) -> None:
-    """After frame one, poisoned MLP weights are never read: the logits stay finite."""
-    model = llama()
-    clean = decode_all_replay(model, tmp_path / "clean")
-    assert torch.isfinite(clean).all()
-    session = fc.load(tmp_path / "clean").session("cpu")
-    session.set_threshold(-float("inf"))
-    ids = tokens(1)
-    session.prefill(ids[:, :1])
-    for i in range(1, 1 + FRAME):
-        session.step(ids[:, i])
-    backend = session._stepper
-    assert isinstance(backend, CpuStepper)
-    for name, tensor in zip(backend._decode.names, backend._decode.arguments, strict=True):
-        if ".mlp." in name:
-            torch.from_dlpack(tensor).fill_(torch.nan)
-    assert torch.isfinite(session.step(ids[:, 1 + FRAME])).all()
-    session.set_threshold(float("inf"))
-    assert not torch.isfinite(session.step(ids[:, 2 + FRAME])).all()
-
-
-def decode_all_replay(model: torch.nn.Module, path: Path) -> torch.Tensor:
-    replay = fc.ReplayConfig(threshold=-float("inf"))
-    artifact = fc.compile(model, "cpu", max_seq_len=LENGTH, replay=replay, output=path, **STEPS_ONLY)
-    return decode(artifact.session("cpu"), tokens(1), 1)
-
-
 def test_reset_and_sessions_share_no_state(artifacts: dict[str, fc.Artifact]) -> None:
     first, second = artifacts["none"].session("cpu"), artifacts["none"].session("cpu")
     ids, other = tokens(), tokens().flip(1)
@@ -156,28 +109,12 @@ def test_reset_and_sessions_share_no_state(artifacts: dict[str, fc.Artifact]) ->
     torch.testing.assert_close(decode(first, ids, 1), alone, atol=0, rtol=0)
 
 
-def test_plain_module_of_the_step_protocol(tmp_path: Path) -> None:
-    model = PlainDecoder()
-    ids = torch.randint(0, 11, (1, 33))
-    with torch.inference_mode():
-        expected = PlainDecoder()(ids, torch.arange(33))
-    artifact = fc.compile(
-        model, "cpu", replay=fc.ReplayConfig(threshold=float("inf")), output=tmp_path / "a", **STEPS_ONLY
-    )
-    assert [s.mlp.activation for s in artifact.sites] == ["gelu", "gelu"]
-    for backend in BACKENDS:
-        torch.testing.assert_close(decode(artifact.session(backend), ids, 1), expected, atol=1e-4, rtol=0)
-
-
-def test_headless_decoder(tmp_path: Path) -> None:
-    model = headless_llama()
-    embeddings = torch.randn(1, 30, 64, generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = model(inputs_embeds=embeddings).last_hidden_state
-    model.set_input_embeddings(cast("torch.nn.Module", None))  # a headless decoder has none
-    artifact = fc.compile(
-        model, "cpu", tokens_per_frame=8, output=tmp_path / "a", replay=fc.ReplayConfig(threshold=1e9)
-    )
-    torch.testing.assert_close(decode(artifact.session("cpu"), embeddings, 4), expected[:, 3:], atol=1e-4, rtol=0)
-    with pytest.raises(fc.InputError, match="a headless decoder has no tokens to generate"):
-        fc.TransformersDecoder(artifact.session("cpu"))
+def test_explain_names_layers_and_nodes(artifacts: dict[str, fc.Artifact]) -> None:
+    artifact = artifacts["none"]
+    text = artifact.explain()
+    assert "layer 1: model.layers.1.mlp" in text
+    assert "mlp_cache_1" in text
+    assert "made by  insert-replay" in artifact.explain(node="cond")
+    assert f"reason   {REASONS['cond']} {InsertReplay.reason}" in artifact.explain(node="cond")
+    with pytest.raises(fc.InputError, match="no node 'nothing'"):
+        artifact.explain(node="nothing")

@@ -1,29 +1,18 @@
 """Bad input: a clear error, and nothing left behind."""
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from decoders import PlainDecoder, llama
 from torch import Tensor, nn
 
 import fastcar_compile as fc
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import TargetError
-from fastcar_compile.ir.ops.operator import REASONS
-from fastcar_compile.passes.insert_replay import InsertReplay
-
-
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    path = tmp_path_factory.mktemp("errors") / "a"
-    return fc.compile(llama(), "cpu", tokens_per_frame=8, output=path)
-
 
 GATE = fc.ReplayConfig(threshold=[0.1, 0.2, 0.3], heads=[[0], [0], [0]])
 """As `TrainedGate.replay_config` gives it."""
@@ -126,14 +115,10 @@ def on_meta(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return made
 
 
-T5 = hf.T5Config(vocab_size=17, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
-
-
 @pytest.mark.parametrize(
     ("make", "text", "hint"),
     [
         (lambda: nn.Linear(4, 4), "Linear.forward takes (input), which is no decode step", "cache_position"),
-        (lambda: hf.T5ForConditionalGeneration(T5), "the model has an encoder and a decoder", "as `context`"),
         (on_meta(llama), "tensors are on the device meta, such as model.embed_tokens.weight", "config.json only"),
         (on_meta(PlainDecoder), "tensors on the meta device have no values", "from_pretrained"),
         (UnsizedDecoder, "the model does not say its max_seq_len", "give max_seq_len"),
@@ -178,117 +163,6 @@ def test_a_missing_linker_names_its_package(
     problems = error.value.problems or (error.value,)
     assert len(problems) == len(hints)
     assert all(re.search(hint, problem.hint) for hint, problem in zip(hints, problems, strict=True))
-
-
-def test_a_file_in_the_place_of_the_output_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("mine")
-    with pytest.raises(fc.ArtifactError, match="the output path exists and is not a folder"):
-        fc.compile(PlainDecoder(), "cpu", tokens_per_frame=8, output=tmp_path / "a")
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
-    assert (tmp_path / "a").read_text() == "mine"
-
-
-def test_missing_tokens_per_frame_warns(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="256 is assumed"):
-        fc.compile(llama(max_position_embeddings=300), "cpu", output=tmp_path / "a", replay=None, prefill_chunk=1)
-
-
-@pytest.mark.parametrize(
-    ("ids", "text"),
-    [
-        (torch.zeros(1, 4), "tokens are float32, expected int64"),
-        (torch.zeros(2, 4, dtype=torch.int64), r"shape \[2, 4\], expected \[1, P\]"),
-        (torch.zeros(1, 70, dtype=torch.int64), "70 tokens, but max_seq_len is 65"),
-        (torch.full((1, 1), 17).expand(1, 10**6), "1000000 tokens, but max_seq_len is 65"),  # its ids are not read
-        (torch.full((1, 4), 17), "token 17 is outside the vocabulary of 17"),
-    ],
-)
-def test_bad_prompts(artifact: fc.Artifact, ids: Tensor, text: str) -> None:
-    with pytest.raises(fc.InputError, match=text):
-        artifact.session("cpu").prefill(ids)
-
-
-@pytest.mark.parametrize(
-    ("ids", "text"),
-    [
-        (torch.zeros(1), "tokens are float32, expected int64"),
-        (torch.zeros(1, dtype=torch.int32), "tokens are int32, expected int64"),
-        (torch.zeros(1, 1, dtype=torch.int64), r"shape \[1, 1\], expected \[1\]"),
-        (torch.zeros(3, dtype=torch.int64), r"shape \[3\], expected \[1\]"),
-        (torch.tensor([-1]), "token -1 is outside the vocabulary of 17"),
-    ],
-)
-def test_a_bad_step_changes_nothing(artifact: fc.Artifact, ids: Tensor, text: str) -> None:
-    session = artifact.session("eager")
-    session.prefill(torch.zeros(1, 4, dtype=torch.int64))
-    with pytest.raises(fc.InputError, match=text):
-        session.step(ids)
-    assert session.position == 4
-
-
-def test_a_full_cache_takes_no_more(artifact: fc.Artifact) -> None:
-    session = artifact.session("eager")
-    session.prefill(torch.zeros(1, 65, dtype=torch.int64))
-    with pytest.raises(fc.InputError, match="after 65 tokens the step adds 1 token, but max_seq_len is 65"):
-        session.step(torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(fc.InputError, match="already holds tokens"):
-        session.prefill(torch.zeros(1, 1, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "num_tokens is 0"), (63, "4 prompt tokens and 63 new ones do not fit max_seq_len 65")]
-)
-def test_generation_that_does_not_fit(artifact: fc.Artifact, count: int, text: str) -> None:
-    with pytest.raises(fc.InputError, match=text):
-        artifact.session("eager").generate(torch.zeros(1, 4, dtype=torch.int64), count)
-
-
-@pytest.mark.parametrize(("thresholds", "text"), [([1.0], "1 threshold for 2 layers"), (float("nan"), "is NaN")])
-def test_bad_thresholds(artifact: fc.Artifact, thresholds: Any, text: str) -> None:
-    with pytest.raises(fc.InputError, match=text):
-        artifact.session("eager").set_threshold(thresholds)
-
-
-def test_unknown_backend(artifact: fc.Artifact) -> None:
-    with pytest.raises(fc.BackendError, match="unknown backend 'gpu'"):
-        artifact.session("gpu")
-
-
-def test_tampered_file_is_refused_before_loading(artifact: fc.Artifact, tmp_path: Path) -> None:
-    made = Path(shutil.copytree(artifact.path, tmp_path / "a"))
-    library = next((made / "host").rglob("decoder.so"))
-    data = bytearray(library.read_bytes())
-    data[len(data) // 2] ^= 1
-    library.write_bytes(data)
-    (made / "graph" / "after.txt").unlink()
-    with pytest.raises(fc.ArtifactError) as error:
-        fc.load(made)
-    assert "decoder.so" in str(error.value)
-    assert "after.txt" in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "weights/model.safetensors", "graph/after.json"])
-def test_a_missing_file_is_named(artifact: fc.Artifact, tmp_path: Path, name: str) -> None:
-    shutil.copytree(artifact.path, tmp_path / "a")
-    (tmp_path / "a" / name).unlink()
-    with pytest.raises(fc.ArtifactError, match=name):
-        fc.load(tmp_path / "a")
-
-
-def test_a_missing_artifact_is_named(tmp_path: Path) -> None:
-    with pytest.raises(fc.ArtifactError, match="nowhere"):
-        fc.load(tmp_path / "nowhere")
-
-
-def test_explain_names_layers_and_nodes(artifact: fc.Artifact) -> None:
-    text = artifact.explain()
-    assert "layer 1: model.layers.1.mlp" in text
-    assert "mlp_cache_1" in text
-    assert "made by  insert-replay" in artifact.explain(node="cond")
-    why = f"{REASONS['cond']} {InsertReplay.reason}"
-    assert f"reason   {why}" in artifact.explain(node="cond")
-    with pytest.raises(fc.InputError, match="no node 'nothing'"):
-        artifact.explain(node="nothing")
 
 
 def test_a_fault_in_every_value_gives_a_short_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decoders import headless_llama
 from families.case import LENGTH, Case, transformer
 from families.runs import rewritten
 from torch import Tensor
@@ -165,3 +166,11 @@ def test_numpy_prompts_stay_numpy(decoder: fc.TransformersDecoder) -> None:
     assert (found == decoder.session.generate(PROMPT.numpy(), NEW, sampling)).all()
     other = fc.Sampling(temperature=1.2, top_k=5, seed=10)
     assert (found != decoder.session.generate(PROMPT.numpy(), NEW, other)).any()
+
+
+def test_a_decoder_without_head_and_embeddings_generates_nothing() -> None:
+    model: Any = headless_llama()
+    model.set_input_embeddings(None)
+    session = rewritten(Case("llama", "Llama", "", lambda: model, headless=True))
+    with pytest.raises(InputError, match="a headless decoder has no tokens to generate"):
+        fc.TransformersDecoder(session)
