@@ -7,6 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
+
 SIZES: dict[str, Any] = {
     "vocab_size": 17, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 65,
@@ -68,3 +74,11 @@ class PlainDecoder(nn.Module):
         for block in self.blocks:
             h = block(h, cache_position)
         return self.head(h)
+
+
+def rewritten(model: nn.Module, chunk: int, **options: Any) -> DecoderProgram:
+    """A decoder after the passes for these options of `CompileConfig`; a prompt is read in chunks of so many tokens."""
+    config = CompileConfig(target="cpu", **options)
+    sizes = {name: getattr(config, name) for name in ("batch_size", "max_seq_len", "tokens_per_frame")}
+    program = run_pipeline(capture(model, prefill_chunk=chunk, **sizes), analysis_pipeline())
+    return run_pipeline(program, rewrite_pipeline(config, len(program.sites)))

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from decoders import llama
 from pydantic import BaseModel
 
 import fastcar_compile as fc
@@ -42,13 +43,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
 
 def save_llama(folder: Path) -> Path:
     """A tiny Llama as Hugging Face writes it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=17, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=32,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "max_position_embeddings": 32}
+    llama(num_hidden_layers=1, **sizes).save_pretrained(folder)
     return folder
 
 

@@ -3,15 +3,13 @@
 from contextlib import nullcontext
 from pathlib import Path
 
+import decoders
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import fastcar_compile as fc
-from fastcar_compile.frontend.capture import capture
-from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
 
@@ -45,13 +43,10 @@ def compiled(case: Case, output: Path, target: str = "cpu", quant: str = "none")
 def rewritten(case: Case) -> Session:
     """Return a session over the rewritten graph in eager PyTorch. Nothing is lowered, so this takes a second."""
     replay = fc.ReplayConfig(gate=case.gate)
-    config = fc.CompileConfig(
-        target="cpu", tokens_per_frame=case.frame, max_seq_len=case.length, batch_size=BATCH, replay=replay, kv=case.kv
-    )
-    sizes = {name: getattr(config, name) for name in ("batch_size", "max_seq_len", "tokens_per_frame")}
-    program = capture(case.build(), prefill_chunk=CHUNK, **sizes)
-    run_pipeline(program, analysis_pipeline())
-    run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
+    program = decoders.rewritten(
+        case.build(), CHUNK, tokens_per_frame=case.frame, max_seq_len=case.length, batch_size=BATCH, replay=replay,
+        kv=case.kv,
+    )  # fmt: skip
     thresholds = replay.thresholds(len(program.sites))
     return Session(EagerStepper(program), program.config, thresholds, record=True, gate=case.gate)
 

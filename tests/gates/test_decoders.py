@@ -6,20 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from decoders import llama
+from agreement import thresholds_between
+from decoders import llama, rewritten
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.programs import decoder_section
 from fastcar_compile.codegen.onnx.export import export_onnx
 from fastcar_compile.codegen.tvm.build import HostGraph, lower
-from fastcar_compile.config import CompileConfig
-from fastcar_compile.frontend.capture import capture
 from fastcar_compile.gates import GATES
-from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.weights import to_numpy
-from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.base import Stepper
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Library
 from fastcar_compile.runtime.backends.eager import EagerStepper
@@ -39,14 +35,10 @@ KV = {"tas": "int8", "bound": "float16"}
 
 def program(name: str) -> DecoderProgram:
     """A random Llama, rewritten with this gate."""
-    captured = capture(llama(), batch_size=ROWS, max_seq_len=LENGTH, tokens_per_frame=FRAME, prefill_chunk=8)
-    run_pipeline(captured, analysis_pipeline())
-    replay = fc.ReplayConfig(gate=name, **OPTIONS[name])
-    config = CompileConfig(
-        target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, quant="none", replay=replay,
-        kv=KV.get(name, "float32"),
+    return rewritten(
+        llama(), chunk=8, tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, quant="none",
+        replay=fc.ReplayConfig(gate=name, **OPTIONS[name]), kv=KV.get(name, "float32"),
     )  # fmt: skip
-    return run_pipeline(captured, rewrite_pipeline(config, LAYERS))
 
 
 def backends(name: str, folder: Path) -> dict[str, Stepper]:
@@ -91,10 +83,7 @@ def between_scores(name: str, backend: Stepper) -> np.ndarray:
         return np.zeros(LAYERS, np.float32)
     thresholds = np.full(LAYERS, GATES[name].comparison.never, np.float32)
     for layer in range(LAYERS):
-        scores = np.sort(decode(backend, thresholds)[1][FRAME:, layer].ravel())
-        middle = scores[len(scores) // 3 : 3 * len(scores) // 4]
-        widest = int(np.diff(middle).argmax())
-        thresholds[layer] = (middle[widest] + middle[widest + 1]) / 2
+        thresholds[layer] = thresholds_between(decode(backend, thresholds)[1][FRAME:])[layer]
     return thresholds
 
 
@@ -134,25 +123,3 @@ def expected_when_open(visits: list[int], options: dict[str, Any]) -> bool:
         replay = t >= FRAME and not (refresh and t // FRAME % refresh == 0) and chain < options.get("max_chain", 99)
         chain = chain + 1 if replay else 0
     return replay
-
-
-def test_gate_cache_keeps_the_input_of_the_last_computed_visit() -> None:
-    """Read from the graph's own branches: x goes in, and stays cached exactly while the row replays."""
-    source = program("input_delta")
-    backend = EagerStepper(replace(source, prefill=None))
-    thresholds = between_scores("input_delta", backend)
-    seen: list[torch.Tensor] = []
-    for name, branch in source.graph_module.named_children():
-        if name.endswith("_branch_1"):
-            branch.register_forward_hook(lambda _m, arguments, _out: seen.append(arguments[0].reshape(ROWS, -1)))
-    expected = torch.zeros(FRAME, ROWS, 64)
-    backend.reset()
-    for t, ids in enumerate(tokens()):
-        seen.clear()
-        result = backend.decode(ids, t, t, thresholds)
-        x, replay = seen[0], result.decisions[1]
-        before = expected[t % FRAME]
-        change = (x - before).norm(p=1, dim=-1) / x.norm(p=1, dim=-1)
-        np.testing.assert_allclose(result.scores[1], change.numpy(), rtol=1e-5)
-        expected[t % FRAME] = torch.where(torch.from_numpy(replay)[:, None], before, x)
-        assert torch.equal(backend._state["gate_cache_1"], expected)

@@ -6,18 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from decoders import llama, rewritten
 
 from fastcar_compile.artifact.programs import decoder_section
 from fastcar_compile.codegen.tvm import build
 from fastcar_compile.codegen.tvm.build import HostGraph, LoweredModule, lower
-from fastcar_compile.config import CompileConfig, ReplayConfig
-from fastcar_compile.frontend.capture import capture
-from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.config import ReplayConfig
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.weights import to_numpy
-from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Library
 from fastcar_compile.runtime.backends.eager import EagerStepper
 
@@ -41,22 +37,15 @@ class Case:
 @cache
 def program(case: Case) -> DecoderProgram:
     """The rewritten decode step and prefill chunk of a random Llama."""
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=len(case.thresholds), num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=case.length, mlp_bias=case.bias,
+    model = llama(
+        seed=7, num_hidden_layers=len(case.thresholds), max_position_embeddings=case.length, mlp_bias=case.bias,
         attention_bias=case.bias, initializer_range=0.2,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    captured = capture(model, batch_size=case.batch, max_seq_len=case.length, tokens_per_frame=FRAME, prefill_chunk=6)
-    run_pipeline(captured, analysis_pipeline())
     limits = {"max_chain": case.max_chain, "couple_cfg": case.couple_cfg}
-    replay = ReplayConfig(gate=case.gate, threshold=case.thresholds, **limits)
-    options = CompileConfig(
-        target="cpu", tokens_per_frame=FRAME, max_seq_len=case.length, batch_size=case.batch, quant=case.quant,
-        replay=replay, prefill_chunk=6,
+    return rewritten(
+        model, chunk=6, tokens_per_frame=FRAME, max_seq_len=case.length, batch_size=case.batch, quant=case.quant,
+        replay=ReplayConfig(gate=case.gate, threshold=case.thresholds, **limits),
     )  # fmt: skip
-    return run_pipeline(captured, rewrite_pipeline(options, len(case.thresholds)))
 
 
 def _lowered(case: Case, *names: str) -> LoweredModule:

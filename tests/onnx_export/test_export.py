@@ -1,37 +1,35 @@
 """The exported decoder: names, `If` per replayable layer, deterministic bytes, MLP really skipped."""
 
+import copy
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx.inliner
 import pytest
-from decoders import SIZES, llama
+from decoders import SIZES, llama, rewritten
 from onnx import numpy_helper
 
 from fastcar_compile.artifact.programs import decoder_section
 from fastcar_compile.codegen.onnx.export import export_onnx
-from fastcar_compile.config import CompileConfig, ReplayConfig
+from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import BackendError, CompileError
-from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.passes.pipeline import analysis_pipeline, offload_pipeline, rewrite_pipeline
+from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.runtime.backends.ort import OnnxModel, OrtStepper
 from fastcar_compile.support.packages import release
 
 FRAME, LENGTH = 4, 17
 
 
+@cache
 def program(quant: str = "none", thresholds: tuple[float | None, ...] = (0.0, None)) -> DecoderProgram:
-    model = llama(num_hidden_layers=len(thresholds))
-    captured = capture(model, batch_size=1, max_seq_len=LENGTH, tokens_per_frame=FRAME, prefill_chunk=0)
-    run_pipeline(captured, analysis_pipeline())
-    config = CompileConfig(
-        target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=1, quant=quant,
-        replay=ReplayConfig(threshold=thresholds), prefill_chunk=1,
+    return rewritten(
+        llama(num_hidden_layers=len(thresholds)), chunk=0, tokens_per_frame=FRAME, max_seq_len=LENGTH, quant=quant,
+        replay=ReplayConfig(threshold=thresholds),
     )  # fmt: skip
-    return run_pipeline(captured, rewrite_pipeline(config, len(thresholds)))
 
 
 def test_names_if_and_state(tmp_path: Path) -> None:
@@ -98,10 +96,10 @@ def test_bodies_do_not_grow_with_the_layers(tmp_path: Path) -> None:
     assert grown == {"prologue"}  # a threshold per layer
 
 
-@pytest.mark.parametrize("quant", ["w4a8"])
-def test_same_program_same_bytes_and_no_local_paths(tmp_path: Path, quant: str) -> None:
+def test_same_program_same_bytes_and_no_local_paths(tmp_path: Path) -> None:
     for name in ("a.onnx", "b.onnx"):
-        export_onnx(program(quant), tmp_path / name)
+        export_onnx(program("w4a8"), tmp_path / name)
+        program.cache_clear()
     data = (tmp_path / "a.onnx").read_bytes()
     assert data == (tmp_path / "b.onnx").read_bytes()
     for text in (str(Path(__file__).parents[2]), str(tmp_path), "site-packages", "stack_trace"):
@@ -131,7 +129,7 @@ def test_mlp_is_skipped_when_every_row_replays(tmp_path: Path) -> None:
 
 
 def test_operator_without_translation_is_named(tmp_path: Path) -> None:
-    source = program("w8a8")
+    source = copy.deepcopy(program("w8a8"))
     run_pipeline(source, offload_pipeline())
     with pytest.raises(CompileError, match=r"cannot be exported to ONNX.*offloaded_mlp") as caught:
         export_onnx(source, tmp_path / "decoder.onnx")
