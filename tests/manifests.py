@@ -4,6 +4,7 @@ from typing import Any
 
 from fastcar_compile.artifact.manifest import Sections
 from fastcar_compile.artifact.sections import DecoderSection, HostSection, LayersSection, PipelineSection, State
+from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.ir.types import ATTENTION_ROLES, AttentionSite, DecoderConfig, LayerSite, MlpSite, ReplayFacts
@@ -40,6 +41,14 @@ def layer_part(layer: int, replay: ReplayFacts | None = None, **sizes: Any) -> L
         ),
         mlp=MlpSite(input="x", output="y", linears=("a", "b", "c"), weights=("a", "b", "c"), biases=(None,) * 3, **mlp),
         replay=replay,
+    )
+
+
+def stored_thresholds(*values: float | None) -> Thresholds:
+    """Thresholds of gate tas for so many layers, half of whose rows replay."""
+    layers = (0.5,) * len(values)
+    return Thresholds(
+        gate="tas", values=values, replay=0.5, per_layer=layers, nll=1.0, nll_dense=1.0, goal="none", inputs="ab"
     )
 
 

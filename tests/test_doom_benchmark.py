@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from fastcar_compile.artifact.thresholds import Thresholds
+from manifests import stored_thresholds
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -83,8 +82,7 @@ def test_kernels_belong_to_parts(kernel: str, arguments: set[str], part: str) ->
 
 def test_a_layer_without_replay_has_a_threshold_that_nothing_passes(tmp_path: Path) -> None:
     """And without a file there is no row for play."""
-    numbers = {"replay": 0.5, "per_layer": (0.5, 0.0), "nll": 1.0, "nll_dense": 1.0, "goal": "", "inputs": ""}
-    Thresholds(gate="tas", values=(0.25, None), **numbers).save(tmp_path / "thresholds.json")
+    stored_thresholds(0.25, None).save(tmp_path / "thresholds.json")
     assert thresholds_of(tmp_path / "thresholds.json", 0.5) == ("tas", (0.25, math.inf))
     assert thresholds_of(None, 0.5) == ("tas", ())
     cases: list[dict[str, Any]] = [{"calibration": "dense", "target": None, "replay": None}]

@@ -89,6 +89,17 @@ def edited(parts: Parts, name: str, edit: Callable[[Json], object]) -> Parts:
     return parts | {name: json.dumps(data).encode()}
 
 
+def put(*path: Any, value: Any) -> Callable[[Json], None]:
+    """Return the edit that sets one value of a JSON document."""
+
+    def edit(data: Json) -> None:
+        for key in path[:-1]:
+            data = data[key]
+        data[path[-1]] = value
+
+    return edit
+
+
 def nodes(program: Json) -> list[Json]:
     return program["graph_module"]["graph"]["nodes"]
 

@@ -7,28 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from decoders import SIZES
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.checkpoint import ConfigFolder, open_folder
 
 from . import evil
 
-BASE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 17,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 65,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "hidden_act": "silu",
-}
-SIZES = [name for name, value in BASE.items() if type(value) is int]
+BASE: dict[str, Any] = SIZES | {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 16, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4, "hidden_act": "silu",
+}  # fmt: skip
 NO_SIZE = {
     "a text": "abc",
     "negative": -1,
@@ -39,7 +28,7 @@ NO_SIZE = {
     "true": True,
 }
 FIELDS: dict[str, tuple[str, Any]] = {
-    **{f"{name} that is {what}": (name, value) for name in SIZES for what, value in NO_SIZE.items()},
+    **{f"{name} that is {what}": (name, value) for name in (*SIZES, "head_dim") for what, value in NO_SIZE.items()},
     "a billion layers": ("num_hidden_layers", 10**9),
     "a billion tokens": ("vocab_size", 10**9),
     "a billion heads": ("num_attention_heads", 10**9),

@@ -89,14 +89,11 @@ BROKEN: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_graph_is_refused_by_name(graph: dict[str, Any], name: str, tmp_path: Path) -> None:
-    *path, last, value = BROKEN[name]
+    *path, value = BROKEN[name]
     data: Any = copy.deepcopy(graph)
-    inner = data
-    for key in path:
-        inner = inner[key]
-    if last == "args":
-        inner["op"] = "output"
-    inner[last] = value
+    if path[-1] == "args":
+        evil.put(*path[:-1], "op", value="output")(data)
+    evil.put(*path, value=value)(data)
     with pytest.raises(ArtifactError) as caught:
         read(tmp_path / "g.json", data)
     assert (bool(caught.value.where), bool(caught.value.hint)) == (True, True)

@@ -10,24 +10,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manifests import layer_part, sections
+from manifests import layer_part, sections, stored_thresholds
 
+from fastcar_compile.artifact import sections as parts
 from fastcar_compile.artifact.digest import FileEntry
 from fastcar_compile.artifact.manifest import Manifest, sealed
 from fastcar_compile.artifact.reader import parse_manifest
-from fastcar_compile.artifact.sections import (
-    BoardPart,
-    HostSection,
-    LayersSection,
-    OnnxSection,
-    ProgramPart,
-    ProgramsPart,
-    VariantPart,
-)
-from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.ir.types import ReplayFacts
+
+from .evil import put
 
 Json = dict[str, Any]
 
@@ -36,38 +29,25 @@ def whole() -> Manifest:
     """Replay, libraries of two CPUs, an ONNX model and thresholds, over a decoder that was never compiled."""
     replay = ReplayFacts(gate="tas", threshold=0.5)
     names = dict(sections().decoder)
-    program = ProgramPart(
+    program = parts.ProgramPart(
         function="decode", check="check_decode", inputs=names["inputs"], params=("w",), outputs=names["outputs"]
     )
-    programs = ProgramsPart(library="host/a.so", decode=program)
-    host = HostSection(
-        variants=(VariantPart(instruction_set="avx2", triple="x86_64-linux-gnu", flags=(), programs=programs),),
-        board=BoardPart(
-            triple="aarch64-linux-gnu",
-            cpu="cortex-a53",
-            instruction_set="neon",
-            compiler="g++",
-            linked=True,
+    programs = parts.ProgramsPart(library="host/a.so", decode=program)
+    host = parts.HostSection(
+        variants=(parts.VariantPart(instruction_set="avx2", triple="x86_64-linux-gnu", flags=(), programs=programs),),
+        board=parts.BoardPart(
+            triple="aarch64-linux-gnu", cpu="cortex-a53", instruction_set="neon", compiler="g++", linked=True,
             programs=programs,
         ),
-    )
+    )  # fmt: skip
     changed = sections(
         options=CompileConfig(
             target="zcu102", tokens_per_frame=4, max_seq_len=32, batch_size=2, replay=ReplayConfig(threshold=0.5)
         ),
-        layers=LayersSection(layers=tuple(layer_part(layer, replay) for layer in range(3))),
+        layers=parts.LayersSection(layers=tuple(layer_part(layer, replay) for layer in range(3))),
         host=host,
-        onnx=OnnxSection(model="graph/decoder.onnx"),
-        thresholds=Thresholds(
-            gate="tas",
-            values=(0.5, None, float("inf")),
-            replay=0.5,
-            per_layer=(0.5, 0.5, 0.5),
-            nll=1.0,
-            nll_dense=1.0,
-            goal="none",
-            inputs="ab",
-        ),
+        onnx=parts.OnnxSection(model="graph/decoder.onnx"),
+        thresholds=stored_thresholds(0.5, None, float("inf")),
     )
     files = {name: FileEntry(sha256="ab" * 32, size=1) for name in ("host/a.so", "graph/decoder.onnx", "a")}
     return Manifest(producer={"python": "3.11"}, files=files, **dict(changed))
@@ -95,15 +75,6 @@ def test_flips_and_truncations_are_refused() -> None:
         refused(BYTES[:place] + bytes([BYTES[place] ^ bit]) + BYTES[place + 1 :])
     for _ in range(200):
         refused(BYTES[: draw.randrange(len(BYTES))])
-
-
-def put(*path: Any, value: Any) -> Callable[[Json], None]:
-    def edit(data: Any) -> None:
-        for key in path[:-1]:
-            data = data[key]
-        data[path[-1]] = value
-
-    return edit
 
 
 def drop(*path: Any) -> Callable[[Json], None]:

@@ -103,12 +103,6 @@ def test_the_command_does_not_run_it(parts: evil.Parts, tmp_path: Path) -> None:
     assert error["where"] == str(path)
 
 
-def _change(program: Any, *path: Any, value: Any) -> None:
-    for key in path[:-1]:
-        program = program[key]
-    program[path[-1]] = value
-
-
 GRAPH = ("graph_module", "graph")
 BROKEN: dict[str, tuple[Any, ...]] = {
     "no graph": ("graph_module", {}),
@@ -129,7 +123,7 @@ BROKEN: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_program_is_a_user_error(parts: evil.Parts, name: str, tmp_path: Path) -> None:
     *path, value = BROKEN[name]
-    changed = evil.edited(parts, evil.PROGRAM, lambda data: _change(data, *path, value=value))
+    changed = evil.edited(parts, evil.PROGRAM, evil.put(*path, value=value))
     with pytest.raises(UserError) as caught:
         load_exported(evil.write(tmp_path / "m.pt2", changed))
     assert (bool(caught.value.where), bool(caught.value.hint)) == (True, True)

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from manifests import stored_thresholds
 from pydantic import BaseModel
+from runtime.test_prompts import NotedStepper
 from torch import nn
 
 import fastcar_compile as fc
@@ -18,7 +20,7 @@ from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import UserError
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.report.dry_run import Memory
-from fastcar_compile.runtime.backends.base import Stepper, StepResult
+from fastcar_compile.runtime.backends.base import Stepper
 from fastcar_compile.runtime.session import Session, open_session
 
 from .test_manifest import whole
@@ -66,21 +68,6 @@ HOSTILE: dict[str, Any] = {
 }
 
 
-class FakeStepper(Stepper):
-    """Logits that are all alike."""
-
-    prefill_chunk = 4
-
-    def reset(self) -> None:
-        pass
-
-    def prefill(self, inputs: Any, position: int) -> Any:
-        return np.zeros((2, inputs.shape[1], 17), np.float32)
-
-    def decode(self, inputs: Any, position: int, step: int, thresholds: Any) -> StepResult:
-        return StepResult.of({"logits": np.zeros((2, 1, 17), np.float32)}, len(thresholds))
-
-
 CONFIG: DecoderConfig = whole().decoder.config
 FC: Any = fc
 """As a caller without a type checker sees it."""
@@ -89,7 +76,7 @@ PROMPT = np.ones((2, 3), np.int64)
 
 
 def session() -> Session:
-    return Session(FakeStepper(), CONFIG, [0.5, 0.5, None], gate="tas")
+    return Session(NotedStepper(), CONFIG, [0.5, 0.5, None], gate="tas")
 
 
 def after_prompt() -> Session:
@@ -107,49 +94,23 @@ class Stored:
 
 
 def open_fake(artifact: Any, options: Any) -> Stepper:
-    return FakeStepper()
+    return NotedStepper()
 
 
 STORED: Any = Stored()
-THRESHOLDS: dict[str, Any] = {
-    "gate": "tas",
-    "values": (0.5,),
-    "replay": 0.5,
-    "per_layer": (0.5,),
-    "nll": 1.0,
-    "nll_dense": 1.0,
-    "goal": "x",
-    "inputs": "y",
-}
+THRESHOLDS = dict(stored_thresholds(0.5))
 TRAINED: dict[str, Any] = {
-    "gate": "tas",
-    "layers": ({"heads": torch.ones(2)},),
-    "thresholds": (0.5,),
-    "target": 0.5,
-    "replay": 0.5,
-    "nll": 1.0,
-    "nll_dense": 1.0,
-    "price": 0.1,
-    "inputs": "y",
-}
+    "gate": "tas", "layers": ({"heads": torch.ones(2)},), "thresholds": (0.5,), "target": 0.5, "replay": 0.5,
+    "nll": 1.0, "nll_dense": 1.0, "price": 0.1, "inputs": "y",
+}  # fmt: skip
 MODEL = nn.Linear(2, 2)
-NO_MEMORY = Memory(weights=0, state={})
 OPTIONS: dict[str, Any] = {"target": "cpu", "tokens_per_frame": 4, "max_seq_len": 32}
+NOTHING: dict[str, Any] = dict.fromkeys(("layers", "placements", "fallbacks", "problems", "state"), ())
+DRY_RUN = {"options": CompileConfig(**OPTIONS), "target": "cpu", "decoder": CONFIG, "pipeline": ""}
 CONSTRUCTED: dict[str, dict[str, Any]] = {
     "Check": {"name": "g++", "severity": "ok", "message": "is there"},
     "CompileConfig": OPTIONS,
-    "DryRun": {
-        "options": CompileConfig(**OPTIONS),
-        "target": "cpu",
-        "decoder": CONFIG,
-        "pipeline": "",
-        "layers": (),
-        "placements": (),
-        "fallbacks": (),
-        "problems": (),
-        "state": (),
-        "memory": NO_MEMORY,
-    },
+    "DryRun": {**DRY_RUN, **NOTHING, "memory": Memory(weights=0, state={})},
     "ReplayConfig": {},
     "Sampling": {},
     "SparseAttention": {"window": 2},
@@ -162,6 +123,14 @@ CONSTRUCTED: dict[str, dict[str, Any]] = {
 VIDEOS = np.ones((2, 9), np.int64)
 
 Call = Callable[[Any], object]
+
+
+def by_name(function: Callable[..., object], *given: Any, without: tuple[str, ...], **needed: Any) -> dict[str, Call]:
+    """Parameter -> the call with a hostile value for it, beside what it needs."""
+    names = [name for name in inspect.signature(function).parameters if name not in without]
+    return {name: (lambda v, name=name: function(*given, **{**needed, name: v})) for name in names}
+
+
 CALLS: dict[str, dict[str, Call]] = {
     "Artifact": {"path": lambda v: fc.Artifact(v)},
     "Session": {
@@ -193,35 +162,19 @@ CALLS: dict[str, dict[str, Call]] = {
     "load_target": {"target": lambda v: fc.load_target(v)},
     "compile": {
         "model": lambda v: FC.compile(v, "cpu", dry_run=True),
-        **{
-            name: (lambda v, name=name: FC.compile("/nowhere", **{"target": "cpu", "dry_run": True, name: v}))
-            for name in inspect.signature(fc.compile).parameters
-            if name not in ("model", "output", "dry_run")
-        },
+        **by_name(fc.compile, "/nowhere", without=("model", "output", "dry_run"), target="cpu", dry_run=True),
     },
     "calibrate": {
         "source": lambda v: FC.calibrate(v, VIDEOS, target_replay=0.5),
         "videos": lambda v: FC.calibrate(MODEL, v, target_replay=0.5),
-        **{
-            name: (lambda v, name=name: FC.calibrate(MODEL, VIDEOS, **{"target_replay": 0.5, name: v}))
-            for name in inspect.signature(fc.calibrate).parameters
-            if name not in ("source", "videos")
-        },
+        **by_name(fc.calibrate, MODEL, VIDEOS, without=("source", "videos"), target_replay=0.5),
     },
     "train_gate": {
         "model": lambda v: FC.train_gate(v, VIDEOS, target_replay=0.5),
         "videos": lambda v: FC.train_gate(MODEL, v, target_replay=0.5),
-        **{
-            name: (lambda v, name=name: FC.train_gate(MODEL, VIDEOS, **{"target_replay": 0.5, name: v}))
-            for name in inspect.signature(fc.train_gate).parameters
-            if name not in ("model", "videos")
-        },
+        **by_name(fc.train_gate, MODEL, VIDEOS, without=("model", "videos"), target_replay=0.5),
     },
-    "tune_decoder": {
-        name: (lambda v, name=name: FC.tune_decoder(MODEL, VIDEOS, **{"target_replay": 0.5, name: v}))
-        for name in inspect.signature(fc.tune_decoder).parameters
-        if name not in ("model", "videos")
-    },
+    "tune_decoder": by_name(fc.tune_decoder, MODEL, VIDEOS, without=("model", "videos"), target_replay=0.5),
     "sign": {"path": lambda v: fc.sign(v, "/nowhere"), "private_key": lambda v: fc.sign("/nowhere", v)},
     "verify_signature": {
         "path": lambda v: fc.verify_signature(v, "/nowhere"),
@@ -304,6 +257,7 @@ def test_a_hostile_field_works_or_is_refused_by_name(name: str, field: str) -> N
         ("Target", "kind", "gpu", fc.TargetError, "kind: Input should be 'fpga' or 'cpu' (given: 'gpu')"),
         ("Target", "memories", (), fc.TargetError, "memories: Tuple should have at least 1 item after validation"),
         ("Check", "severity", "bad", fc.InputError, "severity: Input should be 'ok', 'info', 'warning' or 'error'"),
+        ("SparseAttention", "window", 0, fc.CompileError, "window: Input should be greater than or equal to 1"),
         ("DryRun", "layers", 3, fc.InputError, "layers: Input should be a valid tuple (given: 3)"),
         ("CompileConfig", "batch_size", 0, fc.CompileError, "batch_size: Input should be greater than or equal to 1"),
     ],

@@ -77,12 +77,6 @@ def test_every_position_is_that_of_streaming_attention(positions: Positions, sin
         torch.testing.assert_close(actual, expected[:, prompt - 1 :], atol=1e-5, rtol=0)
 
 
-def test_positions_matter_once_the_sequence_is_longer_than_the_cache() -> None:
-    first, second = (decode(session_of(rewritten(3, 4, p)), token_ids(), 1) for p in ("absolute", "cache"))
-    assert torch.equal(first[:, :7], second[:, :7])
-    assert ((first - second).abs().amax((0, 2)) > 1e-4)[8:].all()
-
-
 @pytest.mark.parametrize("gate", ["tas", "bound"])
 def test_calibration_scores_are_those_of_the_session(gate: str) -> None:
     """The evaluator's chunks read the key of one frame earlier from the ring too."""
@@ -159,16 +153,3 @@ def test_no_other_attention_stands_in_for_a_ring() -> None:
     with pytest.raises(fc.InputError, match="compiled with sparse attention, for which no other") as found:
         Evaluator(rewritten(2, 3, "absolute"), token_ids().numpy(), rules, attend=SinkWindow(4, 1))
     assert found.value.hint == "evaluate it as it is, or a decoder compiled without sparse attention"
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"window": 0}, "SparseAttention is not valid: window: Input should be greater than or equal to 1"),
-        ({"sinks": -1}, "sinks: Input should be greater than or equal to 0"),
-        ({"positions": "relative"}, "positions: Input should be 'absolute' or 'cache'"),
-    ],
-)
-def test_options_that_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(fc.CompileError, match=text):
-        fc.SparseAttention(**options)
