@@ -198,6 +198,3 @@ def test_a_file_that_is_no_trace(fastcar: Fastcar, tmp_path: Path) -> None:
         fastcar("estimate", "--shape", "llama2-7b", "--quant", "w4a8", "--trace", tmp_path / "t.npy"),
         "the trace holds float64 [2, 3], expected bool [forwards, layers, rows]",
     )
-    (tmp_path / "bad.npy").write_text("x")
-    result = fastcar("estimate", "--shape", "llama2-7b", "--quant", "w4a8", "--trace", tmp_path / "bad.npy")
-    assert "the trace cannot be read" in result.stderr

@@ -26,14 +26,6 @@ def test_one_with_its_sources(fastcar: Fastcar) -> None:
     assert found["budget"]["dsp"] == 2016
 
 
-def test_unknown_is_exit_code_2_on_stderr(fastcar: Fastcar) -> None:
-    result = fastcar("targets", "zcu12")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "error: unknown target 'zcu12'" in result.stderr
-    assert "did you mean 'zcu102'?" in result.stderr
-    assert "Traceback" not in result.output
-
-
 def test_brackets_in_an_error_are_not_markup(fastcar: Fastcar, tmp_path: Path) -> None:
     path = tmp_path / "[bold]board.toml"
     assert str(path) in fastcar("targets", path).stderr
