@@ -136,25 +136,12 @@ def test_adapters_are_not_left_out_silently(damaged: Path) -> None:
     assert "no config.json" not in problems(damaged)
 
 
-@pytest.mark.parametrize("index", ["{", '{"weight_map": {"a": "../b.safetensors"}}', "[]"])
-def test_a_malformed_index(damaged: Path, index: str) -> None:
-    (damaged / "model.safetensors.index.json").write_text(index)
-    assert "the index of the shards " in problems(damaged)
-
-
 @pytest.mark.timeout(60)
 def test_a_pipe_in_the_place_of_weights_is_not_waited_for(damaged: Path) -> None:
     for file in damaged.glob("*.safetensors*"):
         file.unlink()
     os.mkfifo(damaged / "model.safetensors")
     assert "it is a pipe, not a plain file" in problems(damaged)
-
-
-def test_a_refused_folder_leaves_nothing_behind(damaged: Path, tmp_path: Path) -> None:
-    (damaged / "config.json").unlink()
-    with pytest.raises(CompileError, match=r"no config\.json"):
-        fc.compile(str(damaged), "cpu", tokens_per_frame=FRAME, output=tmp_path / "out" / "a")
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_that_vanishes_later_is_named(damaged: Path) -> None:
@@ -176,7 +163,9 @@ def loaded(folder: Path) -> torch.nn.Module:
     return LlamaForCausalLM.from_pretrained(folder).eval()
 
 
-@pytest.mark.parametrize(("tied", "quant"), [(False, "none"), (False, "w8a8"), (True, "w8a8"), (False, "w4a8")])
+@pytest.mark.parametrize(
+    ("tied", "quant"), [(False, "none"), (False, "bf16"), (False, "w8a8"), (True, "w8a8"), (False, "w4a8")]
+)
 def test_parameters_equal_those_of_the_loaded_model(tmp_path: Path, tied: bool, quant: str) -> None:
     place = save(tmp_path / "m", tied=tied)
     lazy, whole = analysed(Checkpoint(place), True, quant), analysed(loaded(place), False, quant)
@@ -184,25 +173,8 @@ def test_parameters_equal_those_of_the_loaded_model(tmp_path: Path, tied: bool, 
     for name in whole.params:
         assert torch.equal(lazy.params[name], whole.params[name]), name
     tables = [n for n, t in lazy.params.items() if t.dtype == torch.bfloat16]
-    assert len(tables) == (quant != "none")
+    assert len(tables) == {"none": 0, "bf16": 7 * LAYERS + 2}.get(quant, 1)
     assert lazy.params.nbytes() == whole.params.nbytes()
-
-
-def test_repeated_layers_equal_captured_ones(folder: Path) -> None:
-    few, all_ = analysed(Checkpoint(folder), True, chunk=4), analysed(loaded(folder), False, chunk=4)
-    assert few.outputs == all_.outputs
-    assert few.state == all_.state
-    assert few.config == all_.config
-    for repeated, captured in zip(few.graphs(), all_.graphs(), strict=True):
-        ops = [[str(n.target) for n in g.graph.nodes if n.op == "call_function"] for g in (repeated, captured)]
-        assert ops[0] == ops[1]
-        assert {n.target for n in repeated.graph.nodes} == {n.target for n in captured.graph.nodes}
-    paths = [
-        [(s.layer, s.module_path, s.mlp.weights, s.mlp.hidden, s.mlp.intermediate) for s in p.sites]
-        for p in (few, all_)
-    ]
-    assert paths[0] == paths[1]
-    assert [s.entry for s in few.sites[1:]] == [s.exit for s in few.sites[:-1]]
 
 
 def test_same_folder_same_graph(folder: Path) -> None:

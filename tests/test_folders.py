@@ -7,24 +7,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import transformers as hf
 from decoders import SIZES, llama
 from torch.fx.node import map_arg
-from transformers import (
-    Emu3Config,
-    Emu3ForConditionalGeneration,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    JanusConfig,
-    JanusForConditionalGeneration,
-    LlamaModel,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from fastcar_compile.errors import CompileError
@@ -36,22 +21,23 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 
+Make = Callable[[], hf.PreTrainedModel]
 LAYERS = 3
 _TEXT: dict[str, Any] = SIZES | {"num_hidden_layers": LAYERS, "vocab_size": 64}
 _VQ: dict[str, Any] = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "latent_channels": 8}
 
 
-def neox() -> PreTrainedModel:
+def neox() -> hf.PreTrainedModel:
     """Saved with `embed_out.weight`."""
     sizes = {k: v for k, v in _TEXT.items() if k != "num_key_value_heads"}
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, use_parallel_residual=False))
+    return hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**sizes, use_parallel_residual=False))
 
 
-def emu3() -> PreTrainedModel:
+def emu3() -> hf.PreTrainedModel:
     """Saved with `text_model.model.…`, and with a tokeniser of pictures that the decode step does not read."""
     visual = {f"<|visual token {i:06d}|>": i for i in range(32)}
-    return Emu3ForConditionalGeneration(
-        Emu3Config(
+    return hf.Emu3ForConditionalGeneration(
+        hf.Emu3Config(
             text_config=_TEXT | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
             vq_config=_VQ | {"embed_dim": 8, "codebook_size": 32, "hidden_size": 32, "attn_resolutions": [2]},
             vocabulary_map=visual | {"<image>": 63, "<|extra_200|>": 62},
@@ -59,11 +45,11 @@ def emu3() -> PreTrainedModel:
     )
 
 
-def janus() -> PreTrainedModel:
+def janus() -> hf.PreTrainedModel:
     """Its config has no layers of its own, and its vision tower has as many as the decoder."""
     vision = {"hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "image_size": 32}
-    return JanusForConditionalGeneration(
-        JanusConfig(
+    return hf.JanusForConditionalGeneration(
+        hf.JanusConfig(
             text_config=_TEXT | {"model_type": "llama"},
             vision_config=vision | {"patch_size": 16, "projection_dim": 32, "mlp_ratio": 2.0},
             vq_config=_VQ | {"embed_dim": 8, "num_embeddings": 32, "projection_dim": 32, "image_token_embed_dim": 32},
@@ -72,16 +58,16 @@ def janus() -> PreTrainedModel:
     )
 
 
-def longrope() -> PreTrainedModel:
+def longrope() -> hf.PreTrainedModel:
     """Its rotary frequencies depend on the compiled length, which is beyond the original one."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0 + i for i in range(8)]}
     lengths: dict[str, Any] = {"max_position_embeddings": 65, "original_max_position_embeddings": 16, "pad_token_id": 0}
-    return Phi3ForCausalLM(Phi3Config(**_TEXT | lengths, rope_parameters=rope | factors))
+    return hf.Phi3ForCausalLM(hf.Phi3Config(**_TEXT | lengths, rope_parameters=rope | factors))
 
 
-def analysed(model: PreTrainedModel | Checkpoint) -> DecoderProgram:
-    program = capture(model, batch_size=1, max_seq_len=33, tokens_per_frame=8, prefill_chunk=1)
+def analysed(model: hf.PreTrainedModel | Checkpoint) -> DecoderProgram:
+    program = capture(model, batch_size=1, max_seq_len=33, tokens_per_frame=8, prefill_chunk=4)
     passes = list(analysis_pipeline())
     if isinstance(model, Checkpoint):
         skeleton = model.skeleton
@@ -90,65 +76,66 @@ def analysed(model: PreTrainedModel | Checkpoint) -> DecoderProgram:
 
 
 def structure(program: DecoderProgram) -> list[object]:
-    """Every operator of the decode step with what it reads: parameters and state by name, operators by number."""
+    """Every operator of both graphs with what it reads: parameters and state by name, operators by number."""
     numbers: dict[torch.fx.Node, Any] = {}
     found: list[object] = []
-    for node in program.graph_module.graph.nodes:
+    for node in (node for module in program.graphs() for node in module.graph.nodes):
         numbers[node] = len(found) if node.op in ("call_function", "output") else str(node.target)
         if node.op == "call_function":
             found.append((node.target, str(map_arg((node.args, dict(node.kwargs)), lambda n: numbers[n]))))
     return found
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (neox, "embed_out.weight"),
-        (emu3, "text_model.lm_head.weight"),
-        (janus, "model.language_model.norm.weight"),
-        (longrope, "model.layers.0.mlp.gate_up_proj.weight"),
-    ],
-)
-def test_a_folder_is_the_decoder_of_its_model(make: Callable[[], PreTrainedModel], name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = make().eval()
-    model.save_pretrained(tmp_path)
-    checkpoint = Checkpoint(tmp_path)
-    assert name in checkpoint.tensors
-    lazy, whole = analysed(checkpoint), analysed(model)
-    assert set(lazy.params) == set(whole.params)
-    for parameter in whole.params:
-        assert torch.equal(lazy.params[parameter], whole.params[parameter]), parameter
-    assert structure(lazy) == structure(whole)
-    assert [s.module_path for s in lazy.sites] == [s.module_path for s in whole.sites]
-    assert (lazy.state, lazy.config) == (whole.state, whole.config)
-
-
-def every_second_without_rope() -> PreTrainedModel:
-    kinds: dict[str, Any] = {"no_rope_layers": [1, 0, 1, 0, 1, 0, 1], "num_hidden_layers": 7, "pad_token_id": 0}
-    return SmolLM3ForCausalLM(SmolLM3Config(**_TEXT | kinds))
-
-
-def every_second_with_a_window() -> PreTrainedModel:
-    kinds: dict[str, Any] = {"num_hidden_layers": 7, "head_dim": 16, "sliding_window": 9}
-    return Gemma2ForCausalLM(Gemma2Config(**_TEXT | kinds))
-
-
-@pytest.mark.parametrize("make", [every_second_without_rope, every_second_with_a_window])
-def test_layers_of_two_kinds_in_turn_are_captured_twice_and_repeated(
-    make: Callable[[], PreTrainedModel], tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    model = make().eval()
-    model.save_pretrained(tmp_path)
-    checkpoint = Checkpoint(tmp_path)
-    assert (checkpoint.skeleton.captured_layers, checkpoint.skeleton.period) == (5, 2)
+def check_folder(checkpoint: Checkpoint, model: hf.PreTrainedModel) -> None:
+    """Graphs, parameters, state and layers are those of the model in memory."""
     lazy, whole = analysed(checkpoint), analysed(model)
     assert structure(lazy) == structure(whole)
     assert (lazy.state, lazy.config, lazy.outputs) == (whole.state, whole.config, whole.outputs)
     assert set(lazy.params) == set(whole.params)
     for parameter in whole.params:
         assert torch.equal(lazy.params[parameter], whole.params[parameter]), parameter
+    sites = [[(s.layer, s.module_path, s.mlp.weights, s.mlp.intermediate) for s in p.sites] for p in (lazy, whole)]
+    assert sites[0] == sites[1]
+    assert [s.entry for s in lazy.sites[1:]] == [s.exit for s in lazy.sites[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: llama(num_hidden_layers=LAYERS), "model.layers.2.mlp.up_proj.weight"),
+        (neox, "embed_out.weight"),
+        (emu3, "text_model.lm_head.weight"),
+        (janus, "model.language_model.norm.weight"),
+        (longrope, "model.layers.0.mlp.gate_up_proj.weight"),
+    ],
+)
+def test_a_folder_is_the_decoder_of_its_model(make: Make, name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    assert name in checkpoint.tensors
+    check_folder(checkpoint, model)
+
+
+def every_second_without_rope() -> hf.PreTrainedModel:
+    kinds: dict[str, Any] = {"no_rope_layers": [1, 0, 1, 0, 1, 0, 1], "num_hidden_layers": 7, "pad_token_id": 0}
+    return hf.SmolLM3ForCausalLM(hf.SmolLM3Config(**_TEXT | kinds))
+
+
+def every_second_with_a_window() -> hf.PreTrainedModel:
+    kinds: dict[str, Any] = {"num_hidden_layers": 7, "head_dim": 16, "sliding_window": 9}
+    return hf.Gemma2ForCausalLM(hf.Gemma2Config(**_TEXT | kinds))
+
+
+@pytest.mark.parametrize("make", [every_second_without_rope, every_second_with_a_window])
+def test_layers_of_two_kinds_in_turn_are_captured_twice_and_repeated(make: Make, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    assert (checkpoint.skeleton.captured_layers, checkpoint.skeleton.period) == (5, 2)
+    check_folder(checkpoint, model)
 
 
 def test_blocks_that_differ_are_not_repeated(tmp_path: Path) -> None:
@@ -170,7 +157,7 @@ def test_a_backbone_is_found_in_the_weights_of_the_whole_model(tmp_path: Path) -
     model.model.config.save_pretrained(tmp_path)
     checkpoint = Checkpoint(tmp_path)
     assert checkpoint.names["layers.0.mlp.up_proj.weight"] == "model.layers.0.mlp.up_proj.weight"
-    assert isinstance(checkpoint.model(), LlamaModel)
+    assert isinstance(checkpoint.model(), hf.LlamaModel)
 
 
 def test_a_tensor_that_transformers_computes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
