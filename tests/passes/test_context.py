@@ -3,6 +3,7 @@
 import copy
 from functools import cache
 
+import agreement
 import numpy as np
 import pytest
 import torch
@@ -43,8 +44,10 @@ class CrossBlock(TinyBlock):
     def cross(self, x: Tensor, position: Tensor, context: Tensor, mask: Tensor) -> Tensor:
         q = self.q(x).unflatten(-1, (2, 4)).transpose(1, 2)
         keys, values = (linear(context)[:, None].expand(-1, 2, -1, -1) for linear in (self.k, self.v))
-        seen = self.seen(mask, position)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen).transpose(1, 2).flatten(2)
+        return self.attended(q, keys, values, self.seen(mask, position)).transpose(1, 2).flatten(2)
+
+    def attended(self, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
 
     def seen(self, mask: Tensor, position: Tensor) -> Tensor:
         return mask[:, None, None].expand(-1, -1, len(position), -1)
@@ -71,10 +74,8 @@ class TimedMask(CrossBlock):
 class CausalBlock(CrossBlock):
     """A token sees no more of the context than it has tokens in front of it in its call."""
 
-    def cross(self, x: Tensor, position: Tensor, context: Tensor, mask: Tensor) -> Tensor:
-        q = self.q(x).unflatten(-1, (2, 4)).transpose(1, 2)
-        keys, values = (linear(context)[:, None].expand(-1, 2, -1, -1) for linear in (self.k, self.v))
-        return F.scaled_dot_product_attention(q, keys, values, is_causal=True).transpose(1, 2).flatten(2)
+    def attended(self, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, keys, values, is_causal=True)
 
 
 class FirstBlock(CrossBlock):
@@ -137,9 +138,7 @@ def session_of(program: DecoderProgram) -> Session:
 
 def decoded(session: Session) -> Tensor:
     """Logits [B, T, V] of the prompt's last token and of all others."""
-    ids = torch.from_numpy(token_ids())
-    out = [session.prefill(ids[:, :3])] + [session.step(ids[:, t]) for t in range(3, ROWS)]
-    return torch.stack(out, 1)
+    return agreement.decode(session, torch.from_numpy(token_ids()), 3)
 
 
 def test_the_context_becomes_state_that_the_graphs_only_read() -> None:

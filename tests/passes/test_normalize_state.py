@@ -1,5 +1,7 @@
 """normalize-state: hidden caches become inputs and outputs, masked attention becomes fastcar.attention."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -188,76 +190,51 @@ def test_a_chunk_of_more_than_half_of_the_tables() -> None:
     check_chunks(program, logits(program))
 
 
-class Tabled(TinyBlock):
-    """Two tables of `rows` rows are added, read at `at`."""
-
-    rows = ROWS
-
-    def __init__(self, batch: int) -> None:
-        super().__init__(batch)
-        self.places, self.columns = nn.Embedding(self.rows, WIDTH), nn.Parameter(torch.randn(self.rows, WIDTH))
-
-    def at(self, position: Tensor) -> Tensor:
-        return position
-
-    def attend(self, x: Tensor, position: Tensor) -> Tensor:
-        at = self.at(position)
-        x = x + self.places(at) + self.columns[at] + self.columns.index_select(0, at)
-        return super().attend(x, position)
+def itself(position: Tensor) -> Tensor:
+    return position
 
 
-class Short(Tabled):
-    rows = ROWS - 3
-
-
-class Offset(Tabled):
+def offset(position: Tensor) -> Tensor:
     """As OPT has it: the first rows are no positions."""
-
-    def at(self, position: Tensor) -> Tensor:
-        return position + 2
+    return position + 2
 
 
-class RowsOfAPicture(Tabled):
-    rows = (ROWS - 1) // FRAME + 1
-
-    def at(self, position: Tensor) -> Tensor:
-        return position // FRAME
+def row_of_a_picture(position: Tensor) -> Tensor:
+    return position // FRAME
 
 
-class PlaceInAPicture(Tabled):
-    rows = FRAME
-
-    def at(self, position: Tensor) -> Tensor:
-        return position % FRAME
+def place_in_a_picture(position: Tensor) -> Tensor:
+    return position % FRAME
 
 
-class ShortPictures(Tabled):
-    rows = FRAME - 1
-
-    def at(self, position: Tensor) -> Tensor:
-        return position % FRAME
+def distance(position: Tensor) -> Tensor:
+    return (ROWS + 10 - position).clamp(max=4)
 
 
-class Distances(Tabled):
-    rows = 5
+def tabled(rows: int, at: Callable[[Tensor], Tensor]) -> type[TinyBlock]:
+    """Two tables of so many rows are added, read at a function of the position."""
 
-    def at(self, position: Tensor) -> Tensor:
-        return (ROWS + 10 - position).clamp(max=4)
+    class Tabled(TinyBlock):
+        def __init__(self, batch: int) -> None:
+            super().__init__(batch)
+            self.places, self.columns = nn.Embedding(rows, WIDTH), nn.Parameter(torch.randn(rows, WIDTH))
 
+        def attend(self, x: Tensor, position: Tensor) -> Tensor:
+            x = x + self.places(at(position)) + self.columns[at(position)]
+            return super().attend(x + self.columns.index_select(0, at(position)), position)
 
-class Wide(Tabled):
-    """The padding of the last chunk passes an offset table that has more rows than positions."""
-
-    rows = ROWS + 2
-    at = Offset.at
+    return Tabled
 
 
 @pytest.mark.parametrize(
-    ("block", "rows", "first", "needed"),
-    [(Short, ROWS - 3, ROWS - 3, ROWS), (Offset, ROWS, ROWS - 2, ROWS + 2), (ShortPictures, FRAME - 1, 2, FRAME)],
+    ("rows", "at", "first", "needed"),
+    [(ROWS - 3, itself, ROWS - 3, ROWS), (ROWS, offset, ROWS - 2, ROWS + 2), (FRAME - 1, place_in_a_picture, 2, FRAME)],
 )
-def test_a_table_with_too_few_rows_is_refused(block: type[TinyBlock], rows: int, first: int, needed: int) -> None:
+def test_a_table_with_too_few_rows_is_refused(
+    rows: int, at: Callable[[Tensor], Tensor], first: int, needed: int
+) -> None:
     """The model itself raises IndexError there."""
+    block = tabled(rows, at)
     with pytest.raises(IndexError):
         logits(captured(block))
     with pytest.raises(CompileError) as error:
@@ -270,10 +247,19 @@ def test_a_table_with_too_few_rows_is_refused(block: type[TinyBlock], rows: int,
     assert f"{needed} rows" in error.value.hint
 
 
-@pytest.mark.parametrize("block", [Tabled, RowsOfAPicture, PlaceInAPicture, Distances, Wide])
-def test_tables_of_enough_rows(block: type[TinyBlock]) -> None:
+@pytest.mark.parametrize(
+    ("rows", "at"),
+    [
+        (ROWS, itself),
+        ((ROWS - 1) // FRAME + 1, row_of_a_picture),
+        (FRAME, place_in_a_picture),
+        (5, distance),
+        (ROWS + 2, offset),  # more rows than positions, which the padding of the last chunk passes
+    ],
+)
+def test_tables_of_enough_rows(rows: int, at: Callable[[Tensor], Tensor]) -> None:
     """What is not read by the position itself needs fewer rows. The second chunk is padded past the last position."""
-    program = captured(block, chunk=10)
+    program = captured(tabled(rows, at), chunk=10)
     expected = logits(program)
     NormalizeState().apply(program)
     for module in program.graphs():

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastcar_compile.ir.layers import Role, role_nodes
 from fastcar_compile.ir.query import branches_of, is_op, node_arg
@@ -17,7 +17,7 @@ from fastcar_compile.passes.parallel_blocks import ParallelBlocks
 from fastcar_compile.passes.pipeline import analysis_pipeline
 
 from .laws import check_left_alone
-from .tiny import FRAME, ROWS, TinyBlock, TinyDecoder, after, decode, logits, prefill_logits, token_ids
+from .tiny import TinyBlock, after, logits, prefill_logits
 
 BEFORE = (NormalizeState(), Canonicalize())
 Sum = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -86,22 +86,3 @@ def test_replay_holds_the_mlp_and_what_it_alone_reads(norms: int, gate: str) -> 
     dense = after(*analysis_pipeline(), blocks=(block, block))
     never = -np.inf if gate == "input_delta" else np.inf
     np.testing.assert_allclose(logits(program, never), logits(dense), atol=1e-6)
-
-
-@pytest.mark.parametrize("norms", [1, 2])
-def test_replay_caches_the_output_of_the_mlp_alone(norms: int) -> None:
-    """Against the module itself, whose MLP is made to return what it returned one frame earlier."""
-    block = parallel(SUMS["gpt-neox"], norms)
-    program = after(*analysis_pipeline(), InsertReplay((0.0,)), blocks=(block,))
-    results = decode(program, -np.inf)
-    model, made, ids = TinyDecoder(block), list[Tensor](), torch.from_numpy(token_ids())
-
-    def replayed(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-        made.append(made[-FRAME] if len(made) >= FRAME else output)
-        return made[-1]
-
-    model.blocks[0].get_submodule("mlp").register_forward_hook(replayed)
-    with torch.no_grad():
-        expected = [model(ids[:, t : t + 1], torch.tensor([t])).numpy() for t in range(ROWS)]
-    assert [bool(r.decisions.all()) for r in results] == [t >= FRAME for t in range(ROWS)]
-    np.testing.assert_allclose(np.stack([r.logits for r in results]), np.stack(expected), atol=2e-6)

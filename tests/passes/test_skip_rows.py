@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
@@ -28,10 +28,20 @@ def branch_of(program: DecoderProgram) -> fx.GraphModule:
     return branch
 
 
-@pytest.mark.parametrize("block", ["TinyBlock", "BiasedBlock"])
-def test_results_stay_as_they_are(block: str) -> None:
+class BiasedBlock(TinyBlock):
+    """Every norm and linear has a bias."""
+
+    def __init__(self, batch: int = BATCH) -> None:
+        super().__init__(batch)
+        self.norm_2 = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
+        nn.init.normal_(self.norm_2.bias)
+
+
+@pytest.mark.parametrize("block", [TinyBlock, BiasedBlock])
+def test_results_stay_as_they_are(block: type[TinyBlock]) -> None:
     """Every output of every forward, where some rows of a forward replay and others do not."""
-    blocks = [globals()[block]]
+    blocks = [block]
     plain = after(*analysis_pipeline(), InsertReplay((0.0,)), blocks=blocks)
     zeroed = after(*analysis_pipeline(), InsertReplay((0.0,)), SkipRows(), blocks=blocks)
     scores = np.concatenate([r.scores.ravel() for r in decode(plain)])
@@ -41,26 +51,6 @@ def test_results_stay_as_they_are(block: str) -> None:
     for left, right in zip(expected, found, strict=True):
         np.testing.assert_array_equal(left.logits, right.logits)
         np.testing.assert_array_equal(left.decisions, right.decisions)
-
-
-class BiasedMlp(torch.nn.Module):
-    """A plain MLP with biases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(WIDTH, 12), torch.nn.Linear(12, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.nn.functional.gelu(self.first(x)))
-
-
-class BiasedBlock(TinyBlock):
-    """Every norm and linear has a bias."""
-
-    def __init__(self, batch: int = BATCH) -> None:
-        super().__init__(batch)
-        self.norm_2, self.mlp = torch.nn.LayerNorm(WIDTH), BiasedMlp()
-        torch.nn.init.normal_(self.norm_2.bias)
 
 
 @pytest.mark.parametrize(("block", "linears"), [(TinyBlock, 3), (BiasedBlock, 2)])

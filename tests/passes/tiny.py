@@ -47,7 +47,10 @@ class TinyBlock(nn.Module):
 
     def forward(self, h: Tensor, position: Tensor) -> Tensor:
         h = h + self.dropout(self.out(self.attend(self.norm_1(h.float()), position)))
-        return h + self.mlp(self.norm_2(h))
+        return h + self.feed(self.norm_2(h))
+
+    def feed(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
 
     def attend(self, x: Tensor, position: Tensor) -> Tensor:
         q, k, v = self.qkv(x).split([8, 4, 4], -1)
@@ -77,11 +80,9 @@ class Products(TinyBlock):
         self.w_up, self.b_up = nn.Parameter(torch.randn(WIDTH, 12)), nn.Parameter(torch.randn(12))
         self.w_down = nn.Parameter(torch.randn(12, WIDTH))
 
-    def forward(self, h: Tensor, position: Tensor) -> Tensor:
-        h = h + self.out(self.attend(self.norm_1(h), position))
-        x = self.norm_2(h)
+    def feed(self, x: Tensor) -> Tensor:
         up = torch.addmm(self.b_up, x.view(-1, WIDTH), self.w_up).view(*x.shape[:-1], 12)
-        return h + torch.relu(up) @ self.w_down
+        return torch.relu(up) @ self.w_down
 
 
 class Fused(TinyBlock):
@@ -93,10 +94,9 @@ class Fused(TinyBlock):
         super().__init__(batch)
         self.gate_up = nn.Linear(WIDTH, 24, bias=self.biased)
 
-    def forward(self, h: Tensor, position: Tensor) -> Tensor:
-        h = h + self.out(self.attend(self.norm_1(h), position))
-        up, gate = self.gate_up(self.norm_2(h)).split(12, -1)
-        return h + self.mlp.down(up * F.silu(gate))
+    def feed(self, x: Tensor) -> Tensor:
+        up, gate = self.gate_up(x).split(12, -1)
+        return self.mlp.down(up * F.silu(gate))
 
 
 class RootMeanSquare(nn.Module):
