@@ -1,5 +1,6 @@
 """fastcar evaluate: rows, resumption, pictures, and what it refuses."""
 
+import inspect
 import json
 import math
 from collections.abc import Callable
@@ -21,12 +22,7 @@ from fastcar_compile.tune.evaluate.frames import likeness, ssim_by_frame, to_fra
 from fastcar_compile.tune.evaluate.plots import shown
 
 FRAME, LENGTH = 8, 33
-DETOKENIZER = '''
-import numpy as np
-def frames(tokens):
-    """Eight symbols are a 4x8 picture of 2x2 patches, its grey values the symbols."""
-    return tokens.reshape(len(tokens), -1, 2, 4).repeat(2, 2).repeat(2, 3) / 16
-'''
+TINY: dict[str, Any] = {"decoder": "tiny", "tokens_per_frame": FRAME}
 
 
 def videos(seed: int, count: int = 3) -> np.ndarray:
@@ -36,6 +32,7 @@ def videos(seed: int, count: int = 3) -> np.ndarray:
 
 
 def frames(tokens: np.ndarray) -> np.ndarray:
+    """Eight symbols are a 4x8 picture of 2x2 patches, its grey values the symbols."""
     return tokens.reshape(len(tokens), -1, 2, 4).repeat(2, 2).repeat(2, 3) / 16
 
 
@@ -53,7 +50,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
     check_module("skimage")
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("study")
-    return Study(llama(), videos(1), decoder="tiny", tokens_per_frame=FRAME, detokenize=frames, journal=folder / "j")
+    return Study(llama(), videos(1), **TINY, detokenize=frames, journal=folder / "j")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +95,7 @@ def test_groups_of_frames_are_measured_apart(rows: list[dict[str, Any]]) -> None
     every = np.ones((3, 4), bool)
     odd = every.copy()
     odd[:, ::2] = False
-    options: dict[str, Any] = {"decoder": "tiny", "tokens_per_frame": FRAME, "detokenize": frames}
+    options = TINY | {"detokenize": frames}
     groups = {"odd": odd, "even": ~odd, "all": every}
     (row,) = Study(llama(), videos(1), groups=groups, **options).rows(CASES[2:3])
     parts, plain = row.pop("groups"), rows[2]
@@ -118,12 +115,11 @@ def test_groups_of_frames_are_measured_apart(rows: list[dict[str, Any]]) -> None
 
 
 def test_a_group_that_does_not_fit_the_videos_is_refused() -> None:
-    options: dict[str, Any] = {"decoder": "tiny", "tokens_per_frame": FRAME}
     with pytest.raises(InputError, match=r"group 'a' is bool \[3, 5\], expected bool \[3, 4\]"):
-        Study(llama(), videos(1), groups={"a": np.ones((3, 5), bool)}, **options).rows(CASES[:1])
+        Study(llama(), videos(1), groups={"a": np.ones((3, 5), bool)}, **TINY).rows(CASES[:1])
     first = np.arange(4) < np.ones((3, 1))
     with pytest.raises(InputError, match="group 'a' has no frame after the first one"):
-        Study(llama(), videos(1), groups={"a": first}, **options).rows(CASES[:1])
+        Study(llama(), videos(1), groups={"a": first}, **TINY).rows(CASES[:1])
 
 
 def test_places_follow_the_decisions(study: Study) -> None:
@@ -151,7 +147,7 @@ def test_a_window_is_masked_attention() -> None:
 
 def test_rows_are_kept(study: Study, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    options: dict[str, Any] = {"decoder": "tiny", "tokens_per_frame": FRAME, "journal": study._journal._path}
+    options = TINY | {"journal": study._journal._path}
     again = Study(llama(), videos(1), **options, progress=lines.append)
     assert (again.rows(CASES), lines) == (rows, [])
     other = Study(llama(), videos(2), **options, progress=lines.append)
@@ -165,7 +161,7 @@ def test_plan_reaches_its_ratios(study: Study, tmp_path: Path) -> None:
     names = ["dense", *(f"{g}-{c}-0.5" for g in ("input_delta", "tas") for c in ("calibrated", "uniform"))]
     assert [c.name for c in cases] == [*names, "random-random-0.5"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["input_delta.json", "tas.json"]
-    calibration = Study(llama(), videos(3), decoder="tiny", tokens_per_frame=FRAME)
+    calibration = Study(llama(), videos(3), **TINY)
     found = {c.name: calibration.judge.measure(c).row for c in cases}
     for gate in ("input_delta", "tas"):
         good, plain = found[f"{gate}-calibrated-0.5"], found[f"{gate}-uniform-0.5"]
@@ -228,7 +224,7 @@ def fastcar(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[..
     model.save_pretrained(folder / "model")
     np.save(folder / "held.npy", videos(1))
     np.savez(folder / "calibration.npz", tokens=videos(3))
-    (folder / "detokenizer.py").write_text(DETOKENIZER)
+    (folder / "detokenizer.py").write_text(f"import numpy as np\n{inspect.getsource(frames)}")
 
     def run(*words: object) -> tuple[int, str]:
         outcome = CliRunner().invoke(app, ["evaluate", str(folder / "model"), *(str(w) for w in words)])

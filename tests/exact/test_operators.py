@@ -49,23 +49,12 @@ def test_rotary(steps: int, width: tuple[int, int], position: int, seed: int) ->
 
 
 @many
-@given(
-    st.sampled_from(KINDS),
-    st.sampled_from(KINDS),
-    st.sampled_from(KINDS),
-    DIMS,
-    st.integers(1, 3),
-    st.integers(0, 70),
-    SEEDS,
-)
-def test_attention(q: str, k: str, v: str, dim: int, steps: int, position: int, seed: int) -> None:
+@given(st.tuples(*[st.sampled_from(KINDS)] * 3), DIMS, st.integers(1, 3), st.integers(0, 70), SEEDS)
+def test_attention(kinds: tuple[str, str, str], dim: int, steps: int, position: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     shape = (1, 2, 70)
-    query, keys, rows = (
-        values(q, (1, 4, steps, dim), random),
-        cache(k, shape, dim, random),
-        cache(v, shape, dim, random),
-    )
+    query = values(kinds[0], (1, 4, steps, dim), random)
+    keys, rows = (cache(kind, shape, dim, random) for kind in kinds[1:])
     given_ = [torch.from_numpy(a) for a in (query, keys, rows)]
     y = fastcar.exact_attention(*given_, torch.tensor([position]), 0.3).numpy()
     assert same(y, attended(query, keys, rows, position, 0.3))
@@ -86,11 +75,8 @@ def test_window(kind: str, dim: int, steps: int, position: int, sinks: int, wind
     """Rings that are not yet full, that are just full, and that have gone round."""
     random = np.random.default_rng(seed)
     shape = (1, 1, sinks + window + steps - 1 + spare)
-    query, keys, rows = (
-        values(kind, (1, 2, steps, dim), random),
-        cache(kind, shape, dim, random),
-        cache("wide", shape, dim, random),
-    )
+    query = values(kind, (1, 2, steps, dim), random)
+    keys, rows = (cache(held, shape, dim, random) for held in (kind, "wide"))
     given_ = [torch.from_numpy(a) for a in (query, keys, rows)]
     y = fastcar.exact_window_attention(*given_, torch.tensor([position]), 0.3, sinks, window).numpy()
     assert same(y, attended(query, keys, rows, position, 0.3, (sinks, window)))

@@ -27,6 +27,7 @@ from fastcar_compile.runtime.backends.hls_csim import open_library, sources_of
 from fastcar_compile.runtime.session import Session
 
 STEPS = 24
+DRY_RUN: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "dry_run": True}
 
 
 @pytest.fixture
@@ -152,21 +153,19 @@ def test_what_cannot_be_is_refused_all_at_once() -> None:
     with pytest.raises(CompileError, match="offload='all' needs an accelerator, and target cpu has none"):
         fc.compile(llama(), "cpu", tokens_per_frame=FRAME, offload="all", dry_run=True)
     assert fc.CompileConfig(**sizes, offload="all", quant="w8a8").kv == "int8"
-    narrow = fc.compile(llama(), tokens_per_frame=FRAME, max_seq_len=LENGTH, offload="all", dry_run=True)
+    narrow = fc.compile(llama(), **DRY_RUN, offload="all")
     assert any("heads of 16 elements (a multiple of 32)" in problem.what for problem in narrow.problems)
     with pytest.raises(CompileError, match="numerics='exact'"):
         fc.compile(PlainDecoder(), tokens_per_frame=FRAME, offload="all", dry_run=True)
 
 
 def test_a_decoder_without_a_head_is_refused() -> None:
-    options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "offload": "all", "dry_run": True}
-    report = fc.compile(headless_llama(), **options)
+    report = fc.compile(headless_llama(), **DRY_RUN, offload="all")
     assert report.problems[0].what.startswith("a step program ends with a head")
 
 
 def test_a_dry_run_says_what_runs_where() -> None:
-    options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "offload": "all", "dry_run": True}
-    report = fc.compile(llama(head_dim=32), **options)
+    report = fc.compile(llama(head_dim=32), **DRY_RUN, offload="all")
     assert report.ok
     assert {p.what.partition(":")[0]: (p.unit, p.calls) for p in report.placements} == {
         "decode step": ("accelerator", 1),
@@ -177,23 +176,22 @@ def test_a_dry_run_says_what_runs_where() -> None:
 
 def test_the_accelerator_runs_whole_steps_where_it_can() -> None:
     """Where nobody says what it computes, and kv and numerics do not say otherwise."""
-    options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "dry_run": True}
-    whole = fc.compile(llama(head_dim=32), **options)
+    whole = fc.compile(llama(head_dim=32), **DRY_RUN)
     assert (whole.options.offload, whole.options.kv, whole.options.numerics) == ("all", "int8", "exact")
     assert whole.ok
     assert "exact-arithmetic" in whole.pipeline
     others: list[dict[str, Any]] = [{"kv": "float16"}, {"numerics": "native"}, {"quant": "bf16"}, {"target": "cpu"}]
     for excluded in others:
-        assert fc.compile(llama(head_dim=32), **{**options, **excluded}).options.offload == "mlp"
+        assert fc.compile(llama(head_dim=32), **DRY_RUN, **excluded).options.offload == "mlp"
     reason = r"heads of 16 elements \(a multiple of 32\)"
     with pytest.warns(UserWarning, match=f"offload is 'mlp', because the accelerator cannot run.*{reason}"):
-        narrow = fc.compile(llama(), **options)
+        narrow = fc.compile(llama(), **DRY_RUN)
     assert (narrow.options.offload, narrow.options.kv, narrow.options.numerics) == ("mlp", "float32", "native")
     assert "exact-arithmetic" not in narrow.pipeline
     (fallback,) = [f for f in narrow.fallbacks if f.kind == "offload"]
     assert "heads of 16 elements" in fallback.reason
     with pytest.warns(UserWarning, match=reason), pytest.raises(CompileError, match="decode step: the accelerator"):
-        fc.compile(llama(), **options, strict=True)
+        fc.compile(llama(), **DRY_RUN, strict=True)
 
 
 def test_weights_of_another_kernel_are_refused(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:

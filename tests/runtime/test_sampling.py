@@ -3,13 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers.generation.logits_process import (
-    LogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as hf
 
 from fastcar_compile.errors import InputError
 from fastcar_compile.runtime.sampling import Sampling
@@ -25,24 +19,22 @@ def logits(rows: int = 2) -> np.ndarray:
     ("sampling", "processors"),
     [
         (Sampling(), []),
-        (Sampling(temperature=0.7), [TemperatureLogitsWarper(0.7)]),
-        (Sampling(top_k=3), [TopKLogitsWarper(3)]),
-        (Sampling(top_k=40), [TopKLogitsWarper(40)]),
-        (Sampling(top_p=0.8), [TopPLogitsWarper(0.8)]),
-        (Sampling(top_p=1e-6), [TopPLogitsWarper(1e-6)]),
-        (Sampling(repetition_penalty=1.5), [RepetitionPenaltyLogitsProcessor(1.5)]),
+        (Sampling(temperature=0.7), [hf.TemperatureLogitsWarper(0.7)]),
+        (Sampling(top_k=3), [hf.TopKLogitsWarper(3)]),
+        (Sampling(top_k=40), [hf.TopKLogitsWarper(40)]),
+        (Sampling(top_p=0.8), [hf.TopPLogitsWarper(0.8)]),
+        (Sampling(top_p=1e-6), [hf.TopPLogitsWarper(1e-6)]),
+        (Sampling(repetition_penalty=1.5), [hf.RepetitionPenaltyLogitsProcessor(1.5)]),
         (
             Sampling(temperature=1.3, top_k=7, top_p=0.9, repetition_penalty=0.6),
             [
-                RepetitionPenaltyLogitsProcessor(0.6),
-                TemperatureLogitsWarper(1.3),
-                TopKLogitsWarper(7),
-                TopPLogitsWarper(0.9),
+                hf.RepetitionPenaltyLogitsProcessor(0.6), hf.TemperatureLogitsWarper(1.3), hf.TopKLogitsWarper(7),
+                hf.TopPLogitsWarper(0.9),
             ],
         ),
     ],
-)
-def test_scores_are_those_of_transformers(sampling: Sampling, processors: list[LogitsProcessor]) -> None:
+)  # fmt: skip
+def test_scores_are_those_of_transformers(sampling: Sampling, processors: list[hf.LogitsProcessor]) -> None:
     expected = torch.from_numpy(logits())
     for processor in processors:
         expected = processor(torch.LongTensor(SEEN), torch.FloatTensor(expected))

@@ -85,21 +85,23 @@ def test_a_second_thread_is_refused_between_the_steps(session: Session, stepper:
     assert (session.position, stepper.seen) == (2, 2)
 
 
-@pytest.mark.parametrize("call", ["step", "prefill", "reset", "generate", "close"])
-def test_a_second_thread_is_refused_during_a_step(session: Session, stepper: SlowStepper, call: str) -> None:
-    calls: dict[str, Callable[[], Any]] = {
-        "step": lambda: session.step(token()),
-        "prefill": lambda: session.prefill(token()[:, None]),
-        "reset": session.reset,
-        "generate": lambda: session.generate(token()[:, None], 3),
-        "close": session.close,
-    }
+CALLS: dict[str, Callable[[Session], object]] = {
+    "step": lambda session: session.step(token()),
+    "prefill": lambda session: session.prefill(token()[:, None]),
+    "reset": lambda session: session.reset(),
+    "generate": lambda session: session.generate(token()[:, None], 2),
+    "close": lambda session: session.close(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_second_thread_is_refused_during_a_step(session: Session, stepper: SlowStepper, name: str) -> None:
     stepper.go.clear()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(session.step, token())
         assert stepper.entered.wait(30)
         with pytest.raises(InputError, match=f"{SECOND} while a call is running"):
-            calls[call]()
+            CALLS[name](session)
         stepper.go.set()
         running.result(30)
     assert (session.position, stepper.seen) == (1, 1)
@@ -210,15 +212,7 @@ def interrupted(work: Callable[[], object], place: int) -> bool:
     return False
 
 
-CALLS: dict[str, Callable[[Session], object]] = {
-    "step": lambda session: session.step(token()),
-    "reset": lambda session: session.reset(),
-    "generate": lambda session: session.generate(token()[:, None], 2),
-    "close": lambda session: session.close(),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ["step", "reset", "generate", "close"])
 def test_an_interrupt_anywhere_leaves_the_session_to_its_thread(name: str) -> None:
     place = 0
     session = opened(SlowStepper())
