@@ -131,11 +131,7 @@ _FIELDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         _is_positive,
         "give a positive number",
     ),
-    (
-        ("rope_scaling", "rope_parameters"),
-        lambda value: isinstance(value, Mapping),
-        "give an object, or leave it out",
-    ),
+    (("rope_scaling", "rope_parameters"), lambda value: isinstance(value, Mapping), "give an object, or leave it out"),
     (
         ("hidden_act", "hidden_activation", "activation_function"),
         lambda value: isinstance(value, str) and value in ACT2FN,

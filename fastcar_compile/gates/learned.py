@@ -20,13 +20,7 @@ from fastcar_compile.gates.base import (
     operand,
     operator,
 )
-from fastcar_compile.gates.scores import (
-    LEAST_EXPONENT,
-    MANTISSA_BITS,
-    SCALE_FIELD,
-    TAS_FRACTION_BITS,
-    fixed_products,
-)
+from fastcar_compile.gates.scores import LEAST_EXPONENT, MANTISSA_BITS, SCALE_FIELD, TAS_FRACTION_BITS, fixed_products
 
 if TYPE_CHECKING:
     from torch import Tensor

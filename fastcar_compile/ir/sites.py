@@ -8,13 +8,7 @@ import torch
 from torch import fx
 
 from fastcar_compile.errors import InternalError
-from fastcar_compile.ir.layers import (
-    Role,
-    layer_of,
-    parameter_of,
-    replay_of,
-    role_nodes,
-)
+from fastcar_compile.ir.layers import Role, layer_of, parameter_of, replay_of, role_nodes
 from fastcar_compile.ir.provenance import module_path_of, source_of
 from fastcar_compile.ir.query import (
     activation_of,

@@ -19,10 +19,7 @@ from fastcar_compile.ir.query import branches_of
 from fastcar_compile.ir.weights import dtype_name
 
 NAMESPACES = ("aten", "fastcar")
-SPECIAL_OPERATORS: dict[str, Any] = {
-    "operator.getitem": operator.getitem,
-    "cond": torch.ops.higher_order.cond,
-}
+SPECIAL_OPERATORS: dict[str, Any] = {"operator.getitem": operator.getitem, "cond": torch.ops.higher_order.cond}
 
 
 def graph_to_text(module: fx.GraphModule) -> str:

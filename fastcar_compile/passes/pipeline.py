@@ -27,34 +27,6 @@ from fastcar_compile.passes.split_gate_up import SplitGateUp
 from fastcar_compile.passes.unfold_rows import UnfoldRows
 from fastcar_compile.passes.window_caches import WindowCaches
 
-PASSES: dict[str, type[Pass]] = {
-    p.name: p
-    for p in (
-        NormalizeState,
-        Canonicalize,
-        LegalizeLinears,
-        UnfoldRows,
-        MergeAdapters,
-        FuseActivations,
-        SplitGateUp,
-        ParallelBlocks,
-        FindSites,
-        RepeatLayers,
-        Bfloat16Weights,
-        QuantizeW8A8,
-        QuantizeW4A8,
-        Bfloat16Embedding,
-        InsertReplay,
-        SkipRows,
-        SparsifyAttention,
-        WindowCaches,
-        QuantizeKvCache,
-        ExactArithmetic,
-        OffloadGate,
-        OffloadMlp,
-        OffloadLinears,
-    )
-}
 QUANTIZE: dict[str, Pass] = {"bf16": Bfloat16Weights(), "w8a8": QuantizeW8A8(), "w4a8": QuantizeW4A8()}
 
 
@@ -75,6 +47,16 @@ def analysis_pipeline() -> list[Pass]:
         ParallelBlocks(),
         FindSites(),
     ]
+
+
+PASSES: dict[str, type[Pass]] = {
+    p.name: p
+    for p in (
+        *(type(p) for p in analysis_pipeline()),
+        *(RepeatLayers, Bfloat16Weights, QuantizeW8A8, QuantizeW4A8, Bfloat16Embedding, InsertReplay, SkipRows),
+        *(SparsifyAttention, WindowCaches, QuantizeKvCache, ExactArithmetic, OffloadGate, OffloadMlp, OffloadLinears),
+    )
+}
 
 
 def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:

@@ -219,12 +219,7 @@ def window_attention(
     lambda query, values: query.new_empty((*query.shape[:3], values.shape[3])),
 )
 def context_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    mask: Tensor | None = None,
-    softcap: float | None = None,
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None, softcap: float | None = None
 ) -> Tensor:
     """Return grouped-query attention to all tokens of a context. It is not causal: position means nothing here.
 

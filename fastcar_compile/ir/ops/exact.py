@@ -97,13 +97,7 @@ def exact_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, posit
     "Attention in integers over a ring cache, the same on every backend.", lambda query: query.new_empty(query.shape)
 )
 def exact_window_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    position: Tensor,
-    scale: float,
-    sinks: int,
-    window: int,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float, sinks: int, window: int
 ) -> Tensor:
     """Return causal grouped-query attention to the sinks and to a sliding window of an int8 ring cache.
 

@@ -15,15 +15,7 @@ from torch import fx
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.layers import Role, assign_layers, mark
 from fastcar_compile.ir.provenance import error_at
-from fastcar_compile.ir.query import (
-    activation_of,
-    ancestors,
-    between,
-    is_op,
-    node_arg,
-    squared_relu,
-    value_of,
-)
+from fastcar_compile.ir.query import activation_of, ancestors, between, is_op, node_arg, squared_relu, value_of
 from fastcar_compile.ir.sites import mlp_start
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
