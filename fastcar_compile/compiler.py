@@ -29,7 +29,7 @@ from fastcar_compile.frontend.model_facts import ModelFacts, unwrapped
 from fastcar_compile.frontend.structures import check_signature, explained
 from fastcar_compile.ir.pass_manager import Pass, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.passes.merge_adapters import merged_weights
+from fastcar_compile.passes.linears import merged_weights
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.report.dry_run import DryRun, dry_run_of

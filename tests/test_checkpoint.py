@@ -26,8 +26,8 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.tensor_files import TensorSpec
 from fastcar_compile.ir.text import graph_to_text
 from fastcar_compile.ir.weights import Parameters
-from fastcar_compile.passes.bfloat16_embedding import Bfloat16Embedding
 from fastcar_compile.passes.pipeline import QUANTIZE, analysis_pipeline
+from fastcar_compile.passes.quantize import Bfloat16Embedding
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 
 LAYERS, FRAME = 4, 8

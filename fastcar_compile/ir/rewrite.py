@@ -14,8 +14,10 @@ from torch.fx.node import map_arg
 
 from fastcar_compile.ir.layers import PARAMETER, inherit_layer, move_role, parameter_of
 from fastcar_compile.ir.provenance import ORIGIN_KEYS
-from fastcar_compile.ir.query import tensor_attribute
+from fastcar_compile.ir.query import is_op, tensor_attribute, value_of
 from fastcar_compile.ir.weights import LazyWeights, Make, quantized
+
+aten = torch.ops.aten
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
@@ -212,3 +214,26 @@ def add_placeholder(graph: fx.Graph, name: str, shape: Iterable[int], dtype: tor
 def set_outputs(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Make the graph return these nodes as a flat tuple."""
     graph.output_node().args = (tuple(nodes),)
+
+
+# Memory layouts: what a model may write behind a tensor depends on its strides, which a rewrite may change.
+
+
+_SAME_MEMORY = (aten.transpose, aten.permute, aten.t, aten.unsqueeze, aten.squeeze, aten.alias, aten.detach)
+
+
+def replace_layout(old: fx.Node, new: fx.Node) -> None:
+    """Put `new` in the place of `old`, whose memory layout may be another one."""
+    # torch.export recorded the views behind the old node for its strides.
+    if value_of(new).stride() != value_of(old).stride():
+        free_views(old)
+    replace(old, new)
+
+
+def free_views(node: fx.Node) -> None:
+    """Turn views of a node, whose layout a rewrite has changed, into reshapes: they are right for any layout."""
+    for user in node.users:
+        if is_op(user, aten.view):
+            user.target = aten.reshape.default
+        elif is_op(user, *_SAME_MEMORY):
+            free_views(user)

@@ -1,16 +1,360 @@
-"""Find every decoder layer's attention and MLP from the structure of the graph."""
+"""Every decoder layer, found by the structure of the graph: attention, residual add, MLP, closing add."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from itertools import pairwise
 
+import torch
 from torch import fx
 
-from fastcar_compile.ir.layers import LAYER, ROLE, Role
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.layers import LAYER, ROLE, Role, assign_layers, mark
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import shape_of
-from fastcar_compile.passes.patterns.decoder_layer import mark_layers, match_layers
+from fastcar_compile.ir.provenance import error_at
+from fastcar_compile.ir.query import (
+    activation_of,
+    ancestors,
+    between,
+    in_order,
+    is_op,
+    node_arg,
+    shape_of,
+    squared_relu,
+    value_of,
+)
+from fastcar_compile.ir.rewrite import before
+from fastcar_compile.ir.sites import mlp_start
+
+aten, fastcar = torch.ops.aten, torch.ops.fastcar
+
+
+# The sum that closes a parallel block: the layer's entry, its attention, and an MLP that does not read attention.
+
+
+@dataclass(frozen=True)
+class ParallelSum:
+    """A sum of entry, attention and MLP, in whatever order and association the model adds them.
+
+    `attention` and `mlp` are the summands that follow from the attention `origin` and from the entry alone. Most layers
+    have one of each.
+    """
+
+    origin: fx.Node
+    root: fx.Node
+    entry: fx.Node
+    attention: tuple[fx.Node, ...]
+    mlp: tuple[fx.Node, ...]
+
+    def is_canonical(self) -> bool:
+        """Return whether the sum is (entry + attention) + MLP already, with one summand of each kind."""
+        operands = self.root.all_input_nodes
+        sums = [n for n in operands if is_sum(n) and set(n.all_input_nodes) == {self.entry, *self.attention}]
+        return len(self.mlp) == 1 and set(operands) == {*sums, *self.mlp}
+
+
+def parallel_sums(graph: fx.Graph) -> Iterator[ParallelSum]:
+    """Yield the closing sums of the parallel blocks of a graph, in order; each may be rewritten before the next."""
+    yield from (found for window in _windows(graph) if (found := _parallel_sum(window)) is not None)
+
+
+def _windows(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Return the nodes from each attention to the one in front of the next.
+
+    A layer's window holds this layer's adds, and at its end the next layer's norm and projections.
+    """
+    order = list(graph.nodes)
+    starts = [i for i, n in enumerate(order) if is_op(n, fastcar.attention, fastcar.window_attention)]
+    return [order[start:end] for start, end in pairwise([*starts, len(order)])]
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Return whether the node adds two values of one shape [B, T, H], neither of them a parameter, without a factor."""
+    if not is_op(node, aten.add) or node.kwargs or len(node.all_input_nodes) != 2 or len(node.args) != 2:
+        return False
+    shapes = {value_of(n).shape for n in (node, *node.all_input_nodes)}
+    return len(shapes) == 1 and value_of(node).dim() == 3 and all(n.op != "get_attr" for n in node.all_input_nodes)
+
+
+def reached_from(start: fx.Node, window: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return the nodes of the window that depend on `start`, itself included."""
+    reached = {start}
+    for node in window:
+        if any(a in reached for a in node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+def _parallel_sum(window: Sequence[fx.Node]) -> ParallelSum | None:
+    """The sum that the attention at the start of the window joins, where an MLP joins it beside the attention."""
+    origin = window[0]
+    reached = reached_from(origin, window)
+    # The first sum that adds to attention what does not follow from it.
+    joins = (n for n in window if n in reached and is_sum(n) and any(a not in reached for a in n.all_input_nodes))
+    join = next(joins, None)
+    if join is None:
+        return None
+    root = _root(join)
+    summands = _summands(root)
+    attention = tuple(n for n in summands if n in reached)
+    others = [n for n in summands if n not in reached]
+    entry = _entry(others, origin)
+    # A sequential block adds nothing but the entry to its attention; there is no MLP in the same sum.
+    if entry is None or len(others) < 2:
+        return None
+    return ParallelSum(origin, root, entry, attention, tuple(n for n in others if n is not entry))
+
+
+def _root(join: fx.Node) -> fx.Node:
+    """The whole sum. What is read by anything besides the next add is the residual stream."""
+    while len(join.users) == 1 and is_sum(user := next(iter(join.users))):
+        join = user
+    return join
+
+
+def _summands(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for operand in node.all_input_nodes:
+        # A sum with a second reader is a value of its own, such as the residual stream of a sequential block.
+        inner = is_sum(operand) and len(operand.users) == 1
+        found += _summands(operand) if inner else [operand]
+    return found
+
+
+def _entry(others: Sequence[fx.Node], attention: fx.Node) -> fx.Node | None:
+    """The summand that attention and all other summands depend on."""
+    for node in others:
+        if all(node in ancestors(other, until={node}) for other in (*others, attention)):
+            return node
+    return None
+
+
+_EXPECTED = "linear -> nonlinearity (-> product) -> linear, closed by a residual add"
+
+
+@dataclass(frozen=True)
+class LayerMatch:
+    """The nodes of one layer: what its first add joins to attention (`entry`), and the nodes that get a role."""
+
+    entry: fx.Node
+    roles: dict[Role, fx.Node]
+
+
+def match_layers(graph: fx.Graph) -> list[LayerMatch]:
+    """Return the layers of a graph, in order.
+
+    Raises:
+        CompileError: every layer that cannot be matched, with what was found and what was expected.
+    """
+    windows = _windows(graph)
+    if not windows:
+        hint = "write keys and values into caches and attend to them, as docs/reference/step_protocol.md has it"
+        raise CompileError("no attention over a written cache was found", hint=hint)
+    matches: list[LayerMatch] = []
+    problems: list[CompileError] = []
+    for layer, window in enumerate(windows):
+        try:
+            matches.append(_Matcher(layer, window).match())
+        except CompileError as error:
+            problems.append(error)
+    if problems:
+        raise CompileError.collect(problems)
+    return matches
+
+
+def mark_layers(graph: fx.Graph, matches: Sequence[LayerMatch]) -> None:
+    """Write layer and role of every node."""
+    assign_layers(graph, matches[0].entry, [m.roles[Role.EXIT] for m in matches])
+    for layer, match in enumerate(matches):
+        for role, node in match.roles.items():
+            mark(node, layer, role)
+
+
+class _Matcher:
+    """Matches one layer. Its adds stand between its attention and the next one; its MLP may stand before them."""
+
+    def __init__(self, layer: int, window: Sequence[fx.Node]) -> None:
+        self.layer, self.window, self.attention = layer, window, window[0]
+
+    def match(self) -> LayerMatch:
+        residual, entry = self._residual_add()
+        # `h = h + attention; h = h + cross_attention(norm(h))`: the
+        # MLP reads the second sum, so that one is the residual.
+        residual = self._after_context(residual)
+        exit_add, output = self._closing_add(residual, entry)
+        region = self._region(self._start(residual, entry, output), output)
+        linears = [n for n in region if is_op(n, aten.linear)]
+        self._check_shape(region, linears, output)
+        # Where the product is not that of a gated MLP, the order in the graph stands in for the roles.
+        ordered = _by_role(linears) or linears
+        projections = (Role.GATE_PROJ, Role.UP_PROJ, Role.DOWN_PROJ)[-len(linears) :]
+        found = {Role.ATTENTION: self.attention, Role.RESIDUAL: residual, Role.EXIT: exit_add}
+        found[Role.ACTIVATION] = next(n for n in region if activation_of(n))
+        return LayerMatch(entry, found | dict(zip(projections, ordered, strict=True)))
+
+    def _residual_add(self) -> tuple[fx.Node, fx.Node]:
+        """The add that joins attention to the residual stream, and the stream before it."""
+        reached = reached_from(self.attention, self.window)
+        for node in self.window:
+            if node not in reached or not is_op(node, aten.add):
+                continue
+            # `stream + o_proj(attention)`: exactly one operand does not follow from attention. A parameter there would
+            # be the bias of the output projection, and a number would be a shift.
+            operands = [a for a in node.args if isinstance(a, fx.Node)]
+            outside = [a for a in operands if a not in reached]
+            if len(operands) != len(node.args) or len(outside) != 1:
+                continue
+            if value_of(outside[0]).dim() == 3 and outside[0].op != "get_attr":
+                return node, outside[0]
+        raise self._error(self.attention, "its output joins no residual add", "a residual add after attention")
+
+    def _after_context(self, residual: fx.Node) -> fx.Node:
+        """The last add that joins cross-attention to the stream; the residual where there is none."""
+        for node in self.window:
+            other = _added(node, residual)
+            if other is not None and any(is_op(n, fastcar.context_attention) for n in between(residual, other)):
+                residual = node
+        return residual
+
+    def _closing_add(self, residual: fx.Node, entry: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """The add whose one operand is the residual, and whose other is an MLP of it or of the layer's entry."""
+        reached = reached_from(residual, self.window)
+        for node in self.window:
+            other = _added(node, residual)
+            # In a sequential block the MLP follows from the residual. In a parallel block it follows from the entry,
+            # and the residual does not reach it.
+            if other is not None and (other in reached or entry in ancestors(other, until={entry})):
+                return node, other
+        # No MLP was found. Where norms alone read the sum, and an
+        # add reads such a norm, the block is `h = norm(h + f(h))`.
+        norms = list(residual.users)
+        normed = all(is_op(n, aten.layer_norm, aten.rms_norm) for n in norms)
+        if normed and any(is_op(user, aten.add) for norm in norms for user in norm.users):
+            raise self._post_norm(residual)
+        users = ", ".join(str(n.target) for n in sorted(residual.users))
+        raise self._error(residual, f"the residual stream is used by [{users}], none of which closes an MLP", _EXPECTED)
+
+    def _start(self, residual: fx.Node, entry: fx.Node, output: fx.Node) -> fx.Node:
+        linears = [n for n in between(entry, output) if is_op(n, aten.linear)]
+        x = node_arg(linears[0], 0) if linears else entry
+        return mlp_start(residual=residual, entry=entry, x=x, output=output)
+
+    def _region(self, start: fx.Node, output: fx.Node) -> list[fx.Node]:
+        """The MLP: single entry, single exit."""
+        region = [n for n in between(start, output) if n is not start]
+        inside = set(region)
+        for node in region:
+            # When all rows replay, the region does not run. So nothing outside may read a value from its inside.
+            escaping = [u for u in node.users if u not in inside]
+            if node is not output and escaping:
+                raise self._error(node, f"{node.name} inside the MLP is also used by {escaping[0].name}", "one exit")
+            # Parameters, and what is computed of them alone, may enter anywhere; activations enter at the start only.
+            outside = [a for a in node.all_input_nodes if a not in inside and a is not start]
+            free = [a for a in outside if not _is_constant(a)]
+            if free:
+                raise self._error(node, f"{node.name} inside the MLP also reads {free[0].name}", "one entry")
+        return region
+
+    def _check_shape(self, region: list[fx.Node], linears: list[fx.Node], output: fx.Node) -> None:
+        found = [getattr(n.target, "overloadpacket", n.target) for n in region if n.op == "call_function"]
+        activations = [n for n in region if activation_of(n)]
+        # All linears but the last one are gate and up, which read the same normed rows.
+        shared = len({node_arg(n, 0) for n in linears[:-1]}) == 1
+        if len(linears) not in (2, 3) or len(activations) != 1 or not shared:
+            names = " -> ".join(getattr(t, "__name__", str(t)) for t in found)
+            raise self._error(output, f"between residual and closing add: {names}", _EXPECTED)
+
+    def _post_norm(self, residual: fx.Node) -> CompileError:
+        what = f"layer {self.layer}: the norm stands behind the residual add, so that the stream itself is normalised"
+        hint = "compile a decoder whose norms stand in front of attention and MLP (pre-norm), h = h + mlp(norm(h))"
+        return error_at(residual, f"{what} (post-norm)", hint)
+
+    def _error(self, node: fx.Node, found: str, expected: str) -> CompileError:
+        what = f"layer {self.layer}: the MLP cannot be matched: {found}; expected {expected}"
+        hint = "write the block as h = h + attention(norm(h)); h = h + mlp(norm(h)), or register the shape as an issue"
+        return error_at(node, what, hint)
+
+
+def _added(node: fx.Node, residual: fx.Node) -> fx.Node | None:
+    """Return what the node adds to the residual stream; None where it is no such add."""
+    others = [a for a in node.all_input_nodes if a is not residual]
+    joins = is_op(node, aten.add) and residual in node.all_input_nodes and len(others) == 1
+    return others[0] if joins else None
+
+
+def _by_role(linears: list[fx.Node]) -> list[fx.Node] | None:
+    """[gate, up, down] or [up, down] when the MLP is down(act(gate(x)) * up(x)) or down(act(up(x))), else None."""
+    *first, down = linears
+    inner = node_arg(down, 0)
+    factors = inner.all_input_nodes if is_op(inner, aten.mul) else [inner]
+    # `relu(y) * relu(y)` counts as one activated factor: its ReLU stands for it.
+    factors = [squared_relu(n) or n for n in factors]
+    activated = [n for n in factors if activation_of(n)]
+    if len(activated) != 1 or len(factors) != len(first):
+        return None
+    roles = [node_arg(activated[0], 0), *(n for n in factors if n not in activated)]
+    return [*roles, down] if set(roles) == set(first) else None
+
+
+def _is_constant(node: fx.Node) -> bool:
+    return all(n.op == "get_attr" for n in ancestors(node) if not n.all_input_nodes)
+
+
+class ParallelBlocks(Pass):
+    """Write the closing sum of every parallel block (Phi, GPT-NeoX, Cohere, Falcon) in one form, in both graphs.
+
+    1. Matches a sum of a layer's entry, its attention and an MLP that does not read the attention, in any order and
+       association: `(attention + mlp) + entry` as well as `entry + (mlp + attention)`.
+    2. Makes `residual = entry + attention` and `residual + mlp`, as in a sequential block. So whatever follows knows
+       one form of a layer. Another association moves the sum by at most two float32 roundings.
+    3. Moves an MLP that stands in front of its attention behind it: replay decides with the attention's query and keys.
+    """
+
+    name = "parallel-blocks"
+    reason = "A block whose attention and MLP read the same input is summed in one form: (entry + attention) + MLP."
+
+    def apply(self, program: DecoderProgram) -> bool:
+        """Return whether there was a block to rewrite."""
+        return any([_canonical_sums(module.graph) for module in program.graphs()])
+
+
+def _canonical_sums(graph: fx.Graph) -> bool:
+    modified = False
+    for found in parallel_sums(graph):
+        canonical = found.is_canonical()
+        root = found.root if canonical else _reassociate(graph, found)
+        early = _early(graph, found)
+        # In graph order, in front of the sum: each moved node still stands behind what it reads.
+        for node in early:
+            root.prepend(node)
+        modified |= bool(early) or not canonical
+    return modified
+
+
+def _reassociate(graph: fx.Graph, found: ParallelSum) -> fx.Node:
+    """Replace the sum by (entry + attention) + MLP."""
+    with before(found.root, ParallelBlocks.name) as emit:
+        add = partial(emit, aten.add.Tensor)
+        attention, mlp = reduce(add, found.attention), reduce(add, found.mlp)
+        # The inner sum is the one that find-sites marks as the residual.
+        leave = add(add(found.entry, attention), mlp)
+    found.root.replace_all_uses_with(leave)
+    graph.eliminate_dead_code()
+    return leave
+
+
+def _early(graph: fx.Graph, found: ParallelSum) -> list[fx.Node]:
+    """The MLP's own operators in front of the attention, if nothing else reads what they make."""
+    # A norm that attention reads as well stays in front of attention.
+    shared = ancestors(found.origin, until={found.entry})
+    own = {n for n in ancestors(*found.mlp, until={found.entry}) - shared if n.op == "call_function"}
+    early = [n for n in in_order(graph, own) if n < found.origin]
+    closed = all(user in own or user not in shared for node in early for user in node.users)
+    return in_order(graph, own) if early and closed else []
 
 
 class FindSites(Pass):

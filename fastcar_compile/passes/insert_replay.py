@@ -17,13 +17,65 @@ from fastcar_compile.ir.layers import LAYER, REPLAY, Role, layer_of, mark, ring_
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.provenance import ORIGIN_KEYS
-from fastcar_compile.ir.query import between, graph_module, node_arg, output_nodes, shape_of, value_of
-from fastcar_compile.ir.rewrite import Inserter, add_placeholder, attribute, set_origin, set_outputs
+from fastcar_compile.ir.query import (
+    argument_names,
+    between,
+    bound,
+    graph_module,
+    is_op,
+    node_arg,
+    output_nodes,
+    placeholder,
+    shape_of,
+    value_of,
+)
+from fastcar_compile.ir.rewrite import (
+    Inserter,
+    add_placeholder,
+    after,
+    attribute,
+    set_origin,
+    set_outputs,
+)
 from fastcar_compile.ir.sites import attention_site, entry_of, mlp_output, mlp_start
-from fastcar_compile.ir.types import AttentionSite, ReplayFacts, StateRole
-from fastcar_compile.passes.patterns.caches import earlier_key, reads_earlier_key
+from fastcar_compile.ir.types import AttentionSite, DecoderConfig, ReplayFacts, StateRole
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
+
+
+# Where a score finds the key of one frame earlier, in a full cache and in a ring.
+
+
+def earlier_key(config: DecoderConfig, cache: fx.Node, origin: fx.Node, made_by: str) -> tuple[fx.Node, int]:
+    """Return (position, stride) with which a score finds the key of one frame earlier at row `position - stride`.
+
+    In a ring cache that is a computed row and stride 0; the row is computed once for all layers whose rings are alike.
+
+    Args:
+        cache: the written key cache that the score reads.
+    """
+    graph = cache.graph
+    position, ring = placeholder(graph, "position"), ring_of(cache)
+    # A full cache has one row per position, so one frame earlier is `tokens_per_frame` rows back.
+    if ring is None:
+        return position, config.tokens_per_frame
+    arguments = (position, config.tokens_per_frame, ring.sinks, ring.rows)
+    rows = [n for n in position.users if is_op(n, fastcar.ring_row) and n.args == arguments]
+    if not rows:
+        # The row follows from the position alone. Right behind the
+        # inputs, it stands in front of every layer that reads it.
+        last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+        with after(last, made_by, origin=origin) as emit:
+            rows = [emit(fastcar.ring_row.default, *arguments)]
+        mark(rows[0], None)
+    return rows[0], 0
+
+
+def reads_earlier_key(node: fx.Node) -> bool:
+    """Return whether the operator reads a key at row `position - stride` of a key cache that it is given."""
+    # An `offloaded_gate` whose gate compares no query has the argument `key_cache`, and None in it.
+    names = argument_names(node)
+    return {"key_cache", "position", "stride"} <= set(names) and bound(node)["key_cache"] is not None
 
 
 # The conditional of one layer: replay what was cached, or compute the MLP.

@@ -16,9 +16,8 @@ from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import ancestors, evaluate, is_op, is_same, node_arg, output_nodes, placeholder, shape_of
-from fastcar_compile.ir.rewrite import add_placeholder, before, set_outputs
+from fastcar_compile.ir.rewrite import add_placeholder, before, replace_layout, set_outputs
 from fastcar_compile.ir.types import StateRole
-from fastcar_compile.passes.patterns.caches import replace_layout
 from fastcar_compile.passes.patterns.context_states import HEAD_VIEWS, ContextStates, is_shared, same_graph
 from fastcar_compile.passes.patterns.eager_attention import (
     MASKED,

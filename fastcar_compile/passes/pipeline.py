@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.ir.pass_manager import Pass
-from fastcar_compile.passes.bfloat16_embedding import Bfloat16Embedding
-from fastcar_compile.passes.bfloat16_weights import Bfloat16Weights
-from fastcar_compile.passes.canonicalize import Canonicalize
+from fastcar_compile.passes.canonicalize import Canonicalize, FuseActivations
 from fastcar_compile.passes.exact_arithmetic import ExactArithmetic
-from fastcar_compile.passes.find_sites import FindSites
-from fastcar_compile.passes.fuse_activations import FuseActivations
+from fastcar_compile.passes.find_sites import FindSites, ParallelBlocks
 from fastcar_compile.passes.insert_replay import InsertReplay
-from fastcar_compile.passes.legalize_linears import LegalizeLinears
-from fastcar_compile.passes.merge_adapters import MergeAdapters
+from fastcar_compile.passes.linears import LegalizeLinears, MergeAdapters, SplitGateUp, UnfoldRows
 from fastcar_compile.passes.normalize_state import NormalizeState
-from fastcar_compile.passes.offload_gate import OffloadGate
-from fastcar_compile.passes.offload_linears import OffloadLinears
-from fastcar_compile.passes.offload_mlp import OffloadMlp
-from fastcar_compile.passes.parallel_blocks import ParallelBlocks
-from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
-from fastcar_compile.passes.quantize_kv_cache import QuantizeKvCache
+from fastcar_compile.passes.offload import OffloadGate, OffloadLinears, OffloadMlp
+from fastcar_compile.passes.quantize import (
+    Bfloat16Embedding,
+    Bfloat16Weights,
+    QuantizeKvCache,
+    QuantizeW4A8,
+    QuantizeW8A8,
+)
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.passes.skip_rows import SkipRows
-from fastcar_compile.passes.sparse_attention import SparsifyAttention
-from fastcar_compile.passes.split_gate_up import SplitGateUp
-from fastcar_compile.passes.unfold_rows import UnfoldRows
-from fastcar_compile.passes.window_caches import WindowCaches
+from fastcar_compile.passes.sparse_attention import SparsifyAttention, WindowCaches
 
 QUANTIZE: dict[str, Pass] = {"bf16": Bfloat16Weights(), "w8a8": QuantizeW8A8(), "w4a8": QuantizeW4A8()}
 

@@ -1,22 +1,101 @@
-"""w8a8 and w4a8: every linear becomes an integer one, activations go through tables (docs/reference/numerics.md)."""
+"""Number formats: weights in bfloat16, int8 or int4, embeddings in bfloat16, keys and values in fewer bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
-from fastcar_compile.config.formats import quant_format
+from fastcar_compile.config.formats import KV_TYPES, quant_format
+from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.ops.linear import FACTORS, quantize_weight, quantize_weight_int4
+from fastcar_compile.ir.ops.operator import row_size
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import activation_of, node_arg
-from fastcar_compile.ir.rewrite import Edit, before, replace_call, rewrite_each
-from fastcar_compile.passes.patterns.linear_calls import replace_linears
+from fastcar_compile.ir.provenance import error_at
+from fastcar_compile.ir.query import (
+    activation_of,
+    is_op,
+    node_arg,
+    optional_arg,
+    placeholder,
+    shape_of,
+    tensor_attribute,
+    value_of,
+)
+from fastcar_compile.ir.rewrite import (
+    Edit,
+    before,
+    derived_parameters,
+    fake_like,
+    fake_value,
+    replace,
+    replace_call,
+    rewrite_each,
+)
+from fastcar_compile.ir.types import ATTENTION_ROLES
+from fastcar_compile.ir.weights import LazyWeights, Make, blocks_of_rows
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
+
+
+# Linears whose weight is a parameter, and the same linears with the weight in another format.
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Return whether the node is a linear whose weight is a parameter: neither computed nor transposed in the graph."""
+    return is_op(node, aten.linear) and node_arg(node, 1).op == "get_attr"
+
+
+def replace_linears(
+    modules: Iterable[fx.GraphModule], target: Callable[..., Any], suffixes: tuple[str, ...], make: Make, edit: Edit
+) -> bool:
+    """Replace every plain `linear(x, w, bias)` by `target(x, *make(w), bias)`; return whether there was one.
+
+    The parts that `make` gives of a weight w are called `<w>_<suffix>`. Branches of replay are not searched.
+    """
+
+    def replace_one(module: fx.GraphModule, node: fx.Node) -> None:
+        with module.graph.inserting_before(node):
+            parts = derived_parameters(module, node_arg(node, 1), suffixes, make, edit, origin=node)
+        replace_call(node, edit.made_by, target, node_arg(node, 0), *parts, optional_arg(node, 2))
+
+    return rewrite_each(modules, _is_plain, replace_one)
+
+
+# bf16: weights of every linear in bfloat16, activations and sums in float32.
+
+
+SUFFIX = quant_format("bf16").suffix
+
+
+def to_bfloat16(weight: Tensor) -> tuple[Tensor]:
+    """Return the weight rounded half to even; exact where the value was bfloat16 before."""
+    return (weight.to(torch.bfloat16),)
+
+
+class Bfloat16Weights(Pass):
+    """Store the weights of linears as bfloat16, in all graphs.
+
+    1. Matches `linear(x, w, bias)` whose w is a parameter.
+    2. Makes `fastcar.linear_bf16(x, w as bfloat16, bias)`. Weights of a bfloat16 checkpoint keep their bits.
+    A weight that the graph computes or transposes stays as it is.
+    """
+
+    name = "bfloat16-weights"
+    reason = "Weights of linears are stored in bfloat16: half the bytes of float32."
+
+    def apply(self, program: DecoderProgram) -> bool:
+        """Return whether there was a linear to rewrite."""
+        operator, edit = torch.ops.fastcar.linear_bf16.default, Edit(self.name, program.lazy)
+        return replace_linears(program.all_graphs(), operator, (SUFFIX,), to_bfloat16, edit)
+
+
+# w8a8 and w4a8: every linear becomes an integer one, activations go through tables (docs/reference/numerics.md).
 
 
 class _Quantize(Pass):
@@ -69,3 +148,128 @@ class QuantizeW4A8(_Quantize):
     reason = "Weights become int4 with one scale per group, inputs int8 with one scale per row."
     quantize = staticmethod(quantize_weight_int4)
     linear = fastcar.linear_w4a8.default
+
+
+# An embedding table of bfloat16 values is stored as such: half the bytes, and the same numbers.
+
+
+class Bfloat16Embedding(Pass):
+    """Store the embedding table as bfloat16, in both graphs.
+
+    1. Matches `embedding(table, ids)` whose table is a float32 parameter that only lookups read.
+    2. Every value of the table must be a bfloat16 number, as those of a bfloat16 checkpoint are.
+    3. Makes `embedding(table as bfloat16, ids)` as float32. No result changes.
+    """
+
+    name = "bfloat16-embedding"
+    reason = "The embedding table holds bfloat16 values and is stored as such: half the bytes."
+
+    def apply(self, program: DecoderProgram) -> bool:
+        """Raise CompileError where the table has no values to look at. Tables are judged once for both graphs."""
+        found = [(module, node) for module in program.graphs() for node in _lookups(module.graph)]
+        tables = {str(node_arg(node, 0).target): module for module, node in found}
+        exact = {t for t, module in tables.items() if _is_bfloat16(module, t, program.lazy)}
+        edit = Edit(self.name, program.lazy)
+        for module, node in found:
+            if str(node_arg(node, 0).target) in exact:
+                _store(module, node, edit)
+                module.graph.eliminate_dead_code()
+        return bool(exact)
+
+
+def _lookups(graph: fx.Graph) -> list[fx.Node]:
+    """Lookups in float32 tables that only lookups read."""
+    # By name, because several nodes may read one parameter. A head that is tied to the table and not quantised reads it
+    # as a float32 weight, so that table stays.
+    readers: dict[str, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="get_attr"):
+        readers.setdefault(str(node.target), []).extend(node.users)
+    lookups = [n for n in graph.nodes if is_op(n, aten.embedding) and node_arg(n, 0).op == "get_attr"]
+    return [
+        n
+        for n in lookups
+        if value_of(node_arg(n, 0)).dtype == torch.float32
+        and all(is_op(user, aten.embedding) for user in readers[str(node_arg(n, 0).target)])
+    ]
+
+
+def _is_bfloat16(module: fx.GraphModule, target: str, lazy: LazyWeights | None) -> bool:
+    value = tensor_attribute(module, target)
+    if value.is_meta and lazy is None:
+        hint = "leave bfloat16-embedding out, or run it on a graph with weights"
+        raise CompileError(f"bfloat16-embedding needs the values of {target}, which are not there", hint=hint)
+    # A value is a bfloat16 number if rounding it to bfloat16 gives it back.
+    for rows in blocks_of_rows(value.shape):
+        part = lazy.source.read(target, rows) if lazy is not None and value.is_meta else value[slice(*rows)]
+        if not torch.equal(part.to(torch.bfloat16).float(), part):
+            return False
+    return True
+
+
+def _store(module: fx.GraphModule, node: fx.Node, edit: Edit) -> None:
+    """Put the float32 rows of the bfloat16 table in the place of the lookup."""
+    # Rows are widened behind the lookup: B * T rows of bfloat16, and never the whole table.
+    with before(node, edit.made_by) as emit:
+        (table,) = derived_parameters(module, node_arg(node, 0), (SUFFIX,), to_bfloat16, edit, origin=node)
+        rows = emit(aten.embedding.default, table, *node.args[1:])
+        wide = emit(aten._to_copy.default, rows, dtype=torch.float32)
+    replace(node, wide)
+
+
+# Keys and values cached in fewer bytes: float16, or int8 with an exponent per block of 32.
+
+
+TYPES = {name: getattr(torch, name) for name in KV_TYPES if name != "float32"}
+"""float32 is what a captured decoder has."""
+
+
+@dataclass(frozen=True)
+class QuantizeKvCache(Pass):
+    """Give the key and value caches of both graphs another type.
+
+    1. Matches every float32 state of role key_cache or value_cache.
+    2. Its placeholder and what is written of it get the type. No node is added: an operator that writes a cache rounds
+       to the cache's type (`ops.cached.stored`), and one that reads it widens the rows to float32.
+
+    Options:
+        dtype: "float16" or "int8"; a row of the latter is longer by its exponents.
+    """
+
+    name = "quantize-kv-cache"
+    reason = "Keys and values are cached in fewer bytes."
+    dtype: str = "float16"
+
+    def apply(self, program: DecoderProgram) -> bool:
+        """Raise CompileError for an unknown type, and where an operator that takes float32 only reads a cache."""
+        if self.dtype not in TYPES:
+            hint = f"use one of: {', '.join(sorted(TYPES))}"
+            raise CompileError(f"no cache has the type {self.dtype!r}", where=self.name, hint=hint)
+        caches = [s for s in program.state if s.role in ATTENTION_ROLES and s.dtype == torch.float32]
+        for module in program.graphs():
+            for spec in caches:
+                self._quantize(module.graph, spec.name)
+        made = {s: dataclasses.replace(s, shape=self._shape(s.shape), dtype=TYPES[self.dtype]) for s in caches}
+        program.state = [made.get(s, s) for s in program.state]
+        return bool(caches)
+
+    def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:3], row_size(shape[3], self.dtype))
+
+    def _quantize(self, graph: fx.Graph, name: str) -> None:
+        """Give a cache and what is written of it their new type."""
+        cache = placeholder(graph, name)
+        stored = torch.empty(self._shape(shape_of(cache)), dtype=TYPES[self.dtype], device="meta")
+        cache.meta["val"] = fake_like(graph, stored)
+        for write in cache.users:
+            if not is_op(write, fastcar.cache_write, fastcar.ring_write):
+                raise self._unknown(cache, write)
+            # What the write returns follows from its cache: another type, and longer rows for int8.
+            write.meta["val"] = fake_value(graph, write)
+            # An ATen operator would take mantissas and exponents for keys.
+            for reader in write.users:
+                if reader.op != "output" and getattr(reader.target, "namespace", "") != "fastcar":
+                    raise self._unknown(write, reader)
+
+    def _unknown(self, cache: fx.Node, user: fx.Node) -> CompileError:
+        what = f"{self.dtype} caches: {user.target} reads {cache.name} itself"
+        return error_at(user, what, f'use kv="float32", or run {self.name} after normalize-state')

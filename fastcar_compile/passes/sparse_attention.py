@@ -1,4 +1,4 @@
-"""Sparse attention: sinks and a sliding window over ring caches, whose size does not depend on max_seq_len."""
+"""Ring caches: attention to sinks and a sliding window, whose caches do not grow with max_seq_len."""
 
 from __future__ import annotations
 
@@ -11,25 +11,94 @@ import torch
 from torch import Tensor, fx
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.layers import RingRows, layer_of, mark, role_nodes, softcap_of, window_of
+from fastcar_compile.ir.layers import RingRows, layer_of, mark, ring_of, role_nodes, softcap_of, window_of
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import error_at
-from fastcar_compile.ir.query import ancestors, evaluate, is_op, node_arg, placeholder
-from fastcar_compile.ir.rewrite import after, replace_call, set_origin
+from fastcar_compile.ir.query import (
+    ancestors,
+    argument_names,
+    bound,
+    evaluate,
+    is_op,
+    node_arg,
+    placeholder,
+    shape_of,
+    value_of,
+)
+from fastcar_compile.ir.rewrite import after, fake_like, replace_call, set_origin
 from fastcar_compile.ir.types import DecoderConfig, Ring
-from fastcar_compile.passes.patterns.caches import RingRewriter, reads_keys, refresh_shapes, rows_needed
+from fastcar_compile.passes.insert_replay import earlier_key, reads_earlier_key
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
+
+
+# Full caches become rings: placeholders, writes, and where scores find the key of one frame earlier.
+
+
+def rows_needed(config: DecoderConfig, window: int, *, scored: bool) -> int:
+    """Return the positions past the sinks that a ring holds.
+
+    A chunk is written before it is attended to, and may be padded: its other tokens come on top of what the first
+    one, and the token after it, still read.
+
+    Args:
+        scored: a score reads the key of one frame earlier.
+    """
+    kept = max(window, config.tokens_per_frame + 1) if scored else window
+    return kept + max(config.prefill_chunk, 1) - 1
+
+
+class RingRewriter:
+    """Makes caches of one graph rings."""
+
+    def __init__(self, module: fx.GraphModule, config: DecoderConfig, made_by: str) -> None:
+        self.graph, self.config, self.made_by = module.graph, config, made_by
+        self.position = placeholder(module.graph, "position")
+
+    def caches_of(self, attention: fx.Node, ring: RingRows) -> None:
+        """Make key and value cache of an attention rings."""
+        for index in (0, 1):
+            self._write(node_arg(attention, 1 + index), ring)
+
+    def find_keys(self) -> None:
+        """Let the scores find their keys in the caches that are rings now."""
+        for node in [n for n in self.graph.nodes if reads_earlier_key(n)]:
+            if ring_of(bound(node)["key_cache"]) is not None:
+                position, stride = earlier_key(self.config, bound(node)["key_cache"], node, self.made_by)
+                node.update_arg(argument_names(node).index("position"), position)
+                node.update_arg(argument_names(node).index("stride"), stride)
+
+    def _write(self, node: fx.Node, ring: RingRows) -> None:
+        cache, value = node_arg(node, 0), node_arg(node, 1)
+        if not is_op(node, fastcar.cache_write) or cache.op != "placeholder":
+            what = "this cache is not written by fastcar.cache_write"
+            raise error_at(node, what, f"run {self.made_by} after normalize-state")
+        # The placeholder keeps its name and its readers; its rows shrink from max_seq_len to those of the ring.
+        old = value_of(cache)
+        shape = (*old.shape[:2], ring.sinks + ring.rows, old.shape[3])
+        cache.meta["val"] = fake_like(self.graph, torch.empty(shape, dtype=old.dtype, device="meta"))
+        replace_call(node, self.made_by, fastcar.ring_write.default, cache, value, self.position, ring.sinks)
+
+
+def reads_keys(program: DecoderProgram) -> set[str]:
+    """Return the names of the key caches of which a score reads the key of one frame earlier."""
+    written = [bound(n)["key_cache"] for n in program.graph_module.graph.nodes if reads_earlier_key(n)]
+    return {str(node_arg(w, 0).target) for w in written if is_op(w, fastcar.cache_write, fastcar.ring_write)}
+
+
+def refresh_shapes(program: DecoderProgram) -> None:
+    """Give the states the shapes that their placeholders have."""
+    graph = program.graph_module.graph
+    shapes = {str(n.target): tuple(value_of(n).shape) for n in graph.find_nodes(op="placeholder")}
+    program.state = [dataclasses.replace(s, shape=shapes[s.name]) for s in program.state]
 
 
 # Rotary positions inside the cache: the query that meets the sinks, rotated for its position in the cache.
 #
 # With positions inside the cache (StreamingLLM), keys of the window keep their distance to the query; only the sinks
-# come
-# nearer: a query at p has position min(p, sinks + window - 1). Sinks are cached at their own positions already. So no
-# key
-# has to be cached before its rotation: the sinks meet a second query, rotated for the limited position.
+# come nearer: a query at p has position min(p, sinks + window - 1). Sinks are cached at their own positions already.
+# So no key has to be cached before its rotation: the sinks meet a second query, rotated for the limited position.
 
 
 _HINT = "use positions='absolute', which needs no rotation"
@@ -271,3 +340,43 @@ class _Rewriter:
         if (softcap := softcap_of(node)) is not None:
             options = (*options, softcap)
         replace_call(node, SparsifyAttention.name, fastcar.window_attention.default, query, *others, *options)
+
+
+# Caches of layers with a sliding window of their own: rings that hold what is still read.
+
+
+class WindowCaches(Pass):
+    """Keep of keys and values only the rows that a window of the model's own still reads, in both graphs.
+
+    1. Matches every `fastcar.window_attention` over caches that `fastcar.cache_write` writes.
+    2. The caches become rings of the window's rows, and those that a chunk adds (`rows_needed`). Where a score reads
+       the key of one frame earlier, the ring holds at least a frame and a token.
+    3. A cache of no more positions than that stays as it is.
+    """
+
+    name = "window-caches"
+    reason = "The model's own window reads the last tokens only, so keys and values are kept in a ring."
+
+    def apply(self, program: DecoderProgram) -> bool:
+        """Return whether there was a cache to shorten."""
+        scored = reads_keys(program)
+        modified = False
+        for module in program.graphs():
+            rewriter = RingRewriter(module, program.config, self.name)
+            for node in [n for n in module.graph.nodes if is_op(n, fastcar.window_attention)]:
+                ring = self._ring(program, node, scored)
+                if ring is not None:
+                    rewriter.caches_of(node, ring)
+                    modified = True
+            rewriter.find_keys()
+        refresh_shapes(program)
+        return modified
+
+    def _ring(self, program: DecoderProgram, attention: fx.Node, scored: set[str]) -> RingRows | None:
+        window, write = window_of(attention), node_arg(attention, 1)
+        if window is None or not is_op(write, fastcar.cache_write):
+            return None
+        # A cache that sparse-attention made a ring is written by `ring_write`, and was left out above.
+        cache = node_arg(write, 0)
+        rows = rows_needed(program.config, window.window, scored=str(cache.target) in scored)
+        return RingRows(window.sinks, rows) if window.sinks + rows < shape_of(cache)[2] else None

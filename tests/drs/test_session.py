@@ -23,7 +23,7 @@ from fastcar_compile.ir.layers import Role, role_nodes
 from fastcar_compile.ir.ops.offload import GateDecision, bound
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.passes.offload_gate import OffloadGate
+from fastcar_compile.passes.offload import OffloadGate
 from fastcar_compile.runtime.backends.accelerator.kernel import LiveTable
 from fastcar_compile.runtime.backends.accelerator.step import GateController
 from fastcar_compile.runtime.backends.eager import EagerStepper

@@ -10,9 +10,8 @@ from torch import fx
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import get_attribute, is_op
-from fastcar_compile.passes.bfloat16_embedding import Bfloat16Embedding
 from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.passes.quantize import QuantizeW8A8
+from fastcar_compile.passes.quantize import Bfloat16Embedding, QuantizeW8A8
 
 from .tiny import after, logits, prefill_logits
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from fastcar_compile.errors import CompileError
 from fastcar_compile.passes.exact_arithmetic import ExactArithmetic
 from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.passes.quantize import QuantizeW8A8
-from fastcar_compile.passes.quantize_kv_cache import QuantizeKvCache
+from fastcar_compile.passes.quantize import QuantizeKvCache, QuantizeW8A8
 from fastcar_compile.passes.sparse_attention import SparsifyAttention
 
 from .laws import nodes_of

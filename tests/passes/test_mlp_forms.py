@@ -10,13 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastcar_compile.ir.query import is_op, node_arg
-from fastcar_compile.passes.canonicalize import Canonicalize
-from fastcar_compile.passes.fuse_activations import FuseActivations
-from fastcar_compile.passes.legalize_linears import LegalizeLinears
-from fastcar_compile.passes.merge_adapters import MergeAdapters
+from fastcar_compile.passes.canonicalize import Canonicalize, FuseActivations
+from fastcar_compile.passes.linears import LegalizeLinears, MergeAdapters, SplitGateUp
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.passes.split_gate_up import SplitGateUp
 
 from .laws import check_truthful, nodes_of
 from .tiny import WIDTH, Fused, Products, TinyBlock, after, logits, prefill_logits

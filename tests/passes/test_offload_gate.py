@@ -14,7 +14,7 @@ from fastcar_compile.ir.ops.offload import GateDecision, bound
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.insert_replay import InsertReplay
-from fastcar_compile.passes.offload_gate import OffloadGate
+from fastcar_compile.passes.offload import OffloadGate
 from fastcar_compile.passes.pipeline import analysis_pipeline
 
 from .laws import check_left_alone, nodes_of

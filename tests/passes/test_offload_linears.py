@@ -11,8 +11,7 @@ from fastcar_compile.ir.ops.offload import bound
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.insert_replay import InsertReplay
-from fastcar_compile.passes.offload_linears import OffloadLinears
-from fastcar_compile.passes.patterns.linear_calls import linear_calls
+from fastcar_compile.passes.offload import OffloadLinears, linear_calls
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
 

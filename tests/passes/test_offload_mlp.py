@@ -10,9 +10,7 @@ from fastcar_compile.ir.ops.offload import bound
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_replay import InsertReplay
-from fastcar_compile.passes.offload_gate import OffloadGate
-from fastcar_compile.passes.offload_linears import OffloadLinears
-from fastcar_compile.passes.offload_mlp import OffloadMlp
+from fastcar_compile.passes.offload import OffloadGate, OffloadLinears, OffloadMlp
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8
 

@@ -12,9 +12,8 @@ from fastcar_compile.ir.ops.linear import GROUP, group_count, unpack_int4
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
-from fastcar_compile.passes.bfloat16_weights import Bfloat16Weights
 from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.passes.quantize import QuantizeW4A8, QuantizeW8A8
+from fastcar_compile.passes.quantize import Bfloat16Weights, QuantizeW4A8, QuantizeW8A8
 
 from .laws import nodes_of
 from .tiny import TinyBlock, after, logits

@@ -12,7 +12,7 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import argument_names, is_op
 from fastcar_compile.ir.types import Ring, StateRole
 from fastcar_compile.passes.insert_replay import InsertReplay
-from fastcar_compile.passes.offload_gate import OffloadGate
+from fastcar_compile.passes.offload import OffloadGate
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.sparse_attention import SparsifyAttention
 

@@ -26,7 +26,7 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import node_named
 from fastcar_compile.ir.types import LayerSite, StateRole
-from fastcar_compile.passes.patterns.linear_calls import HostLinear, LinearCall, linear_calls
+from fastcar_compile.passes.offload import HostLinear, LinearCall, linear_calls
 
 
 @dataclass(frozen=True)

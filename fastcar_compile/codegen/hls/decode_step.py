@@ -26,7 +26,7 @@ from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import argument_names, is_op, node_arg, node_named, output_nodes, shape_of, with_branches
 from fastcar_compile.ir.sites import QUANTISED_LINEARS, branch_operands
 from fastcar_compile.ir.types import LayerSite
-from fastcar_compile.passes.patterns.linear_calls import HostLinear, LinearCall
+from fastcar_compile.passes.offload import HostLinear, LinearCall
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 HINT = 'use offload="linears"'

@@ -26,7 +26,7 @@ from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.tensor_files import TensorSpec
 from fastcar_compile.ir.types import MlpSite, StateRole
-from fastcar_compile.passes.patterns.linear_calls import LinearCall
+from fastcar_compile.passes.offload import LinearCall
 
 # The files of a kernel: its weights and constants, one tensor per argument, and the step program.
 

@@ -23,9 +23,8 @@ from fastcar_compile.ir.query import (
     tensor_attribute,
     value_of,
 )
-from fastcar_compile.ir.rewrite import add_placeholder, before
+from fastcar_compile.ir.rewrite import add_placeholder, before, replace_layout
 from fastcar_compile.ir.types import StateRole
-from fastcar_compile.passes.patterns.caches import replace_layout
 from fastcar_compile.passes.patterns.eager_attention import AttentionCall, Mask
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar

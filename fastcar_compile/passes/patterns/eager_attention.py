@@ -12,8 +12,7 @@ from torch import fx
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import ancestors, between, bound, is_op, node_arg, optional_arg, shape_of, value_of
-from fastcar_compile.ir.rewrite import Inserter, before
-from fastcar_compile.passes.patterns.caches import replace_layout
+from fastcar_compile.ir.rewrite import Inserter, before, replace_layout
 from fastcar_compile.passes.patterns.norms import terms
 
 aten = torch.ops.aten
