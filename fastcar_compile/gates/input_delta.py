@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fastcar_compile.gates.base import (
-    Array,
-    Call,
-    Comparison,
-    FabricGate,
-    GateInputs,
-    GateValues,
-    ScoreConstants,
-    T,
-    operand,
-    operator,
-)
+import fastcar_compile.gates.base as base
 from fastcar_compile.gates.scores import COSINE_BITS, fixed_products
 
 
-class InputDeltaGate(FabricGate):
+class InputDeltaGate(base.FabricGate):
     """Relative change ||x - x_cached|| / ||x|| of the MLP's input.
 
     The norm is the sum of absolute values. It needs no multiplication, and on the example decoder it is a better
@@ -28,18 +17,18 @@ class InputDeltaGate(FabricGate):
     """
 
     name = "input_delta"
-    comparison = Comparison.AT_MOST
+    comparison = base.Comparison.AT_MOST
     default_threshold = 0.1
     caches_input = True
 
-    def score(self, call: Call, values: GateValues[T]) -> T:
+    def score(self, call: base.Call, values: base.GateValues[base.T]) -> base.T:
         """Return the change; a row replays where it is at most the threshold."""
-        return call(operator("input_delta"), values.x, values.cached)
+        return call(base.operator("input_delta"), values.x, values.cached)
 
     @staticmethod
-    def exact_score(inputs: GateInputs[Array], constants: ScoreConstants) -> Array:
+    def exact_score(inputs: base.GateInputs[base.Array], constants: base.ScoreConstants) -> base.Array:
         """Return the change in numpy."""
-        x, cached = operand(inputs.x), operand(inputs.cached)
+        x, cached = base.operand(inputs.x), base.operand(inputs.cached)
         with np.errstate(invalid="ignore", over="ignore"):
             change = np.abs(x - cached)
         # A product with 1 turns a float32 into the same fixed-point units that all other sums have.
@@ -57,7 +46,7 @@ BOUND_WEIGHT = 0.1
 """Weight of the attention term beside the input's change; docs/explanation/gates.md says how it was chosen."""
 
 
-class BoundGate(FabricGate):
+class BoundGate(base.FabricGate):
     """Input change and attention together, after theorem 4.6 of the paper, which bounds the change of the output.
 
     score = ||x - x_cached|| / ||x|| + BOUND_WEIGHT * sqrt(max(0, 1 - A)). A is the mean over query heads of the cosine
@@ -66,21 +55,21 @@ class BoundGate(FabricGate):
     """
 
     name = "bound"
-    comparison = Comparison.AT_MOST
+    comparison = base.Comparison.AT_MOST
     default_threshold = 0.2
     reads_query = True
     caches_input = True
     flops_per_query_element = 6  # query by key, and the squares of both
 
-    def score(self, call: Call, values: GateValues[T]) -> T:
+    def score(self, call: base.Call, values: base.GateValues[base.T]) -> base.T:
         """Return the bound; a row replays where it is at most the threshold."""
         arguments = (values.x, values.cached, values.query, values.key_cache, values.position, values.stride)
-        return call(operator("output_bound"), *arguments, BOUND_WEIGHT)
+        return call(base.operator("output_bound"), *arguments, BOUND_WEIGHT)
 
     @staticmethod
-    def exact_score(inputs: GateInputs[Array], constants: ScoreConstants) -> Array:
+    def exact_score(inputs: base.GateInputs[base.Array], constants: base.ScoreConstants) -> base.Array:
         """Return the bound in numpy; its factor is `distance_factor` of the query heads."""
-        query, key = operand(inputs.query), operand(inputs.key)
+        query, key = base.operand(inputs.query), base.operand(inputs.key)
         rows, heads, dim = query.shape
         own = query.reshape(rows, key.shape[1], -1, dim)
         other = key[:, :, None]

@@ -7,26 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+import fastcar_compile.gates.base as base
 from fastcar_compile.errors import CompileError
-from fastcar_compile.gates.base import (
-    Array,
-    Call,
-    Comparison,
-    FabricGate,
-    GateInputs,
-    GateValues,
-    ScoreConstants,
-    T,
-    operand,
-    operator,
-)
 from fastcar_compile.gates.scores import LEAST_EXPONENT, MANTISSA_BITS, SCALE_FIELD, TAS_FRACTION_BITS, fixed_products
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class LearnedGate(FabricGate):
+class LearnedGate(base.FabricGate):
     """The cost of a replay, predicted by a network with one hidden layer. `fastcar train-gate` trains it.
 
     The cached input is the input of the slot's last computed visit, as for `input_delta`. The score has no scale of its
@@ -34,22 +23,22 @@ class LearnedGate(FabricGate):
     """
 
     name = "learned"
-    comparison = Comparison.AT_MOST
+    comparison = base.Comparison.AT_MOST
     default_threshold = 0.0
     caches_input = True
     takes_weights = True
     one_scale = True
 
-    def score(self, call: Call, values: GateValues[T]) -> T:
+    def score(self, call: base.Call, values: base.GateValues[base.T]) -> base.T:
         """Return the network's output; a row replays where it is at most the threshold."""
         network = (values.params[name] for name in self.params())
-        return call(operator("learned_score"), values.x, values.cached, *network)
+        return call(base.operator("learned_score"), values.x, values.cached, *network)
 
     @staticmethod
-    def exact_score(inputs: GateInputs[Array], constants: ScoreConstants) -> Array:
+    def exact_score(inputs: base.GateInputs[base.Array], constants: base.ScoreConstants) -> base.Array:
         """Return the network's output in numpy and Python's integers."""
-        x, cached = operand(inputs.x), operand(inputs.cached)
-        w1, b1, w2, b2 = operand(constants.network)
+        x, cached = base.operand(inputs.x), base.operand(inputs.cached)
+        w1, b1, w2, b2 = base.operand(constants.network)
         with np.errstate(invalid="ignore", over="ignore"):
             features = np.concatenate([x, np.abs(x - cached)], -1)
         return np.array([_network(row, w1, b1, w2, b2[0]) for row in features], np.float32)
@@ -70,7 +59,7 @@ class LearnedGate(FabricGate):
         return f"a trained network{units}, w2 . relu(w1 @ [x ; |x - x_cached|] + b1) + b2"
 
 
-def unit_exponents(w1: Array) -> Array:
+def unit_exponents(w1: base.Array) -> base.Array:
     """Return the exponent of the lowest bit that a unit's weights have, int64 [units], for float32 [units, 2 H].
 
     A unit of zeros has 0.
@@ -84,7 +73,7 @@ def unit_exponents(w1: Array) -> Array:
     return np.where((w1 != 0).any(-1), places, 0)
 
 
-def _network(features: Array, w1: Array, b1: Array, w2: Array, b2: np.float32) -> np.float32:
+def _network(features: base.Array, w1: base.Array, b1: base.Array, w2: base.Array, b2: np.float32) -> np.float32:
     """Return the score of one row of features [2 H]."""
     largest = np.abs(features).max()
     if not np.isfinite(largest):

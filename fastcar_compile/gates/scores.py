@@ -44,9 +44,6 @@ def distance_factor(heads: int) -> float:
 
 Array = NDArray[Any]
 
-MAX_TERMS = 65536
-"""Terms of one sum: this number of values of at most TAS_LIMIT fits int64."""
-
 FEATURE_BITS = 22
 """The features of a row are integers of at most 2^22 in magnitude, with one exponent for all of them."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastcar_compile.errors import CompileError, count_text
+from fastcar_compile.errors import CompileError, attempt, count_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,19 +100,16 @@ class GateWeights:
 
         _, tensors = read_gate_file(path)
         layers: dict[int, dict[str, Tensor]] = {}
-        unknown: list[CompileError] = []
+        problems: list[CompileError] = []
         for name, tensor in sorted(tensors.items()):
             match = _NAME.fullmatch(name)
             if match is None:
-                unknown.append(CompileError(f"unknown tensor {name!r}", where=str(path), hint=HINT))
+                problems.append(CompileError(f"unknown tensor {name!r}", where=str(path), hint=HINT))
             else:
                 layers.setdefault(int(match[1]), {})[match[2]] = tensor
-        try:
-            weights = cls.of(layers, str(path))
-        except CompileError as error:
-            raise CompileError.collect([*unknown, error]) if unknown else error from None
-        if unknown:
-            raise CompileError.collect(unknown)
+        weights = attempt(problems, partial(cls.of, layers, str(path)))
+        if weights is None or problems:
+            raise CompileError.collect(problems)
         return weights
 
     def save(self, path: str | Path) -> None:

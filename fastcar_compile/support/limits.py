@@ -49,9 +49,6 @@ TENSORS = 1_000_000
 SIZE = 1 << 30
 """A dimension, a number of tokens, or a size of a model: no tensor of a decoder has a larger dimension."""
 
-THREADS = 4096
-"""CPU threads of one session."""
-
 EXPANDED_BYTES = 1 << 30
 """Bytes of a stored tensor whose elements are repeated by its strides, beyond the bytes that are in the file."""
 
