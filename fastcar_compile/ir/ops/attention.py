@@ -39,7 +39,7 @@ def cache_write(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
     return out
 
 
-@operator("Attention that reads the filled part of the cache only.", lambda query: query.new_empty(query.shape))
+@operator("Attention that reads the filled part of the cache only.")
 def attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
@@ -160,10 +160,7 @@ def ring_write(cache: Tensor, value: Tensor, position: Tensor, sinks: int) -> Te
     return out
 
 
-@operator(
-    "Attention that reads the sinks and the last tokens from the ring cache.",
-    lambda query: query.new_empty(query.shape),
-)
+@operator("Attention that reads the sinks and the last tokens from the ring cache.")
 def window_attention(
     query: Tensor,
     key_cache: Tensor,

@@ -18,9 +18,7 @@ from fastcar_compile.ir.ops.operator import BLOCK, MANTISSA_BITS, NOT_A_NUMBER, 
 _EXP_TABLE = torch.from_numpy(exact.EXP_TABLE).to(torch.int32)
 
 
-@operator(
-    "Root-mean-square norm whose sum is exact, so that every backend has the same bits.", lambda x: x.new_empty(x.shape)
-)
+@operator("Root-mean-square norm whose sum is exact, so that every backend has the same bits.")
 def exact_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + epsilon) * weight over the last axis.
 
@@ -49,9 +47,7 @@ def exact_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return torch.where(finite, y, torch.nan)
 
 
-@operator(
-    "Rotary positions from a table, so that no backend computes a sine of its own.", lambda x: x.new_empty(x.shape)
-)
+@operator("Rotary positions from a table, so that no backend computes a sine of its own.")
 def exact_rotary(x: Tensor, table: Tensor, position: Tensor) -> Tensor:
     """Return x with the first R elements of each head rotated; row i by table row position + i, at most the last one.
 
@@ -71,9 +67,7 @@ def exact_rotary(x: Tensor, table: Tensor, position: Tensor) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], -1)
 
 
-@operator(
-    "Attention in integers over an int8 cache, the same on every backend.", lambda query: query.new_empty(query.shape)
-)
+@operator("Attention in integers over an int8 cache, the same on every backend.")
 def exact_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float) -> Tensor:
     """Return causal grouped-query attention over the filled part of an int8 cache.
 
@@ -93,9 +87,7 @@ def exact_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, posit
     return _attend(query, key_cache[:, :, :filled], value_cache[:, :, :filled], seen, scale)
 
 
-@operator(
-    "Attention in integers over a ring cache, the same on every backend.", lambda query: query.new_empty(query.shape)
-)
+@operator("Attention in integers over a ring cache, the same on every backend.")
 def exact_window_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float, sinks: int, window: int
 ) -> Tensor:
@@ -136,10 +128,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: fl
     batch, heads, steps, dim = query.shape
     kv_heads = keys.shape[1]
     group = query.reshape(batch, kv_heads, heads // kv_heads, steps, dim)
-    parts = [
-        _attend_head(group[b, h], keys[b, h], values[b, h], seen, scale) for b in range(batch) for h in range(kv_heads)
-    ]
-    return torch.stack(parts).reshape(query.shape)
+    heads_of = zip(group.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), strict=True)
+    return torch.stack([_attend_head(*own, seen, scale) for own in heads_of]).reshape(query.shape)
 
 
 def _attend_head(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> Tensor:

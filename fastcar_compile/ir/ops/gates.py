@@ -12,19 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastcar_compile.gates.scores import (
-    COSINE_BITS,
-    HASH_BITS,
-    HASH_FACTORS,
-    HASH_PRIME,
-    HASH_ROUNDS,
-    LEAST_EXPONENT,
-    SCALE_FIELD,
-    TAS_FRACTION_BITS,
-    TAS_LIMIT,
-    distance_factor,
-    score_factor,
-)
+from fastcar_compile.gates import scores
 from fastcar_compile.ir.ops.attention import fixed_sum, grouped
 from fastcar_compile.ir.ops.operator import MANTISSA_BITS, operator, power_of_two
 
@@ -57,12 +45,20 @@ def tas_heads(
     factors = query.new_zeros(query.shape[1])
     factors[list(heads)] = query.new_tensor(list(weights))
     own, key = grouped(query * factors[:, None, None], key_cache, position, stride)
-    return fixed_sum(own * key, (1, 2, 3)).float() * score_factor(scale, 1)
+    return fixed_sum(own * key, (1, 2, 3)).float() * scores.score_factor(scale, 1)
 
 
-@operator(
-    "The relative change of the MLP's input since this slot was last computed.", lambda x: x.new_empty(x.shape[:1])
-)
+def _by_row(x: Tensor) -> Tensor:
+    """Return a score of every row of x float32 [B, H], without its values."""
+    return x.new_empty(x.shape[:1])
+
+
+def _by_step_and_row(step: Tensor, rows: int) -> Tensor:
+    """Return a score of every forward and row, without its values."""
+    return step.new_empty((step.shape[0] * rows,), dtype=torch.float32)
+
+
+@operator("The relative change of the MLP's input since this slot was last computed.", _by_row)
 def input_delta(x: Tensor, cached: Tensor) -> Tensor:
     """Return ||x - cached|| / ||x|| with sums of absolute values, float32 [B], for x and cached float32 [B, H].
 
@@ -77,13 +73,11 @@ def input_delta(x: Tensor, cached: Tensor) -> Tensor:
 
 def _size(values: Tensor) -> Tensor:
     """Return the sum of absolute values in units of 2^-24, as float32 [B]. 2^24 * x is exact or infinite."""
-    units = (values.abs() * float(1 << TAS_FRACTION_BITS)).round().clamp(max=float(TAS_LIMIT))
+    units = (values.abs() * float(1 << scores.TAS_FRACTION_BITS)).round().clamp(max=float(scores.TAS_LIMIT))
     return units.to(torch.int64).sum(-1).float()
 
 
-@operator(
-    "A bound on the change of the MLP's output since this slot was last computed.", lambda x: x.new_empty(x.shape[:1])
-)
+@operator("A bound on the change of the MLP's output since this slot was last computed.", _by_row)
 def output_bound(
     x: Tensor, cached: Tensor, query: Tensor, key_cache: Tensor, position: Tensor, stride: int, weight: float
 ) -> Tensor:
@@ -99,13 +93,13 @@ def output_bound(
     Returns:
         float32 [B].
     """
-    heads, one = query.shape[1], float(1 << COSINE_BITS)
+    heads, one = query.shape[1], float(1 << scores.COSINE_BITS)
     own, key = grouped(query, key_cache, position, stride)
     dots, squares, others = (fixed_sum(v, (-1,)).float() for v in (own * key, own * own, key * key))
     cosines = dots / _root((squares * others).clamp(min=1))
     # In integers again: the mean over heads then has no order.
     near = (cosines.clamp(-1, 1) * one).round().to(torch.int64).sum((1, 2))
-    distance = _root((heads * (1 << COSINE_BITS) - near).float() * distance_factor(heads))
+    distance = _root((heads * (1 << scores.COSINE_BITS) - near).float() * scores.distance_factor(heads))
     finite = own.isfinite().all(-1).flatten(1).all(-1) & key.isfinite().all(-1).flatten(1).all(-1)
     score = input_delta(x, cached) + query.new_tensor(weight) * distance
     return torch.where(finite, score, torch.nan)
@@ -116,7 +110,7 @@ def _root(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
-@operator("A trained network predicts whether the MLP's output has changed.", lambda x: x.new_empty(x.shape[:1]))
+@operator("A trained network predicts whether the MLP's output has changed.", _by_row)
 def learned_score(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     """Return w2 . relu(w1 @ [x ; |x - cached|] + b1) + b2.
 
@@ -134,37 +128,32 @@ def learned_score(x: Tensor, cached: Tensor, w1: Tensor, b1: Tensor, w2: Tensor,
     features = torch.cat([x, (x - cached).abs()], -1)
     largest = features.abs().amax(-1, keepdim=True)
     # One exponent for the whole row, from the bits of its largest feature.
-    field = (largest.view(torch.int32) >> MANTISSA_BITS).clamp(min=LEAST_EXPONENT)
+    field = (largest.view(torch.int32) >> MANTISSA_BITS).clamp(min=scores.LEAST_EXPONENT)
     # A product with a power of two only moves the exponent, so `round` is the one rounding.
-    whole = (features * power_of_two(SCALE_FIELD - field)).round().double()
+    whole = (features * power_of_two(scores.SCALE_FIELD - field)).round().double()
     sums = torch.nn.functional.linear(whole, w1.double()).float()
-    hidden = (sums * power_of_two(field - SCALE_FIELD) + b1).relu()
-    score = fixed_sum(hidden.double() * w2.double(), (-1,)).float() * 2.0**-TAS_FRACTION_BITS + b2
+    hidden = (sums * power_of_two(field - scores.SCALE_FIELD) + b1).relu()
+    score = fixed_sum(hidden.double() * w2.double(), (-1,)).float() * 2.0**-scores.TAS_FRACTION_BITS + b2
     return torch.where(largest.isfinite()[:, 0] & hidden.isfinite().all(-1), score, torch.nan)
 
 
-@operator(
-    "The same score for every row, for comparison.",
-    lambda step, rows: step.new_empty((step.shape[0] * rows,), dtype=torch.float32),
-)
+@operator("The same score for every row, for comparison.", _by_step_and_row)
 def constant_score(step: Tensor, rows: int, value: float) -> Tensor:
     """Return `value` for every forward and row, float32 [n * rows], for step int64 [n]."""
     return torch.full((step.shape[0] * rows,), value, dtype=torch.float32, device=step.device)
 
 
-@operator(
-    "A random score, for comparison.", lambda step, rows: step.new_empty((step.shape[0] * rows,), dtype=torch.float32)
-)
+@operator("A random score, for comparison.", _by_step_and_row)
 def random_score(step: Tensor, rows: int, layer: int) -> Tensor:
     """Return a hash of (forward, layer, row), uniform in (0, 1], float32 [n * rows], for step int64 [n]."""
     row = torch.arange(rows, device=step.device)
-    by_step, by_row, by_layer = HASH_FACTORS
-    x = ((step[:, None] + 1) * by_step + (row + 1) * by_row + (layer + 1) * by_layer) % HASH_PRIME
-    for constant in HASH_ROUNDS:
+    by_step, by_row, by_layer = scores.HASH_FACTORS
+    x = ((step[:, None] + 1) * by_step + (row + 1) * by_row + (layer + 1) * by_layer) % scores.HASH_PRIME
+    for constant in scores.HASH_ROUNDS:
         # Residues of a 31-bit prime: the product of two stays below 2^62, which int64 has.
-        square = x * x % HASH_PRIME
-        x = (square * square % HASH_PRIME * x + constant) % HASH_PRIME
-    return ((x // 2 ** (31 - HASH_BITS) + 1).float() * 2.0**-HASH_BITS).flatten()
+        square = x * x % scores.HASH_PRIME
+        x = (square * square % scores.HASH_PRIME * x + constant) % scores.HASH_PRIME
+    return ((x // 2 ** (31 - scores.HASH_BITS) + 1).float() * 2.0**-scores.HASH_BITS).flatten()
 
 
 # Replay operators: gate, slot_read, slot_write.

@@ -114,10 +114,12 @@ def scaled_int4(quantized: Tensor, scale: Tensor, qweight: Tensor, wscale: Tenso
     return total.reshape(*quantized.shape[:-1], len(qweight)) * scale[..., None]
 
 
-@operator(
-    "A linear with int8 weights and inputs; the sum is exact in int32.",
-    lambda x, qweight: x.new_empty((*x.shape[:-1], qweight.shape[0])),
-)
+def _product(x: Tensor, qweight: Tensor) -> Tensor:
+    """Return the result of a linear [..., N] without its values, for x [..., K] and a weight with N rows."""
+    return x.new_empty((*x.shape[:-1], qweight.shape[0]))
+
+
+@operator("A linear with int8 weights and inputs; the sum is exact in int32.", _product)
 def linear_w8a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor:
     """Return a linear with dynamic int8 activations and int8 weights.
 
@@ -134,10 +136,7 @@ def linear_w8a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None)
     return y if bias is None else y + bias
 
 
-@operator(
-    "A linear with int4 weights and int8 inputs; the sum is exact in int32.",
-    lambda x, qweight: x.new_empty((*x.shape[:-1], qweight.shape[0])),
-)
+@operator("A linear with int4 weights and int8 inputs; the sum is exact in int32.", _product)
 def linear_w4a8(x: Tensor, qweight: Tensor, wscale: Tensor, bias: Tensor | None) -> Tensor:
     """Return a linear with dynamic int8 activations and int4 weights in groups of 128.
 

@@ -13,9 +13,8 @@ from torch.library import custom_op
 
 from fastcar_compile.config.formats import KV_TYPES, kv_type
 
-REASONS = {
-    "cond": "The MLP is skipped when every row replays: one branch computes, the other copies the cached output."
-}
+_COND = "The MLP is skipped when every row replays: one branch computes, the other copies the cached output."
+REASONS = {"cond": _COND}
 """Operator, without its overload -> what it is for. `cond` is PyTorch's own; the others register themselves."""
 
 
@@ -25,7 +24,7 @@ def operator(reason: str, fake: Callable[..., Any] | None = None) -> Callable[[C
     Args:
         reason: one sentence for the inspection page: what the operator is for.
         fake: gives results without values. Its parameters are those of the operator that they follow from, by name.
-            None: the result is like the first argument.
+            None: the result has shape and type of the first argument.
     """
 
     def register(function: Callable[..., Any]) -> CustomOpDef:
@@ -37,7 +36,8 @@ def operator(reason: str, fake: Callable[..., Any] | None = None) -> Callable[[C
         @made.register_fake
         def _(*args: Any, **kwargs: Any) -> Any:
             given = whole.bind(*args, **kwargs).arguments
-            return fake(*(given[name] for name in read)) if fake else torch.empty_like(next(iter(given.values())))
+            first = next(iter(given.values()))
+            return fake(*(given[name] for name in read)) if fake else first.new_empty(first.shape)
 
         return made
 
