@@ -18,7 +18,7 @@ from torch import Tensor
 from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.tensor_files import Piece, Placement, TensorSpec, octets
-from fastcar_compile.support.machine import at_once, streamed
+from fastcar_compile.support.machine import streamed
 
 Make = Callable[[Tensor], tuple[Tensor, ...]]
 """One tensor -> what is stored instead of it. A quantisation takes float32 [N, K] and gives tensors whose first axis is
@@ -164,18 +164,11 @@ class LazyWeights:
     def _cook(self, recipe: Recipe) -> tuple[Tensor, ...]:
         if not recipe.by_rows or recipe.source in self.recipes:
             return recipe.make(self.load(recipe.source))
-        shape = self.source.shape(recipe.source)
-        # Threads fill disjoint rows of tensors that are made once.
-        results = tuple(torch.empty(t.shape, dtype=t.dtype) for t in _quantized_shapes(recipe.make, shape))
-
-        def fill(block: tuple[int, int]) -> None:
-            made = recipe.make(self.source.read(recipe.source, block))
-            for whole, part in zip(results, made, strict=True):
-                whole[slice(*block)] = part
-
-        with _one_thread_per_operator():
-            at_once(fill, blocks_of_rows(shape))
-        return results
+        shapes = _quantized_shapes(recipe.make, self.source.shape(recipe.source))
+        results = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in zip(recipe.names, shapes, strict=True)}
+        for name, row, part in self.blocks(recipe.names):
+            results[name][row : row + len(part)] = part
+        return tuple(results.values())
 
 
 class Parameters(Mapping[str, Tensor]):
