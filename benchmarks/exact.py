@@ -26,10 +26,9 @@ from torch import Tensor
 
 import fastcar_compile as fc
 from fastcar_compile.ir.pass_manager import Pass, run_pipeline
+from fastcar_compile.passes.caches import QuantizeKvCache, WindowCaches
 from fastcar_compile.passes.exact_arithmetic import ExactArithmetic
 from fastcar_compile.passes.pipeline import QUANTIZE
-from fastcar_compile.passes.quantize import QuantizeKvCache
-from fastcar_compile.passes.sparse_attention import WindowCaches
 from fastcar_compile.tune.calibrate import program_of, rules_of
 from fastcar_compile.tune.evaluator import Evaluator
 

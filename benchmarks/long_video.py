@@ -34,8 +34,8 @@ from fastcar_compile.frontend.capture import capture  # noqa: E402
 from fastcar_compile.ir.pass_manager import run_pipeline  # noqa: E402
 from fastcar_compile.ir.program import DecoderProgram  # noqa: E402
 from fastcar_compile.ir.types import StateRole  # noqa: E402
+from fastcar_compile.passes.caches import SparsifyAttention  # noqa: E402
 from fastcar_compile.passes.pipeline import analysis_pipeline  # noqa: E402
-from fastcar_compile.passes.sparse_attention import SparsifyAttention  # noqa: E402
 from fastcar_compile.tune.calibrate import rules_of  # noqa: E402
 from fastcar_compile.tune.evaluator import Evaluator  # noqa: E402
 

@@ -12,7 +12,7 @@ from typing import Any
 import fastcar_compile as fc
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.passes.quantize import QuantizeKvCache
+from fastcar_compile.passes.caches import QuantizeKvCache
 from fastcar_compile.tune.calibrate import program_of, search_of
 from fastcar_compile.tune.evaluate import Case, SinkWindow, Study, load_cases, save_cases
 from fastcar_compile.tune.evaluate.cases import random_case

@@ -7,7 +7,7 @@ from torch import nn
 
 import fastcar_compile as fc
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.passes.quantize import TYPES, QuantizeKvCache
+from fastcar_compile.passes.caches import TYPES, QuantizeKvCache
 from fastcar_compile.tune.calibrate import program_of, rules_of
 from fastcar_compile.tune.evaluator import Evaluator
 

@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from fastcar_compile.errors import InternalError
-from fastcar_compile.ir.query import ancestors, bound, descendants, is_op, shape_of, with_branches
+from fastcar_compile.ir.dataflow import ancestors, descendants
+from fastcar_compile.ir.query import bound, is_op, shape_of, with_branches
 from fastcar_compile.ir.types import ReplayFacts
 
 fastcar = torch.ops.fastcar
@@ -88,6 +89,10 @@ class Role(StrEnum):
     SCORE = "score"
     GATE = "gate"
     """The replay decision, bool [B]."""
+
+
+PROJECTIONS = (Role.GATE_PROJ, Role.UP_PROJ, Role.DOWN_PROJ)
+"""The linears of an MLP, in the order of the computation. A layer without a gate has the last two."""
 
 
 def layer_of(node: fx.Node) -> int | None:

@@ -8,25 +8,18 @@ import torch
 from torch import fx
 
 from fastcar_compile.errors import InternalError
-from fastcar_compile.ir.layers import Role, layer_of, parameter_of, replay_of, role_nodes
+from fastcar_compile.ir.dataflow import ancestors, between
+from fastcar_compile.ir.layers import PROJECTIONS, Role, layer_of, parameter_of, replay_of, role_nodes
 from fastcar_compile.ir.provenance import module_path_of, source_of
-from fastcar_compile.ir.query import (
-    activation_of,
-    ancestors,
-    between,
-    bound,
-    branches_of,
-    is_op,
-    node_arg,
-    optional_arg,
-    shape_of,
-    squared_relu,
-)
+from fastcar_compile.ir.query import activation_of, bound, branches_of, is_op, node_arg, shape_of, squared_relu
 from fastcar_compile.ir.types import AttentionSite, LayerSite, MlpSite
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 LINEARS = (aten.linear, fastcar.linear_bf16, fastcar.linear_w8a8, fastcar.linear_w4a8)
 QUANTISED_LINEARS = (fastcar.linear_w8a8, fastcar.linear_w4a8)
+
+
+_NEEDED = (Role.ATTENTION, Role.RESIDUAL, Role.EXIT, Role.UP_PROJ, Role.DOWN_PROJ, Role.ACTIVATION)
 
 
 def layer_sites(module: fx.GraphModule) -> list[LayerSite]:
@@ -35,11 +28,8 @@ def layer_sites(module: fx.GraphModule) -> list[LayerSite]:
     Raises:
         InternalError: a layer lacks a node, such as the linears of an MLP that an accelerator computes.
     """
-    found = role_nodes(module)
-    if not found:
-        return []
     outer = branch_operands(module)
-    return [_Reader(layer, nodes, outer).site() for layer, nodes in found.items()]
+    return [_site(layer, nodes, outer) for layer, nodes in role_nodes(module).items()]
 
 
 def branch_operands(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
@@ -54,81 +44,60 @@ def branch_operands(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     return found
 
 
-class _Reader:
-    """Reads the site of one layer off its nodes."""
+def _site(layer: int, nodes: Mapping[str, fx.Node], outer: Mapping[fx.Node, fx.Node]) -> LayerSite:
+    """Read the site of one layer off its nodes; `outer` as `branch_operands` returns it."""
+    if missing := [role for role in _NEEDED if role not in nodes]:
+        raise InternalError(f"layer {layer} has no node of role {missing[0]}")
+    attention, residual, leave = nodes[Role.ATTENTION], nodes[Role.RESIDUAL], nodes[Role.EXIT]
+    region_output, gate = mlp_output(nodes), nodes.get(Role.GATE)
+    first = nodes.get(Role.GATE_PROJ, nodes[Role.UP_PROJ])
+    return LayerSite(
+        layer=layer,
+        module_path=module_path_of(first).rpartition(".")[0],
+        source=source_of(first),
+        entry=entry_of(residual, attention).name,
+        residual=residual.name,
+        region_output=region_output.name,
+        exit=leave.name,
+        attention=attention_site(attention),
+        mlp=_mlp_site(nodes, outer),
+        parallel=not _depends_on(region_output, residual, layer),
+        replay=None if gate is None else replay_of(gate),
+    )
 
-    def __init__(self, layer: int, nodes: dict[str, fx.Node], outer: dict[fx.Node, fx.Node]) -> None:
-        self.layer, self.nodes, self.outer = layer, nodes, outer
 
-    def site(self) -> LayerSite:
-        attention, residual, leave = self.node(Role.ATTENTION), self.node(Role.RESIDUAL), self.node(Role.EXIT)
-        region_output = mlp_output(self.nodes)
-        linears = self.linears()
-        gate = self.nodes.get(Role.GATE)
-        return LayerSite(
-            layer=self.layer,
-            module_path=module_path_of(linears[0]).rpartition(".")[0],
-            source=source_of(linears[0]),
-            entry=entry_of(residual, attention).name,
-            residual=residual.name,
-            region_output=region_output.name,
-            exit=leave.name,
-            attention=attention_site(attention),
-            mlp=self.mlp(linears, hidden=shape_of(leave)[-1]),
-            parallel=not _depends_on(region_output, residual, self.layer),
-            replay=None if gate is None else replay_of(gate),
-        )
+def _mlp_site(nodes: Mapping[str, fx.Node], outer: Mapping[fx.Node, fx.Node]) -> MlpSite:
+    linears = [nodes[role] for role in PROJECTIONS if role in nodes]
+    x, weights = node_arg(linears[0], 0), [node_arg(n, 1) for n in linears]
+    biases = [bound(n)["bias"] for n in linears]
+    return MlpSite(
+        input=outer.get(x, x).name,
+        output=linears[-1].name,
+        linears=tuple(n.name for n in linears),
+        weights=tuple(parameter_of(outer.get(n, n)) for n in weights),
+        biases=tuple(None if n is None else parameter_of(outer.get(n, n)) for n in biases),
+        activation=_activation(nodes[Role.ACTIVATION], linears),
+        gated=len(linears) == 3,
+        hidden=shape_of(nodes[Role.EXIT])[-1],
+        intermediate=shape_of(node_arg(linears[-1], 0))[-1],
+    )
 
-    def node(self, role: Role) -> fx.Node:
-        if role not in self.nodes:
-            raise InternalError(f"layer {self.layer} has no node of role {role}")
-        return self.nodes[role]
 
-    def linears(self) -> list[fx.Node]:
-        gate = [self.nodes[Role.GATE_PROJ]] if Role.GATE_PROJ in self.nodes else []
-        return [*gate, self.node(Role.UP_PROJ), self.node(Role.DOWN_PROJ)]
-
-    def mlp(self, linears: list[fx.Node], hidden: int) -> MlpSite:
-        x = node_arg(linears[0], 0)
-        parameters = [self.parameters(n) for n in linears]
-        return MlpSite(
-            input=self.outer.get(x, x).name,
-            output=linears[-1].name,
-            linears=tuple(n.name for n in linears),
-            weights=tuple(weight for weight, _ in parameters),
-            biases=tuple(bias for _, bias in parameters),
-            activation=self.activation(linears),
-            gated=len(linears) == 3,
-            hidden=hidden,
-            intermediate=shape_of(node_arg(linears[-1], 0))[-1],
-        )
-
-    def parameters(self, linear: fx.Node) -> tuple[str, str | None]:
-        """Weight and bias of a linear."""
-        weight = node_arg(linear, 1)
-        # A quantised linear has its scales in front of the bias.
-        bias = optional_arg(linear, 3 if is_op(linear, *QUANTISED_LINEARS) else 2)
-        return self.parameter(weight), None if bias is None else self.parameter(bias)
-
-    def parameter(self, node: fx.Node) -> str:
-        return parameter_of(self.outer.get(node, node))
-
-    def activation(self, linears: list[fx.Node]) -> str:
-        """The name, and whether the activation stands where an MLP kernel expects it."""
-        node = self.node(Role.ACTIVATION)
-        # Quantised, the activation is `x * activation_factor(x, name)`: the factor's second argument names it.
-        name = activation_of(node) or str(node_arg(node, 1).args[1])
-        inner = node_arg(linears[-1], 0)
-        if is_op(inner, aten.where):  # rows that replay are zeroed before a linear with a bias
-            inner = node_arg(inner, 2)
-        # A squared ReLU is the product behind the node of the role, so that product is the factor.
-        squares = [user for user in node.users if squared_relu(user)]
-        name, result = ("relu2", squares[0]) if len(squares) == 1 else (name, node)
-        factors = [result, linears[-2]] if len(linears) == 3 else [result]
-        found = inner.all_input_nodes if len(linears) == 3 and is_op(inner, aten.mul) else [inner]
-        # An MLP kernel computes `down(act(gate) * up)` and no other arrangement of the same nodes.
-        direct = node_arg(node, 0) is linears[0] and set(found) == set(factors)
-        return name if direct else f"{name}, not directly between two linears"
+def _activation(node: fx.Node, linears: list[fx.Node]) -> str:
+    """Return the activation's name, and whether it stands where an MLP kernel expects it."""
+    # Quantised, the activation is `x * activation_factor(x, name)`: the factor's second argument names it.
+    name = activation_of(node) or str(node_arg(node, 1).args[1])
+    inner = node_arg(linears[-1], 0)
+    if is_op(inner, aten.where):  # rows that replay are zeroed before a linear with a bias
+        inner = node_arg(inner, 2)
+    # A squared ReLU is the product behind the node of the role, so that product is the factor.
+    squares = [user for user in node.users if squared_relu(user)]
+    name, result = ("relu2", squares[0]) if len(squares) == 1 else (name, node)
+    factors = [result, linears[-2]] if len(linears) == 3 else [result]
+    found = inner.all_input_nodes if len(linears) == 3 and is_op(inner, aten.mul) else [inner]
+    # An MLP kernel computes `down(act(gate) * up)` and no other arrangement of the same nodes.
+    direct = node_arg(node, 0) is linears[0] and set(found) == set(factors)
+    return name if direct else f"{name}, not directly between two linears"
 
 
 def attention_site(node: fx.Node) -> AttentionSite:

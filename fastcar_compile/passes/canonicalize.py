@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from fastcar_compile.ir.dataflow import descendants, evaluate, in_order
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import descendants, evaluate, in_order, is_op, is_same, node_arg, shape_of, value_of
+from fastcar_compile.ir.query import is_op, is_same, node_arg, shape_of, value_of
 from fastcar_compile.ir.rewrite import after, attribute, before, free_views, replace_call
 
 aten = torch.ops.aten

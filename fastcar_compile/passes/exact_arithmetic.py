@@ -10,22 +10,12 @@ import torch
 from torch import Tensor, fx
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.dataflow import ancestors, evaluate, in_order
 from fastcar_compile.ir.layers import softcap_of, window_of
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import error_at
-from fastcar_compile.ir.query import (
-    ancestors,
-    bound,
-    evaluate,
-    in_order,
-    is_op,
-    node_arg,
-    placeholder,
-    shape_of,
-    value_of,
-    with_branches,
-)
+from fastcar_compile.ir.query import bound, is_op, node_arg, placeholder, shape_of, value_of, with_branches
 from fastcar_compile.ir.rewrite import attribute, replace_call, rewrite_each
 from fastcar_compile.passes.patterns.norms import rms_norm, rotary
 
@@ -234,46 +224,40 @@ def _rotate(program: DecoderProgram) -> Iterator[CompileError]:
     tables: list[Tensor] = []
     for module in modules:
         # All layers mostly share one pair of cosines and sines, whose table is evaluated once.
-        found, known = rotations(module.graph), dict[tuple[fx.Node, fx.Node], Tensor | str]()
+        found, known = rotations(module.graph), dict[tuple[fx.Node, fx.Node], int | str]()
+        # Angles of single positions may differ from those of a chunk in the last bit. Both graphs get the chunk's.
+        made = module is program.graph_module and program.prefill is not None
         for rotation in found:
             pair = (rotation.cos, rotation.sin)
             if pair not in known:
-                known[pair] = _table(program, module, rotation, tables)
-            table = known[pair]
-            if isinstance(table, str):
-                what = f"numerics='exact': the rotary embedding {rotation.node.name}: {table}"
+                known[pair] = _table_number(module, rotation, tables, program.config.max_seq_len, made=made)
+            number = known[pair]
+            if isinstance(number, str):
+                what = f"numerics='exact': the rotary embedding {rotation.node.name}: {number}"
                 yield error_at(rotation.node, what, _HINT)
             else:
-                number = next(i for i, other in enumerate(tables) if other is table)
-                _replace_rotation(module, rotation, table, number)
+                _replace_rotation(module, rotation, tables[number], number)
 
 
-def _table(program: DecoderProgram, module: fx.GraphModule, rotation: Rotation, tables: list[Tensor]) -> Tensor | str:
-    """Return the table of a rotation: a known one with the same angles, or a new one, which is added to `tables`."""
-    rows = program.config.max_seq_len
-    # Angles of single positions may differ from those of a chunk in the last bit. Both graphs get the chunk's.
-    if module is program.graph_module and program.prefill is not None:
-        return _known_table(module, rotation, tables, rows)
-    table = position_table(module, rotation, rows)
+def _table_number(
+    module: fx.GraphModule, rotation: Rotation, tables: list[Tensor], rows: int, *, made: bool
+) -> int | str:
+    """Return the place in `tables` of a rotation's table: a known one with the same angles, or a new one; or a problem.
+
+    Args:
+        made: the prefill graph made all tables, and the first positions of the decode step tell which one is meant.
+    """
+    table = position_table(module, rotation, min(rows, 4) if made else rows)
     if isinstance(table, str):
         return table
     # Two pairs of nodes with the same angles share one table, and so one parameter.
-    for other in tables:
-        if torch.equal(other, table):
-            return other
+    for number, other in enumerate(tables):
+        if _alike(other[: len(table)], table) if made else torch.equal(other, table):
+            return number
+    if made:
+        return "the prefill graph has other angles"
     tables.append(table)
-    return table
-
-
-def _known_table(module: fx.GraphModule, rotation: Rotation, tables: list[Tensor], rows: int) -> Tensor | str:
-    """Return the table that the prefill graph has of the angles of the decode step, by its first positions."""
-    few = position_table(module, rotation, min(rows, 4))
-    if isinstance(few, str):
-        return few
-    for table in tables:
-        if _alike(table[: len(few)], few):
-            return table
-    return "the prefill graph has other angles"
+    return len(tables) - 1
 
 
 def _replace_rotation(module: fx.GraphModule, rotation: Rotation, table: Tensor, number: int) -> None:

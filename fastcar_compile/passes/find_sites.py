@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import pairwise
 
 import torch
 from torch import fx
 
-from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.layers import LAYER, ROLE, Role, assign_layers, mark
+from fastcar_compile.errors import CompileError, attempt
+from fastcar_compile.ir.dataflow import ancestors, between, in_order
+from fastcar_compile.ir.layers import LAYER, PROJECTIONS, ROLE, Role, assign_layers, mark
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import error_at
-from fastcar_compile.ir.query import (
-    activation_of,
-    ancestors,
-    between,
-    in_order,
-    is_op,
-    node_arg,
-    shape_of,
-    squared_relu,
-    value_of,
-)
+from fastcar_compile.ir.query import activation_of, is_op, node_arg, shape_of, squared_relu, value_of
 from fastcar_compile.ir.rewrite import before
 from fastcar_compile.ir.sites import mlp_start
 
@@ -55,11 +45,6 @@ class ParallelSum:
         operands = self.root.all_input_nodes
         sums = [n for n in operands if is_sum(n) and set(n.all_input_nodes) == {self.entry, *self.attention}]
         return len(self.mlp) == 1 and set(operands) == {*sums, *self.mlp}
-
-
-def parallel_sums(graph: fx.Graph) -> Iterator[ParallelSum]:
-    """Yield the closing sums of the parallel blocks of a graph, in order; each may be rewritten before the next."""
-    yield from (found for window in _windows(graph) if (found := _parallel_sum(window)) is not None)
 
 
 def _windows(graph: fx.Graph) -> list[list[fx.Node]]:
@@ -154,16 +139,11 @@ def match_layers(graph: fx.Graph) -> list[LayerMatch]:
     if not windows:
         hint = "write keys and values into caches and attend to them, as docs/reference/step_protocol.md has it"
         raise CompileError("no attention over a written cache was found", hint=hint)
-    matches: list[LayerMatch] = []
     problems: list[CompileError] = []
-    for layer, window in enumerate(windows):
-        try:
-            matches.append(_Matcher(layer, window).match())
-        except CompileError as error:
-            problems.append(error)
+    matches = [attempt(problems, _Matcher(layer, window).match) for layer, window in enumerate(windows)]
     if problems:
         raise CompileError.collect(problems)
-    return matches
+    return [match for match in matches if match is not None]
 
 
 def mark_layers(graph: fx.Graph, matches: Sequence[LayerMatch]) -> None:
@@ -191,10 +171,9 @@ class _Matcher:
         self._check_shape(region, linears, output)
         # Where the product is not that of a gated MLP, the order in the graph stands in for the roles.
         ordered = _by_role(linears) or linears
-        projections = (Role.GATE_PROJ, Role.UP_PROJ, Role.DOWN_PROJ)[-len(linears) :]
         found = {Role.ATTENTION: self.attention, Role.RESIDUAL: residual, Role.EXIT: exit_add}
         found[Role.ACTIVATION] = next(n for n in region if activation_of(n))
-        return LayerMatch(entry, found | dict(zip(projections, ordered, strict=True)))
+        return LayerMatch(entry, found | dict(zip(PROJECTIONS[-len(linears) :], ordered, strict=True)))
 
     def _residual_add(self) -> tuple[fx.Node, fx.Node]:
         """The add that joins attention to the residual stream, and the stream before it."""
@@ -324,7 +303,9 @@ class ParallelBlocks(Pass):
 
 def _canonical_sums(graph: fx.Graph) -> bool:
     modified = False
-    for found in parallel_sums(graph):
+    for window in _windows(graph):
+        if (found := _parallel_sum(window)) is None:
+            continue
         canonical = found.is_canonical()
         root = found.root if canonical else _reassociate(graph, found)
         early = _early(graph, found)
@@ -382,7 +363,7 @@ class FindSites(Pass):
             mark_layers(graph, layers)
         _, layers = matches[0]
         hidden = shape_of(layers[0].roles[Role.RESIDUAL])[-1]
-        config = dataclasses.replace(program.config, num_layers=len(layers), hidden_size=hidden)
+        config = replace(program.config, num_layers=len(layers), hidden_size=hidden)
         modified = config != program.config or before != [_marks(graph) for graph, _ in matches]
         program.config = config
         return modified

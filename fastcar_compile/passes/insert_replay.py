@@ -13,69 +13,18 @@ from torch import fx
 from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.gates import GATES, Comparison, Gate, GateValues, GateWeights, gate_named
 from fastcar_compile.gates.weights import gate_parameter
+from fastcar_compile.ir.dataflow import between
 from fastcar_compile.ir.layers import LAYER, REPLAY, Role, layer_of, mark, ring_of, role_nodes
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.provenance import ORIGIN_KEYS
-from fastcar_compile.ir.query import (
-    argument_names,
-    between,
-    bound,
-    graph_module,
-    is_op,
-    node_arg,
-    output_nodes,
-    placeholder,
-    shape_of,
-    value_of,
-)
-from fastcar_compile.ir.rewrite import (
-    Inserter,
-    add_placeholder,
-    after,
-    attribute,
-    set_origin,
-    set_outputs,
-)
+from fastcar_compile.ir.query import graph_module, node_arg, output_nodes, shape_of, value_of
+from fastcar_compile.ir.rewrite import Inserter, add_placeholder, attribute, set_origin, set_outputs
 from fastcar_compile.ir.sites import attention_site, entry_of, mlp_output, mlp_start
-from fastcar_compile.ir.types import AttentionSite, DecoderConfig, ReplayFacts, StateRole
+from fastcar_compile.ir.types import AttentionSite, ReplayFacts, StateRole
+from fastcar_compile.passes.caches import earlier_key, reads_earlier_key
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
-
-
-# Where a score finds the key of one frame earlier, in a full cache and in a ring.
-
-
-def earlier_key(config: DecoderConfig, cache: fx.Node, origin: fx.Node, made_by: str) -> tuple[fx.Node, int]:
-    """Return (position, stride) with which a score finds the key of one frame earlier at row `position - stride`.
-
-    In a ring cache that is a computed row and stride 0; the row is computed once for all layers whose rings are alike.
-
-    Args:
-        cache: the written key cache that the score reads.
-    """
-    graph = cache.graph
-    position, ring = placeholder(graph, "position"), ring_of(cache)
-    # A full cache has one row per position, so one frame earlier is `tokens_per_frame` rows back.
-    if ring is None:
-        return position, config.tokens_per_frame
-    arguments = (position, config.tokens_per_frame, ring.sinks, ring.rows)
-    rows = [n for n in position.users if is_op(n, fastcar.ring_row) and n.args == arguments]
-    if not rows:
-        # The row follows from the position alone. Right behind the
-        # inputs, it stands in front of every layer that reads it.
-        last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-        with after(last, made_by, origin=origin) as emit:
-            rows = [emit(fastcar.ring_row.default, *arguments)]
-        mark(rows[0], None)
-    return rows[0], 0
-
-
-def reads_earlier_key(node: fx.Node) -> bool:
-    """Return whether the operator reads a key at row `position - stride` of a key cache that it is given."""
-    # An `offloaded_gate` whose gate compares no query has the argument `key_cache`, and None in it.
-    names = argument_names(node)
-    return {"key_cache", "position", "stride"} <= set(names) and bound(node)["key_cache"] is not None
 
 
 # The conditional of one layer: replay what was cached, or compute the MLP.
@@ -100,7 +49,7 @@ class ReplayCond:
     def insert(self, module: fx.GraphModule) -> fx.Node:
         """Insert `cond(replay.all(), replay_branch, compute_branch, …)` and return its result, float32 [B, H].
 
-        The region itself is copied into the compute branch; `erase_region` removes it from the graph.
+        The region itself is copied into the compute branch. Once nothing reads its result, it is dead code.
         """
         graph, layer = module.graph, layer_of(self.output)
         emit = Inserter(graph, self.output, self.made_by)
@@ -121,12 +70,6 @@ class ReplayCond:
         # A `cond` yields a tuple, also of one value.
         result.meta["val"] = (self.cached.meta["val"],)
         return emit(operator.getitem, result, 0)
-
-    def erase_region(self) -> None:
-        """Remove the region from the graph, once nothing reads its result."""
-        for node in reversed(self._region()):
-            if not node.users:
-                node.graph.erase_node(node)
 
     def _region(self) -> list[fx.Node]:
         return [n for n in between(self.entry, self.output) if n is not self.entry]
@@ -240,8 +183,7 @@ class ReplayInserter:
             self._check_key(layer, score)
             replay = self._decide(layer, score, chain)
             cached = self.call(fastcar.slot_read.default, cache, self.step)
-            cond = ReplayCond(layer.entry(), self.origin, replay, cached, self.made_by)
-            y = cond.insert(self.module)
+            y = ReplayCond(layer.entry(), self.origin, replay, cached, self.made_by).insert(self.module)
             self._update(cache, StateRole.MLP_CACHE, layer, y)
             if inputs is not None:
                 # A row that replays keeps the input of its last computation:
@@ -252,7 +194,6 @@ class ReplayInserter:
             shaped = self.call(aten.view.default, y, list(shape_of(self.origin)))
         # The branch holds a copy of the region. The original dies once the closing add reads the `cond`.
         leave.replace_input_with(self.origin, shaped)
-        cond.erase_region()
         self.decisions[layer.number], self.scores[layer.number] = replay, score
 
     def _slots(self, role: StateRole, layer: ReplayLayer, tail: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
@@ -295,10 +236,8 @@ class ReplayInserter:
             return
         needed = config.tokens_per_frame + max(config.prefill_chunk, 1)
         if ring.rows < needed:
-            what = (
-                f"gate {layer.gate.name} reads the key of {config.tokens_per_frame} tokens ago, which needs a ring "
-                f"of {needed} rows, but an earlier pass made one of {ring.rows}"
-            )
+            what = f"gate {layer.gate.name} reads the key of {config.tokens_per_frame} tokens ago, which needs a ring "
+            what += f"of {needed} rows, but an earlier pass made one of {ring.rows}"
             hint = "name insert-replay before sparse-attention and window-caches in the pipeline"
             raise CompileError(what, hint=hint)
 
@@ -334,6 +273,7 @@ class ReplayInserter:
             scores = self._stack(self.scores, torch.float32, 0.0)
         # The nodes here and the names below are in one order: logits, decisions, scores, old state, new state.
         set_outputs(self.graph, [outputs[0], decisions, scores, *outputs[1:], *[n for _, n in self.updates]])
+        self.graph.eliminate_dead_code()
         specs = [s for s, _ in self.updates]
         self.program.state += specs
         old = self.program.outputs
@@ -412,10 +352,8 @@ class InsertReplay(Pass):
                 raise CompileError(what, where=program.sites[layer].module_path, hint=hint)
         self._check_weights(program)
         if self.couple_cfg and program.config.batch_size % 2:
-            raise CompileError(
-                f"couple_cfg pairs row b with row b + B / 2, but batch_size is {program.config.batch_size}",
-                hint="use an even batch_size, or couple_cfg=False",
-            )
+            what = f"couple_cfg pairs row b with row b + B / 2, but batch_size is {program.config.batch_size}"
+            raise CompileError(what, hint="use an even batch_size, or couple_cfg=False")
 
     def _check_weights(self, program: DecoderProgram) -> None:
         if self.gate_weights is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -12,20 +13,11 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from fastcar_compile.errors import InternalError
+from fastcar_compile.ir.dataflow import evaluate, in_order
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import error_at
-from fastcar_compile.ir.query import (
-    activation_of,
-    evaluate,
-    in_order,
-    is_op,
-    node_arg,
-    optional_arg,
-    shape_of,
-    tensor_attribute,
-    value_of,
-)
+from fastcar_compile.ir.query import activation_of, is_op, node_arg, optional_arg, shape_of, tensor_attribute, value_of
 from fastcar_compile.ir.rewrite import Edit, attribute, before, derived_parameters, rewrite_each
 
 aten = torch.ops.aten
@@ -384,10 +376,8 @@ def _parameters(linear: fx.Node) -> list[fx.Node]:
 def _split(module: fx.GraphModule, node: fx.Node, edit: Edit) -> None:
     linear, names = node_arg(node, 0), ("first", "second")
     with module.graph.inserting_before(linear):
-        parts = [
-            derived_parameters(module, n, names, _halves, edit, origin=linear, by_rows=False)
-            for n in _parameters(linear)
-        ]
+        derive = partial(derived_parameters, module, origin=linear, by_rows=False)
+        parts = [derive(n, names, _halves, edit) for n in _parameters(linear)]
     for half in list(node.users):
         # `getitem(chunk, 0)` is the half of the first N / 2 outputs, whether the model calls it gate or up.
         own = [p[0] if half.args[1] == 0 else p[1] for p in parts]

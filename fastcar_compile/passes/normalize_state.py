@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
-from fastcar_compile.errors import CompileError
+from fastcar_compile.errors import CompileError, attempt
+from fastcar_compile.ir.dataflow import ancestors, evaluate
 from fastcar_compile.ir.layers import mark
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.provenance import error_at
-from fastcar_compile.ir.query import ancestors, evaluate, is_op, is_same, node_arg, output_nodes, placeholder, shape_of
+from fastcar_compile.ir.query import is_op, is_same, node_arg, output_nodes, placeholder, shape_of
 from fastcar_compile.ir.rewrite import add_placeholder, before, replace_layout, set_outputs
 from fastcar_compile.ir.types import StateRole
+from fastcar_compile.passes.patterns import eager_attention
 from fastcar_compile.passes.patterns.context_states import HEAD_VIEWS, ContextStates, is_shared, same_graph
-from fastcar_compile.passes.patterns.eager_attention import (
-    MASKED,
-    AttentionCall,
-    Mask,
-    attention_calls,
-    unrecognised,
-    write_out_products,
-)
 from fastcar_compile.passes.patterns.functionalize import CacheWrite, Functionalizer, writes_in_place
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 
 # Tables that a model reads by position, such as learnt positions: no row past the last one is read.
-
-
-@dataclass(frozen=True)
-class _Lookup:
-    """A read of `table`, which has `rows`, at an int64 `index` that follows from the position alone."""
-
-    node: fx.Node
-    table: fx.Node
-    index: fx.Node
-    rows: int
 
 
 def short_tables(module: fx.GraphModule, position: fx.Node, max_seq_len: int) -> list[CompileError]:
@@ -53,15 +37,14 @@ def short_tables(module: fx.GraphModule, position: fx.Node, max_seq_len: int) ->
     """
     needed: dict[fx.Node, list[int]] = {position: list(range(max_seq_len))}
     short: dict[tuple[int, int, int], dict[str, fx.Node]] = defaultdict(dict)
-    for lookup in _lookups(module.graph, position):
+    for lookup, index, rows in _lookups(module.graph, position):
         # Several tables may be read at one index, which is evaluated once.
-        if lookup.index not in needed:
-            values = (_largest(module, position, lookup.index, start) for start in range(max_seq_len))
-            needed[lookup.index] = [-1 if value is None else value for value in values]
-        beyond = [at for at, row in enumerate(needed[lookup.index]) if row >= lookup.rows]
+        if index not in needed:
+            values = (_largest(module, position, index, start) for start in range(max_seq_len))
+            needed[index] = [-1 if value is None else value for value in values]
+        beyond = [at for at, row in enumerate(needed[index]) if row >= rows]
         if beyond:
-            key = (lookup.rows, beyond[0], max(needed[lookup.index]) + 1)
-            short[key].setdefault(_name(lookup.table), lookup.node)
+            short[rows, beyond[0], max(needed[index]) + 1].setdefault(_name(node_arg(lookup, 0)), lookup)
     return [_too_short(tables, *key, max_seq_len) for key, tables in short.items()]
 
 
@@ -71,14 +54,12 @@ def limit_table_rows(module: fx.GraphModule, position: fx.Node, max_seq_len: int
     Positions of the padding may pass the end of a table of `max_seq_len` rows. Nothing uses what they give, but they
     must not read out of bounds. `short_tables` has checked every other position.
     """
-    for lookup in list(_lookups(module.graph, position)):
+    for lookup, index, rows in list(_lookups(module.graph, position)):
         # A chunk that starts at the last position reads furthest: all of its other tokens are padding.
-        largest = _largest(module, position, lookup.index, max_seq_len - 1)
-        if largest is not None and largest < lookup.rows:
-            continue
-        with before(lookup.node, made_by) as emit:
-            limited = emit(fastcar.limit.default, lookup.index, lookup.rows - 1)
-        lookup.node.replace_input_with(lookup.index, limited)
+        largest = _largest(module, position, index, max_seq_len - 1)
+        if largest is None or largest >= rows:
+            with before(lookup, made_by) as emit:
+                lookup.replace_input_with(index, emit(fastcar.limit.default, index, rows - 1))
 
 
 def _largest(module: fx.GraphModule, position: fx.Node, index: fx.Node, start: int) -> int | None:
@@ -106,13 +87,13 @@ def _too_short(tables: dict[str, fx.Node], rows: int, first: int, needed: int, m
     return error_at(tables[name], what, hint)
 
 
-def _lookups(graph: fx.Graph, position: fx.Node) -> Iterator[_Lookup]:
-    """Yield every read of a table by position."""
+def _lookups(graph: fx.Graph, position: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, int]]:
+    """Yield (lookup, its int64 index, rows of its table) of every read whose index follows from the position alone."""
     for node in graph.nodes:
         for index, axis in _indices(node):
-            table = node_arg(node, 0)
-            if _follows_from(position, index):
-                yield _Lookup(node, table, index, shape_of(table)[axis])
+            inputs = {n for n in ancestors(index) if n.op == "placeholder"}
+            if inputs == {position} and index.meta["val"].dtype == torch.int64:
+                yield node, index, shape_of(node_arg(node, 0))[axis]
 
 
 def _indices(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
@@ -125,13 +106,6 @@ def _indices(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
         for axis, index in enumerate(cast("list[Any]", node.args[1])):
             if isinstance(index, fx.Node):
                 yield index, axis
-
-
-def _follows_from(position: fx.Node, index: fx.Node) -> bool:
-    """Whether an int64 index depends on the position, and on no other input."""
-    found = ancestors(index)
-    inputs = {n for n in found if n.op == "placeholder"}
-    return inputs == {position} and index.meta["val"].dtype == torch.int64
 
 
 class NormalizeState(Pass):
@@ -163,8 +137,8 @@ class NormalizeState(Pass):
         modified = False
         for module in program.graphs():
             # einsum goes first: attention is recognised by its matmuls.
-            modified |= write_out_products(module.graph, self.name)
-            if attention_calls(module.graph) or any(writes_in_place(n) for n in module.graph.nodes):
+            modified |= eager_attention.write_out_products(module.graph, self.name)
+            if eager_attention.attention_calls(module.graph) or any(writes_in_place(n) for n in module.graph.nodes):
                 normalizer = _Normalizer(module, program.config.max_seq_len)
                 state = normalizer.run()
                 modified = True
@@ -187,7 +161,7 @@ class _Normalizer:
         self.position = placeholder(module.graph, "position")
         self.functional = Functionalizer(module, self.position)
         self.problems = self.functional.problems
-        self._windows: dict[tuple[Mask, int, int], int | str] = {}
+        self._windows: dict[tuple[eager_attention.Mask, int, int], int | str] = {}
         self.context_graph: fx.GraphModule | None = None
 
     def run(self) -> list[StateSpec]:
@@ -201,10 +175,10 @@ class _Normalizer:
         self.context = ContextStates(self.module, NormalizeState.name)
         used: list[tuple[CacheWrite, StateRole, int]] = []
         layer = -1
-        for site in attention_calls(self.graph):
+        for site in eager_attention.attention_calls(self.graph):
             # Cross-attention belongs to the layer of the self-attention in front of it, and does not count as a layer.
             if self.context.reads(site):
-                self._attempt(lambda site=site, layer=layer: self.context.rewrite(site, layer))
+                attempt(self.problems, partial(self.context.rewrite, site, layer))
                 continue
             layer += 1
             used += self._attention(layer, site, writes)
@@ -213,9 +187,9 @@ class _Normalizer:
             read = ancestors(self.graph.output_node())
             lifted = {write.node for write, _, _ in used}
             left = {n: w.root for n, w in writes.items() if n in read and n not in lifted}
-            self.problems += unrecognised(self.graph, left)
+            self.problems += eager_attention.unrecognised(self.graph, left)
         if not self.problems:
-            self._attempt(self._take_out_context)
+            self.context_graph = attempt(self.problems, self.context.finish)
         if self.problems:
             raise CompileError.collect(self.problems)
         # The signature changes last, when nothing can be refused any more.
@@ -224,16 +198,6 @@ class _Normalizer:
         # Masks and write indices are dead by now, and gone: their lookups need no limit.
         limit_table_rows(self.module, self.position, self.max_seq_len, NormalizeState.name)
         return state
-
-    def _take_out_context(self) -> None:
-        self.context_graph = self.context.finish()
-
-    def _attempt(self, step: Callable[[], None]) -> None:
-        """Run a step, and keep its CompileError for the report of all."""
-        try:
-            step()
-        except CompileError as error:
-            self.problems.append(error)
 
     def _probe_positions(self, capacity: int, steps: int) -> list[int]:
         # Both ends and the middle: an index that is constant, or off by one, differs at one of them.
@@ -264,7 +228,7 @@ class _Normalizer:
         return index is not None and torch.equal(index.reshape(-1), torch.arange(start, start + steps))
 
     def _attention(
-        self, layer: int, site: AttentionCall, writes: dict[fx.Node, CacheWrite]
+        self, layer: int, site: eager_attention.AttentionCall, writes: dict[fx.Node, CacheWrite]
     ) -> list[tuple[CacheWrite, StateRole, int]]:
         node, query = site.node, site.query
         keys, values = (self._cache_of(n, writes) for n in (site.key, site.value))
@@ -289,7 +253,7 @@ class _Normalizer:
         replace_layout(node, new)
         return [(keys, StateRole.KEY_CACHE, layer), (values, StateRole.VALUE_CACHE, layer)]
 
-    def _refuse_keys(self, layer: int, site: AttentionCall) -> None:
+    def _refuse_keys(self, layer: int, site: eager_attention.AttentionCall) -> None:
         """Say what is attended to instead of a cache: a context that does not follow from the tokens, or other keys."""
         inputs = {n for n in ancestors(site.key) if n.op == "placeholder"} - {self.position}
         if inputs:
@@ -312,7 +276,7 @@ class _Normalizer:
             return None
         return writes[current]
 
-    def _window(self, site: AttentionCall, cache: fx.Node) -> int | str:
+    def _window(self, site: eager_attention.AttentionCall, cache: fx.Node) -> int | str:
         """Return how many positions a query sees, itself included: at most the cache's. A text: what is wrong."""
         if site.problem:
             return site.problem
@@ -323,7 +287,7 @@ class _Normalizer:
             self._windows[key] = self._window_of_mask(*key)
         return self._windows[key]
 
-    def _window_of_mask(self, mask: Mask, capacity: int, steps: int) -> int | str:
+    def _window_of_mask(self, mask: eager_attention.Mask, capacity: int, steps: int) -> int | str:
         unknown = "the attention mask depends on more than the position"
         last = self._mask_at(mask, capacity - steps)
         if last is None:
@@ -340,7 +304,7 @@ class _Normalizer:
                 return problem
         return window
 
-    def _mask_at(self, mask: Mask, start: int) -> Tensor | None:
+    def _mask_at(self, mask: eager_attention.Mask, start: int) -> Tensor | None:
         """Return a mask at a position: bool, True where a query sees, or what is added."""
         value = self._at(mask.node, start)
         return ~value if value is not None and mask.hidden else value
@@ -360,7 +324,7 @@ class _Normalizer:
 
 
 def _seen(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask > MASKED
+    return mask if mask.dtype == torch.bool else mask > eager_attention.MASKED
 
 
 def _mask_problem(mask: Tensor, start: int, steps: int, window: int) -> str:

@@ -11,24 +11,15 @@ import torch
 from torch import fx
 
 from fastcar_compile.gates import decided_on_accelerator
-from fastcar_compile.ir.layers import Role, layer_of, mark, parameter_of, replay_of, role_nodes, role_of
+from fastcar_compile.ir.dataflow import ancestors
+from fastcar_compile.ir.layers import PROJECTIONS, Role, layer_of, mark, parameter_of, replay_of, role_nodes, role_of
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import module_path_of
-from fastcar_compile.ir.query import (
-    ancestors,
-    argument_names,
-    is_op,
-    node_arg,
-    node_named,
-    optional_arg,
-    placeholder,
-    shape_of,
-    value_of,
-)
+from fastcar_compile.ir.query import bound, is_op, node_arg, node_named, placeholder, shape_of, value_of
 from fastcar_compile.ir.rewrite import Inserter, before, replace, replace_call, rewrite_each
 from fastcar_compile.ir.sites import LINEARS, QUANTISED_LINEARS
-from fastcar_compile.passes.insert_replay import reads_earlier_key
+from fastcar_compile.passes.caches import reads_earlier_key
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
@@ -77,7 +68,7 @@ def _offload_gate(_module: fx.GraphModule, gate: fx.Node) -> None:
 
 def _gate_call(emit: Inserter, gate: fx.Node, score: fx.Node) -> list[fx.Node]:
     step, chain = node_arg(gate, 2), node_arg(gate, 3)
-    given = dict(zip(argument_names(score), score.args, strict=False))
+    given = bound(score)
     operands = [given.get(name) for name in ("query", "key_cache", "x", "cached")]
     # A gate that reads no key has no position, and the unit reads no row: `step` fills the place.
     position, stride = (given["position"], given["stride"]) if reads_earlier_key(score) else (step, 0)
@@ -87,9 +78,6 @@ def _gate_call(emit: Inserter, gate: fx.Node, score: fx.Node) -> list[fx.Node]:
 
 
 # A quantised MLP becomes one call, with the replay decision of each row.
-
-
-PROJECTIONS = (Role.GATE_PROJ, Role.UP_PROJ, Role.DOWN_PROJ)
 
 
 class OffloadMlp(Pass):
@@ -245,7 +233,7 @@ def _kept_for(node: fx.Node, batch: int) -> str | None:
 
 
 def _linear_call(name: str, nodes: list[fx.Node]) -> LinearCall:
-    biases = [optional_arg(n, 3) for n in nodes]
+    biases = [bound(n)["bias"] for n in nodes]
     return LinearCall(
         name=name,
         layer=layer_of(nodes[0]),

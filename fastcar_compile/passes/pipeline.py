@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.passes.caches import QuantizeKvCache, SparsifyAttention, WindowCaches
 from fastcar_compile.passes.canonicalize import Canonicalize, FuseActivations
 from fastcar_compile.passes.exact_arithmetic import ExactArithmetic
 from fastcar_compile.passes.find_sites import FindSites, ParallelBlocks
@@ -11,16 +12,9 @@ from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.linears import LegalizeLinears, MergeAdapters, SplitGateUp, UnfoldRows
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload import OffloadGate, OffloadLinears, OffloadMlp
-from fastcar_compile.passes.quantize import (
-    Bfloat16Embedding,
-    Bfloat16Weights,
-    QuantizeKvCache,
-    QuantizeW4A8,
-    QuantizeW8A8,
-)
+from fastcar_compile.passes.quantize import Bfloat16Embedding, Bfloat16Weights, QuantizeW4A8, QuantizeW8A8
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.passes.skip_rows import SkipRows
-from fastcar_compile.passes.sparse_attention import SparsifyAttention, WindowCaches
 
 QUANTIZE: dict[str, Pass] = {"bf16": Bfloat16Weights(), "w8a8": QuantizeW8A8(), "w4a8": QuantizeW4A8()}
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -239,7 +238,7 @@ class RepeatLayers(Pass):
             LayerCopier(module, self.path, have, self.period).run(self.count)
         for layer in range(have, self.count):
             self._add_state(program, template_of(layer, have, self.period), layer)
-        program.config = dataclasses.replace(program.config, num_layers=self.count)
+        program.config = replace(program.config, num_layers=self.count)
         return True
 
     def _check(self, program: DecoderProgram, have: int) -> None:
@@ -254,7 +253,7 @@ class RepeatLayers(Pass):
         """Give a copy its state and the recipes of its parameters."""
         own = [spec for spec in program.state if spec.layer == template]
         # Layer by layer, as `LayerCopier.run` returns the state of its copies.
-        added = [dataclasses.replace(spec, name=state_name(spec.name, template, layer), layer=layer) for spec in own]
+        added = [replace(spec, name=state_name(spec.name, template, layer), layer=layer) for spec in own]
         program.state += added
         program.outputs += [s.name for s in added]
         if program.prefill is not None:

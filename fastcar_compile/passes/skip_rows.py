@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fastcar_compile.ir.dataflow import descendants, in_order
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import branches_of, descendants, in_order, is_op, node_arg, placeholder, shape_of
+from fastcar_compile.ir.query import branches_of, is_op, node_arg, placeholder, shape_of
 from fastcar_compile.ir.rewrite import after, before
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar

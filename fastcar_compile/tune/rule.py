@@ -11,11 +11,12 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from fastcar_compile.gates import Comparison, Gate, GateValues
+from fastcar_compile.ir.dataflow import descendants
 from fastcar_compile.ir.layers import Role, ring_of, role_nodes, schedule
 from fastcar_compile.ir.ops.attention import row_of
 from fastcar_compile.ir.ops.gates import ReplayRule, decide
 from fastcar_compile.ir.ops.operator import loaded, stored
-from fastcar_compile.ir.query import descendants, get_attribute, is_op, node_arg, output_nodes
+from fastcar_compile.ir.query import get_attribute, is_op, node_arg, output_nodes
 from fastcar_compile.ir.sites import attention_site, mlp_output
 from fastcar_compile.ir.types import DecoderConfig
 

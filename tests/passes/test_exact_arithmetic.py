@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.passes.caches import QuantizeKvCache, SparsifyAttention
 from fastcar_compile.passes.exact_arithmetic import ExactArithmetic
 from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.passes.quantize import QuantizeKvCache, QuantizeW8A8
-from fastcar_compile.passes.sparse_attention import SparsifyAttention
+from fastcar_compile.passes.quantize import QuantizeW8A8
 
 from .laws import nodes_of
 from .tiny import CHUNK, ROWS, Rotated, TinyBlock, after, logits, prefill_logits

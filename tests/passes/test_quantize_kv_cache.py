@@ -7,9 +7,8 @@ import torch
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.passes.caches import QuantizeKvCache, SparsifyAttention
 from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.passes.quantize import QuantizeKvCache
-from fastcar_compile.passes.sparse_attention import SparsifyAttention
 
 from .tiny import after
 

@@ -11,10 +11,10 @@ from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import argument_names, is_op
 from fastcar_compile.ir.types import Ring, StateRole
+from fastcar_compile.passes.caches import SparsifyAttention
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.offload import OffloadGate
 from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.passes.sparse_attention import SparsifyAttention
 
 from .laws import everything
 from .tiny import BATCH, CHUNK, FRAME, after, captured, decode

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.types import StateRole
+from fastcar_compile.passes.caches import SparsifyAttention, WindowCaches
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.passes.sparse_attention import SparsifyAttention, WindowCaches
 
 from .tiny import CHUNK, FRAME, ROWS, TinyBlock, Windowed, after, captured, logits, prefill_logits
 

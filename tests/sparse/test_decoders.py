@@ -22,10 +22,10 @@ from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.types import StateRole
+from fastcar_compile.passes.caches import SparsifyAttention
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
-from fastcar_compile.passes.sparse_attention import SparsifyAttention
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.tune.calibrate import rules_of

@@ -18,9 +18,10 @@ from fastcar_compile.codegen.tvm.isa import InstructionSet, cross_compiler, inst
 from fastcar_compile.codegen.tvm.target import board_instruction_set
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.dataflow import ancestors
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import ancestors, graph_module, node_named, tensor_attributes
+from fastcar_compile.ir.query import graph_module, node_named, tensor_attributes
 from fastcar_compile.ir.rewrite import set_outputs
 from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.support.values import LOGGER

@@ -8,21 +8,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from fastcar_compile.ir.dataflow import ancestors, descendants, evaluate, in_order
 from fastcar_compile.ir.layers import mark
 from fastcar_compile.ir.program import StateSpec
 from fastcar_compile.ir.provenance import error_at
-from fastcar_compile.ir.query import (
-    ancestors,
-    descendants,
-    evaluate,
-    graph_module,
-    in_order,
-    is_op,
-    node_arg,
-    shape_of,
-    tensor_attribute,
-    value_of,
-)
+from fastcar_compile.ir.query import graph_module, is_op, node_arg, shape_of, tensor_attribute, value_of
 from fastcar_compile.ir.rewrite import add_placeholder, before, replace_layout
 from fastcar_compile.ir.types import StateRole
 from fastcar_compile.passes.patterns.eager_attention import AttentionCall, Mask

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.dataflow import ancestors, between
 from fastcar_compile.ir.provenance import error_at
-from fastcar_compile.ir.query import ancestors, between, bound, is_op, node_arg, optional_arg, shape_of, value_of
+from fastcar_compile.ir.query import bound, is_op, node_arg, optional_arg, shape_of, value_of
 from fastcar_compile.ir.rewrite import Inserter, before, replace_layout
 from fastcar_compile.passes.patterns.norms import terms
 

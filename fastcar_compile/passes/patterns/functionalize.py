@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.dataflow import ancestors, evaluate
 from fastcar_compile.ir.provenance import error_at, where
-from fastcar_compile.ir.query import ancestors, evaluate, is_op, is_same, node_arg, optional_arg, shape_of, value_of
+from fastcar_compile.ir.query import is_op, is_same, node_arg, optional_arg, shape_of, value_of
 from fastcar_compile.ir.rewrite import Inserter, attribute
 
 aten = torch.ops.aten
@@ -97,12 +99,14 @@ def _functional(module: fx.GraphModule, node: fx.Node, target: fx.Node) -> fx.No
         return _call(node, aten.add.Tensor, zeros, fill)
     if is_op(node, aten.index_put_):
         return _placed(module, node, target)
-    # `aten.add_.Tensor` has a functional twin, `aten.add.Tensor`.
+    functional = _twin(node)
+    return None if functional is None else _like(node, _call(node, functional, *node.args, **node.kwargs), target)
+
+
+def _twin(node: fx.Node) -> Any:
+    """Return the functional operator of an in-place one, as `aten.add.Tensor` of `aten.add_.Tensor`; None: none."""
     packet, _, overload = str(node.target).removeprefix("aten.").partition(".")
-    functional = getattr(getattr(aten, packet.removesuffix("_"), None), overload, None)
-    if functional is None:
-        return None
-    return _like(node, _call(node, functional, *node.args, **node.kwargs), target)
+    return getattr(getattr(aten, packet.removesuffix("_"), None), overload, None)
 
 
 def _placed(module: fx.GraphModule, node: fx.Node, target: fx.Node) -> fx.Node:
@@ -169,10 +173,8 @@ def _joined(view: fx.Node, part: fx.Node, dim: int, rows: tuple[int, int]) -> fx
     """The view's source with `part` in the place of its rows [first, last)."""
     source, (first, last) = node_arg(view, 0), rows
     # `cat(source[:first], part, source[last:])`; a side without rows is left out.
-    bounds = [(0, first), (last, shape_of(source)[dim])]
-    before, behind = (
-        [_call(view, aten.slice.Tensor, source, dim, a, b)] if a < b else list[fx.Node]() for a, b in bounds
-    )
+    bounds, sides = [(0, first), (last, shape_of(source)[dim])], partial(_call, view, aten.slice.Tensor, source, dim)
+    before, behind = ([sides(a, b)] if a < b else list[fx.Node]() for a, b in bounds)
     return _call(view, aten.cat.default, [*before, part, *behind], dim) if before or behind else part
 
 
@@ -203,13 +205,6 @@ def _call(origin: fx.Node, target: Callable[..., Any], *arguments: Any, **option
     return Inserter(origin.graph, origin, MADE_BY)(target, *arguments, **options)
 
 
-_FUNCTIONAL: dict[object, Any] = {
-    aten.add_.Tensor: aten.add.Tensor,
-    aten.sub_.Tensor: aten.sub.Tensor,
-    aten.mul_.Tensor: aten.mul.Tensor,
-}
-
-
 @dataclass
 class CacheWrite:
     """A write into a 4-D buffer: the functional node, and the index that it was written at.
@@ -224,33 +219,23 @@ class CacheWrite:
     origin: fx.Node
 
 
-@dataclass
 class Functionalizer:
     """Replaces in-place operators by functional ones; afterwards nothing in the graph mutates.
 
+    Args:
+        module: its graph is rewritten. position: its `position` placeholder.
+
     Attributes:
-        module: its graph is rewritten.
-        position: its `position` placeholder.
-        writes: the cache writes found, in order.
-        problems: what could not be rewritten.
+        writes: the cache writes found, in order. problems: what could not be rewritten.
     """
 
-    module: fx.GraphModule
-    position: fx.Node
-    writes: list[CacheWrite] = field(default_factory=list[CacheWrite])
-    problems: list[CompileError] = field(default_factory=list[CompileError])
-    _root: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
-    _current: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
-    _written: dict[str, str] = field(default_factory=dict[str, str])
+    def __init__(self, module: fx.GraphModule, position: fx.Node) -> None:
+        self.module, self.graph, self.position = module, module.graph, position
+        self.writes, self.problems = list[CacheWrite](), list[CompileError]()
+        self._root, self._current, self._written = dict[fx.Node, str](), dict[str, fx.Node](), dict[str, str]()
 
-    @property
-    def graph(self) -> fx.Graph:
-        """The graph to rewrite."""
-        return self.module.graph
-
-    def run(self) -> bool:
-        """Returns whether the graph was modified."""
-        modified = False
+    def run(self) -> None:
+        """Rewrite the graph."""
         for node in list(self.graph.nodes):
             # In program order: a node first reads the last write in
             # front of it, and then becomes the last write itself.
@@ -262,10 +247,8 @@ class Functionalizer:
             elif is_same(node) and not is_op(node, aten._to_copy) and node.args[0] in self._root:
                 self._root[node] = self._root[node.args[0]]
             elif writes_in_place(node):
-                modified = True
                 self._rewrite(node)
         self._check_carried()
-        return modified
 
     def _check_carried(self) -> None:
         """A step must not read what an earlier one wrote into a buffer that is no cache."""
@@ -294,11 +277,11 @@ class Functionalizer:
 
     def _rewrite(self, node: fx.Node) -> None:
         buffer = optional_arg(node, 0)
-        root = None if buffer is None else self._root.get(buffer)
         # `aten._foreach` operators have a list of tensors in this place.
         if buffer is None:
             self._refuse(node, f"{node.target} writes into several tensors at once")
             return
+        root = self._root.get(buffer)
         # The target is no whole buffer: it is an activation, or a part of something, which `rewrite_write` looks into.
         if root is None:
             problem = rewrite_write(self.module, node)
@@ -321,9 +304,8 @@ class Functionalizer:
         # A copy over the whole buffer leaves nothing of the old value, so the source is the new value.
         if is_op(node, aten.copy_) and node_arg(node, 1).meta["val"].shape == current.meta["val"].shape:
             return node_arg(node, 1)
-        target = _FUNCTIONAL.get(node.target)
-        if target is not None:
-            return _call(node, target, current, *node.args[1:])
+        if is_op(node, aten.add_, aten.sub_, aten.mul_):
+            return _call(node, _twin(node), current, *node.args[1:])
         self._refuse(node, f"{node.target} into buffer '{root}' cannot be lifted to explicit state")
         return None
 

@@ -1,36 +1,62 @@
-"""Ring caches: attention to sinks and a sliding window, whose caches do not grow with max_seq_len."""
+"""Key and value caches: rings for sparse attention and for windows of the model, and rows of fewer bytes."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, fx
 
+from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.dataflow import ancestors, descendants, evaluate
 from fastcar_compile.ir.layers import RingRows, layer_of, mark, ring_of, role_nodes, softcap_of, window_of
+from fastcar_compile.ir.ops.operator import row_size
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import error_at
-from fastcar_compile.ir.query import (
-    ancestors,
-    argument_names,
-    bound,
-    evaluate,
-    is_op,
-    node_arg,
-    placeholder,
-    shape_of,
-    value_of,
-)
-from fastcar_compile.ir.rewrite import after, fake_like, replace_call, set_origin
-from fastcar_compile.ir.types import DecoderConfig, Ring
-from fastcar_compile.passes.insert_replay import earlier_key, reads_earlier_key
+from fastcar_compile.ir.query import argument_names, bound, index_of, is_op, node_arg, placeholder, shape_of, value_of
+from fastcar_compile.ir.rewrite import after, fake_like, fake_value, replace_call, set_origin
+from fastcar_compile.ir.types import ATTENTION_ROLES, DecoderConfig, Ring
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
+
+
+# Where a score finds the key of one frame earlier, in a full cache and in a ring.
+
+
+def earlier_key(config: DecoderConfig, cache: fx.Node, origin: fx.Node, made_by: str) -> tuple[fx.Node, int]:
+    """Return (position, stride) with which a score finds the key of one frame earlier at row `position - stride`.
+
+    In a ring cache that is a computed row and stride 0; the row is computed once for all layers whose rings are alike.
+
+    Args:
+        cache: the written key cache that the score reads.
+    """
+    graph = cache.graph
+    position, ring = placeholder(graph, "position"), ring_of(cache)
+    # A full cache has one row per position, so one frame earlier is `tokens_per_frame` rows back.
+    if ring is None:
+        return position, config.tokens_per_frame
+    arguments = (position, config.tokens_per_frame, ring.sinks, ring.rows)
+    rows = [n for n in position.users if is_op(n, fastcar.ring_row) and n.args == arguments]
+    if not rows:
+        # The row follows from the position alone. Right behind the
+        # inputs, it stands in front of every layer that reads it.
+        last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+        with after(last, made_by, origin=origin) as emit:
+            rows = [emit(fastcar.ring_row.default, *arguments)]
+        mark(rows[0], None)
+    return rows[0], 0
+
+
+def reads_earlier_key(node: fx.Node) -> bool:
+    """Return whether the operator reads a key at row `position - stride` of a key cache that it is given."""
+    # An `offloaded_gate` whose gate compares no query has the argument `key_cache`, and None in it.
+    names = argument_names(node)
+    return {"key_cache", "position", "stride"} <= set(names) and bound(node)["key_cache"] is not None
 
 
 # Full caches become rings: placeholders, writes, and where scores find the key of one frame earlier.
@@ -66,8 +92,8 @@ class RingRewriter:
         for node in [n for n in self.graph.nodes if reads_earlier_key(n)]:
             if ring_of(bound(node)["key_cache"]) is not None:
                 position, stride = earlier_key(self.config, bound(node)["key_cache"], node, self.made_by)
-                node.update_arg(argument_names(node).index("position"), position)
-                node.update_arg(argument_names(node).index("stride"), stride)
+                node.update_arg(index_of(node.target, "position"), position)
+                node.update_arg(index_of(node.target, "stride"), stride)
 
     def _write(self, node: fx.Node, ring: RingRows) -> None:
         cache, value = node_arg(node, 0), node_arg(node, 1)
@@ -91,7 +117,7 @@ def refresh_shapes(program: DecoderProgram) -> None:
     """Give the states the shapes that their placeholders have."""
     graph = program.graph_module.graph
     shapes = {str(n.target): tuple(value_of(n).shape) for n in graph.find_nodes(op="placeholder")}
-    program.state = [dataclasses.replace(s, shape=shapes[s.name]) for s in program.state]
+    program.state = [replace(s, shape=shapes[s.name]) for s in program.state]
 
 
 # Rotary positions inside the cache: the query that meets the sinks, rotated for its position in the cache.
@@ -117,7 +143,10 @@ class SinkQueries:
         self.module, self.graph, self.limit, self.made_by = module, module.graph, limit, made_by
         self.position = placeholder(module.graph, "position")
         self._limited: dict[fx.Node, fx.Node] = {}
-        self._by_position = self._position_only()
+        # What follows from the position and from constants alone.
+        others = [n for n in self.graph.find_nodes(op="placeholder") if n is not self.position]
+        self._by_position = descendants(self.position) - descendants(*others)
+        self._ends = self._by_position | {n for n in self.graph.nodes if n.op != "call_function" or _is_projection(n)}
 
     def of(self, attention: fx.Node) -> fx.Node:
         """The second query of an attention.
@@ -139,33 +168,14 @@ class SinkQueries:
                 copies[node] = self._copy(node, lambda n: copies[n] if n in copies else self._limit(n))
         return copies[query]
 
-    def _position_only(self) -> set[fx.Node]:
-        """Nodes that follow from the position and from constants."""
-        found: set[fx.Node] = {self.position}
-        for node in self.graph.nodes:
-            inputs = node.all_input_nodes
-            if node.op != "call_function" or not any(n in found for n in inputs):
-                continue
-            if all(n in found or n.op == "get_attr" or _constant(n) for n in inputs):
-                found.add(node)
-        return found
-
     def _rotated(self, value: fx.Node) -> set[fx.Node]:
         """The nodes between a projection and `value` that depend on the position by themselves."""
-        depends: dict[fx.Node, bool] = {}
-
-        def visit(node: fx.Node) -> bool:
-            if node in self._by_position:
-                return True
-            if node.op != "call_function" or _is_projection(node):
-                return False
-            if node not in depends:
-                # A list and no generator: every input must be visited, so that `depends` holds all rotated nodes.
-                depends[node] = any([visit(n) for n in node.all_input_nodes])
-            return depends[node]
-
-        visit(value)
-        return {node for node, yes in depends.items() if yes}
+        rotated = set[fx.Node]()
+        # Nodes compare by their place in the graph, so an input is looked at before its reader.
+        for node in sorted(ancestors(value, until=self._ends) - self._ends):
+            if any(n in rotated or n in self._by_position for n in node.all_input_nodes):
+                rotated.add(node)
+        return rotated
 
     def _limit(self, node: fx.Node) -> fx.Node:
         """A node that follows from the position, with the position limited; any other as it is."""
@@ -248,10 +258,6 @@ def _numbers(node: fx.Node) -> Tensor:
     return torch.sin(torch.arange(shape[-1], dtype=torch.float32) * 1.7 + 0.3).expand(shape).clone()
 
 
-def _constant(node: fx.Node) -> bool:
-    return all(n.op in ("get_attr", "call_function") for n in ancestors(node))
-
-
 def _is_projection(node: fx.Node) -> bool:
     """A linear of any precision, an embedding, or an attention: what lies behind it is not this layer's rotation."""
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
@@ -283,16 +289,16 @@ class SparsifyAttention(Pass):
     def apply(self, program: DecoderProgram) -> bool:
         """Raise CompileError where there is no attention to rewrite yet, or it is sparse in another way already."""
         before = program.config.ring
-        if before is not None and (before.sinks, before.window, before.positions) == dataclasses.astuple(self):
+        if before is not None and (before.sinks, before.window, before.positions) == astuple(self):
             return False
         self._check(program)
         config = program.config
         scored = bool(reads_keys(program))
         ring = Ring(self.sinks, self.window, rows_needed(config, self.window, scored=scored), self.positions)
         for module in program.graphs():
-            _Rewriter(module, ring, config).run()
+            _make_sparse(module, ring, config)
         refresh_shapes(program)
-        program.config = dataclasses.replace(config, ring=ring)
+        program.config = replace(config, ring=ring)
         return True
 
     def _check(self, program: DecoderProgram) -> None:
@@ -309,37 +315,22 @@ class SparsifyAttention(Pass):
             raise CompileError(f"positions are {self.positions!r}", hint="give 'absolute' or 'cache'")
 
 
-class _Rewriter:
-    """Rewrites one graph."""
-
-    def __init__(self, module: fx.GraphModule, ring: Ring, config: DecoderConfig) -> None:
-        self.graph, self.ring = module.graph, ring
-        self.caches = RingRewriter(module, config, SparsifyAttention.name)
-        # Without sinks every key keeps its distance to the query, so positions in the cache change nothing.
-        in_cache = ring.positions == "cache" and ring.sinks > 0
-        self.queries = SinkQueries(module, ring.attended - 1, SparsifyAttention.name) if in_cache else None
-
-    def run(self) -> None:
-        attentions = [n for n in self.graph.nodes if self._applies(n)]
-        for node in attentions:
-            self.caches.caches_of(node, RingRows(self.ring.sinks, self.ring.rows))
-        for node in attentions:
-            self._attention(node)
-        # Last, because the row of an earlier key follows from the ring that its cache has become.
-        self.caches.find_keys()
-
-    def _applies(self, node: fx.Node) -> bool:
-        """Whether it is an attention that sees more than the option's window."""
-        own = window_of(node)
-        return is_op(node, fastcar.attention) or (own is not None and own.window > self.ring.window)
-
-    def _attention(self, node: fx.Node) -> None:
-        query, *others = node.args[:5]
-        sink_query = None if self.queries is None else self.queries.of(node)
-        options = (self.ring.sinks, self.ring.window, sink_query)
-        if (softcap := softcap_of(node)) is not None:
-            options = (*options, softcap)
-        replace_call(node, SparsifyAttention.name, fastcar.window_attention.default, query, *others, *options)
+def _make_sparse(module: fx.GraphModule, ring: Ring, config: DecoderConfig) -> None:
+    """Rewrite the attentions of one graph that see more than the option's window."""
+    made_by, caches = SparsifyAttention.name, RingRewriter(module, config, SparsifyAttention.name)
+    # Without sinks every key keeps its distance to the query, so positions in the cache change nothing.
+    in_cache = ring.positions == "cache" and ring.sinks > 0
+    queries = SinkQueries(module, ring.attended - 1, made_by) if in_cache else None
+    attentions = [n for n in module.graph.nodes if is_op(n, fastcar.attention, fastcar.window_attention)]
+    attentions = [n for n in attentions if (own := window_of(n)) is None or own.window > ring.window]
+    for node in attentions:
+        caches.caches_of(node, RingRows(ring.sinks, ring.rows))
+    for node in attentions:
+        softcap = () if (cap := softcap_of(node)) is None else (cap,)
+        options = (ring.sinks, ring.window, None if queries is None else queries.of(node), *softcap)
+        replace_call(node, made_by, fastcar.window_attention.default, *node.args[:5], *options)
+    # Last, because the row of an earlier key follows from the ring that its cache has become.
+    caches.find_keys()
 
 
 # Caches of layers with a sliding window of their own: rings that hold what is still read.
@@ -380,3 +371,62 @@ class WindowCaches(Pass):
         cache = node_arg(write, 0)
         rows = rows_needed(program.config, window.window, scored=str(cache.target) in scored)
         return RingRows(window.sinks, rows) if window.sinks + rows < shape_of(cache)[2] else None
+
+
+# Keys and values cached in fewer bytes: float16, or int8 with an exponent per block of 32.
+
+
+TYPES = {name: getattr(torch, name) for name in KV_TYPES if name != "float32"}
+"""float32 is what a captured decoder has."""
+
+
+@dataclass(frozen=True)
+class QuantizeKvCache(Pass):
+    """Give the key and value caches of both graphs another type.
+
+    1. Matches every float32 state of role key_cache or value_cache.
+    2. Its placeholder and what is written of it get the type. No node is added: an operator that writes a cache rounds
+       to the cache's type (`ops.cached.stored`), and one that reads it widens the rows to float32.
+
+    Options:
+        dtype: "float16" or "int8"; a row of the latter is longer by its exponents.
+    """
+
+    name = "quantize-kv-cache"
+    reason = "Keys and values are cached in fewer bytes."
+    dtype: str = "float16"
+
+    def apply(self, program: DecoderProgram) -> bool:
+        """Raise CompileError for an unknown type, and where an operator that takes float32 only reads a cache."""
+        if self.dtype not in TYPES:
+            hint = f"use one of: {', '.join(sorted(TYPES))}"
+            raise CompileError(f"no cache has the type {self.dtype!r}", where=self.name, hint=hint)
+        caches = [s for s in program.state if s.role in ATTENTION_ROLES and s.dtype == torch.float32]
+        for module in program.graphs():
+            for spec in caches:
+                self._quantize(module.graph, spec.name)
+        made = {s: replace(s, shape=self._shape(s.shape), dtype=TYPES[self.dtype]) for s in caches}
+        program.state = [made.get(s, s) for s in program.state]
+        return bool(caches)
+
+    def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:3], row_size(shape[3], self.dtype))
+
+    def _quantize(self, graph: fx.Graph, name: str) -> None:
+        """Give a cache and what is written of it their new type."""
+        cache = placeholder(graph, name)
+        stored = torch.empty(self._shape(shape_of(cache)), dtype=TYPES[self.dtype], device="meta")
+        cache.meta["val"] = fake_like(graph, stored)
+        for write in cache.users:
+            if not is_op(write, fastcar.cache_write, fastcar.ring_write):
+                raise self._unknown(cache, write)
+            # What the write returns follows from its cache: another type, and longer rows for int8.
+            write.meta["val"] = fake_value(graph, write)
+            # An ATen operator would take mantissas and exponents for keys.
+            for reader in write.users:
+                if reader.op != "output" and getattr(reader.target, "namespace", "") != "fastcar":
+                    raise self._unknown(write, reader)
+
+    def _unknown(self, cache: fx.Node, user: fx.Node) -> CompileError:
+        what = f"{self.dtype} caches: {user.target} reads {cache.name} itself"
+        return error_at(user, what, f'use kv="float32", or run {self.name} after normalize-state')
