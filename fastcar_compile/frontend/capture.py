@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -26,9 +26,10 @@ from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, StaticCacheStep,
 from fastcar_compile.frontend.importer import REASONS, check_exported, check_module_names, import_exported
 from fastcar_compile.frontend.model_facts import ModelFacts, as_written, unwrapped
 from fastcar_compile.frontend.structures import check_device, check_signature
+from fastcar_compile.ir.dataflow import ancestors
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import error_at, importable_path
-from fastcar_compile.ir.query import ancestors, is_op, node_arg, shape_of
+from fastcar_compile.ir.query import is_op, node_arg, shape_of
 from fastcar_compile.ir.types import ContextInput, DecoderConfig
 from fastcar_compile.ir.weights import LazyWeights
 
@@ -52,15 +53,11 @@ def depends_on_data(error: BaseException) -> bool:
 @contextmanager
 def silenced(*names: str) -> Generator[None]:
     """Let loggers say nothing: torch logs the stack of an error that it raises too."""
-    logs = [logging.getLogger(name) for name in names]
-    kept = [log.disabled for log in logs]
-    for log in logs:
-        log.disabled = True
-    try:
+    with ExitStack() as stack:
+        for log in map(logging.getLogger, names):
+            stack.callback(setattr, log, "disabled", log.disabled)
+            log.disabled = True
         yield
-    finally:
-        for log, disabled in zip(logs, kept, strict=True):
-            log.disabled = disabled
 
 
 def export_error(step: nn.Module, error: Exception) -> CompileError:

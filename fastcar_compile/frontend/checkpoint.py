@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 import safetensors
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fastcar_compile.errors import CompileError, InternalError, count_text
+from fastcar_compile.errors import CompileError, InternalError, attempt, count_text
 from fastcar_compile.frontend.skeleton import CONFIG, Skeleton, StoredNames, load_config, read_config_json
 from fastcar_compile.support import limits
 from fastcar_compile.support.strict_json import read_json
 from fastcar_compile.support.values import model_hint, refuse_pipe
-
-T = TypeVar("T")
 
 INDEX = "model.safetensors.index.json"
 ADAPTERS = "adapter_config.json"
@@ -57,10 +55,10 @@ class Checkpoint:
             raise CompileError("there is no model folder", where=str(folder), hint=model_hint(folder))
         self.folder = folder
         problems: list[CompileError] = []
-        skeleton = _attempt(problems, lambda: read_skeleton(folder))
-        listed = _attempt(problems, lambda: _weight_map(folder))
+        skeleton = attempt(problems, partial(read_skeleton, folder))
+        listed = attempt(problems, partial(_weight_map, folder))
         if listed is None:
-            files = _attempt(problems, lambda: _single_files(folder)) or []
+            files = attempt(problems, partial(_single_files, folder)) or []
         else:
             files = _shards(folder, listed, problems)
         self.tensors = _headers(folder, files, problems)
@@ -156,15 +154,6 @@ class Checkpoint:
         elif not skip.isdisjoint(group):
             return []
         return [CompileError(what, where=str(self.folder), hint=hint)]
-
-
-def _attempt(problems: list[CompileError], step: Callable[[], T]) -> T | None:
-    """The step's result; its error joins the problems instead."""
-    try:
-        return step()
-    except CompileError as error:
-        problems.append(error)
-        return None
 
 
 def has_weights(folder: Path) -> bool:

@@ -192,10 +192,8 @@ def _step(model: PreTrainedModel, batch_size: int, max_seq_len: int) -> StaticCa
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise CompileError(
-            f"transformers makes no static key/value cache for {type(model).__name__}: {reason}",
-            hint="compile a decoder whose layers all have attention",
-        ) from error
+        what = f"transformers makes no static key/value cache for {type(model).__name__}: {reason}"
+        raise CompileError(what, hint="compile a decoder whose layers all have attention") from error
     return step
 
 

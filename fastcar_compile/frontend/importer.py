@@ -45,7 +45,7 @@ def check_paths(names: Iterable[str]) -> None:
 
 TOKEN_NAMES = {"input_ids": "tokens", "tokens": "tokens", "inputs_embeds": "inputs_embeds"}
 POSITION_NAMES = ("cache_position", "position")
-_MEND_SHAPE = "export the step for fixed shapes: one token per row [B, 1] (or [B, 1, H]) and cache_position [1]"
+SHAPE_HINT = "export the step for fixed shapes: one token per row [B, 1] (or [B, 1, H]) and cache_position [1]"
 
 
 def check_exported(exported: ExportedProgram) -> None:
@@ -54,7 +54,7 @@ def check_exported(exported: ExportedProgram) -> None:
     Raises:
         CompileError: dynamic shapes, more than one token per step, or another precision than float32; all at once.
     """
-    problems = [CompileError(t, where="inputs of the exported program", hint=_MEND_SHAPE) for t in _shapes(exported)]
+    problems = [CompileError(t, where="inputs of the exported program", hint=SHAPE_HINT) for t in _shapes(exported)]
     tensors = {**exported.state_dict, **exported.constants}
     check_paths(tensors)
     other = {n: t.dtype for n, t in tensors.items() if isinstance(t, Tensor) and _is_other_precision(t)}
@@ -93,7 +93,8 @@ def _shapes(exported: ExportedProgram) -> list[str]:
 _MADE_BY = "import"
 REASONS = {_MADE_BY: "The capture gives the decode step its position as an input."}
 _CONTEXT_NAMES = ("context", "context_mask")
-_WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+"""Operators that take a graph, whose body is put in their place."""
 
 
 def import_exported(exported: ExportedProgram, wrapper: str = "") -> fx.GraphModule:
@@ -219,7 +220,7 @@ class _Importer:
         self.graph.output((user[0],))
 
     def _copy(self, owner: torch.nn.Module, node: fx.Node) -> Any:
-        if node.op == "call_function" and str(getattr(node.target, "_name", node.target)) in _WRAPPERS:
+        if node.op == "call_function" and str(getattr(node.target, "_name", node.target)) in WRAPPERS:
             return self._inline(owner, node)
         if node.target is operator.getitem:
             # An inlined wrapper yields a Python tuple and no node.

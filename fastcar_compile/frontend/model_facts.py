@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -58,10 +58,8 @@ class ModelFacts:
     def require_hidden_size(self) -> int:
         """The hidden size; CompileError where the model does not give it."""
         if self.hidden_size is None:
-            raise CompileError(
-                "a decoder that takes embeddings must give its hidden size",
-                hint="set `hidden_size` on the module or on its config",
-            )
+            hint = "set `hidden_size` on the module or on its config"
+            raise CompileError("a decoder that takes embeddings must give its hidden size", hint=hint)
         return self.hidden_size
 
 
@@ -109,22 +107,15 @@ def _inner(model: nn.Module) -> nn.Module | None:
 @contextmanager
 def as_written(model: nn.Module) -> Generator[None]:
     """Put every module in evaluation mode, without compiled calls; on exit each gets back what it had."""
-    # `model.eval()` sets every module, and a caller may have left parts in training.
-    modes = [(m, m.training) for m in model.modules()]
-    calls = [(m, m._compiled_call_impl) for m in model.modules()]
-    children = [(m, n, c) for m in model.modules() for n, c in m.named_children()]
-    wrapped = [(m, n, c) for m, n, c in children if _COMPILED in dict(c.named_children())]
-    try:
-        for owner, name, child in wrapped:
-            setattr(owner, name, unwrapped(child))
-        for module, _ in calls:
+    with ExitStack() as stack:
+        for module in list(model.modules()):
+            # `model.eval()` sets every module, and a caller may have left parts in training.
+            for name in ("training", "_compiled_call_impl"):
+                stack.callback(setattr, module, name, getattr(module, name))
             module._compiled_call_impl = None
+            for name, child in module.named_children():
+                if _COMPILED in dict(child.named_children()):
+                    stack.callback(setattr, module, name, child)
+                    setattr(module, name, unwrapped(child))
         model.eval()
         yield
-    finally:
-        for owner, name, child in wrapped:
-            setattr(owner, name, child)
-        for module, call in calls:
-            module._compiled_call_impl = call
-        for module, mode in modes:
-            module.training = mode

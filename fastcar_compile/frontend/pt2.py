@@ -33,6 +33,7 @@ from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_
 from torch.export import ExportedProgram
 
 from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.frontend.importer import SHAPE_HINT, WRAPPERS
 from fastcar_compile.ir.provenance import is_identifier, is_path, operator_named
 from fastcar_compile.support import limits
 from fastcar_compile.support.strict_json import parse_json
@@ -44,13 +45,9 @@ from fastcar_compile.support.values import refuse_pipe
 _KEPT_METADATA = ("stack_trace", "nn_module_stack")
 """What is kept of a node's metadata: where it is in the model and in its source."""
 
-_MODES = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-"""Operators that take a graph; the importer puts its body in their place."""
-
 _BUILT_IN = ("_operator.getitem",)
 _PYTREES = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
 
-_HINT_SHAPE = "export the step for fixed shapes: one token per row [B, 1] (or [B, 1, H]) and cache_position [1]"
 _HINT_OPERATOR = "export without custom operators, or give the module itself to fastcar_compile.compile"
 _HINT_TREE = "give and return tensors, or tuples, lists and dicts of them"
 _HINT_FILE = "write the file with torch.export.save"
@@ -137,7 +134,7 @@ def _check_operator(target: Any) -> None:
     if target in _BUILT_IN:
         return
     match target.split(".") if isinstance(target, str) else []:
-        case ["torch", "ops", "higher_order", name] if name in _MODES:
+        case ["torch", "ops", "higher_order", name] if name in WRAPPERS:
             return
         case ["torch", "ops", "aten", name, overload] if operator_named("aten", name, overload) is not None:
             return
@@ -161,16 +158,14 @@ def _check_branch(tree: Any) -> None:
     context = parse_json(tree["context"].encode()) if isinstance(tree["context"], str) else tree["context"]
     keys = context if isinstance(context, list) else [] if context is None else [context]
     if not all(isinstance(key, str | int) for key in keys):
-        raise CompileError(
-            "the exported program takes or returns a dict whose keys are neither strings nor whole numbers",
-            hint=_HINT_TREE,
-        )
+        what = "the exported program takes or returns a dict whose keys are neither strings nor whole numbers"
+        raise CompileError(what, hint=_HINT_TREE)
     for child in tree["children_spec"]:
         _check_branch(child)
 
 
 def _dynamic() -> CompileError:
-    return CompileError("the exported program has dynamic shapes", hint=_HINT_SHAPE)
+    return CompileError("the exported program has dynamic shapes", hint=SHAPE_HINT)
 
 
 # Weights and constants of a `.pt2` file: tensors, and nothing that would have to be unpickled freely.

@@ -322,14 +322,13 @@ class Skeleton:
         options = {k: v[index] for k, v in _per_layer(_decoder_config(self.config)).items()}
         return described, options
 
-    def model(self, layers: int | None = None) -> PreTrainedModel:
-        """The float32 model with its first layers only (None: all); parameters are fake tensors, buffers are real."""
+    def model(self, layers: int) -> PreTrainedModel:
+        """The float32 model with its first layers only; parameters are fake tensors, buffers are real."""
         config = copy.deepcopy(self.config)
-        if layers is not None:
-            decoder = _decoder_config(config)
-            for name, values in _per_layer(decoder).items():
-                setattr(decoder, name, values[:layers])
-            decoder.num_hidden_layers = layers
+        decoder = _decoder_config(config)
+        for name, values in _per_layer(decoder).items():
+            setattr(decoder, name, values[:layers])
+        decoder.num_hidden_layers = layers
         model = self._build(config)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         made: dict[int, nn.Parameter] = {}
