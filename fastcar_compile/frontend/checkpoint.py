@@ -156,11 +156,6 @@ class Checkpoint:
         return [CompileError(what, where=str(self.folder), hint=hint)]
 
 
-def has_weights(folder: Path) -> bool:
-    """Return whether the folder has weights, or names some."""
-    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
-
-
 def read_skeleton(folder: Path) -> Skeleton:
     """Return the model of config.json without values.
 
@@ -276,6 +271,7 @@ def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
     Raises:
         CompileError: everything that is wrong with the folder.
     """
-    if weights or not folder.is_dir() or has_weights(folder):
+    has_weights = (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+    if weights or not folder.is_dir() or has_weights:
         return Checkpoint(folder)
     return ConfigFolder(folder)

@@ -57,7 +57,8 @@ def check_exported(exported: ExportedProgram) -> None:
     problems = [CompileError(t, where="inputs of the exported program", hint=SHAPE_HINT) for t in _shapes(exported)]
     tensors = {**exported.state_dict, **exported.constants}
     check_paths(tensors)
-    other = {n: t.dtype for n, t in tensors.items() if isinstance(t, Tensor) and _is_other_precision(t)}
+    floats = {n: t.dtype for n, t in tensors.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    other = {name: dtype for name, dtype in floats.items() if dtype != torch.float32}
     if other:
         dtypes = sorted({str(dtype).removeprefix("torch.") for dtype in other.values()})
         first = next(iter(other))
@@ -65,10 +66,6 @@ def check_exported(exported: ExportedProgram) -> None:
         problems.append(CompileError(what, hint="export module.float(), or give the module itself"))
     if problems:
         raise CompileError.collect(problems)
-
-
-def _is_other_precision(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype != torch.float32
 
 
 def _shapes(exported: ExportedProgram) -> list[str]:

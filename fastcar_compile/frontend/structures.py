@@ -73,14 +73,11 @@ def structures_of(model: nn.Module) -> list[Structure]:
     """Return the structures of a model that have no replay."""
     found: list[Structure] = []
     for name, (has, meaning, hint) in _STRUCTURES.items():
-        places = ("",) if has(model) else _innermost([path for path, module in model.named_modules() if has(module)])
-        if places:
+        paths = [path for path, module in model.named_modules() if has(module)]
+        innermost = tuple(p for p in paths if not any(q.startswith(f"{p}.") for q in paths))
+        if places := ("",) if has(model) else innermost:
             found.append(Structure(name, meaning, hint, places))
     return found
-
-
-def _innermost(paths: list[str]) -> tuple[str, ...]:
-    return tuple(p for p in paths if not any(q.startswith(f"{p}.") for q in paths))
 
 
 def _has_experts(module: nn.Module) -> bool:

@@ -235,8 +235,8 @@ class Schedule:
 
 def schedule(graph: fx.Graph) -> Schedule:
     """Return the operators of a graph, in order, by stage. A graph without layer metadata is all `before`."""
-    sources = [n for n in graph.find_nodes(op="placeholder") if _varies_by_row(n)]
-    varying = descendants(*sources)
+    inputs = ("tokens", "inputs_embeds")
+    varying = descendants(*(n for n in graph.find_nodes(op="placeholder") if role_of(n) or str(n.target) in inputs))
     # Stage 0 is in front of the layers, stage l + 1 is layer l, and the last stage is behind them.
     count = 1 + max((layer for n in graph.nodes if (layer := layer_of(n)) is not None), default=-1)
     stages: list[list[fx.Node]] = [[] for _ in range(count + 2)]
@@ -254,7 +254,3 @@ def schedule(graph: fx.Graph) -> Schedule:
             stages[stage[node]].append(node)
     before, *inner, behind = (tuple(s) for s in stages)
     return Schedule(before, tuple(inner), behind)
-
-
-def _varies_by_row(node: fx.Node) -> bool:
-    return role_of(node) is not None or str(node.target) in ("tokens", "inputs_embeds")

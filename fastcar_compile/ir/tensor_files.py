@@ -80,7 +80,7 @@ def write_pieces(
     places, at = dict[str, int](), 0
     header: dict[str, Any] = {}
     # Tensors of whole cache lines come first; one odd tensor would shift all behind it.
-    for name in sorted(specs, key=lambda n: _rank(specs[n])):
+    for name in sorted(specs, key=lambda n: (specs[n].nbytes % ALIGNMENT != 0, -specs[n].dtype.itemsize)):
         spec, places[name] = specs[name], at
         at += spec.nbytes
         offsets = [places[name], at]
@@ -150,10 +150,6 @@ class _Chunks:
         self._stream.seek(at)
         while data:
             data = data[self._stream.write(data) :]
-
-
-def _rank(spec: TensorSpec) -> tuple[bool, int]:
-    return spec.nbytes % ALIGNMENT != 0, -spec.dtype.itemsize
 
 
 def octets(array: Array) -> memoryview:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -131,14 +132,10 @@ _TOLERANCE = 1e-5
 """The two GELUs are 4e-4 apart; two ways to write one of them differ by a few float32 roundings."""
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 _KNOWN: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
     (F.silu, aten.silu.default, {}),
     (F.gelu, aten.gelu.default, {}),
-    (_gelu_tanh, aten.gelu.default, {"approximate": "tanh"}),
+    (partial(F.gelu, approximate="tanh"), aten.gelu.default, {"approximate": "tanh"}),
 )
 """(function, operator, keyword arguments)."""
 
@@ -221,10 +218,7 @@ def _functions_of(source: fx.Node) -> set[fx.Node]:
     for node in in_order(source.graph, descendants(source) - {source}):
         # A node with an input from elsewhere, such as `silu(gate) * up`, is no function of the source alone.
         inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
-        if is_op(node, *_POINTWISE) and inputs and set(inputs) <= inside and _constants_are_scalars(node):
+        scalars = all(n.meta["val"].numel() == 1 for n in node.all_input_nodes if n.op == "get_attr")
+        if is_op(node, *_POINTWISE) and inputs and set(inputs) <= inside and scalars:
             inside.add(node)
     return inside - {source}
-
-
-def _constants_are_scalars(node: fx.Node) -> bool:
-    return all(n.meta["val"].numel() == 1 for n in node.all_input_nodes if n.op == "get_attr")

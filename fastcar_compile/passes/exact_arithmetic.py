@@ -66,7 +66,8 @@ def _error(operator: str, reason: str, nodes: list[fx.Node]) -> CompileError:
 def _problem(node: fx.Node) -> str | None:
     """Return why the node's bits depend on the backend; None: they do not."""
     # The branches of a `cond` are judged on their own: `inexact` looks into them.
-    if not _computes_floats(node) or is_op(node, *MOVES, torch.ops.higher_order.cond):
+    computes_floats = any(_is_float(n) for n in [node, *node.all_input_nodes])
+    if not computes_floats or is_op(node, *MOVES, torch.ops.higher_order.cond):
         return None
     if reason := _REASONS.get(getattr(node.target, "overloadpacket", None)):
         return reason
@@ -90,11 +91,6 @@ def _attention(node: fx.Node) -> str:
     if given.get("sink_query") is not None:
         return 'sparse attention with positions="cache" is not defined bit for bit'
     return "its cache is not int8"
-
-
-def _computes_floats(node: fx.Node) -> bool:
-    """Return whether a float32 goes into the node or comes out of it."""
-    return any(_is_float(n) for n in [node, *node.all_input_nodes])
 
 
 def _is_float(node: fx.Node) -> bool:

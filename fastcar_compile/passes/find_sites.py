@@ -213,7 +213,11 @@ class _Matcher:
         norms = list(residual.users)
         normed = all(is_op(n, aten.layer_norm, aten.rms_norm) for n in norms)
         if normed and any(is_op(user, aten.add) for norm in norms for user in norm.users):
-            raise self._post_norm(residual)
+            what = (
+                f"layer {self.layer}: the norm stands behind the residual add, so that the stream itself is normalised"
+            )
+            hint = "compile a decoder whose norms stand in front of attention and MLP (pre-norm), h = h + mlp(norm(h))"
+            raise error_at(residual, f"{what}normalised (post-norm)", hint)
         users = ", ".join(str(n.target) for n in sorted(residual.users))
         raise self._error(residual, f"the residual stream is used by [{users}], none of which closes an MLP", _EXPECTED)
 
@@ -246,11 +250,6 @@ class _Matcher:
         if len(linears) not in (2, 3) or len(activations) != 1 or not shared:
             names = " -> ".join(getattr(t, "__name__", str(t)) for t in found)
             raise self._error(output, f"between residual and closing add: {names}", _EXPECTED)
-
-    def _post_norm(self, residual: fx.Node) -> CompileError:
-        what = f"layer {self.layer}: the norm stands behind the residual add, so that the stream itself is normalised"
-        hint = "compile a decoder whose norms stand in front of attention and MLP (pre-norm), h = h + mlp(norm(h))"
-        return error_at(residual, f"{what} (post-norm)", hint)
 
     def _error(self, node: fx.Node, found: str, expected: str) -> CompileError:
         what = f"layer {self.layer}: the MLP cannot be matched: {found}; expected {expected}"

@@ -95,18 +95,15 @@ class _Quantize(Pass):
         kind = quant_format(self.name.removeprefix("quantize-"))
         edit, parts = Edit(self.name, program.lazy), (kind.suffix, "scale")
         linears = replace_linears(program.graphs(), self.linear, parts, type(self).quantize, edit)
-        return rewrite_each(program.graphs(), _has_table, self._through_table) | linears
+        # ReLU has no table: it rounds nothing.
+        activations = rewrite_each(program.graphs(), lambda n: activation_of(n) in FACTORS, self._through_table)
+        return activations | linears
 
     def _through_table(self, _module: fx.GraphModule, node: fx.Node) -> None:
         x = node_arg(node, 0)
         with before(node, self.name) as emit:
             factor = emit(fastcar.activation_factor.default, x, activation_of(node))
         replace_call(node, self.name, aten.mul.Tensor, x, factor)
-
-
-def _has_table(node: fx.Node) -> bool:
-    # ReLU has no table: it rounds nothing.
-    return activation_of(node) in FACTORS
 
 
 class QuantizeW8A8(_Quantize):

@@ -76,17 +76,13 @@ def _linears_after_a_bias(graph: fx.Graph, hidden: fx.Node) -> list[fx.Node]:
     for node in in_order(graph, descendants(hidden) - {hidden}):
         if moved & set(node.all_input_nodes):
             # The linear gets zeroed rows again, so from here on only its own bias makes them differ from zero.
-            if _is_linear(node):
+            if is_op(node, *(_BIAS.keys() - {aten.layer_norm})):
                 found.append(node)
             else:
                 moved.add(node)
         if _adds(node):
             moved.add(node)
     return found
-
-
-def _is_linear(node: fx.Node) -> bool:
-    return is_op(node, *(_BIAS.keys() - {aten.layer_norm}))
 
 
 def _adds(node: fx.Node) -> bool:
