@@ -95,7 +95,7 @@ def test_groups_of_frames_are_measured_apart(rows: list[dict[str, Any]]) -> None
     every = np.ones((3, 4), bool)
     odd = every.copy()
     odd[:, ::2] = False
-    options = TINY | {"detokenize": frames}
+    options: dict[str, Any] = TINY | {"detokenize": frames}
     groups = {"odd": odd, "even": ~odd, "all": every}
     (row,) = Study(llama(), videos(1), groups=groups, **options).rows(CASES[2:3])
     parts, plain = row.pop("groups"), rows[2]
@@ -147,7 +147,7 @@ def test_a_window_is_masked_attention() -> None:
 
 def test_rows_are_kept(study: Study, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    options = TINY | {"journal": study._journal._path}
+    options: dict[str, Any] = TINY | {"journal": study._journal._path}
     again = Study(llama(), videos(1), **options, progress=lines.append)
     assert (again.rows(CASES), lines) == (rows, [])
     other = Study(llama(), videos(2), **options, progress=lines.append)
