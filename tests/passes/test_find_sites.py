@@ -46,9 +46,8 @@ class Residuals(TinyBlock):
 class Plain(TinyBlock):
     """linear -> ReLU -> linear."""
 
-    def forward(self, h: Tensor, position: Tensor) -> Tensor:
-        h = h + self.out(self.attend(self.norm_1(h), position))
-        return h + self.mlp.down(torch.relu(self.mlp.up(self.norm_2(h))))
+    def feed(self, x: Tensor) -> Tensor:
+        return self.mlp.down(torch.relu(self.mlp.up(x)))
 
 
 @pytest.mark.parametrize(
