@@ -11,9 +11,10 @@ from fastcar_compile.passes.caches import SparsifyAttention, WindowCaches
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import analysis_pipeline
 
-from .tiny import CHUNK, FRAME, ROWS, TinyBlock, Windowed, after, captured, logits, prefill_logits
+from .tiny import CHUNK, FRAME, ROWS, TinyBlock, Windowed, after, captured, decode, logits, prefill_logits
 
 WINDOWS = (Windowed, TinyBlock)
+REPLAY = InsertReplay((0.0, 0.0))
 
 
 class Narrow(Windowed):
@@ -57,6 +58,16 @@ def test_logits_are_those_of_the_mask(block: type[TinyBlock]) -> None:
     program = after(*analysis_pipeline(), WindowCaches(), blocks=blocks)
     np.testing.assert_allclose(logits(program), logits(own), atol=1e-6, rtol=0)
     np.testing.assert_allclose(prefill_logits(program), prefill_logits(own), atol=1e-6, rtol=0)
+
+
+def test_replay_decides_as_with_full_caches() -> None:
+    """The key of t - F is there after it left the window."""
+    before = after(*analysis_pipeline(), REPLAY, blocks=(Narrow, TinyBlock))
+    later = after(*analysis_pipeline(), REPLAY, WindowCaches(), blocks=(Narrow, TinyBlock))
+    for a, b in zip(decode(before, 0.0), decode(later, 0.0), strict=True):
+        assert (a.scores == b.scores).all()
+        assert (a.decisions == b.decisions).all()
+        np.testing.assert_allclose(a.logits, b.logits, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("window", "seen"), [(3, [(1, 3), (1, 3)]), (6, [(0, 4), (1, 6)])])
