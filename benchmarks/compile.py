@@ -9,8 +9,6 @@ second one opens the artifact and decodes a few tokens. Graph seconds leave out 
 With --checkpoint only the random checkpoint is written.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

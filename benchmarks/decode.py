@@ -12,8 +12,6 @@ stopped between its blocks of tokens. The blocks of a group's engines alternate.
 peers are set up, and docs/measurements/batch.md what is different for batches and prompts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

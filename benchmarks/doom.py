@@ -10,8 +10,6 @@ process, which is stopped between its blocks of one frame. The blocks of all eng
 docs/measurements/speed.md says how peers are set up.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -18,8 +18,6 @@ DECODER: trained, or tuned. `examples/doom/data.py` and `train.py` record and to
 docs/explanation/gates.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

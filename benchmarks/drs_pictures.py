@@ -1,7 +1,5 @@
 """Pictures of DRS: how many rows compute in every layer, and what every core does. The same input, the same bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping as Map
 from pathlib import Path
 from typing import Any

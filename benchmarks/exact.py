@@ -7,8 +7,6 @@ held-out videos that are predicted from the true past. The game decoder needs th
 `examples/doom/data.py` records. Finished rows are kept in build/exact, so an interrupted run continues.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

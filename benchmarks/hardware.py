@@ -7,8 +7,6 @@ All figures are predictions: nothing here ran on a board. The recorded traces ar
 decoder on this machine's CPU: of 16 held-out videos, and of 8 guidance pairs (rows b and b + 8).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -7,8 +7,6 @@ Without --artifact a random Llama of 32 layers is compiled for zcu102 first. Eac
 the time lines of Llama 2 7B on zcu102 (w4a8, whole steps in the fabric, half of the MLPs replay) in place of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

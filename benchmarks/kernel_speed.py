@@ -18,8 +18,6 @@ and k the width.
 # pyright: reportInvalidTypeForm=false, reportMissingModuleSource=false
 # TVMScript annotates buffers with calls; tvm.script.tirx is made when tvm is imported.
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -8,8 +8,6 @@ and every rule that limits chains of replays. Time is that of a free decode afte
 tuned for replay. It has its gate `learned` and the thresholds of its cases.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -7,8 +7,6 @@ round measures every way in turn. Reading uses as many threads as opening. Cold:
 cache before.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -8,8 +8,6 @@
 The first three take long. Interrupted training and measurements continue from build/quality.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

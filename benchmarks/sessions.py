@@ -6,8 +6,6 @@ Without --artifact a Llama of 8 layers of hidden size 512 is compiled first, flo
 own. Rounds of both ways alternate, and the least time of each counts. Run it on an idle machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

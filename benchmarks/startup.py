@@ -5,8 +5,6 @@
 Without --artifact the demo decoder is compiled first. `first token` counts from the start of the process.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

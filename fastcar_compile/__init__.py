@@ -4,8 +4,6 @@ Importing this package loads nothing else. Each name loads what it needs when it
 decoding on cpu need neither torch nor the compiler.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

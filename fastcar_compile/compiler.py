@@ -1,7 +1,5 @@
 """`compile`: capture, rewrite, lower to every backend, and write the artifact."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Sequence

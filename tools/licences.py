@@ -5,8 +5,6 @@
 A licence that the list below does not know ends it with an error, so that somebody reads the licence first.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import tomllib

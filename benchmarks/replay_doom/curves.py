@@ -1,7 +1,5 @@
 """NLL against replay: what a gate's measured points say about a limit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

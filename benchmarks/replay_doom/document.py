@@ -1,7 +1,5 @@
 """docs/measurements/doom.md from the results of the stages. Every number and verdict of the page is computed here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

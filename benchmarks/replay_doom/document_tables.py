@@ -1,7 +1,5 @@
 """Tables of docs/measurements/doom.md."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The pictures of docs/measurements/doom.md. The same results give the same bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The game decoder as benchmarks/calibration.py takes it: its sequences are recorded where they are missing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Drift: frames that are generated one after the other, dense and with replay, under the same actions and draws."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path

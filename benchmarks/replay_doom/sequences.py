@@ -1,7 +1,5 @@
 """Which recorded sequences are used, and which of their frames show which kind of motion."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from replay_doom.setup import TOKENS_PER_FRAME, TokenSplit

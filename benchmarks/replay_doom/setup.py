@@ -1,7 +1,5 @@
 """Files and counts of the study, and the code of examples/doom that it uses."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

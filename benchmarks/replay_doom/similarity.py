@@ -1,7 +1,5 @@
 """What TAS promises, measured directly: does an MLP's output change less where the score is high?"""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The stages: train the gates, tune the decoder, calibrate, measure. Each goes on from where it was stopped."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Rows as if kinds of motion had their natural shares: a third of the measured sequences were chosen for shooting."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

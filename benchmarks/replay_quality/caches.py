@@ -1,7 +1,5 @@
 """The cost of quantised key and value caches: the dense NLL for every KV type."""
 
-from __future__ import annotations
-
 import numpy as np
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The shipped decoders of docs/measurements/quality.md, and how their gates are trained and calibrated."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass, field, replace
 from pathlib import Path

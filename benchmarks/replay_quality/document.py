@@ -1,7 +1,5 @@
 """docs/measurements/quality.md from measured rows. Every number and verdict of the page is computed here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A gate does not know these videos, so it can hardly do better. The result is a l
 `fastcar_compile.train_gate` finds a gate, with one score for every token and layer.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

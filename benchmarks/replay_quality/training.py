@@ -1,7 +1,5 @@
 """Training of the shipped gates and of the decoders that are tuned with them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 # pyright: reportInvalidTypeForm=false, reportMissingModuleSource=false
 # TVMScript annotates buffers with calls; tvm.script.tirx is made when tvm is imported.
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The interface of an engine in the comparison."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Tables of the workloads "batch" and "prefill", and docs/measurements/batch_table.md."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Groups of the workloads "batch" and "prefill": one precision and one size each, our engine and its peers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

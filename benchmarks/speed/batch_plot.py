@@ -1,7 +1,5 @@
 """Pictures of batches and prompts: the roofline with all measured points, and bars of three sizes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows of the workloads "batch" and "prefill", and the file that keeps them between runs."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterable, Sequence

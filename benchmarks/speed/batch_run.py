@@ -1,7 +1,5 @@
 """Measures the groups of the workloads "batch" and "prefill", one after the other."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

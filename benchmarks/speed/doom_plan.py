@@ -1,7 +1,5 @@
 """The engines that benchmarks/doom.py compares: ours by precision and KV type, and peers, all in one group."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page of benchmarks/doom.py: a table of all engines, sentences about ratios, and the parts of our step."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 

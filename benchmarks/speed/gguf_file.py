@@ -3,8 +3,6 @@
 # pyright: reportMissingImports=false
 # The extra "bench" installs the peers.
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

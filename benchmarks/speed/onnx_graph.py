@@ -4,8 +4,6 @@ Products are MatMul (float32), DynamicQuantizeLinear + MatMulInteger as `quantiz
 MatMulNBits (4 or 8 bits in blocks, accuracy_level 4: int8 arithmetic).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

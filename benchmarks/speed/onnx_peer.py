@@ -1,7 +1,5 @@
 """onnxruntime: the step of `onnx_graph.py` through IOBinding, with keys and values in place."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Our engine: an artifact of target `cpu`, decoded by backend `cpu` with the real gate."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

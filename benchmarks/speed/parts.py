@@ -6,8 +6,6 @@ TVM's virtual machine calls a hook before and after each kernel. What the hook i
 least kernel's time is subtracted from all. The rest of an unhooked step is the virtual machine and Python.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """Engines by group. The engines of a group alternate, so that they meet the same machine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One picture: milliseconds per token by precision, ours and peers, and the bound of the memory bandwidth."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows of the results, their table, and sentences about ratios."""
 
-from __future__ import annotations
-
 import platform
 import statistics
 from pathlib import Path

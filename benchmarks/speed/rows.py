@@ -5,8 +5,6 @@ is a quantile of the scores that a pass over the block saw. Replaying changes la
 last pass is the reference: every timed block must decide the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

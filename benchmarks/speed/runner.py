@@ -1,7 +1,5 @@
 """Runs groups of engines: prepares each, opens each in its own process, and alternates their blocks."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """PyTorch: a plain Llama step over a static cache, eager and compiled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """The weights that all engines read. It imports torch, which takes seconds: engines that need it only to write their
 files import it there."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Multiply-accumulates and bytes of a forward, and the roofline: the least time that memory and arithmetic allow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

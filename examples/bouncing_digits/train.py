@@ -1,7 +1,5 @@
 """Train the bouncing-digits decoder on the CPU."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Synthetic videos of digits that bounce over a starry sky, and their lossless tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 
 SIZE = 20

@@ -1,7 +1,5 @@
 """Likelihood of token videos under a Hugging Face decoder, and under a copy of the previous frame."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Train a small decoder on the CPU. Every batch is fresh, so no video is seen twice. Resumable."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

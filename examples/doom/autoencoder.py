@@ -1,7 +1,5 @@
 """The tokenizer: a convolutional autoencoder with finite scalar quantisation, 64x64 RGB to 8x8 tokens and back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

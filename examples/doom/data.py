@@ -1,7 +1,5 @@
 """Record the splits of the data set: shards of episodes. A shard that exists is kept."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The decoder, and the token sequences that it is trained on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Write a world: decoder, tokenizer, its pixel decoder as ONNX, starting contexts, and world.toml."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Record ViZDoom episodes that a scripted agent plays: frames, actions, and what kind of motion each frame shows."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import count

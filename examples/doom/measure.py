@@ -1,7 +1,5 @@
 """Measure tokenizer and decoder on held-out play, scenario by scenario, and draw reconstructions and rollouts."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -1,7 +1,5 @@
 """Write what was measured as results.md, with the curves of the trainings and the strips in pictures/."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Continue recorded play: 16 true frames in, then frames that the decoder makes under the recorded actions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory

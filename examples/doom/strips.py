@@ -1,7 +1,5 @@
 """Rows of frames as PNG pictures."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

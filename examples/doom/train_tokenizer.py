@@ -1,7 +1,5 @@
 """Train the tokenizer on recorded frames. Resumable."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

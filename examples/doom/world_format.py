@@ -1,7 +1,5 @@
 """What decoder, tokenizer and player agree on: sizes, tokens, actions and the keys that hold them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 SIZE = 64

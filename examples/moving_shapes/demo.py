@@ -1,7 +1,5 @@
 """Compile the shipped decoder for a board, decode one video dense and with replay, and show both."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

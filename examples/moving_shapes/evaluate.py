@@ -1,7 +1,5 @@
 """Likelihood of held-out videos."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Continue videos with the Hugging Face decoder, without FastCar: two true frames in, six frames out."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

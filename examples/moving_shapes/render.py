@@ -1,7 +1,5 @@
 """Videos as PNG strips and GIFs: palette images, enlarged without interpolation. Equal input gives equal bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

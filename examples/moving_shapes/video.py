@@ -1,7 +1,5 @@
 """Synthetic videos of bouncing shapes, and their lossless tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 
 SIZE = 32

@@ -10,8 +10,6 @@ These names stand beside the folder NAME only while a build or a change of thres
 The lock is the kernel's and ends with its process. So the process that holds it knows that no other process uses them.
 """
 
-from __future__ import annotations
-
 import errno
 import glob
 import os

@@ -1,7 +1,5 @@
 """SHA-256 of files, and the digest that names an artifact. A file is read again unless the caller forbids it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Text about an artifact: its options, and what the compiler found, inserted and cached per layer."""
 
-from __future__ import annotations
-
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

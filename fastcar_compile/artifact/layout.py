@@ -15,8 +15,6 @@ signature.json      where the artifact is signed: the only file that the manifes
 ```
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 

@@ -1,7 +1,5 @@
 """manifest.json: the typed sections of an artifact, and the checksum of every other file."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """The files of an artifact, opened once: a session uses the bytes that were checked."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import mmap

@@ -1,7 +1,5 @@
 """torch.fx graphs as JSON: no pickle and no code is executed; operators resolve in torch.ops only."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The typed sections of a manifest: the decoder, the libraries, the models, the passes, and the accelerator."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any, ClassVar, Literal, cast
 

@@ -1,7 +1,5 @@
 """The result of a calibration, as a file or inside an artifact."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

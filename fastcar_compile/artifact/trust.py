@@ -5,8 +5,6 @@ artifact with all its files. A signature is a bundle of OpenSSF model signing ov
 the manifest as `signature.json`. Signing and verifying need the extra `sign`; a pinned digest needs nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

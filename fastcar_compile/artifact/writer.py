@@ -4,8 +4,6 @@ Files go to a hidden folder beside the destination, which takes its place at the
 no file behind, and the next build removes the files of a killed build.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

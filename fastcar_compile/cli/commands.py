@@ -4,8 +4,6 @@ A command is imported when it is called or listed. Its file reaches the compiler
 a name when it is first used, or imports it inside of its functions, so that `fastcar --help` starts at once.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property

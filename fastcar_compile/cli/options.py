@@ -1,7 +1,5 @@
 """Options that several commands have, parsers of options, and the check that excludes options from each other."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

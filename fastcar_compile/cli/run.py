@@ -1,7 +1,5 @@
 """`fastcar run`: decode with a compiled artifact."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

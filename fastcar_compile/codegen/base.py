@@ -1,7 +1,5 @@
 """What a backend's compile side is: an emitter, which writes files and returns a typed section of the manifest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar

@@ -1,7 +1,5 @@
 """Write an artifact: graphs, weights, then what every emitter adds, then the report."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 

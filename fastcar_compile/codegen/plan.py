@@ -1,7 +1,5 @@
 """What a build will be: decided once, from the program and the options, before a file is written."""
 
-from __future__ import annotations
-
 import copy
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """Cut a decode step into prologue, layers and epilogue, so that each backend lowers identical layers once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property

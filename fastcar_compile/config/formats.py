@@ -4,8 +4,6 @@ The entries hold names and sizes only and import no heavy package, so that the r
 hardware model read the same facts as the passes and the back ends. docs/extending.md lists the files that add one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The models CompileConfig, ReplayConfig and SparseAttention, and what a caller may write for their values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """nn.Module or ExportedProgram -> DecoderProgram: one decode step and one prefill chunk over a static KV cache."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

@@ -1,7 +1,5 @@
 """A Hugging Face folder, checked as a whole before anything is read, then read tensor by tensor."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

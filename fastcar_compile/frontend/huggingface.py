@@ -1,7 +1,5 @@
 """Hugging Face decoders through their own static-cache export recipe."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """ExportedProgram -> fx.GraphModule with parameters as attributes and the step protocol's inputs under our names."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable
 from typing import Any

@@ -15,8 +15,6 @@ tensors as source code, classes of a pytree as modules to import. So everything 
 | names | of letters, digits and a few signs, so that they cannot be read as code |
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import os

@@ -4,8 +4,6 @@ Nothing is refused here. Where a capture or a match failed, what is found explai
 may help to word it; they never decide what compiles.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """Gates on the change of the MLP's own input since the slot was last computed."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import fastcar_compile.gates.base as base

@@ -1,7 +1,5 @@
 """Gates by name: from this package, and from other packages that register entry points."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from enum import IntEnum

@@ -1,7 +1,5 @@
 """Constants of the scores, which every backend has, and fixed-point products in numpy (docs/reference/numerics.md)."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gates that only serve comparisons: the cost of replay without any knowledge of a token."""
 
-from __future__ import annotations
-
 from fastcar_compile.gates.base import Call, Comparison, Gate, GateValues, T, operator
 
 

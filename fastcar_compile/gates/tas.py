@@ -1,7 +1,5 @@
 """The paper's gate: the Temporal Attention Score, over all heads, over some of them, or weighted."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import fastcar_compile.gates.base as base

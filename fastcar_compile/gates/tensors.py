@@ -1,7 +1,5 @@
 """Checks and conversions of the tensors of a trained gate. This file loads torch; `weights.py` does not."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What depends on what in a graph, and what a node is where its inputs are known."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from typing import Any
 

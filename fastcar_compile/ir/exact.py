@@ -4,8 +4,6 @@ docs/reference/numerics.md ("A decode step, bit for bit") defines it. Everything
 operation and half to even; sums are exact integers, or float32 in the order given.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

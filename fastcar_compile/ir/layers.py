@@ -6,8 +6,6 @@
 The pass find-sites writes the first two; whatever is inserted later inherits the layer of the node that it stands for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """The pass framework: options as frozen dataclass fields, truthful `apply`, and options that round-trip as text."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """DecoderProgram: the one representation that passes rewrite and every backend is lowered from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

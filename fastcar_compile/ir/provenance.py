@@ -1,7 +1,5 @@
 """Where a node comes from: source line, module path, and the text of both for messages."""
 
-from __future__ import annotations
-
 import keyword
 import re
 import sys

@@ -1,7 +1,5 @@
 """Looking at graphs: operators, arguments, values and branches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Graph editing shared by the passes: inserted nodes carry a value, a source line, a layer and their pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What is known about a layer's attention and MLP, derived from the graph by layer and role."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

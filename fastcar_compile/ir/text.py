@@ -1,7 +1,5 @@
 """Readable listings of graphs and programs."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from textwrap import indent

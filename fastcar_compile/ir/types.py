@@ -1,7 +1,5 @@
 """What a decoder is to every part of the compiler and the runtime: its sizes and the roles of its state. No torch."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 

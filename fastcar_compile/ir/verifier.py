@@ -1,7 +1,5 @@
 """The verifier: what must hold for a DecoderProgram between passes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

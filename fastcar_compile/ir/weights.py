@@ -1,7 +1,5 @@
 """Parameters of a program: in memory, or read from a checkpoint and quantised when they are asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Key and value caches: rings for sparse attention and for windows of the model, and rows of fewer bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from typing import Literal

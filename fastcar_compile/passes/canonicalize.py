@@ -1,7 +1,5 @@
 """One form for what models write in many: what means nothing in inference goes, and activations are one operator."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, cast
 

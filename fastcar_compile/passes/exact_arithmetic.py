@@ -1,7 +1,5 @@
 """Every operation of a decode step gets a definition bit for bit: integers, and float32 in a stated order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Every decoder layer, found by the structure of the graph: attention, residual add, MLP, closing add."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce

@@ -1,7 +1,5 @@
 """Linears: every product with a parameter becomes one over [B, T, K], with its own weight and no adapter beside it."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass

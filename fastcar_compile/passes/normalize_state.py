@@ -1,7 +1,5 @@
 """Lift hidden KV caches to named inputs and outputs, and bound attention by the current position."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """The host graph of an accelerator: gates, MLPs and other linears of the decode step become calls to it."""
 
-from __future__ import annotations
-
 import math
 import operator
 from dataclasses import asdict, dataclass

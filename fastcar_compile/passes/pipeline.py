@@ -1,7 +1,5 @@
 """The whole compiler pipeline, in order, on one screen."""
 
-from __future__ import annotations
-
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.passes.caches import QuantizeKvCache, SparsifyAttention, WindowCaches

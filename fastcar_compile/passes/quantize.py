@@ -1,7 +1,5 @@
 """Number formats: weights in bfloat16, int8 or int4, and embeddings in bfloat16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 

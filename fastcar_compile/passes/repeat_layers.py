@@ -1,7 +1,5 @@
 """Layers of a checkpoint are captured once: the last ones are copied until the decoder has all of its layers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any

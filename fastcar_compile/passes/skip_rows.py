@@ -1,7 +1,5 @@
 """Rows that replay are zero in the compute branch, and kernels do not multiply rows of zeros."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

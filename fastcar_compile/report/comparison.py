@@ -1,7 +1,5 @@
 """Two artifacts, or two graph files, side by side: options, graphs, weights and predicted figures."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

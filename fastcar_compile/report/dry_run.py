@@ -1,7 +1,5 @@
 """A dry run of `compile`: a typed report of everything that is decided before code generation."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 No heavy package is imported, so that the checks also work on an incomplete installation.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

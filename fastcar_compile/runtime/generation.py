@@ -1,8 +1,6 @@
 """A session behind Transformers' own `generate`: its samplers, criteria and streamers over a compiled decoder."""
 
 # pyright: standard
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

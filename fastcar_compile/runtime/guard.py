@@ -1,7 +1,5 @@
 """One session, one thread, one process: the guard that refuses other threads and processes."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading

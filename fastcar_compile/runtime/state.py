@@ -1,7 +1,5 @@
 """The state of one session: one block of memory that stays where it is."""
 
-from __future__ import annotations
-
 import mmap
 import sys
 import warnings

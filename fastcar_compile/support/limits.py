@@ -1,7 +1,5 @@
 """How large anything that is read from a file may be. Real files are far below; a file beyond a limit is refused."""
 
-from __future__ import annotations
-
 MIB = 1 << 20
 
 JSON_BYTES = 64 * MIB

@@ -1,7 +1,5 @@
 """Usable cores, and a parallel map over them."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

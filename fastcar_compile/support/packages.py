@@ -1,7 +1,5 @@
 """The version of this package: the version of the installed distribution, which is built from git's tags."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

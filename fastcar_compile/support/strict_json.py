@@ -1,7 +1,5 @@
 """JSON from files: of bounded size and depth, no key twice, no NaN, UTF-8 only."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Arguments of callers: scalars of numpy and torch are numbers, and a value that cannot be meant is an InputError."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Choose one threshold per layer, for a target replay ratio or a limit on the NLL, from a few videos."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

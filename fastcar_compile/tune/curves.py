@@ -1,7 +1,5 @@
 """Loss curves of single layers on the dense decoder, measured no further than a choice can use them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ own layer at earlier tokens only. So one layer is computed for all tokens before
 one frame, so no cache slot occurs twice in it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence

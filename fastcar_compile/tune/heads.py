@@ -1,7 +1,5 @@
 """Choose query heads for gate `tas` layer by layer: greedily, by the NLL when the layer replays."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

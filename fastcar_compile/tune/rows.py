@@ -1,7 +1,5 @@
 """A prefill graph for more rows: videos of a calibration share its batches, whatever an artifact was compiled for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

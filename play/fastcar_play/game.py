@@ -1,7 +1,5 @@
 """One visitor's game: dense, replay, or both side by side with the same draws and actions. No server, no clock."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import StrEnum

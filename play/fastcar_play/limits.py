@@ -1,7 +1,5 @@
 """How large anything of a world or of a player's page may be, beside the package's own limits."""
 
-from __future__ import annotations
-
 from fastcar_compile.support.limits import LEAST_TEMPERATURE as LEAST_TEMPERATURE
 from fastcar_compile.support.limits import MIB
 from fastcar_compile.support.limits import SIZE as SIZE

@@ -1,7 +1,5 @@
 """What a visitor's page and the server say to each other. A message of a page is JSON; a picture has JSON in front."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """When the next frame is due: at the world's speed or without that limit, and never more than the page draws."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from fastcar_play import limits

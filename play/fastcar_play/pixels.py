@@ -1,7 +1,5 @@
 """From image codes to a picture: the world's pixels.onnx in onnxruntime."""
 
-from __future__ import annotations
-
 import re
 from importlib import import_module
 from typing import Any

@@ -1,7 +1,5 @@
 """A recording of the game as an animated GIF."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """uvicorn around the application: the port, the thread, the end."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Generator

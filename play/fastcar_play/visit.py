@@ -1,7 +1,5 @@
 """One visitor: a thread with a game of its own, which takes messages and sends frames."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A world's folder: what its tokens mean, the buttons of the player, and contexts to start from."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """One artifact for zcu102, the host program built for its CPU, and the TVM runtime of that CPU."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

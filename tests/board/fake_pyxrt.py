@@ -1,7 +1,5 @@
 """A stand-in for the module pyxrt: records every call, and runs the artifact's kernels in C simulation."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

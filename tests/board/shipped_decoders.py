@@ -3,8 +3,6 @@
 pytest does not collect this file by itself, as it takes an hour: `pytest tests/board/shipped_decoders.py`.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from pathlib import Path

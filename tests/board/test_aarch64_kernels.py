@@ -1,7 +1,5 @@
 """The integer kernels, float16 and int8 caches and the gate `learned` for AArch64 under qemu-user, bit for bit."""
 
-from __future__ import annotations
-
 import struct
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """session(backend="board") on a stand-in for pyxrt, and what it says where there is no board."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import sys

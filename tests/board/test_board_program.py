@@ -1,7 +1,5 @@
 """The XRT host program: built against the real libxrt-dev, run on a stand-in with the kernels in C simulation."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

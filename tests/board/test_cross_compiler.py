@@ -1,7 +1,5 @@
 """Libraries for the board's CPU where the cross compiler is there, and where it is not."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Same inputs, same bytes: two builds in two processes, into two folders."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

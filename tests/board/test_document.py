@@ -1,7 +1,5 @@
 """docs/tutorial/board.md names what the Makefiles, the programs and the Python backend take."""
 
-from __future__ import annotations
-
 import re
 from importlib.resources import files
 from pathlib import Path

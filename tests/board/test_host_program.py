@@ -1,7 +1,5 @@
 """The C++ host program for the board's CPU, under qemu-user, against the session on this machine."""
 
-from __future__ import annotations
-
 import shutil
 import struct
 import subprocess

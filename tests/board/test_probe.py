@@ -1,7 +1,5 @@
 """The bandwidth probe among the HLS files: interface, test bench, link. test_board_program.py has its host program."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The C++ reader of safetensors files, under address and UB sanitizers: what Python writes, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import random
 import struct

@@ -1,7 +1,5 @@
 """The XRT host program of an artifact with offload="all": a launch per position, on the stand-in for XRT."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from pathlib import Path

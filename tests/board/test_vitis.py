@@ -1,7 +1,5 @@
 """The Vitis project: configurations, memory connections and the exact commands of the Makefile."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable

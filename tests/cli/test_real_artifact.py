@@ -1,7 +1,5 @@
 """The commands on a real model and artifact: compile, inspect, run, verify."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

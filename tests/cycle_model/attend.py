@@ -5,8 +5,6 @@ logits, and the weights of four positions serve several words. So a loop over so
 whole number of clocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ Trips and depths come from the loop tables (codegen/hls/design/loops.py, control
 `estimate` uses too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """The engine's calls by the cycle model."""
 
-from __future__ import annotations
-
 from cycle_model.attend import ATTENTION, attend_network
 from cycle_model.call import ARRAY, CONTROL, engine_network, loop_network
 from cycle_model.kernel import simulate_network

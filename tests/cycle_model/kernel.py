@@ -7,8 +7,6 @@ with the tiles of a product, not with its clocks, and constant rates are exact: 
 clocks after the first.
 """
 
-from __future__ import annotations
-
 import heapq
 from math import inf
 

@@ -6,8 +6,6 @@ one into every FIFO that it writes. Blocks are what lies between two processes o
 several copies (two: a ping-pong buffer). Claim and Post are its writer's ends, Take and Free its reader's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 

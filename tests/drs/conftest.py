@@ -1,7 +1,5 @@
 """The TAS unit and DRS controller in C simulation, built once without the MLP kernel."""
 
-from __future__ import annotations
-
 import ctypes
 from importlib.resources import files
 

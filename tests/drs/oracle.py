@@ -1,7 +1,5 @@
 """Dynamic Resource Scheduling from docs/reference/drs_table.md and not from the code: plain lists, no bit fields."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

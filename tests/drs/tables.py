@@ -1,7 +1,5 @@
 """Tables, calls and the comparison of the HLS controller with the Python simulator that the DRS tests share."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Three readers of one table: HLS controller in C simulation, Python simulator, an oracle written from the design."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """docs/reference/drs_table.md against the code: the example is regenerated, the tables of numbers are compared."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

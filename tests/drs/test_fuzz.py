@@ -1,7 +1,5 @@
 """The controller on damaged tables under the address and undefined-behaviour sanitizers."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import replace
 from importlib.resources import files

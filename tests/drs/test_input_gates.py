@@ -1,7 +1,5 @@
 """Every gate besides the mean TAS: the HLS controller, the Python simulator and the operators decide alike."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from collections.abc import Callable

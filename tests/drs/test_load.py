@@ -1,7 +1,5 @@
 """The table on chip: loaded once, not read again; what a call moves over the AXI ports, counted in C simulation."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import subprocess

@@ -4,8 +4,6 @@ Such a tool (Bambu) knows the lower-case word `interface` only, refuses two dept
 arguments, and pipelines functions that have no loop.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """The controller decides a whole decode: the rewritten graph against the host graph with the gate in C simulation."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The control table: bytes, JSON twin, and a defined status for every damage, in both readers."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The TAS unit in C simulation: scores and decisions against the PyTorch operators and exact rational arithmetic."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

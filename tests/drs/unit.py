@@ -1,7 +1,5 @@
 """The TAS unit and DRS controller alone, the kernel fastcar_drs, as a host would call it."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """What the compiler does with the model: the explored design is emitted, and a decoder that does not fit is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

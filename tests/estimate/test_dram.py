@@ -1,7 +1,5 @@
 """The DRAM model: laws it must obey, and what it says of the sequential bursts that the kernels make."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Design-space exploration: the best design that fits, nothing beyond the board, and why it is no faster."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

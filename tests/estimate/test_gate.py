@@ -1,7 +1,5 @@
 """Gates in the estimate: bytes and time, on the accelerator and on the host."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Figures of the host CPUs that stand on publications."""
 
-from __future__ import annotations
-
 import pytest
 
 from fastcar_compile.codegen.hls.model.step import host_of

@@ -1,7 +1,5 @@
 """Rows, cores and passes: DRS and the static mapping on the same decisions, counted and drawn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Decoder shapes: the weights of the published models, and what an artifact's manifest gives."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The kernel of whole steps in closed form: its resources, its program, and the laws of its time line."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

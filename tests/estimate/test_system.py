@@ -1,7 +1,5 @@
 """The system simulator: published boards, laws of the time line, DRS."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, get_args
 

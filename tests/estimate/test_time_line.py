@@ -1,7 +1,5 @@
 """The time line of a decode step: instruction by instruction over the program, and its events in Chrome's format."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise

@@ -6,8 +6,6 @@ One process imports everything; each build is a fork of it with an audit hook, w
 names a path below the folder. So nothing of this is in the package.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

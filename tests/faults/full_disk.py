@@ -5,8 +5,6 @@
 It mounts a file system of memory at FOLDER, in a namespace of its own: nothing of it is left when the process ends.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

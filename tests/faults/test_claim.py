@@ -1,7 +1,5 @@
 """One builder per folder, what killed builders leave, and the folder after a kill at every step."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What a build says and leaves where it cannot write: full disks, no inodes, read-only places, names too long."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

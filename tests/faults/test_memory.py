@@ -1,7 +1,5 @@
 """Memory that a process may still take, and what is said where it does not suffice."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from types import SimpleNamespace

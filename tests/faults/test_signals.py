@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM: one line, their exit code, and nothing left: no file, no child process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`python -m fuzz.engine NAME [libFuzzer's options and corpora]`: one fuzzer of Python code, under atheris."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """What a reader may do with an input: succeed, or refuse it by name."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Changes to inputs that have a structure: to values of a JSON or TOML text instead of to its bytes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """What the fuzzers need besides this package, and the fuzzers of C++ code as programs."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 Outputs go to build/fuzz: what the engine found worth keeping (corpora/NAME), logs, findings. See README.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import os

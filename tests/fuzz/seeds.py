@@ -1,7 +1,5 @@
 """Inputs that are right, made from today's formats: a reader accepts each of them. The fuzzers begin from them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from importlib.resources import files

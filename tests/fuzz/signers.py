@@ -1,7 +1,5 @@
 """The signer of the fuzzed signatures: a key that anybody can compute."""
 
-from __future__ import annotations
-
 import json
 from base64 import b64encode
 from hashlib import sha256

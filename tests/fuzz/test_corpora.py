@@ -1,7 +1,5 @@
 """Every input that a fuzzer begins from or that once was a finding, through its target without the engine."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

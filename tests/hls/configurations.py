@@ -1,7 +1,5 @@
 """Random designs, many of them built into one library: the emitted sources of each, under names of its own."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """C simulation libraries, built once for all test processes. Missing tools skip by name, or fail where CI=true."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Text checks of kernel sources. Each function returns its findings, one text each; none means clean."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter

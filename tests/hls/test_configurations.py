@@ -1,7 +1,5 @@
 """Random configurations of the engine without linears, bit for bit against numpy. FASTCAR_HLS_CONFIGS sets how many."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The one kernel: the controller decides, the array computes what the host says; against simulator and reference."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

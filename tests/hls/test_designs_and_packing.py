@@ -1,7 +1,5 @@
 """The choice of the design, and how its weights are packed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

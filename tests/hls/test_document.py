@@ -1,7 +1,5 @@
 """docs/explanation/accelerator.md against the code: its figures are regenerated."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The MLP kernel in C simulation against numpy and the PyTorch operators, bit for bit."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The engine in C simulation: linears of random shapes, bit for bit against numpy and PyTorch."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

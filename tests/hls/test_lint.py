@@ -1,7 +1,5 @@
 """Rules for HLS sources (CONTRIBUTING.md), checked on the emitted text; each check also has to find a planted fault."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two int8 products in one multiplier: every triple, and sums of packed products at their limits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

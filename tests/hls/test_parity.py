@@ -1,7 +1,5 @@
 """Three levels, equal bit for bit in sums and outputs: PyTorch operators, TVM kernels and HLS C simulation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple

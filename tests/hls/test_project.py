@@ -1,7 +1,5 @@
 """The emitted project: files, interfaces, test bench and error texts."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Every recurrence of every loop, for every design that exploration may choose, and what the sources declare of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

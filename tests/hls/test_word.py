@@ -1,7 +1,5 @@
 """The two ways to take a memory word apart: ranges (hardware) and bytes (C simulation)."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """Counted work of the engine: DRS against static mapping, where only the mapping function differs."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tiny world with a compiled decoder, once per test run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The game without its server: draws, sides, thresholds, full contexts, pace and recordings."""
 
-from __future__ import annotations
-
 import io
 import json
 import queue

@@ -1,7 +1,5 @@
 """A world's folder: what is read from it, and what is refused by name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

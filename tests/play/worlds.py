@@ -1,7 +1,5 @@
 """A tiny world: four image tokens of twelve colours, a decoder with two layers and random weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The cycle model of the emitted engine, and the closed form beside it: one loop table, within 5 % of each other."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from itertools import product

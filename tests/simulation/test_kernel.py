@@ -1,7 +1,5 @@
 """The simulator of processes, FIFOs, blocks and memories against cases counted by hand, and clock by clock."""
 
-from __future__ import annotations
-
 from math import floor
 
 import pytest

@@ -1,7 +1,5 @@
 """Instructions of a step program by the cycle model, and the closed form beside it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from importlib.resources import files

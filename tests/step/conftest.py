@@ -1,7 +1,5 @@
 """The cores of a decode step as a library, built once for all test processes."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from functools import cache

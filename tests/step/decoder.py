@@ -1,7 +1,5 @@
 """A small decoder with random weights: its step program, its memory, and plain floating point to compare with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

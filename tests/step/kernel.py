@@ -1,7 +1,5 @@
 """A kernel of whole steps in C simulation, launched as a host does."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Step programs that the tests share."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Sequence

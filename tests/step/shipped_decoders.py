@@ -3,8 +3,6 @@
 pytest does not collect this file by itself, as it takes minutes: `pytest tests/step/shipped_decoders.py -s`.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Attention over an int8 cache in C simulation against the numpy reference, bit for bit."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Keys and values on the weight ports: the layout, and appending in C simulation against the cache of every backend."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

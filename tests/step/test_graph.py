@@ -1,7 +1,5 @@
 """Step programs of captured decoders: the simulator against the eager graph, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Step programs: the binary form, its checks in Python and in C++, and what the builder writes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import struct

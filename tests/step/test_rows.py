@@ -1,7 +1,5 @@
 """Rows on chip against numpy, bit for bit: residual, rotary position embedding and RMSNorm."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

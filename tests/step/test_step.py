@@ -1,7 +1,5 @@
 """A small decoder whole by its step program: C simulation, the simulator bit for bit, and plain floats."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

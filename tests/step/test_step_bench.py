@@ -1,7 +1,5 @@
 """The test bench of a kernel of whole steps, as a user runs it with make."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

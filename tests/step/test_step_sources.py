@@ -1,7 +1,5 @@
 """Rules for the HLS sources of a kernel of whole steps (CONTRIBUTING.md), as tests/hls has them for short programs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

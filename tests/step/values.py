@@ -1,7 +1,5 @@
 """Values that the tests of the decode step share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

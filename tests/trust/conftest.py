@@ -1,7 +1,5 @@
 """Keys and certificates of a release, and an artifact that was never compiled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

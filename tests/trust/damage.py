@@ -11,8 +11,6 @@ The same for the C++ host, which the test builds with a stand-in for XRT:
     FLIPS=10000 TRUNCATIONS=1000 pytest -s --timeout 0 tests/board/test_board_program.py -k every_flip
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

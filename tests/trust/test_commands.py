@@ -1,7 +1,5 @@
 """`fastcar sign`, `verify-signature`, and the commands that require a signature."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

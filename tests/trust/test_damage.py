@@ -1,7 +1,5 @@
 """A damaged file of any kind is refused before a library is loaded, with a signature and with a pinned digest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Signing and verifying: what holds, and what is refused before anything else of the artifact is used."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What the accelerator computes of a decoder, and on which engine: everything that is decided before files are written."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

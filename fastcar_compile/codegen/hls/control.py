@@ -1,7 +1,5 @@
 """The DRS control table of a program, and what the manifest says of the controller that reads it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

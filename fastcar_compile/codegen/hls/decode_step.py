@@ -1,7 +1,5 @@
 """What a decode step with exact numerics is made of, read off its graph, where a step program can express it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

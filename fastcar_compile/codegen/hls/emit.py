@@ -1,7 +1,5 @@
 """The accelerator parts of an artifact: HLS project, packed weights and the DRS control table."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The C++ host program of an artifact: real headers and mains, one generated header with this decoder's sizes, a README."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 
 import numpy as np

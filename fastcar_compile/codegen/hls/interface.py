@@ -1,7 +1,5 @@
 """The typed interface of a kernel: signature, pragmas, connections and what the host fills all come from it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -5,8 +5,6 @@ of gate/up and then down. An AXI port that carries several weight ports has thei
 (each padded to whole words, int4 to whole groups). What pads is zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

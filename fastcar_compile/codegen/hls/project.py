@@ -1,7 +1,5 @@
 """Write the HLS project of a design: headers, tops, test benches, Makefile and Vitis configurations."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import astuple, replace
 from importlib.resources import files

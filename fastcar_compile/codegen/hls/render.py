@@ -1,7 +1,5 @@
 """Jinja templates of the HLS sources. A text of a model or of a target file cannot become code in them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A small step program of the sizes of a kernel, one layer of a decoder and its head; and what the kernel has to give."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -3,8 +3,6 @@
 B batch rows, S cache capacity.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

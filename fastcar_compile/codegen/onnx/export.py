@@ -4,8 +4,6 @@ The graph calls one function per segment; layers of equal structure share theirs
 external data: the bytes of the artifact's own weight files, so that nothing is stored twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

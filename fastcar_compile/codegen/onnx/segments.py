@@ -1,7 +1,5 @@
 """Each distinct segment of the decode step as one ONNX function: a layer is exported once, however many there are."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import re

@@ -5,8 +5,6 @@
 - Operators without a translation are decomposed, which traces the graph again. A graph without them is not traced.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import cache

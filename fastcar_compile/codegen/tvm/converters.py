@@ -1,7 +1,5 @@
 """Converters: each makes of one call of one operator the Relax calls of its kernels. Importing them registers them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

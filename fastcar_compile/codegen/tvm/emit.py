@@ -1,7 +1,5 @@
 """The host part of an artifact: a TVM library for each instruction set of choice, and for the board's own CPU."""
 
-from __future__ import annotations
-
 import copy
 import platform
 import shutil

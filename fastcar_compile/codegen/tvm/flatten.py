@@ -1,7 +1,5 @@
 """flatten: one function for each entry. Layers are compiled once, and called nowhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import tvm

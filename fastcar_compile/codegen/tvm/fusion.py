@@ -1,7 +1,5 @@
 """Fusion: several operators of the rewritten program become one, which one kernel computes."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

@@ -3,8 +3,6 @@
 No TVM here: the runtime chooses a library with this module alone.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

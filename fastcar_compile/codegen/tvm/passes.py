@@ -1,7 +1,5 @@
 """Passes over the kernels of a module: for which instruction set they are, which are combined, how they run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

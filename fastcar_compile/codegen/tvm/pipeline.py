@@ -1,7 +1,5 @@
 """The lowering of one graph to CPUs: every step, in order, on one screen."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

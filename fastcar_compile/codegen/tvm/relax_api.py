@@ -1,7 +1,5 @@
 """TVM's functions with the types that they take: its annotations are missing or narrower."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 

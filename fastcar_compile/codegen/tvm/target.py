@@ -1,7 +1,5 @@
 """TVM targets: an instruction set of the table, or the host CPU of a board."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import tvm

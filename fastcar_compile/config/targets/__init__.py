@@ -1,7 +1,5 @@
 """The boards and CPUs that artifacts are compiled for: one TOML file each, data only, and its typed reader."""
 
-from __future__ import annotations
-
 import difflib
 import platform
 import tomllib

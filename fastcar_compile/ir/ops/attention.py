@@ -1,7 +1,5 @@
 """Static KV cache operators: cache_write, attention, tas."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ docs/reference/numerics.md ("A decode step, bit for bit") defines them.
 `fastcar_compile.ir.exact` is the numpy reference.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

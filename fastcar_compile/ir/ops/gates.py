@@ -4,8 +4,6 @@ attention.py has `tas`. Every score is a function of exact sums, so that all bac
 addition (docs/reference/numerics.md, "Scores, bit for bit").
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """w8a8 and w4a8 linears with one exact definition for every backend (docs/reference/numerics.md)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

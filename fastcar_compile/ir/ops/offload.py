@@ -1,7 +1,5 @@
 """The calls from a host graph to the accelerator: MLPs, gates, and the linears outside of the MLPs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar

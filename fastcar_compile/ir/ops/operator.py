@@ -1,7 +1,5 @@
 """Registration of the operators in `fastcar::`: the eager definition, and why a graph has the operator."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Cross-attention to a context: what follows from the context alone is computed once per video, in its own graph."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Attention that a model writes out: product, scale, soft-cap, mask, softmax and product."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import cast

@@ -1,7 +1,5 @@
 """Functionalisation of in-place writes, in program order: into buffers here, into activations by `in_place`."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A root-mean-square norm that is written out, and a layer norm over the last axis."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

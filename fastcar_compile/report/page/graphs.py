@@ -1,7 +1,5 @@
 """The two graphs of an artifact as the page shows them: groups of nodes, parameters apart, and what changed."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping

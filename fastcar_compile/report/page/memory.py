@@ -1,7 +1,5 @@
 """The content of the memories: banks of the board, buffers of the kernels, state, parameters."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 

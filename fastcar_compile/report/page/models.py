@@ -1,7 +1,5 @@
 """The data of the inspection page. The page holds it as JSON; every value is derived from the artifact's own files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The inspection page: one HTML file that holds its data, style and scripts, and loads nothing."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The replay sites of an artifact: layers, thresholds, and recorded decisions as a heat map."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """The estimate of a decode step: figures, shares of the units, resources, time lines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Backend `board`: the accelerator on a board, through pyxrt."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Generator, Sequence

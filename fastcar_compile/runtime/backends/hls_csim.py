@@ -1,7 +1,5 @@
 """Backend `hls-csim`: the artifact's HLS sources, built with g++ and called through ctypes."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Pictures of a study: quality against replay, places of replay, and frames. The same input gives the same bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ An MLP reads its layer's input only. So everything but the replay rule is comput
 Only the choice between fresh and cached outputs goes frame by frame.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

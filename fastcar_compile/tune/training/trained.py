@@ -1,7 +1,5 @@
 """Trained gates as files, and the state of an interrupted training."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """manifest.json: as it is, and with the checksum that belongs to its content."""
 
-from __future__ import annotations
-
 from fastcar_compile.artifact.manifest import CHECKSUM, sealed
 from fastcar_compile.artifact.reader import parse_manifest
 from fastcar_compile.errors import ArtifactError

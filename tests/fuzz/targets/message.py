@@ -1,7 +1,5 @@
 """Messages of a player's page, one a line, to a game whose decoder is a stand-in; and headers of a request."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

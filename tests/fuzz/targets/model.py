@@ -1,7 +1,5 @@
 """What a build is asked for: each input is read as config.json, as a thresholds file and as the text of a pipeline."""
 
-from __future__ import annotations
-
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.errors import ArtifactError, CompileError
 from fastcar_compile.frontend.skeleton import CONFIG, read_config_json

@@ -1,7 +1,5 @@
 """signature.json: as it is, and with its payload signed by the key that is required."""
 
-from __future__ import annotations
-
 import json
 from base64 import b64decode, b64encode
 from hashlib import sha256

@@ -1,7 +1,5 @@
 """A DRS table: as it is, and with the length and the CRC-32 that belong to its content."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 

@@ -1,7 +1,5 @@
 """A safetensors file: read as an artifact's weights, and as a trained gate."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fastcar_compile.errors import ArtifactError, UserError

@@ -1,7 +1,5 @@
 """TOML files: each input is read as a target."""
 
-from __future__ import annotations
-
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import TargetError
 from fuzz.expect import accepted, as_file

@@ -3,8 +3,6 @@
 pixels.onnx is read by onnxruntime, and by no code of this package.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from play.worlds import write_world

@@ -1,7 +1,5 @@
 """What a gate is decided on, and its memory words as a controller reads them (docs/reference/drs_table.md)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD

@@ -1,7 +1,5 @@
 """Reading and checking a DRS control table, in the order of the HLS controller (docs/reference/drs_table.md)."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from functools import lru_cache

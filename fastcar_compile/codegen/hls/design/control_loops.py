@@ -4,8 +4,6 @@ They run one after the other, and so do those that place the rows before the arr
 fastcar_step.cpp). The closed form and the cycle model use the same loops. Depths are estimates, as in `loops.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Clocks and resources of the TAS unit and DRS controller. Estimates of this project, not synthesis results."""
 
-from __future__ import annotations
-
 import itertools
 
 from fastcar_compile.codegen.hls.control_table.gate import BFLOATS_PER_WORD

@@ -1,7 +1,5 @@
 """Design-space exploration: of every engine that fits the board, the one with the least predicted time per token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial

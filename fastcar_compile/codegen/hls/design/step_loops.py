@@ -4,8 +4,6 @@ LINEAR and MLP are the array's (`loops.py`). The vector instructions run their l
 of processes. The closed form and the cycle model use the same loops. Depths are estimates, as in `loops.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil

@@ -4,8 +4,6 @@ Loops come from the loop tables (codegen/hls/design/loops.py, control_loops.py).
 (tests/cycle_model) runs the same loops against each other; a test holds the two within 5 % of each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a model is asked: a workload on a board, its design, and the decisions of its forwards."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -5,8 +5,6 @@ that has most. DRS gives the i-th computing row to core i mod C. The static mapp
 gives row b to core b mod C whatever computes.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 

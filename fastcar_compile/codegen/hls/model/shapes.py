@@ -1,7 +1,5 @@
 """The sizes of a decoder that the hardware model needs: by name, or from an artifact's manifest."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass

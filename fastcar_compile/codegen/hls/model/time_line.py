@@ -3,8 +3,6 @@
 The events have Chrome's trace format, which chrome://tracing, ui.perfetto.dev and the inspection page show.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is decoded and how: the question that the hardware model answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

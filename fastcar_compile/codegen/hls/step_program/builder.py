@@ -1,7 +1,5 @@
 """The step program of a decoder, or its short programs, made of its sizes and its design."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

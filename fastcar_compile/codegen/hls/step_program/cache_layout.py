@@ -4,8 +4,6 @@ The rows are those of an int8 cache of every backend: D mantissas, then an expon
 keys row by row. Of values, it wants 16 positions of one element side by side: its array sums over the lanes of a word.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Instructions of a decode step, a class each: its fields are its words (docs/reference/drs_table.md)."""
 
-from __future__ import annotations
-
 import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

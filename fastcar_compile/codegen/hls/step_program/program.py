@@ -1,7 +1,5 @@
 """The program of a control table: its words, JSON, reader (docs/reference/drs_table.md)."""
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 from dataclasses import astuple, dataclass

@@ -1,7 +1,5 @@
 """A step program executed in numpy, on memory as the engine sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import singledispatchmethod

@@ -1,7 +1,5 @@
 """Elements of cached rows as float32, whatever type the cache has. ops/cached.py defines them bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial

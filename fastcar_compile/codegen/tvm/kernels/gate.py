@@ -1,7 +1,5 @@
 """Scores of the gates beside `tas`: float32 [B], of exact sums as ops/gates.py defines them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tvm.script import tirx as T

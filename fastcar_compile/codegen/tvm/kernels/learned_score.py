@@ -3,8 +3,6 @@
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
 # pyright: reportInvalidTypeForm=false
 
-from __future__ import annotations
-
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 

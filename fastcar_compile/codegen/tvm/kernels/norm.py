@@ -4,8 +4,6 @@ Both kernels of a norm share the macro that normalises a row, so its sums have o
 kernel quantises are bit for bit those that the first kernel writes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ module by the kernel of the same kind and options for another instruction set. S
 for several CPUs.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The temporal attention score (TAS), over all heads and over chosen ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Temporaries of a kernel are buffers without a scope and below 1024 bytes. TVM pu
 keeps them in registers. A vector that is used twice goes through such a buffer, because a TIR expression is a tree.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

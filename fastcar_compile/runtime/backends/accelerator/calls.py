@@ -1,7 +1,5 @@
 """The packed functions that the offload program of a library calls, bound to the session that is stepping."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 hls_templates/host/fastcar_accelerator.hpp is the same in C++.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Sessions whose decode steps run on an accelerator: whole, a launch per token, or their gates, MLPs and linears."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import numpy as np

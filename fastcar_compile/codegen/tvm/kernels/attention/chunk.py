@@ -1,7 +1,5 @@
 """Attention of a prefill chunk: many query rows over the filled part of the cache, as two small matrix products."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

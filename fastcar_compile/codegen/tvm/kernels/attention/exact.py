@@ -4,8 +4,6 @@ Two passes over the cached rows: one over the keys, whose logits are kept, and o
 in int32 lanes on every instruction set; a fence stands where LLVM could contract a product with the sum behind it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sums across the lanes of 16 vectors of 16 float32 at once, in the order of `add_lanes`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

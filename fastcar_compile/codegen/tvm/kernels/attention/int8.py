@@ -5,8 +5,6 @@ one and split into three limbs. vpdpbusd adds four adjacent bytes. So four rows 
 output columns stay permuted (`place`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

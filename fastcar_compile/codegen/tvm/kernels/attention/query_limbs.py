@@ -5,8 +5,6 @@ products of the limbs with mantissas are exact in int32. So a logit is off by ab
 where rounding the keys to int8 has moved it by 2^-8 of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From a product of query and key to its logit, to its weight, and to a sum of values: online softmax over blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

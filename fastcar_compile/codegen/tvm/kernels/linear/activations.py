@@ -1,7 +1,5 @@
 """Dynamic int8 quantisation of activation rows, bit for bit as fastcar_compile.ir.ops.linear defines it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

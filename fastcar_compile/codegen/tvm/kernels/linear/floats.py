@@ -3,8 +3,6 @@
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
 # pyright: reportInvalidTypeForm=false
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

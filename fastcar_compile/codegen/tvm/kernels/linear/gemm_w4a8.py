@@ -1,7 +1,5 @@
 """int4 GEMM of a prefill chunk or a large batch with AVX-512 VNNI, bit for bit as `linear_w4a8`."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -4,8 +4,6 @@ The active rows of x are moved once, in blocks of 16: four inputs of each row be
 weight row are one broadcast, which vpdpbusd multiplies with 16 rows, and no sum across lanes is needed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 

@@ -1,7 +1,5 @@
 """Sums of one group of 128 int4 weights times int8 activations, for every instruction set, exact in int32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -6,8 +6,6 @@ Lane widths and saturation are those of Intel's Intrinsics Guide and of Arm's Ne
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
 # pyright: reportInvalidTypeForm=false
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
