@@ -80,6 +80,12 @@ class CompileError(UserError):
         error.problems = single
         return error
 
+    @classmethod
+    def raise_all(cls, problems: Sequence[UserError]) -> None:
+        """Raise one error that lists every problem; without a problem, do nothing."""
+        if problems:
+            raise cls.collect(problems)
+
 
 def attempt(problems: list[CompileError], step: Callable[[], T]) -> T | None:
     """Return the result of `step`; a CompileError joins the problems instead."""

@@ -119,8 +119,7 @@ class BuildPlan:
 
     def require_buildable(self) -> None:
         """Raise CompileError with everything that stands against an artifact."""
-        if self.problems:
-            raise CompileError.collect(self.problems)
+        CompileError.raise_all(self.problems)
 
     def require_no_fallback(self) -> None:
         """Raise CompileError with every fallback and its reason."""
@@ -128,8 +127,7 @@ class BuildPlan:
             CompileError(f"{f.what}{_layers(f.layers)}: {f.instead}; {f.reason}", where=f.where, hint=f.hint)
             for f in self.fallbacks
         ]
-        if problems:
-            raise CompileError.collect(problems)
+        CompileError.raise_all(problems)
 
 
 def decide(

@@ -336,8 +336,7 @@ class CompileConfig(Config):
             hint = "lower tokens_per_frame to the tokens of one frame, or raise max_seq_len to at least two frames "
             hint += f"({2 * self.tokens_per_frame})"
             raise CompileError(f"{what}: no token would have a previous frame to replay", hint=hint)
-        if problems := self._not_a_whole_step():
-            raise CompileError.collect(problems)
+        CompileError.raise_all(self._not_a_whole_step())
         if self.numerics == "exact" and not (quant_format(self.quant).integer and self.kv == "int8"):
             what = f"numerics='exact' is defined for integers, not for quant {self.quant!r} and kv {self.kv!r}"
             hint = "use quant w8a8 or w4a8 with kv='int8', or numerics='native'"

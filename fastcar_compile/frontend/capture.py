@@ -112,8 +112,7 @@ def check_deterministic(graph: fx.Graph) -> None:
         elif is_op(node, *_DRAWS):
             what = f"the decode step draws random numbers ({node.target})"
             problems.append(error_at(node, what, "return logits from the step, and sample outside of it"))
-    if problems:
-        raise CompileError.collect(problems)
+    CompileError.raise_all(problems)
 
 
 _LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")

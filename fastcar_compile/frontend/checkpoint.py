@@ -70,8 +70,7 @@ class Checkpoint:
             # Without an index, nobody knows which tensors an unreadable file held.
             if listed or not problems:
                 problems += self._tensor_problems(lost)
-        if problems:
-            raise CompileError.collect(problems)
+        CompileError.raise_all(problems)
 
     @property
     def config(self) -> Any:

@@ -62,8 +62,7 @@ def check_exported(exported: ExportedProgram) -> None:
         first = next(iter(other))
         what = f"the exported program holds {count_text(len(other), 'tensor')} of {', '.join(dtypes)}, first {first}"
         problems.append(CompileError(what, hint="export module.float(), or give the module itself"))
-    if problems:
-        raise CompileError.collect(problems)
+    CompileError.raise_all(problems)
 
 
 def _shapes(exported: ExportedProgram) -> list[str]:

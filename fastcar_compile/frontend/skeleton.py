@@ -60,9 +60,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     data = read_json(file, "model's config.json", CompileError, size=limits.CONFIG_BYTES, hint=_HINT_FILE)
     if not isinstance(data, dict):
         raise CompileError("config.json does not hold a JSON object", where=str(file), hint=_HINT_FILE)
-    found = [CompileError(what, where=str(file), hint=hint) for what, hint in _problems(data)]
-    if found:
-        raise CompileError.collect(found)
+    CompileError.raise_all([CompileError(what, where=str(file), hint=hint) for what, hint in _problems(data)])
     return data
 
 

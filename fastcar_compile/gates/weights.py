@@ -84,8 +84,7 @@ class GateWeights:
         problems = [p for layer, params in sorted(layers.items()) for p in problems_of(layer, params)]
         if not layers:
             problems.append("there is no layer")
-        if problems:
-            raise CompileError.collect([CompileError(p, where=where, hint=HINT) for p in problems])
+        CompileError.raise_all([CompileError(p, where=where, hint=HINT) for p in problems])
         made = {layer: layer_weights(params) for layer, params in sorted(layers.items())}
         return cls(digest_of(made), made)
 
@@ -134,9 +133,8 @@ class GateWeights:
         if extra := sorted(set(self.layers) - set(range(len(hidden)))):
             own = count_text(len(hidden), "layer")
             problems.append(f"the gate's weights have a layer {extra[0]}, but the decoder has {own}")
-        if problems:
-            hint = "train the gate on this decoder"
-            raise CompileError.collect([CompileError(p, where="gate_weights", hint=hint) for p in problems])
+        hint = "train the gate on this decoder"
+        CompileError.raise_all([CompileError(p, where="gate_weights", hint=hint) for p in problems])
 
     def require(self) -> None:
         """Raise CompileError where only the digest is known."""

@@ -188,8 +188,7 @@ class ExactArithmetic(Pass):
             module.graph.eliminate_dead_code()
             module.recompile()
         problems += inexact(program.graphs())
-        if problems:
-            raise CompileError.collect(problems)
+        CompileError.raise_all(problems)
         return modified
 
 

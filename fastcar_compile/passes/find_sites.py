@@ -139,8 +139,7 @@ def match_layers(graph: fx.Graph) -> list[LayerMatch]:
         raise CompileError("no attention over a written cache was found", hint=hint)
     problems: list[CompileError] = []
     matches = [attempt(problems, _Matcher(layer, window).match) for layer, window in enumerate(windows)]
-    if problems:
-        raise CompileError.collect(problems)
+    CompileError.raise_all(problems)
     return [match for match in matches if match is not None]
 
 

@@ -188,8 +188,7 @@ class _Normalizer:
             self.problems += eager_attention.unrecognised(self.graph, left)
         if not self.problems:
             self.context_graph = attempt(self.problems, self.context.finish)
-        if self.problems:
-            raise CompileError.collect(self.problems)
+        CompileError.raise_all(self.problems)
         # The signature changes last, when nothing can be refused any more.
         state = [self._lift(write, role, layer) for write, role, layer in used]
         self.graph.eliminate_dead_code()

@@ -141,8 +141,7 @@ def _replay(program: DecoderProgram) -> ReplayForm | None:
         for gate, site in found.items()
         if not decided_on_accelerator(gate)
     ]
-    if foreign:
-        raise CompileError.collect(foreign)
+    CompileError.raise_all(foreign)
     networks, layers = networks_of(program), range(len(program.sites))
     units = tuple(len(networks[layer].b1) if layer in networks else 0 for layer in layers if networks)
     gated = tuple(site.replay is not None for site in program.sites)

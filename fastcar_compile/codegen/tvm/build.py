@@ -189,6 +189,4 @@ def _check_operators(modules: Sequence[fx.GraphModule], isa: InstructionSet) -> 
     nodes = [n for graph in graphs for n in graph.nodes if n.op == "call_function"]
     # Quantised linears have no converter: the fusion `split_quantized_linears` replaces them before the import.
     unknown = [n for n in nodes if n.target not in QUANTIZED_LINEARS and not importer.knows(n.target)]
-    if unknown:
-        problems = [CompileError(f"operator {n.target} has no TVM lowering", where=where(n)) for n in unknown]
-        raise CompileError.collect(problems)
+    CompileError.raise_all([CompileError(f"operator {n.target} has no TVM lowering", where=where(n)) for n in unknown])

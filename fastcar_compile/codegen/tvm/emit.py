@@ -64,8 +64,7 @@ def host_variants(names: Sequence[str]) -> list[InstructionSet]:
             instead = f", or compile without it: host_cpus={others}" if others and isa.name in names else ""
             what = f"{compiler} is not on PATH, so no library for {isa.name} can be linked"
             problems.append(CompileError(what, where="host_cpus", hint=f"apt install {package} (Debian){instead}"))
-    if problems:
-        raise CompileError.collect(problems)
+    CompileError.raise_all(problems)
     return variants
 
 
