@@ -183,13 +183,9 @@ def whole_steps(program: DecoderProgram, config: CompileConfig) -> Offloaded:
 
 def _refused_wish(error: CompileError) -> Fallback:
     """Return that the decode step is not the accelerator's, as nobody asked but everybody would like."""
-    return Fallback(
-        kind="offload",
-        what="decode step",
-        instead="the accelerator computes its MLPs, the host the rest",
-        reason="; ".join(dict.fromkeys(single.what for single in error.problems or (error,))),
-        hint="give offload='mlp' (--offload mlp)",
-    )
+    instead, hint = "the accelerator computes its MLPs, the host the rest", "give offload='mlp' (--offload mlp)"
+    reason = "; ".join(dict.fromkeys(single.what for single in error.problems or (error,)))
+    return Fallback(kind="offload", what="decode step", instead=instead, reason=reason, hint=hint)
 
 
 def _best_offload(plan: BuildPlan) -> str:
@@ -237,33 +233,22 @@ def _fallbacks(program: DecoderProgram, config: CompileConfig, board: Target) ->
     if has_accelerator(config, board):
         yield from _gates(program) if config.offload != "all" else ()
     elif board.kind == "fpga":
-        yield Fallback(
-            kind="accelerator",
-            what="MLPs",
-            layers=tuple(site.layer for site in program.sites),
-            instead=f"the CPU of {board.name} computes them: no accelerator kernel is emitted",
-            reason=f"the kernels are int8, and quant is {config.quant!r}",
-            hint=f"choose quant {' or '.join(ACCELERATED)}",
-        )
+        instead = f"the CPU of {board.name} computes them: no accelerator kernel is emitted"
+        reason = f"the kernels are int8, and quant is {config.quant!r}"
+        layers, hint = tuple(site.layer for site in program.sites), f"choose quant {' or '.join(ACCELERATED)}"
+        yield Fallback(kind="accelerator", what="MLPs", layers=layers, instead=instead, reason=reason, hint=hint)
     if program.prefill is None and config.chunk > 1:
-        yield Fallback(
-            kind="prompt",
-            what="prompt",
-            instead="it goes through the decode step, token by token",
-            reason="an exported program holds the decode step alone",
-            hint="compile the module itself, or choose a prefill chunk of 1",
-        )
+        instead = "it goes through the decode step, token by token"
+        reason = "an exported program holds the decode step alone"
+        hint = "compile the module itself, or choose a prefill chunk of 1"
+        yield Fallback(kind="prompt", what="prompt", instead=instead, reason=reason, hint=hint)
 
 
 def assumed_frame(frame: int) -> Fallback:
     """Return that nobody said how many tokens a frame has."""
-    return Fallback(
-        kind="assumption",
-        what="tokens_per_frame",
-        instead=f"{frame} is assumed",
-        reason="the model's config gives none",
-        hint="give tokens_per_frame (--tokens-per-frame)",
-    )
+    instead, reason = f"{frame} is assumed", "the model's config gives none"
+    hint = "give tokens_per_frame (--tokens-per-frame)"
+    return Fallback(kind="assumption", what="tokens_per_frame", instead=instead, reason=reason, hint=hint)
 
 
 def _layers(layers: tuple[int, ...]) -> str:
@@ -323,13 +308,9 @@ def _board_libraries(board: Target) -> Iterator[Fallback]:
         return
     compiler = cross_compiler(board.host_triple, f"{platform.machine()}-linux-gnu")
     if shutil.which(compiler) is None:
-        yield Fallback(
-            kind="library",
-            what="host programs of the board",
-            instead="they are written as object files, not as a library",
-            reason=f"{compiler} is not on PATH",
-            hint=f"install it (Debian: g++-{board.host_triple})",
-        )
+        what, instead = "host programs of the board", "they are written as object files, not as a library"
+        reason, hint = f"{compiler} is not on PATH", f"install it (Debian: g++-{board.host_triple})"
+        yield Fallback(kind="library", what=what, instead=instead, reason=reason, hint=hint)
 
 
 # Where everything runs, and what every memory holds.
