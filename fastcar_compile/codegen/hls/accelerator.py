@@ -170,11 +170,8 @@ def _check_equal(sites: Sequence[LayerSite]) -> None:
 
     different = [s for s in sites if shape(s).partition(":")[2] != shape(sites[0]).partition(":")[2]]
     if different:
-        raise CompileError(
-            f"the accelerator has one MLP kernel, but the layers differ: {shape(sites[0])}; {shape(different[0])}",
-            where=different[0].source,
-            hint="compile for a CPU target",
-        )
+        what = f"the accelerator has one MLP kernel, but the layers differ: {shape(sites[0])}; {shape(different[0])}"
+        raise CompileError(what, where=different[0].source, hint="compile for a CPU target")
 
 
 def _check_quantised(program: DecoderProgram, config: CompileConfig) -> None:

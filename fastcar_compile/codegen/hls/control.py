@@ -30,10 +30,8 @@ def attention_of(program: DecoderProgram) -> AttentionShape:
         own = site.attention
         shapes.setdefault(AttentionShape(own.num_heads, own.num_kv_heads, own.head_dim), site.layer)
     if len(shapes) > 1:
-        raise CompileError(
-            f"the layers have different attention shapes: {'; '.join(f'layer {n}: {s}' for s, n in shapes.items())}",
-            hint="compile for a CPU target; the TAS unit has one shape for all layers",
-        )
+        what = f"the layers have different attention shapes: {'; '.join(f'layer {n}: {s}' for s, n in shapes.items())}"
+        raise CompileError(what, hint="compile for a CPU target; the TAS unit has one shape for all layers")
     return next(iter(shapes))
 
 

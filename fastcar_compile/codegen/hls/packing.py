@@ -81,10 +81,8 @@ def pack_linear(linears: Sequence[LinearWeights], product: Product, axi_words: i
             raise UserError(f"linear {i} has no bias; the design expects one", hint="call it apart from the others")
     total = sum(len(linear.values) for linear in linears)
     if total != product.channels:
-        raise UserError(
-            f"the linears have {total} channels in all; the design expects {product.channels}",
-            hint="pass the weights of the call that the design was chosen for",
-        )
+        what = f"the linears have {total} channels in all; the design expects {product.channels}"
+        raise UserError(what, hint="pass the weights of the call that the design was chosen for")
     return _stream([(_Channels(linears, product), product)], axi_words)
 
 

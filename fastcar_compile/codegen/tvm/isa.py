@@ -120,11 +120,8 @@ def host_instruction_set() -> InstructionSet:
         return able[0]
     sets = [isa.name for isa in INSTRUCTION_SETS if isa.machine == machine]
     text = f"of {', '.join(sets)}" if sets else f"for {machine}"
-    raise CompileError(
-        f"this CPU runs no instruction set {text}",
-        where=str(CPUINFO),
-        hint="compile on a CPU with at least SSE 4.2 or NEON, or name the instruction sets: host_cpus",
-    )
+    hint = "compile on a CPU with at least SSE 4.2 or NEON, or name the instruction sets: host_cpus"
+    raise CompileError(f"this CPU runs no instruction set {text}", where=str(CPUINFO), hint=hint)
 
 
 def cross_compiler(triple: str, machine: str) -> str:

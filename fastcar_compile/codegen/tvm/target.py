@@ -36,8 +36,5 @@ def board_instruction_set(cpu: str, triple: str) -> InstructionSet:
         if all(offers(feature, target) for feature in isa.llvm):
             # The CPU's name implies its features; more of them could name what this CPU lacks.
             return replace(isa, cpu=cpu, triple=triple, features=())
-    raise TargetError(
-        f"{cpu} runs none of the instruction sets {', '.join(isa.name for isa in table)}",
-        where="host.cpu",
-        hint=f"a host CPU needs at least {', '.join(table[-1].llvm)}",
-    )
+    what = f"{cpu} runs none of the instruction sets {', '.join(isa.name for isa in table)}"
+    raise TargetError(what, where="host.cpu", hint=f"a host CPU needs at least {', '.join(table[-1].llvm)}")

@@ -162,10 +162,8 @@ def tag_range(first: str, last: str) -> str:
         return first
     low, high = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(last)
     if low is None or high is None or low[1] != high[1]:
-        raise CompileError(
-            f"the banks {first} to {last} have no common name with numbers",
-            hint='name the connections of a target\'s banks "NAME[0]", "NAME[1]", ...',
-        )
+        what = f"the banks {first} to {last} have no common name with numbers"
+        raise CompileError(what, hint='name the connections of a target\'s banks "NAME[0]", "NAME[1]", ...')
     return f"{low[1]}[{low[2]}:{high[2]}]"
 
 
@@ -295,7 +293,5 @@ def require_banks(target: Target, excess: Sequence[str | None]) -> None:
     short = [text for text in dict.fromkeys(excess) if text is not None]
     if None in excess or not short:
         return
-    raise CompileError(
-        f"the weight streams do not fit the banks of {target.name}: {'; '.join(short)}",
-        hint="use fewer bits or layers, or a board whose banks are larger",
-    )
+    what = f"the weight streams do not fit the banks of {target.name}: {'; '.join(short)}"
+    raise CompileError(what, hint="use fewer bits or layers, or a board whose banks are larger")

@@ -188,10 +188,8 @@ def check_linears(linears: Sequence[LinearSpec]) -> None:
         if not (1 <= linear.inputs <= MOST_INPUTS and 1 <= linear.channels <= MOST_CHANNELS)
     ]
     if wrong:
-        raise CompileError(
-            f"the engine has at most {MOST_INPUTS} inputs and {MOST_CHANNELS} channels: {'; '.join(wrong)}",
-            hint="compile with offload='mlp'",
-        )
+        what = f"the engine has at most {MOST_INPUTS} inputs and {MOST_CHANNELS} channels: {'; '.join(wrong)}"
+        raise CompileError(what, hint="compile with offload='mlp'")
 
 
 @dataclass(frozen=True)

@@ -115,10 +115,8 @@ def _require_emitted(workload: Workload, target: Target, *, what_if: bool) -> tu
     if target.estimate_only is not None:
         reasons = (f"an artifact for {target.name}: {target.estimate_only}",)
     if reasons and not what_if:
-        raise InputError(
-            f"the compiler does not emit this: {'; '.join(reasons)}",
-            hint="choose a board that artifacts are built for, or ask with what_if=True (--what-if)",
-        )
+        what = f"the compiler does not emit this: {'; '.join(reasons)}"
+        raise InputError(what, hint="choose a board that artifacts are built for, or ask with what_if=True (--what-if)")
     if not what_if:
         require_fit(footprint, target, quant=workload.quant, positions=workload.cached_rows)
     if footprint.total > (room := capacity(target)):
@@ -135,10 +133,8 @@ def _checked(decisions: Decisions, workload: Workload) -> Decisions:
             hint="give session.stats.decisions of a session of this decoder with record=True",
         )
     if workload.couple_cfg and (coupled(decisions) != decisions).any():
-        raise InputError(
-            "the decisions are not those of guidance pairs, which replay only together here",
-            hint="record them with this artifact",
-        )
+        what = "the decisions are not those of guidance pairs, which replay only together here"
+        raise InputError(what, hint="record them with this artifact")
     return decisions
 
 

@@ -154,7 +154,5 @@ def _require_equal(layers: Sequence[LayerSite]) -> None:
     for layer in layers[1:]:
         differing = [key for key, value in sizes(layer).items() if value != first[key]]
         if differing:
-            raise UserError(
-                f"layer {layer.layer} differs from layer 0 in {', '.join(differing)}",
-                hint="the hardware model covers decoders whose layers have one size",
-            )
+            what = f"layer {layer.layer} differs from layer 0 in {', '.join(differing)}"
+            raise UserError(what, hint="the hardware model covers decoders whose layers have one size")

@@ -69,10 +69,8 @@ def host_of(target: Target) -> HostModel:
     """
     table = tomllib.loads((files("fastcar_compile.codegen.hls.model") / "hosts.toml").read_text())
     if target.host.cpu not in table:
-        raise TargetError(
-            f"there are no figures for the host {target.host.cpu} of {target.name}",
-            hint=f"known hosts: {', '.join(sorted(table))}",
-        )
+        what = f"there are no figures for the host {target.host.cpu} of {target.name}"
+        raise TargetError(what, hint=f"known hosts: {', '.join(sorted(table))}")
     return HostModel(**table[target.host.cpu], cores=target.host.cores or SERVER_CORES)
 
 
