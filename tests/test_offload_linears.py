@@ -10,13 +10,13 @@ import torch
 from agreement import decode
 from conftest import check_module, check_tool, imported
 from decoders import llama
+from tensor_maps import load_tensors
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
 from fastcar_compile.codegen.hls.model.system import estimate
 from fastcar_compile.codegen.hls.model.workload import design_of, workload_of
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.tensor_files import load_tensors
 from fastcar_compile.report.page.speed import offload_lines
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "moving_shapes"

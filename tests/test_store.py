@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from manifests import sections
+from tensor_maps import load_tensors
 
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import PipelineSection, Section
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.errors import ArtifactError, InternalError
-from fastcar_compile.ir.tensor_files import load_tensors, save_tensors
+from fastcar_compile.ir.tensor_files import save_tensors
 
 TENSORS = {"b": np.arange(6).reshape(2, 3), "a": np.ones((2, 2), np.float32)}
 

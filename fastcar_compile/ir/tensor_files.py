@@ -18,7 +18,6 @@ from fastcar_compile.config.formats import BY_SAFETENSORS, DType, dtype_of
 from fastcar_compile.errors import ArtifactError, InternalError
 from fastcar_compile.support import limits
 from fastcar_compile.support.strict_json import parse_json
-from fastcar_compile.support.values import refuse_pipe
 
 Array = NDArray[Any]
 
@@ -174,22 +173,6 @@ class _Entry(BaseModel):
 
 
 _HEADER = TypeAdapter(dict[str, _Entry])
-
-
-def load_tensors(path: str | Path) -> dict[str, Array]:
-    """Return all tensors of a safetensors file, as arrays over one private memory map of it.
-
-    A page is read when it is first touched. Writing to an array changes the array only.
-
-    Raises:
-        ArtifactError: missing, or not a valid safetensors file.
-    """
-    try:
-        refuse_pipe(Path(path))
-        data = np.memmap(path, np.uint8, "c")
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"the tensor file cannot be read: {error}", where=str(path), hint=_HINT) from error
-    return tensors_of(data, str(path))
 
 
 def tensors_of(data: Array, where: str) -> dict[str, Array]:

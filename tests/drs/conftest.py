@@ -7,12 +7,13 @@ import pytest
 from conftest import shared_folder
 from filelock import FileLock
 from hls.conftest import csim_tools
+from hls.sources import folder_sources
 
 from drs.tables import LIMITS, Controller, table_for
 from drs.unit import DrsUnit
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
 from fastcar_compile.codegen.hls.project import emit_drs
-from fastcar_compile.runtime.backends.hls_csim import CsimUnit, build_library, folder_sources
+from fastcar_compile.runtime.backends.hls_csim import CsimUnit, build_library
 
 __all__ = ["csim_tools"]
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hls.conftest import csim_tools
+from hls.sources import folder_sources
 
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from drs.tables import FRAME, LATER, Controller, Traffic, controller_traffic
@@ -28,7 +29,7 @@ from fastcar_compile.gates import GATES, decided_on_accelerator
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.tensors import exact_weights
-from fastcar_compile.runtime.backends.hls_csim import CsimUnit, ap_types_folder, build_library, compiler, folder_sources
+from fastcar_compile.runtime.backends.hls_csim import CsimUnit, ap_types_folder, build_library, compiler
 
 fastcar = torch.ops.fastcar
 __all__ = ["csim_tools"]

@@ -13,13 +13,13 @@ from board.fake_pyxrt import FakeXrt
 from conftest import check_module
 from decoders import PlainDecoder, headless_llama, llama
 from step.states import states_of
+from tensor_maps import load_tensors
 
 import fastcar_compile as fc
 from exact.conftest import BATCH, FRAME, LENGTH, PROMPT, token_ids
 from fastcar_compile.artifact.digest import cache_folder
 from fastcar_compile.codegen.hls.step_program.program import read_program
 from fastcar_compile.errors import ArtifactError, CompileError
-from fastcar_compile.ir.tensor_files import load_tensors
 from fastcar_compile.runtime.backends.accelerator.step import StepStepper, accelerator_of
 from fastcar_compile.runtime.backends.board import MEMINFO, buffer_bytes
 from fastcar_compile.runtime.backends.cpu import CpuStepper

@@ -10,13 +10,14 @@ import pytest
 import torch
 from conftest import check_module, check_tool
 from exact.cases import values
+from hls.sources import folder_sources
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, cpu_flags, runnable
 from fastcar_compile.gates.learned import unit_exponents
 from fastcar_compile.gates.tensors import exact_weights
-from fastcar_compile.runtime.backends.hls_csim import build_library, folder_sources
+from fastcar_compile.runtime.backends.hls_csim import build_library
 from fastcar_compile.tune.training.relaxed import LearnedScorer, Sample
 
 from .score_backends import (

@@ -18,8 +18,9 @@ from fastcar_compile.codegen.hls.project import emit_hls, table_of_sizes
 from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit
 from fastcar_compile.runtime.backends.accelerator.kernel import ALL_ROWS, Kernel, padded_rows
-from fastcar_compile.runtime.backends.hls_csim import CsimUnit, aligned, folder_sources, open_library
+from fastcar_compile.runtime.backends.hls_csim import CsimUnit, aligned, open_library
 from hls.library import Array
+from hls.sources import folder_sources
 
 ROOM = 1 << 22
 MLP, LINEAR, LINEAR_BIAS = range(3)

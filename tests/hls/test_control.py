@@ -18,8 +18,9 @@ from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.errors import BackendError, InternalError
 from fastcar_compile.runtime.backends.accelerator.kernel import Kernel, Launch
-from fastcar_compile.runtime.backends.hls_csim import CsimUnit, folder_sources, open_library
+from fastcar_compile.runtime.backends.hls_csim import CsimUnit, open_library
 from hls.library import Array, assert_same_bits, design, random_layer, reference
+from hls.sources import folder_sources
 from hls.test_project import run_program
 
 LAYERS, ROWS, FRAME, LATER = 3, 6, 4, 9

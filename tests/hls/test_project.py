@@ -19,8 +19,9 @@ from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir.ops.linear import FACTORS, activation_factor, factor_table
-from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, folder_sources, open_library
+from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, open_library
 from hls.library import DESIGNS, assert_same_bits
+from hls.sources import folder_sources
 
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 HEADERS = sorted(p.name for p in files("hls_templates").iterdir() if p.name.endswith(".hpp"))

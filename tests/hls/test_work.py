@@ -10,12 +10,10 @@ import pytest
 from fastcar_compile.codegen.hls.design.product import float_words
 from fastcar_compile.codegen.hls.packing import pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
-from fastcar_compile.runtime.backends.hls_csim import (
-    folder_sources,
-    open_library,
-)
+from fastcar_compile.runtime.backends.hls_csim import open_library
 from hls.library import Array, assert_same_bits, design, random_layer
 from hls.simulation import Simulation
+from hls.sources import folder_sources
 
 COUNTERS = "FASTCAR_COUNTERS"
 """The macro that counts."""

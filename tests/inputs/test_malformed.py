@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save as save_tensors
+from tensor_maps import load_tensors
 
 from fastcar_compile.artifact.programs import read_graph_file
 from fastcar_compile.artifact.reader import parse_manifest
@@ -26,7 +27,6 @@ from fastcar_compile.errors import UserError
 from fastcar_compile.frontend.pt2 import load_exported
 from fastcar_compile.gates import GateWeights
 from fastcar_compile.ir.pass_manager import pipeline_from_string
-from fastcar_compile.ir.tensor_files import load_tensors
 from fastcar_compile.passes.pipeline import PASSES
 from fastcar_compile.report.comparison import diff
 from fastcar_compile.tune.evaluate.cases import load_cases

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from lowering.programs import FRAME, LAYERS, LENGTH, Case, cpu_backend, export, numpy_params, program, tokens
+from tensor_maps import load_tensors
 
 from fastcar_compile.artifact.programs import decoder_section
 from fastcar_compile.artifact.sections import State
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir.tensor_files import load_tensors, save_tensors
+from fastcar_compile.ir.tensor_files import save_tensors
 from fastcar_compile.ir.types import StateRole
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Library
 from fastcar_compile.runtime.session import Session

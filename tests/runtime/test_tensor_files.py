@@ -10,18 +10,11 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tensor_maps import load_tensors
 
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir import tensor_files
-from fastcar_compile.ir.tensor_files import (
-    CHUNK,
-    Placement,
-    TensorSpec,
-    _Chunks,
-    load_tensors,
-    save_tensors,
-    write_pieces,
-)
+from fastcar_compile.ir.tensor_files import CHUNK, Placement, TensorSpec, _Chunks, save_tensors, write_pieces
 from fastcar_compile.ir.weights import dtype_name, to_torch
 
 DTYPES = (np.float32, np.float16, np.int8, np.uint8, np.int64, ml_dtypes.bfloat16)

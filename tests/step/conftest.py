@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from conftest import shared_folder
 from filelock import FileLock
+from hls.sources import folder_sources
 
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.project import emit_hls, step_fields
-from fastcar_compile.runtime.backends.hls_csim import aligned, build_library, folder_sources, open_library
+from fastcar_compile.runtime.backends.hls_csim import aligned, build_library, open_library
 from step.decoder import Decoder
 from step.kernel import Kernel
 from step.values import Array

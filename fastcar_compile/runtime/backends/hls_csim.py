@@ -70,12 +70,6 @@ def compiler() -> str:
     return path
 
 
-def folder_sources(folder: Path, names: Sequence[str] = SOURCES) -> dict[str, bytes]:
-    """Return the headers of a project's folder, and the sources of this list that the folder has, by name."""
-    paths = [*folder.glob("*.hpp"), *(folder / name for name in names)]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
-
-
 def open_library(files: Mapping[str, bytes], build_dir: Path, defines: Sequence[str] = ()) -> ctypes.CDLL:
     """Compile a project (as `emit_hls` writes it) in `build_dir`, or take the library already built; load a copy.
 

@@ -1,10 +1,11 @@
 """A safetensors file: read as an artifact's weights, and as a trained gate."""
 
 import numpy as np
+from tensor_maps import load_tensors
 
 from fastcar_compile.errors import ArtifactError, UserError
 from fastcar_compile.gates.weights import GateWeights
-from fastcar_compile.ir.tensor_files import load_tensors, save_tensors
+from fastcar_compile.ir.tensor_files import save_tensors
 from fuzz.expect import accepted, as_file, folder, same
 
 

@@ -1,0 +1,14 @@
+"""The files of a project that a test wrote to a folder, as the C simulation takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastcar_compile.runtime.backends.hls_csim import SOURCES
+
+
+def folder_sources(folder: Path, names: Sequence[str] = SOURCES) -> dict[str, bytes]:
+    """Return the headers of a project's folder, and the sources of this list that the folder has, by name."""
+    paths = [*folder.glob("*.hpp"), *(folder / name for name in names)]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
