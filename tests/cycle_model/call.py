@@ -137,12 +137,17 @@ def _read_rows(call: EngineCall, memory: Memory) -> list[Action]:
     return [Run("x", words, 1, memory.latency, writes=("rows_in",), memory=MEMORY)] * call.load.rows
 
 
+def weight_words(call: EngineCall) -> int:
+    """Return the 128-bit words of weights that the array takes of one port."""
+    return sum(named.product.port_words for named in call.products)
+
+
 def _read_weights(call: EngineCall, memory: Memory) -> list[Action]:
-    return [Run("weights", call.words, 1, memory.latency, writes=("ports",), memory=MEMORY, words=call.ports)]
+    return [Run("weights", weight_words(call), 1, memory.latency, writes=("ports",), memory=MEMORY, words=call.ports)]
 
 
 def _share_weights(call: EngineCall) -> list[Action]:
-    return [Run("words", call.words, 1, STREAM_DEPTH, reads=("ports",), writes=("weights",))]
+    return [Run("words", weight_words(call), 1, STREAM_DEPTH, reads=("ports",), writes=("weights",))]
 
 
 def _compute(call: EngineCall) -> Iterator[Action]:

@@ -97,7 +97,7 @@ class MemoryState:
     def __init__(self, name: str, memory: Memory) -> None:
         self.name, self.memory = name, memory
         self.moved = 0.0
-        self.rate = memory.free_rate
+        self.rate = self._free_rate = memory.rate / (1 - memory.refreshing)  # words per clock between two refreshes
         self._next = memory.refresh_interval if memory.refresh else inf
         self._refreshing = False
 
@@ -111,7 +111,7 @@ class MemoryState:
             self._refreshing = not self._refreshing
             memory = self.memory
             self._next += memory.refresh if self._refreshing else memory.refresh_interval - memory.refresh
-            self.rate = 0.0 if self._refreshing else memory.free_rate
+            self.rate = 0.0 if self._refreshing else self._free_rate
 
 
 class ProcessState:

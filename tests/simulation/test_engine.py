@@ -6,7 +6,7 @@ from itertools import product
 from random import Random
 
 import pytest
-from cycle_model.call import engine_network
+from cycle_model.call import engine_network, weight_words
 from cycle_model.engine import CycleModel, bound_of, simulated
 from cycle_model.kernel import simulate_network
 from cycle_model.network import Network
@@ -65,7 +65,7 @@ def test_words_and_works_of_a_call_are_those_of_the_loop_table(cycles: CycleMode
     result = simulate_network(engine_network(call, cycles.memory))
     rows = 3 * 2 * TINY.hidden // 4
     decided = sum(loop.trips for loop in control_loops(call.control) if loop.moves)
-    assert result.words["memory"] == pytest.approx(call.words * call.ports + rows + decided, rel=1e-4)
+    assert result.words["memory"] == pytest.approx(weight_words(call) * call.ports + rows + decided, rel=1e-4)
     for number, name in enumerate(("fetch_tile", "mac_tile", "scale_tile", "finish_tile")):
         loops = [tile_loops(p.product, call.load, inner=p.inner).stages[number] for p in call.products]
         works = sum(p.product.tiles * loop.cycles for p, loop in zip(call.products, loops, strict=True))
@@ -114,7 +114,7 @@ def test_a_slow_memory_is_the_root_of_the_waiting(cycles: CycleModel) -> None:
     result = simulate_network(engine_network(call, slow), watch="mac_tile")
     assert bound_of(result) == "memory"
     assert max(result.roots, key=lambda root: result.roots[root]) == "memory: memory"
-    assert result.clocks == pytest.approx(call.words * call.ports / slow.rate, rel=0.05)
+    assert result.clocks == pytest.approx(weight_words(call) * call.ports / slow.rate, rel=0.05)
 
 
 def test_copies_of_the_blocks_are_needed(cycles: CycleModel) -> None:

@@ -71,11 +71,6 @@ class EngineCall:
         """The controller's span on the time line."""
         return CONTROL_NAMES.get(self.control.op, "control")
 
-    @property
-    def words(self) -> int:
-        """128-bit words of weights that the array takes of one port."""
-        return sum(p.product.port_words for p in self.products)
-
     def product_bytes(self, number: int) -> int:
         """Return the bytes of weights and scales that all ports read from the memory for a product."""
         return self.products[number].product.port_words * self.ports * WORD_BYTES
@@ -160,11 +155,6 @@ class Memory:
     def refreshing(self) -> float:
         """Share of the time in which it refreshes, and a port that takes a word per clock gets none."""
         return self.refresh / self.refresh_interval if self.refresh else 0.0
-
-    @property
-    def free_rate(self) -> float:
-        """Words per clock between two refreshes."""
-        return self.rate / (1 - self.refreshing)
 
 
 def memory_of(design: Design, target: Target) -> Memory:
