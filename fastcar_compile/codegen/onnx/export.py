@@ -104,14 +104,9 @@ class _Builder:
         # Functions of onnxscript may stay in the model, and bring domains of their own.
         known = {o.domain for o in opsets}
         domains = {o.domain: o for f in functions for o in f.opset_import if o.domain not in known}
-        model = helper.make_model(
-            graph,
-            functions=functions,
-            opset_imports=[*opsets, *(domains[d] for d in sorted(domains))],
-            producer_name=PRODUCER,
-            producer_version=producer_versions()[PRODUCER],
-            ir_version=IR_VERSION,
-        )
+        opsets += [domains[d] for d in sorted(domains)]
+        producer = {"producer_name": PRODUCER, "producer_version": producer_versions()[PRODUCER]}
+        model = helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=IR_VERSION, **producer)
         segments.model_notes(model, kind, self.program.config)
         return model
 

@@ -16,7 +16,8 @@ from google.protobuf.message import Message
 from onnx import helper
 from torch import fx
 from torch._ops import OpOverload
-from torch.export import ExportedProgram, graph_signature
+from torch.export import ExportedProgram, ExportGraphSignature
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 
 from fastcar_compile.artifact.sections import OnnxSection
 from fastcar_compile.codegen.onnx.translate import translate
@@ -79,20 +80,9 @@ def _joined(parts: Mapping[str, Segment]) -> tuple[ExportedProgram, dict[str, li
         results += _inline(graph, root, part.copy(), places[name], name)
     graph.output(tuple(results))
     arguments = tuple(n for names in places.values() for n in names)
-    signature = graph_signature.ExportGraphSignature(
-        [
-            graph_signature.InputSpec(
-                graph_signature.InputKind.USER_INPUT, graph_signature.TensorArgument(n.name), None
-            )
-            for n in arguments
-        ],
-        [
-            graph_signature.OutputSpec(
-                graph_signature.OutputKind.USER_OUTPUT, graph_signature.TensorArgument(n.name), None
-            )
-            for n in results
-        ],
-    )
+    reads = [InputSpec(InputKind.USER_INPUT, TensorArgument(n.name), None) for n in arguments]
+    writes = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(n.name), None) for n in results]
+    signature = ExportGraphSignature(reads, writes)
     return ExportedProgram(graph_module(root, graph), graph, signature, {}, {}, []), inputs
 
 
