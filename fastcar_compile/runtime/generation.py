@@ -68,14 +68,8 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
         if sizes.takes_embeddings:
             hint = "use session.prefill() and session.step() with embeddings"
             raise InputError("a headless decoder has no tokens to generate", hint=hint)
-        super().__init__(
-            SessionConfig(
-                vocab_size=sizes.vocab_size,
-                hidden_size=sizes.hidden_size,
-                num_hidden_layers=sizes.num_layers,
-                max_position_embeddings=sizes.max_seq_len,
-            )
-        )
+        own = {"vocab_size": sizes.vocab_size, "hidden_size": sizes.hidden_size, "num_hidden_layers": sizes.num_layers}
+        super().__init__(SessionConfig(**own, max_position_embeddings=sizes.max_seq_len))
         self.session = session
         self.generation_config = generation_config or GenerationConfig()
         self._guidance: _Guidance | None = None

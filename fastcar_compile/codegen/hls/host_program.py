@@ -18,7 +18,7 @@ from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
 from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.config.targets import Target
 from fastcar_compile.gates.registry import GateKind
-from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.types import REPLAY_ROLES
 from fastcar_compile.ir.weights import dtype_name
 
@@ -84,17 +84,15 @@ def host_sources(
         functions=tuple(FUNCTIONS.values()) if board.programs.offload is not None else (),
         weights=weight_file(),
         thresholds=[_float(s.threshold) for s in program.sites],
-        state=[
-            {
-                "name": s.name,
-                "dtype": DTYPES[dtype_name(s.dtype)].safetensors,
-                "shape": s.shape,
-                "replay": s.role in REPLAY_ROLES,
-            }
-            for s in program.state
-        ],
+        state=[_state(s) for s in program.state],
     )
     return dict(sorted(texts.items()))
+
+
+def _state(spec: StateSpec) -> dict[str, object]:
+    """Return what the host has to know of a state tensor."""
+    dtype = DTYPES[dtype_name(spec.dtype)].safetensors
+    return {"name": spec.name, "dtype": dtype, "shape": spec.shape, "replay": spec.role in REPLAY_ROLES}
 
 
 def _unused(accelerator: AcceleratorSection | None) -> tuple[str, ...]:

@@ -132,16 +132,10 @@ def emit_board(writer: ArtifactWriter, lowered: LoweredModule, board: Target, ma
         LOGGER.warning("%s", text)  # no Python warning: no line of the caller's code is to change
     isa = board_instruction_set(cpu, triple)
     library = board_library(triple, cpu if triple == machine else None, linked=linked)
+    part = lowered.part(library)
     compiled = lowered.retarget(isa)
     if linked:
         compiled.export(writer.file(library), compiler, writer.scratch)
     else:
         compiled.export_objects(writer.file(library), writer.scratch)
-    return BoardPart(
-        triple=triple,
-        cpu=cpu,
-        instruction_set=isa.name,
-        compiler=compiler,
-        linked=linked,
-        programs=lowered.part(library),
-    )
+    return BoardPart(triple=triple, cpu=cpu, instruction_set=isa.name, compiler=compiler, linked=linked, programs=part)

@@ -30,14 +30,9 @@ def heat_map(decisions: Decisions, stride: int) -> HeatMap:
     frames = [shares[start : start + stride].mean(0) for start in range(0, forwards, stride)]
     later = shares[stride:]
     places = [later[place::stride].mean(0) for place in range(min(stride, len(later)))]
-    return HeatMap(
-        forwards=forwards,
-        stride=stride,
-        rows=rows,
-        frames=_by_layer(frames, layers),
-        tokens=_by_layer(places, layers),
-        total=round(float(later.mean()), DIGITS) if len(later) else None,
-    )
+    by_frame, by_place = _by_layer(frames, layers), _by_layer(places, layers)
+    total = round(float(later.mean()), DIGITS) if len(later) else None
+    return HeatMap(forwards=forwards, stride=stride, rows=rows, frames=by_frame, tokens=by_place, total=total)
 
 
 def _by_layer(columns: list[NDArray[np.float64]], layers: int) -> tuple[tuple[float, ...], ...]:

@@ -53,13 +53,9 @@ def speed_page(artifact: StoredArtifact, decisions: Decisions | None) -> SpeedPa
         return SpeedPage(missing=f"{what}: `fastcar estimate --target`.")
     replays = replays_of(manifest, decisions)
     try:
+        work, design, program = workload_of(manifest), design_of(manifest, target), program_of(artifact)
         question = ask(
-            workload_of(manifest),
-            target,
-            decisions=replays.decisions,
-            design=design_of(manifest, target),
-            recorded=replays.recorded,
-            program=program_of(artifact),
+            work, target, decisions=replays.decisions, design=design, recorded=replays.recorded, program=program
         )
         result = estimate_question(question)
     except UserError as error:
