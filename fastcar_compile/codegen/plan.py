@@ -369,12 +369,9 @@ def _calls(plan: Accelerator) -> Iterator[Placement]:
 def _memory(program: DecoderProgram, config: CompileConfig, board: Target, plan: Accelerator | None) -> Memory:
     """Return the bytes of weights and state, and where they are."""
     totals = {str(role): sum(s.nbytes for s in program.state if s.role is role) for role in StateRole}
-    weights = program.params.nbytes()
-    return Memory(
-        weights=weights,
-        state={role: size for role, size in totals.items() if size},
-        banks=tuple(_banks(program, config, board, plan)),
-    )
+    state = {role: size for role, size in totals.items() if size}
+    banks = tuple(_banks(program, config, board, plan))
+    return Memory(weights=program.params.nbytes(), state=state, banks=banks)
 
 
 def _banks(program: DecoderProgram, config: CompileConfig, board: Target, plan: Accelerator | None) -> Iterator[Bank]:

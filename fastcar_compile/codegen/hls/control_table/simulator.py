@@ -25,12 +25,9 @@ def read_result(words: Array, rows: int) -> LayerTrace:
     status, register = (int(word) for word in words[:2])
     # With another status nothing was decided: the words of scores and chain counts mean nothing then.
     decided = rows if Status(status) is Status.OK else 0
-    return LayerTrace(
-        status=Status(status),
-        index_register=register,
-        scores=tuple(words[SCORES : SCORES + decided].view(np.float32).tolist()),
-        chain=tuple(words[CHAIN : CHAIN + decided].view(np.int32).tolist()),
-    )
+    scores = tuple(words[SCORES : SCORES + decided].view(np.float32).tolist())
+    chain = tuple(words[CHAIN : CHAIN + decided].view(np.int32).tolist())
+    return LayerTrace(status=Status(status), index_register=register, scores=scores, chain=chain)
 
 
 @dataclass(frozen=True)

@@ -135,12 +135,9 @@ class Workload:
 
     def _memory_of_shape(self) -> Footprint:
         """Return the memory of the shape, without embeddings and norms."""
-        return Footprint(
-            self.shape.weight_bytes(self.quant) + self.gate.weight_bytes(self.shape),
-            self.kv_bytes(self.cached_rows),
-            self.shape.mlp_cache_bytes(self.batch),
-            self.gate.cache_bytes(self.shape, self.batch),
-        )
+        weights = self.shape.weight_bytes(self.quant) + self.gate.weight_bytes(self.shape)
+        outputs, inputs = self.shape.mlp_cache_bytes(self.batch), self.gate.cache_bytes(self.shape, self.batch)
+        return Footprint(weights, self.kv_bytes(self.cached_rows), outputs, inputs)
 
 
 DEFAULT_QUANT = "w8a8"
