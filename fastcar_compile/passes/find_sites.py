@@ -210,11 +210,9 @@ class _Matcher:
         norms = list(residual.users)
         normed = all(is_op(n, aten.layer_norm, aten.rms_norm) for n in norms)
         if normed and any(is_op(user, aten.add) for norm in norms for user in norm.users):
-            what = (
-                f"layer {self.layer}: the norm stands behind the residual add, so that the stream itself is normalised"
-            )
+            what = "the norm stands behind the residual add, so that the stream itself is normalised (post-norm)"
             hint = "compile a decoder whose norms stand in front of attention and MLP (pre-norm), h = h + mlp(norm(h))"
-            raise error_at(residual, f"{what}normalised (post-norm)", hint)
+            raise error_at(residual, f"layer {self.layer}: {what}", hint)
         users = ", ".join(str(n.target) for n in sorted(residual.users))
         raise self._error(residual, f"the residual stream is used by [{users}], none of which closes an MLP", _EXPECTED)
 
