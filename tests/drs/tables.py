@@ -31,8 +31,7 @@ ONE = AttentionShape(1, 1, 1)
 def table_for(rows: int = 3, cores: int = 2, layers: int = 3, **options: Any) -> DrsTable:
     """A small good table of attention shape ONE with a gate at 0 in every layer."""
     return build_table(
-        *(layers, rows, cores, FRAME, [0.0] * layers),
-        **{"attention": ONE, "scales": [1.0] * layers, **options},
+        *(layers, rows, cores, FRAME, [0.0] * layers), **{"attention": ONE, "scales": [1.0] * layers, **options}
     )
 
 
@@ -47,11 +46,7 @@ def signs(register: int, rows: int) -> np.ndarray:
 
 
 def call_for(
-    register: int,
-    rows: int = 3,
-    layer: int = 0,
-    step: int = LATER,
-    chain: Sequence[int] | None = None,
+    register: int, rows: int = 3, layer: int = 0, step: int = LATER, chain: Sequence[int] | None = None
 ) -> LayerCall:
     """A call whose scores ask for this Index Register."""
     counts = np.array([0] * rows if chain is None else chain, np.int32)

@@ -9,10 +9,7 @@ from fastcar_compile.codegen.hls.control_table.table import AttentionShape, Stat
 
 TEXT = (Path(__file__).parents[2] / "docs" / "reference" / "drs_table.md").read_text()
 EXAMPLE = build_table(
-    *(2, 2, 2, 64, [0.75, float("inf")]),
-    attention=AttentionShape(4, 2, 32),
-    scales=[0.25, None],
-    max_chain=3,
+    *(2, 2, 2, 64, [0.75, float("inf")]), attention=AttentionShape(4, 2, 32), scales=[0.25, None], max_chain=3
 )
 
 

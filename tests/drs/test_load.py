@@ -26,10 +26,7 @@ from fastcar_compile.codegen.hls.control_table.table import (
     table_words,
 )
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
-from fastcar_compile.codegen.hls.design.controller import (
-    controller_cycles,
-    controller_usage,
-)
+from fastcar_compile.codegen.hls.design.controller import controller_cycles, controller_usage
 from fastcar_compile.codegen.hls.design.loops import Loop
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
 from fastcar_compile.codegen.hls.project import emit_drs

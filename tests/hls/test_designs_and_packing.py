@@ -17,16 +17,7 @@ from fastcar_compile.codegen.hls.design.usage import READS, WRITES
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
 from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.ir.ops.linear import pack_int4
-from hls.library import (
-    DESIGNS,
-    EXAMPLE,
-    LINEARS,
-    Linear,
-    best,
-    design,
-    random_layer,
-    zcu102,
-)
+from hls.library import DESIGNS, EXAMPLE, LINEARS, Linear, best, design, random_layer, zcu102
 
 
 @settings(deadline=None)

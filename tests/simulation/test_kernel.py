@@ -4,18 +4,7 @@ from math import floor
 
 import pytest
 from cycle_model.kernel import simulate_network
-from cycle_model.network import (
-    Action,
-    Blocks,
-    Claim,
-    Fifo,
-    Free,
-    Network,
-    Pause,
-    Post,
-    Run,
-    Take,
-)
+from cycle_model.network import Action, Blocks, Claim, Fifo, Free, Network, Pause, Post, Run, Take
 from cycle_model.state import water_fill
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -18,11 +18,7 @@ from step.states import states_of
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WORLD = EXAMPLES / "doom" / "world"
 AFTER_THE_FIRST_FRAME = 24
-GATES = {
-    "moving_shapes": ("learned", "tas"),
-    "bouncing_digits": ("learned", "tas"),
-    "doom": ("input_delta",),
-}
+GATES = {"moving_shapes": ("learned", "tas"), "bouncing_digits": ("learned", "tas"), "doom": ("input_delta",)}
 CASES = [
     (name, gate, quant, batch)
     for name, gates in GATES.items()

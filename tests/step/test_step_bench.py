@@ -50,10 +50,7 @@ def test_the_project_is_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("cxx", "right", "wrong"),
-    [
-        (f"g++ {SANITIZED}", "", ""),
-        ("g++", "first_half ? straight - crossed", "first_half ? straight + crossed"),
-    ],
+    [(f"g++ {SANITIZED}", "", ""), ("g++", "first_half ? straight - crossed", "first_half ? straight + crossed")],
     ids=["sanitized", "wrong kernel"],
 )
 def test_the_bench_tells_a_right_kernel_from_a_wrong_one(
