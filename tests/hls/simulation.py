@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from fastcar_compile.runtime.backends.accelerator.kernel import ALL_ROWS, Kernel
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, aligned, open_library
 from hls.library import Array
 from hls.sources import folder_sources
+
+NULL = SimpleNamespace(ctypes=SimpleNamespace(data=None))
+"""A buffer at address 0."""
 
 ROOM = 1 << 22
 MLP, LINEAR, LINEAR_BIAS = range(3)
@@ -113,6 +117,11 @@ class Simulation:
         sums, weights, row = np.zeros(size, np.int32), aligned(stream), np.ascontiguousarray(x)
         assert self._sums(_at(row), _at(weights), ctypes.c_uint32(op), *request, _at(sums)) == 1
         return sums
+
+
+def rows(library: Simulation, width: int, rng: np.random.Generator, exponent: float = 0.0) -> Array:
+    """float32 [B, width] around 10 ** exponent."""
+    return (rng.normal(size=(library.batch, width)) * 10.0**exponent).astype(np.float32)
 
 
 def _at(array: Array) -> ctypes.c_void_p:

@@ -1,33 +1,21 @@
-"""The engine in C simulation: linears of random shapes, bit for bit against numpy and PyTorch."""
-
-from types import SimpleNamespace
+"""The engine in C simulation: linears of random shapes, bit for bit against numpy."""
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear
 from fastcar_compile.errors import CompileError, UserError
-from fastcar_compile.ir.ops.linear import pack_int4
-from hls.library import DESIGNS, LINEARS, Array, Linear, assert_same_bits
-from hls.simulation import Simulation
-
-NULL = SimpleNamespace(ctypes=SimpleNamespace(data=None))
-"""A buffer at address 0."""
+from hls.library import DESIGNS, LINEARS, Linear, assert_same_bits
+from hls.simulation import NULL, Simulation, rows
 
 RELAXED = settings(
-    max_examples=70, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 any_linears = pytest.mark.parametrize("design_name", LINEARS, indirect=True)
 int8_linears = pytest.mark.parametrize("design_name", ["linears"], indirect=True)
-
-
-def rows(library: Simulation, width: int, rng: np.random.Generator, exponent: float = 0.0) -> Array:
-    """float32 [B, width] around 10 ** exponent."""
-    return (rng.normal(size=(library.batch, width)) * 10.0**exponent).astype(np.float32)
 
 
 @any_linears
@@ -51,22 +39,7 @@ def test_any_shape_and_any_rows_on_one_engine(
     computes = np.array([mask >> b & 1 for b in range(library.batch)], bool)
     got = library.linear(x, linear.product, linear.stream, mask, before)
     assert_same_bits(got, np.where(computes[:, None], linear.reference(x), before))
-
-
-@any_linears
-def test_calls_of_the_design_equal_the_operator(library: Simulation, design_name: str) -> None:
-    rng = np.random.default_rng(5)
-    for product in DESIGNS[design_name].linears.values():
-        linear, x = Linear.random(DESIGNS[design_name], product, rng), rows(library, product.inputs, rng)
-        weights = linear.weights
-        values, scales = torch.from_numpy(weights.values), torch.from_numpy(weights.scales)
-        arguments = (scales, None if weights.bias is None else torch.from_numpy(weights.bias))
-        if product.bits == 4:
-            want = torch.ops.fastcar.linear_w4a8(torch.from_numpy(x), pack_int4(values), *arguments)
-        else:
-            want = torch.ops.fastcar.linear_w8a8(torch.from_numpy(x), values, *arguments)
-        assert_same_bits(library.linear(x, product, linear.stream), want.numpy())
-        np.testing.assert_array_equal(library.linear_sums(x, product, linear.stream), linear.sums(x))
+    np.testing.assert_array_equal(library.linear_sums(x, linear.product, linear.stream), linear.sums(x))
 
 
 @int8_linears
@@ -94,12 +67,7 @@ def test_weights_are_not_read_without_a_row(library: Simulation, design_name: st
 @pytest.mark.parametrize(
     "change",
     [
-        {"inputs": 301},
-        {"tiles": 3},
-        {"channels": 100},
-        {"tile": 1000},
-        {"inputs": 0},
-        {"tiles": -1},
+        *({"inputs": 301}, {"inputs": 0}, {"tiles": 3}, {"tiles": -1}, {"channels": 100}, {"tile": 1000}),
         {"tile": 2**31 - 1},
     ],
     ids=str,
