@@ -48,14 +48,9 @@ def recurrences(design: Design) -> list[Recurrence]:
         if product.sums > 1:
             rows = max(product.tile, design.scale_rows)
             found.append(Recurrence("scale_tile.groups", "total", rows * product.port_blocks, total_latency(clock)))
-    registers = (
-        ("mac_tile.words", "partial"),
-        ("quantize_rows.sizes", "amax"),
-        ("finish_tile.channels", "lanes"),
-        ("finish_tile.channels", "previous"),
-    )
-    found += [Recurrence(loop, variable, 1, REGISTER_CLOCKS) for loop, variable in registers]
-    return found
+    registers = [("mac_tile.words", "partial"), ("quantize_rows.sizes", "amax")]
+    registers += [("finish_tile.channels", variable) for variable in ("lanes", "previous")]
+    return found + [Recurrence(loop, variable, 1, REGISTER_CLOCKS) for loop, variable in registers]
 
 
 def step_recurrences(design: Design) -> list[Recurrence]:
@@ -118,12 +113,7 @@ def test_the_sources_declare_the_distances_of_the_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "right", "wrong", "problem"),
     [
-        (
-            "fastcar_config.hpp",
-            "SCALE_ROWS = 2",
-            "SCALE_ROWS = 1",
-            "total of scale_tile.groups: 4 iterations, 8 clocks",
-        ),
+        ("fastcar_config.hpp", "SCALE_ROWS = 2", "SCALE_ROWS = 1", "total of scale_tile.groups: 4 iterations, 8"),
         ("fastcar_tile.hpp", "(total, S::SCALE_DISTANCE)", "(total, 1)", "1 iterations, 8 clocks"),
         ("fastcar_tile.hpp", "(partial, 1)", "(partial, 2)", "partial of mac_tile.words: 2 iterations, at least 1"),
         ("fastcar_tile.hpp", "(partial, 1)", "(product, 1)", "product of mac_tile.words is not listed"),
