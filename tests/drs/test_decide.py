@@ -4,8 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from drs.oracle import Answer, Situation, decide
 from drs.tables import FRAME, LATER, Controller, call_for, map_rows, numbers, table_for
@@ -77,13 +75,6 @@ def test_ten_thousand_random_calls(controller: Controller) -> None:
         assert_is(trace, decide(s), s.cores)
         seen.add(table.rows)
     assert seen == set(range(1, 33))
-
-
-@given(register=st.integers(0, 2**32 - 1), rows=st.integers(1, 32), cores=st.integers(1, 32))
-def test_cores_are_filled_evenly(register: int, rows: int, cores: int) -> None:
-    mapping = map_rows(register, rows, cores)
-    used = [mapping[row] for row in range(rows) if register >> row & 1]
-    assert used == [(i % cores, i // cores) for i in range(len(used))]
 
 
 def test_the_first_frame_computes_whatever_the_score(controller: Controller) -> None:

@@ -7,7 +7,6 @@ arguments, and pipelines functions that have no loop.
 import re
 import subprocess
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -39,12 +38,6 @@ def find_open_interface(text: str, memories: list[str]) -> list[str]:
 def find_dividers(text: str) -> list[str]:
     """Divisions and remainders, besides those of constants, which are folded."""
     return re.findall(r"[\w\])]+ [/%] (?![A-Z0-9_]+\b)\w+|\b[a-z]\w*[\w\])]* [/%] \w+", lint.code_of(text))
-
-
-def find_unlabelled_loops(text: str) -> list[str]:
-    """Loops that no label stands before."""
-    lines = [line.strip() for line in lint.code_of(text).splitlines() if line.strip()]
-    return [line for before, line in pairwise(lines) if line.startswith("for (") and before[-1] != ":"]
 
 
 def find_loops_below(texts: list[str], steps: set[str]) -> list[str]:
@@ -94,12 +87,6 @@ def test_nothing_is_divided() -> None:
     assert not find_dividers("FASTCAR_TRIPS(1, ANSWER_WORDS / 4)")
 
 
-def test_loops_have_labels() -> None:
-    assert [found for text in sources() for found in find_unlabelled_loops(text)] == []
-    assert find_unlabelled_loops("int a;\nfor (int i = 0; i < N; ++i) {\n}\n")
-    assert not find_unlabelled_loops("words:\nfor (int i = 0; i < N; ++i) {\n}\n")
-
-
 def test_steps_have_no_loop() -> None:
     assert find_loops_below(sources(), STEPS) == []
     assert find_loops_below(["int a_step(int x) { for (int i = 0; i < 2; ++i) { x += i; } return x; }"], {"a_step"})
@@ -114,9 +101,8 @@ def test_the_bench_tells_every_buffer_before_every_call(csim_tools: None, projec
     program = project / "bench"
     options = ["-std=c++14", "-O1", "-D__BAMBU_SIM__", *include(project)]
     files_ = [str(project / name) for name in ("fastcar_drs.cpp", "drs_testbench.cpp")]
-    built = subprocess.run(
-        [compiler(), *options, *files_, "-o", str(program)], capture_output=True, text=True, check=False
-    )
+    command = [compiler(), *options, *files_, "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     *told, verdict = done.stdout.splitlines()
