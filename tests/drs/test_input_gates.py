@@ -24,7 +24,6 @@ from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsT
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.interface import drs_interface
 from fastcar_compile.codegen.hls.project import control_sizes, emit_drs
-from fastcar_compile.errors import UserError
 from fastcar_compile.gates import GATES, decided_on_accelerator
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.gates.registry import GateKind
@@ -56,9 +55,8 @@ class Case:
         sign = -1 if self.at_most else 1
         sizes = (LAYERS, ROWS, 2, FRAME, [sign * threshold] * LAYERS)
         shape = HEADS if self.score.kind.reads_query else None
-        return build_table(
-            *sizes, attention=shape, scales=[SCALE] * LAYERS, gate=self.score, refresh_every=refresh_every
-        )
+        options = {"scales": [SCALE] * LAYERS, "gate": self.score, "refresh_every": refresh_every}
+        return build_table(*sizes, attention=shape, **options)
 
 
 def network(layer: int) -> tuple[torch.Tensor, ...]:
@@ -289,10 +287,3 @@ def test_tables_are_read_again(name: str) -> None:
     assert check(table.to_bytes(), own) is Status.OK
     other = next(kind for kind in GateKind if kind is not table.gate)
     assert check(table.to_bytes(), replace(own, gate=other)) is Status.BAD_HEADER
-
-
-def test_a_network_needs_units() -> None:
-    with pytest.raises(UserError, match="a network of 0 units for gate learned"):
-        build_table(1, 1, 1, FRAME, [0.0], gate=GateScore(GateKind.LEARNED, WIDTH))
-    with pytest.raises(UserError, match="a network of 2 units for gate tas"):
-        build_table(1, 1, 1, FRAME, [0.0], gate=GateScore(units=2))

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,14 +37,8 @@ CASES = [
 def options_of(case: Case) -> CompileConfig:
     """What the case was compiled with, for a board."""
     replay = ReplayConfig(threshold=case.thresholds, max_chain=case.max_chain, couple_cfg=case.couple_cfg)
-    return CompileConfig(
-        target="zcu102",
-        quant="w8a8",
-        replay=replay,
-        tokens_per_frame=FRAME,
-        max_seq_len=case.length,
-        batch_size=case.batch,
-    )
+    sizes: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": case.length, "batch_size": case.batch}
+    return CompileConfig(target="zcu102", quant="w8a8", replay=replay, **sizes)
 
 
 def table_of(case: Case) -> DrsTable:

@@ -103,12 +103,8 @@ DAMAGED: dict[str, tuple[bytes, Status]] = {
     "more weighted heads than the hardware": (MANY, Status.BAD_HEADER),
 }
 OF_THE_HARDWARE = (
-    "cores of another array",
-    "key larger than the hardware",
-    "q larger than the hardware",
-    "longer than the hardware",
-    "gate of another kernel",
-    "more weighted heads than the hardware",
+    *("cores of another array", "key larger than the hardware", "q larger than the hardware"),
+    *("longer than the hardware", "gate of another kernel", "more weighted heads than the hardware"),
 )
 
 
@@ -242,57 +238,39 @@ def test_round_trip(arguments: dict[str, Any]) -> None:
 def test_json_twin() -> None:
     rest: dict[str, Any] = {"refresh_every": 2, "gate": GateScore(heads=(((0, 0.5),),))}
     table = build_table(*(1, 1, 1, 16, [INFINITY]), attention=ONE, scales=[2.0], max_chain=3, **rest)
-    assert table.to_json() == {
-        "version": 6,
-        "layers": 1,
-        "rows": 1,
-        "cores": 1,
-        "tokens_per_frame": 16,
-        "gate": "tas",
-        "units": 0,
-        "input_words": 0,
-        "distance_weight": 0.0,
-        "couple_cfg": False,
-        "max_chain": 3,
-        "refresh_period": 32,
-        "heads": 1,
-        "kv_heads": 1,
-        "head_dim": 1,
-        "thresholds": ["inf"],
-        "factors": [2.0**-23],
-        "head_weights": [[0.5]],
-    }
+    sizes = {"version": 6, "layers": 1, "rows": 1, "cores": 1, "tokens_per_frame": 16}
+    heads = {"heads": 1, "kv_heads": 1, "head_dim": 1, "head_weights": [[0.5]]}
+    gate = {"gate": "tas", "units": 0, "input_words": 0, "distance_weight": 0.0}
+    rules = {"couple_cfg": False, "max_chain": 3, "refresh_period": 32, "thresholds": ["inf"], "factors": [2.0**-23]}
+    assert table.to_json() == sizes | heads | gate | rules
+
+
+SIZES = (2, 3, 2, 16, [0.0, 0.0])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("sizes", "options", "text"),
     [
-        ((2, 33, 0, 1, [0.0]), r"rows = 33 \(1 to 32\); cores = 0 \(1 to 32\); 1 thresholds for 2 layers"),
-        ((40000, 32, 1, 1, [0.0] * 40000), r"80036 words \(at most 65536\)"),
+        ((2, 33, 0, 1, [0.0]), {}, r"rows = 33 \(1 to 32\); cores = 0 \(1 to 32\); 1 thresholds for 2 layers"),
+        ((40000, 32, 1, 1, [0.0] * 40000), {}, r"80036 words \(at most 65536\)"),
+        (SIZES, {"max_chain": 0}, r"max_chain = 0 \(1 to 2147483647\)"),
+        (SIZES, {"couple_cfg": True}, "coupled pairs of 3 rows"),
+        (SIZES, {"scales": [1.0]}, "1 scales for 2 layers"),
+        (SIZES, {"attention": AttentionShape(6, 4, 8)}, "6 heads are no multiple of 4 kv_heads"),
+        (SIZES, {"attention": AttentionShape(1024, 4, 128)}, r"heads \* head_dim = 131072 \(at most 65536\)"),
+        (SIZES, {"refresh_every": 2**28}, r"a refresh every 4294967296 forwards \(16 to 4294967295\)"),
+        (SIZES, {"gate": GateScore(width=8)}, r"an input of 8 elements for gate tas \(1 to 65536 if read, else 0\)"),
+        (SIZES, {"gate": GateScore(GateKind.BOUND, 8)}, r"a distance weight of 0.0 for gate bound"),
+        (SIZES, {"gate": GateScore(GateKind.INPUT_DELTA, 8, units=2)}, "a network of 2 units for gate input_delta"),
+        (SIZES, {"gate": GateScore(units=2)}, "a network of 2 units for gate tas"),
+        (SIZES, {"gate": GateScore(GateKind.LEARNED, 8)}, "a network of 0 units for gate learned"),
+        (SIZES, {"gate": GateScore(GateKind.INPUT_DELTA, 8, heads=(None, ()))}, "chosen heads for gate input_delta"),
+        (SIZES, {"gate": GateScore(heads=(((1, 1.0),), None, None))}, "heads of 3 layers for 2 layers; head 1 of 1"),
+        (SIZES, {"attention": AttentionShape(0, 1, 0)}, r"heads = 0 \(1 to 65535\); head_dim = 0 \(1 to 65535\)"),
     ],
 )
-def test_impossible_tables_are_refused_with_every_reason(arguments: tuple[Any, ...], text: str) -> None:
+def test_impossible_tables_are_refused_with_every_reason(
+    sizes: tuple[Any, ...], options: dict[str, Any], text: str
+) -> None:
     with pytest.raises(UserError, match=text):
-        build_table(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"max_chain": 0}, r"max_chain = 0 \(1 to 2147483647\)"),
-        ({"couple_cfg": True}, "coupled pairs of 3 rows"),
-        ({"scales": [1.0]}, "1 scales for 2 layers"),
-        ({"attention": AttentionShape(6, 4, 8)}, "6 heads are no multiple of 4 kv_heads"),
-        ({"attention": AttentionShape(1024, 4, 128)}, r"heads \* head_dim = 131072 \(at most 65536\)"),
-        ({"refresh_every": 2**28}, r"a refresh every 4294967296 forwards \(16 to 4294967295\)"),
-        ({"gate": GateScore(width=8)}, r"an input of 8 elements for gate tas \(1 to 65536 if read, else 0\)"),
-        ({"gate": GateScore(GateKind.BOUND, 8)}, r"a distance weight of 0.0 for gate bound"),
-        ({"gate": GateScore(GateKind.INPUT_DELTA, 8, units=2)}, "a network of 2 units for gate input_delta"),
-        ({"gate": GateScore(GateKind.INPUT_DELTA, 8, heads=(None, ()))}, "chosen heads for gate input_delta"),
-        ({"gate": GateScore(heads=(((1, 1.0),), None, None))}, "heads of 3 layers for 2 layers; head 1 of 1"),
-        ({"attention": AttentionShape(0, 1, 0)}, r"heads = 0 \(1 to 65535\); head_dim = 0 \(1 to 65535\)"),
-    ],
-)
-def test_impossible_gates_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(UserError, match=text):
-        build_table(2, 3, 2, 16, [0.0, 0.0], **options)
+        build_table(*sizes, **options)

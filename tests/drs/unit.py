@@ -51,24 +51,15 @@ class DrsUnit:
         # The argument has 32 counts, whatever the batch is.
         chain = np.zeros(MAX_ROWS, np.int32)
         chain[: len(call.chain)] = call.chain
-        for name, words in (("query", call.query), ("key", call.key), ("chain", chain)):
+        for name, array in (("query", call.query), ("key", call.key), ("chain", chain)):
             unit.fill(name)
-            unit.write(name, np.ascontiguousarray(words).view(np.uint8).reshape(-1))
+            unit.write(name, np.ascontiguousarray(array).view(np.uint8).reshape(-1))
         # A layer's buffer has the network behind the room for the cached rows. An update overwrites that room alone.
         if len(call.key) and call.layer in self._networks:
             unit.update(self._networks[call.layer], np.ascontiguousarray(call.key).view(np.uint8).reshape(-1))
             unit.bind("key", self._networks[call.layer])
-        unit.set(
-            {
-                "op": GATE,
-                "table_bytes": 0,
-                "crc": self._crc,
-                "layer": call.layer,
-                "step": call.step,
-                "query_words": len(call.query),
-                "key_words": len(call.key),
-            }
-        )
+        words = {"query_words": len(call.query), "key_words": len(call.key)}
+        unit.set({"op": GATE, "table_bytes": 0, "crc": self._crc, "layer": call.layer, "step": call.step} | words)
         unit.run()
         return read_result(unit.read("result", 4 * RESULT_WORDS).view(np.uint32), rows)
 
