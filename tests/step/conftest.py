@@ -1,7 +1,6 @@
 """The cores of a decode step as a library, built once for all test processes."""
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import shared_folder
 from filelock import FileLock
+from hls.conftest import csim_tools
 from hls.sources import folder_sources
 
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
@@ -19,6 +19,8 @@ from fastcar_compile.runtime.backends.hls_csim import aligned, build_library, op
 from step.decoder import Decoder
 from step.kernel import Kernel
 from step.values import Array
+
+__all__ = ["csim_tools"]
 
 
 class Cores:
@@ -91,13 +93,6 @@ def build_kernel(tmp_path_factory: pytest.TempPathFactory) -> BuildKernel:
             return Kernel(open_library(folder_sources(project), folder), made, step)
 
     return build
-
-
-@pytest.fixture
-def csim_tools(require_tool: Callable[[str], str], require_module: Callable[[str], None]) -> None:
-    """Skips (or in CI fails) unless g++ and the ap_types headers of hls4ml are there."""
-    require_tool("g++")
-    require_module("hls4ml")
 
 
 @pytest.fixture

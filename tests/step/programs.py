@@ -1,9 +1,5 @@
 """Step programs that the tests share."""
 
-import struct
-import zlib
-from collections.abc import Sequence
-
 from hls.library import zcu102
 
 from fastcar_compile.codegen.hls.control_table.builder import build_table
@@ -38,9 +34,3 @@ LIMITS = Limits(cores=1, table_words=64, query_words=1, key_words=1, instruction
 def binary(program: StepProgram) -> bytes:
     """A program in a table of two layers without gates."""
     return program.to_bytes(build_table(2, program.sizes.rows, 1, 7, [0.0] * 2))
-
-
-def repaired(words: Sequence[int]) -> bytes:
-    """These words as bytes, with the CRC-32 that fits them."""
-    body = struct.pack(f"<{len(words) - 3}I", *words[3:])
-    return struct.pack("<3I", *words[:2], zlib.crc32(body)) + body

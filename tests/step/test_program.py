@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drs.tables import changed, repaired
 
 from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.control_table.table import HEADER_WORDS, Status
@@ -28,7 +29,7 @@ from fastcar_compile.codegen.hls.step_program.program import StepProgram, check,
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates.registry import GateKind
 from step.conftest import Cores
-from step.programs import HEADS, LIMITS, binary, built, repaired
+from step.programs import HEADS, LIMITS, binary, built
 
 PROGRAM = built()
 NORMED = built(replace(HEADS, head_norm=True, rotary=16, cache=CacheForm(4, 30, 20)), layers=3, rows=1)
@@ -39,15 +40,8 @@ LEARNED = built(replay=ReplayForm(7, (False, True), GateKind.LEARNED, units=(0, 
 DELTA = built(replay=ReplayForm(7, (False, True), GateKind.INPUT_DELTA))
 
 
-PROGRAMS = {
-    "rotated": PROGRAM,
-    "normed": NORMED,
-    "plain": PLAIN,
-    "tas": GATED,
-    "bound": BOUND,
-    "learned": LEARNED,
-    "input_delta": DELTA,
-}
+PROGRAMS = {"rotated": PROGRAM, "normed": NORMED, "plain": PLAIN, "tas": GATED, "bound": BOUND, "learned": LEARNED}
+PROGRAMS["input_delta"] = DELTA
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
@@ -111,13 +105,6 @@ def answer(cores: Cores, data: bytes) -> Status:
     status = Status(int(cores("load", words, len(data))[-1]))
     assert status is check(data, LIMITS)
     return status
-
-
-def changed(data: bytes, at: int, value: int) -> bytes:
-    """`data` with one word replaced and a CRC-32 that fits."""
-    words = list(struct.unpack(f"<{len(data) // 4}I", data))
-    words[at] = value
-    return repaired(words)
 
 
 def test_each_check(cores: Cores) -> None:

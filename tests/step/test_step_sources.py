@@ -12,12 +12,8 @@ from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.project import emit_hls
 from step.test_step import DECODERS
 
-STREAM_FILES = (
-    "fastcar_engine_processes.hpp",
-    "fastcar_step_processes.hpp",
-    "fastcar_attention_processes.hpp",
-    "fastcar_value_processes.hpp",
-)
+ATTENTION = "fastcar_attention_processes.hpp"
+STREAM_FILES = ("fastcar_engine_processes.hpp", "fastcar_step_processes.hpp", ATTENTION, "fastcar_value_processes.hpp")
 STEP_CORES = ("fastcar_cache_core.hpp", "fastcar_attention_core.hpp", "fastcar_norm_core.hpp", "fastcar_step_rows.hpp")
 
 
@@ -53,13 +49,8 @@ def test_its_regions_are_canonical(sources: dict[str, str], gate: str) -> None:
 def test_one_unit_serves_every_instruction_of_its_kind(sources: dict[str, str]) -> None:
     """One call site each, but multipliers of keys and of values."""
     code = "".join(lint.code_of(text) for name, text in sources.items() if name != "fastcar_drs.cpp")
-    for function, calls in (
-        ("compute", 1),
-        ("call_controller", 1),
-        ("normalize", 1),
-        ("add_row", 1),
-        ("multiply_blocks", 2),
-    ):
+    calls_of = {"compute": 1, "call_controller": 1, "normalize": 1, "add_row": 1, "multiply_blocks": 2}
+    for function, calls in calls_of.items():
         assert len(re.findall(rf"(?<!void )\b{function}<[^;(){{}}]*>\(", code)) == calls, function
 
 
@@ -67,24 +58,9 @@ def test_one_unit_serves_every_instruction_of_its_kind(sources: dict[str, str]) 
     ("name", "right", "wrong", "problem"),
     [
         ("fastcar_step.hpp", "", "", ""),
-        (
-            "fastcar_step_config.hpp",
-            "TOTAL_TURNS = 8",
-            "TOTAL_TURNS = 7",
-            "add_values.add_sums: 7 iterations, 8 clocks",
-        ),
-        (
-            "fastcar_attention_processes.hpp",
-            "(input, 2)",
-            "(input, 1)",
-            "input of multiply_blocks.multiply_words: 1 iter",
-        ),
-        (
-            "fastcar_attention_processes.hpp",
-            "FASTCAR_RECURRENCE(found, 1)",
-            "",
-            "found of soften.keep_logits is not declared",
-        ),
+        ("fastcar_step_config.hpp", "TOTAL_TURNS = 8", "TOTAL_TURNS = 7", "add_sums: 7 iterations, 8 clocks"),
+        (ATTENTION, "(input, 2)", "(input, 1)", "input of multiply_blocks.multiply_words: 1 iter"),
+        (ATTENTION, "FASTCAR_RECURRENCE(found, 1)", "", "found of soften.keep_logits is not declared"),
     ],
 )
 def test_every_loop_keeps_its_interval(
