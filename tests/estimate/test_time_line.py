@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decoders import llama
+from exact.conftest import artifact
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.reader import StoredArtifact
@@ -19,6 +19,8 @@ from fastcar_compile.codegen.hls.model.workload import design_of, program_of, wo
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.report.page.speed import speed_page
+
+__all__ = ["artifact"]
 
 TINY = load_shape("tinyllama-1.1b").model_copy(update={"layers": 2})
 ZCU102 = load_target("zcu102")
@@ -70,19 +72,15 @@ def test_the_calls_are_the_instructions_of_the_program_that_is_given() -> None:
     assert less.seconds_per_step < whole.seconds_per_step
 
 
-def test_the_file_is_what_the_page_shows(tmp_path: Path) -> None:
+def test_the_file_is_what_the_page_shows(artifact: fc.Artifact, tmp_path: Path) -> None:
     """Of an artifact of whole steps: both are of the program that was emitted."""
-    replay = fc.ReplayConfig(gate="tas", threshold=0.0)
-    made = fc.compile(
-        llama(head_dim=32), "zcu102", tokens_per_frame=8, offload="all", replay=replay, output=tmp_path / "a"
-    )
-    artifact = StoredArtifact(made.path)
-    manifest, program = artifact.manifest, program_of(artifact)
+    stored = StoredArtifact(artifact.path)
+    manifest, program = stored.manifest, program_of(stored)
     assert program is not None
     result = estimate(workload_of(manifest), ZCU102, design=design_of(manifest, ZCU102), program=program)
     write_time_line(result, tmp_path / "line.json")
     written = json.loads((tmp_path / "line.json").read_text())
     assert "predicted, 0.0% replay" in written["otherData"]["estimate"]
-    (line,) = speed_page(artifact, None).steps
+    (line,) = speed_page(stored, None).steps
     assert list(line.events) == written["traceEvents"]
-    assert {e["name"] for e in line.events if e.get("cat") == "call"} >= {"norm", "qkv, 1 row", "MLP, 1 row", "add"}
+    assert {e["name"] for e in line.events if e.get("cat") == "call"} >= {"norm", "qkv, 2 rows", "MLP, 2 rows", "add"}
