@@ -9,7 +9,6 @@ import pytest
 from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design import exploration as module
 from fastcar_compile.codegen.hls.design.controller import controller_usage
-from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, budget_of, explore, resources_of
 from fastcar_compile.codegen.hls.design.memory import measured_cap, memory_rate
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
@@ -170,13 +169,6 @@ def test_nothing_fits() -> None:
 def test_a_cpu_has_no_fabric() -> None:
     with pytest.raises(TargetError, match="cpu has no fabric to place an engine on"):
         explored("vila-u-7b", "w8a8", 1, load_target("cpu"))
-
-
-def test_a_design_comes_back_from_the_manifest() -> None:
-    design = explored("tinyllama-1.1b", "w8a8", 2, load_target("zcu102")).design
-    assert Design.of(design.part) == design
-    engine = explored("tinyllama-1.1b", "w8a8", 2, load_target("zcu102"), "linears").design
-    assert Design.of(engine.part) == engine
 
 
 def test_tiles_are_in_ultraram_where_that_is_faster(tmp_path: Path) -> None:

@@ -30,10 +30,7 @@ def predict(shape: str, quant: str, board: str, context: int = 512, **options: A
 
 @pytest.mark.parametrize(
     ("shape", "board", "published"),
-    [
-        ("llama2-7b", "kv260", 4.9),  # arXiv 2502.10659
-        ("llama3-8b", "kv260", 4.8),  # arXiv 2507.03308
-    ],
+    [("llama2-7b", "kv260", 4.9), ("llama3-8b", "kv260", 4.8)],  # arXiv 2502.10659, arXiv 2507.03308
 )
 def test_published_boards_within_ten_per_cent(shape: str, board: str, published: float) -> None:
     """The whole step is in the fabric, as theirs; no factor is fitted."""
@@ -47,10 +44,8 @@ def test_published_boards_within_ten_per_cent(shape: str, board: str, published:
 def test_the_default_offload_takes_the_least_time(board: str, expected: str) -> None:
     work, target = Workload(load_shape("vila-u-7b"), "w4a8", 1024, replay=0.8), load_target(board)
     assert default_offload(work, target, what_if=True) == expected
-    seconds = {
-        offload: estimate(replace(work, offload=offload, replay=0.0), target, what_if=True).seconds_per_step
-        for offload in get_args(Offload)
-    }
+    dense = {offload: replace(work, offload=offload, replay=0.0) for offload in get_args(Offload)}
+    seconds = {name: estimate(asked, target, what_if=True).seconds_per_step for name, asked in dense.items()}
     assert min(seconds, key=seconds.__getitem__) == expected
 
 
@@ -83,7 +78,7 @@ def test_vila_u_on_zcu102() -> None:
     assert predict("vila-u-7b", "w4a8", "zcu102", 64, replay=0.8).speedup_over_dense >= 1.9
 
 
-@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8, 0.875])
+@pytest.mark.parametrize("ratio", [0.2, 0.875])
 def test_replay_gains_less_than_its_ceiling(ratio: float) -> None:
     result = predict("vila-u-7b", "w8a8", "u280", replay=ratio)
     assert result.replay_ratio == pytest.approx(ratio)
