@@ -30,14 +30,8 @@ def test_bytes_of_cache_and_weights() -> None:
     result = with_gate("learned", 8)
     cache = SHAPE.layers * SHAPE.tokens_per_frame * 2 * SHAPE.hidden * 4
     weights = SHAPE.layers * (2 * 8 * 2 * SHAPE.hidden + 4 * 17)
-    expected = {
-        "name": "learned",
-        "decided_on": "accelerator",
-        "units": 8,
-        "cache_bytes": cache,
-        "weight_bytes": weights,
-    }
-    assert result.gate == expected
+    sizes = {"units": 8, "cache_bytes": cache, "weight_bytes": weights}
+    assert result.gate == {"name": "learned", "decided_on": "accelerator"} | sizes
     assert result.memory["gate_cache"] == cache
     assert result.memory["weights"] == SHAPE.weight_bytes("w8a8") + weights
     assert result.memory["total"] == with_gate("tas").memory["total"] + cache + weights
@@ -46,11 +40,8 @@ def test_bytes_of_cache_and_weights() -> None:
 
 
 def test_the_controller_decides_and_the_host_the_gates_that_it_has_not() -> None:
-    unit, change, host = (
-        times(with_gate("tas")),
-        times(with_gate("input_delta")),
-        times(with_gate("bound", on_host=True)),
-    )
+    unit, change = (times(with_gate(name)) for name in ("tas", "input_delta"))
+    host = times(with_gate("bound", on_host=True))
     for own in (unit, change, times(with_gate("learned")), times(with_gate("bound"))):
         assert own["TAS, DRS"] == SHAPE.layers
         assert "gate" not in own
@@ -66,9 +57,8 @@ def test_time_of_a_decision_grows_with_the_network() -> None:
     def seconds(result: Estimate) -> float:
         return sum(s["seconds"] for s in result.time_line if s["name"] == "TAS, DRS")
 
-    none, few, many = (
-        seconds(r) for r in (with_gate("input_delta"), with_gate("learned", 8), with_gate("learned", 64))
-    )
+    results = with_gate("input_delta"), with_gate("learned", 8), with_gate("learned", 64)
+    none, few, many = map(seconds, results)
     assert 0 < none < few < many
 
 
