@@ -52,13 +52,7 @@ def decode(artifact: fc.Artifact, backend: str, prompt: NDArray[np.int64], count
 
 @pytest.mark.parametrize(("name", "quant", "batch", "offload"), CASES)
 def test_all_are_equal(
-    name: str,
-    quant: str,
-    batch: int,
-    offload: str,
-    native: Machine,
-    fake_library: Fake,
-    tmp_path: Path,
+    name: str, quant: str, batch: int, offload: str, native: Machine, fake_library: Fake, tmp_path: Path
 ) -> None:
     folder = EXAMPLES / name / "tuned"
     gate = fc.TrainedGate.load(folder / "gates" / "learned.safetensors")

@@ -202,10 +202,7 @@ def index_registers(log: Path) -> list[int]:
         ("no kernel", "error: the xclbin has no kernel fastcar_step\n  where: {xclbin}\n  hint:  link the kernels"),
         ("other design", "error: the xclbin is of another design: fastcar_step takes weights_0 "),
         ("other program", "error: the device holds the xclbin 00000000-0000-0000-0000-000000000002, not 0000"),
-        (
-            "no memory",
-            "error: no memory for {section} bytes: std::bad_alloc\n  where: fastcar_step, argument w",
-        ),
+        ("no memory", "error: no memory for {section} bytes: std::bad_alloc\n  where: fastcar_step, argument w"),
         ("hang", "error: the kernel did not complete, XRT state 8\n  where: fastcar_step\n  hint:  see `dmesg`"),
     ],
 )

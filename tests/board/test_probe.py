@@ -94,11 +94,7 @@ def test_bench_of_wide_ports(
     ids=["right", "one word", "order", "half a word", "every port"],
 )
 def test_bench(
-    project: Path,
-    require_tool: Callable[[str], str],
-    require_module: Callable[[str], None],
-    right: str,
-    wrong: str,
+    project: Path, require_tool: Callable[[str], str], require_module: Callable[[str], None], right: str, wrong: str
 ) -> None:
     """C simulation passes, and finds a kernel that reads something else."""
     require_tool("make")

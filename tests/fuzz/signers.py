@@ -58,10 +58,6 @@ def _bundle(digests: dict[str, str], material: dict[str, object]) -> bytes:
     bundle = {
         "mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json",
         "verificationMaterial": {**material, "tlogEntries": []},
-        "dsseEnvelope": {
-            "payload": b64encode(payload).decode(),
-            "payloadType": _TYPE,
-            "signatures": [signature],
-        },
+        "dsseEnvelope": {"payload": b64encode(payload).decode(), "payloadType": _TYPE, "signatures": [signature]},
     }
     return json.dumps(bundle).encode()
