@@ -56,9 +56,8 @@ class Result:
         covered = COVERED.findall(text)
         reached = "edges {}, features {}, inputs kept {}".format(*covered[-1]) if covered else "no coverage"
         state = "" if self.code == 0 else f"; FAILED with exit status {self.code}"
-        return (
-            f"{self.name}: {runs} runs in {self.seconds:.0f} s ({runs / max(self.seconds, 1):.0f}/s), {reached}{state}"
-        )
+        speed = f"{runs} runs in {self.seconds:.0f} s ({runs / max(self.seconds, 1):.0f}/s)"
+        return f"{self.name}: {speed}, {reached}{state}"
 
     @property
     def report(self) -> str:
@@ -67,9 +66,8 @@ class Result:
         lines = [f"== {self.name} ({self.log})", text[-SHOWN:]]
         if crashed := CRASHED.search(text):
             path = Path(crashed[1])
-            program = (
-                f"{OUT}/{self.name}" if self.name in CPP else f"PYTHONPATH=tests python -m fuzz.engine {self.name}"
-            )
+            engine = f"PYTHONPATH=tests python -m fuzz.engine {self.name}"
+            program = f"{OUT}/{self.name}" if self.name in CPP else engine
             lines += ["input in base64:", base64.b64encode(path.read_bytes()).decode(), f"again: {program} {path}"]
         return "\n".join(lines)
 
@@ -109,15 +107,8 @@ def fuzz(name: str, seconds: int) -> Result:
         (first / file).write_bytes(data)
     words = OUT / f"{name}.dict"
     words.write_text(dictionary(inputs.values()))
-    options = {
-        "max_total_time": seconds,
-        "timeout": INPUT_SECONDS,
-        "rss_limit_mb": MEMORY_MB,
-        "max_len": LONGEST.get(name, 4096),
-        "dict": words,
-        "artifact_prefix": f"{findings}/",
-        "print_final_stats": 1,
-    }
+    options = {"max_total_time": seconds, "timeout": INPUT_SECONDS, "rss_limit_mb": MEMORY_MB, "print_final_stats": 1}
+    options |= {"max_len": LONGEST.get(name, 4096), "dict": words, "artifact_prefix": f"{findings}/"}
     log, begin = OUT / f"{name}.log", time.monotonic()
     with log.open("wb") as stream:
         program = build(name, OUT, stream) if name in CPP else None

@@ -11,37 +11,14 @@ import numpy as np
 from fastcar_compile.ir.tensor_files import save_tensors
 
 TARGETS = ("cpu.toml", "zcu102.toml", "u280.toml")
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 32,
-    "max_position_embeddings": 64,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-06,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "text_config": {"hidden_size": 64},
-}
-PIPELINE = (
-    """insert-replay{"thresholds": [0.5, null, "inf"], "max_chain": 3, "heads": [[[0, 0.5]], null]},offload-mlp"""
-)
-THRESHOLDS = {
-    "gate": "tas",
-    "values": [0.5, None, "inf"],
-    "per_layer": [0.5, 0.0, 0.25],
-    "replay": 0.5,
-    "nll": 1.0,
-    "nll_dense": 1.0,
-    "goal": "none",
-    "inputs": "ab",
-}
+CONFIG: dict[str, object] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+CONFIG |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 32}
+CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-06}
+CONFIG |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": False}
+CONFIG |= {"torch_dtype": "float32", "text_config": {"hidden_size": 64}}
+PIPELINE = 'insert-replay{"thresholds": [0.5, null, "inf"], "max_chain": 3, "heads": [[[0, 0.5]], null]},offload-mlp'
+THRESHOLDS: dict[str, object] = {"gate": "tas", "values": [0.5, None, "inf"], "per_layer": [0.5, 0.0, 0.25]}
+THRESHOLDS |= {"replay": 0.5, "nll": 1.0, "nll_dense": 1.0, "goal": "none", "inputs": "ab"}
 MESSAGES = (
     {"type": "visible", "value": True},
     {"type": "limit", "value": False},
@@ -130,15 +107,7 @@ def _message() -> dict[str, bytes]:
     return {"all.jsonl": "\n".join(json.dumps(message) for message in MESSAGES).encode()}
 
 
-_SEEDS: dict[str, Callable[[], dict[str, bytes]]] = {
-    "manifest": _manifest,
-    "table": _table,
-    "toml": _toml,
-    "signature": _signature,
-    "model": _model,
-    "tensors": _tensors,
-    "world": _world,
-    "message": _message,
-}
+_FORMATS = (_manifest, _table, _toml, _signature, _model, _tensors, _world, _message)
+_SEEDS: dict[str, Callable[[], dict[str, bytes]]] = {made.__name__.removeprefix("_"): made for made in _FORMATS}
 PYTHON = tuple(_SEEDS)
 """Fuzzers of Python code: modules of `targets`."""

@@ -46,14 +46,13 @@ def _bundle(digests: dict[str, str], material: dict[str, object]) -> bytes:
     whole = sha256(b"".join(bytes.fromhex(each["digest"]) for each in resources)).hexdigest()
     ignored = [".git", ".gitattributes", ".github", ".gitignore", "signature.json"]
     serialization_ = {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": ignored}
-    payload = json.dumps(
-        {
-            "_type": "https://in-toto.io/Statement/v1",
-            "subject": [{"name": "artifact", "digest": {"sha256": whole}}],
-            "predicateType": "https://model_signing/signature/v1.0",
-            "predicate": {"serialization": serialization_, "resources": resources},
-        }
-    ).encode()
+    statement = {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [{"name": "artifact", "digest": {"sha256": whole}}],
+        "predicateType": "https://model_signing/signature/v1.0",
+        "predicate": {"serialization": serialization_, "resources": resources},
+    }
+    payload = json.dumps(statement).encode()
     signature = {"sig": b64encode(sign(payload)).decode(), "keyid": ""}
     bundle = {
         "mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json",
