@@ -90,11 +90,3 @@ def test_a_curve_ends_where_no_choice_can_use_it() -> None:
     assert [share for layer, share in measured if layer == 0] == list(SHARES)
     assert [share for layer, share in measured if layer == 1] == [0.2, 0.4], "0.4 stands before the target is reached"
     assert (curves.ended, found[2]) == ({1}, [Point(None, 0.0, 0.0)])
-
-
-def test_a_fixed_case() -> None:
-    """One layer is free up to 0.9, the other expensive: the target of 0.5 takes 0.9 of the one, 0.1 of the other."""
-    free = [Point(None, 0.0, 0.0), Point(0.4, 0.5, 0.0), Point(0.9, 0.9, 0.01)]
-    dear = [Point(None, 0.0, 0.0), Point(0.1, 0.1, 0.2), Point(0.5, 0.5, 3.0)]
-    assert [p.threshold for p in allocate([free, dear], 0.5)] == [0.9, 0.1]
-    assert [p.threshold for p in allocate_budget([free, dear], 0.1)] == [0.9, None]

@@ -138,10 +138,8 @@ def check_against_the_session(replay: fc.ReplayConfig, source: DecoderProgram, p
 
 def test_tokens_that_are_given_count_in_no_mean(plain: DecoderProgram) -> None:
     """Token 2 is given. Its forwards replay as the others do, and it is never the most likely token."""
-    replay = fc.ReplayConfig(gate="input_delta")
-    source, given = plain, videos()
-    whole = Evaluator(source, given, rules_of(replay, LAYERS), 3)
-    evaluator = Evaluator(source, given, rules_of(replay, LAYERS), 3, counted=(0, 2))
+    given, rules = videos(), rules_of(fc.ReplayConfig(gate="input_delta"), LAYERS)
+    whole, evaluator = (Evaluator(plain, given, rules, 3, counted=counted) for counted in (None, (0, 2)))
     thresholds = middle_thresholds(whole)
     found, every = evaluator.details(thresholds), whole.details(thresholds)
     np.testing.assert_array_equal(found.counted, given[:, 3:] < 2)
@@ -154,7 +152,7 @@ def test_tokens_that_are_given_count_in_no_mean(plain: DecoderProgram) -> None:
     assert measured.nll != pytest.approx(whole.measure(thresholds).nll, rel=1e-3)
     assert measured.ratios == whole.measure(thresholds).ratios
     with pytest.raises(InputError, match="no token after the first frame has an id in"):
-        Evaluator(source, given, rules_of(replay, LAYERS), counted=(3, 9))
+        Evaluator(plain, given, rules, counted=(3, 9))
 
 
 def test_w8a8_has_the_layers_of_its_own_graph() -> None:
@@ -220,21 +218,18 @@ def test_threads_share_the_batches(plain: DecoderProgram) -> None:
 
 def test_bad_videos(plain: DecoderProgram) -> None:
     replay = fc.ReplayConfig(gate="input_delta")
-    source, rules = plain, rules_of(replay, LAYERS)
-    with pytest.raises(InputError, match=r"the videos are float64 \[2, 34\], expected int64 \[N, T\]"):
-        Evaluator(source, np.zeros((2, LENGTH + 1)), rules)
-    with pytest.raises(InputError, match="videos of 9 tokens; from 11 to 34 can be used"):
-        Evaluator(source, np.zeros((2, 9), np.int64), rules)
-    with pytest.raises(InputError, match="compile with prefill_chunk <= 8"):
-        Evaluator(rewritten(replay, chunk=9), videos(), rules)
+    coupled = replay.model_copy(update={"couple_cfg": True})
+    for config, source, given, text in (
+        (replay, plain, np.zeros((2, LENGTH + 1)), r"float64 \[2, 34\], expected int64 \[N, T\]"),
+        (replay, plain, np.zeros((2, 9), np.int64), "videos of 9 tokens; from 11 to 34 can be used"),
+        (replay, rewritten(replay, chunk=9), videos(), "compile with prefill_chunk <= 8"),
+        (coupled, rewritten(coupled), videos(), r"pairs video b with video b \+ N / 2, .* 3 videos in batches of 2"),
+    ):
+        with pytest.raises(InputError, match=text):
+            Evaluator(source, given, rules_of(config, LAYERS))
 
 
 def test_coupled_videos_are_two_halves() -> None:
-    replay = fc.ReplayConfig(gate="input_delta", couple_cfg=True)
-    with pytest.raises(
-        InputError, match=r"pairs video b with video b \+ N / 2, but there are 3 videos in batches of 2"
-    ):
-        Evaluator(rewritten(replay), videos(), rules_of(replay, LAYERS))
     assert _groups(4, 6, True) == ([[0, 1, 3, 4], [2, 2, 5, 5]], [[True] * 4, [True, False] * 2])
     assert _groups(2, 3, False) == ([[0, 1], [2, 2]], [[True, True], [True, False]])
 

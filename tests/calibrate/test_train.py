@@ -1,5 +1,6 @@
 """Training of gates: the decoder with gradients against the evaluator, what training gains, the file."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -33,12 +34,6 @@ def some(decoder: LlamaForCausalLM) -> np.ndarray:
 def training(model: LlamaForCausalLM, tokens: np.ndarray, gate: str, prompt: int = 1) -> Training:
     relaxed = RelaxedDecoder(model, len(tokens), LENGTH, FRAME, prompt)
     return Training(relaxed, torch.from_numpy(tokens), Options(gate, 0.5, 4, 1, len(tokens), 0))
-
-
-def test_the_dense_decoder_is_the_model(decoder: LlamaForCausalLM, some: np.ndarray) -> None:
-    tokens = torch.from_numpy(some[:3, :-1])
-    found = RelaxedDecoder(decoder, 3, LENGTH, FRAME).dense(tokens)
-    torch.testing.assert_close(found, decoder(tokens, use_cache=False).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("prompt", [1, 3])
@@ -165,6 +160,9 @@ def test_going_on_begins_where_the_gate_was(decoder: LlamaForCausalLM, some: np.
     further = train(decoder, some[:32], gate, steps=1, start=trained)
     assert further.inputs != trained.inputs
     assert further.price == pytest.approx(trained.price, abs=0.2)
+    other = "tas" if gate == "learned" else "learned"
+    with pytest.raises(InputError, match=f"the gate to start from is '{gate}' with .*, not '{other}' with "):
+        train(decoder, some[:32], other, steps=1, start=trained)
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -173,11 +171,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"softness": 0.0}, "softness is 0", "give a number above 0"),
     ({"units": 0}, "units is 0", f"give a whole number from 1 to {2**30}"),
     ({"batch": 2.5}, "batch is 2.5", f"give a whole number from 1 to {2**30}"),
-    (
-        {"videos": np.zeros((2, 9), np.float32)},
-        "the videos are float32 [2, 9]",
-        "give token ids as integers [N, T], one video per row",
-    ),
+    ({"videos": np.zeros((2, 9), np.float32)}, "the videos are float32 [2, 9]", "give token ids as integers [N, T]"),
     ({"videos": np.zeros((2, 10), np.int64)}, "videos of 10 tokens have nothing to replay", "give at least two frames"),
     ({"model": headless_llama()}, "a headless decoder has no likelihood to train on", "train with its head"),
 ]
@@ -186,24 +180,19 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("options", "what", "hint"), REFUSED, ids=[w for _, w, _ in REFUSED])
 def test_refusals(decoder: LlamaForCausalLM, some: np.ndarray, options: dict[str, Any], what: str, hint: str) -> None:
     given = {"model": decoder, "videos": some, "target_replay": 0.5, "tokens_per_frame": FRAME} | options
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=re.escape(what)) as caught:
         fc.train_gate(given.pop("model"), given.pop("videos"), **given)
-    assert (caught.value.what, caught.value.hint or "") == (what, hint)
+    assert hint in (caught.value.hint or "")
 
 
-def test_a_gate_of_another_kind_is_no_start(decoder: LlamaForCausalLM, some: np.ndarray) -> None:
-    trained = train(decoder, some[:16], "tas", steps=1)
-    with pytest.raises(InputError, match=r"the gate to start from is 'tas' with .*, not 'learned' with "):
-        train(decoder, some[:16], "learned", steps=1, start=trained)
-
-
-def test_files_that_are_no_gate(tmp_path: Path, decoder: LlamaForCausalLM) -> None:
+def test_files_that_are_no_gate(tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
-    with pytest.raises(UserError, match="the gate's weights cannot be read: "):
-        fc.TrainedGate.load(other)
-    save_file({"a": torch.zeros(1)}, other)
-    with pytest.raises(UserError, match="format None version None, expected 'fastcar-gate' version '1'"):
-        fc.TrainedGate.load(other)
-    save_file({"a": torch.zeros(1)}, other, {"format": "fastcar-gate", "version": "1"})
-    with pytest.raises(UserError, match="the gate is malformed: ValueError"):
-        fc.TrainedGate.load(other)
+    for metadata, text in (
+        (None, "the gate's weights cannot be read: "),
+        ({}, "format None version None, expected 'fastcar-gate' version '1'"),
+        ({"format": "fastcar-gate", "version": "1"}, "the gate is malformed: ValueError"),
+    ):
+        if metadata is not None:
+            save_file({"a": torch.zeros(1)}, other, metadata)
+        with pytest.raises(UserError, match=text):
+            fc.TrainedGate.load(other)

@@ -50,9 +50,8 @@ def test_a_tuned_decoder_loses_less_by_replay(
     assert found.nll_dense < 1.4 * frozen.nll_dense, "it drew the videos itself: it can only get worse"
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_only_the_copy_changes_and_it_is_what_was_trained(some: np.ndarray, tied: bool) -> None:
-    model = sharp_decoder(tie_word_embeddings=tied)
+def test_only_the_copy_changes_and_it_is_what_was_trained(some: np.ndarray) -> None:
+    model = sharp_decoder(tie_word_embeddings=True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = tune(model, some[:16], steps=2)
     for name, tensor in model.state_dict().items():
@@ -60,7 +59,7 @@ def test_only_the_copy_changes_and_it_is_what_was_trained(some: np.ndarray, tied
     changed = dict(found.model.named_parameters())
     assert all(not torch.equal(weight, before[name]) for name, weight in changed.items())
     tuned = cast("LlamaForCausalLM", found.model)
-    assert (tuned.lm_head.weight is tuned.get_input_embeddings().weight) == tied
+    assert tuned.lm_head.weight is tuned.get_input_embeddings().weight
     assert not found.model.training
 
 

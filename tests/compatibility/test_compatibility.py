@@ -38,9 +38,7 @@ def test_it_decodes_the_same_tokens(artifact: Path) -> None:
     expected = json.loads((HERE / f"schema_{SCHEMA_VERSION}.json").read_text("utf-8"))
     opened = fc.load(artifact, digest=expected["digest"])
     if platform.machine() != "x86_64":
-        with pytest.raises(
-            fc.BackendError, match=r"no library for this CPU \(.*\), only for sse4 \(x86_64-linux-gnu\)"
-        ):
+        with pytest.raises(fc.BackendError, match=r"no library for this CPU \(.*\), only for sse4 "):
             opened.session("cpu")
         return
     session = opened.session("cpu")
