@@ -205,9 +205,9 @@ class Machine:
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def run(self, *command: object) -> subprocess.CompletedProcess[str]:
-        """A finished program with its texts."""
-        words = [*self.emulator, *map(str, command)]
-        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+        """A finished program with its texts. One thread: TVM's threads wait in loops, which stand still under qemu."""
+        words, environment = [*self.emulator, *map(str, command)], os.environ | {"TVM_NUM_THREADS": "1"}
+        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=120, env=environment)
 
 
 @pytest.fixture(scope="session")
