@@ -28,7 +28,6 @@ import fastcar_compile as fc
 from fastcar_compile.artifact.digest import cache_folder
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import probe_interface
-from fastcar_compile.gates import GateWeights
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder
 
 FRAME, LENGTH, CHUNK = 8, 65, 16
@@ -55,26 +54,24 @@ def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 @pytest.fixture(scope="session")
 def bound_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer, batch 2, w8a8: the accelerator decides by `bound`, over keys in float16."""
-    changes: dict[str, Any] = {"threshold": (1.1,), "gate": "bound", "kv": "float16", "num_hidden_layers": 1}
-    changes["prefill_chunk"] = 1
-    return built_once(tmp_path_factory, "bound", lambda output: compiled(output, **changes))
+    changes: dict[str, Any] = {"threshold": (1.1,), "gate": "bound", "kv": "float16", "prefill_chunk": 1}
+    return built_once(tmp_path_factory, "bound", lambda output: compiled(output, layers=1, **changes))
 
 
 @pytest.fixture(scope="module")  # the gate is registered for no other file
 def foreign_artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fc.Artifact]:
     """One layer, batch 4, w8a8, for a card with wide ports: the host decides, by a gate of another package."""
     with pytest.MonkeyPatch.context() as patch:
-        changes: dict[str, Any] = {"threshold": (1.1,), "gate": foreign.register(patch), "num_hidden_layers": 1}
-        changes |= {"target": "u280", "batch": 4, "prefill_chunk": 1}
+        changes: dict[str, Any] = {"gate": foreign.register(patch), "target": "u280", "batch_size": 4}
+        changes |= {"threshold": (1.1,), "layers": 1, "prefill_chunk": 1}
         yield built_once(tmp_path_factory, "foreign", lambda output: compiled(output, **changes))
 
 
 @pytest.fixture(scope="session")
 def learned_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer, batch 2, w8a8: the accelerator decides by a network on the change of its input."""
-    changes: dict[str, Any] = {"threshold": (0.0,), "gate": "learned", "gate_weights": networks(64, 5)}
-    changes["prefill_chunk"] = 1
-    return built_once(tmp_path_factory, "learned", lambda output: compiled(output, **changes, num_hidden_layers=1))
+    changes: dict[str, Any] = {"gate": "learned", "gate_weights": networks(64, 5), "prefill_chunk": 1}
+    return built_once(tmp_path_factory, "learned", lambda output: compiled(output, (0.0,), layers=1, **changes))
 
 
 def built_once(folders: pytest.TempPathFactory, name: str, build: Callable[[Path], fc.Artifact]) -> fc.Artifact:
@@ -86,43 +83,23 @@ def built_once(folders: pytest.TempPathFactory, name: str, build: Callable[[Path
     return fc.load(root / name)
 
 
-def compiled(
-    output: Path,
-    threshold: tuple[float | None, ...],
-    quant: str = "w8a8",
-    offload: str = "mlp",
-    sparse_attention: fc.SparseAttention | None = None,
-    kv: str = "float32",
-    *,
-    gate: str = "tas",
-    gate_weights: GateWeights | None = None,
-    batch: int = 2,
-    target: str = "zcu102",
-    prefill_chunk: int = CHUNK,
-    **changes: int,
-) -> fc.Artifact:
-    """With the library for the board's CPU linked."""
+def compiled(output: Path, threshold: tuple[float | None, ...], *, layers: int = 2, **given: Any) -> fc.Artifact:
+    """With the library for the board's CPU linked. given: options of `compile`, and gate and gate_weights."""
     check_tool("aarch64-linux-gnu-g++")
+    gate = {"gate": given.pop("gate", "tas"), "gate_weights": given.pop("gate_weights", None)}
+    options: dict[str, Any] = {"target": "zcu102", "batch_size": 2, "quant": "w8a8", "prefill_chunk": CHUNK}
+    options |= {"offload": "mlp", "kv": "float32", **given}
     return fc.compile(
-        llama(initializer_range=0.2, **changes),
-        target=target,
-        tokens_per_frame=FRAME,
-        max_seq_len=LENGTH,
-        batch_size=batch,
-        quant=quant,
-        replay=fc.ReplayConfig(gate=gate, threshold=threshold, gate_weights=gate_weights),
-        prefill_chunk=prefill_chunk,
-        offload=offload,
-        sparse_attention=sparse_attention,
-        kv=kv,
-        output=output,
-    )
+        llama(initializer_range=0.2, num_hidden_layers=layers), tokens_per_frame=FRAME, max_seq_len=LENGTH,
+        replay=fc.ReplayConfig(**gate, threshold=threshold), output=output, **options,
+    )  # fmt: skip
 
 
 def compiled_engine(output: Path) -> fc.Artifact:
     """The artifact of `engine_artifact`."""
     sparse = fc.SparseAttention(window=5, sinks=3, positions="cache")
-    return compiled(output, (0.0,), "w4a8", "linears", sparse, "float16", num_hidden_layers=1)
+    options: dict[str, Any] = {"quant": "w4a8", "offload": "linears", "sparse_attention": sparse, "kv": "float16"}
+    return compiled(output, (0.0,), layers=1, **options)
 
 
 @pytest.fixture(scope="session")
@@ -170,13 +147,8 @@ def meminfo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
     def write(free: int) -> Path:
         path = folder / str(free)
-        lines = (
-            "MemTotal: 4034284 kB",
-            f"CmaTotal: {free // 512} kB",
-            f"CmaFree:  {free // 1024} kB",
-            "HugePages_Total: 0",
-        )
-        path.write_text("\n".join(lines) + "\n")
+        sizes = f"CmaTotal: {free // 512} kB\nCmaFree:  {free // 1024} kB\n"
+        path.write_text(f"MemTotal: 4034284 kB\n{sizes}HugePages_Total: 0\n")
         return path
 
     return write
