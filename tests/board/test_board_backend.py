@@ -63,18 +63,12 @@ def starts(fake: FakeXrt) -> Counter[str]:
     return Counter(call[1] for call in fake.calls if call[0] == "start")
 
 
-def test_logits_equal_those_of_the_cpu(artifact: fc.Artifact, pyxrt: Faulty) -> None:
-    fake = pyxrt(artifact)
-    decisions = assert_same_logits(artifact)
-    launched = int((~decisions.all(2)).sum())
-    assert starts(fake) == {"fastcar_step": 1 + decisions.shape[0] + launched}
-
-
-def test_logits_are_equal_with_linears_offloaded(engine_artifact: fc.Artifact, pyxrt: Faulty) -> None:
-    fake = pyxrt(engine_artifact)
-    decisions = assert_same_logits(engine_artifact)
-    linears = len(accelerator_of(engine_artifact).linears)
-    assert linears == 3  # q, k and v; o; the head
+@pytest.mark.parametrize(("name", "linears"), [("artifact", 0), ("engine_artifact", 3)])  # q, k and v; o; the head
+def test_logits_equal_those_of_the_cpu(name: str, linears: int, request: pytest.FixtureRequest, pyxrt: Faulty) -> None:
+    offloaded = request.getfixturevalue(name)
+    fake = pyxrt(offloaded)
+    decisions = assert_same_logits(offloaded)
+    assert len(accelerator_of(offloaded).linears) == linears
     launched = int((~decisions.all(2)).sum()) + linears * decisions.shape[0]
     assert starts(fake) == {"fastcar_step": 1 + decisions.shape[0] + launched}
 
@@ -115,10 +109,8 @@ def buffers_of(kernel: KernelPart) -> set[tuple[int, int]]:
         ("no kernel", r"the xclbin has no kernel fastcar_step\n  where: .*table.bin\n  hint:  link the kernels"),
         ("other design", r"of another design: fastcar_step has 13 arguments, expected are 14\n  where: .*table.bin"),
         ("other program", r"the device holds the xclbin 2, not 1\n  where: device 0\n  hint:  another program"),
-        (
-            "no memory",
-            r"no memory for \d+ bytes: std::bad_alloc\n  where: fastcar_step, argument weights_0\n  hint:  free",
-        ),
+        ("no memory", r"no memory for \d+ bytes: std::bad_alloc\n  where: fastcar_step, argument weights_0\n  hint:"),
+        ("hang", r"the kernel did not complete: timeout\n  where: fastcar_step\n  hint:  see `dmesg`"),
     ],
 )
 def test_faults_are_told_when_the_session_opens(artifact: fc.Artifact, pyxrt: Faulty, fault: str, text: str) -> None:
@@ -127,34 +119,23 @@ def test_faults_are_told_when_the_session_opens(artifact: fc.Artifact, pyxrt: Fa
         artifact.session("board")
 
 
-def test_a_kernel_that_hangs_is_told(artifact: fc.Artifact, pyxrt: Faulty) -> None:
-    pyxrt(artifact, "hang")
-    text = r"the kernel did not complete: timeout\n  where: fastcar_step\n  hint:  see `dmesg`"
-    with pytest.raises(BackendError, match=text):
-        artifact.session("board")
-
-
-def test_environment_is_checked(artifact: fc.Artifact, pyxrt: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("DEVICE", "first", r"'first' is not a device index\n  where: \$FASTCAR_DEVICE\n  hint:  give 0, 1"),
+        ("DEVICE", "3", r"cannot be opened: No such device with index '3'\n  where: device 3\n  hint"),
+        ("XCLBIN", "/nowhere/x", r"the xclbin does not exist\n  where: /nowhere/x\n  hint:  corr"),
+        ("XCLBIN", "", r"does not know its xclbin\n  where: \$FASTCAR_XCLBIN is not set\n  hint:  set"),
+    ],
+)
+def test_environment_is_checked(
+    artifact: fc.Artifact, pyxrt: Faulty, monkeypatch: pytest.MonkeyPatch, name: str, value: str, text: str
+) -> None:
     pyxrt(artifact)
-    monkeypatch.setenv("FASTCAR_DEVICE", "first")
-    with pytest.raises(
-        BackendError, match=r"'first' is not a device index\n  where: \$FASTCAR_DEVICE\n  hint:  give 0, 1"
-    ):
-        artifact.session("board")
-    monkeypatch.setenv("FASTCAR_DEVICE", "3")
-    with pytest.raises(
-        BackendError, match=r"cannot be opened: No such device with index '3'\n  where: device 3\n  hint"
-    ):
-        artifact.session("board")
-    monkeypatch.setenv("FASTCAR_XCLBIN", "/nowhere/fastcar.xclbin")
-    with pytest.raises(
-        BackendError, match=r"the xclbin does not exist\n  where: /nowhere/fastcar.xclbin\n  hint:  corr"
-    ):
-        artifact.session("board")
-    monkeypatch.delenv("FASTCAR_XCLBIN")
-    with pytest.raises(
-        BackendError, match=r"does not know its xclbin\n  where: \$FASTCAR_XCLBIN is not set\n  hint:  set"
-    ):
+    monkeypatch.delenv(f"FASTCAR_{name}", raising=False)
+    if value:
+        monkeypatch.setenv(f"FASTCAR_{name}", value)
+    with pytest.raises(BackendError, match=text):
         artifact.session("board")
 
 

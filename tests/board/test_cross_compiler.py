@@ -4,13 +4,13 @@ import re
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import tvm
+from conftest import check_tool
 from manifests import sections
 from tvm import relax
 
@@ -42,40 +42,28 @@ def emit(lowered: LoweredModule, folder: Path, target: str, machine: str = "x86_
         return board
 
 
-def without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`name` is not on PATH."""
-    which = shutil.which
-    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == name else which(tool))
-
-
 def test_names_of_compilers() -> None:
     assert cross_compiler("aarch64-linux-gnu", "x86_64-linux-gnu") == "aarch64-linux-gnu-g++"
     assert cross_compiler("aarch64-linux-gnu", "aarch64-linux-gnu") == "g++"
 
 
 def test_without_the_cross_compiler_object_files_are_written(
-    lowered: LoweredModule,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    require_tool: Callable[[str], str],
+    lowered: LoweredModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    without("aarch64-linux-gnu-g++", monkeypatch)
-    text = (
-        r"aarch64-linux-gnu-g\+\+ is not on PATH: the host programs for aarch64-linux-gnu are written as object files "
-        r"\(.tar\), not as a library. Install it \(Debian: g\+\+-aarch64-linux-gnu\) and compile again"
-    )
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "aarch64-linux-gnu-g++" else which(tool))
+    text = r"aarch64-linux-gnu-g\+\+ is not on PATH: .* are written as object files \(.tar\).* Install it \(Debian: "
     section = emit(lowered, tmp_path / "a", "zcu102")
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("fastcar_compile", "WARNING")
-    assert re.fullmatch(text, record.getMessage())
+    assert re.match(text, record.getMessage())
     assert (section.linked, section.compiler) == (False, "aarch64-linux-gnu-g++")
-    assert section.programs.library == "host/aarch64-linux-gnu/decoder.tar"
+    name = section.programs.library
+    assert name == "host/aarch64-linux-gnu/decoder.tar"
     emit(lowered, tmp_path / "b", "zcu102")
-    name = "host/aarch64-linux-gnu/decoder.tar"
     assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     monkeypatch.undo()
-    compiler = require_tool("aarch64-linux-gnu-g++")
+    compiler = check_tool("aarch64-linux-gnu-g++")
     with tarfile.open(tmp_path / "a" / name) as archive:
         assert [m.mtime for m in archive] == [0] * len(archive.getmembers())
         archive.extractall(tmp_path / "objects", filter="data")

@@ -137,20 +137,10 @@ def test_make_asks_for_tvm(artifact: fc.Artifact, tmp_path: Path, native: Machin
     assert not (tmp_path / "build").exists()
 
 
-def test_the_sources_are_the_same_without_an_absolute_path(artifact: fc.Artifact) -> None:
-    for path in sorted((artifact.path / "host" / "src").iterdir()):
-        assert "/home/" not in path.read_text()
-        assert str(artifact.path.parent) not in path.read_text(), path.name
-
-
 def test_the_library_uses_no_instruction_beyond_the_cpu(artifact: fc.Artifact) -> None:
     """Cortex-A53 is Armv8.0-A: no dot product, no half-precision arithmetic, no SVE, no LSE atomics."""
-    text = subprocess.run(
-        ["aarch64-linux-gnu-objdump", "-d", artifact.path / "host/aarch64-linux-gnu/decoder.so"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    command = ["aarch64-linux-gnu-objdump", "-d", artifact.path / "host/aarch64-linux-gnu/decoder.so"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {fields[2].split()[0] for line in text.splitlines() if len(fields := line.split("\t")) > 2}
     assert {"fmla", "smull", "ldr"} <= used
     assert used.isdisjoint({"sdot", "udot", "ldadd", "cas", "whilelo", "ptrue", "fcvtzs.h"})

@@ -52,17 +52,15 @@ def make(project: Path, *words: str, **environment: str) -> subprocess.Completed
     )
 
 
-def commands(
-    platform: str = "zcu102.xpfm", rootfs: str = "rootfs.ext4", image: str = "Image", sd: str = ""
-) -> list[str]:
+def commands(platform: str, rootfs: Path, image: Path, sd: str) -> list[str]:
     """What Vitis has to run for csynth, link and package of the example design."""
-    objects = "build/fastcar_step/fastcar_step.xo"
+    objects, xclbin = "build/fastcar_step/fastcar_step.xo", "build/fastcar.xclbin"
     return [
         "v++ -c --mode hls --config fastcar_step_hls_config.cfg --work_dir build/fastcar_step",
-        f"v++ -l -t hw --platform {platform} --config link.cfg --temp_dir build/_x -o build/fastcar.xclbin {objects}",
-        f"v++ -p -t hw --platform {platform} build/fastcar.xclbin --package.out_dir build/package "
+        f"v++ -l -t hw --platform {platform} --config link.cfg --temp_dir build/_x -o {xclbin} {objects}",
+        f"v++ -p -t hw --platform {platform} {xclbin} --package.out_dir build/package "
         f"--package.boot_mode sd --package.image_format ext4 --package.rootfs {rootfs} --package.kernel_image {image} "
-        f"{sd}--package.sd_file build/fastcar.xclbin -o build/packaged.xclbin",
+        f"--package.sd_dir {sd} --package.sd_file {xclbin} -o build/packaged.xclbin",
     ]
 
 
@@ -70,18 +68,9 @@ def test_every_file_that_a_configuration_names_is_there(project: Path) -> None:
     for kernel, bench in zip(KERNELS, ("step_testbench.cpp", "drs_testbench.cpp"), strict=True):
         lines = (project / f"{kernel}_hls_config.cfg").read_text().splitlines()
         assert lines[:2] == ["part=xczu9eg-ffvb1156-2-e", ""]
-        assert lines[2:] == [
-            "[hls]",
-            "flow_target=vitis",
-            "clock=250MHz",
-            f"syn.top={kernel}",
-            f"syn.file={kernel}.cpp",
-            "syn.cflags=-I. -std=c++14",
-            f"tb.file={bench}",
-            "tb.cflags=-I. -std=c++14",
-            "package.output.format=xo",
-            "package.output.syn=true",
-        ]
+        assert {"[hls]", "clock=250MHz", f"syn.top={kernel}", f"syn.file={kernel}.cpp", f"tb.file={bench}"} <= {*lines}
+        assert {"flow_target=vitis", "package.output.format=xo", "package.output.syn=true"} <= {*lines}
+        assert [line for line in lines if "cflags" in line] == ["syn.cflags=-I. -std=c++14", "tb.cflags=-I. -std=c++14"]
         assert (project / f"{kernel}.cpp").is_file()
         assert (project / bench).is_file()
 
@@ -89,16 +78,9 @@ def test_every_file_that_a_configuration_names_is_there(project: Path) -> None:
 def test_link_configuration(project: Path) -> None:
     lines = (project / "link.cfg").read_text().splitlines()
     assert lines[:2] == ["[connectivity]", "nk=fastcar_step:1:fastcar_step_1"]
-    assert lines[2:10] == [
-        "sp=fastcar_step_1.weights_0:HP0",
-        "sp=fastcar_step_1.weights_1:HP1",
-        "sp=fastcar_step_1.weights_2:HP3",
-        "sp=fastcar_step_1.weights_3:HPC0",
-        "sp=fastcar_step_1.program:HP2",
-        "sp=fastcar_step_1.input:HP2",
-        "sp=fastcar_step_1.output:HPC1",
-        "sp=fastcar_step_1.report:HPC1",
-    ]
+    weights = {"weights_0": "HP0", "weights_1": "HP1", "weights_2": "HP3", "weights_3": "HPC0"}
+    others = {"program": "HP2", "input": "HP2", "output": "HPC1", "report": "HPC1"}
+    assert lines[2:10] == [f"sp=fastcar_step_1.{name}:{port}" for name, port in (weights | others).items()]
     assert lines[10:] == ["", "[clock]", "freqHz=250000000:fastcar_step_1"]
 
 
@@ -109,16 +91,12 @@ def kernel(name: str, weights: int, *others: str) -> KernelInterface:
 
 def test_weight_ports_of_all_kernels_share_banks() -> None:
     kernels = [kernel("a", 2, "x"), kernel("b", 3, "x", "y")]
-    assert connections(U280, kernels) == [
-        "sp=a_1.weights_0:HBM[0:9]",
-        "sp=a_1.weights_1:HBM[10:19]",
-        "sp=a_1.x:HBM[30]",
-        "sp=b_1.weights_0:HBM[0:9]",
-        "sp=b_1.weights_1:HBM[10:19]",
-        "sp=b_1.weights_2:HBM[20:29]",
-        "sp=b_1.x:HBM[31]",
-        "sp=b_1.y:HBM[30]",
-    ]
+    banks = {
+        "a_1": {"weights_0": "0:9", "weights_1": "10:19", "x": "30"},
+        "b_1": {"weights_0": "0:9", "weights_1": "10:19", "weights_2": "20:29", "x": "31", "y": "30"},
+    }
+    expected = [f"sp={name}.{port}:HBM[{tags}]" for name, ports in banks.items() for port, tags in ports.items()]
+    assert connections(U280, kernels) == expected
     assert [line[-4:] for line in connections(load_target("kv260"), [kernel("a", 6, "x")])][-2:] == ["HPC1", "HPC1"]
 
 
@@ -185,21 +163,13 @@ def test_every_bank_holds_its_part_of_a_7b_decoder() -> None:
     assert bank_excess(load_target("zcu102"), ports=4, stream_bytes=10**12) is None  # one memory: require_fit checks it
 
 
-def test_make_would_run_exactly_these_commands(project: Path) -> None:
-    options = ("PLATFORM=zcu102.xpfm", "ROOTFS=rootfs.ext4", "KERNEL_IMAGE=Image")
-    done = make(project, "-n", "csynth", "link", "package", *options)
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line.startswith("v++")] == commands()
-    assert not (project / "build").exists()
-
-
 def test_make_package_builds_all_of_it_in_order_and_once(project: Path, vpp: dict[str, str], tmp_path: Path) -> None:
     for name in ("rootfs.ext4", "Image"):
         (tmp_path / name).write_text("")
     options = (f"ROOTFS={tmp_path}/rootfs.ext4", f"KERNEL_IMAGE={tmp_path}/Image", "SD_DIR=../artifact", "PLATFORM=p")
     done = make(project, "package", *options, **vpp)
     assert done.returncode == 0, done.stderr
-    wanted = commands("p", f"{tmp_path}/rootfs.ext4", f"{tmp_path}/Image", "--package.sd_dir ../artifact ")
+    wanted = commands("p", tmp_path / "rootfs.ext4", tmp_path / "Image", "../artifact")
     assert Path(vpp["LOG"]).read_text().splitlines() == wanted
     assert make(project, "link", "PLATFORM=p", **vpp).returncode == 0
     assert len(Path(vpp["LOG"]).read_text().splitlines()) == len(wanted)
@@ -208,34 +178,35 @@ def test_make_package_builds_all_of_it_in_order_and_once(project: Path, vpp: dic
     assert Path(vpp["LOG"]).read_text().splitlines()[len(wanted) :] == wanted[:1]
 
 
+def assert_refused(done: subprocess.CompletedProcess[str], text: str) -> None:
+    assert done.returncode == 2
+    assert text in done.stderr
+
+
 def test_missing_vitis_is_told(project: Path) -> None:
     for target in ("csynth", "link", "package"):
         done = make(project, target, "VPP=no-such-v++", "PLATFORM=p")
-        assert done.returncode == 2
-        assert "no-such-v++ is not on PATH: source settings64.sh of Vitis 2023.2 or newer" in done.stderr
+        assert_refused(done, "no-such-v++ is not on PATH: source settings64.sh of Vitis 2023.2 or newer")
     assert not (project / "build").exists()
 
 
-def test_what_the_user_has_to_give_is_asked_for(project: Path, vpp: dict[str, str]) -> None:
-    done = make(project, "link", **vpp)
-    assert done.returncode == 2
-    assert "set PLATFORM to the name or the .xpfm file of the board's platform" in done.stderr
-    done = make(project, "package", "PLATFORM=p", "ROOTFS=/nowhere/rootfs.ext4", **vpp)
-    assert done.returncode == 2
-    assert "set ROOTFS and KERNEL_IMAGE to rootfs.ext4 and Image of AMD's common image" in done.stderr
-
-
-def test_a_kernel_that_was_not_written_is_told(project: Path, vpp: dict[str, str]) -> None:
-    done = make(project, "csynth", **vpp, EMPTY="1")
-    assert done.returncode == 2
-    assert "v++ has not written build/fastcar_step/fastcar_step.xo: see its log below build/fastcar_step" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "empty", "text"),
+    [
+        (("link",), {}, "set PLATFORM to the name or the .xpfm file"),
+        (("package", "PLATFORM=p", "ROOTFS=/nowhere/rootfs.ext4"), {}, "set ROOTFS and KERNEL_IMAGE to rootfs.ext4"),
+        (("csynth",), {"EMPTY": "1"}, "v++ has not written build/fastcar_step/fastcar_step.xo: see its log below"),
+    ],
+)
+def test_what_is_not_there_is_told(
+    project: Path, vpp: dict[str, str], words: tuple[str, ...], empty: dict[str, str], text: str
+) -> None:
+    assert_refused(make(project, *words, **vpp, **empty), text)
 
 
 def test_an_artifact_is_not_built_in(project: Path) -> None:
     (project.parent / "manifest.json").write_text("{}")
-    done = make(project, "csim")
-    assert done.returncode == 2
-    assert "this folder is part of an artifact, whose files are checked when it is loaded: copy it first" in done.stderr
+    assert_refused(make(project, "csim"), "this folder is part of an artifact, whose files are checked")
 
 
 def test_a_pcie_card_has_nothing_to_package(tmp_path: Path, require_tool: Callable[[str], str]) -> None:
@@ -244,6 +215,4 @@ def test_a_pcie_card_has_nothing_to_package(tmp_path: Path, require_tool: Callab
     assert "freqHz=276000000:a_1" in files["link.cfg"]
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    done = make(tmp_path, "package")
-    assert done.returncode == 2
-    assert "a PCIe card boots nothing: load build/fastcar.xclbin, which `make link` writes, with XRT" in done.stderr
+    assert_refused(make(tmp_path, "package"), "a PCIe card boots nothing: load build/fastcar.xclbin")
