@@ -1,7 +1,5 @@
 """The files of a project that a test wrote to a folder, as the C simulation takes them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
