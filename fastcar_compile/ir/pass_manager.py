@@ -1,5 +1,6 @@
 """The pass framework: options as frozen dataclass fields, truthful `apply`, and options that round-trip as text."""
 
+import inspect
 import json
 import math
 import re
@@ -99,7 +100,8 @@ def pipeline_from_string(text: str, registry: Mapping[str, type[Pass]]) -> list[
 
 def option_types(kind: type[Pass]) -> dict[str, str]:
     """Return the options of a pass -> their types, as its source writes them."""
-    return {f.name: str(f.type) for f in fields(kind)}
+    # A type is a text where the module postpones annotations.
+    return {f.name: f.type if isinstance(f.type, str) else inspect.formatannotation(f.type) for f in fields(kind)}
 
 
 def _check_types(kind: type[Pass], options: Mapping[str, object]) -> None:
