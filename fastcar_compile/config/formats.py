@@ -63,8 +63,8 @@ def dtype_of(array: np.ndarray[Any, Any]) -> DType:
 class KvType:
     """The layout of one cached row: one key or value of one head.
 
-    `ops/cached.py` defines the values bit for bit. An operator recognises the type by the dtype of the cache, so two
-    types never share one.
+    `ir/ops/operator.py` defines the values bit for bit. An operator recognises the type by the dtype of the cache, so
+    two types never share one.
 
     Args:
         dtype: element type of the cache tensor, as torch, numpy and TVM name it; also the type's own name.
@@ -93,7 +93,7 @@ class KvType:
         return dim * self.bits // 8 + self.exponents(dim)
 
     def widened(self, rows: NDArray[Any], dim: int) -> NDArray[np.float32]:
-        """Return the float32 [..., dim] that cached rows stand for, exactly, as `ops.cached.loaded` does.
+        """Return the float32 [..., dim] that cached rows stand for, exactly, as `ir.ops.operator.loaded` does.
 
         The exponent -128 becomes the bits of minus infinity; times its mantissas, which are 0, it is a NaN.
         """
@@ -135,7 +135,7 @@ ROW_BYTES = 16
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """One value of `compile(quant=…)`; `ops/quant.py` and `ops/linear_bf16.py` define the numbers bit for bit.
+    """One value of `compile(quant=…)`; `ir/ops/linear.py` defines the numbers bit for bit.
 
     Args:
         name: name of the format.

@@ -384,7 +384,7 @@ class QuantizeKvCache(Pass):
 
     1. Matches every float32 state of role key_cache or value_cache.
     2. Its placeholder and what is written of it get the type. No node is added: an operator that writes a cache rounds
-       to the cache's type (`ops.cached.stored`), and one that reads it widens the rows to float32.
+       to the cache's type (`ir.ops.operator.stored`), and one that reads it widens the rows to float32.
 
     Options:
         dtype: "float16" or "int8"; a row of the latter is longer by its exponents.

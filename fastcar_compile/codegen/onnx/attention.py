@@ -13,7 +13,7 @@ from fastcar_compile.gates import scores
 from fastcar_compile.gates.scores import TAS_FRACTION_BITS, TAS_LIMIT, distance_factor, score_factor
 from fastcar_compile.ir.ops.operator import BLOCK, FLOAT16_MAX, INT8_MAX, LEAST_EXPONENT, NOT_A_NUMBER
 
-# KV types in ONNX: how a cache stores float32 rows, and how it reads them back, as ops/cached.py defines it.
+# KV types in ONNX: how a cache stores float32 rows, and how it reads them back, as ir/ops/operator.py defines it.
 
 
 def stored(value: Value, cache: Value) -> Value:

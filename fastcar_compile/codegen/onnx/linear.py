@@ -84,7 +84,7 @@ U8S8)."""
 def _quantized_rows(x: Value) -> tuple[Value, Value, Value]:
     """Return uint8 rows with zero point 128, their scale [..., 1] in float32, and the zero point."""
     amax = op.Max(op.ReduceMax(op.Abs(x), ints(-1), keepdims=1), floats(1e-30))
-    # 127 / amax is one division, as in `ops.quant.quantize_rows`: its reciprocal times 127 would round twice.
+    # 127 / amax is one division, as in `ir.ops.linear.quantize_rows`: its reciprocal times 127 would round twice.
     rounded = op.Round(op.Mul(x, op.Div(floats(127.0), amax)))
     clipped = op.Clip(rounded, floats(-127.0), floats(127.0))
     # -127 .. 127 becomes 1 .. 255. The integer product takes the zero points off again, so it is the signed one.

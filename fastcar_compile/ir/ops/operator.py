@@ -95,10 +95,9 @@ def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return keys or values float32 [..., D] as cached rows, [..., row_size(D, dtype)].
 
     float16: rounded half to even and limited to ±65504; a NaN stays a NaN. int8: D mantissas m from -127 to 127, then
-        the
-    exponents e of their blocks; the value is m * 2^e. e is the least exponent, from -120 on, for which every mantissa
-    of the block rounds (half to even) to at most 127. Values are limited to ±127 * 2^121. A block that contains a NaN
-    is all NaN. docs/reference/numerics.md defines the formats.
+    the exponents e of their blocks; the value is m * 2^e. e is the least exponent, from -120 on, for which every
+    mantissa of the block rounds (half to even) to at most 127. Values are limited to ±127 * 2^121. A block that
+    contains a NaN is all NaN. docs/reference/numerics.md defines the formats.
     """
     if dtype == torch.float16:
         return value.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(dtype)

@@ -79,7 +79,7 @@ NORM_BYTES = 28
 for the sum of squares; the row, its weight and the result (codegen/tvm/kernels/norm.py)."""
 
 ROPE_BYTES = 16
-"""The same per element of q and k: the element, cosine, sine, result (codegen/tvm/kernels/norm/rotary.py)."""
+"""The same per element of q and k: the element, cosine, sine, result (codegen/tvm/kernels/norm.py)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Elements of cached rows as float32, whatever type the cache has. ops/cached.py defines them bit for bit."""
+"""Elements of cached rows as float32, whatever type the cache has. ir/ops/operator.py defines them bit for bit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ class RowFormat:
         return power_of_two(T.Cast("int32", row(self.dim + start // kv_type(self.dtype).block)))
 
 
-# The append to a key/value cache: rows rounded to the KV type, bit for bit as ops/cached.py defines it.
+# The append to a key/value cache: rows rounded to the KV type, bit for bit as ir/ops/operator.py defines it.
 
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.

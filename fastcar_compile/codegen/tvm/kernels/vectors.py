@@ -306,7 +306,7 @@ def to_float32(value: Any, dtype: str, isa: InstructionSet) -> Any:
 
 
 def from_float32(value: Any, dtype: str, isa: InstructionSet) -> Any:
-    """Return a float32 as an element of `dtype`, rounded as `ops.cached.stored` does."""
+    """Return a float32 as an element of `dtype`, rounded as `ir.ops.operator.stored` does."""
     if dtype == "float32":
         return value
     # T.min and T.max give their second operand where one is NaN.

@@ -170,7 +170,7 @@ def pack_step(shape, o, place, step, to):
     for r in T.unroll(rows):
         if tail == 0 or step < whole:
             _pack_whole(shape, o, place.j + r, step, to * rows + r)
-    # The last step, scalar: zeros up to a whole step, in the plain order that `move_tail` has.
+    # The last step, scalar: zeros up to a whole step, in the plain order that `_move_tail` has.
     if tail > 0 and step == whole:
         for r in range(rows):
             for c in range(shape.width):

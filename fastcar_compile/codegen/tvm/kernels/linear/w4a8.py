@@ -295,7 +295,7 @@ def _rows_in_lanes(sizes, ahead, o, tile):
 def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Return y[m, n] = s[m] * sum_g float(sum_k q[m, k] * w[n, k]) * ws[n, g], groups g in ascending order.
 
-    q int8 [m, k], s float32 [m], w uint8 [n, 64 G] (`ops.quant.pack_int4`), ws float16 [n, G], y float32 [m, n]. A
+    q int8 [m, k], s float32 [m], w uint8 [n, 64 G] (`ir.ops.linear.pack_int4`), ws float16 [n, G], y float32 [m, n]. A
     group is 128 inputs, and its sum is exact in int32. Inactive rows are not multiplied. As for w8a8, another kernel
     adds the bias.
     """
