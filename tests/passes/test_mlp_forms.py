@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastcar_compile.ir.query import is_op, node_arg
-from fastcar_compile.passes.canonicalize import Canonicalize, FuseActivations
+from fastcar_compile.passes.canonicalize import Canonicalize
+from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.linears import LegalizeLinears, MergeAdapters, SplitGateUp
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.pipeline import analysis_pipeline
