@@ -63,7 +63,7 @@ def test_linears_are_stored_in_two_bytes(artifact: fc.Artifact) -> None:
     matrices = {n: k for n, k in kinds.items() if "_proj" in n or "lm_head" in n}
     assert len(matrices) == 2 * 7 + 1
     assert set(matrices.values()) == {"BF16"}
-    assert "linear_bf16" in (artifact.path / "graph/after.txt").read_text("utf-8")
+    assert "linear_half" in (artifact.path / "graph/after.txt").read_text("utf-8")
 
 
 def test_a_board_without_kernels_is_warned_of(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from torch import fx
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.dataflow import ancestors, between
 from fastcar_compile.ir.layers import PROJECTIONS, Role, layer_of, parameter_of, replay_of, role_nodes
+from fastcar_compile.ir.ops.linear import FLOAT_LINEARS, INTEGER_LINEARS
 from fastcar_compile.ir.provenance import module_path_of, source_of
 from fastcar_compile.ir.query import activation_of, bound, branches_of, is_op, node_arg, shape_of, squared_relu
 from fastcar_compile.ir.types import AttentionSite, LayerSite, MlpSite
 
-aten, fastcar = torch.ops.aten, torch.ops.fastcar
-LINEARS = (aten.linear, fastcar.linear_bf16, fastcar.linear_w8a8, fastcar.linear_w4a8)
-QUANTISED_LINEARS = (fastcar.linear_w8a8, fastcar.linear_w4a8)
+aten = torch.ops.aten
+LINEARS = (aten.linear, *FLOAT_LINEARS, *INTEGER_LINEARS)
 
 
 _NEEDED = (Role.ATTENTION, Role.RESIDUAL, Role.EXIT, Role.UP_PROJ, Role.DOWN_PROJ, Role.ACTIVATION)

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.dataflow import ancestors, evaluate, in_order
 from fastcar_compile.ir.layers import softcap_of, window_of
+from fastcar_compile.ir.ops.linear import FLOAT_LINEARS
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import error_at
@@ -43,7 +44,7 @@ _REASONS: dict[Any, str] = {
     aten.cos: _ANGLES,
     aten.sin: _ANGLES,
     fastcar.context_attention: "cross-attention is not defined bit for bit",
-    fastcar.linear_bf16: "a float32 sum has no order",
+    **dict.fromkeys(FLOAT_LINEARS, "a float32 sum has no order"),
 }
 
 

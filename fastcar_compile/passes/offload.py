@@ -11,12 +11,13 @@ from torch import fx
 from fastcar_compile.gates import decided_on_accelerator
 from fastcar_compile.ir.dataflow import ancestors
 from fastcar_compile.ir.layers import PROJECTIONS, Role, layer_of, mark, parameter_of, replay_of, role_nodes, role_of
+from fastcar_compile.ir.ops.linear import INTEGER_LINEARS
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import module_path_of
 from fastcar_compile.ir.query import bound, is_op, node_arg, node_named, placeholder, shape_of, value_of
 from fastcar_compile.ir.rewrite import Inserter, before, replace, replace_call, rewrite_each
-from fastcar_compile.ir.sites import LINEARS, QUANTISED_LINEARS
+from fastcar_compile.ir.sites import LINEARS
 from fastcar_compile.passes.caches import reads_earlier_key
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
@@ -94,7 +95,7 @@ class OffloadMlp(Pass):
         """Return whether there was an MLP to offload."""
         layers = role_nodes(program.graph_module).values()
         found = [[nodes[role] for role in PROJECTIONS if role in nodes] for nodes in layers]
-        chosen = [p for p in found if p and all(is_op(n, *QUANTISED_LINEARS) for n in p)]
+        chosen = [p for p in found if p and all(is_op(n, *INTEGER_LINEARS) for n in p)]
         for first, *_, last in chosen:
             # The norm stays on the host: the call takes what the first projection reads.
             _offload_mlp(node_arg(first, 0), last)
@@ -219,7 +220,7 @@ def _places(graph: fx.Graph) -> dict[fx.Node, str]:
 
 def _kept_for(node: fx.Node, batch: int) -> str | None:
     """Return why this linear stays on the host; None where it does not."""
-    if not is_op(node, *QUANTISED_LINEARS):
+    if not is_op(node, *INTEGER_LINEARS):
         return "its weights are not quantised"
     rows = math.prod(shape_of(node_arg(node, 0))[:-1])
     if rows != batch:

@@ -57,7 +57,7 @@ class Bfloat16Weights(Pass):
     """Store the weights of linears as bfloat16, in all graphs.
 
     1. Matches `linear(x, w, bias)` whose w is a parameter.
-    2. Makes `fastcar.linear_bf16(x, w as bfloat16, bias)`. Weights of a bfloat16 checkpoint keep their bits.
+    2. Makes `fastcar.linear_half(x, w as bfloat16, bias)`. Weights of a bfloat16 checkpoint keep their bits.
     A weight that the graph computes or transposes stays as it is.
     """
 
@@ -66,7 +66,7 @@ class Bfloat16Weights(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a linear to rewrite."""
-        operator, edit = torch.ops.fastcar.linear_bf16.default, Edit(self.name, program.lazy)
+        operator, edit = torch.ops.fastcar.linear_half.default, Edit(self.name, program.lazy)
         return replace_linears(program.all_graphs(), operator, (SUFFIX,), to_bfloat16, edit)
 
 

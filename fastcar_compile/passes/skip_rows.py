@@ -6,13 +6,14 @@ import torch
 from torch import fx
 
 from fastcar_compile.ir.dataflow import descendants, in_order
+from fastcar_compile.ir.ops.linear import FLOAT_LINEARS, INTEGER_LINEARS
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import branches_of, is_op, node_arg, placeholder, shape_of
 from fastcar_compile.ir.rewrite import after, before
 
-aten, fastcar = torch.ops.aten, torch.ops.fastcar
-_BIAS = {aten.layer_norm: 3, aten.linear: 2, fastcar.linear_bf16: 2, fastcar.linear_w8a8: 3, fastcar.linear_w4a8: 3}
+aten = torch.ops.aten
+_BIAS = {aten.layer_norm: 3, aten.linear: 2} | FLOAT_LINEARS | INTEGER_LINEARS
 """Operator -> place of the bias among its arguments."""
 
 

@@ -65,7 +65,7 @@ def test_print_after_all(fastcar: Fastcar, analysed: Path) -> None:
         "==== after canonicalize ====",
         "==== after bfloat16-weights ====",
     ]
-    assert "linear_bf16" in result.stderr.partition("==== after bfloat16-weights ====")[2]
+    assert "linear_half" in result.stderr.partition("==== after bfloat16-weights ====")[2]
 
 
 def test_the_passes_with_their_options(fastcar: Fastcar) -> None:

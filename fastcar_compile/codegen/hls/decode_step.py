@@ -19,10 +19,11 @@ from fastcar_compile.errors import CompileError, attempt
 from fastcar_compile.gates import decided_on_accelerator
 from fastcar_compile.ir.exact import logit_factor
 from fastcar_compile.ir.layers import Role, parameter_of, role_nodes
+from fastcar_compile.ir.ops.linear import INTEGER_LINEARS
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import argument_names, is_op, node_arg, node_named, output_nodes, shape_of, with_branches
-from fastcar_compile.ir.sites import QUANTISED_LINEARS, branch_operands
+from fastcar_compile.ir.sites import branch_operands
 from fastcar_compile.ir.types import LayerSite
 from fastcar_compile.passes.offload import HostLinear, LinearCall
 
@@ -159,7 +160,7 @@ class _Reader:
         self.graph = program.graph_module.graph
         self.outer = branch_operands(program.graph_module)
         modules = with_branches(program.graph_module)  # names are unique in a graph, those of linears in all of them
-        self.linears = {n.name: n for module in modules for n in module.graph.nodes if is_op(n, *QUANTISED_LINEARS)}
+        self.linears = {n.name: n for module in modules for n in module.graph.nodes if is_op(n, *INTEGER_LINEARS)}
 
     def parts(self) -> tuple[tuple[LayerParts, ...], _Norm]:
         """Return all layers, and the norm in front of the head. Layers are alike, and so is what is wrong with them: one of them is reported."""

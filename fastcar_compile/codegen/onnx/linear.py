@@ -92,7 +92,7 @@ def _quantized_rows(x: Value) -> tuple[Value, Value, Value]:
     return quantized, op.Mul(amax, floats(quant._INV_127)), uint8(ZERO_POINT)
 
 
-def linear_bf16(x: Value, weight: Value, bias: Value | None) -> Value:
+def linear_half(x: Value, weight: Value, bias: Value | None) -> Value:
     """Return the product with the weights cast to float32, which is exact."""
     y = op.MatMul(x, op.Transpose(cast(weight, TensorProto.FLOAT), perm=[1, 0]))
     return y if bias is None else op.Add(y, bias)
@@ -145,7 +145,7 @@ def activation_factor(x: Value, activation: str) -> Value:
     return op.Mul(cast(shifted, TensorProto.FLOAT), floats(2.0**-activations.FRACTION_BITS))
 
 
-LINEARS: dict[str, Callable[..., Value]] = {"bf16": linear_bf16, "w8a8": linear_w8a8, "w4a8": linear_w4a8}
+LINEARS: dict[str, Callable[..., Value]] = {"bf16": linear_half, "w8a8": linear_w8a8, "w4a8": linear_w4a8}
 """By the name of the format in formats.QUANT_FORMATS. A float32 linear is PyTorch's own operator."""
 
 

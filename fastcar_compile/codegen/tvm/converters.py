@@ -237,7 +237,7 @@ CONVERTERS |= {
     aten.tanh.default: partial(_elementwise, vectors.tanh),
     aten.silu.default: partial(_elementwise, vectors.silu),
     aten.linear.default: partial(_float_linear, "input"),
-    fastcar.linear_bf16.default: partial(_float_linear, "x"),
+    fastcar.linear_half.default: partial(_float_linear, "x"),
     fastcar.rms_norm.default: partial(_norm, norm.rms_norm, _rows_and_weight),
     fastcar.rms_norm_quantize.default: partial(_norm_quantize, norm.rms_norm_quantize, _rows_and_weight),
     fastcar.exact_norm.default: partial(_norm, norm.exact_norm, _rows_and_weight),

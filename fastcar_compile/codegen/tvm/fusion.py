@@ -307,7 +307,7 @@ def fuse_rotary(graph: fx.Graph) -> None:
 
 
 SPLIT_LINEARS = "split-quantized-linears"
-QUANTIZED_LINEARS = frozenset({fastcar.linear_w8a8.default, fastcar.linear_w4a8.default})
+QUANTIZED_LINEARS = frozenset(kind.default for kind in quant.INTEGER_LINEARS)
 
 
 def split_quantized_linears(graph: fx.Graph) -> None:

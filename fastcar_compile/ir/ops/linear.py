@@ -231,12 +231,12 @@ def activation_factor(x: Tensor, activation: str) -> Tensor:
     return ((low * (64 - fraction) + high * fraction + 32) >> 6).float() * 2.0**-FRACTION_BITS
 
 
-# Linear with bfloat16 weights. Activations and sums are float32.
+# Linear with floats of 16 bits as weights. Activations and sums are float32.
 
 
-@operator("A linear with bfloat16 weights.", lambda x, weight: x.new_empty((*x.shape[:-1], weight.shape[0])))
-def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return a linear of bfloat16 weights, each converted to float32, which is exact.
+@operator("A linear with weights of 16 bits.", lambda x, weight: x.new_empty((*x.shape[:-1], weight.shape[0])))
+def linear_half(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a linear of 16-bit floats, each converted to float32, which is exact.
 
     Args:
         x: float32 [..., K].
@@ -247,3 +247,10 @@ def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         float32 [..., N] = x @ weight.T (+ bias), summed in float32 in any order.
     """
     return torch.nn.functional.linear(x, weight.float(), bias)
+
+
+FLOAT_LINEARS = {torch.ops.fastcar.linear_half: 2}
+"""Operator -> place of the bias among its arguments; the sums have no order."""
+
+INTEGER_LINEARS = {torch.ops.fastcar.linear_w8a8: 3, torch.ops.fastcar.linear_w4a8: 3}
+"""The same of linears whose sums are of integers, or in a stated order."""
