@@ -14,10 +14,10 @@ from lowering.test_cached import many_rows
 from torch import Tensor, nn
 
 from fastcar_compile.codegen.onnx.attention import KV_TYPES as ONNX_KV_TYPES
-from fastcar_compile.codegen.onnx.linear import LINEARS, ZERO_POINT
+from fastcar_compile.codegen.onnx.linear import ZERO_POINT
 from fastcar_compile.codegen.onnx.segments import quiet_exporter
 from fastcar_compile.codegen.onnx.translate import translate, translation_table
-from fastcar_compile.config.formats import KV_TYPES, QUANT_FORMATS
+from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.ir.ops import linear as quant
 from fastcar_compile.ir.ops.linear import FACTORS
 from fastcar_compile.ir.ops.operator import stored
@@ -180,6 +180,5 @@ def test_every_definition_takes_its_operators_arguments() -> None:
         assert found == [(a.name, a.default_value if a.has_default_value() else None) for a in declared], operator
 
 
-def test_every_format_has_a_definition() -> None:
+def test_every_kv_type_has_a_definition() -> None:
     assert set(ONNX_KV_TYPES) == set(KV_TYPES)
-    assert set(LINEARS) == {name for name in QUANT_FORMATS if name != "none"}

@@ -5,7 +5,7 @@ Each mirrors the eager definition of the same name in ops/.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -143,10 +143,6 @@ def activation_factor(x: Value, activation: str) -> Value:
     blend = op.Add(op.Mul(low, op.Sub(int32(64), fraction)), op.Mul(high, fraction))
     shifted = op.Div(op.Add(blend, int32(32)), int32(64))
     return op.Mul(cast(shifted, TensorProto.FLOAT), floats(2.0**-activations.FRACTION_BITS))
-
-
-LINEARS: dict[str, Callable[..., Value]] = {"bf16": linear_half, "w8a8": linear_w8a8, "w4a8": linear_w4a8}
-"""By the name of the format in formats.QUANT_FORMATS. A float32 linear is PyTorch's own operator."""
 
 
 # The gate and the slots of one frame; each mirrors the eager definition of the same name in ops/replay.py.
