@@ -113,8 +113,8 @@ def compile(
         max_seq_len: positions of a sequence in tokens; default: the model config's. Without sparse attention, also
             the rows of the KV cache.
         batch_size: rows B, at most 32.
-        quant: "none" (float32), "bf16" (bfloat16 weights), "w8a8" or "w4a8"; default: w8a8 where the target has an
-            accelerator, else none.
+        quant: "none" (float32), "bf16" (bfloat16 weights), "fp16" (float16 weights), "w8a8" or "w4a8"; default: w8a8
+            where the target has an accelerator, else none.
         replay: when MLPs replay; None compiles a dense decoder. Without thresholds, the gate's default holds, with
             a warning: `calibrate` chooses thresholds.
         prefill_chunk: tokens per prefill call. Default: 64; where a frame has more tokens, an equal part of a frame of

@@ -33,5 +33,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         InputError, match="no KV cache has the type 'int4'\n  hint:  use one of: float32, float16, int8"
     ):
         kv_type("int4")
-    with pytest.raises(InputError, match="unknown quantisation 'w2a8'\n  hint:  use one of: none, bf16, w8a8, w4a8"):
+    with pytest.raises(
+        InputError, match="unknown quantisation 'w2a8'\n  hint:  use one of: none, bf16, fp16, w8a8, w4a8"
+    ):
         quant_format("w2a8")

@@ -192,7 +192,7 @@ def compile_command(
         max_seq_len: Positions of the KV cache; default: the model's.
         batch_size: Rows decoded together.
         prefill_chunk: Tokens per call of the prefill; default: 64, or an equal part of a frame.
-        quant: none, bf16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.
+        quant: none, bf16, fp16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.
         gate: What decides: tas, input_delta, bound, learned; always, never, random.
         gate_weights: Weights of gate learned, .safetensors.
         threshold: A number, inf, -inf, or one per layer; default: the gate's.

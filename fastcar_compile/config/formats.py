@@ -176,6 +176,7 @@ QUANT_FORMATS = {
     for f in (
         QuantFormat("none", "float32 weights", 32),
         QuantFormat("bf16", "bfloat16 weights, float32 sums", 16, suffix="bf16"),
+        QuantFormat("fp16", "float16 weights, float32 sums", 16, suffix="fp16"),
         QuantFormat("w8a8", "int8 weights per output channel", 8, suffix="int8", scale_bytes=4, **_INTEGER),
         QuantFormat("w4a8", "int4 weights in groups of 128", 4, suffix="int4", group=GROUP, scale_bytes=2, **_INTEGER),
     )

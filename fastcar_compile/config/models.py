@@ -285,8 +285,8 @@ class CompileConfig(Config):
         tokens_per_frame: stride F between a token and the same place in the previous frame; tokens.
         max_seq_len: positions of a sequence; tokens. Without sparse attention the KV cache has as many rows.
         batch_size: rows decoded together; at most 32 (the width of the DRS Index Register).
-        quant: "none" (float32), "bf16" (bfloat16 weights, float32 sums), "w8a8" or "w4a8" (int4 weights in groups
-            of 128).
+        quant: "none" (float32), "bf16" or "fp16" (bfloat16 or float16 weights, float32 sums), "w8a8" or "w4a8" (int4
+            weights in groups of 128).
         replay: None compiles the dense decoder.
         prefill_chunk: tokens per call of the prefill graph; None: 64, or where a frame has more, an equal part of a
             frame of at most 256.

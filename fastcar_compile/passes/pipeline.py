@@ -12,11 +12,22 @@ from fastcar_compile.passes.linears import LegalizeLinears, MergeAdapters, Split
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload import OffloadGate, OffloadLinears, OffloadMlp
 from fastcar_compile.passes.parallel_blocks import ParallelBlocks
-from fastcar_compile.passes.quantize import Bfloat16Embedding, Bfloat16Weights, QuantizeW4A8, QuantizeW8A8
+from fastcar_compile.passes.quantize import (
+    Bfloat16Embedding,
+    Bfloat16Weights,
+    Float16Weights,
+    QuantizeW4A8,
+    QuantizeW8A8,
+)
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.passes.skip_rows import SkipRows
 
-QUANTIZE: dict[str, Pass] = {"bf16": Bfloat16Weights(), "w8a8": QuantizeW8A8(), "w4a8": QuantizeW4A8()}
+QUANTIZE: dict[str, Pass] = {
+    "bf16": Bfloat16Weights(),
+    "fp16": Float16Weights(),
+    "w8a8": QuantizeW8A8(),
+    "w4a8": QuantizeW4A8(),
+}
 
 
 def analysis_pipeline() -> list[Pass]:
@@ -42,7 +53,8 @@ PASSES: dict[str, type[Pass]] = {
     p.name: p
     for p in (
         *(type(p) for p in analysis_pipeline()),
-        *(RepeatLayers, Bfloat16Weights, QuantizeW8A8, QuantizeW4A8, Bfloat16Embedding, InsertReplay, SkipRows),
+        *(RepeatLayers, Bfloat16Weights, Float16Weights, QuantizeW8A8, QuantizeW4A8, Bfloat16Embedding),
+        *(InsertReplay, SkipRows),
         *(SparsifyAttention, WindowCaches, QuantizeKvCache, ExactArithmetic, OffloadGate, OffloadMlp, OffloadLinears),
     )
 }

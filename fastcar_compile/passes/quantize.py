@@ -1,4 +1,4 @@
-"""Number formats: weights in bfloat16, int8 or int4, and embeddings in bfloat16."""
+"""Number formats: weights in bfloat16, float16, int8 or int4, and embeddings in bfloat16."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -42,7 +42,7 @@ def replace_linears(
     return rewrite_each(modules, _is_plain, replace_one)
 
 
-# bf16: weights of every linear in bfloat16, activations and sums in float32.
+# bf16 and fp16: weights of every linear in 16 bits, activations and sums in float32.
 
 
 SUFFIX = quant_format("bf16").suffix
@@ -53,21 +53,57 @@ def to_bfloat16(weight: Tensor) -> tuple[Tensor]:
     return (weight.to(torch.bfloat16),)
 
 
-class Bfloat16Weights(Pass):
-    """Store the weights of linears as bfloat16, in all graphs.
+def to_float16(weight: Tensor) -> tuple[Tensor]:
+    """Return the weight rounded half to even.
+
+    Raises:
+        CompileError: a finite weight would become infinite.
+    """
+    rounded = weight.to(torch.float16)
+    if not weight.is_meta and bool((rounded.isinf() & weight.isfinite()).any()):
+        largest = weight[weight.isfinite()].abs().max().item()
+        what = f"a linear has a weight of magnitude {largest:g}, and float16 ends at 65504"
+        raise CompileError(what, where="quant='fp16'", hint='choose quant "bf16", whose range is that of float32')
+    return (rounded,)
+
+
+class _HalfWeights(Pass):
+    """Store the weights of linears in 16 bits, in all graphs.
 
     1. Matches `linear(x, w, bias)` whose w is a parameter.
-    2. Makes `fastcar.linear_half(x, w as bfloat16, bias)`. Weights of a bfloat16 checkpoint keep their bits.
+    2. Makes `fastcar.linear_half(x, w in 16 bits, bias)`. Weights of a checkpoint of this type keep their bits.
     A weight that the graph computes or transposes stays as it is.
+
+    Attributes:
+        quant: name of the format. make: float32 [N, K] -> (stored weights,).
     """
 
-    name = "bfloat16-weights"
-    reason = "Weights of linears are stored in bfloat16: half the bytes of float32."
+    quant: ClassVar[str]
+    make: ClassVar[Make]
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a linear to rewrite."""
-        operator, edit = torch.ops.fastcar.linear_half.default, Edit(self.name, program.lazy)
-        return replace_linears(program.all_graphs(), operator, (SUFFIX,), to_bfloat16, edit)
+        operator, suffix = fastcar.linear_half.default, quant_format(self.quant).suffix
+        edit = Edit(self.name, program.lazy)
+        return replace_linears(program.all_graphs(), operator, (suffix,), type(self).make, edit)
+
+
+class Bfloat16Weights(_HalfWeights):
+    """Store the weights of linears as bfloat16: the range of float32, 8 bits of precision."""
+
+    name = "bfloat16-weights"
+    reason = "Weights of linears are stored in bfloat16: half the bytes of float32."
+    quant = "bf16"
+    make = staticmethod(to_bfloat16)
+
+
+class Float16Weights(_HalfWeights):
+    """Store the weights of linears as float16: 11 bits of precision, magnitudes up to 65504."""
+
+    name = "float16-weights"
+    reason = "Weights of linears are stored in float16: half the bytes of float32."
+    quant = "fp16"
+    make = staticmethod(to_float16)
 
 
 # w8a8 and w4a8: every linear becomes an integer one, activations go through tables (docs/reference/numerics.md).

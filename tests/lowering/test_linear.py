@@ -1,4 +1,4 @@
-"""Products with float32 and bfloat16 weights against PyTorch, for this machine and with portable kernels."""
+"""Products with weights of 32 and 16 bits against PyTorch, for this machine and with portable kernels."""
 
 from dataclasses import replace
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, PORTABLE, InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.linear.float_tiles import TileShape
@@ -15,7 +14,7 @@ from fastcar_compile.codegen.tvm.kernels.registry import LINEARS
 
 from .kernel_runs import few, run
 
-KINDS = {torch.float32: "linear_float32", torch.bfloat16: "linear_bfloat16"}
+KINDS = {dtype: f"linear_{str(dtype)[6:]}" for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 KERNELS = {dtype: LINEARS[name].kernel for dtype, name in KINDS.items()}
 DTYPES = st.sampled_from(sorted(KERNELS, key=str))
 ARM_TILES = replace(PORTABLE, triple="aarch64-linux-gnu")
@@ -80,15 +79,13 @@ def test_zero_rows_are_not_multiplied(
     assert torch.equal(y[~kept], torch.zeros(int((~kept).sum()), n))
 
 
-def _bits(value: float) -> Tensor:
-    return torch.tensor([[value]]).to(torch.bfloat16)
-
-
-@pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, -1.5, 3e38, float("inf")])
-def test_every_kind_of_bfloat16_is_widened(value: float) -> None:
+@pytest.mark.parametrize("isa", [PORTABLE, host_instruction_set()], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, 6e-8, -1.5, 65504.0, 3e38, float("inf")])
+def test_every_kind_of_number_is_widened(value: float, dtype: torch.dtype, isa: InstructionSet) -> None:
     """Denormals and infinity too: the bits move, nothing is rounded."""
-    w = _bits(value)
-    y = run(KERNELS[torch.bfloat16](1, 1, 1, isa=host_instruction_set()), torch.ones(1, 1), w, torch.zeros(1, 1))[-1]
+    w = torch.tensor([[value]]).to(dtype)
+    y = run(KERNELS[dtype](1, 1, 1, isa=isa), torch.ones(1, 1), w, torch.zeros(1, 1))[-1]
     assert torch.equal(y, w.float())
 
 

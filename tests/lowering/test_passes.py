@@ -38,7 +38,7 @@ def _weights(kind: str, n: int, k: int, random: np.random.Generator) -> list[Any
         packed = random.integers(0, 256, (n, 64 * groups), np.uint8)
         return [packed, (random.random((n, groups)) + 0.1).astype(np.float16)]
     w = random.standard_normal((n, k), np.float32)
-    return [w] if kind == "linear_float32" else [_bfloat16(w)]
+    return [{"linear_float32": w, "linear_float16": w.astype(np.float16)}.get(kind, _bfloat16(w))]
 
 
 def _bfloat16(values: np.ndarray) -> Any:
@@ -85,7 +85,7 @@ def test_any_shape_is_exact(kind: str, active: list[bool], ns: list[int], k: int
     _check(kind, active, ns, k, best, seed)
 
 
-@pytest.mark.parametrize("kind", ["linear_float32", "linear_bfloat16"])
+@pytest.mark.parametrize("kind", ["linear_float32", "linear_bfloat16", "linear_float16"])
 @pytest.mark.parametrize("active", [[True], [True, False, True]], ids=["one", "three"])
 def test_parallel_loops_are_exact(kind: str, active: list[bool]) -> None:
     """Loops of different lengths in one, behind a linear that is too small for a loop of its own; the integer kinds are

@@ -240,7 +240,7 @@ def linear_half(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Args:
         x: float32 [..., K].
-        weight: bfloat16 [N, K].
+        weight: bfloat16 or float16 [N, K].
         bias: float32 [N] or None.
 
     Returns:

@@ -62,6 +62,7 @@ class LinearKernel:
 
 LINEARS: dict[str, LinearKernel] = {
     "linear_bfloat16": LinearKernel(functools.partial(_float_linear, "bfloat16"), activations=1),
+    "linear_float16": LinearKernel(functools.partial(_float_linear, "float16"), activations=1),
     "linear_float32": LinearKernel(functools.partial(_float_linear, "float32"), activations=1),
     "linear_w4a8": LinearKernel(_int4_linear, activations=2),
     "linear_w8a8": LinearKernel(_int8_linear, activations=2),

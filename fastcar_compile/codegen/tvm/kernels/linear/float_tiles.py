@@ -1,4 +1,4 @@
-"""Register tiles of the GEMM with float32 or bfloat16 weights: a weight is one broadcast for a vector of rows of x."""
+"""Register tiles of the GEMM with weights of 32 or 16 bits: a weight is one broadcast for a vector of rows of x."""
 
 # pyright: reportInvalidTypeForm=false
 
@@ -43,7 +43,7 @@ class TileShape:
         panel: tiles of weight rows that meet a tile of x while both are in the second-level cache. One for few rows of
             x: a weight is read from memory while the products of others are added.
         block: steps of a block of the reduction. The sums of all tiles are put aside after each block but the last.
-        source: of the weights. k: inputs.
+        source: of the weights. k: inputs. isa: what widens them.
     """
 
     dtype: WeightType
@@ -56,6 +56,7 @@ class TileShape:
     block: int
     source: Source
     k: int
+    isa: InstructionSet
 
     @classmethod
     def of(cls, m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) -> TileShape:
@@ -74,11 +75,13 @@ class TileShape:
         # Three tiles of x or more read the weights that often, so a panel's block is packed once.
         if tiles > 2:
             panel = min(8, max(1, n // (rows * 8)))
-            return cls(dtype, lanes, run, vectors, rows, rows, panel, min(BLOCK // width, -(-k // width)), "panel", k)
+            return cls(
+                dtype, lanes, run, vectors, rows, rows, panel, min(BLOCK // width, -(-k // width)), "panel", k, isa
+            )
         few = run == 2 and m <= 2 * SHARED  # tiles of more vectors spill the two halves of four bfloat16
-        # Whole cache lines are read in place. Tails, and bfloat16 for most shapes, go through a widened copy.
-        source = "rows" if (dtype == "float32" or few) and k % width == 0 else "line"
-        return cls(dtype, lanes, run, vectors, rows, rows, 1, -(-k // width), source, k)
+        # Whole cache lines are read in place. Tails, and 16 bits for most shapes, go through a widened copy.
+        source = "rows" if (dtype == "float32" or (dtype == "bfloat16" and few)) and k % width == 0 else "line"
+        return cls(dtype, lanes, run, vectors, rows, rows, 1, -(-k // width), source, k, isa)
 
     @property
     def wide(self) -> TileShape:
@@ -120,7 +123,7 @@ class TileShape:
 
         Of bfloat16 first the even, then the odd ones: of the step, or of each four where they come as four.
         """
-        if self.dtype == "float32":
+        if self.dtype != "bfloat16":
             return place
         if self.halves == 2:
             return place // 4 * 4 + place % 2 * 2 + place // 2 % 2
@@ -151,6 +154,9 @@ def _bits(shape: TileShape, o: Any, j: Expr, step: Expr) -> Expr:
 def _pack_whole(shape, o, j, step, to):
     if shape.dtype == "float32":
         o.packed[to, ramp(0, FLOATS)] = o.w[j, ramp(step * shape.width, FLOATS)]
+    elif shape.dtype == "float16":
+        for v in T.vectorized(shape.width):
+            o.packed[to, v] = widen_weight(o.w[j, step * shape.width + v], shape.dtype, shape.isa)
     else:
         # A 32-bit word holds an even input in its lower half and an odd one in its upper half.
         # A shift and a mask widen both, and no instruction crosses lanes.
@@ -176,7 +182,9 @@ def pack_step(shape, o, place, step, to):
             for c in range(shape.width):
                 o.packed[to * rows + r, c] = T.float32(0)
             for c in range(tail):
-                o.packed[to * rows + r, c] = widen_weight(o.w[place.j + r, whole * shape.width + c], shape.dtype)
+                o.packed[to * rows + r, c] = widen_weight(
+                    o.w[place.j + r, whole * shape.width + c], shape.dtype, shape.isa
+                )
 
 
 @script.inlined

@@ -1,4 +1,4 @@
-"""Linears with float32 or bfloat16 weights: dot products along the reduction for a few rows, tiles for many."""
+"""Linears with weights of 32 or 16 bits: dot products along the reduction for a few rows, tiles for many."""
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
 # pyright: reportInvalidTypeForm=false
@@ -27,7 +27,7 @@ def _weight_rows(m: int, n: int) -> int:
 
 @script.kernel
 def float_gemv(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
-    """Return y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w float32 or bfloat16, m at most 8.
+    """Return y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w of `dtype`, m at most 8.
 
     While a weight is in a register it meets all rows of x, so weights are streamed once. Where some rows are inactive,
     the others meet the weight one by one while it is in the first-level cache. The order of a row's sum does not depend
@@ -74,7 +74,7 @@ def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) ->
                     for v in T.vectorized(lanes):
                         acc[(r * tile.columns + i) * lanes + v] += o.q[
                             tile.active_row(i), c * lanes + v
-                        ] * widen_weight(o.w[tile.j + r, c * lanes + v], dtype)
+                        ] * widen_weight(o.w[tile.j + r, c * lanes + v], dtype, isa)
 
     @script.inlined
     def store(o, tile, acc, r, i):
@@ -82,7 +82,7 @@ def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) ->
         add_lanes(acc, (r * tile.columns + i) * lanes, lanes)
         for t in range(tail):
             acc[(r * tile.columns + i) * lanes] += o.q[tile.active_row(i), steps * lanes + t] * widen_weight(
-                o.w[tile.j + r, steps * lanes + t], dtype
+                o.w[tile.j + r, steps * lanes + t], dtype, isa
             )
         o.y[tile.active_row(i), tile.j + r] = acc[(r * tile.columns + i) * lanes]
 
@@ -150,7 +150,7 @@ def transpose_rows(x, xt, active, o, step):
 
 @script.kernel
 def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
-    """Return y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w float32 or bfloat16.
+    """Return y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w of `dtype`.
 
     Inactive rows of x are not multiplied. The active rows are moved once, so that a vector holds one column of many
     rows: a weight is one broadcast. Rows beyond the last are computed as copies of it. The order of a row's sum does

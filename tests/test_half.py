@@ -1,4 +1,4 @@
-"""quant="bf16": the weights of every linear in bfloat16, float32 sums, on every backend that takes floats."""
+"""quant="bf16" and "fp16": the weights of every linear in 16 bits, float32 sums, on every backend that takes floats."""
 
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,22 @@ import fastcar_compile as fc
 from fastcar_compile.codegen.hls.model.shapes import load_shape
 from fastcar_compile.codegen.hls.model.system import Workload, estimate
 from fastcar_compile.config.targets import load_target
-from fastcar_compile.errors import InputError
+from fastcar_compile.errors import CompileError, InputError
 
 FRAME, LENGTH = 8, 33
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build(model: nn.Module, folder: Path, target: str = "cpu") -> fc.Artifact:
+def build(model: nn.Module, quant: str, folder: Path, target: str = "cpu") -> fc.Artifact:
     return fc.compile(
-        model, target=target, tokens_per_frame=FRAME, max_seq_len=LENGTH, quant="bf16",
+        model, target=target, tokens_per_frame=FRAME, max_seq_len=LENGTH, quant=quant,
         replay=fc.ReplayConfig(threshold=0.0), prefill_chunk=12, output=folder,
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    return build(llama(), tmp_path_factory.mktemp("bf16") / "artifact")
+@pytest.fixture(scope="module", params=DTYPES)
+def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    return build(llama(), request.param, tmp_path_factory.mktemp("half") / "artifact")
 
 
 def tokens() -> torch.Tensor:
@@ -36,11 +37,11 @@ def tokens() -> torch.Tensor:
 
 
 def test_backends_decide_alike_and_follow_the_model_with_rounded_weights(artifact: fc.Artifact) -> None:
-    model, ids = llama(), tokens()
+    model, ids, dtype = llama(), tokens(), DTYPES[artifact.manifest.options.quant]
     with torch.inference_mode():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
-                module.weight.copy_(module.weight.bfloat16())
+                module.weight.copy_(module.weight.to(dtype))
         expected = model(ids).logits[:, 13:]
     replayed: list[tuple[torch.Tensor, Any]] = []
     for name in ("eager", "cpu", "onnxruntime"):
@@ -62,14 +63,27 @@ def test_linears_are_stored_in_two_bytes(artifact: fc.Artifact) -> None:
         kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     matrices = {n: k for n, k in kinds.items() if "_proj" in n or "lm_head" in n}
     assert len(matrices) == 2 * 7 + 1
-    assert set(matrices.values()) == {"BF16"}
+    assert set(matrices.values()) == {artifact.manifest.options.quant.upper().replace("FP", "F")}
     assert "linear_half" in (artifact.path / "graph/after.txt").read_text("utf-8")
 
 
-def test_a_board_without_kernels_is_warned_of(tmp_path: Path) -> None:
-    text = "target zcu102 gets no accelerator kernels: the kernels are int8, and quant is 'bf16'"
+@pytest.mark.parametrize("quant", DTYPES)
+def test_a_board_without_kernels_is_warned_of(tmp_path: Path, quant: str) -> None:
+    text = f"target zcu102 gets no accelerator kernels: the kernels are int8, and quant is '{quant}'"
     with pytest.warns(UserWarning, match=text):
-        build(PlainDecoder(layers=1), tmp_path / "artifact", target="zcu102")
+        build(PlainDecoder(layers=1), quant, tmp_path / "artifact", target="zcu102")
+
+
+def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
+    """65519 still rounds to 65504; from 65520 on a weight would be infinite."""
+    model = PlainDecoder(layers=1)
+    with torch.no_grad():
+        weight = next(m for m in model.modules() if isinstance(m, nn.Linear)).weight
+        weight[0, 0] = 65519.0
+        build(model, "fp16", tmp_path / "artifact")
+        weight[0, 0] = -65520.0
+        with pytest.raises(CompileError, match=r"(?s)magnitude 65520, and float16 ends at 65504.*bf16"):
+            build(model, "fp16", tmp_path / "other")
 
 
 def test_no_estimate_for_an_engine_that_does_not_exist() -> None:
