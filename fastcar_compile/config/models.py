@@ -293,8 +293,7 @@ class CompileConfig(Config):
         offload: what an accelerator computes: "mlp"; "linears": the MLPs, the projections and the head; or "all": the
             whole decode step, one launch per token. "all" implies kv "int8" and numerics "exact".
         sparse_attention: None: attention to all positions.
-        kv: what keys and values are cached as: "float32", "float16" (rounded half to even, at most ±65504), or "int8"
-            (with an exponent per 32 values of a head).
+        kv: type of cached keys and values, a name of `fastcar_compile.config.formats.KV_TYPES`. `compile` says more.
         numerics: "native": attention, norms and rotary positions are float32, summed in each backend's own order.
             "exact": they are defined bit for bit too, so that logits and decisions are equal on every backend that has
             exact numerics, for every number of threads and in prefill; needs quant w8a8 or w4a8, and kv int8.

@@ -371,7 +371,7 @@ class WindowCaches(Pass):
         return RingRows(window.sinks, rows) if window.sinks + rows < shape_of(cache)[2] else None
 
 
-# Keys and values cached in fewer bytes: float16, or int8 with an exponent per block of 32.
+# Keys and values cached in fewer bytes.
 
 
 TYPES = {name: getattr(torch, name) for name in KV_TYPES if name != "float32"}
@@ -387,7 +387,7 @@ class QuantizeKvCache(Pass):
        to the cache's type (`ir.ops.operator.stored`), and one that reads it widens the rows to float32.
 
     Options:
-        dtype: "float16" or "int8"; a row of the latter is longer by its exponents.
+        dtype: a KV type (`config.formats.KV_TYPES`) other than "float32"; a row of "int8" is longer by its exponents.
     """
 
     name = "quantize-kv-cache"

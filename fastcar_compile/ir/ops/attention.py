@@ -25,8 +25,8 @@ def fixed_sum(products: Tensor, dims: tuple[int, ...]) -> Tensor:
 def cache_write(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
     """Return a cache [B, Hkv, S, D] with value [B, Hkv, T, D] written at rows position .. position + T - 1.
 
-    The cache is float32, float16 or int8; `stored` defines its rows. Rows at or beyond S are dropped, so a padded
-    prefill chunk may reach past the end of the cache.
+    `stored` defines the rows of a cache by its dtype. Rows at or beyond S are dropped, so a padded prefill chunk may
+    reach past the end of the cache.
     """
     start = int(position)
     # The padding of a prompt's last chunk may lie beyond the cache; nothing ever reads it.
