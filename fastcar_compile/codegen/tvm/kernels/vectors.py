@@ -272,10 +272,10 @@ def _series(coefficients: Sequence[float], x: Any) -> Any:
     return total
 
 
-# float16 of a cache to float32 and back.
+# Weights and cached elements to float32, and float32 to cached elements.
 #
-# An instruction set without conversions takes integer arithmetic: LLVM would call `__extendhfsf2` and `__truncsfhf2`,
-# which take one element at a time. Values are scalars, in a vectorised loop too.
+# An instruction set that cannot convert float16 takes integer arithmetic: LLVM would call `__extendhfsf2` and
+# `__truncsfhf2`, which take one element at a time. Values are scalars, in a vectorised loop too.
 
 
 _SIGN, _MAGNITUDE, _INFINITY = 0x8000, 0x7FFF, 0x7C00
@@ -292,9 +292,12 @@ def to_float32(value: Any, dtype: str, isa: InstructionSet) -> Any:
     """Return a loaded element of `dtype` as float32, exactly: subnormals, infinities and NaN too."""
     if dtype == "float32":
         return value
-    if isa.float16:
+    if dtype == "float16" and isa.float16:
         return T.Cast("float32", value)
     bits = T.Cast("uint32", T.reinterpret("uint16", value))
+    if dtype == "bfloat16":
+        # The bits of a bfloat16 are the upper half of those of the same float32.
+        return T.reinterpret("float32", T.shift_left(bits, T.uint32(16)))
     magnitude = T.bitwise_and(bits, T.uint32(_MAGNITUDE))
     # The product with a power of two moves the exponent, and makes a subnormal float16 a normal float32.
     number = T.reinterpret("float32", T.shift_left(magnitude, T.uint32(_MANTISSA_SHIFT))) * T.float32(2.0**_BIAS)

@@ -12,8 +12,8 @@ from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
-from fastcar_compile.codegen.tvm.kernels.linear.tiles import WeightType, widen_weight
-from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, prefetch, ramp, vector
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import WeightType
+from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, prefetch, ramp, to_float32, vector
 
 FLOATS = 16
 """float32 of a cache line."""
@@ -156,7 +156,7 @@ def _pack_whole(shape, o, j, step, to):
         o.packed[to, ramp(0, FLOATS)] = o.w[j, ramp(step * shape.width, FLOATS)]
     elif shape.dtype == "float16":
         for v in T.vectorized(shape.width):
-            o.packed[to, v] = widen_weight(o.w[j, step * shape.width + v], shape.dtype, shape.isa)
+            o.packed[to, v] = to_float32(o.w[j, step * shape.width + v], shape.dtype, shape.isa)
     else:
         # A 32-bit word holds an even input in its lower half and an odd one in its upper half.
         # A shift and a mask widen both, and no instruction crosses lanes.
@@ -182,7 +182,7 @@ def pack_step(shape, o, place, step, to):
             for c in range(shape.width):
                 o.packed[to * rows + r, c] = T.float32(0)
             for c in range(tail):
-                o.packed[to * rows + r, c] = widen_weight(
+                o.packed[to * rows + r, c] = to_float32(
                     o.w[place.j + r, whole * shape.width + c], shape.dtype, shape.isa
                 )
 

@@ -13,8 +13,17 @@ from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.linear import tiles
 from fastcar_compile.codegen.tvm.kernels.linear.float_tiles import FLOATS, Place, TileShape, multiply_tile, pack_step
-from fastcar_compile.codegen.tvm.kernels.linear.tiles import PARALLEL_WEIGHTS, SMALL_BATCH, WeightType, widen_weight
-from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, add_lanes, prefetch, prefetch_distance, ramp, vector
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import PARALLEL_WEIGHTS, SMALL_BATCH, WeightType
+from fastcar_compile.codegen.tvm.kernels.vectors import (
+    LINE,
+    Expr,
+    add_lanes,
+    prefetch,
+    prefetch_distance,
+    ramp,
+    to_float32,
+    vector,
+)
 
 ROWS = 4
 """Weight rows read in parallel: independent sums that hide the multiply-add latency, and four memory streams."""
@@ -72,16 +81,16 @@ def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) ->
             for r in T.unroll(tile.rows):
                 for i in T.unroll(tile.columns):
                     for v in T.vectorized(lanes):
-                        acc[(r * tile.columns + i) * lanes + v] += o.q[
-                            tile.active_row(i), c * lanes + v
-                        ] * widen_weight(o.w[tile.j + r, c * lanes + v], dtype, isa)
+                        acc[(r * tile.columns + i) * lanes + v] += o.q[tile.active_row(i), c * lanes + v] * to_float32(
+                            o.w[tile.j + r, c * lanes + v], dtype, isa
+                        )
 
     @script.inlined
     def store(o, tile, acc, r, i):
         # The lanes first, then the remainder in order: a row's sum does not depend on the other rows.
         add_lanes(acc, (r * tile.columns + i) * lanes, lanes)
         for t in range(tail):
-            acc[(r * tile.columns + i) * lanes] += o.q[tile.active_row(i), steps * lanes + t] * widen_weight(
+            acc[(r * tile.columns + i) * lanes] += o.q[tile.active_row(i), steps * lanes + t] * to_float32(
                 o.w[tile.j + r, steps * lanes + t], dtype, isa
             )
         o.y[tile.active_row(i), tile.j + r] = acc[(r * tile.columns + i) * lanes]

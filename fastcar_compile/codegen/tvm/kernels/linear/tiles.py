@@ -12,7 +12,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
-from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, intrinsic, prefetch, ramp, to_float32, vector
+from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, intrinsic, prefetch, ramp, vector
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
 # pyright: reportInvalidTypeForm=false
@@ -26,14 +26,6 @@ PARALLEL_WEIGHTS = 1 << 18
 thread reads 2^18 int8 weights from the last-level cache in about 10 us."""
 
 WeightType = Literal["float32", "bfloat16", "float16"]
-
-
-def widen_weight(value: Any, dtype: WeightType, isa: InstructionSet) -> Any:
-    """Return a loaded weight as float32. The bits of a bfloat16 are the upper half of those of the same float32."""
-    if dtype != "bfloat16":
-        return to_float32(value, dtype, isa)
-    return T.reinterpret("float32", T.shift_left(T.Cast("uint32", T.reinterpret("uint16", value)), T.uint32(16)))
-
 
 LANES = 16
 FOUR = 4
