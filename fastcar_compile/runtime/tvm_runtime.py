@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir.tensor_files import ALIGNMENT
 
@@ -107,9 +108,14 @@ def adopt(array: Array) -> Tensor:
     if own.dtype.isbuiltin == 1:
         return module.from_dlpack(own)
     # DLPack of numpy knows no bfloat16: the same bytes go over as integers.
-    carrier = module.from_dlpack(own.view(f"uint{8 * own.dtype.itemsize}"))
+    return _view(module.from_dlpack(own.view(f"uint{8 * own.dtype.itemsize}")), own.dtype.name)
+
+
+def _view(tensor: Any, dtype: str) -> Any:
+    """Return a tensor over the same memory, of another type of as many bytes."""
+    module = _ffi()
     view = global_function("runtime.TVMTensorCreateView")
-    return view(carrier, module.Shape(own.shape), module.dtype(own.dtype.name), 0)
+    return view(tensor, module.Shape(tensor.shape), module.dtype(dtype), 0)
 
 
 def element(results: Any, index: int) -> Any:
@@ -119,7 +125,12 @@ def element(results: Any, index: int) -> Any:
 
 def as_array(tensor: Any) -> Array:
     """Return an array over a TVM tensor's memory; read only."""
-    return np.from_dlpack(tensor)
+    try:
+        return np.from_dlpack(tensor)
+    except RuntimeError:
+        # As in `adopt`. A test of the type would cost every call.
+        format = DTYPES[str(tensor.dtype)]
+        return np.from_dlpack(_view(tensor, f"uint{8 * format.itemsize}")).view(format.numpy)
 
 
 def fill(tensor: Any, values: Array) -> None:

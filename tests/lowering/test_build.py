@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, Never, cast
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -85,6 +86,8 @@ def test_aligned_weights_are_not_copied() -> None:
     frozen = aligned.copy()
     frozen.flags.writeable = False
     np.testing.assert_array_equal(np.from_dlpack(adopt(frozen)), frozen)
+    brain = as_array(adopt(aligned.view(ml_dtypes.bfloat16)))
+    assert (brain.dtype.name, brain.ctypes.data) == ("bfloat16", aligned.ctypes.data)
 
 
 @pytest.mark.parametrize("offload", [None, "linears"])

@@ -21,6 +21,10 @@ from fastcar_compile.runtime.guard import thread_count
 
 onnxruntime: Any = import_module("onnxruntime")  # it has no types
 _value = onnxruntime.OrtValue.ortvalue_from_numpy
+_typed_value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type
+
+_BFLOAT16 = 16
+"""bfloat16 in onnx.TensorProto; a session has no onnx."""
 
 _NOWHERE = "/proc/self/no-such-folder"
 """Folder in which onnxruntime looks for weights that are not in memory; by default it takes the working directory."""
@@ -97,7 +101,9 @@ class OrtStepper(ValueStepper):
         super().__init__(decoder.config, decoder.state)
 
     def _zeros(self, specs: Iterable[State]) -> dict[str, Any]:
-        return {s.name: _value(np.zeros(s.shape, s.format.numpy)) for s in specs}
+        zeros = {s.name: np.zeros(s.shape, s.format.numpy) for s in specs}
+        # onnxruntime has to be told the type of an array that numpy itself lacks.
+        return {n: _value(z) if z.dtype.isbuiltin == 1 else _typed_value(z, _BFLOAT16) for n, z in zeros.items()}
 
     def _contexts(self, given: Mapping[str, Array]) -> Sequence[Any]:
         assert self._context is not None
