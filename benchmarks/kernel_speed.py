@@ -51,10 +51,9 @@ from fastcar_compile.runtime.guard import use_threads
 from fastcar_compile.support.machine import usable_cores
 
 KINDS = ("linear_w8a8", "linear_w4a8", "linear_float32", "linear_bfloat16")
-ATTENTION = {f"attention_{name}": getattr(torch, name) for name in ("int8", "float16", "float32")}
-CHUNKS = {
-    f"chunk_{name}": dtype for name, dtype in zip(("int8", "float16", "float32"), ATTENTION.values(), strict=True)
-}
+KV_TYPES = ("int8", "float16", "bfloat16", "float32")
+ATTENTION = {f"attention_{name}": getattr(torch, name) for name in KV_TYPES}
+CHUNKS = {f"chunk_{name}": getattr(torch, name) for name in KV_TYPES}
 HEAD_DIM = 128
 GATE = "gate_learned"
 FLOATS = {"linear_float32": torch.float32, "linear_bfloat16": torch.bfloat16}

@@ -125,8 +125,9 @@ def compile(
             "linears"; where it cannot, "mlp", with a warning that gives the reasons.
         sparse_attention: attention sinks and a sliding window over a bounded KV cache; None: all positions are seen.
         kv: type of cached keys and values: "float32"; "float16": half the bytes, values rounded half to even and
-            at most ±65504; or "int8": a quarter, 32 values of a head sharing an exponent. Default: "float32", and
-            "int8" where the accelerator computes whole steps or, by default, linears.
+            at most ±65504; "bfloat16": half the bytes too, for larger values, with an eighth of the precision; or
+            "int8": a quarter, 32 values of a head sharing an exponent. Default: "float32", and "int8" where the
+            accelerator computes whole steps or, by default, linears.
         numerics: "native", or "exact": the whole decode step is defined bit for bit, so that backends, threads and
             prefill give equal logits; for w8a8 and w4a8 with kv="int8" (docs/reference/numerics.md). Default: "native",
             and "exact" with offload="all".

@@ -80,7 +80,7 @@ def test_frame_not_smaller_than_sequence() -> None:
     ("fields", "text"),
     [
         ({"quant": "w2a8"}, "quant: unknown quantisation 'w2a8'; known: none, bf16, fp16, w8a8, w4a8"),
-        ({"kv": "float8"}, "kv: unknown KV type 'float8'; known: float32, float16, int8"),
+        ({"kv": "float8"}, "kv: unknown KV type 'float8'; known: float32, float16, bfloat16, int8"),
         ({"batch_size": 33}, "batch_size: Input should be less than or equal to 32 (given: 33)"),
         ({"max_seq_len": 12.5}, "max_seq_len: Input should be a valid integer"),
         ({"offload": "head"}, "offload: Input should be 'mlp', 'linears' or 'all' (given: 'head')"),

@@ -30,7 +30,7 @@ def test_linear_bytes_are_those_of_the_stored_weight(name, quantise) -> None:
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        InputError, match="no KV cache has the type 'int4'\n  hint:  use one of: float32, float16, int8"
+        InputError, match="no KV cache has the type 'int4'\n  hint:  use one of: float32, float16, bfloat16, int8"
     ):
         kv_type("int4")
     with pytest.raises(

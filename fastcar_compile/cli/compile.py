@@ -206,7 +206,7 @@ def compile_command(
         window: Sparse attention: attend to this many last tokens.
         sinks: ... and to this many first ones; default: 16.
         window_positions: Rotary positions with a window: absolute (default), or cache.
-        kv: What keys and values are cached as: float32 (default), float16, int8 (default with --offload all).
+        kv: What keys and values are cached as: float32 (default), float16, bfloat16; int8 (default with --offload all).
         numerics: native, or exact: equal bits on every backend; for w8a8 and w4a8 with --kv int8.
         host_cpus: Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...
         dry_run: Report what would be built; write nothing. Needs no weights.

@@ -57,7 +57,7 @@ def estimate_command(
         replay: Share of all MLPs that replay, 0 to 1.
         trace: Recorded decisions (.npy of `fastcar run --trace`).
         offload: In the fabric: mlp; linears; all (the step). Default: the artifact's, or compile's.
-        kv: Keys and values as float32, float16 or int8.
+        kv: Keys and values as float32, float16, bfloat16 or int8.
         sink_window: Sparse attention as SINKS,WINDOW tokens.
         gate: What decides; default: the artifact's, or tas.
         gate_units: Hidden units of gate learned; default: 16.

@@ -104,7 +104,8 @@ class KvType:
             return rows[..., :dim] * scales[..., :dim]
 
 
-KV_TYPES = {t.dtype: t for t in (KvType("float32", 32), KvType("float16", 16), KvType("int8", 8, block=32))}
+_KV_TYPES = (KvType("float32", 32), KvType("float16", 16), KvType("bfloat16", 16), KvType("int8", 8, block=32))
+KV_TYPES = {t.dtype: t for t in _KV_TYPES}
 """Value of `compile(kv=…)` -> KV type; int8 is MXINT8 of OCP's Microscaling Formats 1.0, its exponent as int8."""
 
 

@@ -17,41 +17,43 @@
 
 namespace fastcar_host {
 
-// The float32 that a float16 is; a product with a power of two moves the exponent, and makes subnormals normal.
-inline float from_half(uint16_t half) {
-    const uint32_t magnitude = half & 0x7FFFu, shifted = magnitude << 13;
+inline float float_of(uint32_t bits) {
     float number;
-    std::memcpy(&number, &shifted, sizeof(number));
-    number *= 5192296858534827628530496329220096.0f;  // 2^112
-    uint32_t bits;
-    std::memcpy(&bits, &number, sizeof(bits));
-    bits |= (magnitude >= 0x7C00u ? 0x7F800000u : 0u) | (half & 0x8000u) << 16;  // infinity or NaN, and the sign
     std::memcpy(&number, &bits, sizeof(number));
     return number;
+}
+
+// The float32 that a float16 is; a product with a power of two moves the exponent, and makes subnormals normal.
+inline float from_half(uint16_t half) {
+    const uint32_t magnitude = half & 0x7FFFu;
+    const float number = float_of(magnitude << 13) * 5192296858534827628530496329220096.0f;  // 2^112
+    uint32_t bits;
+    std::memcpy(&bits, &number, sizeof(bits));
+    // Infinity or NaN, and the sign.
+    return float_of(bits | (magnitude >= 0x7C00u ? 0x7F800000u : 0u) | (half & 0x8000u) << 16);
 }
 
 // Element i of an int8 row of `depth` mantissas: 32 of them share one of the exponents behind.
 inline float from_block(const int8_t* row, int64_t depth, int64_t i) {
     const int32_t exponent = row[depth + i / 32];
-    const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;  // -128 becomes minus infinity: times 0, a NaN
-    float scale;
-    std::memcpy(&scale, &bits, sizeof(scale));
-    return static_cast<float>(row[i]) * scale;
+    // -128 becomes minus infinity: times 0, a NaN.
+    return static_cast<float>(row[i]) * float_of(static_cast<uint32_t>(exponent + 127) << 23);
 }
 
 // Row `row` of every head of a cache [B, kv_heads, length, ...] of any type, each of `depth` values:
 // [B, kv_heads, depth].
 inline std::vector<float> cache_row(const tvm::ffi::Tensor& cache, int64_t row, int64_t depth) {
     const int64_t heads = cache.size(0) * cache.size(1), length = cache.size(2), size = cache.size(3);
-    const int bits = cache.dtype().bits;
+    const DLDataType type = cache.dtype();
     std::vector<float> values(static_cast<size_t>(heads * depth));
     for (int64_t head = 0; head < heads; ++head) {
         const int64_t first = (head * length + row) * size;
         for (int64_t i = 0; i < depth; ++i) {
             values[static_cast<size_t>(head * depth + i)] =
-                bits == 8    ? from_block(data_of<int8_t>(cache) + first, depth, i)
-                : bits == 16 ? from_half(data_of<uint16_t>(cache)[first + i])
-                             : data_of<float>(cache)[first + i];
+                type.bits == 8           ? from_block(data_of<int8_t>(cache) + first, depth, i)
+                : type.bits == 32        ? data_of<float>(cache)[first + i]
+                : type.code == kDLBfloat ? float_of(static_cast<uint32_t>(data_of<uint16_t>(cache)[first + i]) << 16)
+                                         : from_half(data_of<uint16_t>(cache)[first + i]);
         }
     }
     return values;

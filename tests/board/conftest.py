@@ -47,7 +47,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 @pytest.fixture(scope="session")
 def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer of it in w4a8, with the projections and the head on the accelerator too, and sparse attention over
-    float16 caches."""
+    bfloat16 caches."""
     return built_once(tmp_path_factory, "engine", compiled_engine)
 
 
@@ -98,7 +98,7 @@ def compiled(output: Path, threshold: tuple[float | None, ...], *, layers: int =
 def compiled_engine(output: Path) -> fc.Artifact:
     """The artifact of `engine_artifact`."""
     sparse = fc.SparseAttention(window=5, sinks=3, positions="cache")
-    options: dict[str, Any] = {"quant": "w4a8", "offload": "linears", "sparse_attention": sparse, "kv": "float16"}
+    options: dict[str, Any] = {"quant": "w4a8", "offload": "linears", "sparse_attention": sparse, "kv": "bfloat16"}
     return compiled(output, (0.0,), layers=1, **options)
 
 

@@ -1,4 +1,4 @@
-"""The integer kernels, float16 and int8 caches and the gate `learned` for AArch64 under qemu-user, bit for bit."""
+"""The integer kernels, 16-bit and int8 caches and the gate `learned` for AArch64 under qemu-user, bit for bit."""
 
 import struct
 import subprocess

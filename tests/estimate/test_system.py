@@ -212,7 +212,7 @@ def test_drs_balances_what_static_mapping_stacks_on_one_core() -> None:
         ({"context": 0}, r"context = 0 \(at least 1\)"),
         ({"batch": 33}, r"batch = 33 \(1 to 32\)"),
         ({"quant": "none"}, r"the engine is int8"),
-        ({"kv": "int4"}, r'kv = "int4" \(float32, float16, int8\)'),
+        ({"kv": "int4"}, r'kv = "int4" \(float32, float16, bfloat16, int8\)'),
     ],
 )
 def test_refused_figures(options: dict[str, Any], text: str) -> None:

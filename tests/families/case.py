@@ -42,7 +42,7 @@ class Case:
     gate: str = "tas"
     full: bool = False
     hls: bool = False
-    kv: Literal["float32", "float16", "int8"] = "float32"
+    kv: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
     headless: bool = False
     classes: int = 0
     warned: str | None = None

@@ -228,8 +228,8 @@ class _PlainAttention(TorchFunctionMode):
 
 def _cached(rows: Tensor, kv: str) -> Tensor:
     """What a cache gives back of keys or values [.., D], by docs/reference/numerics.md; D is one block of MXINT8."""
-    if kv == "float16":
-        return rows.half().float()
+    if kv in ("float16", "bfloat16"):
+        return rows.to(getattr(torch, kv)).float()
     if kv == "int8":
         assert rows.shape[-1] <= 32
         top = rows.abs().amax(-1, keepdim=True)

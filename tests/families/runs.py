@@ -16,7 +16,7 @@ from fastcar_compile.runtime.session import Session
 from .case import BATCH, CHUNK, VOCAB, WIDTH, Case
 from .reference import Run
 
-TOLERANCE = {"float32": 2e-5, "float16": 5e-4, "int8": 1e-2}
+TOLERANCE = {"float32": 2e-5, "float16": 5e-4, "bfloat16": 4e-3, "int8": 1e-2}
 """KV type -> greatest difference of a logit. A key near the middle of two stored values may round the other way."""
 
 

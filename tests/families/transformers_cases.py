@@ -85,6 +85,10 @@ TRANSFORMERS = [
     ),
     Case("qwen2", "Qwen2", "biases of q, k, v", causal("Qwen2")),
     Case("qwen3", "Qwen3", "norms of q and k", causal("Qwen3", head_dim=8)),
+    Case(
+        "qwen3-kv-bfloat16", "Qwen3", "norms of q and k, keys and values in bfloat16", causal("Qwen3", head_dim=8),
+        kv="bfloat16",
+    ),
     Case("gemma", "Gemma 1", "GeGLU, scaled embeddings", causal("Gemma", head_dim=8)),
     Case(
         "gemma3", "Gemma 3", "norms of q and k and after each block; two RoPE tables",

@@ -29,8 +29,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bound": {"couple_cfg": True}, "learned": {"gate_weights": networks(64, 5, 3), "max_chain": 3},
     "random": {"max_chain": 1, "refresh_every": 2}, "always": {"refresh_every": 4}, "never": {},
 }  # fmt: skip
-KV = {"tas": "int8", "bound": "float16"}
-"""Gate -> type of its decoder's caches, where they are narrow: the gates that read a key."""
+KV = {"tas": "int8", "bound": "float16", "input_delta": "bfloat16"}
+"""Gate -> type of its decoder's caches, where they are narrow. The first two read a key."""
 
 
 def program(name: str) -> DecoderProgram:

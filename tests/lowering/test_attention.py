@@ -29,6 +29,7 @@ from fastcar_compile.codegen.tvm.kernels.attention.decode import (
 )
 from fastcar_compile.codegen.tvm.kernels.attention.int8 import suits
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK
+from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.ir.ops.operator import loaded, stored
 
 from .kernel_runs import few, name_of, needs, run
@@ -38,7 +39,7 @@ HEADS = st.sampled_from([(4, 4), (4, 2), (6, 1), (5, 5), (3, 1)])
 DIMS = st.sampled_from([1, 6, 8, 20, 32, 64, 80, 128])
 CAPS = st.sampled_from([None, 0.7])
 """Soft-caps; the logits are about one."""
-TYPES = st.sampled_from([torch.float32, torch.float16, torch.int8])
+TYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int8])
 ISA = host_instruction_set()
 
 
@@ -139,7 +140,7 @@ def test_int8_rows_of_whole_vectors(
 
 
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS, ids=lambda isa: isa.name)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("dtype", KV_TYPES)
 def test_kernels_are_made_on_a_cpu_that_cannot_run_them(isa: InstructionSet, dtype: str) -> None:
     shapes = (2, 4, 1, 64), (2, 2, 48, 64)
     decode, window = (

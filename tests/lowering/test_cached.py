@@ -1,9 +1,11 @@
-"""float16 and int8 rows of a cache: bit for bit as PyTorch has them, on every instruction set of this CPU."""
+"""float16, bfloat16 and int8 rows of a cache: bit for bit as PyTorch has them, on every instruction set of this CPU."""
 
 # pyright: reportInvalidTypeForm=false, reportMissingModuleSource=false
 # TVMScript annotates buffers with calls; tvm.script.tirx is made when tvm is imported.
 
 import re
+from functools import partial
+from itertools import product, starmap
 from typing import Any, cast
 
 import numpy as np
@@ -19,11 +21,14 @@ from fastcar_compile.codegen.tvm.kernels.cache import cache_write
 from fastcar_compile.codegen.tvm.kernels.tas import tas
 from fastcar_compile.codegen.tvm.kernels.vectors import from_float32, to_float32
 from fastcar_compile.codegen.tvm.target import host_target
+from fastcar_compile.config.formats import DTYPES, kv_type
 from fastcar_compile.ir.ops.operator import BLOCK, INT8_MAX, LEAST_EXPONENT, loaded, row_size, stored
+from fastcar_compile.ir.weights import to_numpy
 
 from .kernel_runs import HERE, KernelCase, compiled, run
 
 COUNT, HALVES, LANES = 512, 1 << 16, 16
+FLOATS = ("float16", "bfloat16")
 CALLS = re.compile(r"\b(?:callq?|jmp|bl|b)\s+(__\w*(?:hf|gnu_[fh]2[fh])\w*)")
 HARDWARE = {"x86_64": ("vcvtph2ps", "vcvtps2ph"), "aarch64": ("fcvtl", "fcvtn")}
 fastcar = torch.ops.fastcar
@@ -77,40 +82,40 @@ def test_what_a_row_keeps() -> None:
     assert loaded(stored(odd, torch.int8), 2)[2].isnan().all()
 
 
-def _widening(isa: InstructionSet) -> PrimFunc:
+def _widening(dtype: str, isa: InstructionSet) -> PrimFunc:
     @T.prim_func(private=True, s_tir=True)
-    def widen(half: T.Buffer((HALVES,), "float16"), wide: T.Buffer((HALVES,), "float32")):
+    def widen(half: T.Buffer((HALVES,), dtype), wide: T.Buffer((HALVES,), "float32")):
         for i in range(HALVES // LANES):
             with T.sblock("values"):
                 for v in T.vectorized(LANES):
-                    wide[i * LANES + v] = to_float32(half[i * LANES + v], "float16", isa)
+                    wide[i * LANES + v] = to_float32(half[i * LANES + v], dtype, isa)
 
     return widen
 
 
-def _narrowing(isa: InstructionSet) -> PrimFunc:
+def _narrowing(dtype: str, isa: InstructionSet) -> PrimFunc:
     @T.prim_func(private=True, s_tir=True)
-    def narrow(full: T.Buffer((HALVES,), "float32"), half: T.Buffer((HALVES,), "float16")):
+    def narrow(full: T.Buffer((HALVES,), "float32"), half: T.Buffer((HALVES,), dtype)):
         for i in range(HALVES // LANES):
             with T.sblock("values"):
                 for v in T.vectorized(LANES):
-                    half[i * LANES + v] = from_float32(full[i * LANES + v], "float16", isa)
+                    half[i * LANES + v] = from_float32(full[i * LANES + v], dtype, isa)
 
     return narrow
 
 
-def every_half() -> Tensor:
+def every_half(dtype: str) -> Tensor:
     """Subnormals, infinities and NaN are among them."""
-    return torch.arange(HALVES, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    return torch.arange(HALVES, dtype=torch.int32).to(torch.int16).view(getattr(torch, dtype))
 
 
-def many_floats() -> Tensor:
-    """Any bits, every float16, every tie between two neighbours, and what lies just above it."""
+def many_floats(dtype: str) -> Tensor:
+    """Any bits, every value of the dtype, every tie between two neighbours, and what lies just above it."""
     generator = torch.Generator().manual_seed(0)
     full = torch.randint(-(2**31), 2**31 - 1, (HALVES,), dtype=torch.int32, generator=generator).view(torch.float32)
-    half = every_half().float()
+    half = every_half(dtype).float()
     full[::4] = half[::4]
-    full[1::4] = (half[1::4] + half[2::4]) / 2
+    full[1::4] = half[1::4] / 2 + half[2::4] / 2
     full[2::4] = torch.nextafter(full[1::4], torch.tensor(torch.inf))
     return full
 
@@ -142,19 +147,20 @@ def _scoring(dim: int) -> KernelCase:
     return KernelCase(f"score_of_int8_keys_of_{dim}", lambda isa: tas(query, keys, 3, 0.25, "int8", isa), arguments)
 
 
-def _converting(widen: bool) -> KernelCase:
-    """One direction of float16; what a NaN carries is not compared, so there is none."""
+def _converting(dtype: str, widen: bool) -> KernelCase:
+    """One direction; what a NaN carries is not compared, so there is none."""
 
     def arguments() -> list[np.ndarray]:
-        values = every_half() if widen else many_floats()
+        values = every_half(dtype) if widen else many_floats(dtype)
         values = torch.where(values.isnan(), 1, values)
-        return [values.numpy(), (values.float() if widen else stored(values, torch.float16)).numpy()]
+        return [to_numpy(values), to_numpy(values.float() if widen else stored(values, getattr(torch, dtype)))]
 
-    name = "float16_to_float32" if widen else "float32_to_float16"
-    return KernelCase(name, _widening if widen else _narrowing, arguments)
+    name = f"{dtype}_to_float32" if widen else f"float32_to_{dtype}"
+    return KernelCase(name, partial(_widening if widen else _narrowing, dtype), arguments)
 
 
-CASES = (*map(_converting, (True, False)), *map(_writing, (6, 20, 64, 80)), *map(_scoring, (20, 64)))
+_CONVERSIONS = starmap(_converting, product(FLOATS, (True, False)))
+CASES = (*_CONVERSIONS, *map(_writing, (6, 20, 64, 80)), *map(_scoring, (20, 64)))
 
 
 @pytest.mark.parametrize("isa", HERE, ids=lambda isa: isa.name)
@@ -167,13 +173,23 @@ def test_kernels_are_exact(isa: InstructionSet) -> None:
         assert result.numpy().tobytes() == expected.tobytes(), case.name
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("isa", HERE, ids=lambda isa: isa.name)
-def test_a_nan_stays_one_in_float16(isa: InstructionSet) -> None:
-    for make, values in ((_widening, every_half()), (_narrowing, many_floats())):
+def test_a_nan_stays_one(isa: InstructionSet, dtype: str) -> None:
+    for make, values in ((_widening, every_half(dtype)), (_narrowing, many_floats(dtype))):
         wide = values.dtype == torch.float32
-        result = tvm.runtime.tensor(np.zeros(HALVES, np.float16 if wide else np.float32))
-        compiled(make(isa), isa)["main"](tvm.runtime.tensor(values.numpy()), result)
+        result = tvm.runtime.tensor(np.zeros(HALVES, DTYPES[dtype].numpy if wide else np.float32))
+        compiled(make(dtype, isa), isa)["main"](tvm.runtime.tensor(to_numpy(values)), result)
         assert np.array_equal(np.isnan(result.numpy()), values.isnan().numpy())
+
+
+def test_bfloat16_is_what_ml_dtypes_has() -> None:
+    """Subnormals, ties and what rounds to infinity are among the values."""
+    values, half = many_floats("bfloat16"), every_half("bfloat16")
+    values = values[~values.isnan()]
+    expected = values.numpy().astype(DTYPES["bfloat16"].numpy)
+    assert to_numpy(stored(values, half.dtype)).tobytes() == expected.tobytes()
+    assert np.array_equal(kv_type(half.dtype).widened(to_numpy(half), 1), loaded(half, 1).numpy(), equal_nan=True)
 
 
 def test_a_cache_keeps_what_it_can() -> None:
@@ -181,16 +197,20 @@ def test_a_cache_keeps_what_it_can() -> None:
     expected = torch.tensor([65504.0, 65504.0, 65504.0, 65504.0, -65504.0, torch.nan, 0.0, 2.0**-24])
     torch.testing.assert_close(stored(values, torch.float16).float(), expected, rtol=0, atol=0, equal_nan=True)
     assert stored(values, torch.float32) is values
+    values = torch.tensor([3.4e38, -torch.inf, torch.nan, 2.0**-133, 2.0**-134, 257.0, 259.0])
+    expected = torch.tensor([torch.inf, -torch.inf, torch.nan, 2.0**-133, 0.0, 256.0, 260.0])
+    torch.testing.assert_close(stored(values, torch.bfloat16).float(), expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS, ids=lambda isa: isa.name)
-def test_no_element_is_converted_by_a_call(isa: InstructionSet) -> None:
+def test_no_element_is_converted_by_a_call(isa: InstructionSet, dtype: str) -> None:
     """LLVM calls the compiler's library, once per element, where there is no instruction."""
-    library = compiled(cache_write((1, 2, 8, 64), 1, "float16", isa), isa)
+    library = compiled(cache_write((1, 2, 8, 64), 1, dtype, isa), isa)
     library = getattr(library, "mod", library)
     text = library.inspect_source("asm")
     assert CALLS.findall(text) == []
-    assert any(name in text for name in HARDWARE[isa.machine]) == isa.float16
+    assert any(name in text for name in HARDWARE[isa.machine]) == (isa.float16 and dtype == "float16")
 
 
 def test_the_calls_would_be_found() -> None:

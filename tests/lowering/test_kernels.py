@@ -21,6 +21,7 @@ from fastcar_compile.codegen.tvm.kernels.linear.activations import activation_fa
 from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import linear_w4a8
 from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import linear_w8a8
 from fastcar_compile.codegen.tvm.kernels.tas import tas
+from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.ir.ops.linear import FACTORS, factor_table, group_count, pack_int4
 from fastcar_compile.ir.ops.operator import stored
 
@@ -79,7 +80,8 @@ def test_tas(b: int, heads: tuple[int, int], position: int, stride: int, seed: i
     torch.manual_seed(seed)
     q, k = torch.randn(b, heads[0], 1, 16), torch.randn(b, heads[1], 37, 16)
     at = torch.tensor([position])
-    for keys, dtype in ((k, "float32"), (k.half(), "float16"), (stored(k, torch.int8), "int8")):
+    for dtype in KV_TYPES:
+        keys = stored(k, getattr(torch, dtype))
         kernel = tas((b, heads[0], 1, 16), (b, heads[1], 37, 16), stride, 0.25, dtype)
         y = run(kernel, q, keys, at, torch.zeros(b))[-1]
         assert torch.equal(y, fastcar.tas(q, keys, at, stride, 0.25))
@@ -113,11 +115,11 @@ def test_appended_rows(rows: int, position: int, dim: int, seed: int) -> None:
     """Into a full cache, which drops rows at or beyond S, and into a ring."""
     torch.manual_seed(seed)
     cache, value, at = torch.randn(2, 3, 9, dim), torch.randn(2, 3, rows, dim), torch.tensor([position])
-    for dtype in (torch.float32, torch.float16, torch.int8):
-        before, name = stored(cache, dtype), name_of(dtype)
-        y = run(cache_write((2, 3, 9, dim), rows, name), before, value, at)[0]
+    for name in KV_TYPES:
+        before = stored(cache, getattr(torch, name))
+        y = run(cache_write((2, 3, 9, dim), rows, name), before.clone(), value, at)[0]
         assert torch.equal(y, fastcar.cache_write(before, value, at))
-        y = run(ring_write((2, 3, 9, dim), rows, 2, name), before, value, at)[0]
+        y = run(ring_write((2, 3, 9, dim), rows, 2, name), before.clone(), value, at)[0]
         assert torch.equal(y, fastcar.ring_write(before, value, at, 2))
 
 

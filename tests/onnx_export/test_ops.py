@@ -1,5 +1,6 @@
 """Every ONNX operator definition against the eager one."""
 
+import ctypes
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,8 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from lowering.test_cached import many_rows
+from lowering.kernel_runs import name_of
+from lowering.test_cached import many_floats, many_rows
 from torch import Tensor, nn
 
 from fastcar_compile.codegen.onnx.attention import KV_TYPES as ONNX_KV_TYPES
@@ -21,6 +23,7 @@ from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.ir.ops import linear as quant
 from fastcar_compile.ir.ops.linear import FACTORS
 from fastcar_compile.ir.ops.operator import stored
+from fastcar_compile.ir.weights import to_numpy, to_torch
 
 fastcar = torch.ops.fastcar
 
@@ -53,8 +56,23 @@ def run_all(
     export(op, calls[0], options, path)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [i.name for i in session.get_inputs()]
-    feeds = [{name: t.numpy() for name, t in zip(names, tensors, strict=True)} for tensors in calls]
-    return [torch.from_numpy(np.asarray(session.run(None, feed)[0])) for feed in feeds]
+    feeds = [{name: _value(t) for name, t in zip(names, tensors, strict=True)} for tensors in calls]
+    output = [session.get_outputs()[0].name]
+    return [_tensor(session.run_with_ort_values(output, feed)[0]) for feed in feeds]
+
+
+def _value(tensor: Tensor) -> Any:
+    """By way of bytes: onnxruntime takes and gives no arrays of bfloat16."""
+    array = to_numpy(tensor)
+    kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, kind)
+
+
+def _tensor(value: Any) -> Tensor:
+    raw = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
+    return to_torch(np.frombuffer(bytearray(raw), onnx.helper.tensor_dtype_to_np_dtype(value.element_type()))).reshape(
+        value.shape()
+    )
 
 
 def same(path: Path, op: Any, calls: Sequence[tuple[Tensor, ...]], *options: Any) -> list[Tensor]:
@@ -81,7 +99,7 @@ def test_cache_write(path: Path, dtype: torch.dtype) -> None:
     same(path, fastcar.cache_write, [(cache, rows, at(position)) for position in (0, 3, 8)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_attention_sees_the_filled_part_only(path: Path, dtype: torch.dtype) -> None:
     calls = []
     for position in (0, 5, 8):
@@ -108,6 +126,17 @@ def test_attention_to_a_context(path: Path, steps: int) -> None:
 @pytest.mark.parametrize(("position", "heads"), [(2, 6), (7, 2), (8, 4)])
 def test_tas(path: Path, position: int, heads: int) -> None:
     same(path, fastcar.tas, [(torch.randn(2, heads, 1, 8), torch.randn(2, 2, 9, 8), at(position))], 5, 0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_of_16_bits(path: Path, dtype: torch.dtype) -> None:
+    """Every value, ties, subnormals and infinities: written as PyTorch writes them, and scored alike."""
+    rows = many_floats(name_of(dtype)).reshape(512, 1, 1, 128)
+    cache, known = stored(torch.zeros_like(rows), dtype), torch.where(rows.isnan(), 1, rows)
+    (written,) = same(path, fastcar.cache_write, [(cache, known, at(0))])
+    same(path, fastcar.tas, [(torch.randn(512, 2, 1, 128), written, at(0))], 5, 0.3)
+    (written,) = run_all(fastcar.cache_write.default, [(cache, rows, at(0))], (), path)
+    assert torch.equal(written.isnan(), rows.isnan())
 
 
 def test_int8_rows(path: Path) -> None:

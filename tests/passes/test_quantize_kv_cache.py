@@ -16,7 +16,10 @@ fastcar = torch.ops.fastcar
 HEAD_DIM = 4
 
 
-@pytest.mark.parametrize(("dtype", "row_bytes"), [("float16", 2 * HEAD_DIM), ("int8", HEAD_DIM + 1)])
+ROW_BYTES = {"float16": 2 * HEAD_DIM, "bfloat16": 2 * HEAD_DIM, "int8": HEAD_DIM + 1}
+
+
+@pytest.mark.parametrize(("dtype", "row_bytes"), ROW_BYTES.items())
 def test_types_change_and_nothing_else(dtype: str, row_bytes: int) -> None:
     before = after(*analysis_pipeline())
     narrow = run_pipeline(copy.deepcopy(before), [QuantizeKvCache(dtype)])
@@ -30,7 +33,7 @@ def test_types_change_and_nothing_else(dtype: str, row_bytes: int) -> None:
     assert [s.nbytes * wide for s in narrow.state] == [s.nbytes * row_bytes for s in before.state]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
+@pytest.mark.parametrize("dtype", ROW_BYTES)
 def test_order_of_window_and_type_does_not_matter(dtype: str) -> None:
     window, narrow = SparsifyAttention(2, 6), QuantizeKvCache(dtype)
     assert after(*analysis_pipeline(), window, narrow).state == after(*analysis_pipeline(), narrow, window).state
@@ -51,4 +54,4 @@ def test_a_cache_that_something_else_reads_is_refused() -> None:
 def test_a_type_that_no_cache_has() -> None:
     with pytest.raises(CompileError, match="no cache has the type 'int4'") as found:
         after(*analysis_pipeline(), QuantizeKvCache("int4"))
-    assert found.value.hint == "use one of: float16, int8"
+    assert found.value.hint == "use one of: bfloat16, float16, int8"

@@ -94,7 +94,7 @@ def test_calibration_scores_are_those_of_the_session(gate: str) -> None:
 @pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.thorough), "int8"])
 def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """For a board, so that there is a host graph of an accelerator too; gates/test_decoders.py has full caches and
-    float16 ones, board/conftest.py a ring of float16."""
+    float16 ones, board/conftest.py a ring of bfloat16."""
     check_tool("g++")
     return fc.compile(
         llama(initializer_range=0.2), target="zcu102", offload="mlp", tokens_per_frame=8, max_seq_len=65, batch_size=2,

@@ -105,7 +105,7 @@ def test_the_sinks_meet_their_own_query() -> None:
     spare=st.integers(0, 5),
     count=st.integers(1, 4),
     dim=st.sampled_from([1, 3, 8, 16, 48, 64]),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.int8]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int8]),
     cap=st.sampled_from([None, 0.7]),
     seed=st.integers(0, 99),
 )

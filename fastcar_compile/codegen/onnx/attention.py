@@ -31,7 +31,7 @@ def _store_float16(value: Value) -> Value:
     return cast(op.Clip(value, floats(-FLOAT16_MAX), floats(FLOAT16_MAX)), TensorProto.FLOAT16)
 
 
-def _load_float16(rows: Value, _dim: int) -> Value:
+def _load_float(rows: Value, _dim: int) -> Value:
     return cast(rows, TensorProto.FLOAT)
 
 
@@ -79,7 +79,8 @@ def _load_int8(rows: Value, dim: int) -> Value:
 
 KV_TYPES: dict[str, tuple[Callable[[Value], Value], Callable[[Value, int], Value]]] = {
     "float32": (lambda value: value, lambda rows, _dim: rows),
-    "float16": (_store_float16, _load_float16),
+    "float16": (_store_float16, _load_float),
+    "bfloat16": (lambda value: cast(value, TensorProto.BFLOAT16), _load_float),
     "int8": (_store_int8, _load_int8),
 }
 """Name of the type in formats.KV_TYPES, which is the dtype of the cache -> two functions: from float32 rows to rows of

@@ -49,7 +49,7 @@ def operator_reasons(modules: Iterable[fx.GraphModule]) -> dict[str, str]:
     return {name: REASONS[name] for name in sorted(names & REASONS.keys())}
 
 
-# Rows of key and value caches: float32, float16, or int8 with one exponent per block (MXINT8).
+# Rows of key and value caches: floats, or int8 with one exponent per block (MXINT8).
 
 
 FLOAT16_MAX = 65504.0
@@ -94,19 +94,19 @@ def head_dim(row: int, dtype: torch.dtype | str) -> int:
 def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return keys or values float32 [..., D] as cached rows, [..., row_size(D, dtype)].
 
-    float16: rounded half to even and limited to ±65504; a NaN stays a NaN. int8: D mantissas m from -127 to 127, then
-    the exponents e of their blocks; the value is m * 2^e. e is the least exponent, from -120 on, for which every
-    mantissa of the block rounds (half to even) to at most 127. Values are limited to ±127 * 2^121. A block that
-    contains a NaN is all NaN. docs/reference/numerics.md defines the formats.
+    float16, bfloat16: rounded half to even; float16 is limited to ±65504, and a NaN stays a NaN. int8: D mantissas m
+    from -127 to 127, then the exponents e of their blocks; the value is m * 2^e. e is the least exponent, from -120 on,
+    for which every mantissa of the block rounds (half to even) to at most 127. Values are limited to ±127 * 2^121. A
+    block that contains a NaN is all NaN. docs/reference/numerics.md defines the formats.
     """
     if dtype == torch.float16:
-        return value.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(dtype)
-    return _rows(value) if dtype == torch.int8 else value
+        value = value.clamp(-FLOAT16_MAX, FLOAT16_MAX)
+    return _rows(value) if dtype == torch.int8 else value.to(dtype)
 
 
 def loaded(rows: Tensor, dim: int) -> Tensor:
     """Return the exact float32 values [..., dim] of cached rows; `dim` is a head's dimension."""
-    # float16 widens exactly, and float32 stays.
+    # A float of 16 bits widens exactly, and float32 stays.
     if rows.dtype != torch.int8:
         return rows.to(torch.float32)
     # The last block may be cut: its scale is repeated 32 times, and the surplus is sliced off.

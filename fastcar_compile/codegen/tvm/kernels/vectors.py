@@ -279,7 +279,7 @@ def _series(coefficients: Sequence[float], x: Any) -> Any:
 
 
 _SIGN, _MAGNITUDE, _INFINITY = 0x8000, 0x7FFF, 0x7C00
-_NAN = 0x7E00
+_NAN, _BFLOAT16_NAN = 0x7E00, 0x7FC0
 _MANTISSA_SHIFT = 23 - 10
 _SIGN_SHIFT = 31 - 15
 _BIAS = 127 - 15
@@ -312,19 +312,15 @@ def from_float32(value: Any, dtype: str, isa: InstructionSet) -> Any:
     """Return a float32 as an element of `dtype`, rounded as `ir.ops.operator.stored` does."""
     if dtype == "float32":
         return value
+    if dtype == "bfloat16":
+        return _to_bfloat16(T.reinterpret("uint32", value))
     # T.min and T.max give their second operand where one is NaN.
     bounded = T.max(T.float32(-FLOAT16_MAX), T.min(T.float32(FLOAT16_MAX), value))
     if isa.float16:
         return T.Cast("float16", bounded)
     bits = T.reinterpret("uint32", bounded)
     magnitude = T.bitwise_and(bits, T.uint32(0x7FFFFFFF))
-    odd = T.bitwise_and(T.shift_right(magnitude, T.uint32(_MANTISSA_SHIFT)), T.uint32(1))
-    # Half to even in integers: half a last place less one, plus the last kept bit.
-    # A carry runs from the mantissa into the exponent, as it must.
-    half_less = (1 << (_MANTISSA_SHIFT - 1)) - 1
-    # One addition changes the bias and rounds. It is modulo 2^32, because the change of the bias is negative.
-    rebias = T.uint32((half_less - (_BIAS << 23)) % (1 << 32))
-    normal = T.shift_right(magnitude + rebias + odd, T.uint32(_MANTISSA_SHIFT))
+    normal = _half_to_even(magnitude, _MANTISSA_SHIFT, _BIAS)
     # The last place of 0.5 + x is 2^-24, as of a subnormal float16. So the sum's own rounding is the right one.
     sum_ = T.reinterpret("float32", magnitude) + T.float32(0.5)
     subnormal = T.bitwise_and(T.reinterpret("uint32", sum_), T.uint32(_MAGNITUDE))
@@ -333,3 +329,20 @@ def from_float32(value: Any, dtype: str, isa: InstructionSet) -> Any:
     number = T.Select(magnitude > T.uint32(_FLOAT32_INFINITY), T.uint32(_NAN), rounded)
     sign = T.bitwise_and(T.shift_right(bits, T.uint32(_SIGN_SHIFT)), T.uint32(_SIGN))
     return T.reinterpret("float16", T.Cast("uint16", T.bitwise_or(number, sign)))
+
+
+def _to_bfloat16(bits: Any) -> Any:
+    # A carry of a magnitude ends at infinity. Only that of a NaN could reach the sign, so a NaN gets its bits.
+    known = T.bitwise_and(bits, T.uint32(0x7FFFFFFF)) <= T.uint32(_FLOAT32_INFINITY)
+    number = T.Select(known, _half_to_even(bits, 16, 0), T.uint32(_BFLOAT16_NAN))
+    return T.reinterpret("bfloat16", T.Cast("uint16", number))
+
+
+def _half_to_even(bits: Any, shift: int, rebias: int) -> Any:
+    """Return a float32's bits rounded to `shift` fewer bits, with `rebias` taken from the exponent."""
+    odd = T.bitwise_and(T.shift_right(bits, T.uint32(shift)), T.uint32(1))
+    # Half to even in integers: half a last place less one, plus the last kept bit.
+    # A carry runs from the mantissa into the exponent, as it must.
+    half_less = (1 << (shift - 1)) - 1
+    # One addition changes the bias and rounds. It is modulo 2^32, because the change of the bias is negative.
+    return T.shift_right(bits + T.uint32((half_less - (rebias << 23)) % (1 << 32)) + odd, T.uint32(shift))
