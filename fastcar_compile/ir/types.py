@@ -32,6 +32,13 @@ REPLAY_ROLES = (StateRole.MLP_CACHE, StateRole.GATE_CACHE, StateRole.CHAIN_COUNT
 """The state that belongs to replay."""
 
 
+PROMPT = -1
+"""The forward number of a row of a decode step that only reads its token: it computes, and keeps nothing of replay."""
+
+INACTIVE = -2
+"""The forward number of a row that is not there; its position is -1."""
+
+
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Ring:
     """Sparse attention over ring caches [B, Hkv, sinks + rows, D] (docs/explanation/sparse_attention.md), in tokens.
@@ -74,7 +81,7 @@ class DecoderConfig:
     """Sizes and options that fix the graph.
 
     Args:
-        batch_size: rows B.
+        batch_size: videos; rows B of a call where each video has one.
         max_seq_len: positions S, in tokens.
         tokens_per_frame: stride F between a token and the same place in the previous frame, in tokens.
         hidden_size: H.
@@ -85,6 +92,8 @@ class DecoderConfig:
         embedding_rows: token ids that the embedding has, where their number is known: more than V where a prefix of
             classes or text has ids of its own.
         context: what cross-attention reads; None: there is no cross-attention.
+        rows: rows of each video in a decode step, each with a position and a forward number of its own; None: one
+            row of each, and all share both numbers.
     """
 
     batch_size: int
@@ -98,6 +107,12 @@ class DecoderConfig:
     ring: Ring | None = None
     embedding_rows: int | None = None
     context: ContextInput | None = None
+    rows: int | None = None
+
+    @property
+    def decode_rows(self) -> int:
+        """Rows of a decode step."""
+        return self.batch_size * (self.rows or 1)
 
     @property
     def token_ids(self) -> int | None:

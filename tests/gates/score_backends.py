@@ -96,9 +96,9 @@ def compiled(name: str, shape: Shape, isa: InstructionSet | None = None) -> Scor
     heads = (shape.query, shape.cache, STRIDE)
     change = _library(kernels.input_delta(shape.rows, shape.width), isa)
     if name == "output_bound":
-        main = _library(kernels.output_bound(*heads, WEIGHT, "float32", isa), isa)
+        main = _library(kernels.output_bound(*heads, WEIGHT, "float32", isa=isa), isa)
     elif name == "tas_heads":
-        main = _library(tas_heads(*heads, SCALE, "float32", isa), isa)
+        main = _library(tas_heads(*heads, SCALE, "float32", isa=isa), isa)
     elif name == "learned_score":
         main = _library(learned_score(shape.rows, shape.width, shape.units), isa)
     else:

@@ -144,8 +144,8 @@ def test_int8_rows_of_whole_vectors(
 def test_kernels_are_made_on_a_cpu_that_cannot_run_them(isa: InstructionSet, dtype: str) -> None:
     shapes = (2, 4, 1, 64), (2, 2, 48, 64)
     decode, window = (
-        decode_attention(*shapes, 0.3, dtype, None, isa),
-        window_attention(*shapes, 0.3, 4, 16, dtype, None, isa),
+        decode_attention(*shapes, 0.3, dtype, None, isa=isa),
+        window_attention(*shapes, 0.3, 4, 16, dtype, None, isa=isa),
     )
     assert all(isinstance(kernel, PrimFunc) for kernel in (decode, window))
 

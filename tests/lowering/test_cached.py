@@ -123,7 +123,7 @@ def many_floats(dtype: str) -> Tensor:
 def _writing(dim: int) -> KernelCase:
     def make(isa: InstructionSet) -> PrimFunc:
         """The cache as the last argument."""
-        kernel = cast("Any", cache_write((1, 1, COUNT, dim), COUNT, "int8", isa))  # tvm declares its fields in C++
+        kernel = cast("Any", cache_write((1, 1, COUNT, dim), COUNT, "int8", isa=isa))  # tvm declares its fields in C++
         cache, *others = kernel.params
         return PrimFunc([*others, cache], kernel.body, kernel.ret_type, kernel.attrs)
 
@@ -144,7 +144,7 @@ def _scoring(dim: int) -> KernelCase:
         tensors = (torch.randn(query, generator=generator), cache, torch.tensor([0]))
         return [t.numpy() for t in (*tensors, fastcar.tas(*tensors, 3, 0.25))]
 
-    return KernelCase(f"score_of_int8_keys_of_{dim}", lambda isa: tas(query, keys, 3, 0.25, "int8", isa), arguments)
+    return KernelCase(f"score_of_int8_keys_of_{dim}", lambda isa: tas(query, keys, 3, 0.25, "int8", isa=isa), arguments)
 
 
 def _converting(dtype: str, widen: bool) -> KernelCase:
@@ -206,7 +206,7 @@ def test_a_cache_keeps_what_it_can() -> None:
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS, ids=lambda isa: isa.name)
 def test_no_element_is_converted_by_a_call(isa: InstructionSet, dtype: str) -> None:
     """LLVM calls the compiler's library, once per element, where there is no instruction."""
-    library = compiled(cache_write((1, 2, 8, 64), 1, dtype, isa), isa)
+    library = compiled(cache_write((1, 2, 8, 64), 1, dtype, isa=isa), isa)
     library = getattr(library, "mod", library)
     text = library.inspect_source("asm")
     assert CALLS.findall(text) == []

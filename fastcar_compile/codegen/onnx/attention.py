@@ -8,7 +8,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from onnx import TensorProto
 
-from fastcar_compile.codegen.onnx.linear import Value, cast, constant, dtype_name, floats, ints, op, scalar, shape
+from fastcar_compile.codegen.onnx.linear import (
+    Value,
+    by_row,
+    cast,
+    constant,
+    dtype_name,
+    floats,
+    ints,
+    op,
+    scalar,
+    shape,
+)
 from fastcar_compile.gates import scores
 from fastcar_compile.gates.scores import TAS_FRACTION_BITS, TAS_LIMIT, distance_factor, score_factor
 from fastcar_compile.ir.ops.operator import BLOCK, FLOAT16_MAX, INT8_MAX, LEAST_EXPONENT, NOT_A_NUMBER
@@ -89,11 +100,14 @@ the cache, and from these and a head's dimension to float32 rows."""
 
 def cache_write(cache: Value, value: Value, position: Value) -> Value:
     """Return the cache with one row written at `position`. The decode step never writes past the end."""
-    return _written(cache, value, position)
+    return _written(cache, value, position, position)
 
 
-def _written(cache: Value, value: Value, row: Value) -> Value:
+def _written(cache: Value, value: Value, row: Value, position: Value) -> Value:
     batch, heads, _, size = shape(cache)
+    if shape(position)[0] > 1:
+        here = op.Where(op.Less(position, ints(0)), position, row)
+        return by_row(cache, stored(value, cache), here, shape(position)[0], (2, 0))
     # `ScatterElements` takes an index for every element: all elements of the row have the row's number.
     index = op.Expand(op.Reshape(row, ints(1, 1, 1, 1)), ints(batch, heads, 1, size))
     return op.ScatterElements(cache, index, stored(value, cache), axis=2)
@@ -105,11 +119,21 @@ def capped(logits: Value, softcap: float | None) -> Value:
 
 
 def attention(
-    query: Value, key_cache: Value, value_cache: Value, position: Value, scale: float, softcap: float | None = None
+    query: Value,
+    key_cache: Value,
+    value_cache: Value,
+    position: Value,
+    scale: float,
+    softcap: float | None = None,
+    spans: Value | None = None,
 ) -> Value:
     """Return softmax attention over the first position + 1 rows of the cache only."""
     batch, heads, _, dim = shape(query)
     kv_heads = shape(key_cache)[1]
+    if shape(position)[0] > 1:
+        columns = constant(np.arange(shape(key_cache)[2]), np.int64)
+        seen = op.LessOrEqual(columns, _column(op.Max(position, ints(0)))) if spans is None else _in(columns, spans)
+        return _masked(query, key_cache, value_cache, seen, scale, softcap)
     end = op.Add(position, ints(1))
     keys = loaded(op.Slice(key_cache, ints(0), end, ints(2)), key_cache, dim)
     values = loaded(op.Slice(value_cache, ints(0), end, ints(2)), value_cache, dim)
@@ -118,6 +142,52 @@ def attention(
     logits = op.MatMul(op.Mul(grouped, floats(scale)), op.Transpose(keys, perm=[0, 1, 3, 2]))
     out = op.MatMul(op.Softmax(capped(logits, softcap), axis=-1), values)
     return op.Reshape(out, ints(batch, heads, 1, dim))
+
+
+def _in(columns: Value, spans: Value) -> Value:
+    """Return bool [B, 1, 1, S]: whether a column is in one of the spans of its row, int64 [B, N, 2]."""
+    begin, end = (op.Unsqueeze(op.Gather(spans, ints(i), axis=2), ints(1)) for i in (0, 1))
+    inside = op.And(op.GreaterOrEqual(columns, begin), op.Less(columns, end))
+    counted = op.ReduceSum(cast(inside, TensorProto.INT32), ints(2), keepdims=1)
+    return op.Greater(counted, constant(0, np.int32))
+
+
+def _column(numbers: Value) -> Value:
+    """Return int64 [B] as [B, 1, 1, 1]."""
+    return op.Reshape(numbers, ints(-1, 1, 1, 1))
+
+
+def _sections(cache: Value, rows: int) -> Value:
+    """Return the row set of each row of the batch, [B, ...] of a cache [V, ...]."""
+    share = rows // shape(cache)[0]
+    return cache if share == 1 else op.Gather(cache, ints(*(b // share for b in range(rows))), axis=0)
+
+
+def _masked(
+    query: Value,
+    key_cache: Value,
+    value_cache: Value,
+    seen: Value,
+    scale: float,
+    softcap: float | None,
+    sinks: tuple[Value, Value] | None = None,
+) -> Value:
+    """Return softmax attention to the cached rows that are seen, bool [B, 1, 1, S].
+
+    `sinks`: the query that meets some of the rows, and which rows these are, bool [S].
+    """
+    batch, heads, _, dim = shape(query)
+    kv_heads = shape(key_cache)[1]
+    keys, values = (loaded(_sections(cache, batch), cache, dim) for cache in (key_cache, value_cache))
+
+    def logits(one: Value) -> Value:
+        grouped = op.Mul(op.Reshape(one, ints(batch, kv_heads, heads // kv_heads, dim)), floats(scale))
+        return capped(op.MatMul(grouped, op.Transpose(keys, perm=[0, 1, 3, 2])), softcap)
+
+    met = logits(query) if sinks is None else op.Where(sinks[1], logits(sinks[0]), logits(query))
+    weights = op.Softmax(op.Where(seen, met, floats(-float("inf"))), axis=-1)
+    # A row that nobody has written may hold anything; its weight is 0.
+    return op.Reshape(op.MatMul(weights, values), ints(batch, heads, 1, dim))
 
 
 def context_attention(
@@ -138,7 +208,13 @@ def earlier_key(query: Value, key_cache: Value, position: Value, stride: int) ->
     batch, heads, _, dim = shape(query)
     kv_heads = shape(key_cache)[1]
     earlier = op.Max(op.Sub(position, ints(stride)), ints(0))
-    key = loaded(op.Gather(key_cache, earlier, axis=2), key_cache, dim)
+    rows = shape(position)[0]
+    if rows == 1:
+        key = op.Gather(key_cache, earlier, axis=2)
+    else:
+        at = op.Expand(_column(earlier), ints(batch, kv_heads, 1, shape(key_cache)[3]))
+        key = op.GatherElements(_sections(key_cache, batch), at, axis=2)
+    key = loaded(key, key_cache, dim)
     return key, op.Reshape(query, ints(batch, kv_heads, heads // kv_heads, dim))
 
 
@@ -256,12 +332,13 @@ def constant_score(step: Value, rows: int, value: float) -> Value:
     return op.Expand(floats(value), ints(shape(step)[0] * rows))
 
 
-def random_score(step: Value, rows: int, layer: int) -> Value:
+def random_score(step: Value, rows: int, layer: int, share: int = 0) -> Value:
     """Return the hash, made in int64. Every operand is non-negative, so integer division and Mod are exact."""
     by_step, by_row, by_layer = scores.HASH_FACTORS
     prime = ints(scores.HASH_PRIME)
-    offsets = ints(*((row + 1) * by_row + (layer + 1) * by_layer for row in range(rows)))
-    x = op.Mod(op.Add(op.Mul(op.Add(step, ints(1)), ints(by_step)), offsets), prime)
+    hashed = [b // share for b in range(shape(step)[0])] if share else range(rows)
+    offsets = ints(*((row + 1) * by_row + (layer + 1) * by_layer for row in hashed))
+    x = op.Mod(op.Add(op.Mul(op.Max(op.Add(step, ints(1)), ints(0)), ints(by_step)), offsets), prime)
     for offset in scores.HASH_ROUNDS:
         square = op.Mod(op.Mul(x, x), prime)
         fourth = op.Mod(op.Mul(square, square), prime)
@@ -292,7 +369,7 @@ def limit(positions: Value, most: int) -> Value:
 
 def ring_write(cache: Value, value: Value, position: Value, sinks: int) -> Value:
     """Return the cache with one row written, that of `position`."""
-    return _written(cache, value, _row_of(position, sinks, shape(cache)[2] - sinks))
+    return _written(cache, value, _row_of(position, sinks, shape(cache)[2] - sinks), position)
 
 
 def window_attention(
@@ -309,6 +386,17 @@ def window_attention(
     """Return softmax attention over the sinks that are there and the window's rows, which are gathered."""
     batch, heads, _, dim = shape(query)
     kv_heads, rows = shape(key_cache)[1:3]
+    if shape(position)[0] > 1:
+        place, row = _column(op.Max(position, ints(0))), constant(np.arange(rows), np.int64)
+        # Row sinks + r of the ring holds the newest position up to the query's that is there.
+        last = op.Sub(place, ints(sinks))
+        ring = ints(rows - sinks)
+        held = op.Add(op.Sub(last, op.Mod(op.Sub(last, op.Sub(row, ints(sinks))), ring)), ints(sinks))
+        recent = op.And(op.GreaterOrEqual(held, ints(sinks)), op.Greater(held, op.Sub(place, ints(window))))
+        sink = op.Less(row, ints(sinks))
+        seen = op.Where(sink, op.LessOrEqual(row, place), recent)
+        other = None if sink_query is None else (sink_query, sink)
+        return _masked(query, key_cache, value_cache, seen, scale, softcap, other)
     end = op.Add(op.Reshape(position, ints()), scalar(1))
     first = op.Range(scalar(0), op.Min(end, scalar(sinks)), scalar(1))
     recent = op.Range(op.Max(op.Sub(end, scalar(window)), scalar(sinks)), end, scalar(1))

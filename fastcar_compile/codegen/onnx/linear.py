@@ -15,6 +15,7 @@ from onnxscript import opset18
 
 from fastcar_compile.ir.ops import linear as activations
 from fastcar_compile.ir.ops import linear as quant
+from fastcar_compile.ir.types import INACTIVE
 
 # What the ONNX definitions share: the operators, the type of a traced value, and constants.
 
@@ -167,23 +168,59 @@ def gate(
         replay = op.And(replay, op.Greater(phase, ints(0)))
     if max_chain >= 0:
         # Counters are int32, and ONNX compares equal types only.
-        replay = op.And(replay, op.Less(slot_read(chain, step), int32(max_chain)))
+        replay = op.And(replay, op.Less(_slots(chain, step, shape(score)[0]), int32(max_chain)))
     if couple_cfg:
         # Rows b and b + B / 2 are a pair, so the conjunction of the halves stands for both.
         half = shape(score)[0] // 2
         both = op.And(op.Slice(replay, ints(0), ints(half)), op.Slice(replay, ints(half), ints(2 * half)))
         replay = op.Concat(both, both, axis=0)
-    return replay
+    return op.Or(replay, op.Equal(step, ints(INACTIVE))) if shape(step)[0] > 1 else replay
+
+
+def _slots(cache: Value, step: Value, rows: int) -> Value:
+    """Return the slots of `rows` rows; `rows` / V neighbours are of one video."""
+    slot = op.Mod(step, ints(shape(cache)[0]))  # the sign of the divisor: a negative step has a slot too
+    if shape(step)[0] == 1:
+        return op.Squeeze(op.Gather(cache, slot, axis=0), ints(0))
+    videos = ints(*(b // (rows // shape(cache)[1]) for b in range(rows)))
+    return op.GatherND(cache, op.Concat(op.Unsqueeze(slot, ints(1)), op.Unsqueeze(videos, ints(1)), axis=1))
 
 
 def slot_read(cache: Value, step: Value) -> Value:
     """Return row step mod F."""
-    slot = op.Mod(step, ints(shape(cache)[0]))
-    return op.Squeeze(op.Gather(cache, slot, axis=0), ints(0))
+    return _slots(cache, step, max(shape(step)[0], shape(cache)[1]))
 
 
 def slot_write(cache: Value, value: Value, step: Value) -> Value:
     """Return the cache with row step mod F replaced."""
-    # `ScatterND` with one index of one number replaces a whole row [B, ...].
-    slot = op.Mod(step, ints(shape(cache)[0]))
-    return op.ScatterND(cache, op.Reshape(slot, ints(1, 1)), op.Unsqueeze(value, ints(0)))
+    slots = shape(cache)[0]
+    slot = op.Mod(step, ints(slots))
+    if shape(step)[0] == 1:
+        # `ScatterND` with one index of one number replaces a whole row [B, ...].
+        return op.ScatterND(cache, op.Reshape(slot, ints(1, 1)), op.Unsqueeze(value, ints(0)))
+    # A row that keeps nothing has no slot.
+    slot = op.Where(op.Less(step, ints(0)), ints(slots), slot)
+    return by_row(cache, value, slot, shape(step)[0], (0, 1))
+
+
+def by_row(cache: Value, value: Value, place: Value, rows: int, axes: tuple[int, int]) -> Value:
+    """Return a cache with the values [B, ...] of its rows written at places int64 [B] along an axis.
+
+    A place outside of the axis writes nothing, which no scatter of ONNX has.
+
+    Args:
+        rows: rows B. axes: which axis of the cache has places, and which one has videos.
+    """
+    at, video = axes
+    places, videos = shape(cache)[at], shape(cache)[video]
+    share, ones = rows // videos, [1] * (len(shape(cache)) - 2)
+    numbers = op.Reshape(constant(np.arange(places), np.int64), ints(*([places, 1] if at == 0 else [1, 1, places, 1])))
+    for k in range(share):
+        own = ints(*range(k, rows, share))  # row k of every video: no two of them have one place
+        shaped = [1, videos] if at == 0 else [videos, 1, 1, 1]
+        here = op.Equal(numbers, op.Reshape(op.Gather(place, own), ints(*shaped)))
+        new = op.Gather(value, own, axis=0)
+        if at == 0:
+            here, new = op.Reshape(here, ints(places, videos, *ones)), op.Unsqueeze(new, ints(0))
+        cache = op.Where(here, new, cache)
+    return cache

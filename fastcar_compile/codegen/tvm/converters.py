@@ -259,7 +259,7 @@ def _rotary(call: Call) -> Value:
 @converts(fastcar.exact_rotary.default)
 def _exact_rotary(call: Call) -> Value:
     batch, heads, rows, width = call.tensor("x").shape
-    kernel = norm.exact_rotary((batch, heads, rows, width), call.tensor("table").rows)
+    kernel = norm.exact_rotary((batch, heads, rows, width), call.tensor("table").rows, *_positions(call))
     return call.kernel(kernel, call.values("x", "table", "position"))
 
 
@@ -267,24 +267,40 @@ def _exact_rotary(call: Call) -> Value:
 
 
 def _softcap(call: Call) -> tuple[float, ...]:
-    """Return the soft-cap as the kernels' last option; nothing without one."""
+    """Return the soft-cap as an option of a kernel; nothing without one."""
     return (call.number("softcap"),) if call.has("softcap") else ()
+
+
+def _positions(call: Call, *before: Any) -> tuple[Any, ...]:
+    """Return the number of positions as the last option, behind `before`; nothing where all rows share one."""
+    count = call.tensor("position").shape[0]
+    return (*before, count) if count > 1 else ()
+
+
+def _softcap_and_positions(call: Call) -> tuple[Any, ...]:
+    softcap = _softcap(call)
+    return (*softcap, *_positions(call, *(() if softcap else (None,))))
 
 
 @converts(fastcar.attention.default)
 def _attention(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
+    if (spans := call.optional("spans")) is not None:
+        options = (call.number("scale"), keys.dtype, *(_softcap(call) or (None,)), spans.shape[1])
+        kernel = call.dispatch("spans_attention", query.shape, keys.shape, *options)
+        return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache"), spans.value])
     # One row reads each key once; a chunk is tiled, so that keys are reused by its rows.
     kind = "attention" if query.shape[2] == 1 else "attention_chunk"
-    kernel = call.dispatch(kind, query.shape, keys.shape, call.number("scale"), keys.dtype, *_softcap(call))
+    last = _softcap_and_positions(call) if kind == "attention" else _softcap(call)
+    kernel = call.dispatch(kind, query.shape, keys.shape, call.number("scale"), keys.dtype, *last)
     return call.kernel(kernel, call.values("query", "key_cache", "value_cache", "position"))
 
 
 @converts(fastcar.window_attention.default)
 def _window_attention(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
-    options = (call.number("scale"), call.integer("sinks"), call.integer("window"), keys.dtype, *_softcap(call))
-    kernel = call.dispatch("window_attention", query.shape, keys.shape, *options)
+    options = (call.number("scale"), call.integer("sinks"), call.integer("window"), keys.dtype)
+    kernel = call.dispatch("window_attention", query.shape, keys.shape, *options, *_softcap_and_positions(call))
     sink_query = call.optional("sink_query") or query
     return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache", "position"), sink_query.value])
 
@@ -293,10 +309,13 @@ def _window_attention(call: Call) -> Value:
 def _exact_attention(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
     window = ((call.integer("sinks"), call.integer("window")),) if call.has("window") else ()
-    kernel = call.dispatch("exact_attention", query.shape, keys.shape, call.number("scale"), *window)
+    spans = None if window else call.optional("spans")
+    last = _positions(call, *(() if window else (None,))) if spans is None else (None, spans.shape)
+    where = call.tensor("position") if spans is None else spans
+    kernel = call.dispatch("exact_attention", query.shape, keys.shape, call.number("scale"), *window, *last)
     # Powers of two between whole exponents come from a table, because libraries round `exp2` in different ways.
     table = call.constant(EXP_TABLE.astype(np.int32))
-    return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache", "position"), table])
+    return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache"), where.value, table])
 
 
 @converts(fastcar.context_attention.default)
@@ -312,7 +331,8 @@ def _context_attention(call: Call) -> Value:
 @converts(fastcar.tas.default)
 def _tas(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
-    kernel = call.dispatch("tas", query.shape, keys.shape, call.integer("stride"), call.number("scale"), keys.dtype)
+    options = (call.integer("stride"), call.number("scale"), keys.dtype, *_positions(call))
+    kernel = call.dispatch("tas", query.shape, keys.shape, *options)
     return call.kernel(kernel, call.values("query", "key_cache", "position"))
 
 
@@ -322,7 +342,7 @@ def _tas_heads(call: Call) -> Value:
     # Heads and weights are data and not options: one kernel serves all layers.
     factors = np.zeros(query.shape[1], np.float32)
     factors[call.numbers("heads")] = call.numbers("weights")
-    options = (call.integer("stride"), call.number("scale"), keys.dtype)
+    options = (call.integer("stride"), call.number("scale"), keys.dtype, *_positions(call))
     kernel = call.dispatch("tas_heads", query.shape, keys.shape, *options)
     return call.kernel(kernel, [*call.values("query", "key_cache", "position"), call.constant(factors)])
 
@@ -332,16 +352,18 @@ def _tas_heads(call: Call) -> Value:
 
 @converts(fastcar.cache_write.default, fastcar.ring_write.default)
 def _cache_write(call: Call) -> Value:
-    *_, rows, d = call.tensor("value").shape
+    batch, _, rows, d = call.tensor("value").shape
+    count = call.tensor("position").shape[0]
+    last = ((batch, count),) if count > 1 else ()
     kind, sinks = ("ring_write", (call.integer("sinks"),)) if call.has("sinks") else ("cache_write", ())
     # The kernels take the cache's shape with D of a head, whatever bytes a cached row has.
-    kernel = call.dispatch(kind, (*call.shape[:3], d), rows, *sinks, call.dtype)
+    kernel = call.dispatch(kind, (*call.shape[:3], d), rows, *sinks, call.dtype, *last)
     return call.in_place(kernel, call.values("cache", "value", "position"))
 
 
 @converts(fastcar.ring_row.default)
 def _ring_row(call: Call) -> Value:
-    kernel = decode.ring_row(call.integer("back"), call.integer("sinks"), call.integer("ring"))
+    kernel = decode.ring_row(call.integer("back"), call.integer("sinks"), call.integer("ring"), *_positions(call))
     return call.kernel(kernel, call.values("position"))
 
 
@@ -352,18 +374,25 @@ def _limit(call: Call) -> Value:
 
 @converts(fastcar.slot_read.default)
 def _slot_read(call: Call) -> Value:
-    return call.kernel(cache.slot_read(call.tensor("cache").shape, call.dtype), call.values("cache", "step"))
+    kernel = cache.slot_read(call.tensor("cache").shape, call.dtype, *_steps(call))
+    return call.kernel(kernel, call.values("cache", "step"))
+
+
+def _steps(call: Call) -> tuple[int, ...]:
+    """Return the number of steps as a kernel's last option; nothing where all rows share one."""
+    count = call.tensor("step").shape[0]
+    return (count,) if count > 1 else ()
 
 
 @converts(fastcar.slot_write.default)
 def _slot_write(call: Call) -> Value:
-    return call.in_place(cache.slot_write(call.shape, call.dtype), call.values("cache", "value", "step"))
+    return call.in_place(cache.slot_write(call.shape, call.dtype, *_steps(call)), call.values("cache", "value", "step"))
 
 
 @converts(fastcar.keep_frame.default)
 def _keep_frame(call: Call) -> Value:
     # Both caches are written in place: results 0 and 1 are arguments 0 and 1.
-    kernel = cache.slots_write(call.tensor("cache").shape)
+    kernel = cache.slots_write(call.tensor("cache").shape, *_steps(call))
     return call.in_place(kernel, call.values("cache", "inputs", "y", "x", "replay", "step"), (0, 1))
 
 
@@ -382,12 +411,14 @@ def _gate_and_count(call: Call) -> Value:
     return call.in_place(gate.gate_and_count(*_gate_options(call)), arguments, (FRESH, 0))
 
 
-def _gate_options(call: Call) -> tuple[int, int, int, int, bool, int, bool]:
+def _gate_options(call: Call) -> tuple[Any, ...]:
     """Return the options of `gate`, in their order."""
-    slots, batch = call.tensor("chain").shape
+    slots, videos = call.tensor("chain").shape
+    (batch,) = call.tensor("score").shape
+    steps = tuple((videos, count) for count in _steps(call))
     limits = (call.integer("stride"), call.integer("max_chain"))
     rules = (bool(call.integer("couple_cfg")), call.integer("refresh_every"), bool(call.integer("at_most")))
-    return (batch, slots, *limits, *rules)
+    return (batch, slots, *limits, *rules, *steps)
 
 
 @converts(fastcar.input_delta.default)
@@ -400,7 +431,7 @@ def _output_bound(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
     # The change of the input is a score of its own, and here one term of the bound.
     change = call.kernel(gate.input_delta(*call.tensor("x").rows), call.values("x", "cached"))
-    options = (call.integer("stride"), call.number("weight"), keys.dtype)
+    options = (call.integer("stride"), call.number("weight"), keys.dtype, *_positions(call))
     kernel = call.dispatch("output_bound", query.shape, keys.shape, *options)
     return call.kernel(kernel, [change, *call.values("query", "key_cache", "position")])
 
@@ -418,7 +449,8 @@ def _constant_score(call: Call) -> Value:
 
 @converts(fastcar.random_score.default)
 def _random_score(call: Call) -> Value:
-    return call.kernel(gate.random_score(call.integer("rows"), call.integer("layer")), call.values("step"))
+    kernel = gate.random_score(call.shape[0], call.integer("layer"), call.integer("share"))
+    return call.kernel(kernel, call.values("step"))
 
 
 # Calls of the accelerator, as packed functions that the runtime registers.

@@ -1,10 +1,12 @@
 """Static KV cache operators: cache_write, attention, tas."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from fastcar_compile.gates.scores import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
-from fastcar_compile.ir.ops.operator import loaded, operator, stored
+from fastcar_compile.ir.ops.operator import each_row, loaded, operator, stored
 
 # Sums of products in fixed point: integers of 2^-24, whose sum has no order.
 
@@ -23,49 +25,82 @@ def fixed_sum(products: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 @operator("This token's key or value is written into the cache at its position.")
 def cache_write(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
-    """Return a cache [B, Hkv, S, D] with value [B, Hkv, T, D] written at rows position .. position + T - 1.
+    """Return a cache [V, Hkv, S, D] with value [B, Hkv, T, D] written at rows position .. position + T - 1.
 
     `stored` defines the rows of a cache by its dtype. Rows at or beyond S are dropped, so a padded prefill chunk may
-    reach past the end of the cache.
+    reach past the end of the cache. `position` is int64 [1], or [B]: row b of the batch then writes at its own, in row
+    set b // (B / V), and with position -1 nothing.
     """
-    start = int(position)
-    # The padding of a prompt's last chunk may lie beyond the cache; nothing ever reads it.
-    rows = max(0, min(value.shape[2], cache.shape[2] - start))
     # The eager operator copies. The TVM backend writes in place, as nothing reads the old cache behind a write.
     out = cache.clone()
-    out[:, :, start : start + rows] = stored(value[:, :, :rows], cache.dtype)
+    for b, start in enumerate(position.expand(len(value)).tolist()):
+        # The padding of a prompt's last chunk may lie beyond the cache; nothing ever reads it.
+        rows = max(0, min(value.shape[2], cache.shape[2] - start)) if start >= 0 else 0
+        section = out[b // (len(value) // len(cache))]
+        section[:, start : start + rows] = stored(value[b, :, :rows], cache.dtype)
     return out
 
 
 @operator("Attention that reads the filled part of the cache only.")
 def attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float, softcap: float | None = None
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    position: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    spans: Tensor | None = None,
 ) -> Tensor:
     """Return causal grouped-query attention over the filled part of a static cache.
 
     Args:
         query: float32 [B, Hq, T, D], already rotated.
         key_cache, value_cache: [B, Hkv, S, D] as `stored` defines, with rows up to position + T - 1 written.
-        position: int64 [1], sequence position of query row 0. Row i sees keys 0 .. position + i.
+        position: int64 [1], sequence position of query row 0. Row i sees keys 0 .. position + i. Or int64 [B], a
+            position for each row of the batch; the caches are then [V, …] and shared as `each_row` has it.
         scale: factor on the logits.
         softcap: a logit becomes softcap * tanh(logit / softcap), before the mask; None: it stays.
+        spans: int64 [B, N, 2], begin and end of ranges of positions, in order and apart: a row sees these in the place
+            of all positions up to its own, with T = 1.
 
     Returns:
         float32 [B, Hq, T, D].
     """
+    call = partial(_attend, scale=scale, softcap=softcap)
+    return each_row(position, [query, spans], [key_cache, value_cache], call)
+
+
+def spanned(spans: Tensor) -> Tensor:
+    """Return which positions a row sees, bool [1, end], of spans int64 [1, N, 2]."""
+    columns = torch.arange(int(spans.max()), device=spans.device)[:, None]
+    return ((columns >= spans[0, :, 0]) & (columns < spans[0, :, 1])).any(1)[None]
+
+
+def _attend(
+    query: Tensor,
+    spans: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    position: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Return `attention` of rows that share one position."""
     start, steps = int(position), query.shape[2]
-    filled = min(start + steps, key_cache.shape[2])
-    columns = torch.arange(filled, device=query.device)
-    rows = torch.arange(start, start + steps, device=query.device)
-    keys, values = (loaded(c[:, :, :filled], query.shape[3]) for c in (key_cache, value_cache))
-    # Bottom-right causal: row 0 is at `start`, so it sees everything that was filled before.
-    seen = columns[None, :] <= rows[:, None]
+    if spans is None:
+        columns = torch.arange(min(start + steps, key_cache.shape[2]), device=query.device)
+        rows = torch.arange(start, start + steps, device=query.device)
+        # Bottom-right causal: row 0 is at `start`, so it sees everything that was filled before.
+        seen = columns[None, :] <= rows[:, None]
+    else:
+        seen = spanned(spans)
+    keys, values = (loaded(c[:, :, : seen.shape[1]], query.shape[3]) for c in (key_cache, value_cache))
     if softcap is not None:
         return capped_attention(query, keys, values, seen, scale, softcap)
     result = torch.nn.functional.scaled_dot_product_attention(
         *(query, keys, values),
         # A single row sees every filled column.
-        attn_mask=seen if steps > 1 else None,
+        attn_mask=None if steps == 1 and spans is None else seen,
         scale=scale,
         enable_gqa=query.shape[1] != key_cache.shape[1],
     )
@@ -100,7 +135,7 @@ def tas(query: Tensor, key_cache: Tensor, position: Tensor, stride: int, scale: 
     Args:
         query: float32 [B, Hq, 1, D], as attention uses it; Hq * D is at most 65,536.
         key_cache: [B, Hkv, S, D] as `stored` defines.
-        position: int64 [1], sequence position of the query.
+        position: int64 [1], sequence position of the query; or [B], as of `attention`.
         stride: tokens per frame; the key read is at position - stride, clamped to 0.
         scale: the attention's own factor.
 
@@ -116,7 +151,9 @@ def grouped(query: Tensor, key_cache: Tensor, position: Tensor, stride: int) -> 
     batch, heads, _, dim = query.shape
     kv_heads = key_cache.shape[1]
     # Where there is no key one frame earlier, row 0 stands in: no row replays in the first frame.
-    key = loaded(key_cache[:, :, max(int(position) - stride, 0)], dim)
+    earlier = (position.expand(batch) - stride).clamp(min=0)
+    videos = torch.arange(batch, device=query.device) // (batch // len(key_cache))
+    key = loaded(key_cache[videos, :, earlier], dim)
     return query.reshape(batch, kv_heads, heads // kv_heads, dim).double(), key[:, :, None].double()
 
 
@@ -136,7 +173,7 @@ def row_of(position: Tensor, sinks: int, ring: int) -> Tensor:
 
 @operator("The row of the ring cache that this position has.")
 def ring_row(position: Tensor, back: int, sinks: int, ring: int) -> Tensor:
-    """Return the row of position `position - back` (clamped to 0), int64 [1], for position int64 [1]."""
+    """Return the row of position `position - back` (clamped to 0), int64 as position."""
     return row_of((position - back).clamp(min=0), sinks, ring)
 
 
@@ -148,13 +185,15 @@ def limit(positions: Tensor, most: int) -> Tensor:
 
 @operator("This token's key or value is written into the ring cache.")
 def ring_write(cache: Tensor, value: Tensor, position: Tensor, sinks: int) -> Tensor:
-    """Return a ring cache [B, Hkv, sinks + R, D] with value [B, Hkv, T, D] written from `position` on.
+    """Return a ring cache [V, Hkv, sinks + R, D] with value [B, Hkv, T, D] written from `position` on.
 
-    T is at most R, so no row is written twice. `stored` defines the rows.
+    T is at most R, so no row is written twice. `stored` defines the rows, and `cache_write` the positions of rows.
     """
-    positions = int(position) + torch.arange(value.shape[2], device=cache.device)
     out = cache.clone()
-    out[:, :, row_of(positions, sinks, cache.shape[2] - sinks)] = stored(value, cache.dtype)
+    for b, start in enumerate(position.expand(len(value)).tolist()):
+        if start >= 0:
+            rows = row_of(start + torch.arange(value.shape[2], device=cache.device), sinks, cache.shape[2] - sinks)
+            out[b // (len(value) // len(cache))][:, rows] = stored(value[b], cache.dtype)
     return out
 
 
@@ -176,7 +215,7 @@ def window_attention(
         query: float32 [B, Hq, T, D], already rotated.
         key_cache, value_cache: [B, Hkv, sinks + R, D] as `stored` defines, ring caches written up to position
             position + T - 1. R is at least window + T - 1.
-        position: int64 [1], sequence position of query row 0.
+        position: int64 [1], sequence position of query row 0; or [B], as of `attention`.
         scale: factor on the logits.
         sinks, window: query row i at p = position + i sees keys 0 .. sinks - 1 and p - window + 1 .. p, none after p.
         sink_query: float32 [B, Hq, T, D], the query for the sinks; None: `query`.
@@ -185,6 +224,22 @@ def window_attention(
     Returns:
         float32 [B, Hq, T, D].
     """
+    call = partial(_attend_window, scale=scale, sinks=sinks, window=window, softcap=softcap)
+    return each_row(position, [query, sink_query], [key_cache, value_cache], call)
+
+
+def _attend_window(
+    query: Tensor,
+    sink_query: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    position: Tensor,
+    scale: float,
+    sinks: int,
+    window: int,
+    softcap: float | None,
+) -> Tensor:
+    """Return `window_attention` of rows that share one position."""
     # The chunk is written before it is attended to, so `end` positions are in the ring.
     start, end = int(position), int(position) + query.shape[2]
     ring = key_cache.shape[2] - sinks

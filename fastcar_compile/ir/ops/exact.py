@@ -6,12 +6,22 @@ docs/reference/numerics.md ("A decode step, bit for bit") defines them.
 `fastcar_compile.ir.exact` is the numpy reference.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from fastcar_compile.ir import exact
-from fastcar_compile.ir.ops.attention import row_of
-from fastcar_compile.ir.ops.operator import BLOCK, MANTISSA_BITS, NOT_A_NUMBER, blocks, operator, power_of_two
+from fastcar_compile.ir.ops.attention import row_of, spanned
+from fastcar_compile.ir.ops.operator import (
+    BLOCK,
+    MANTISSA_BITS,
+    NOT_A_NUMBER,
+    blocks,
+    each_row,
+    operator,
+    power_of_two,
+)
 
 _EXP_TABLE = torch.from_numpy(exact.EXP_TABLE).to(torch.int32)
 
@@ -52,32 +62,52 @@ def exact_rotary(x: Tensor, table: Tensor, position: Tensor) -> Tensor:
     Args:
         x: float32 [B, heads, T, D].
         table: float32 [S, R]: R / 2 cosines, then R / 2 sines. Elements c and c + R / 2 are a pair.
-        position: int64 [1].
+        position: int64 [1], or [B].
 
     Returns:
         float32 [B, heads, T, D].
     """
-    # The padding of a chunk may pass the table's end, and reads its last row.
-    rows = (int(position) + torch.arange(x.shape[2], device=x.device)).clamp(max=table.shape[0] - 1)
-    cos, sin = table[rows].chunk(2, -1)
+    # The padding of a chunk may pass the table's end, and reads its last row. An inactive row, -1, reads the first one.
+    rows = position.clamp(min=0)[:, None] + torch.arange(x.shape[2], device=x.device)
+    cos, sin = table[rows.clamp(max=table.shape[0] - 1)].unsqueeze(1).chunk(2, -1)
     half = cos.shape[-1]
     low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], -1)
 
 
 @operator("Attention in integers over an int8 cache, the same on every backend.")
-def exact_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float) -> Tensor:
+def exact_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    position: Tensor,
+    scale: float,
+    spans: Tensor | None = None,
+) -> Tensor:
     """Return causal grouped-query attention over the filled part of an int8 cache.
 
     Args:
         query: float32 [B, Hq, T, D], already rotated.
         key_cache, value_cache: int8 [B, Hkv, S, D + ceil(D / 32)] with rows up to position + T - 1 written.
-        position: int64 [1], sequence position of query row 0. Row i sees keys 0 .. position + i.
+        position: int64 [1], sequence position of query row 0. Row i sees keys 0 .. position + i. Or [B], as
+            of `attention`.
         scale: factor on the logits.
+        spans: as of `attention`.
 
     Returns:
         float32 [B, Hq, T, D].
     """
+    return each_row(position, [query, spans], [key_cache, value_cache], partial(_attend_full, scale=scale))
+
+
+def _attend_full(
+    query: Tensor, spans: Tensor | None, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float
+) -> Tensor:
+    """Return `exact_attention` of rows that share one position."""
+    if spans is not None:
+        seen = spanned(spans)
+        keys, values = (cache[:, :, : seen.shape[1]] for cache in (key_cache, value_cache))
+        return _attend(query, keys, values, seen, scale)
     start, steps = int(position), query.shape[2]
     filled = min(start + steps, key_cache.shape[2])
     columns = torch.arange(filled, device=query.device)
@@ -101,6 +131,14 @@ def exact_window_attention(
     Returns:
         float32 [B, Hq, T, D]. Rows of the cache are added in the order of the memory, not of their positions.
     """
+    call = partial(_attend_window, scale=scale, sinks=sinks, window=window)
+    return each_row(position, [query], [key_cache, value_cache], call)
+
+
+def _attend_window(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float, sinks: int, window: int
+) -> Tensor:
+    """Return `exact_window_attention` of rows that share one position."""
     start, end = int(position), int(position) + query.shape[2]
     rows = min(end, key_cache.shape[2])
     # By position and not by row: once the ring has wrapped, a row holds a later position than its number says.

@@ -13,6 +13,7 @@ from torch import Tensor
 from fastcar_compile.gates import scores
 from fastcar_compile.ir.ops.attention import fixed_sum, grouped
 from fastcar_compile.ir.ops.operator import MANTISSA_BITS, operator, power_of_two
+from fastcar_compile.ir.types import INACTIVE
 
 
 @operator("TAS over chosen query heads.", lambda query: query.new_empty(query.shape[:1]))
@@ -142,8 +143,14 @@ def constant_score(step: Tensor, rows: int, value: float) -> Tensor:
 
 
 @operator("A random score, for comparison.", _by_step_and_row)
-def random_score(step: Tensor, rows: int, layer: int) -> Tensor:
-    """Return a hash of (forward, layer, row), uniform in (0, 1], float32 [n * rows], for step int64 [n]."""
+def random_score(step: Tensor, rows: int, layer: int, share: int = 0) -> Tensor:
+    """Return a hash of (forward, layer, row), uniform in (0, 1], float32 [n * rows], for step int64 [n].
+
+    With `share`, rows is 1 and step has a number for each row; `share` neighbours are hashed as one row.
+    """
+    if share:
+        each = zip(step.clamp(min=-1), torch.arange(len(step)) // share, strict=True)
+        return torch.stack([random_score(s[None], int(v) + 1, layer)[-1] for s, v in each])
     row = torch.arange(rows, device=step.device)
     by_step, by_row, by_layer = scores.HASH_FACTORS
     x = ((step[:, None] + 1) * by_step + (row + 1) * by_row + (layer + 1) * by_layer) % scores.HASH_PRIME
@@ -204,8 +211,10 @@ def gate(
     Args:
         score: float32 [B].
         threshold: float32 [1]. A row replays if score >= threshold, or score <= threshold with `at_most`.
-        step: int64 [1], decode forward number t. No row replays before t = stride.
-        chain: int32 [F, B], successive replays at every slot.
+        step: int64 [1], decode forward number t; or [B], one for each row. No row replays before t = stride. A row of
+            step -1 computes and keeps nothing; one of step -2 is not there: it counts as replaying, so that the rows
+            beside it decide whether the MLP runs.
+        chain: int32 [F, V], successive replays at every slot; row b is one of video b // (B / V).
         stride: tokens per frame F.
         max_chain: a row with this many successive replays computes; negative: unlimited.
         couple_cfg: rows b and b + B / 2 are a guidance pair, which replays only together.
@@ -215,23 +224,30 @@ def gate(
     Returns:
         bool [B], True where the row replays.
     """
-    slot = chain[int(step) % chain.shape[0]]
     rule = ReplayRule(stride, max_chain, couple_cfg, refresh_every, at_most)
-    return decide(score, threshold, step, slot, rule)
+    return decide(score, threshold, step, _slots(chain, step, len(score)), rule) | (step == INACTIVE)
+
+
+def _slots(cache: Tensor, step: Tensor, rows: int) -> Tensor:
+    """Return the slots [rows, ...] of a cache [F, V, ...]; every `rows` / V neighbours are rows of one video."""
+    videos = torch.arange(rows, device=cache.device) // (rows // cache.shape[1])
+    return cache[step.expand(rows) % cache.shape[0], videos]
 
 
 @operator(
     "The slot of this place of the frame: what was cached one frame earlier.",
-    lambda cache: cache.new_empty(cache.shape[1:]),
+    lambda cache, step: cache.new_empty((max(cache.shape[1], len(step)), *cache.shape[2:])),
 )
 def slot_read(cache: Tensor, step: Tensor) -> Tensor:
-    """Return a copy of row step mod F of a cache [F, B, ...], [B, ...]."""
-    return cache[int(step) % cache.shape[0]].clone()
+    """Return a copy of row step mod F of a cache [F, V, ...], [B, ...]; step int64 [1] or [B]."""
+    return _slots(cache, step, max(cache.shape[1], len(step)))
 
 
 @operator("What the layer computed or replayed is kept for the same place of the next frame.")
 def slot_write(cache: Tensor, value: Tensor, step: Tensor) -> Tensor:
-    """Return a cache [F, B, ...] with value [B, ...] written at row step mod F."""
+    """Return a cache [F, V, ...] with value [B, ...] written at row step mod F; step as of `gate`."""
     out = cache.clone()
-    out[int(step) % cache.shape[0]] = value
+    for b, t in enumerate(step.expand(len(value)).tolist()):
+        if t >= 0:
+            out[t % len(cache), b // (len(value) // cache.shape[1])] = value[b]
     return out

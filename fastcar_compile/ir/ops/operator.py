@@ -1,7 +1,7 @@
 """Registration of the operators in `fastcar::`: the eager definition, and why a graph has the operator."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,31 @@ def operator_reasons(modules: Iterable[fx.GraphModule]) -> dict[str, str]:
     calls = (n for module in modules for n in module.graph.nodes if n.op == "call_function")
     names = {str(n.target).rpartition(".")[0] or getattr(n.target, "__name__", "") for n in calls}
     return {name: REASONS[name] for name in sorted(names & REASONS.keys())}
+
+
+# Rows of the batch with positions of their own. A decode step has B rows of V videos: row b is one of video
+# b // (B / V).
+
+
+def each_row(
+    position: Tensor, rows: Sequence[Tensor | None], caches: Sequence[Tensor], call: Callable[..., Tensor]
+) -> Tensor:
+    """Return call(*rows, *caches, position) where all rows share the position; else of each row by itself, joined.
+
+    Args:
+        position: int64 [1], or int64 [B]: then an inactive row, of position -1, reads as one of position 0.
+        rows: [B, ...]. caches: [V, ...].
+    """
+    batch = next(len(r) for r in rows if r is not None)
+    if len(position) == 1 and batch == len(caches[0]):
+        return call(*rows, *caches, position)
+    share, own = batch // len(caches[0]), position.expand(batch).clamp(min=0)
+    cut = [slice(b, b + 1) for b in range(batch)]
+    made = [
+        call(*(r if r is None else r[at] for r in rows), *(c[b // share : b // share + 1] for c in caches), own[at])
+        for b, at in enumerate(cut)
+    ]
+    return torch.cat(made)
 
 
 # Rows of key and value caches: floats, or int8 with one exponent per block (MXINT8).

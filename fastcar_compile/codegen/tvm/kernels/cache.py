@@ -20,6 +20,11 @@ Row = Callable[[Expr], Expr]
 """Row of a buffer: index along the last axis -> element."""
 
 
+def number_of(numbers: Any, row: Expr) -> Expr:
+    """Return the number of a row of the batch: its own, or the one that all rows share."""
+    return numbers[row if int(numbers.shape[0]) > 1 else 0]
+
+
 def row_at(rows: Any, *index: Expr) -> Row:
     """Return the row of a buffer at an index."""
     return lambda c: rows[(*index, c)]
@@ -112,30 +117,50 @@ _LARGEST = (254 << 23) | (0x7E << 16)
 
 
 @script.kernel
-def cache_write(cache: HeadShape, rows: int, dtype: str = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
-    """Write value float32 [B, H, rows, D] to cache [B, H, S, D] of `dtype` from row `position` on, in place.
+def cache_write(
+    cache: HeadShape,
+    rows: int,
+    dtype: str = "float32",
+    batch: tuple[int, int] | None = None,
+    isa: InstructionSet = PORTABLE,
+) -> PrimFunc:
+    """Write value float32 [B, H, rows, D] to cache [V, H, S, D] of `dtype` from row `position` on, in place.
 
-    Rows beyond S are dropped.
+    Rows beyond S are dropped, and those of an inactive row of the batch, whose position is -1. `batch`: B and the
+    number of positions; None: B = V, and one position.
     """
-    return _append(cache, rows, lambda position: position, dtype, isa)
+    return _append(cache, rows, lambda position: position, dtype, batch or (cache[0], 1), isa)
 
 
 @script.kernel
 def ring_write(
-    cache: HeadShape, rows: int, sinks: int, dtype: str = "float32", isa: InstructionSet = PORTABLE
+    cache: HeadShape,
+    rows: int,
+    sinks: int,
+    dtype: str = "float32",
+    batch: tuple[int, int] | None = None,
+    isa: InstructionSet = PORTABLE,
 ) -> PrimFunc:
-    """Write value float32 [B, H, rows, D] to the ring cache [B, H, sinks + R, D] from `position` on, in place."""
+    """Write value float32 [B, H, rows, D] to the ring cache [V, H, sinks + R, D] from `position` on, in place."""
 
     def row_of(position: Expr) -> Expr:
         # Sinks keep their rows. A later position wraps around the ring behind them.
         return T.if_then_else(position < sinks, position, sinks + (position - sinks) % (cache[2] - sinks))
 
-    return _append(cache, rows, row_of, dtype, isa)
+    return _append(cache, rows, row_of, dtype, batch or (cache[0], 1), isa)
 
 
-def _append(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr], dtype: str, isa: InstructionSet) -> PrimFunc:
+def _append(
+    cache: HeadShape,
+    rows: int,
+    row_of: Callable[[Expr], Expr],
+    dtype: str,
+    batch: tuple[int, int],
+    isa: InstructionSet,
+) -> PrimFunc:
     """Return the kernel. `row_of` gives the cache's row of a position."""
-    (b, h, s, d), width = cache, row_size(cache[3], dtype)
+    (videos, h, s, d), width, (b, positions) = cache, row_size(cache[3], dtype), batch
+    share, alone = b // videos, positions == 1
     # Parallel over the heads of all rows of the batch where a second thread pays.
     loop = T.parallel if b * h > 1 and b * h * rows * d >= PARALLEL_VALUES else T.serial
     write_row = partial(_write_elements, d, dtype, isa)
@@ -144,9 +169,9 @@ def _append(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr], dtype: 
 
     @script.prim_func(private=True, s_tir=True)
     def append(
-        keys: T.Buffer((b, h, s, width), dtype),
+        keys: T.Buffer((videos, h, s, width), dtype),
         value: T.Buffer((b, h, rows, d), "float32"),
-        position: T.Buffer((1,), "int64"),
+        position: T.Buffer((positions,), "int64"),
     ):
         # head: batch rows times key/value heads. r: appended rows.
         for head in loop(b * h):
@@ -155,11 +180,11 @@ def _append(cache: HeadShape, rows: int, row_of: Callable[[Expr], Expr], dtype: 
                     script.access([value, position], [keys])
                     i: T.let = head // h
                     j: T.let = head % h
-                    p: T.let = T.Cast("int32", position[0]) + r
+                    p: T.let = T.Cast("int32", number_of(position, i)) + r
                     at: T.let = row_of(p)
                     # A chunk may reach past the cache. Row S would be row 0 of the next head.
-                    if at < s:
-                        write_row(keys, (i, j, at), value, (i, j, r))
+                    if at < s and (alone or p >= 0):
+                        write_row(keys, (i // share, j, at), value, (i, j, r))
 
     return append
 
@@ -254,7 +279,8 @@ def _opaque(tensors: list[Any], name: str) -> PrimFunc:
 
 # Reads and in-place writes of a frame slot: MLP caches float32 [F, B, H] and chain counters int32 [F, B].
 #
-# The slot of a forward is step mod F.
+# The slot of a forward is step mod F. V videos have B rows, and row b is one of video b // (B / V). Rows share one
+# step, or each has its own; below 0 it keeps nothing.
 
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
@@ -266,66 +292,78 @@ def _element(row: tuple[int, ...], at: Any) -> tuple[Expr, ...]:
     return (at,) if len(row) == 1 else tuple(at)
 
 
+def _slot(slots: int, share: int, step: Any, at: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """Return the index of the element `at` of a row [B] or [B, H] in a cache [F, V] or [F, V, H]."""
+    # A step of -1 has a slot too: what is read there is not used.
+    return (T.truncmod(T.Cast("int32", number_of(step, at[0])) + slots, slots), at[0] // share, *at[1:])
+
+
 @script.kernel
-def slot_read(shape: tuple[int, ...], dtype: str) -> PrimFunc:
-    """Return the slot of `step` of a cache [F, B, H], or of counters [F, B]: [B, H], or [B]."""
-    slots, row = shape[0], shape[1:]
+def slot_read(shape: tuple[int, ...], dtype: str, steps: int = 1) -> PrimFunc:
+    """Return the slot of `step` of a cache [F, V, H], or of counters [F, V]: [B, H], or [B]."""
+    slots, rows = shape[0], max(steps, shape[1])
+    row, share = (rows, *shape[2:]), rows // shape[1]
     element = partial(_element, row)
 
     @script.prim_func(private=True, s_tir=True)
-    def read_slot(cache: T.Buffer(shape, dtype), step: T.Buffer((1,), "int64"), y: T.Buffer(row, dtype)):
-        # One contiguous copy of B * H elements, because the slot is the outermost axis.
+    def read_slot(cache: T.Buffer(shape, dtype), step: T.Buffer((steps,), "int64"), y: T.Buffer(row, dtype)):
+        # With one step one contiguous copy of B * H elements, because the slot is the outermost axis.
         for at in T.grid(*row):
             with T.sblock("copy"):
                 script.access([cache, step], [y])
-                y[element(at)] = cache[(T.Cast("int32", step[0]) % slots, *element(at))]
+                y[element(at)] = cache[_slot(slots, share, step, element(at))]
 
     return read_slot
 
 
 @script.kernel
-def slot_write(shape: tuple[int, ...], dtype: str) -> PrimFunc:
-    """Write value [B, H], or [B], to the slot of `step` of a cache [F, B, H], or of counters [F, B], in place."""
-    slots, row = shape[0], shape[1:]
+def slot_write(shape: tuple[int, ...], dtype: str, steps: int = 1) -> PrimFunc:
+    """Write value [B, H], or [B], to the slot of `step` of a cache [F, V, H], or of counters [F, V], in place."""
+    slots, rows, alone = shape[0], max(steps, shape[1]), steps == 1
+    row, share = (rows, *shape[2:]), rows // shape[1]
     element = partial(_element, row)
 
     @script.prim_func(private=True, s_tir=True)
-    def write_slot(cache: T.Buffer(shape, dtype), value: T.Buffer(row, dtype), step: T.Buffer((1,), "int64")):
+    def write_slot(cache: T.Buffer(shape, dtype), value: T.Buffer(row, dtype), step: T.Buffer((steps,), "int64")):
         for at in T.grid(*row):
             with T.sblock("copy"):
                 script.access([value, step], [cache])
-                cache[(T.Cast("int32", step[0]) % slots, *element(at))] = value[element(at)]
+                if alone or number_of(step, element(at)[0]) >= 0:
+                    cache[_slot(slots, share, step, element(at))] = value[element(at)]
 
     return write_slot
 
 
 @script.kernel
-def slots_write(shape: tuple[int, ...]) -> PrimFunc:
-    """Write y float32 [B, H] to the slot of `step` of a cache float32 [F, B, H], in place, and the rows of x that do
+def slots_write(shape: tuple[int, ...], steps: int = 1) -> PrimFunc:
+    """Write y float32 [B, H] to the slot of `step` of a cache float32 [F, V, H], in place, and the rows of x that do
     not replay to that of another one: `keep_frame`.
     """
-    slots, rows, width = shape
+    (slots, videos, width), alone = shape, steps == 1
+    rows = max(steps, videos)
+    share = rows // videos
 
     @script.prim_func(private=True, s_tir=True)
     def write_slots(
-        cache: T.Buffer((slots, rows, width), "float32"),
-        inputs: T.Buffer((slots, rows, width), "float32"),
+        cache: T.Buffer((slots, videos, width), "float32"),
+        inputs: T.Buffer((slots, videos, width), "float32"),
         y: T.Buffer((rows, width), "float32"),
         x: T.Buffer((rows, width), "float32"),
         replay: T.Buffer((rows,), "bool"),
-        step: T.Buffer((1,), "int64"),
+        step: T.Buffer((steps,), "int64"),
     ):
         # i: rows of the batch. Outputs are written for every row, also for those that replay.
         for i in range(rows):
-            for c in range(width):
-                with T.sblock("outputs"):
-                    script.access([y, step], [cache])
-                    cache[T.Cast("int32", step[0]) % slots, i, c] = y[i, c]
-            # A row that replays keeps the slot's input: that of the forward whose output it replays.
-            if not replay[i]:
+            if alone or number_of(step, i) >= 0:
                 for c in range(width):
-                    with T.sblock("inputs"):
-                        script.access([x, step], [inputs])
-                        inputs[T.Cast("int32", step[0]) % slots, i, c] = x[i, c]
+                    with T.sblock("outputs"):
+                        script.access([y, step], [cache])
+                        cache[_slot(slots, share, step, (i, c))] = y[i, c]
+                # A row that replays keeps the slot's input: that of the forward whose output it replays.
+                if not replay[i]:
+                    for c in range(width):
+                        with T.sblock("inputs"):
+                            script.access([x, step], [inputs])
+                            inputs[_slot(slots, share, step, (i, c))] = x[i, c]
 
     return write_slots

@@ -1,5 +1,6 @@
 """Scores of the gates beside `tas`: float32 [B], of exact sums as ops/gates.py defines them."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
@@ -7,10 +8,11 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script, tas
-from fastcar_compile.codegen.tvm.kernels.cache import RowFormat, row_at
+from fastcar_compile.codegen.tvm.kernels.cache import RowFormat, number_of, row_at
 from fastcar_compile.codegen.tvm.kernels.tas import finite_or_nan
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, cast, fence, magnitude_bits, ramp, vector_lanes
 from fastcar_compile.gates.scores import COSINE_BITS, HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS, distance_factor
+from fastcar_compile.ir.types import INACTIVE
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
 # pyright: reportInvalidTypeForm=false
@@ -112,6 +114,7 @@ def output_bound(
     stride: int,
     weight: float,
     dtype: str = "float32",
+    positions: int = 1,
     isa: InstructionSet = PORTABLE,
 ) -> PrimFunc:
     """Return change + weight * sqrt(1 - mean over query heads of cos(query, key at position - stride)) of every row.
@@ -119,7 +122,8 @@ def output_bound(
     change float32 [B] is what `input_delta` returns. Bit for bit as the operator; no product is contracted.
     """
     b, hq, t, d = query
-    hkv, s = cache[1], cache[2]
+    videos, hkv, s, _ = cache
+    share = b // videos
     group, keys_of = hq // hkv, RowFormat(d, dtype, isa)
     width = keys_of.size
     lanes = next(v for v in (8, 4, 2, 1) if d % v == 0)
@@ -129,8 +133,8 @@ def output_bound(
     def temporal_bound(
         change: T.Buffer((b,), "float32"),
         q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, width), dtype),
-        position: T.Buffer((1,), "int64"),
+        keys: T.Buffer((videos, hkv, s, width), dtype),
+        position: T.Buffer((positions,), "int64"),
         y: T.Buffer((b,), "float32"),
     ):
         for i in range(b):
@@ -143,13 +147,13 @@ def output_bound(
                 largest = T.alloc_buffer((lanes,), "int32")
                 apart = T.alloc_buffer((1,), "int64")  # of all heads, 1 - cosine
                 # The key `stride` steps earlier is that of the same place in the frame before.
-                before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
+                before: T.let = T.max(T.Cast("int32", number_of(position, i)) - stride, 0)
                 apart[0] = T.int64(hq << COSINE_BITS)
                 for v in T.vectorized(lanes):
                     largest[v] = 0
                 # g: key/value heads, whose <k, k> is summed once. h: query heads of the group.
                 for g in range(hkv):
-                    key = T.meta_var(row_at(keys, i, g, before))
+                    key = T.meta_var(row_at(keys, i // share, g, before))
                     _add_key(keys_of, lanes, key, own, square, largest)
                     for h in range(group):
                         _add_head(keys_of, lanes, row_at(q, i, g * group + h, 0), key, own, wide, sums, largest)
@@ -172,21 +176,27 @@ def _hash_round(x, p, added, _number):
 
 
 @script.kernel
-def random_score(rows: int, layer: int) -> PrimFunc:
-    """Return the hash of (step, layer, row) as a number in (0, 1], by the integer steps of `ops.gates.random_score`."""
+def random_score(rows: int, layer: int, share: int = 0) -> PrimFunc:
+    """Return the hash of (step, layer, row) as a number in (0, 1], by the integer steps of `ops.gates.random_score`.
+
+    With `share` every row has a step of its own, and `share` neighbours are hashed as one row: they are of one video.
+    """
+    steps = rows if share else 1
+    among = share or 1
     by_step, by_row, by_layer = HASH_FACTORS
     offset = (layer + 1) * by_layer
     low_bits = 2 ** (31 - HASH_BITS)
 
     @script.prim_func(private=True, s_tir=True)
-    def hashed_score(step: T.Buffer((1,), "int64"), y: T.Buffer((rows,), "float32")):
+    def hashed_score(step: T.Buffer((steps,), "int64"), y: T.Buffer((rows,), "float32")):
         for i in range(rows):
             with T.sblock("row"):
                 script.access([step], [y])
                 x = T.alloc_buffer((2,), "int64")
                 p: T.let = T.int64(HASH_PRIME)
-                row: T.let = (T.Cast("int64", i) + T.int64(1)) * T.int64(by_row)
-                x[0] = ((step[0] + T.int64(1)) * T.int64(by_step) + row + T.int64(offset)) % p
+                row: T.let = (T.Cast("int64", i // among) + T.int64(1)) * T.int64(by_row)
+                forward: T.let = T.max(number_of(step, i) + T.int64(1), T.int64(0))
+                x[0] = (forward * T.int64(by_step) + row + T.int64(offset)) % p
                 script.each(_hash_round, HASH_ROUNDS, x, p)
                 # The upper 24 of 31 bits, plus 1: from 1 to 2^24, exact in float32.
                 y[i] = T.Cast("float32", x[0] // T.int64(low_bits) + T.int64(1)) * T.float32(2.0**-HASH_BITS)
@@ -201,10 +211,30 @@ def random_score(rows: int, layer: int) -> PrimFunc:
 # pyright: reportInvalidTypeForm=false
 
 
-def _decide_row(
-    batch: int, slots: int, stride: int, max_chain: int, couple: bool, refresh_every: int, at_most: bool
-) -> Any:
+@dataclass(frozen=True)
+class _Counters:
+    """Rows, slots and videos of a gate, and how many steps it is given: one, or one for each row."""
+
+    rows: int
+    slots: int
+    videos: int
+    steps: int
+
+    @classmethod
+    def of(cls, batch: int, slots: int, steps: tuple[int, int] | None) -> "_Counters":
+        """Return the sizes; `steps` (videos, steps), or None: a row of each video, and one step."""
+        videos, count = steps or (batch, 1)
+        return cls(batch, slots, videos, count)
+
+    def slot(self, step: Any, row: Expr) -> tuple[Expr, Expr]:
+        """Return the place of a row's counter."""
+        at = T.truncmod(T.Cast("int32", number_of(step, row)) + self.slots, self.slots)
+        return at, row // (self.rows // self.videos)
+
+
+def _decide_row(sizes: _Counters, stride: int, max_chain: int, couple: bool, refresh_every: int, at_most: bool) -> Any:
     """Return the macro (score, threshold, step, chain, y, i): y[i] is whether row i replays."""
+    batch = sizes.rows
     half = batch // 2 if couple else 0
     limited = 1 if max_chain >= 0 else 0
     period = max(refresh_every, 1)
@@ -213,19 +243,19 @@ def _decide_row(
 
     @script.inlined
     def decide_row(score, threshold, step, chain, y, i):
-        now: T.let = T.Cast("int32", step[0])
-        slot: T.let = now % slots
+        now: T.let = T.Cast("int32", number_of(step, i))
         # Without `couple`, half is 0 and a row is its own pair.
         pair: T.let = (i + half) % batch
         # The sign turns "at most" into "at least". A NaN fails the comparison, so its row is computed.
         least: T.let = threshold[0] * T.float32(sign)
-        y[i] = (
+        # A row that is not there takes no part in the launch: the rows beside it decide whether the MLP runs.
+        y[i] = (sizes.steps > 1 and now == INACTIVE) or (
             (now >= stride)
             # A frame is `stride` steps, and every `period`-th frame is computed whole.
             and (refreshed == 0 or now // stride % period != 0)
             and (score[i] * T.float32(sign) >= least)
             and (score[pair] * T.float32(sign) >= least)
-            and (limited == 0 or (chain[slot, i] < max_chain and chain[slot, pair] < max_chain))
+            and (limited == 0 or (chain[sizes.slot(step, i)] < max_chain and chain[sizes.slot(step, pair)] < max_chain))
         )
 
     return decide_row
@@ -233,7 +263,14 @@ def _decide_row(
 
 @script.kernel
 def gate(
-    batch: int, slots: int, stride: int, max_chain: int, couple: bool, refresh_every: int = 0, at_most: bool = False
+    batch: int,
+    slots: int,
+    stride: int,
+    max_chain: int,
+    couple: bool,
+    refresh_every: int = 0,
+    at_most: bool = False,
+    steps: tuple[int, int] | None = None,
 ) -> PrimFunc:
     """Return bool [B]: whether a row replays.
 
@@ -241,14 +278,16 @@ def gate(
     `max_chain` (negative: no limit). With `couple`, rows i and i + B/2 replay only together. With `at_most`,
     scores up to the threshold pass, else scores from the threshold on.
     """
-    decide_row = _decide_row(batch, slots, stride, max_chain, couple, refresh_every, at_most)
+    sizes = _Counters.of(batch, slots, steps)
+    videos, count = sizes.videos, sizes.steps
+    decide_row = _decide_row(sizes, stride, max_chain, couple, refresh_every, at_most)
 
     @script.prim_func(private=True, s_tir=True)
     def decide(
         score: T.Buffer((batch,), "float32"),
         threshold: T.Buffer((1,), "float32"),
-        step: T.Buffer((1,), "int64"),
-        chain: T.Buffer((slots, batch), "int32"),
+        step: T.Buffer((count,), "int64"),
+        chain: T.Buffer((slots, videos), "int32"),
         y: T.Buffer((batch,), "bool"),
     ):
         for i in range(batch):
@@ -261,20 +300,29 @@ def gate(
 
 @script.kernel
 def gate_and_count(
-    batch: int, slots: int, stride: int, max_chain: int, couple: bool, refresh_every: int = 0, at_most: bool = False
+    batch: int,
+    slots: int,
+    stride: int,
+    max_chain: int,
+    couple: bool,
+    refresh_every: int = 0,
+    at_most: bool = False,
+    steps: tuple[int, int] | None = None,
 ) -> PrimFunc:
     """Return what `gate` does, and write the chain counters of this step, in place: one more, or 0 for other rows.
 
     Its first argument is the counters.
     """
-    decide_row = _decide_row(batch, slots, stride, max_chain, couple, refresh_every, at_most)
+    sizes = _Counters.of(batch, slots, steps)
+    videos, count = sizes.videos, sizes.steps
+    decide_row = _decide_row(sizes, stride, max_chain, couple, refresh_every, at_most)
 
     @script.prim_func(private=True, s_tir=True)
     def decide_and_count(
-        chain: T.Buffer((slots, batch), "int32"),
+        chain: T.Buffer((slots, videos), "int32"),
         score: T.Buffer((batch,), "float32"),
         threshold: T.Buffer((1,), "float32"),
-        step: T.Buffer((1,), "int64"),
+        step: T.Buffer((count,), "int64"),
         y: T.Buffer((batch,), "bool"),
     ):
         for i in range(batch):
@@ -286,7 +334,7 @@ def gate_and_count(
             with T.sblock("count"):
                 script.access([y, step, chain], [chain])
                 # The counter is the number of replays in succession: a computed row begins again at 0.
-                slot: T.let = T.Cast("int32", step[0]) % slots
-                chain[slot, i] = T.if_then_else(y[i], chain[slot, i] + 1, 0)
+                if count == 1 or number_of(step, i) >= 0:
+                    chain[sizes.slot(step, i)] = T.if_then_else(y[i], chain[sizes.slot(step, i)] + 1, 0)
 
     return decide_and_count

@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script
-from fastcar_compile.codegen.tvm.kernels.cache import power_of_two
+from fastcar_compile.codegen.tvm.kernels.cache import number_of, power_of_two
 from fastcar_compile.codegen.tvm.kernels.linear.activations import quantize_row, row_loop
 from fastcar_compile.codegen.tvm.kernels.tas import INFINITY, finite_or_nan
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, cast, fence, magnitude_bits, ramp, vector_lanes
@@ -273,7 +273,7 @@ def rotary(shape: HeadShape, tables: int) -> PrimFunc:
 
 
 @script.kernel
-def exact_rotary(shape: HeadShape, table: tuple[int, int]) -> PrimFunc:
+def exact_rotary(shape: HeadShape, table: tuple[int, int], positions: int = 1) -> PrimFunc:
     """Return x float32 [B, H, T, D] with its first R elements rotated, by row position + t of a table float32 [S, R].
 
     The fences keep LLVM from contracting a product with the sum behind it.
@@ -286,7 +286,7 @@ def exact_rotary(shape: HeadShape, table: tuple[int, int]) -> PrimFunc:
     def exact_rotate(
         x: T.Buffer((b, h, t, d), "float32"),
         angles: T.Buffer((s, r), "float32"),
-        position: T.Buffer((1,), "int64"),
+        position: T.Buffer((positions,), "int64"),
         y: T.Buffer((b, h, t, d), "float32"),
     ):
         for bi, hi, i in T.grid(b, h, t):
@@ -294,7 +294,8 @@ def exact_rotary(shape: HeadShape, table: tuple[int, int]) -> PrimFunc:
                 script.access([x, angles, position], [y])
                 # A position past the table reads its last row.
                 # The minimum in int64 keeps the cast to int32 from wrapping.
-                row: T.let = T.min(T.Cast("int32", T.min(position[0], T.int64(s))) + i, s - 1)
+                at: T.let = T.max(T.min(number_of(position, bi), T.int64(s)), T.int64(0))
+                row: T.let = T.min(T.Cast("int32", at) + i, s - 1)
                 # c: pairs of elements c and half + c. A row of the table has R / 2 cosines, then R / 2 sines.
                 for c in range(half):
                     y[bi, hi, i, c] = fence("float32", x[bi, hi, i, c] * angles[row, c]) - fence(

@@ -160,6 +160,7 @@ KERNELS: dict[str, Kernel] = {
     "linears": combined_linears,
     "output_bound": gate.output_bound,
     "ring_write": cache.ring_write,
+    "spans_attention": decode.spans_attention,
     "tas": tas.tas,
     "tas_heads": tas.tas_heads,
     "window_attention": decode.window_attention,

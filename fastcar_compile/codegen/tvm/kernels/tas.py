@@ -9,7 +9,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script
-from fastcar_compile.codegen.tvm.kernels.cache import Row, RowFormat, row_at
+from fastcar_compile.codegen.tvm.kernels.cache import Row, RowFormat, number_of, row_at
 from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, broadcast, cast, prefetch, ramp, vector_type
 from fastcar_compile.gates.scores import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 
@@ -91,12 +91,18 @@ class _Heads:
     query: HeadShape
     cache: HeadShape
     dtype: str
+    positions: int
     isa: InstructionSet
 
     @property
     def keys_of(self) -> RowFormat:
         """The rows of the cache."""
         return RowFormat(self.query[3], self.dtype, self.isa)
+
+    @property
+    def share(self) -> int:
+        """Rows of the query for each row set of the cache."""
+        return self.query[0] // self.cache[0]
 
     @property
     def lanes(self) -> int:
@@ -110,7 +116,7 @@ def _prefetch_keys(heads, keys, i, before):
     # h: key/value heads. u: unrolled, the cache lines of one key, which need not begin with a line.
     for h in range(heads.cache[1]):
         for u in T.unroll(-(-heads.keys_of.bytes // LINE) + 1):
-            T.evaluate(prefetch(keys[i, h, before, u * heads.keys_of.elements_of(LINE)]))
+            T.evaluate(prefetch(keys[i // heads.share, h, before, u * heads.keys_of.elements_of(LINE)]))
 
 
 @script.inlined
@@ -138,7 +144,7 @@ def _sum_heads(heads, lanes, query, keys, i, before, acc, product):
     _prefetch_keys(heads, keys, i, before)
     # h: query heads, `group` of them on one key. acc and product are one vector each, in registers.
     for h in range(heads.query[1]):
-        key = T.meta_var(row_at(keys, i, h // (heads.query[1] // heads.cache[1]), before))
+        key = T.meta_var(row_at(keys, i // heads.share, h // (heads.query[1] // heads.cache[1]), before))
         _add_head(heads.keys_of, lanes, query(i, h), key, acc, product)
     # int64 sums are exact, so the order of the lanes is free.
     for v in T.unroll(lanes - 1):
@@ -156,20 +162,20 @@ def _scores(heads, stride, factor, reads, query, keys, position, y):
             acc = T.alloc_buffer((heads.lanes,), "int64")
             product = T.alloc_buffer((heads.lanes,), "float64")
             # Row `position - stride` is the same place of the frame before.
-            before: T.let = T.max(T.Cast("int32", position[0]) - stride, 0)
+            before: T.let = T.max(T.Cast("int32", number_of(position, i)) - stride, 0)
             _sum_heads(heads, heads.lanes, query, keys, i, before, acc, product)
             y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
 
 
 def _kernel(heads: _Heads, stride: int, factor: float, *, weighted: bool) -> PrimFunc:
     """Return the kernel of query, keys and position, where it is `weighted` of a weight per head, and of the scores."""
-    (b, hq, t, d), (_, hkv, s, _), width = heads.query, heads.cache, heads.keys_of.size
+    (b, hq, t, d), (videos, hkv, s, _), width = heads.query, heads.cache, heads.keys_of.size
 
     @script.prim_func(private=True, s_tir=True)
     def temporal_score(
         q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, width), heads.dtype),
-        position: T.Buffer((1,), "int64"),
+        keys: T.Buffer((videos, hkv, s, width), heads.dtype),
+        position: T.Buffer((heads.positions,), "int64"),
         weight: T.Buffer((hq,), "float32"),
         y: T.Buffer((b,), "float32"),
     ):
@@ -187,14 +193,15 @@ def tas(
     stride: int,
     scale: float,
     dtype: str = "float32",
+    positions: int = 1,
     isa: InstructionSet = PORTABLE,
 ) -> PrimFunc:
     """Return the mean over heads of scale * <query, key at position - stride>: float32 [B].
 
-    query float32 [B, Hq, T, D], of which row 0 counts, keys [B, Hkv, S, D] of `dtype`. Bit for bit as the operator:
+    query float32 [B, Hq, T, D], of which row 0 counts, keys [V, Hkv, S, D] of `dtype`. Bit for bit as the operator:
     each product is rounded to fixed point, and integer sums are exact in any order.
     """
-    return _kernel(_Heads(query, cache, dtype, isa), stride, score_factor(scale, query[1]), weighted=False)
+    return _kernel(_Heads(query, cache, dtype, positions, isa), stride, score_factor(scale, query[1]), weighted=False)
 
 
 @script.kernel
@@ -204,13 +211,14 @@ def tas_heads(
     stride: int,
     scale: float,
     dtype: str = "float32",
+    positions: int = 1,
     isa: InstructionSet = PORTABLE,
 ) -> PrimFunc:
     """Return the sum over query heads of scale * <weight[head] * query, key at position - stride>: float32 [B].
 
     The weight of a head that is not chosen is 0. Shapes and bits are as for `tas`.
     """
-    return _kernel(_Heads(query, cache, dtype, isa), stride, score_factor(scale, 1), weighted=True)
+    return _kernel(_Heads(query, cache, dtype, positions, isa), stride, score_factor(scale, 1), weighted=True)
 
 
 def _queries(q: Any) -> Callable[[Expr, Expr], Row]:

@@ -6,7 +6,7 @@ running maximum m, normaliser l and accumulator acc, the latter two relative to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from fastcar_compile.codegen.tvm.kernels.attention import heads as attend_heads
 from fastcar_compile.codegen.tvm.kernels.attention import int8 as attend_int8
 from fastcar_compile.codegen.tvm.kernels.attention import softmax
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK, LOWEST, LogitRule, Operands
+from fastcar_compile.codegen.tvm.kernels.cache import number_of
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, exp_not_positive
 from fastcar_compile.ir.ops.operator import row_size
 
@@ -108,7 +109,8 @@ def _finish(rows, d, group, y, state, heads, parts):
 
 def filled_rows(position: Any, row: Any, size: int) -> Any:
     """Return how many of `size` cache rows query row `row` of a call at `position` sees, from row 0 on."""
-    return T.min(T.Cast("int32", position) + row + 1, size)
+    # An inactive row has position -1 and reads row 0: softmax over nothing would divide by 0.
+    return T.min(T.max(T.Cast("int32", position), 0) + row + 1, size)
 
 
 def _itself(row: Any) -> Any:
@@ -120,7 +122,7 @@ class _Items:
     """How attention is cut into items of one loop.
 
     Attributes:
-        query, hkv: shape of the query, key/value heads.
+        query, hkv: shape of the query, key/value heads. share: rows of the query for each row set of the cache.
         splits: pieces of the query heads of a key/value head. parts: pieces of the context.
         loop: over the items.
         rows: the macros for the query heads of a piece.
@@ -128,20 +130,25 @@ class _Items:
 
     query: HeadShape
     hkv: int
+    share: int
     splits: int
     parts: int
     loop: Any
     rows: softmax.AttendRows
 
     @classmethod
-    def of(cls, query: HeadShape, hkv: int, rows: int, rule: LogitRule, dtype: str, isa: InstructionSet) -> _Items:
+    def of(
+        cls, query: HeadShape, cache: HeadShape, rows: int, rule: LogitRule, dtype: str, isa: InstructionSet
+    ) -> _Items:
         """Return the cut for `rows` cached rows. A context is cut in parts, or the heads of a group in splits."""
-        b, hq, t, d = query
+        (b, hq, t, d), (videos, hkv, *_) = query, cache
         group, elements = hq // hkv, b * hkv * t * rows * d * 2
         pieces = context_parts(b * hkv * t, elements)
         splits = head_splits(group, attend_heads.heads_together(d, group, dtype, isa), elements)
         loop = T.parallel if pieces or splits > 1 else T.serial
-        return cls(query, hkv, splits, max(pieces, 1), loop, _attend_rows(d, group // splits, rule, dtype, isa))
+        return cls(
+            query, hkv, b // videos, splits, max(pieces, 1), loop, _attend_rows(d, group // splits, rule, dtype, isa)
+        )
 
     @property
     def pieces(self) -> int:
@@ -160,9 +167,8 @@ class _Items:
     def group(self, row: Expr, slot: Expr) -> softmax.Group:
         """Return the query heads of item `row` of one part of the context: pieces of heads, query rows."""
         t, pieces = self.query[2], self.pieces
-        return softmax.Group(
-            row // (pieces * t), row // (self.splits * t) % self.hkv, row // t % pieces * self.size, row % t, slot
-        )
+        h, first = row // (self.splits * t) % self.hkv, row // t % pieces * self.size
+        return softmax.Group(row // (pieces * t), row // (pieces * t * self.share), h, first, row % t, slot)
 
 
 @script.inlined
@@ -181,23 +187,35 @@ def _attend(items, meet, q, sink_q, keys, values, position, y):
         head: T.let = item // (t * parts) % pieces * size
         i: T.let = item // parts % t
         _clear(d, size, state, item * size)
-        group = T.meta_var(softmax.Group(bi, h, head, i, item * size))
+        group = T.meta_var(softmax.Group(bi, bi // items.share, h, head, i, item * size))
         meet(Operands(q, keys, values, state), sink_q, group, item % parts, position)
     # All parts are done. Joining them is serial: it takes parts * D products per head.
     for row in range(b * pieces * t):
         _finish(items.rows, d, size, y, state, items.group(row, row * parts * size), parts)
 
 
-def _kernel(items: _Items, meet: Callable[..., None], cache: HeadShape, dtype: str, *, sink_query: bool) -> PrimFunc:
-    """Return the kernel of query, keys, values and position, with `sink_query` of that too, and of the result."""
-    (b, hq, t, d), (_, hkv, s, _), width = items.query, cache, row_size(items.query[3], dtype)
+def _kernel(
+    items: _Items,
+    meet: Callable[..., None],
+    cache: HeadShape,
+    dtype: str,
+    positions: Sequence[int],
+    *,
+    sink_query: bool,
+) -> PrimFunc:
+    """Return the kernel of query, keys, values and position, with `sink_query` of that too, and of the result.
+
+    Args:
+        positions: shape of `position`.
+    """
+    (b, hq, t, d), (videos, hkv, s, _), width = items.query, cache, row_size(items.query[3], dtype)
 
     @script.prim_func(private=True, s_tir=True)
     def attend(
         q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, width), dtype),
-        values: T.Buffer((b, hkv, s, width), dtype),
-        position: T.Buffer((1,), "int64"),
+        keys: T.Buffer((videos, hkv, s, width), dtype),
+        values: T.Buffer((videos, hkv, s, width), dtype),
+        position: T.Buffer(positions, "int64"),
         sink_q: T.Buffer((b, hq, t, d), "float32"),
         y: T.Buffer((b, hq, t, d), "float32"),
     ):
@@ -215,17 +233,19 @@ def decode_attention(
     scale: float,
     dtype: str = "float32",
     softcap: float | None = None,
+    positions: int = 1,
     isa: InstructionSet = PORTABLE,
 ) -> PrimFunc:
     """Return softmax(scale * q k^T) v, grouped-query, over cache rows 0 .. position: float32 [B, Hq, 1, D].
 
-    query float32 [B, Hq, 1, D], keys and values [B, Hkv, S, D] of `dtype`. A cached row is read from memory once for
+    query float32 [B, Hq, 1, D], keys and values [V, Hkv, S, D] of `dtype`. Row b reads row set b // (B / V) up to its
+    own position, or with one position of all up to that. A cached row is read from memory once for
     all query heads of its group. Time grows with the position, not with S. Parallel over key/value heads and, where
     those are few, over query heads of a small cache, or parts of the context. Such partial results are then rescaled
     and added.
     """
-    _, hkv, s, _ = cache
-    items = _Items.of(query, hkv, s, LogitRule(scale, softcap), dtype, isa)
+    s = cache[2]
+    items = _Items.of(query, cache, s, LogitRule(scale, softcap), dtype, isa)
 
     def ahead_of(last: Any, j: Any) -> Any:
         # Past the rows 0 .. last - 1 of a head come those of the next head.
@@ -234,29 +254,65 @@ def decode_attention(
 
     @script.inlined
     def meet(o, _sink_q, group, part, position):
-        filled: T.let = filled_rows(position[0], 0, s)
+        filled: T.let = filled_rows(number_of(position, group.b), 0, s)
         span: T.let = items.span(filled)
         # A part that begins behind the filled rows has an empty range. Its slots stay empty: l and acc are 0.
         first: T.let = part * span
         last: T.let = T.min(first + span, filled)
         items.rows.attend(o, group, softmax.Rows(first, last, _itself, partial(ahead_of, last)))
 
-    return _kernel(items, meet, cache, dtype, sink_query=False)
+    return _kernel(items, meet, cache, dtype, (positions,), sink_query=False)
+
+
+@script.kernel
+def spans_attention(
+    query: HeadShape,
+    cache: HeadShape,
+    scale: float,
+    dtype: str,
+    softcap: float | None,
+    spans: int,
+    isa: InstructionSet = PORTABLE,
+) -> PrimFunc:
+    """Return what `decode_attention` returns, over ranges of cache rows: float32 [B, Hq, 1, D].
+
+    In the place of the position comes int64 [B, spans, 2]: begin and end of the ranges that a row of the batch sees.
+    """
+    s = cache[2]
+    items = _Items.of(query, cache, s, LogitRule(scale, softcap), dtype, isa)
+
+    def ahead_of(last: Any, j: Any) -> Any:
+        # Past the end of a range come the rows of the next head.
+        later = j + items.rows.ahead
+        return T.if_then_else(later < last, later, later - last + s)
+
+    @script.inlined
+    def meet(o, _sink_q, group, part, ranges):
+        # n: ranges in order. A part of the context has its share of each.
+        for n in range(spans):
+            begin: T.let = T.Cast("int32", ranges[group.b, n, 0])
+            end: T.let = T.min(T.Cast("int32", ranges[group.b, n, 1]), s)
+            first: T.let = begin + part * items.span(end - begin)
+            last: T.let = T.min(first + items.span(end - begin), end)
+            items.rows.attend(o, group, softmax.Rows(first, last, _itself, partial(ahead_of, last)))
+
+    return _kernel(items, meet, cache, dtype, (query[0], spans, 2), sink_query=False)
 
 
 # Sparse attention over a ring cache, and the row of an earlier key. ops/window.py defines the rows.
 
 
 @script.kernel
-def ring_row(back: int, sinks: int, ring: int) -> PrimFunc:
-    """Return the ring row of position - back, clamped to position 0: int64 [1]."""
+def ring_row(back: int, sinks: int, ring: int, positions: int = 1) -> PrimFunc:
+    """Return the ring rows of positions - back, clamped to position 0: int64 [positions]."""
 
     @script.prim_func(private=True, s_tir=True)
-    def row_of_earlier_key(position: T.Buffer((1,), "int64"), row: T.Buffer((1,), "int64")):
-        with T.sblock("row"):
-            script.access([position], [row])
-            p: T.let = T.max(position[0] - T.int64(back), T.int64(0))
-            row[0] = T.if_then_else(p < T.int64(sinks), p, T.int64(sinks) + (p - T.int64(sinks)) % T.int64(ring))
+    def row_of_earlier_key(position: T.Buffer((positions,), "int64"), row: T.Buffer((positions,), "int64")):
+        for i in range(positions):
+            with T.sblock("row"):
+                script.access([position], [row])
+                p: T.let = T.max(position[i] - T.int64(back), T.int64(0))
+                row[i] = T.if_then_else(p < T.int64(sinks), p, T.int64(sinks) + (p - T.int64(sinks)) % T.int64(ring))
 
     return row_of_earlier_key
 
@@ -270,17 +326,18 @@ def window_attention(
     window: int,
     dtype: str = "float32",
     softcap: float | None = None,
+    positions: int = 1,
     isa: InstructionSet = PORTABLE,
 ) -> PrimFunc:
     """Return grouped-query attention to the sinks and the window of every query row: float32 [B, Hq, T, D].
 
-    query and sink_query float32 [B, Hq, T, D], keys and values [B, Hkv, sinks + R, D] of `dtype`. sink_query meets the
+    query and sink_query float32 [B, Hq, T, D], keys and values [V, Hkv, sinks + R, D] of `dtype`. sink_query meets the
     sinks, query the window, whose row j is position begin + j of the sequence. Time grows with sinks + window only.
     Parallel over query rows, key/value heads and, where those are few, parts of the window. The rows of a chunk read
     what the first row has fetched, so only a single row prefetches.
     """
-    t, (_, hkv, s, _) = query[2], cache
-    items = _Items.of(query, hkv, sinks + window, LogitRule(scale, softcap), dtype, isa)
+    t, s = query[2], cache[2]
+    items = _Items.of(query, cache, sinks + window, LogitRule(scale, softcap), dtype, isa)
     ring = s - sinks
 
     def sink_of_next_head(j: Any) -> Any:
@@ -300,7 +357,7 @@ def window_attention(
 
     @script.inlined
     def meet(o, sink_q, group, part, position):
-        p: T.let = T.Cast("int32", position[0]) + group.i
+        p: T.let = T.max(T.Cast("int32", number_of(position, group.b)), 0) + group.i
         # begin: first position of the window, behind the sinks. base: its row of the ring.
         # seen: rows of the window up to position p.
         begin: T.let = T.max(p - (window - 1), sinks)
@@ -319,7 +376,7 @@ def window_attention(
         ahead = T.meta_var(partial(ahead_of, seen, base) if t == 1 else None)
         items.rows.attend(o, group, softmax.Rows(first, T.min(first + span, seen), partial(recent, base), ahead))
 
-    return _kernel(items, meet, cache, dtype, sink_query=True)
+    return _kernel(items, meet, cache, dtype, (positions,), sink_query=True)
 
 
 # Cross-attention: every query row over all tokens of a context, under a mask.

@@ -13,7 +13,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script, vectors
 from fastcar_compile.codegen.tvm.kernels.attention.decode import PARALLEL_CACHE_ELEMENTS
-from fastcar_compile.codegen.tvm.kernels.cache import bounded, exponent_of, power_of_two
+from fastcar_compile.codegen.tvm.kernels.cache import bounded, exponent_of, number_of, power_of_two
 from fastcar_compile.codegen.tvm.kernels.tas import INFINITY, NOT_A_NUMBER
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, broadcast, cast, fence, magnitude_bits, ramp
 from fastcar_compile.ir import exact
@@ -147,16 +147,31 @@ def _multiply_row(shape, lanes, loop, o, query, sums, j):
         for c in loop(_vectors_of(shape, e)):
             sums.acc[ramp(0, lanes)] = sums.acc[ramp(0, lanes)] + query.mantissas[
                 ramp(e * BLOCK + c * lanes, lanes)
-            ] * cast("int32", o.keys[o.at[0], o.at[2], j, ramp(e * BLOCK + c * lanes, lanes)], lanes)
+            ] * cast("int32", o.keys[o.at[4], o.at[2], j, ramp(e * BLOCK + c * lanes, lanes)], lanes)
         # The product's exponent is the sum of both, limited to those of normal powers of two.
-        power: T.let = query.exponents[e] + T.Cast("int32", o.keys[o.at[0], o.at[2], j, shape.d + e])
+        power: T.let = query.exponents[e] + T.Cast("int32", o.keys[o.at[4], o.at[2], j, shape.d + e])
         sums.total[0] = sums.total[0] + fence(
             "float32", T.Cast("float32", _total_of(sums.acc, lanes)) * power_of_two(T.max(T.min(power, 127), -126))
         )
         # A key's block with a NaN has zero mantissas, so its product does not show the NaN.
-        if o.keys[o.at[0], o.at[2], j, shape.d + e] == T.int8(NAN_EXPONENT):
+        if o.keys[o.at[4], o.at[2], j, shape.d + e] == T.int8(NAN_EXPONENT):
             query.unknown[0] = 1
     sums.logits[j] = sums.total[0] * T.float32(shape.factor)
+
+
+@script.inlined
+def _multiply_spans(shape, count, o, query, sums, rows):
+    """Write the logits of rows in `count` ranges, as `_multiply_keys` those of the rows that it sees."""
+    sums.stat[0] = T.reinterpret("float32", T.int32(MINUS_INFINITY))
+    for j in range(tiles_of(rows) * BLOCK):
+        sums.logits[j] = not_a_number()
+    for n in range(count):
+        for k in range(T.Cast("int32", o.position[o.at[0], n, 1] - o.position[o.at[0], n, 0])):
+            j: T.let = T.Cast("int32", o.position[o.at[0], n, 0]) + k
+            _multiply_row(shape, shape.lanes, T.unroll if shape.d % BLOCK == 0 else T.serial, o, query, sums, j)
+            if magnitude_bits(sums.logits[j], 1) > T.int32(INFINITY):
+                query.unknown[0] = 1
+            sums.stat[0] = T.max(sums.stat[0], sums.logits[j])
 
 
 @script.inlined
@@ -247,7 +262,7 @@ def _scale_weights(d, whole, o, sums, start, count, e):
     # Exponents of the tile's rows in this block of columns. Rows past the last one get 0.
     sums.integers[ramp(0, BLOCK)] = T.Broadcast(T.int32(0), BLOCK)
     for j in range(count):
-        sums.integers[j] = T.Cast("int32", o.values[o.at[0], o.at[2], start + j, d + e])
+        sums.integers[j] = T.Cast("int32", o.values[o.at[4], o.at[2], start + j, d + e])
     # weight - UNSEEN is 0 for a row that is not seen and positive for one that is.
     sums.columns[e] = T.max(
         sums.columns[e],
@@ -284,7 +299,7 @@ def _add_tile(d, lanes, whole, o, sums, start, count, e):
             if e * BLOCK + v * lanes < d:
                 sums.acc[ramp(v * lanes, lanes)] = sums.acc[ramp(v * lanes, lanes)] + broadcast(
                     sums.integers[j], lanes
-                ) * cast("int32", o.values[o.at[0], o.at[2], start + j, ramp(e * BLOCK + v * lanes, lanes)], lanes)
+                ) * cast("int32", o.values[o.at[4], o.at[2], start + j, ramp(e * BLOCK + v * lanes, lanes)], lanes)
     # Tiles are added in float32 in the order of the cache. The fence rounds the product before the addition.
     sums.out[ramp(e * BLOCK, BLOCK)] = sums.out[ramp(e * BLOCK, BLOCK)] + fence(
         f"float32x{BLOCK}",
@@ -310,22 +325,37 @@ def _add_values(shape, o, sums, rows):
 # pyright: reportInvalidTypeForm=false
 
 
+def _first(position: Any, row: Expr) -> Expr:
+    """Return the position of a row of the batch; of ranges, the last position that it sees."""
+    if len(position.shape) == 1:
+        return number_of(position, row)
+    last = position[row, 0, 1]
+    for n in range(1, int(position.shape[1])):
+        last = T.max(last, position[row, n, 1])
+    return last - 1
+
+
 @script.kernel
 def exact_attention(
     query: HeadShape,
     cache: HeadShape,
     scale: float,
     window: tuple[int, int] | None = None,
+    positions: int | tuple[int, int, int] = 1,
     isa: InstructionSet = PORTABLE,
 ) -> PrimFunc:
-    """Return attention of query rows [B, Hq, T, D] to the int8 rows [B, Hkv, S, .] that they see: float32 as query.
+    """Return attention of query rows [B, Hq, T, D] to the int8 rows [V, Hkv, S, .] that they see: float32 as query.
 
     `window` is (sinks, window) of a ring cache; None: all rows up to the query's. Parallel over heads and query rows.
+    With `positions` (B, N, 2) ranges of rows come in the place of the position.
     """
     # One kernel serves all instruction sets: its integer lanes are plain TIR.
     del isa
     b, hq, t, d = query
-    hkv, s = cache[1], cache[2]
+    videos, hkv, s, _ = cache
+    share = b // videos
+    given = positions if isinstance(positions, tuple) else (positions,)
+    spans = given[1] if len(given) > 1 else 0
     shape = ExactShape(d, s, window, float(exact.logit_factor(scale)))
     n, size, knots = shape.blocks, d + shape.blocks, exact.EXP_KNOTS + 1
     items = b * hq * t
@@ -334,9 +364,9 @@ def exact_attention(
     @script.prim_func(private=True, s_tir=True)
     def attend_exact(
         q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((b, hkv, s, size), "int8"),
-        values: T.Buffer((b, hkv, s, size), "int8"),
-        position: T.Buffer((1,), "int64"),
+        keys: T.Buffer((videos, hkv, s, size), "int8"),
+        values: T.Buffer((videos, hkv, s, size), "int8"),
+        position: T.Buffer(given, "int64"),
         table: T.Buffer((knots,), "int32"),
         y: T.Buffer((b, hq, t, d), "float32"),
     ):
@@ -349,16 +379,19 @@ def exact_attention(
                 bi: T.let = item // (hq * t)
                 head: T.let = item // t % hq
                 i: T.let = item % t
-                first: T.let = T.Cast("int32", position[0])
+                first: T.let = T.max(T.Cast("int32", _first(position, bi)), 0)
                 place: T.let = first + i
                 newest: T.let = first + t - 1
                 # A ring holds rows of any age, so all rows up to the newest one are scanned and `sees` decides.
                 rows: T.let = T.min((place if window is None else newest) + 1, s)
-                # at: batch row, query head, key/value head, query row.
-                at = T.meta_var((bi, head, head // (hq // hkv), i))
-                o = script.temporaries(q=q, keys=keys, values=values, table=table, at=at)
+                # at: batch row, query head, key/value head, query row, row set of the cache.
+                at = T.meta_var((bi, head, head // (hq // hkv), i, bi // share))
+                o = script.temporaries(q=q, keys=keys, values=values, position=position, table=table, at=at)
                 _round_query(shape, o, own)
-                _multiply_keys(shape, o, own, sums, rows, place, newest)
+                if spans > 0:
+                    _multiply_spans(shape, spans, o, own, sums, rows)
+                else:
+                    _multiply_keys(shape, o, own, sums, rows, place, newest)
                 weigh(o, sums, rows)
                 _add_values(shape, o, sums, rows)
                 sums.stat[1] = T.float32(1) / (T.Cast("float32", sums.count[0]) * T.float32(2.0**-exact.EXP_BITS))

@@ -60,12 +60,13 @@ class Operands:
 
 @dataclass(frozen=True)
 class Group:
-    """Query heads from number `first` on, which share key/value head h: row i of batch row b.
+    """Query heads from number `first` on, which share key/value head h: row i of batch row b, a row of `video`.
 
     Their slots begin at `slot`.
     """
 
     b: Expr
+    video: Expr
     h: Expr
     first: Expr
     i: Expr
@@ -109,16 +110,16 @@ class Step:
 
     def index(self, number: Expr) -> tuple[Expr, Expr, Expr]:
         """Return the cache index of the block's row of that number."""
-        return self.group.b, self.group.h, self.rows.at(self.start + number)
+        return self.group.video, self.group.h, self.rows.at(self.start + number)
 
     def clamped(self, number: Expr) -> tuple[Expr, Expr, Expr]:
         """Return the same. The last row stands for those past the range."""
-        return self.group.b, self.group.h, self.rows.at(T.min(self.start + number, self.rows.last - 1))
+        return self.group.video, self.group.h, self.rows.at(T.min(self.start + number, self.rows.last - 1))
 
     def prefetch(self, cache: Any, row: Expr, element: Expr) -> Expr:
         """Return the prefetch of a line of the row that is read after row `row` of the range; it has one ahead."""
         assert self.rows.ahead is not None
-        return vectors.prefetch(cache[self.group.b, self.group.h, self.rows.ahead(row), element])
+        return vectors.prefetch(cache[self.group.video, self.group.h, self.rows.ahead(row), element])
 
     def four_rows(self, part: Expr) -> list[tuple[Expr, Expr, Expr]]:
         """Return the clamped indices of rows 4 * part .. 4 * part + 3."""
