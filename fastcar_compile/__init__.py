@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fastcar_compile.runtime.generation import TransformersDecoder as TransformersDecoder
     from fastcar_compile.runtime.sampling import Sampling as Sampling
     from fastcar_compile.runtime.session import Session as Session
+    from fastcar_compile.runtime.wavefront import Wavefront as Wavefront
     from fastcar_compile.tune.calibrate import calibrate as calibrate
     from fastcar_compile.tune.training.train import TrainedGate as TrainedGate
     from fastcar_compile.tune.training.train import TunedDecoder as TunedDecoder
@@ -64,6 +65,7 @@ _MODULES = {
     "report.page.page": ("inspect",),
     "runtime.sampling": ("Sampling",),
     "runtime.session": ("Session",),
+    "runtime.wavefront": ("Wavefront",),
     "config.targets": ("Target", "available_targets", "load_target"),
     "tune.training.train": ("TrainedGate", "TunedDecoder", "train_gate", "tune_decoder"),
     "artifact.trust": ("sign", "verify_signature"),

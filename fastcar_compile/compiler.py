@@ -49,6 +49,7 @@ class CompileOptions(TypedDict, total=False):
     tokens_per_frame: int | None
     max_seq_len: int | None
     batch_size: int
+    rows: int | None
     quant: str | None
     replay: ReplayConfig | None
     prefill_chunk: int | None
@@ -89,6 +90,7 @@ def compile(
     tokens_per_frame: int | None = None,
     max_seq_len: int | None = None,
     batch_size: int = 1,
+    rows: int | None = None,
     quant: str | None = None,
     replay: ReplayConfig | None = ReplayConfig(),  # noqa: B008  (frozen)
     prefill_chunk: int | None = None,
@@ -112,7 +114,9 @@ def compile(
             config's `tokens_per_frame`, else 256 with a warning.
         max_seq_len: positions of a sequence in tokens; default: the model config's. Without sparse attention, also
             the rows of the KV cache.
-        batch_size: rows B, at most 32.
+        batch_size: videos of one session, at most 32.
+        rows: rows of each video in a decode step, each with a position of its own, for `Wavefront` and `Batcher`; None:
+            a row of each video, all at one position.
         quant: "none" (float32), "bf16" (bfloat16 weights), "fp16" (float16 weights), "w8a8" or "w4a8"; default: w8a8
             where the target has an accelerator, else none.
         replay: when MLPs replay; None compiles a dense decoder. Without thresholds, the gate's default holds, with
@@ -164,11 +168,17 @@ def compile(
     if isinstance(model, nn.Module):
         model = unwrapped(model)
     sizes, assumed = _sizes(model, plain(tokens_per_frame), plain(max_seq_len))
-    options: dict[str, Any] = {**sizes, "batch_size": batch_size, "replay": replay, "prefill_chunk": prefill_chunk}
+    options: dict[str, Any] = {
+        **sizes,
+        "batch_size": batch_size,
+        "rows": rows,
+        "replay": replay,
+        "prefill_chunk": prefill_chunk,
+    }
     options["quant"] = ("w8a8" if board.kind == "fpga" else "none") if quant is None else quant
     options["sparse_attention"] = sparse_attention
     options |= {name: value for name, value in {"kv": kv, "numerics": numerics}.items() if value is not None}
-    _check_target(board, offload)
+    _check_target(board, offload, rows)
     config = CompileConfig(target=board.name, **options, offload="mlp" if offload is None else offload)
     wish = None if offload is not None else whole_step(board, options)
     # The writer claims the folder first: a place that cannot be written is found before minutes of work.
@@ -218,7 +228,7 @@ def _captured(model: Model, config: CompileConfig, say: Progress) -> tuple[Decod
     """Return the captured program with explicit state and known layers, and the passes that made it."""
     say("capturing the decode step")
     sizes = {name: getattr(config, name) for name in ("batch_size", "max_seq_len", "tokens_per_frame")}
-    program = capture(model, **sizes, prefill_chunk=config.chunk)
+    program = capture(model, **sizes, prefill_chunk=config.chunk, rows=config.rows or 1)
     _check_capture(program, config)
     passes: list[Pass] = [*analysis_pipeline(), *_repetition(model)]
     run_pipeline(program, passes)
@@ -276,7 +286,10 @@ def _warn_of_defaults(replay: ReplayConfig | None) -> None:
     warnings.warn(text, UserWarning, stacklevel=3)
 
 
-def _check_target(board: Target, offload: str | None) -> None:
+def _check_target(board: Target, offload: str | None, rows: int | None) -> None:
+    if rows is not None and board.kind == "fpga":
+        what = f"rows with positions of their own are for CPUs, and target {board.name} has an accelerator"
+        raise CompileError(what, hint="leave rows out: an accelerator decodes all rows at one position")
     if offload in ("linears", "all") and board.kind != "fpga":
         what = f"offload={offload!r} needs an accelerator, and target {board.name} has none"
         raise CompileError(what, hint="choose an FPGA target, or leave offload out")
@@ -293,6 +306,6 @@ def _repetition(model: object) -> list[Pass]:
 
 
 def _check_capture(program: DecoderProgram, config: CompileConfig) -> None:
-    if program.config.batch_size != config.batch_size:
+    if program.config.batch_size != config.batch_size * (config.rows or 1):
         what = f"the exported program has batch {program.config.batch_size}, but batch_size is {config.batch_size}"
         raise CompileError(what, hint=f"give batch_size={program.config.batch_size}, or export again")

@@ -141,7 +141,7 @@ def producer_versions() -> dict[str, str]:
 # Checks that the sections agree with each other; the type of a section checks it alone.
 
 
-_FEEDS = frozenset({"tokens", "inputs_embeds", "position", "step", "thresholds"})
+_FEEDS = frozenset({"tokens", "inputs_embeds", "position", "step", "spans", "thresholds"})
 """Inputs that a session gives to a program besides the state."""
 
 _RESULTS = frozenset({"logits", "decisions", "scores"})
@@ -191,7 +191,7 @@ def _sizes(config: DecoderConfig) -> Iterator[str]:
 
 def _options(manifest: Manifest) -> Iterator[str]:
     options, config = manifest.options, manifest.decoder.config
-    for name in ("batch_size", "max_seq_len", "tokens_per_frame"):
+    for name in ("batch_size", "max_seq_len", "tokens_per_frame", "rows"):
         if getattr(options, name) != getattr(config, name):
             yield f"options.{name} is {getattr(options, name)}, decoder.config.{name} {getattr(config, name)}"
     if (options.sparse_attention is None) != (config.ring is None):

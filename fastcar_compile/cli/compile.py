@@ -160,6 +160,7 @@ def compile_command(
     tokens_per_frame: TokensPerFrameOption = None,
     max_seq_len: int | None = None,
     batch_size: int = 1,
+    rows: int | None = None,
     prefill_chunk: int | None = None,
     quant: Annotated[str | None, Option(autocompletion=names_of(f"{FORMATS}:QUANT_FORMATS.keys"))] = None,
     gate: Annotated[str, Option(autocompletion=names_of("fastcar_compile.gates:GATES.keys"))] = "tas",
@@ -190,7 +191,8 @@ def compile_command(
         output: Folder of the artifact.
         target: Target name or .toml file; see `fastcar targets`.
         max_seq_len: Positions of the KV cache; default: the model's.
-        batch_size: Rows decoded together.
+        batch_size: Videos decoded together.
+        rows: Rows of each video, with positions of their own; default: one, at one position for all.
         prefill_chunk: Tokens per call of the prefill; default: 64, or an equal part of a frame.
         quant: none, bf16, fp16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.
         gate: What decides: tas, input_delta, bound, learned; always, never, random.

@@ -287,6 +287,8 @@ class CompileConfig(Config):
         batch_size: rows decoded together; at most 32 (the width of the DRS Index Register).
         quant: "none" (float32), "bf16" or "fp16" (bfloat16 or float16 weights, float32 sums), "w8a8" or "w4a8" (int4
             weights in groups of 128).
+        rows: rows of each video in a decode step, each with a position of its own; batch_size x rows is at most 32.
+            None: one row of each, and all share one position.
         replay: None compiles the dense decoder.
         prefill_chunk: tokens per call of the prefill graph; None: 64, or where a frame has more, an equal part of a
             frame of at most 256.
@@ -308,6 +310,7 @@ class CompileConfig(Config):
     max_seq_len: int = Field(ge=2, le=limits.SIZE, strict=True)
     batch_size: int = Field(default=1, ge=1, le=32, strict=True)
     quant: Annotated[str, _one_of(QUANT_FORMATS, "quantisation")] = "none"
+    rows: int | None = Field(default=None, ge=1, le=32, strict=True)
     replay: ReplayConfig | None = None
     prefill_chunk: int | None = Field(default=None, ge=1, le=limits.SIZE, strict=True)
     offload: Literal["mlp", "linears", "all"] = "mlp"
@@ -340,6 +343,9 @@ class CompileConfig(Config):
             what = f"numerics='exact' is defined for integers, not for quant {self.quant!r} and kv {self.kv!r}"
             hint = "use quant w8a8 or w4a8 with kv='int8', or numerics='native'"
             raise CompileError(what, hint=hint)
+        if self.batch_size * (self.rows or 1) > 32:
+            what = f"batch_size {self.batch_size} and rows {self.rows} are {self.batch_size * (self.rows or 1)} rows"
+            raise CompileError(what, hint="a decode step has at most 32 (the width of the DRS Index Register)")
         if self.replay is not None and self.replay.couple_cfg and self.batch_size % 2:
             what = f"couple_cfg pairs row b with row b + batch_size / 2, but batch_size is {self.batch_size}"
             hint = "use an even batch_size, or couple_cfg=False"

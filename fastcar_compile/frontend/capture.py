@@ -125,6 +125,7 @@ def capture(
     max_seq_len: int,
     tokens_per_frame: int,
     prefill_chunk: int,
+    rows: int = 1,
 ) -> DecoderProgram:
     """Capture a decoder.
 
@@ -133,6 +134,8 @@ def capture(
             checkpoint: then only `skeleton.captured_layers` of its layers, and no weight is read.
         batch_size: rows B. max_seq_len: cache capacity S in tokens. tokens_per_frame: F.
         prefill_chunk: tokens per prefill call; an ExportedProgram has no prefill graph.
+        rows: of each video in the decode step. That has batch_size * rows rows, as if each were a video; the pass
+            `decode-rows` lets them share.
 
     Raises:
         CompileError: the model does not follow the step protocol, or cannot be exported.
@@ -151,13 +154,15 @@ def capture(
         chunk = None
     else:
         prefill_chunk = min(prefill_chunk, max_seq_len)
-        with step_module(model, batch_size, max_seq_len) as (step, headless):
-            facts = ModelFacts.of(model)
-            wrapper = WRAPPED_MODEL if is_huggingface(model) else ""
-            graph = import_exported(_export(step, facts, batch_size, 1, headless), wrapper)
-            chunk = None
-            if prefill_chunk > 1:
-                chunk = import_exported(_export(step, facts, batch_size, prefill_chunk, headless), wrapper)
+        facts, wrapper = ModelFacts.of(model), WRAPPED_MODEL if is_huggingface(model) else ""
+        calls = [(batch_size * rows, 1), *([(batch_size, prefill_chunk)] if prefill_chunk > 1 else [])]
+        graphs: list[fx.GraphModule] = []
+        for batch, tokens in calls if rows > 1 else [(batch_size, None)]:
+            # Static caches are as many as the rows of a call.
+            with step_module(model, batch, max_seq_len) as (step, headless):
+                lengths = [tokens] if tokens is not None else [length for _, length in calls]
+                graphs += [import_exported(_export(step, facts, batch, n, headless), wrapper) for n in lengths]
+        graph, chunk = graphs[0], graphs[1] if len(graphs) > 1 else None
     # The decode step stands for both graphs: one module made them.
     check_deterministic(graph.graph)
     config = _config(graph, chunk, max_seq_len, tokens_per_frame, prefill_chunk)

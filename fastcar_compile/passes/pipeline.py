@@ -4,6 +4,7 @@ from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.passes.caches import QuantizeKvCache, SparsifyAttention, WindowCaches
 from fastcar_compile.passes.canonicalize import Canonicalize
+from fastcar_compile.passes.decode_rows import DecodeRows
 from fastcar_compile.passes.exact_arithmetic import ExactArithmetic
 from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.fuse_activations import FuseActivations
@@ -55,7 +56,16 @@ PASSES: dict[str, type[Pass]] = {
         *(type(p) for p in analysis_pipeline()),
         *(RepeatLayers, Bfloat16Weights, Float16Weights, QuantizeW8A8, QuantizeW4A8, Bfloat16Embedding),
         *(InsertReplay, SkipRows),
-        *(SparsifyAttention, WindowCaches, QuantizeKvCache, ExactArithmetic, OffloadGate, OffloadMlp, OffloadLinears),
+        *(
+            SparsifyAttention,
+            WindowCaches,
+            QuantizeKvCache,
+            ExactArithmetic,
+            DecodeRows,
+            OffloadGate,
+            OffloadMlp,
+            OffloadLinears,
+        ),
     )
 }
 
@@ -76,9 +86,12 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
     passes.append(WindowCaches())
     if config.kv != "float32":
         passes.append(QuantizeKvCache(config.kv))
-    # Last, because it judges every operator that is left.
+    # It judges every operator that is left.
     if config.numerics == "exact":
         passes.append(ExactArithmetic())
+    # Last: the other passes see one position, which stands for that of every row.
+    if config.rows is not None:
+        passes.append(DecodeRows(config.rows))
     return passes
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -13,11 +14,12 @@ from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.gates import gate_class
 from fastcar_compile.ir.types import DecoderConfig
-from fastcar_compile.runtime.backends.base import BACKENDS, Array, BackendOptions, OpenStepper, Stepper
+from fastcar_compile.runtime.backends.base import BACKENDS, Array, BackendOptions, OpenStepper, Stepper, alone
 from fastcar_compile.runtime.guard import Guard, thread_count
 from fastcar_compile.runtime.sampling import Sampler, Sampling, greedy
 from fastcar_compile.runtime.state import Stats, checked_context, like, to_numpy
-from fastcar_compile.support.values import check_function, number, plain, sequence, whole
+from fastcar_compile.runtime.wavefront import Wavefront, launch
+from fastcar_compile.support.values import check_function, check_kind, number, plain, sequence, whole
 
 
 def open_session(
@@ -257,11 +259,12 @@ class Session(Described):
         array = self._checked(inputs, steps=1)
         if self._position >= self._config.max_seq_len:
             self._require_room(1, f"after {count_text(self._position, 'token')} the step adds")
-        result = self._stepper.decode(array, self._position, self._step, self.thresholds)
+        row = alone(self._config, array, self._position, self._step)
+        result, every = self._stepper.decode(**row, thresholds=self.thresholds), slice(None, None, self._config.rows)
         self._position += 1
         self._step += 1
-        self.stats.add(result.decisions)
-        return like(inputs, np.array(result.logits[:, 0]))
+        self.stats.add(result.decisions[:, every])
+        return like(inputs, np.array(result.logits[every, 0]))
 
     def generate(
         self,
@@ -270,6 +273,7 @@ class Session(Described):
         sample: Sampler | Sampling | None = None,
         progress: bool = False,
         on_token: Callable[[Any], object] | None = None,
+        wavefront: Wavefront | None = None,
     ) -> Any:
         """Reset, read the prompt, sample one token from it and decode the other tokens: num_tokens - 1 decode forwards.
 
@@ -281,12 +285,16 @@ class Session(Described):
             progress: show a progress bar.
             on_token: called with the token ids of each position, int64 [B], as soon as they are chosen. The function
                 and a sampler may read the session and set thresholds; other calls of this session raise an InputError.
+                With a wavefront it is called in the order of the positions, once all tokens before are chosen.
+            wavefront: decode several image rows of a frame at once; needs `compile(rows=…)`. Without replay and with
+                as much lag as columns, the tokens are those of raster order.
 
         Returns:
             int64 [B, num_tokens].
 
         Raises:
-            InputError: the decoder is headless, prompt and tokens do not fit the cache, or guidance has no pairs.
+            InputError: the decoder is headless, prompt and tokens do not fit the cache, guidance has no pairs, or the
+                decoder has no such frames or rows.
         """
         if self._config.takes_embeddings:
             hint = "use prefill() and step() with embeddings"
@@ -298,21 +306,68 @@ class Session(Described):
             given = f"{count_text(ids.shape[1], 'prompt token')} and {num_tokens} new ones"
             hint = "ask for fewer tokens, or compile with a larger max_seq_len"
             raise InputError(f"{given} do not fit max_seq_len {self._config.max_seq_len}", hint=hint)
+        if wavefront is not None:
+            check_kind("wavefront", wavefront, Wavefront, "Wavefront(grid=(rows, columns), lag=2)")
+            wavefront.check(self._config)
         choose = _chooser(sample, prompt, ids)
         tokens: list[Array] = []
         with self._guard.begun():
             self._reset()
-            for _ in _steps(num_tokens, progress):
-                logits = self._decode(tokens[-1]) if tokens else self._prefill(ids)
-                # The guard refuses calls of this session while a function of the caller runs inside of it.
-                self._guard.calling = True
-                try:
-                    tokens.append(choose(logits))
-                    if on_token is not None:
-                        on_token(like(prompt, tokens[-1]))
-                finally:
-                    self._guard.calling = False
+            source = self._generated(ids, num_tokens, partial(self._ask, choose), wavefront)
+            for token, _ in zip(source, _steps(num_tokens, progress), strict=True):
+                tokens.append(token)
+                if on_token is not None:
+                    self._ask(on_token, like(prompt, token))
         return like(prompt, np.stack(tokens, 1))
+
+    def _ask(self, function: Callable[[Any], Any], value: Any) -> Any:
+        """Call a function of the caller's. The guard refuses calls of this session while it runs."""
+        self._guard.calling = True
+        try:
+            return function(value)
+        finally:
+            self._guard.calling = False
+
+    def _generated(
+        self, prompt: Array, count: int, choose: Callable[[Array], Array], wavefront: Wavefront | None
+    ) -> Iterator[Array]:
+        """Yield `count` token ids int64 [B]."""
+        token = choose(self._prefill(prompt))
+        while True:
+            yield token
+            count -= 1
+            if count == 0:
+                return
+            if wavefront is None or not wavefront.begins(self._position) or count < wavefront.size - 1:
+                token = choose(self._decode(token))
+                continue
+            frame = self._decode_frame(wavefront, token, choose, last=count < wavefront.size)
+            # The token behind the frame goes on; where there is none, the frame's last one does.
+            *others, token = frame[:, 1 : count + 1].T
+            yield from others
+            count -= len(others)
+
+    def _decode_frame(
+        self, wavefront: Wavefront, first: Array, choose: Callable[[Array], Array], *, last: bool
+    ) -> Array:
+        """Decode a frame's grid from its first token on; return its tokens and the one behind, int64 [V, size + 1].
+
+        Args:
+            last: no token behind the frame is asked for, so its last token is not read.
+        """
+        per, tokens = self._config.rows or 1, np.zeros((len(first), wavefront.size + 1), np.int64)
+        tokens[:, 0] = first
+        for rows in wavefront.launches[: -1 if last else None]:
+            given = launch(self._config, rows, tokens, self._position, self._step)
+            result = self._stepper.decode(**given, thresholds=self.thresholds)
+            for k, row in enumerate(rows):
+                if not row.extra:
+                    self.stats.add(result.decisions[:, k::per])
+                if row.predicts is not None:
+                    tokens[:, row.predicts] = choose(np.array(result.logits[k::per, 0]))
+        self._position += wavefront.size - last
+        self._step += wavefront.size - last
+        return tokens
 
     def _require_room(self, count: int, who: str) -> None:
         capacity = self._config.max_seq_len

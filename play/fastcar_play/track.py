@@ -12,7 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.runtime.backends.base import BACKENDS, Array, BackendOptions, OpenStepper, Stepper, StepResult
+from fastcar_compile.runtime.backends.base import (
+    BACKENDS,
+    Array,
+    BackendOptions,
+    Numbers,
+    OpenStepper,
+    Stepper,
+    StepResult,
+)
 from fastcar_compile.runtime.sampling import Sampling, TokenChoice
 from fastcar_compile.runtime.session import Session
 from fastcar_play.world import Tokens, World
@@ -49,9 +57,11 @@ class Watch(Stepper):
         """Read tokens; see Stepper.prefill."""
         return self._inner.prefill(inputs, position)
 
-    def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
+    def decode(
+        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
+    ) -> StepResult:
         """Run one forward, and keep what it decided."""
-        result = self._inner.decode(inputs, position, step, thresholds)
+        result = self._inner.decode(inputs, position, step, thresholds, spans)
         self.decisions, self.scores = (
             result.decisions.copy(),
             result.scores.copy(),

@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir.types import CONTEXT_ROLES, REPLAY_ROLES, DecoderConfig
+from fastcar_compile.ir.types import CONTEXT_ROLES, INACTIVE, PROMPT, REPLAY_ROLES, DecoderConfig
 from fastcar_compile.support.packages import Registry
 
 Array = NDArray[Any]
+Numbers = int | Array
+"""One number for all rows of a decode step, or int64 [B] of decoders whose rows have their own (`compile(rows=…)`)."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,36 @@ class Stepper(ABC):
         """
 
     @abstractmethod
-    def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
+    def decode(
+        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
+    ) -> StepResult:
         """Run one decode forward of tokens int64 [B, 1] (or embeddings float32 [B, 1, H]).
 
         Args:
-            position: sequence position of the token. step: decode forward number t.
+            position: sequence position of the token; -1: the row is not there. step: decode forward number t, or PROMPT
+                or INACTIVE of `ir.types`.
             thresholds: float32 [L].
+            spans: int64 [B, N, 2], ranges of positions that each row sees, where a video has several rows.
         """
+
+
+def alone(config: DecoderConfig, inputs: Array, position: int, step: int) -> dict[str, Any]:
+    """Return what `decode` takes for one row of each video at one position: the other rows are not there."""
+    if config.rows is None:
+        return {"inputs": inputs, "position": position, "step": step}
+    given = np.zeros((config.decode_rows, *inputs.shape[1:]), inputs.dtype)
+    places, steps = np.full(len(given), -1), np.full(len(given), INACTIVE)
+    given[:: config.rows], places[:: config.rows], steps[:: config.rows] = inputs, position, step
+    return {"inputs": given, "position": places, "step": steps} | spans_of(config, places)
+
+
+def spans_of(config: DecoderConfig, places: Array) -> dict[str, Array]:
+    """Return the spans of rows that see every position up to their own; nothing where a video has one row."""
+    if config.rows in (None, 1):
+        return {}
+    spans = np.zeros((len(places), config.rows, 2), np.int64)
+    spans[:, 0, 1] = np.maximum(places, 0) + 1  # an inactive row sees position 0: softmax over nothing is no number
+    return {"spans": spans}
 
 
 class ValueStepper(Stepper):
@@ -108,7 +133,9 @@ class ValueStepper(Stepper):
         """Return states at reset, by name."""
 
     @abstractmethod
-    def _forward(self, inputs: Array, position: int, step: int, thresholds: Array) -> dict[str, Array]:
+    def _forward(
+        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
+    ) -> dict[str, Array]:
         """Run one decode forward, keep the states that it returns, and return its other results by name."""
 
     @abstractmethod
@@ -129,13 +156,16 @@ class ValueStepper(Stepper):
         # Every call returns new values, so references keep the replay state from before the call.
         kept = {s.name: self._state[s.name] for s in self._specs if s.role in REPLAY_ROLES}
         never = np.full(self._config.num_layers, np.inf, np.float32)
-        logits = self._forward(inputs, position, 0, never)["logits"]
+        step = 0 if self._config.rows is None else PROMPT
+        logits = self._forward(**alone(self._config, inputs, position, step), thresholds=never)["logits"]
         self._state |= kept
-        return logits
+        return logits[:: self._config.rows]
 
-    def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
+    def decode(
+        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
+    ) -> StepResult:
         """Run one decode forward; see Stepper.decode."""
-        return StepResult.of(self._forward(inputs, position, step, thresholds), len(thresholds))
+        return StepResult.of(self._forward(inputs, position, step, thresholds, spans), len(thresholds))
 
 
 @dataclass(frozen=True)

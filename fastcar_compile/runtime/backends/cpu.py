@@ -14,9 +14,9 @@ from fastcar_compile.artifact.layout import EMBEDDED
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderSection, HostSection, ProgramPart, ProgramsPart
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir.types import CONTEXT_ROLES, REPLAY_ROLES, ContextInput, DecoderConfig
+from fastcar_compile.ir.types import CONTEXT_ROLES, PROMPT, REPLAY_ROLES, ContextInput, DecoderConfig
 from fastcar_compile.runtime.backends.accelerator.calls import register_functions
-from fastcar_compile.runtime.backends.base import Array, BackendOptions, Stepper, StepResult
+from fastcar_compile.runtime.backends.base import Array, BackendOptions, Numbers, Stepper, StepResult, alone
 from fastcar_compile.runtime.guard import thread_count, use_threads
 from fastcar_compile.runtime.state import StateArena
 from fastcar_compile.runtime.tvm_runtime import Machine, adopt, aligned, as_array, element
@@ -149,9 +149,13 @@ class _Feeds:
 
 def _forward_feeds(config: DecoderConfig, length: int) -> _Feeds:
     """Return memory for what a forward of `length` tokens takes."""
-    embeds = np.zeros((config.batch_size, length, config.hidden_size), np.float32)
+    rows = config.decode_rows if length == 1 else config.batch_size
+    embeds = np.zeros((rows, length, config.hidden_size), np.float32)
     given: Array = embeds if config.takes_embeddings else np.zeros(embeds.shape[:2], np.int64)
-    numbers: dict[str, Array] = {name: np.zeros(1, np.int64) for name in ("position", "step")}
+    count = 1 if config.rows is None or length > 1 else rows
+    numbers: dict[str, Array] = {name: np.zeros(count, np.int64) for name in ("position", "step")}
+    if count > 1 and config.rows != 1:
+        numbers["spans"] = np.zeros((rows, config.rows or 1, 2), np.int64)
     return _Feeds(numbers | {config.input_name: given, "thresholds": np.zeros(config.num_layers, np.float32)})
 
 
@@ -258,14 +262,20 @@ class CpuStepper(Stepper):
         if self._prefill is None or inputs.shape[1] == 1:
             # Forward 0 is in the first frame, in which every row computes. It writes slot 0 of the replay state alone.
             with self._state.kept(REPLAY_ROLES, slot=0):
-                return self.decode(inputs, position, 0, np.full(self._config.num_layers, np.inf, np.float32)).logits
+                never, step = np.full(self._config.num_layers, np.inf, np.float32), 0
+                if self._config.rows is not None:
+                    step = PROMPT
+                logits = self.decode(**alone(self._config, inputs, position, step), thresholds=never).logits
+                return logits[:: self._config.rows]
         use_threads(self._threads)
         self._chunk.set({self._config.input_name: inputs, "position": position})
         return self._prefill("logits")["logits"]
 
-    def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
+    def decode(
+        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
+    ) -> StepResult:
         """Run one decode forward; see Stepper.decode."""
         use_threads(self._threads)
         given = {self._config.input_name: inputs, "position": position, "step": step, "thresholds": thresholds}
-        self._step.set(given)
+        self._step.set(given if spans is None else given | {"spans": spans})
         return StepResult.of(self._decode("logits", "decisions", "scores"), len(thresholds))

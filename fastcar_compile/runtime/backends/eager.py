@@ -17,7 +17,7 @@ from fastcar_compile.artifact.programs import read_program
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.query import placeholder_names
-from fastcar_compile.runtime.backends.base import Array, BackendOptions, ValueStepper
+from fastcar_compile.runtime.backends.base import Array, BackendOptions, Numbers, ValueStepper
 from fastcar_compile.runtime.guard import forks
 
 
@@ -76,14 +76,16 @@ class EagerStepper(ValueStepper):
             return super().prefill(inputs, position)
         return self._run(program.prefill, program.prefill_outputs, self._feeds(inputs, position))["logits"]
 
-    def _forward(self, inputs: Array, position: int, step: int, thresholds: Array) -> dict[str, Array]:
-        feeds = self._feeds(inputs, position)
-        feeds |= {"step": torch.tensor([step]), "thresholds": torch.as_tensor(thresholds)}
+    def _forward(
+        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
+    ) -> dict[str, Array]:
+        feeds = self._feeds(inputs, position) | ({} if spans is None else {"spans": torch.as_tensor(spans)})
+        feeds |= {"step": torch.as_tensor(np.atleast_1d(step)), "thresholds": torch.as_tensor(thresholds)}
         return self._run(self._program.graph_module, self._program.outputs, feeds)
 
-    def _feeds(self, inputs: Array, position: int) -> dict[str, Tensor]:
+    def _feeds(self, inputs: Array, position: Numbers) -> dict[str, Tensor]:
         given = torch.as_tensor(np.ascontiguousarray(inputs))
-        return {self._config.input_name: given, "position": torch.tensor([position])}
+        return {self._config.input_name: given, "position": torch.as_tensor(np.atleast_1d(position))}
 
     def _run(self, graph: fx.GraphModule, outputs: Sequence[str], feeds: dict[str, Tensor]) -> dict[str, Array]:
         known = self._context_state | self._state | feeds

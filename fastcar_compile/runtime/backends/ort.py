@@ -16,7 +16,7 @@ from fastcar_compile.artifact.layout import weight_files
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderSection, OnnxSection, State
 from fastcar_compile.errors import BackendError
-from fastcar_compile.runtime.backends.base import Array, BackendOptions, ValueStepper
+from fastcar_compile.runtime.backends.base import Array, BackendOptions, Numbers, ValueStepper
 from fastcar_compile.runtime.guard import thread_count
 
 onnxruntime: Any = import_module("onnxruntime")  # it has no types
@@ -110,9 +110,12 @@ class OrtStepper(ValueStepper):
         feeds = {i.name: _value(given[i.name]) for i in self._context.get_inputs()}
         return self._context.run_with_ort_values(list(self._context_state), feeds)
 
-    def _forward(self, inputs: Array, position: int, step: int, thresholds: Array) -> dict[str, Array]:
-        given = {"position": np.array([position], np.int64), "step": np.array([step], np.int64)}
+    def _forward(
+        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
+    ) -> dict[str, Array]:
+        given = {"position": np.atleast_1d(position), "step": np.atleast_1d(step)}
         given |= {self._config.input_name: inputs, "thresholds": thresholds}
+        given |= {} if spans is None else {"spans": spans}
         feeds = {k: _value(v) for k, v in given.items() if k in self._inputs}
         feeds |= {k: v for k, v in (self._state | self._context_state).items() if k in self._inputs}
         values = self._session.run_with_ort_values(self._outputs, feeds)

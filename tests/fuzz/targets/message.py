@@ -1,6 +1,7 @@
 """Messages of a player's page, one a line, to a game whose decoder is a stand-in; and headers of a request."""
 
 import warnings
+from typing import Any
 
 import numpy as np
 from play.worlds import FRAME, write_world
@@ -44,7 +45,7 @@ class StandIn(Stepper):
         """Return the logits of a position."""
         return LOGITS[None, position : position + inputs.shape[1], 0]
 
-    def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
+    def decode(self, inputs: Array, position: Any, step: Any, thresholds: Array, spans: Any = None) -> StepResult:
         """Return the logits of a position, and replay where the score passes."""
         scores = np.full((LAYERS, 1), step % 7, np.float32)
         return StepResult(LOGITS[None, position], scores <= thresholds[:, None], scores)

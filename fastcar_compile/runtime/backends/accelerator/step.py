@@ -15,7 +15,7 @@ from fastcar_compile.errors import ArtifactError, BackendError, InternalError
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit, stepping
 from fastcar_compile.runtime.backends.accelerator.kernel import WORD_BYTES, Kernel, Launch, LiveTable
-from fastcar_compile.runtime.backends.base import BackendOptions, Stepper, StepResult
+from fastcar_compile.runtime.backends.base import BackendOptions, Numbers, Stepper, StepResult
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Embedding, library_of
 
 Array = NDArray[Any]
@@ -53,12 +53,14 @@ class StepStepper(Stepper):
         logits = [self._run(inputs[:, i : i + 1], Launch(position=position + i)) for i in range(count)]
         return np.stack(logits, 1)
 
-    def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
+    def decode(
+        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
+    ) -> StepResult:
         """Run one decode forward; see Stepper.decode. Changed thresholds are loaded first, in a launch."""
         changed = self._live.follow(thresholds)
         if changed is not None:
             self._kernel.load(changed)
-        logits = self._run(inputs, Launch(position=position, step=step))[:, None]
+        logits = self._run(inputs, Launch(position=int(position), step=int(step)))[:, None]
         decisions = np.zeros((len(thresholds), len(logits)), np.bool_)
         scores = np.zeros((len(thresholds), len(logits)), np.float32)
         for layer, trace in zip(self._gated, self._kernel.answers(self._gated), strict=True):
@@ -142,11 +144,13 @@ class AcceleratorStepper(CpuStepper):
         super().reset()
         self._gate.reset()
 
-    def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
+    def decode(
+        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
+    ) -> StepResult:
         """Run one decode forward; see Stepper.decode."""
-        self._gate.start(step, thresholds)
+        self._gate.start(int(step), thresholds)
         with stepping(self):
-            return super().decode(inputs, position, step, thresholds)
+            return super().decode(inputs, position, step, thresholds, spans)
 
     def gate(self, layer: int, inputs: GateInputs[Array], chain: Array) -> tuple[Array, Array, Array]:
         """Return replay, score and chain of one layer."""

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import BackendError
@@ -28,7 +29,7 @@ class RecorderStepper(Stepper):
         """Run one prefill chunk; nothing is recorded."""
         return self._inner.prefill(inputs, position)
 
-    def decode(self, inputs: Array, position: int, step: int, thresholds: Array) -> StepResult:
+    def decode(self, inputs: Array, position: Any, step: Any, thresholds: Array, spans: Any = None) -> StepResult:
         """Run one decode forward and record its decisions."""
         result = self._inner.decode(inputs, position, step, thresholds)
         with self._record.open("a") as file:

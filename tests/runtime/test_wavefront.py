@@ -1,0 +1,176 @@
+"""Wavefront decoding against PyTorch: one forward over the whole sequence, with a mask made from first principles."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decoders import llama
+from torch import Tensor
+
+import fastcar_compile as fc
+from fastcar_compile.errors import CompileError, InputError
+
+GRID, LEAD, FRAMES = (3, 4), 1, 3
+SIZE, FRAME = GRID[0] * GRID[1], GRID[0] * GRID[1] + LEAD
+LENGTH = FRAME * FRAMES + 1
+EXACT: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
+NATIVE: dict[str, Any] = {}
+BACKENDS = [("eager", "native"), ("cpu", "native"), ("onnxruntime", "native"), ("eager", "exact"), ("cpu", "exact")]
+
+
+def build(folder: Path, options: dict[str, Any], rows: int | None = 4, **others: Any) -> fc.Artifact:
+    return fc.compile(
+        llama(), target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=2, rows=rows, prefill_chunk=6,
+        replay=fc.ReplayConfig(threshold=0.0), output=folder, **options, **others,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact]:
+    """Rows enough for lag 1, and none, with native and with exact numerics."""
+    folder = tmp_path_factory.mktemp("wavefront")
+    made = {"native": build(folder / "native", NATIVE), "exact": build(folder / "exact", EXACT)}
+    return made | {
+        "native raster": build(folder / "raster", NATIVE, rows=None),
+        "exact raster": build(folder / "exact raster", EXACT, rows=None),
+    }
+
+
+def prompt() -> np.ndarray:
+    return np.random.default_rng(4).integers(0, 17, (2, FRAME + LEAD))
+
+
+class Reference:
+    """Greedy decoding of one video: a token sees what comes before it in raster order and was read by then.
+
+    Attributes:
+        tokens: prompt and what follows. logits: of every token that was chosen, in the order of the choices.
+    """
+
+    def __init__(self, ids: np.ndarray, count: int, lag: int) -> None:
+        self.model, self.lag, self.logits = llama(), lag, list[Tensor]()
+        self.tokens = [int(i) for i in ids]
+        wanted = len(ids) + count
+        while len(self.tokens) < wanted:
+            if (len(self.tokens) - 1) % FRAME == LEAD and len(self.tokens) > len(ids):
+                self._grid()
+            if len(self.tokens) < wanted:
+                self.tokens.append(self._choose(forward(self.model, self.tokens, lag, [])[-1]))
+        self.new = self.tokens[len(ids) : wanted]
+
+    def _choose(self, logits: Tensor) -> int:
+        self.logits.append(logits)
+        return int(logits.argmax())
+
+    def _grid(self) -> None:
+        """The frame's other tokens, each as soon as the token before it in its image row was read."""
+        before, (height, width), lag = self.tokens[:-1], GRID, self.lag
+        start, tokens = len(before), {0: self.tokens[-1]}
+        for n in range(lag * (height - 1) + width):
+            read = [p for p in sorted(tokens) if p % width + lag * (p // width) <= n]
+            places, ids = [start + p for p in read], before + [tokens[p] for p in read]
+            plain = forward(self.model, ids, lag, [], places)[len(before) :]
+            for y in range(height):
+                place = y * width + n - lag * y
+                inside = 0 <= n - lag * y < width and place + 1 < SIZE
+                if inside and (place % width < width - 1 or lag == width):
+                    tokens[place + 1] = self._choose(plain[read.index(place)])
+                if n == lag * (y + 1) - 1 and lag < width and y < height - 1:
+                    query = [(y * width + lag - 1, (y + 1) * width - 1)]
+                    tokens[(y + 1) * width] = self._choose(forward(self.model, ids, lag, query, places)[-1])
+        self.tokens = before + [tokens[p] for p in range(SIZE)]
+
+
+def launch_of(position: int, lag: int) -> tuple[int, int]:
+    """When a token is read: its frame and forward, the leads before the grid."""
+    frame, place = divmod(position, FRAME)
+    place -= LEAD
+    return (frame, place if place < 0 else place % GRID[1] + lag * (place // GRID[1]))
+
+
+def forward(
+    model: Any, tokens: list[int], lag: int, queries: list[tuple[int, int]], places: list[int] | None = None
+) -> Tensor:
+    """Logits [T, V] of tokens at positions 0, 1, 2, …, but for the last ones, which are at `places`, and of queries."""
+    places = places or []
+    before = len(tokens) - len(places)
+    positions = [*range(before), *places]
+    raster = [p < FRAME + LEAD for p in positions]  # the prompt is read in raster order
+    start = places[0] if places else 0
+    ids = tokens + [tokens[positions.index(start + token)] for token, _ in queries]
+    at = positions + [start + place for _, place in queries]
+    seen = torch.zeros(len(ids), len(ids), dtype=torch.bool)
+    for i, p in enumerate(at):
+        mine = launch_of(p, lag) if i < len(positions) else max(launch_of(start + t, lag) for t, _ in queries)
+        for j, q in enumerate(positions):
+            earlier = launch_of(q, lag) <= mine or raster[j]
+            seen[i, j] = q <= p and (earlier or (i < len(positions) and raster[i]))
+        seen[i, i] = True
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+    with torch.inference_mode():
+        return model(torch.tensor([ids]), attention_mask=mask, position_ids=torch.tensor([at])).logits[0]
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpu", "onnxruntime"])
+@pytest.mark.parametrize("lag", [1, 2, 3, 4])
+def test_tokens_are_those_of_pytorch(artifacts: dict[str, fc.Artifact], backend: str, lag: int) -> None:
+    session, chosen = artifacts["native"].session(backend), list[np.ndarray]()
+    session.set_threshold(None)
+
+    def greedy(logits: np.ndarray) -> np.ndarray:
+        chosen.append(logits)
+        return logits.argmax(-1)
+
+    # The last frame ends with its last token: what follows it is not asked for.
+    count = 2 * FRAME - LEAD
+    got = session.generate(prompt(), count, greedy, wavefront=fc.Wavefront(GRID, lag, LEAD))
+    for row, ids in enumerate(prompt()):
+        expected = Reference(ids, count, lag)
+        assert got[row].tolist() == expected.new
+        actual = torch.from_numpy(np.stack(chosen)[:, row])
+        torch.testing.assert_close(actual, torch.stack(expected.logits), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("backend", "numerics"), BACKENDS)
+@pytest.mark.parametrize("count", [5, SIZE, SIZE + 1, 2 * FRAME - LEAD])
+def test_as_much_lag_as_columns_is_raster(
+    artifacts: dict[str, fc.Artifact], backend: str, numerics: str, count: int
+) -> None:
+    """With replay too: tokens and decisions of a decoder without rows."""
+    found = []
+    for name, wavefront in ((f"{numerics} raster", None), (numerics, None), (numerics, fc.Wavefront(GRID, 4, LEAD))):
+        session = artifacts[name].session(backend, record=True)
+        tokens = session.generate(prompt(), count, fc.Sampling(temperature=1.0, seed=3), wavefront=wavefront)
+        found.append((tokens, session.stats.decisions, session.position))
+    for tokens, decisions, position in found[1:]:
+        assert np.array_equal(tokens, found[0][0])
+        assert np.array_equal(decisions, found[0][1])
+        assert position == found[0][2] == FRAME + LEAD + count - 1
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+@pytest.mark.parametrize("numerics", ["native", "exact"])
+def test_backends_decide_alike(artifacts: dict[str, fc.Artifact], numerics: str, lag: int) -> None:
+    found = []
+    for backend in [name for name, kind in BACKENDS if kind == numerics]:
+        session = artifacts[numerics].session(backend, record=True)
+        tokens = session.generate(prompt(), 2 * FRAME - LEAD, wavefront=fc.Wavefront(GRID, lag, LEAD))
+        found.append((tokens, session.stats.decisions))
+    assert 0.1 < found[0][1].mean() < 0.9
+    for tokens, decisions in found[1:]:
+        assert np.array_equal(tokens, found[0][0])
+        assert np.array_equal(decisions, found[0][1])
+
+
+def test_what_does_not_fit_is_refused(artifacts: dict[str, fc.Artifact], tmp_path: Path) -> None:
+    session = artifacts["native raster"].session("cpu")
+    with pytest.raises(InputError, match=r"lag 2 needs 3 rows of each video, the decoder has 1\n.*rows=3"):
+        session.generate(prompt(), 4, wavefront=fc.Wavefront(GRID, 2, LEAD))
+    with pytest.raises(InputError, match=r"3 x 4 tokens and 0 in front has 12, the decoder's has 13"):
+        session.generate(prompt(), 4, wavefront=fc.Wavefront(GRID, 2))
+    with pytest.raises(InputError, match=r"lag is 5\n.*\n.*at most 4"):
+        fc.Wavefront(GRID, 5)
+    with pytest.raises(CompileError, match="batch_size 2 and rows 20 are 40 rows"):
+        build(tmp_path / "a", NATIVE, rows=20)
