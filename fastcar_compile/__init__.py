@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from fastcar_compile.report.environment import Check as Check
     from fastcar_compile.report.environment import doctor as doctor
     from fastcar_compile.report.page.page import inspect as inspect
+    from fastcar_compile.runtime.batcher import Batcher as Batcher
+    from fastcar_compile.runtime.batcher import TokenStream as TokenStream
     from fastcar_compile.runtime.compiled import Artifact as Artifact
     from fastcar_compile.runtime.compiled import load as load
     from fastcar_compile.runtime.generation import TransformersDecoder as TransformersDecoder
@@ -52,6 +54,7 @@ _MODULES = {
     "artifact.thresholds": ("Thresholds",),
     "tune.calibrate": ("calibrate",),
     "report.comparison": ("diff",),
+    "runtime.batcher": ("Batcher", "TokenStream"),
     "runtime.compiled": ("Artifact", "load"),
     "compiler": ("compile",),
     "config": ("CompileConfig", "ReplayConfig", "SparseAttention"),

@@ -1,0 +1,121 @@
+"""Sequences that join and leave a batch: each one's tokens are those that it has alone."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from decoders import llama
+
+import fastcar_compile as fc
+from fastcar_compile.errors import InputError
+
+FRAME, LENGTH, PLACES = 6, 40, 3
+OPTIONS: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
+
+
+def build(folder: Path, **options: Any) -> fc.Artifact:
+    return fc.compile(
+        llama(), target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, prefill_chunk=4,
+        replay=fc.ReplayConfig(threshold=0.0, max_chain=2, refresh_every=3), output=folder, **OPTIONS, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    return build(tmp_path_factory.mktemp("alone") / "a")
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["one row", "three rows"])
+def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    return build(tmp_path_factory.mktemp("rows") / "a", batch_size=PLACES, rows=request.param)
+
+
+@pytest.fixture(params=["cpu", "eager"])
+def batcher(request: pytest.FixtureRequest, artifact: fc.Artifact) -> Iterator[fc.Batcher]:
+    with fc.Batcher(artifact, request.param, threads=1) as made:
+        yield made
+
+
+def requests(count: int) -> list[tuple[np.ndarray, int, fc.Sampling]]:
+    draw = np.random.default_rng(5)
+    lengths = [(int(draw.integers(1, 12)), int(draw.integers(1, 28))) for _ in range(count)]
+    return [
+        (draw.integers(0, 17, length), new, fc.Sampling(temperature=1.0, seed=i))
+        for i, (length, new) in enumerate(lengths)
+    ]
+
+
+def test_tokens_are_those_of_a_session(alone: fc.Artifact, batcher: fc.Batcher) -> None:
+    """Bit for bit, with replay: prompts of different lengths, places that are used again and again."""
+    session, asked = alone.session("cpu"), requests(14)
+    streams = [batcher.submit(*request) for request in asked]
+    ratios = []
+    for stream, (prompt, new, sampling) in zip(streams, asked, strict=True):
+        assert stream.result() == session.generate(prompt[None], new, sampling)[0].tolist()
+        assert stream.replay_ratio == pytest.approx(session.stats.replay_ratio)
+        ratios.append(stream.replay_ratio)
+    assert max(ratios) > 0.2
+
+
+def test_streams_are_read_as_they_are_decoded(alone: fc.Artifact, artifact: fc.Artifact) -> None:
+    """By tasks that are slower than the decoder, which waits for them, and that come and go in any order."""
+    session, asked = alone.session("cpu"), requests(8)
+
+    async def read(batcher: fc.Batcher, number: int) -> list[int]:
+        await asyncio.sleep(random.Random(number).random() * 0.05)
+        found = []
+        async for token in batcher.submit(*asked[number]):
+            found.append(token)
+            await asyncio.sleep(0.001)
+        return found
+
+    async def all_of_them(batcher: fc.Batcher) -> list[list[int]]:
+        return await asyncio.gather(*(read(batcher, i) for i in range(len(asked))))
+
+    with fc.Batcher(artifact, threads=1, unread=2) as batcher:
+        found = asyncio.run(all_of_them(batcher))
+    for tokens, (prompt, new, sampling) in zip(found, asked, strict=True):
+        assert tokens == session.generate(prompt[None], new, sampling)[0].tolist()
+
+
+def test_a_sequence_that_fails_or_is_cancelled_ends_alone(alone: fc.Artifact, artifact: fc.Artifact) -> None:
+    class Failing(fc.Sampling):
+        def start(self, prompt: Any) -> Any:
+            def choose(_logits: Any) -> Any:
+                raise RuntimeError("no such token")
+
+            return choose
+
+    prompt, new, sampling = requests(1)[0]
+    expected = alone.session("cpu").generate(prompt[None], new, sampling)[0].tolist()
+    with fc.Batcher(artifact, threads=1, unread=1) as batcher:
+        stopped = batcher.submit(prompt, 20)  # nobody reads it, so it would stay for ever
+        failing = batcher.submit(prompt, 20, Failing())
+        good = batcher.submit(prompt, new, sampling)
+        assert good.result() == expected
+        with pytest.raises(RuntimeError, match="no such token"):
+            failing.result()
+        stopped.cancel()
+        assert [batcher.submit(prompt, new, sampling).result() for _ in range(4)] == [expected] * 4
+        assert len(stopped.result()) == 1
+        left = batcher.submit(prompt, 20)
+    with pytest.raises(InputError, match="the batcher was closed"):
+        left.result()
+    with pytest.raises(InputError, match="the batcher is closed"):
+        batcher.submit(prompt, 1)
+
+
+def test_what_cannot_be_decoded_is_refused(alone: fc.Artifact, artifact: fc.Artifact) -> None:
+    with pytest.raises(InputError, match=r"share one position\n.*\n.*compile with rows=1"):
+        fc.Batcher(alone)
+    prompt = np.zeros(5, np.int64)
+    with fc.Batcher(artifact, threads=1, waiting=0, unread=1) as batcher:
+        for wrong, text in ((prompt[None], r"int64 \[1, 5\]"), (prompt + 99, "outside the vocabulary")):
+            with pytest.raises(InputError, match=text):
+                batcher.submit(wrong, 1)
+        with pytest.raises(InputError, match="5 prompt tokens and 37 new ones do not fit max_seq_len 40"):
+            batcher.submit(prompt, 37)
