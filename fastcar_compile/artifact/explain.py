@@ -45,13 +45,20 @@ def _printable(text: str) -> str:
     return text if text.isprintable() else ascii(text)
 
 
+def rows_text(batch_size: int, rows: int | None) -> str:
+    """Return what a decode step takes: rows at one position, or rows with positions of their own."""
+    if rows is None:
+        return count_text(batch_size, "row")
+    return f"{count_text(batch_size, 'video')} of {count_text(rows, 'row')} with a position each"
+
+
 def decoder_fields(sections: Sections) -> dict[str, str]:
     """Return what an artifact was compiled for and from, by name."""
     options, config = sections.options, sections.decoder.config
     return {
         "target": f"{options.target}, offload {options.offload}" if sections.accelerator else options.target,
         "decoder": f"{config.num_layers} layers of {config.hidden_size}, {config.tokens_per_frame} tokens per frame, "
-        f"{config.max_seq_len} positions, {count_text(config.batch_size, 'row')}",
+        f"{config.max_seq_len} positions, {rows_text(config.batch_size, config.rows)}",
         "numbers": f"weights {options.quant}, KV cache {options.kv}, numerics {options.numerics}",
     }
 
@@ -77,7 +84,8 @@ def explain(sections: Sections, layer: int | None = None) -> str:
         layer = whole("the layer", layer, 0)
         if layer >= len(layers):
             raise InputError(f"there is no layer {layer}", hint=f"layers are 0 .. {len(layers) - 1}")
-    sizes = f"hidden {config.hidden_size}, batch {config.batch_size}, {config.max_seq_len} positions"
+    rows = rows_text(config.batch_size, config.rows)
+    sizes = f"hidden {config.hidden_size}, {rows}, {config.max_seq_len} positions"
     head = f"decoder of {count_text(config.num_layers, 'layer')}, {sizes}, {config.tokens_per_frame} tokens per frame\n"
     head += f"pipeline: {sections.pipeline.passes}\n"
     texts: list[str] = []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from typer import Option
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.explain import rows_text
 from fastcar_compile.cli.common import ExitCode, JsonOption, MayRead, Writes, command, stages
 from fastcar_compile.cli.options import OUTPUT, TARGETS, TokensPerFrameOption, names_of, parse_heads, parse_thresholds
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text, size_text
@@ -67,7 +68,7 @@ def _summary(report: fc.DryRun) -> dict[str, str]:
         "dry run": "would be built; nothing was written" if report.ok else "would be REFUSED, see below",
         "decoder": f"{count_text(decoder.num_layers, 'layer')}, hidden {decoder.hidden_size}, "
         f"{decoder.vocab_size or 'no'} vocabulary entries, {decoder.max_seq_len} positions, "
-        f"{count_text(decoder.tokens_per_frame, 'token')} per frame, {count_text(decoder.batch_size, 'row')}",
+        f"{count_text(decoder.tokens_per_frame, 'token')} per frame, {rows_text(decoder.batch_size, decoder.rows)}",
         "options": f"target {report.target}, quant {options.quant}, kv {options.kv}, numerics {options.numerics}, "
         f"offload {options.offload}",
         "replay": f"{able} of {count_text(len(report.layers), 'layer')} may replay",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from typer import Option
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.explain import rows_text
 from fastcar_compile.artifact.layout import SIGNATURE
 from fastcar_compile.cli.common import ExitCode, JsonOption, Writes, command, stages
 from fastcar_compile.cli.options import ArtifactArgument, existing, require_one
@@ -137,7 +138,7 @@ def _folders(sizes: Mapping[str, int]) -> Iterator[tuple[object, ...]]:
 
 def config_fields(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the options that the artifact was compiled with, as a person reads them."""
-    rows = count_text(config["batch_size"], "row")
+    rows = rows_text(config["batch_size"], config.get("rows"))
     return {
         "target": f"{config['target']}, offload: {config['offload']}",
         "sizes": f"{config['tokens_per_frame']} tokens per frame, {config['max_seq_len']} positions, {rows}",
