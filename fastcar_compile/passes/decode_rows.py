@@ -1,5 +1,6 @@
 """Every row of a decode step gets a position and a forward number of its own, and rows may share a video's caches."""
 
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,9 +27,9 @@ _MOVES = (fastcar.ring_row, fastcar.limit)
 class DecodeRows(Pass):
     """Give every row of the decode step its own `position` and `step`, int64 [B]; B = videos x rows.
 
-    1. `position` and `step` become int64 [B]. Operators of `fastcar::` take one number for each row as well as one for
-       all. What else is computed from the position alone, such as cosines and sines, becomes a table of all positions,
-       of which each row reads its own.
+    1. `position` and `step` become int64 [B], `thresholds` float32 [L x B]. Operators of `fastcar::` take one number
+       for each row as well as one for all. What else is computed from the position alone, such as cosines and sines,
+       becomes a table of all positions, of which each row reads its own.
     2. With more rows than one for each video, the caches of keys and values become [V, ...] and those of a frame
        [F, V, ...]: row b reads and writes those of video b // rows. Rows of one video have different positions. The
        input `spans`, int64 [B, rows, 2], says which positions each row sees: not every earlier one has to be there yet.
@@ -59,6 +60,8 @@ class DecodeRows(Pass):
         for name in ("position", "step"):
             if name in program.inputs:
                 _reshape(module.graph, name, (batch,))
+        if "thresholds" in program.inputs:
+            _spread_thresholds(module.graph, config.num_layers, batch)
         if self.rows > 1:
             _see_spans(module.graph, batch, self.rows, self.name)
         for node in list(module.graph.nodes):
@@ -80,6 +83,13 @@ def _shared(spec: StateSpec, rows: int) -> tuple[int, ...]:
 def _reshape(graph: fx.Graph, name: str, shape: tuple[int, ...]) -> None:
     node = placeholder(graph, name)
     node.meta["val"] = fake_like(graph, torch.empty(shape, dtype=value_of(node).dtype, device="meta"))
+
+
+def _spread_thresholds(graph: fx.Graph, layers: int, batch: int) -> None:
+    """Make of one threshold for each layer one for each of its rows, layer after layer."""
+    _reshape(graph, "thresholds", (layers * batch,))
+    for node in list(placeholder(graph, "thresholds").users):
+        node.update_arg(1, batch)  # the size of a layer's part
 
 
 def _see_spans(graph: fx.Graph, batch: int, rows: int, made_by: str) -> None:
@@ -105,6 +115,8 @@ def _refresh(graph: fx.Graph) -> None:
         # The branches of a `cond` read rows of the batch, whose number stays.
         if node.op == "call_function" and getattr(node.target, "namespace", "") in ("fastcar", "aten"):
             node.meta["val"] = fake_value(graph, node)
+        elif node.target is operator.getitem and is_op(node_arg(node, 0), aten.split):
+            node.meta["val"] = node_arg(node, 0).meta["val"][node.args[1]]
 
 
 def _contexts(program: DecoderProgram, rows: int) -> list[CompileError]:

@@ -35,8 +35,9 @@ class _Sequence:
         tokens: ids that nobody has read yet. ended: there are no more; `error` says what ended it early.
     """
 
-    def __init__(self, prompt: Array, count: int, sampling: Sampling, unread: int) -> None:
-        self.prompt, self.count, self.unread, self.choose = prompt, count, unread, sampling.start(prompt[None])
+    def __init__(self, prompt: Array, count: int, sampling: Sampling, unread: int, thresholds: Array) -> None:
+        self.prompt, self.count, self.unread, self.thresholds = prompt, count, unread, thresholds
+        self.choose = sampling.start(prompt[None])
         self.position = self.token = self.forwards = 0
         self.replayed = 0.0
         self.changed, self.wakers = threading.Condition(), list[Callable[[], object]]()
@@ -154,7 +155,6 @@ class Batcher:
         artifact: of a decoder with tokens that was compiled with `rows`; batch_size is the most sequences at a time.
         backend: name of the backend. threads: CPU threads; None: every core that the process may use.
         waiting: sequences that may wait for a place. unread: tokens of a sequence that may wait to be read.
-        thresholds: as `Session.set_threshold` takes them; None: the compiled ones.
 
     Raises:
         InputError: the decoder has one position for all rows, embeddings, or cross-attention. BackendError: the backend
@@ -169,7 +169,6 @@ class Batcher:
         threads: int | None = None,
         waiting: int = 1024,
         unread: int = 256,
-        thresholds: float | Sequence[float | None] | Thresholds | None = None,
     ) -> None:
         config = artifact.manifest.decoder.config
         if config.rows is None:
@@ -180,10 +179,10 @@ class Batcher:
             raise InputError("a batcher has tokens alone: no embeddings and no cross-attention", hint=hint)
         self._config, self._rows = config, config.rows
         self._waiting, self._unread = whole("waiting", waiting, 0), whole("unread", unread, 1)
-        with open_session(artifact, backend, threads=threads) as session:
-            if thresholds is not None:
-                session.set_threshold(thresholds)
-            self._thresholds = session.thresholds
+        # A closed session still knows what thresholds a caller may give.
+        self._checker = open_session(artifact, backend, threads=threads)
+        self._checker.close()
+        self._compiled = self._checker.thresholds
         options = BackendOptions(None if threads is None else thread_count(threads))
         self._stepper = BACKENDS.load(backend)(artifact, options)
         self._queue = deque[_Sequence]()
@@ -192,18 +191,25 @@ class Batcher:
         self._thread = threading.Thread(target=self._run, name="fastcar-batcher", daemon=True)
         self._thread.start()
 
-    def submit(self, prompt: Any, num_tokens: int, sampling: Sampling | None = None) -> TokenStream:
+    def submit(
+        self,
+        prompt: Any,
+        num_tokens: int,
+        sampling: Sampling | None = None,
+        thresholds: float | Sequence[float | None] | Thresholds | None = None,
+    ) -> TokenStream:
         """Let a sequence join; it starts as soon as a place is free.
 
         Args:
             prompt: int64 [P]. num_tokens: tokens to decode. sampling: None is greedy.
+            thresholds: of this sequence, as `Session.set_threshold` takes them; None: the compiled ones.
 
         Returns:
             Its tokens, as they are decoded.
 
         Raises:
-            InputError: prompt or number are not valid, prompt and tokens do not fit the cache, too many sequences wait,
-                or the batcher is closed.
+            InputError: prompt, number or thresholds are not valid, prompt and tokens do not fit the cache, too many
+                sequences wait, or the batcher is closed. ArtifactError: the thresholds belong to another gate.
         """
         ids, count = to_numpy(prompt), whole("num_tokens", num_tokens, 1)
         if ids.dtype != np.int64 or ids.ndim != 1 or not ids.size:
@@ -214,10 +220,13 @@ class Batcher:
             given = f"{count_text(len(ids), 'prompt token')} and {count} new ones"
             raise InputError(f"{given} do not fit max_seq_len {self._config.max_seq_len}", hint="ask for fewer tokens")
         check_kind("sampling", sampling, (Sampling, type(None)), "Sampling(…), or None")
-        own = _Sequence(np.array(ids), count, sampling or Sampling(), self._unread)
         with self._changed:
             if self._closed:
                 raise InputError("the batcher is closed")
+            if thresholds is not None:
+                self._checker.set_threshold(thresholds)
+            limits = self._compiled if thresholds is None else self._checker.thresholds
+            own = _Sequence(np.array(ids), count, sampling or Sampling(), self._unread, limits)
             if len(self._queue) >= self._waiting and None not in self._places:
                 hint = "try again later, or allow more with Batcher(waiting=…)"
                 raise InputError(f"{count_text(len(self._queue), 'sequence')} wait already", hint=hint)
@@ -276,6 +285,7 @@ class Batcher:
         """Run one decode step of the sequences that can go on. What fails for one of them ends it alone."""
         count = len(self._places) * self._rows
         inputs, places, steps = np.zeros((count, 1), np.int64), np.full(count, -1), np.full(count, INACTIVE)
+        limits = np.repeat(self._compiled[:, None], count, 1)
         going: list[tuple[int, _Sequence, int]] = []
         for place, own in enumerate(self._places):
             if own is None or own.paused:
@@ -283,9 +293,10 @@ class Batcher:
             rows = [row for k in range(self._rows) if (row := own.row(k)) is not None]
             for at, row in enumerate(rows, place * self._rows):
                 inputs[at], places[at], steps[at] = row
+            limits[:, place * self._rows : (place + 1) * self._rows] = own.thresholds[:, None]
             going.append((place, own, len(rows)))
         given = {"inputs": inputs, "position": places, "step": steps} | spans_of(self._config, places)
-        result = self._stepper.decode(**given, thresholds=self._thresholds)
+        result = self._stepper.decode(**given, thresholds=limits)
         for place, own, rows in going:
             last = place * self._rows + rows - 1
             try:

@@ -210,7 +210,7 @@ def gate(
 
     Args:
         score: float32 [B].
-        threshold: float32 [1]. A row replays if score >= threshold, or score <= threshold with `at_most`.
+        threshold: float32 [1] or [B]. A row replays if score >= threshold, or score <= threshold with `at_most`.
         step: int64 [1], decode forward number t; or [B], one for each row. No row replays before t = stride. A row of
             step -1 computes and keeps nothing; one of step -2 is not there: it counts as replaying, so that the rows
             beside it decide whether the MLP runs.

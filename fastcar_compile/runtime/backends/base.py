@@ -89,7 +89,7 @@ class Stepper(ABC):
         Args:
             position: sequence position of the token; -1: the row is not there. step: decode forward number t, or PROMPT
                 or INACTIVE of `ir.types`.
-            thresholds: float32 [L].
+            thresholds: float32 [L]; or [L, B] where rows have numbers of their own.
             spans: int64 [B, N, 2], ranges of positions that each row sees, where a video has several rows.
         """
 
@@ -102,6 +102,14 @@ def alone(config: DecoderConfig, inputs: Array, position: int, step: int) -> dic
     places, steps = np.full(len(given), -1), np.full(len(given), INACTIVE)
     given[:: config.rows], places[:: config.rows], steps[:: config.rows] = inputs, position, step
     return {"inputs": given, "position": places, "step": steps} | spans_of(config, places)
+
+
+def each_threshold(config: DecoderConfig, thresholds: Array) -> Array:
+    """Return what a decode step takes of thresholds float32 [L] or [L, B]: with rows one for each, by layers."""
+    if config.rows is None or config.decode_rows == 1:
+        return thresholds
+    every = np.broadcast_to(thresholds.reshape(len(thresholds), -1), (len(thresholds), config.decode_rows))
+    return every.flatten()
 
 
 def spans_of(config: DecoderConfig, places: Array) -> dict[str, Array]:

@@ -16,7 +16,15 @@ from fastcar_compile.artifact.sections import DecoderSection, HostSection, Progr
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir.types import CONTEXT_ROLES, PROMPT, REPLAY_ROLES, ContextInput, DecoderConfig
 from fastcar_compile.runtime.backends.accelerator.calls import register_functions
-from fastcar_compile.runtime.backends.base import Array, BackendOptions, Numbers, Stepper, StepResult, alone
+from fastcar_compile.runtime.backends.base import (
+    Array,
+    BackendOptions,
+    Numbers,
+    Stepper,
+    StepResult,
+    alone,
+    each_threshold,
+)
 from fastcar_compile.runtime.guard import thread_count, use_threads
 from fastcar_compile.runtime.state import StateArena
 from fastcar_compile.runtime.tvm_runtime import Machine, adopt, aligned, as_array, element
@@ -156,7 +164,10 @@ def _forward_feeds(config: DecoderConfig, length: int) -> _Feeds:
     numbers: dict[str, Array] = {name: np.zeros(count, np.int64) for name in ("position", "step")}
     if count > 1 and config.rows != 1:
         numbers["spans"] = np.zeros((rows, config.rows or 1, 2), np.int64)
-    return _Feeds(numbers | {config.input_name: given, "thresholds": np.zeros(config.num_layers, np.float32)})
+    return _Feeds(
+        numbers
+        | {config.input_name: given, "thresholds": each_threshold(config, np.zeros(config.num_layers, np.float32))}
+    )
 
 
 def _context_feeds(context: ContextInput, rows: int) -> _Feeds:
@@ -276,6 +287,7 @@ class CpuStepper(Stepper):
     ) -> StepResult:
         """Run one decode forward; see Stepper.decode."""
         use_threads(self._threads)
-        given = {self._config.input_name: inputs, "position": position, "step": step, "thresholds": thresholds}
+        given = {self._config.input_name: inputs, "position": position, "step": step}
+        given["thresholds"] = each_threshold(self._config, thresholds)
         self._step.set(given if spans is None else given | {"spans": spans})
         return StepResult.of(self._decode("logits", "decisions", "scores"), len(thresholds))

@@ -17,7 +17,7 @@ from fastcar_compile.artifact.programs import read_program
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.query import placeholder_names
-from fastcar_compile.runtime.backends.base import Array, BackendOptions, Numbers, ValueStepper
+from fastcar_compile.runtime.backends.base import Array, BackendOptions, Numbers, ValueStepper, each_threshold
 from fastcar_compile.runtime.guard import forks
 
 
@@ -80,7 +80,10 @@ class EagerStepper(ValueStepper):
         self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
     ) -> dict[str, Array]:
         feeds = self._feeds(inputs, position) | ({} if spans is None else {"spans": torch.as_tensor(spans)})
-        feeds |= {"step": torch.as_tensor(np.atleast_1d(step)), "thresholds": torch.as_tensor(thresholds)}
+        feeds |= {
+            "step": torch.as_tensor(np.atleast_1d(step)),
+            "thresholds": torch.as_tensor(each_threshold(self._config, thresholds)),
+        }
         return self._run(self._program.graph_module, self._program.outputs, feeds)
 
     def _feeds(self, inputs: Array, position: Numbers) -> dict[str, Tensor]:

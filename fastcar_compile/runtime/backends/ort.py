@@ -16,7 +16,7 @@ from fastcar_compile.artifact.layout import weight_files
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderSection, OnnxSection, State
 from fastcar_compile.errors import BackendError
-from fastcar_compile.runtime.backends.base import Array, BackendOptions, Numbers, ValueStepper
+from fastcar_compile.runtime.backends.base import Array, BackendOptions, Numbers, ValueStepper, each_threshold
 from fastcar_compile.runtime.guard import thread_count
 
 onnxruntime: Any = import_module("onnxruntime")  # it has no types
@@ -114,7 +114,7 @@ class OrtStepper(ValueStepper):
         self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
     ) -> dict[str, Array]:
         given = {"position": np.atleast_1d(position), "step": np.atleast_1d(step)}
-        given |= {self._config.input_name: inputs, "thresholds": thresholds}
+        given |= {self._config.input_name: inputs, "thresholds": each_threshold(self._config, thresholds)}
         given |= {} if spans is None else {"spans": spans}
         feeds = {k: _value(v) for k, v in given.items() if k in self._inputs}
         feeds |= {k: v for k, v in (self._state | self._context_state).items() if k in self._inputs}

@@ -247,14 +247,15 @@ def _decide_row(sizes: _Counters, stride: int, max_chain: int, couple: bool, ref
         # Without `couple`, half is 0 and a row is its own pair.
         pair: T.let = (i + half) % batch
         # The sign turns "at most" into "at least". A NaN fails the comparison, so its row is computed.
-        least: T.let = threshold[0] * T.float32(sign)
+        least: T.let = number_of(threshold, i) * T.float32(sign)
+        other: T.let = number_of(threshold, pair) * T.float32(sign)
         # A row that is not there takes no part in the launch: the rows beside it decide whether the MLP runs.
         y[i] = (sizes.steps > 1 and now == INACTIVE) or (
             (now >= stride)
             # A frame is `stride` steps, and every `period`-th frame is computed whole.
             and (refreshed == 0 or now // stride % period != 0)
             and (score[i] * T.float32(sign) >= least)
-            and (score[pair] * T.float32(sign) >= least)
+            and (score[pair] * T.float32(sign) >= other)
             and (limited == 0 or (chain[sizes.slot(step, i)] < max_chain and chain[sizes.slot(step, pair)] < max_chain))
         )
 
@@ -285,7 +286,7 @@ def gate(
     @script.prim_func(private=True, s_tir=True)
     def decide(
         score: T.Buffer((batch,), "float32"),
-        threshold: T.Buffer((1,), "float32"),
+        threshold: T.Buffer((count,), "float32"),
         step: T.Buffer((count,), "int64"),
         chain: T.Buffer((slots, videos), "int32"),
         y: T.Buffer((batch,), "bool"),
@@ -321,7 +322,7 @@ def gate_and_count(
     def decide_and_count(
         chain: T.Buffer((slots, videos), "int32"),
         score: T.Buffer((batch,), "float32"),
-        threshold: T.Buffer((1,), "float32"),
+        threshold: T.Buffer((count,), "float32"),
         step: T.Buffer((count,), "int64"),
         y: T.Buffer((batch,), "bool"),
     ):
