@@ -13,8 +13,8 @@ from fastcar_compile.ir.layers import mark
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.provenance import error_at
-from fastcar_compile.ir.query import argument_names, is_op, node_arg, placeholder, shape_of, value_of
-from fastcar_compile.ir.rewrite import Inserter, add_placeholder, attribute, fake_like, fake_value, replace_call
+from fastcar_compile.ir.query import argument_names, is_op, node_arg, node_named, placeholder, shape_of, value_of
+from fastcar_compile.ir.rewrite import Inserter, add_placeholder, after, attribute, fake_like, fake_value, replace_call
 from fastcar_compile.ir.types import ATTENTION_ROLES, CONTEXT_ROLES, REPLAY_ROLES
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
@@ -33,7 +33,8 @@ class DecodeRows(Pass):
     2. With more rows than one for each video, the caches of keys and values become [V, ...] and those of a frame
        [F, V, ...]: row b reads and writes those of video b // rows. Rows of one video have different positions. The
        input `spans`, int64 [B, rows, 2], says which positions each row sees: not every earlier one has to be there yet.
-    3. A study's random score hashes the video, not the row.
+    3. A row that is not there is zero from the embedding on, and kernels do not multiply rows of zeros.
+    4. A study's random score hashes the video, not the row.
 
     Options:
         rows: rows of each video.
@@ -64,6 +65,7 @@ class DecodeRows(Pass):
             _spread_thresholds(module.graph, config.num_layers, batch)
         if self.rows > 1:
             _see_spans(module.graph, batch, self.rows, self.name)
+        _zero_inactive(program, self.name)
         for node in list(module.graph.nodes):
             _hash_videos(node, self.rows, self.name)
         module.graph.eliminate_dead_code()
@@ -99,6 +101,25 @@ def _see_spans(graph: fx.Graph, batch: int, rows: int, made_by: str) -> None:
         spans = add_placeholder(graph, "spans", (batch, rows, 2), torch.int64, made_by)
         for node in attentions:
             node.kwargs = {**node.kwargs, "spans": spans}
+
+
+def _zero_inactive(program: DecoderProgram, made_by: str) -> None:
+    """Make the input of the first layer zero where the row is not there. Embeddings are the caller's."""
+    graph = program.graph_module.graph
+    entry = node_named(graph, program.sites[0].entry)
+    if entry.op == "placeholder":
+        return
+    shape = [-1, *[1] * (value_of(entry).dim() - 1)]
+    with after(entry, made_by) as emit:
+        zero = emit(aten.full.default, [1], 0.0, dtype=torch.float32)
+    with after(zero, made_by, origin=entry) as emit:
+        away = emit(aten.lt.Scalar, placeholder(graph, "position"), 0)
+    with after(away, made_by, origin=entry) as emit:
+        spread = emit(aten.view.default, away, [value_of(entry).shape[0] if d == -1 else d for d in shape])
+    with after(spread, made_by, origin=entry) as emit:
+        kept = emit(aten.where.self, spread, zero, entry)
+    entry.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)
+    mark(kept, 0)
 
 
 def _hash_videos(node: fx.Node, rows: int, made_by: str) -> None:

@@ -149,7 +149,6 @@ def launch(config: DecoderConfig, rows: tuple[WaveRow, ...], tokens: Array, star
     per, videos = config.rows or 1, config.batch_size
     inputs, spans = np.zeros((videos, per, 1), np.int64), np.zeros((per, per, 2), np.int64)
     places, steps = np.full(per, -1), np.full(per, INACTIVE)
-    spans[:, 0, 1] = 1
     for k, row in enumerate(rows):
         inputs[:, k, 0] = tokens[:, row.token]
         places[k], steps[k] = start + row.place, PROMPT if row.extra else step + row.place

@@ -132,7 +132,7 @@ def attention(
     kv_heads = shape(key_cache)[1]
     if shape(position)[0] > 1:
         columns = constant(np.arange(shape(key_cache)[2]), np.int64)
-        seen = op.LessOrEqual(columns, _column(op.Max(position, ints(0)))) if spans is None else _in(columns, spans)
+        seen = op.LessOrEqual(columns, _column(position)) if spans is None else _in(columns, spans)
         return _masked(query, key_cache, value_cache, seen, scale, softcap)
     end = op.Add(position, ints(1))
     keys = loaded(op.Slice(key_cache, ints(0), end, ints(2)), key_cache, dim)
@@ -185,9 +185,10 @@ def _masked(
         return capped(op.MatMul(grouped, op.Transpose(keys, perm=[0, 1, 3, 2])), softcap)
 
     met = logits(query) if sinks is None else op.Where(sinks[1], logits(sinks[0]), logits(query))
-    weights = op.Softmax(op.Where(seen, met, floats(-float("inf"))), axis=-1)
-    # A row that nobody has written may hold anything; its weight is 0.
-    return op.Reshape(op.MatMul(weights, values), ints(batch, heads, 1, dim))
+    # A row that is not there sees nothing: the least float32 keeps its softmax a number, and it is zero in the end.
+    weights = op.Softmax(op.Where(seen, met, floats(float(np.finfo(np.float32).min))), axis=-1)
+    there = op.ReduceMax(cast(seen, TensorProto.FLOAT), ints(3), keepdims=1)
+    return op.Mul(op.Reshape(op.MatMul(weights, values), ints(batch, heads, 1, dim)), there)
 
 
 def context_attention(
@@ -387,7 +388,7 @@ def window_attention(
     batch, heads, _, dim = shape(query)
     kv_heads, rows = shape(key_cache)[1:3]
     if shape(position)[0] > 1:
-        place, row = _column(op.Max(position, ints(0))), constant(np.arange(rows), np.int64)
+        place, row = _column(position), constant(np.arange(rows), np.int64)
         # Row sinks + r of the ring holds the newest position up to the query's that is there.
         last = op.Sub(place, ints(sinks))
         ring = ints(rows - sinks)

@@ -53,24 +53,24 @@ def operator_reasons(modules: Iterable[fx.GraphModule]) -> dict[str, str]:
 # b // (B / V).
 
 
-def each_row(
-    position: Tensor, rows: Sequence[Tensor | None], caches: Sequence[Tensor], call: Callable[..., Tensor]
-) -> Tensor:
+def each_row(position: Tensor, rows: Sequence[Any], caches: Sequence[Tensor], call: Callable[..., Tensor]) -> Tensor:
     """Return call(*rows, *caches, position) where all rows share the position; else of each row by itself, joined.
 
+    An inactive row, of position -1, is zero: kernels do not multiply rows of zeros.
+
     Args:
-        position: int64 [1], or int64 [B]: then an inactive row, of position -1, reads as one of position 0.
-        rows: [B, ...]. caches: [V, ...].
+        position: int64 [1], or int64 [B].
+        rows: [B, ...], of which the result has the shape of the first. caches: [V, ...].
     """
     batch = next(len(r) for r in rows if r is not None)
     if len(position) == 1 and batch == len(caches[0]):
         return call(*rows, *caches, position)
-    share, own = batch // len(caches[0]), position.expand(batch).clamp(min=0)
-    cut = [slice(b, b + 1) for b in range(batch)]
-    made = [
-        call(*(r if r is None else r[at] for r in rows), *(c[b // share : b // share + 1] for c in caches), own[at])
-        for b, at in enumerate(cut)
-    ]
+    share, own, made = batch // len(caches[0]), position.expand(batch), list[Tensor]()
+    for b in range(batch):
+        at, section = slice(b, b + 1), slice(b // share, b // share + 1)
+        given = [None if r is None else r[at] for r in rows]
+        found = own[b] >= 0
+        made.append(call(*given, *(c[section] for c in caches), own[at]) if found else torch.zeros_like(rows[0][at]))
     return torch.cat(made)
 
 

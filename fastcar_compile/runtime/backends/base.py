@@ -117,7 +117,7 @@ def spans_of(config: DecoderConfig, places: Array) -> dict[str, Array]:
     if config.rows in (None, 1):
         return {}
     spans = np.zeros((len(places), config.rows, 2), np.int64)
-    spans[:, 0, 1] = np.maximum(places, 0) + 1  # an inactive row sees position 0: softmax over nothing is no number
+    spans[:, 0, 1] = places + 1
     return {"spans": spans}
 
 

@@ -104,13 +104,15 @@ def _finish(rows, d, group, y, state, heads, parts):
         # Runs of `run` columns are adjacent in both orders.
         for c in T.unroll(d // rows.run):
             for v in T.vectorized(rows.run):
-                y[heads.b, heads.first + g, heads.i, c * rows.run + v] = acc[rows.place(c * rows.run) + v] / stat[1]
+                # A row that is not there has met nothing, and is zero.
+                y[heads.b, heads.first + g, heads.i, c * rows.run + v] = T.Select(
+                    stat[1] == T.float32(0), T.float32(0), acc[rows.place(c * rows.run) + v] / stat[1]
+                )
 
 
 def filled_rows(position: Any, row: Any, size: int) -> Any:
     """Return how many of `size` cache rows query row `row` of a call at `position` sees, from row 0 on."""
-    # An inactive row has position -1 and reads row 0: softmax over nothing would divide by 0.
-    return T.min(T.max(T.Cast("int32", position), 0) + row + 1, size)
+    return T.min(T.Cast("int32", position) + row + 1, size)
 
 
 def _itself(row: Any) -> Any:
@@ -357,7 +359,7 @@ def window_attention(
 
     @script.inlined
     def meet(o, sink_q, group, part, position):
-        p: T.let = T.max(T.Cast("int32", number_of(position, group.b)), 0) + group.i
+        p: T.let = T.Cast("int32", number_of(position, group.b)) + group.i
         # begin: first position of the window, behind the sinks. base: its row of the ring.
         # seen: rows of the window up to position p.
         begin: T.let = T.max(p - (window - 1), sinks)

@@ -325,7 +325,7 @@ def _add_values(shape, o, sums, rows):
 # pyright: reportInvalidTypeForm=false
 
 
-def _first(position: Any, row: Expr) -> Expr:
+def _last(position: Any, row: Expr) -> Expr:
     """Return the position of a row of the batch; of ranges, the last position that it sees."""
     if len(position.shape) == 1:
         return number_of(position, row)
@@ -379,7 +379,8 @@ def exact_attention(
                 bi: T.let = item // (hq * t)
                 head: T.let = item // t % hq
                 i: T.let = item % t
-                first: T.let = T.max(T.Cast("int32", _first(position, bi)), 0)
+                last: T.let = T.Cast("int32", _last(position, bi))
+                first: T.let = T.max(last, 0)
                 place: T.let = first + i
                 newest: T.let = first + t - 1
                 # A ring holds rows of any age, so all rows up to the newest one are scanned and `sees` decides.
@@ -398,10 +399,15 @@ def exact_attention(
                 # A maximum that is not finite makes the whole row NaN.
                 if magnitude_bits(sums.stat[0], 1) >= T.int32(INFINITY):
                     own.unknown[0] = 1
-                # A NaN in a block of values makes the 32 columns of that block NaN, no others.
+                # A NaN in a block of values makes the 32 columns of that block NaN, no others. A row that is not there
+                # has position -1, or empty ranges, and is zero.
                 for c in range(d):
                     y[bi, head, i, c] = T.Select(
-                        own.unknown[0] + sums.columns[c // BLOCK] > 0, not_a_number(), sums.out[c] * sums.stat[1]
+                        last < 0,
+                        T.float32(0),
+                        T.Select(
+                            own.unknown[0] + sums.columns[c // BLOCK] > 0, not_a_number(), sums.out[c] * sums.stat[1]
+                        ),
                     )
 
     return attend_exact
