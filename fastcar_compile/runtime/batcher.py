@@ -20,7 +20,7 @@ from fastcar_compile.runtime.backends.base import BACKENDS, BackendOptions, span
 from fastcar_compile.runtime.guard import thread_count
 from fastcar_compile.runtime.sampling import Sampling
 from fastcar_compile.runtime.session import open_session
-from fastcar_compile.runtime.state import to_numpy
+from fastcar_compile.runtime.state import check_ids, to_numpy
 from fastcar_compile.support.values import check_kind, whole
 
 Array = NDArray[Any]
@@ -214,8 +214,7 @@ class Batcher:
         ids, count = to_numpy(prompt), whole("num_tokens", num_tokens, 1)
         if ids.dtype != np.int64 or ids.ndim != 1 or not ids.size:
             raise InputError(f"the prompt is {ids.dtype} {list(ids.shape)}", hint="give int64 [P], of one sequence")
-        if ids.min() < 0 or ids.max() >= (self._config.token_ids or 0):
-            raise InputError("a token of the prompt is outside the vocabulary", hint=f"of {self._config.token_ids} ids")
+        check_ids(ids, self._config.token_ids or 0)
         if len(ids) + count - 1 > self._config.max_seq_len:
             given = f"{count_text(len(ids), 'prompt token')} and {count} new ones"
             raise InputError(f"{given} do not fit max_seq_len {self._config.max_seq_len}", hint="ask for fewer tokens")
@@ -226,7 +225,7 @@ class Batcher:
             if thresholds is not None:
                 self._checker.set_threshold(thresholds)
             limits = self._compiled if thresholds is None else self._checker.thresholds
-            own = _Sequence(np.array(ids), count, sampling or Sampling(), self._unread, limits)
+            own = _Sequence(np.array(ids), count, sampling or Sampling(temperature=0), self._unread, limits)
             if len(self._queue) >= self._waiting and None not in self._places:
                 hint = "try again later, or allow more with Batcher(waiting=…)"
                 raise InputError(f"{count_text(len(self._queue), 'sequence')} wait already", hint=hint)

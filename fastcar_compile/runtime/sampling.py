@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.errors import InputError, count_text
+from fastcar_compile.runtime.state import like, to_numpy
 from fastcar_compile.support import limits
-from fastcar_compile.support.values import checked, number, whole
+from fastcar_compile.support.values import check_function, checked, number, whole
 
 Sampler = Callable[[Any], Any]
 """logits float32 [B, V] -> token ids int64 [B]."""
@@ -176,3 +177,22 @@ class TokenChoice:
 def _log_softmax(scores: Scores) -> Scores:
     shifted = scores - scores.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def chooser(sample: Sampler | Sampling | None, prompt: Any, ids: Tokens) -> Callable[[Any], Tokens]:
+    """Return a function from logits to token ids int64 [B]; the caller's own function gets the prompt's kind."""
+    if isinstance(sample, Sampling):
+        return sample.start(ids)
+    if sample is None:
+        return greedy  # in numpy, whatever the prompt is: both kinds take the first of equal logits
+    check_function("sample", sample)
+    return lambda logits: _chosen(sample(like(prompt, logits)), len(ids))
+
+
+def _chosen(tokens: Any, rows: int) -> Tokens:
+    """Return the tokens that a caller's sampler chose, int64 [B]."""
+    array = to_numpy(tokens)
+    if not np.issubdtype(array.dtype, np.integer) or array.shape != (rows,):
+        what = f"the sampler returned {array.dtype} {list(array.shape)}"
+        raise InputError(what, hint=f"return one token id per row, int64 [{rows}]")
+    return array.astype(np.int64)

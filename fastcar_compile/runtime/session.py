@@ -13,11 +13,12 @@ from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.gates import gate_class
-from fastcar_compile.ir.types import DecoderConfig
+from fastcar_compile.ir.types import PROMPT, DecoderConfig
+from fastcar_compile.runtime.algebra import Slots
 from fastcar_compile.runtime.backends.base import BACKENDS, Array, BackendOptions, OpenStepper, Stepper, alone
 from fastcar_compile.runtime.guard import Guard, thread_count
-from fastcar_compile.runtime.sampling import Sampler, Sampling, greedy
-from fastcar_compile.runtime.state import Stats, checked_context, like, to_numpy
+from fastcar_compile.runtime.sampling import Sampler, Sampling, chooser
+from fastcar_compile.runtime.state import Stats, check_ids, checked_context, like, to_numpy
 from fastcar_compile.runtime.wavefront import Wavefront, launch
 from fastcar_compile.support.values import check_function, check_kind, number, plain, sequence, whole
 
@@ -127,8 +128,8 @@ class Session(Described):
 
     def _reset(self) -> None:
         self._stepper.reset()
-        self._position = self._step = 0
-        config = self._config
+        self._position, config = 0, self._config
+        self._slots = Slots(config.tokens_per_frame)
         self.stats = Stats(config.num_layers, config.batch_size, config.tokens_per_frame, self._record)
 
     @property
@@ -212,18 +213,40 @@ class Session(Described):
                 tokens or belongs to another thread.
         """
         with self._guard:
-            return self._prefill(inputs)
+            if self._position:
+                hint = "call reset() before the next prompt, or extend() to go on with known tokens"
+                raise InputError("the session already holds tokens", hint=hint)
+            return self._extend(inputs)
 
-    def _prefill(self, inputs: Any) -> Any:
-        if self._position:
-            raise InputError("the session already holds tokens", hint="call reset() before the next prompt")
-        array = self._checked(inputs, steps=None)
+    def extend(self, inputs: Any) -> Any:
+        """Read known tokens at the session's position, for example true frames or actions within a video.
+
+        They are read as a prompt is: nothing replays, and they are not counted. A place that was read and not decoded
+        computes in the next frame. On an empty session this is `prefill`.
+
+        Args:
+            inputs: int64 [B, n], or embeddings float32 [B, n, H] of a headless decoder.
+
+        Returns:
+            Logits of the last token, float32 [B, V] (or hidden states [B, H]).
+
+        Raises:
+            InputError: dtype or shape are wrong, the tokens do not fit the cache, or the session belongs to another
+                thread.
+        """
+        with self._guard:
+            return self._extend(inputs)
+
+    def _extend(self, inputs: Any) -> Any:
+        array, begin = self._checked(inputs, steps=None), self._position
         length = array.shape[1]
+        if begin + length > self._config.max_seq_len:
+            self._require_room(length, f"after {count_text(begin, 'token')} the extension adds")
         chunk = self._stepper.prefill_chunk or length
         logits = np.empty(0, np.float32)
         for start in range(0, length, chunk):
-            logits = self._read_chunk(array[:, start : start + chunk], start, chunk)
-        self._position = length
+            logits = self._read_chunk(array[:, start : start + chunk], begin + start, chunk)
+        self._position += length
         # The logits are a view of memory that the next forward writes, so the caller gets a copy.
         return like(inputs, np.array(logits))
 
@@ -259,11 +282,12 @@ class Session(Described):
         array = self._checked(inputs, steps=1)
         if self._position >= self._config.max_seq_len:
             self._require_room(1, f"after {count_text(self._position, 'token')} the step adds")
-        row = alone(self._config, array, self._position, self._step)
+        step, eligible = self._slots.step(self._position)
+        row = alone(self._config, array, self._position, step)
         result, every = self._stepper.decode(**row, thresholds=self.thresholds), slice(None, None, self._config.rows)
+        self._slots.decoded(self._position)
         self._position += 1
-        self._step += 1
-        self.stats.add(result.decisions[:, every])
+        self.stats.add(result.decisions[:, every], eligible)
         return like(inputs, np.array(result.logits[every, 0]))
 
     def generate(
@@ -274,6 +298,7 @@ class Session(Described):
         progress: bool = False,
         on_token: Callable[[Any], object] | None = None,
         wavefront: Wavefront | None = None,
+        reset: bool = True,
     ) -> Any:
         """Reset, read the prompt, sample one token from it and decode the other tokens: num_tokens - 1 decode forwards.
 
@@ -286,6 +311,8 @@ class Session(Described):
             on_token: called with the token ids of each position, int64 [B], as soon as they are chosen. The function
                 and a sampler may read the session and set thresholds; other calls of this session raise an InputError.
                 With a wavefront it is called in the order of the positions, once all tokens before are chosen.
+            reset: whether to begin a new video. False: the prompt extends what the session holds. It begins with the
+                last token of the call before, which that call chose and did not read.
             wavefront: decode several image rows of a frame at once; needs `compile(rows=…)`. Without replay and with
                 as much lag as columns, the tokens are those of raster order.
 
@@ -302,19 +329,26 @@ class Session(Described):
         num_tokens = whole("num_tokens", num_tokens, 1)
         check_function("on_token", on_token)
         ids = self._checked(prompt, steps=None)
-        if ids.shape[1] + num_tokens - 1 > self._config.max_seq_len:
+        held = 0 if reset else self._position
+        if held + ids.shape[1] + num_tokens - 1 > self._config.max_seq_len:
             given = f"{count_text(ids.shape[1], 'prompt token')} and {num_tokens} new ones"
+            given += f" after {held}" if held else ""
             hint = "ask for fewer tokens, or compile with a larger max_seq_len"
             raise InputError(f"{given} do not fit max_seq_len {self._config.max_seq_len}", hint=hint)
         if wavefront is not None:
             check_kind("wavefront", wavefront, Wavefront, "Wavefront(grid=(rows, columns), lag=2)")
             wavefront.check(self._config)
-        choose = _chooser(sample, prompt, ids)
+        choose = chooser(sample, prompt, ids)
         tokens: list[Array] = []
-        with self._guard.begun():
-            self._reset()
+        with self._guard.begun() if reset else self._guard:
+            if reset:
+                self._reset()
             source = self._generated(ids, num_tokens, partial(self._ask, choose), wavefront)
-            for token, _ in zip(source, _steps(num_tokens, progress), strict=True):
+            if progress:
+                from rich.progress import track
+
+                source = track(source, "decoding", num_tokens)
+            for token in source:
                 tokens.append(token)
                 if on_token is not None:
                     self._ask(on_token, like(prompt, token))
@@ -332,7 +366,7 @@ class Session(Described):
         self, prompt: Array, count: int, choose: Callable[[Array], Array], wavefront: Wavefront | None
     ) -> Iterator[Array]:
         """Yield `count` token ids int64 [B]."""
-        token = choose(self._prefill(prompt))
+        token = choose(self._extend(prompt))
         while True:
             yield token
             count -= 1
@@ -358,15 +392,16 @@ class Session(Described):
         per, tokens = self._config.rows or 1, np.zeros((len(first), wavefront.size + 1), np.int64)
         tokens[:, 0] = first
         for rows in wavefront.launches[: -1 if last else None]:
-            given = launch(self._config, rows, tokens, self._position, self._step)
+            steps = [(PROMPT, False) if r.extra else self._slots.step(self._position + r.place) for r in rows]
+            given = launch(self._config, rows, tokens, self._position, [step for step, _ in steps])
             result = self._stepper.decode(**given, thresholds=self.thresholds)
-            for k, row in enumerate(rows):
+            for k, (row, (_, eligible)) in enumerate(zip(rows, steps, strict=True)):
                 if not row.extra:
-                    self.stats.add(result.decisions[:, k::per])
+                    self._slots.decoded(self._position + row.place)
+                    self.stats.add(result.decisions[:, k::per], eligible)
                 if row.predicts is not None:
                     tokens[:, row.predicts] = choose(np.array(result.logits[k::per, 0]))
         self._position += wavefront.size - last
-        self._step += wavefront.size - last
         return tokens
 
     def _require_room(self, count: int, who: str) -> None:
@@ -390,7 +425,7 @@ class Session(Described):
         if steps is None and array.shape[1] > config.max_seq_len:  # before the ids of the prompt are read
             self._require_room(array.shape[1], "the prompt has")
         if config.token_ids is not None:
-            self._check_ids(array, config.token_ids)
+            check_ids(array, config.token_ids)
         return np.ascontiguousarray(array[:, None] if steps == 1 else array)
 
     def _check_array(self, array: Array, steps: int | None) -> None:
@@ -406,40 +441,3 @@ class Session(Described):
         if not fits or 0 in array.shape:
             what = f"{config.input_name} have shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]"
             raise InputError(what, hint="P is the length of the prompt" if steps is None else "give one token per row")
-
-    @staticmethod
-    def _check_ids(ids: Array, vocab_size: int) -> None:
-        # A reduction over one element takes ten times as long as reading it, and most decode steps have one element.
-        least, most = (ids.item(),) * 2 if ids.size == 1 else (ids.min(), ids.max())
-        if least < 0 or most >= vocab_size:
-            bad = ids[(ids < 0) | (ids >= vocab_size)].flat[0]
-            what = f"token {bad} is outside the vocabulary of {vocab_size}"
-            raise InputError(what, hint=f"use ids 0 .. {vocab_size - 1}")
-
-
-def _chooser(sample: Sampler | Sampling | None, prompt: Any, ids: Array) -> Callable[[Array], Array]:
-    """Return a function from logits to token ids int64 [B]; the caller's own function gets the prompt's kind."""
-    if isinstance(sample, Sampling):
-        return sample.start(ids)
-    if sample is None:
-        return greedy  # in numpy, whatever the prompt is: both kinds take the first of equal logits
-    check_function("sample", sample)
-    return lambda logits: _chosen(sample(like(prompt, logits)), len(ids))
-
-
-def _chosen(tokens: Any, rows: int) -> Array:
-    """Return the tokens that a caller's sampler chose, int64 [B]."""
-    array = to_numpy(tokens)
-    if not np.issubdtype(array.dtype, np.integer) or array.shape != (rows,):
-        what = f"the sampler returned {array.dtype} {list(array.shape)}"
-        raise InputError(what, hint=f"return one token id per row, int64 [{rows}]")
-    return array.astype(np.int64)
-
-
-def _steps(count: int, progress: bool) -> Any:
-    """Return an iterator of `count` rounds, with a progress bar on request."""
-    if not progress:
-        return range(count)
-    from rich.progress import track
-
-    return track(range(count), "decoding")

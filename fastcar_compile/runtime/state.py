@@ -51,6 +51,16 @@ def like(example: Any, array: NDArray[Any]) -> Any:
     return sys.modules["torch"].from_numpy(array) if _is_torch(example) else array
 
 
+def check_ids(ids: NDArray[Any], vocab_size: int) -> None:
+    """Raise InputError for a token outside of the vocabulary."""
+    # A reduction over one element takes ten times as long as reading it, and most decode steps have one element.
+    least, most = (ids.item(),) * 2 if ids.size == 1 else (ids.min(), ids.max())
+    if least < 0 or most >= vocab_size:
+        bad = ids[(ids < 0) | (ids >= vocab_size)].flat[0]
+        what = f"token {bad} is outside the vocabulary of {vocab_size}"
+        raise InputError(what, hint=f"use ids 0 .. {vocab_size - 1}")
+
+
 # The context of a session: what a caller gives, checked and brought to the compiled length.
 
 
@@ -112,25 +122,27 @@ _KEPT = 256
 
 
 class Stats:
-    """Replay statistics of the decode forwards since the last reset. Prefill is not counted.
+    """Replay statistics of the decode forwards since the last reset. Tokens that were not decoded are not counted.
 
     Attributes:
         forwards: number of decode forwards.
-        tokens_per_frame: F; a forward t may replay only when t >= F.
+        eligible: number of those that might replay: the forward one frame earlier was a decode forward too.
+        tokens_per_frame: F. Without `Session.extend`, a forward t is eligible when t >= F.
     """
 
     def __init__(self, layers: int, rows: int, tokens_per_frame: int, record: bool) -> None:
-        self.forwards = 0
+        self.forwards = self.eligible = 0
         self.tokens_per_frame = tokens_per_frame
         self._added = np.zeros((layers, rows), np.int64)
         self._latest = np.zeros((_KEPT, layers, rows), np.bool_)
         self._trace: list[np.ndarray] | None = [] if record else None
 
-    def add(self, decisions: np.ndarray) -> None:
+    def add(self, decisions: np.ndarray, eligible: bool) -> None:
         """Count one forward; decisions bool [L, B]."""
         # The assignment copies: a backend's decisions are a view of memory that its next forward writes.
         self._latest[self.forwards % _KEPT] = decisions
         self.forwards += 1
+        self.eligible += eligible
         if self._trace is not None:
             self._trace.append(decisions.copy())
         if self.forwards % _KEPT == 0:
@@ -149,8 +161,8 @@ class Stats:
 
     @property
     def eligible_replay_ratio(self) -> float:
-        """Share of (forward, layer, row) that replayed, counting only the forwards that may replay (t >= F)."""
-        total = max(0, self.forwards - self.tokens_per_frame) * self._added.size
+        """Share of (forward, layer, row) that replayed, counting only the eligible forwards."""
+        total = self.eligible * self._added.size
         return float(self._counts.sum() / total) if total else 0.0
 
     @property

@@ -4,7 +4,7 @@ The order is that of DiagD (arXiv 2503.14070) and of MineWorld (arXiv 2504.08388
 every token that comes before it in raster order and is known by then.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.errors import InputError
-from fastcar_compile.ir.types import INACTIVE, PROMPT, DecoderConfig
+from fastcar_compile.ir.types import INACTIVE, DecoderConfig
 from fastcar_compile.support.values import whole
 
 Array = NDArray[np.int64]
@@ -139,19 +139,21 @@ class Wavefront:
             raise InputError("a wavefront needs every position in the cache", hint="compile without sparse attention")
 
 
-def launch(config: DecoderConfig, rows: tuple[WaveRow, ...], tokens: Array, start: int, step: int) -> dict[str, Array]:
+def launch(
+    config: DecoderConfig, rows: tuple[WaveRow, ...], tokens: Array, start: int, numbers: Sequence[int]
+) -> dict[str, Array]:
     """Return what `Stepper.decode` takes for a decode step of a wavefront.
 
     Args:
         tokens: int64 [V, grid], those of the frame that are known. start: position of the grid's first token.
-        step: forward number of that token.
+        numbers: forward number of each row.
     """
     per, videos = config.rows or 1, config.batch_size
     inputs, spans = np.zeros((videos, per, 1), np.int64), np.zeros((per, per, 2), np.int64)
     places, steps = np.full(per, -1), np.full(per, INACTIVE)
     for k, row in enumerate(rows):
         inputs[:, k, 0] = tokens[:, row.token]
-        places[k], steps[k] = start + row.place, PROMPT if row.extra else step + row.place
+        places[k], steps[k] = start + row.place, numbers[k]
         spans[k, : len(row.spans)] = np.array(row.spans) + start
         spans[k, 0, 0] = 0
     given = {"inputs": inputs.reshape(-1, 1), "position": np.tile(places, videos), "step": np.tile(steps, videos)}
