@@ -81,12 +81,8 @@ class KvType:
         return -(-dim // self.block) if self.block else 0
 
     def row_size(self, dim: int) -> int:
-        """Return the elements of a cached row for a head of `dim`."""
+        """Return the elements of a cached row for a head of `dim`, exponents included."""
         return dim + self.exponents(dim)
-
-    def head_dim(self, row: int) -> int:
-        """Return the head dimension of a cached row of `row` elements; the inverse of `row_size`."""
-        return row - -(-row // (self.block + 1)) if self.block else row
 
     def row_bytes(self, dim: int) -> int:
         """Return the bytes of a cached row for a head of `dim`."""

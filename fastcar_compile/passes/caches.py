@@ -11,7 +11,6 @@ from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.dataflow import ancestors, descendants, evaluate
 from fastcar_compile.ir.layers import RingRows, layer_of, mark, ring_of, role_nodes, softcap_of, window_of
-from fastcar_compile.ir.ops.operator import row_size
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import error_at
@@ -408,7 +407,7 @@ class QuantizeKvCache(Pass):
         return bool(caches)
 
     def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (*shape[:3], row_size(shape[3], self.dtype))
+        return (*shape[:3], KV_TYPES[self.dtype].row_size(shape[3]))
 
     def _quantize(self, graph: fx.Graph, name: str) -> None:
         """Give a cache and what is written of it their new type."""

@@ -22,7 +22,7 @@ from fastcar_compile.codegen.tvm.kernels.tas import tas
 from fastcar_compile.codegen.tvm.kernels.vectors import from_float32, to_float32
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.config.formats import DTYPES, kv_type
-from fastcar_compile.ir.ops.operator import BLOCK, INT8_MAX, LEAST_EXPONENT, loaded, row_size, stored
+from fastcar_compile.ir.ops.operator import BLOCK, INT8_MAX, LEAST_EXPONENT, loaded, stored
 from fastcar_compile.ir.weights import to_numpy
 
 from .kernel_runs import HERE, KernelCase, compiled, run
@@ -64,7 +64,7 @@ def exact(rows: Tensor) -> Tensor:
 def test_the_reference_is_what_the_docs_say(dim: int) -> None:
     rows = many_rows(512, dim)
     kept = stored(rows, torch.int8)
-    assert kept.shape == (512, row_size(dim, torch.int8))
+    assert kept.shape == (512, kv_type("int8").row_size(dim))
     assert kept.dtype == torch.int8
     assert kept[:, :dim].min() >= -127
     torch.testing.assert_close(loaded(kept, dim).double(), exact(rows), rtol=0, atol=0, equal_nan=True)

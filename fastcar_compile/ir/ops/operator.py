@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch._library.custom_ops import CustomOpDef
 from torch.library import custom_op
 
-from fastcar_compile.config.formats import KV_TYPES, kv_type
+from fastcar_compile.config.formats import KV_TYPES
 
 _COND = "The MLP is skipped when every row replays: one branch computes, the other copies the cached output."
 REASONS = {"cond": _COND}
@@ -106,18 +106,8 @@ def excess(bits: int) -> int:
     return BIAS + bits - 2
 
 
-def row_size(dim: int, dtype: torch.dtype | str) -> int:
-    """Return the elements of a cached row of `dim` values: those, and the exponents of its blocks behind them."""
-    return kv_type(dtype).row_size(dim)
-
-
-def head_dim(row: int, dtype: torch.dtype | str) -> int:
-    """Return the head dimension of a cached row; the inverse of `row_size`."""
-    return kv_type(dtype).head_dim(row)
-
-
 def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return keys or values float32 [..., D] as cached rows, [..., row_size(D, dtype)].
+    """Return keys or values float32 [..., D] as cached rows, [..., `KvType.row_size(D)`].
 
     float16, bfloat16: rounded half to even; float16 is limited to ±65504, and a NaN stays a NaN. int8: D mantissas m
     from -127 to 127, then the exponents e of their blocks; the value is m * 2^e. e is the least exponent, from -120 on,

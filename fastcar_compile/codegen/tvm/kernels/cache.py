@@ -14,7 +14,7 @@ from fastcar_compile.codegen.tvm.kernels import OPAQUE, HeadShape, script, vecto
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, broadcast, intrinsic, magnitude_bits, ramp, vector
 from fastcar_compile.config.formats import kv_type
 from fastcar_compile.ir.ops import operator as cached
-from fastcar_compile.ir.ops.operator import BIAS, MANTISSA_BITS, row_size
+from fastcar_compile.ir.ops.operator import BIAS, MANTISSA_BITS
 
 Row = Callable[[Expr], Expr]
 """Row of a buffer: index along the last axis -> element."""
@@ -159,7 +159,7 @@ def _append(
     isa: InstructionSet,
 ) -> PrimFunc:
     """Return the kernel. `row_of` gives the cache's row of a position."""
-    (videos, h, s, d), width, (b, positions) = cache, row_size(cache[3], dtype), batch
+    (videos, h, s, d), width, (b, positions) = cache, kv_type(dtype).row_size(cache[3]), batch
     share, alone = b // videos, positions == 1
     # Parallel over the heads of all rows of the batch where a second thread pays.
     loop = T.parallel if b * h > 1 and b * h * rows * d >= PARALLEL_VALUES else T.serial

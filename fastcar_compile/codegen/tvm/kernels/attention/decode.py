@@ -22,7 +22,7 @@ from fastcar_compile.codegen.tvm.kernels.attention import softmax
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK, LOWEST, LogitRule, Operands
 from fastcar_compile.codegen.tvm.kernels.cache import number_of
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, exp_not_positive
-from fastcar_compile.ir.ops.operator import row_size
+from fastcar_compile.config.formats import kv_type
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
 # pyright: reportInvalidTypeForm=false
@@ -210,7 +210,7 @@ def _kernel(
     Args:
         positions: shape of `position`.
     """
-    (b, hq, t, d), (videos, hkv, s, _), width = items.query, cache, row_size(items.query[3], dtype)
+    (b, hq, t, d), (videos, hkv, s, _), width = items.query, cache, kv_type(dtype).row_size(items.query[3])
 
     @script.prim_func(private=True, s_tir=True)
     def attend(
