@@ -188,7 +188,9 @@ def is_same(node: fx.Node) -> bool:
     """Return whether the node is another name of its argument, or a cast or copy to the type that is there."""
     if is_op(node, aten.alias, aten.detach):
         return True
-    return is_op(node, aten.to, aten._to_copy) and value_of(node).dtype == value_of(node_arg(node, 0)).dtype
+    return (
+        is_op(node, aten.to, aten.type_as, aten._to_copy) and value_of(node).dtype == value_of(node_arg(node, 0)).dtype
+    )
 
 
 def argument_names(node: fx.Node) -> list[str]:

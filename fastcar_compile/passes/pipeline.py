@@ -9,6 +9,7 @@ from fastcar_compile.passes.exact_arithmetic import ExactArithmetic
 from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.insert_replay import InsertReplay
+from fastcar_compile.passes.legalize_norms import LegalizeNorms
 from fastcar_compile.passes.linears import LegalizeLinears, MergeAdapters, SplitGateUp, UnfoldRows
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload import OffloadGate, OffloadLinears, OffloadMlp
@@ -37,6 +38,7 @@ def analysis_pipeline() -> list[Pass]:
         # Every later pass may assume that no node writes in place, so that an alias is a second name and nothing more.
         NormalizeState(),
         Canonicalize(),
+        LegalizeNorms(),
         # From here on every product with a parameter is a linear: the next passes match linears.
         LegalizeLinears(),
         UnfoldRows(),

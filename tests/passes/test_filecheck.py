@@ -25,7 +25,20 @@ from fastcar_compile.ir.text import program_to_text
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
 
 from .laws import everything, nodes_of, without_sources
-from .tiny import BATCH, CHUNK, FRAME, ROWS, WIDTH, Fused, Products, Rotated, TinyBlock, TinyDecoder, Windowed
+from .tiny import (
+    BATCH,
+    CHUNK,
+    FRAME,
+    ROWS,
+    WIDTH,
+    Fused,
+    Products,
+    RootMeanSquare,
+    Rotated,
+    TinyBlock,
+    TinyDecoder,
+    Windowed,
+)
 
 FILES = sorted((Path(__file__).parent / "filecheck").glob("*.txt"))
 
@@ -68,7 +81,23 @@ class Adapted(TinyBlock):
         return self.mlp.down(torch.relu(up))
 
 
+class Divided(RootMeanSquare):
+    """The norm as a quotient, and the weight as the first factor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x / torch.sqrt(1e-6 + x.square().mean(-1, keepdim=True)))
+
+
+class Spelled(TinyBlock):
+    """Root-mean-square norms in two spellings."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.norm_1, self.norm_2 = Divided(), nn.RMSNorm(WIDTH, eps=1e-5)
+
+
 DECODERS: dict[str, tuple[type[TinyBlock], ...]] = {
+    "spelled": (Spelled,),
     "tiny": (TinyBlock,), "window": (Windowed,), "rotated": (Rotated,), "two-layers": (TinyBlock, TinyBlock),
     "written-out": (WrittenOut,), "products": (Products,), "fused": (Fused,), "parallel": (Parallel,),
     "folded": (Folded,), "adapted": (Adapted,),

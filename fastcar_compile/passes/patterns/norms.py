@@ -1,5 +1,6 @@
-"""A root-mean-square norm that is written out, and a layer norm over the last axis."""
+"""A root-mean-square norm in any spelling, and a layer norm over the last axis."""
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -39,36 +40,61 @@ def arguments(node: object, packet: Any) -> dict[str, Any] | None:
     return bound(node) if isinstance(node, fx.Node) and is_op(node, packet) else None
 
 
+_POWERS = {aten.mul: (1, 1), aten.div: (1, -1), aten.reciprocal: (-1,), aten.sqrt: (0.5,), aten.rsqrt: (-0.5,)}
+"""Operator -> the power of each argument in the product that it computes."""
+
+
 def rms_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
-    """Return (x, weight, epsilon) where node is x * rsqrt(mean(x^2, last axis) + epsilon) * weight, weight [K]."""
-    # `(x * rsqrt(...)) * weight`, with both products in either order.
-    for scaled, weight in factors(node):
-        for x, inverse in factors(scaled):
-            epsilon = _inverse_root(inverse, x)
-            if epsilon is not None and shape_of(weight) == shape_of(x)[-1:]:
-                return x, weight, epsilon
+    """Return (x, weight, epsilon) where node is x * (mean(x^2, last axis) + epsilon)^-1/2 * weight, weight [K].
+
+    The factors come in any order, by the operators of `_POWERS` and pow, or as `aten.rms_norm`. Both are float32.
+    """
+    if (given := arguments(node, aten.rms_norm)) is not None:
+        x, weight, epsilon = given["input"], given["weight"], given["eps"]
+        epsilon = torch.finfo(torch.float32).eps if epsilon is None else epsilon  # as torch.rms_norm has it
+        return (x, weight, float(epsilon)) if _is_scale(weight, x) else None
+    for root, power in _product(node, None):
+        if power == -0.5 and (found := _mean_square(root)) is not None:
+            x, epsilon = found
+            # Once more with x as one factor, because x may be a product itself.
+            product = _product(node, x)
+            for weight, _ in product:
+                if _is_scale(weight, x) and Counter(product) == Counter([(x, 1), (root, -0.5), (weight, 1)]):
+                    return x, weight, epsilon
     return None
 
 
-def _inverse_root(node: fx.Node, x: fx.Node) -> float | None:
-    """Return epsilon where node is rsqrt(mean(x^2, last axis, keepdim) + epsilon)."""
-    root = arguments(node, aten.rsqrt)
-    shifted = arguments(root["self"], aten.add) if root is not None else None
-    if shifted is None or not isinstance(shifted["other"], float) or shifted["alpha"] != 1:
-        return None
-    mean = arguments(shifted["self"], aten.mean)
-    # A mean in a type of its own would round otherwise.
-    if mean is None or not mean.get("keepdim") or mean["dtype"] is not None:
-        return None
-    last = mean["dim"] in ([-1], [len(shape_of(x)) - 1])
-    return shifted["other"] if last and _is_square(mean["self"], x) else None
+def _product(node: Any, x: fx.Node | None, power: float = 1) -> list[tuple[Any, float]]:
+    """Return the factors of a node with their powers, down to `x` and to what is no product."""
+    if node is x or not isinstance(node, fx.Node) or node.kwargs:
+        return [] if node == 1 else [(node, power)]
+    powers: Any = next((p for packet, p in _POWERS.items() if is_op(node, packet)), None)
+    powers = node.args[1:] if node.target is aten.pow.Tensor_Scalar else powers
+    if powers is None:
+        return [(node, power)]
+    return [factor for a, p in zip(node.args, powers, strict=False) for factor in _product(a, x, power * p)]
 
 
-def _is_square(node: object, x: fx.Node) -> bool:
-    power = arguments(node, aten.pow)
-    if power is not None:
-        return power["self"] is x and power.get("exponent") == 2
-    return (x, x) in factors(node)
+def _mean_square(node: object) -> tuple[fx.Node, float] | None:
+    """Return (x, epsilon) where node is mean(x^2, last axis, keepdim) + epsilon."""
+    shifted = arguments(node, aten.add) or {}
+    mean = arguments(shifted.get("self"), aten.mean) or {}
+    squares = [arguments(mean.get("self"), packet) for packet in (aten.pow, aten.square, aten.mul)]
+    square = squares[0] or squares[1] or squares[2] or {}
+    x, epsilon = square.get("self"), shifted.get("other")
+    # A mean in another type would round otherwise.
+    if x is None or not isinstance(epsilon, int | float) or mean["dtype"] not in (None, torch.float32):
+        return None
+    squared = square.get("exponent", 2) == 2 and square.get("other", x) is x and shifted["alpha"] == 1
+    last = mean.get("keepdim") and mean["dim"] in ([-1], [len(shape_of(x)) - 1])
+    return (x, float(epsilon)) if squared and last else None
+
+
+def _is_scale(weight: object, x: fx.Node) -> bool:
+    """Return whether the weight has one value for each of the last axis of x, both float32."""
+    if not isinstance(weight, fx.Node) or shape_of(weight) != shape_of(x)[-1:]:
+        return False
+    return value_of(weight).dtype == value_of(x).dtype == torch.float32
 
 
 def layer_norm(node: fx.Node) -> tuple[Any, ...] | None:

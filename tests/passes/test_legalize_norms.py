@@ -1,0 +1,81 @@
+"""Root-mean-square norms as published decoders spell them: each is known to exact numerics, and computes the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from decoders import llama, rewritten
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastcar_compile.errors import CompileError
+
+E = 1e-6
+Spelling = Callable[[Tensor, Tensor], Tensor]
+SPELLINGS: dict[str, Spelling] = {
+    "llamagen": lambda w, x: (x.float() * torch.rsqrt(torch.mean(x.float() * x.float(), -1, True) + E)).type_as(x) * w,
+    "cosmos": lambda w, x: (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + E)).type_as(x) * w,
+    "square": lambda w, x: x * torch.rsqrt(torch.square(x).mean(-1, keepdim=True) + E) * w,
+    "quotient": lambda w, x: w * (x / torch.sqrt((x**2).mean(-1, keepdim=True) + E)),
+    "power": lambda w, x: x * (x.pow(2).mean(-1, keepdim=True) + E) ** -0.5 * w,
+    "one over": lambda w, x: x * (1 / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + E)) * w,
+    "reciprocal": lambda w, x: x * torch.sqrt(x.pow(2).mean(-1, keepdim=True) + E).reciprocal() * w,
+    "weight first": lambda w, x: (x * w) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + E),
+    "inverse times weight": lambda w, x: x * (torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + E) * w),
+    "type of the mean": lambda w, x: x * torch.rsqrt(x.pow(2).mean(-1, True, dtype=torch.float32) + E) * w,
+    "rms_norm": lambda w, x: F.rms_norm(x, x.shape[-1:], w, E),
+    "rms_norm, no epsilon": lambda w, x: F.rms_norm(x, x.shape[-1:], w),
+    "gemma": lambda w, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + E) * (1.0 + w.float()),
+}
+OTHERS: dict[str, Spelling] = {
+    "bfloat16 inside": lambda w, x: w * (x * torch.rsqrt(x.pow(2).mean(-1, True) + E)).bfloat16().float(),
+    "no weight": lambda _, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + E),
+    "another power": lambda w, x: x * (x.pow(2).mean(-1, keepdim=True) + E) ** -0.25 * w,
+    "mean of another": lambda w, x: x * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + E) * w,
+    "x twice": lambda w, x: x * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + E) * w,
+    "layer norm": lambda w, x: (
+        (x - x.mean(-1, True)) * torch.rsqrt((x - x.mean(-1, True)).pow(2).mean(-1, True) + E) * w
+    ),
+}
+OPTIONS: dict[str, Any] = {"max_seq_len": 17, "tokens_per_frame": 8}
+EXACT: dict[str, Any] = {**OPTIONS, "quant": "w8a8", "kv": "int8", "numerics": "exact"}
+
+
+class Spelled(nn.Module):
+    def __init__(self, weight: Tensor, norm: Spelling) -> None:
+        super().__init__()
+        self.weight, self.norm = nn.Parameter(weight), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.weight, x)
+
+
+def model(norm: Spelling) -> nn.Module:
+    made = llama(head_dim=32)
+    torch.manual_seed(3)
+    for parent in list(made.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ == "LlamaRMSNorm":
+                setattr(parent, name, Spelled(torch.rand(64) + 0.5, norm))
+    return made
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_spelling_is_known_and_computes_the_same(name: str) -> None:
+    made, ids = model(SPELLINGS[name]), torch.arange(12)[None] % 17
+    graph = rewritten(made, 12, **OPTIONS).prefill
+    assert graph is not None
+    given = [torch.zeros_like(n.meta["val"], device="cpu") for n in graph.graph.find_nodes(op="placeholder")]
+    with torch.inference_mode():
+        values = [torch.zeros(tuple(g.shape), dtype=g.dtype) for g in given]
+        logits = graph(ids, *values[1:])[0]
+        torch.testing.assert_close(logits, made(ids).logits, atol=2e-5, rtol=0)
+    exact = rewritten(made, 4, **EXACT).graph_module.graph
+    assert len(exact.find_nodes(op="call_function", target=torch.ops.fastcar.exact_norm.default)) == 5
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_such_norm_stays(name: str) -> None:
+    with pytest.raises(CompileError, match="numerics='exact'"):
+        rewritten(model(OTHERS[name]), 4, **EXACT)
