@@ -170,6 +170,7 @@ class Batcher:
         waiting: int = 1024,
         unread: int = 256,
     ) -> None:
+        check_kind("artifact", artifact, StoredArtifact, "an artifact, as fc.load returns it")
         config = artifact.manifest.decoder.config
         if config.rows is None:
             hint = "compile with rows=1, and batch_size for the sequences that are decoded together"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fastcar_compile.errors import InputError
 from fastcar_compile.ir.types import INACTIVE, DecoderConfig
-from fastcar_compile.support.values import whole
+from fastcar_compile.support.values import checked, shown, whole
 
 Array = NDArray[np.int64]
 
@@ -43,6 +43,7 @@ class WaveRow:
         return self.token != self.place
 
 
+@checked()
 @dataclass(frozen=True)
 class Wavefront:
     """The order in which the tokens of a frame are decoded.
@@ -63,13 +64,13 @@ class Wavefront:
     prefix: int = 0
 
     def __post_init__(self) -> None:
-        grid = cast("Any", self.grid)
-        if not isinstance(grid, tuple | list) or len(cast("list[Any]", grid)) != 2:
-            raise InputError(f"the grid is {self.grid!r}", where="Wavefront", hint="give (rows, columns)")
-        for name, value in zip(("the grid's rows", "the grid's columns", "lag"), (*self.grid, self.lag), strict=True):
-            whole(name, value, 1)
-        whole("lead", self.lead, 0)
-        whole("prefix", self.prefix, 0)
+        grid = cast("list[Any]", self.grid)
+        if not isinstance(cast("Any", grid), tuple | list) or len(grid) != 2:
+            raise InputError(f"the grid is {shown(grid)}", where="Wavefront", hint="give (rows, columns)")
+        sides = zip(("the grid's rows", "the grid's columns"), grid, strict=True)
+        object.__setattr__(self, "grid", tuple(whole(name, side, 1) for name, side in sides))
+        for name, least in (("lag", 1), ("lead", 0), ("prefix", 0)):
+            object.__setattr__(self, name, whole(name, getattr(self, name), least))
         if self.lag > self.grid[1]:
             hint = f"give at most {self.grid[1]}, the columns of the grid, which is raster order"
             raise InputError(f"lag is {self.lag}", where="Wavefront", hint=hint)

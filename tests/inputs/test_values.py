@@ -113,6 +113,7 @@ CONSTRUCTED: dict[str, dict[str, Any]] = {
     "DryRun": {**DRY_RUN, **NOTHING, "memory": Memory(weights=0, state={})},
     "ReplayConfig": {},
     "Sampling": {},
+    "Wavefront": {"grid": (8, 8)},
     "SparseAttention": {"window": 2},
     "Target": {name: getattr(fc.load_target("cpu"), name) for name in fc.Target.model_fields},
     "Thresholds": THRESHOLDS,
@@ -138,6 +139,8 @@ CALLS: dict[str, dict[str, Call]] = {
         "prefill": lambda v: session().prefill(v),
         "set_threshold": lambda v: session().set_threshold(v),
         "set_context": lambda v: session().set_context(v),
+        "extend": lambda v: after_prompt().extend(v),
+        "wavefront": lambda v: session().generate(PROMPT, 2, wavefront=v),
         "prompt": lambda v: session().generate(v, 2),
         "num_tokens": lambda v: session().generate(PROMPT, v),
         "sample": lambda v: session().generate(PROMPT, 2, sample=v),
@@ -186,12 +189,15 @@ CALLS: dict[str, dict[str, Call]] = {
         "save to a file": lambda v: fc.TrainedGate(**TRAINED).save(v),
         "save a tensor": lambda v: FC.TrainedGate(**TRAINED | {"layers": ({"heads": v},)}).save("gate.safetensors"),
     },
+    "Batcher": {"artifact": lambda v: fc.Batcher(v)},
     "TransformersDecoder": {"session": lambda v: fc.TransformersDecoder(v)},
 }
 """Public name -> argument -> the call with a hostile value for it."""
 
 FUNCTIONS = ("sample", "on_token", "progress", "backend")
-OTHERS: dict[str, str] = {"available_targets": "takes nothing", "doctor": "takes nothing"}
+OTHERS: dict[str, str] = {
+    "available_targets": "takes nothing", "doctor": "takes nothing", "TokenStream": "a batcher makes it",
+}  # fmt: skip
 """Public names that take no value of a user."""
 
 

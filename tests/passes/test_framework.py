@@ -62,8 +62,8 @@ def test_round_trip_of_one_fixed_pipeline() -> None:
     item = InsertReplay((1.5, None, float("-inf"), float("inf")), max_chain=2)
     text = pipeline_to_string([*analysis_pipeline(), item])
     assert text == (
-        "normalize-state,canonicalize,legalize-linears,unfold-rows,merge-adapters,fuse-activations,split-gate-up,"
-        "parallel-blocks,find-sites,"
+        "normalize-state,canonicalize,legalize-norms,legalize-linears,unfold-rows,merge-adapters,fuse-activations,"
+        "split-gate-up,parallel-blocks,find-sites,"
         'insert-replay{"couple_cfg": false, "gate": "tas", "gate_weights": null, "heads": [], "max_chain": 2, '
         '"refresh_every": null, "thresholds": [1.5, null, "-inf", "inf"]}'
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastcar_compile.gates.scores import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
-from fastcar_compile.ir.ops.operator import each_row, loaded, operator, stored
+from fastcar_compile.ir.ops.operator import each_row, loaded, operator, sharing, stored
 
 # Sums of products in fixed point: integers of 2^-24, whose sum has no order.
 
@@ -32,12 +32,11 @@ def cache_write(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
     set b // (B / V), and with position -1 nothing.
     """
     # The eager operator copies. The TVM backend writes in place, as nothing reads the old cache behind a write.
-    out = cache.clone()
+    out, share = cache.clone(), sharing(len(value), len(cache))
     for b, start in enumerate(position.expand(len(value)).tolist()):
         # The padding of a prompt's last chunk may lie beyond the cache; nothing ever reads it.
         rows = max(0, min(value.shape[2], cache.shape[2] - start)) if start >= 0 else 0
-        section = out[b // (len(value) // len(cache))]
-        section[:, start : start + rows] = stored(value[b, :, :rows], cache.dtype)
+        out[b // share, :, start : start + rows] = stored(value[b, :, :rows], cache.dtype)
     return out
 
 
@@ -152,7 +151,7 @@ def grouped(query: Tensor, key_cache: Tensor, position: Tensor, stride: int) -> 
     kv_heads = key_cache.shape[1]
     # Where there is no key one frame earlier, row 0 stands in: no row replays in the first frame.
     earlier = (position.expand(batch) - stride).clamp(min=0)
-    videos = torch.arange(batch, device=query.device) // (batch // len(key_cache))
+    videos = torch.arange(batch, device=query.device) // sharing(batch, len(key_cache))
     key = loaded(key_cache[videos, :, earlier], dim)
     return query.reshape(batch, kv_heads, heads // kv_heads, dim).double(), key[:, :, None].double()
 
@@ -189,11 +188,11 @@ def ring_write(cache: Tensor, value: Tensor, position: Tensor, sinks: int) -> Te
 
     T is at most R, so no row is written twice. `stored` defines the rows, and `cache_write` the positions of rows.
     """
-    out = cache.clone()
+    out, share = cache.clone(), sharing(len(value), len(cache))
     for b, start in enumerate(position.expand(len(value)).tolist()):
         if start >= 0:
             rows = row_of(start + torch.arange(value.shape[2], device=cache.device), sinks, cache.shape[2] - sinks)
-            out[b // (len(value) // len(cache))][:, rows] = stored(value[b], cache.dtype)
+            out[b // share][:, rows] = stored(value[b], cache.dtype)
     return out
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastcar_compile.gates import scores
 from fastcar_compile.ir.ops.attention import fixed_sum, grouped
-from fastcar_compile.ir.ops.operator import MANTISSA_BITS, operator, power_of_two
+from fastcar_compile.ir.ops.operator import MANTISSA_BITS, operator, power_of_two, sharing
 from fastcar_compile.ir.types import INACTIVE
 
 
@@ -230,7 +230,7 @@ def gate(
 
 def _slots(cache: Tensor, step: Tensor, rows: int) -> Tensor:
     """Return the slots [rows, ...] of a cache [F, V, ...]; every `rows` / V neighbours are rows of one video."""
-    videos = torch.arange(rows, device=cache.device) // (rows // cache.shape[1])
+    videos = torch.arange(rows, device=cache.device) // sharing(rows, cache.shape[1])
     return cache[step.expand(rows) % cache.shape[0], videos]
 
 
@@ -246,8 +246,8 @@ def slot_read(cache: Tensor, step: Tensor) -> Tensor:
 @operator("What the layer computed or replayed is kept for the same place of the next frame.")
 def slot_write(cache: Tensor, value: Tensor, step: Tensor) -> Tensor:
     """Return a cache [F, V, ...] with value [B, ...] written at row step mod F; step as of `gate`."""
-    out = cache.clone()
+    out, share = cache.clone(), sharing(len(value), cache.shape[1])
     for b, t in enumerate(step.expand(len(value)).tolist()):
         if t >= 0:
-            out[t % len(cache), b // (len(value) // cache.shape[1])] = value[b]
+            out[t % len(cache), b // share] = value[b]
     return out

@@ -53,6 +53,17 @@ def operator_reasons(modules: Iterable[fx.GraphModule]) -> dict[str, str]:
 # b // (B / V).
 
 
+def sharing(batch: int, videos: int) -> int:
+    """Return how many rows of a batch one video has.
+
+    Raises:
+        ValueError: the videos do not share the rows alike.
+    """
+    if batch % videos or batch < videos:
+        raise ValueError(f"{batch} rows of {videos} videos")
+    return batch // videos
+
+
 def each_row(position: Tensor, rows: Sequence[Any], caches: Sequence[Tensor], call: Callable[..., Tensor]) -> Tensor:
     """Return call(*rows, *caches, position) where all rows share the position; else of each row by itself, joined.
 
@@ -65,7 +76,7 @@ def each_row(position: Tensor, rows: Sequence[Any], caches: Sequence[Tensor], ca
     batch = next(len(r) for r in rows if r is not None)
     if len(position) == 1 and batch == len(caches[0]):
         return call(*rows, *caches, position)
-    share, own, made = batch // len(caches[0]), position.expand(batch), list[Tensor]()
+    share, own, made = sharing(batch, len(caches[0])), position.expand(batch), list[Tensor]()
     for b in range(batch):
         at, section = slice(b, b + 1), slice(b // share, b // share + 1)
         given = [None if r is None else r[at] for r in rows]
