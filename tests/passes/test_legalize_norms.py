@@ -66,7 +66,7 @@ def model(norm: Spelling) -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize("name", some(SPELLINGS, "llamagen", "quotient", "rms_norm, no epsilon", "gemma"))
+@pytest.mark.parametrize("name", some(SPELLINGS, "llamagen", "quotient"))
 def test_a_spelling_is_known_and_computes_the_same(name: str) -> None:
     made, ids = model(SPELLINGS[name]), torch.arange(12)[None] % 17
     graph = rewritten(made, 12, **OPTIONS).prefill
@@ -80,7 +80,7 @@ def test_a_spelling_is_known_and_computes_the_same(name: str) -> None:
     assert len(exact.find_nodes(op="call_function", target=torch.ops.fastcar.exact_norm.default)) == 5
 
 
-@pytest.mark.parametrize("name", some(OTHERS, "bfloat16 inside", "x twice"))
+@pytest.mark.parametrize("name", some(OTHERS, "x twice"))
 def test_what_is_no_such_norm_stays(name: str) -> None:
     with pytest.raises(CompileError, match="numerics='exact'"):
         rewritten(model(OTHERS[name]), 4, **EXACT)

@@ -34,7 +34,7 @@ def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return build(tmp_path_factory.mktemp("rows") / "a", batch_size=PLACES, rows=request.param)
 
 
-@pytest.fixture(params=["cpu", "eager"])
+@pytest.fixture(params=["cpu", pytest.param("eager", marks=pytest.mark.thorough)])
 def batcher(request: pytest.FixtureRequest, artifact: fc.Artifact) -> Iterator[fc.Batcher]:
     with fc.Batcher(artifact, request.param, threads=1) as made:
         yield made
