@@ -113,6 +113,11 @@ class LayersSection(Section):
         """The gate of every layer; None: the layer never replays."""
         return [None if layer.replay is None else layer.replay.gate for layer in self.layers]
 
+    @property
+    def gate(self) -> str | None:
+        """The gate of the layers that may replay; None: none may."""
+        return next(filter(None, self.gates), None)
+
 
 # Libraries for CPUs: one per instruction set, and one for the board's own CPU.
 

@@ -5,12 +5,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError, model_serializer
 
 from fastcar_compile.config import Threshold
-from fastcar_compile.errors import ArtifactError, count_text, describe_validation, os_errors
+from fastcar_compile.errors import ArtifactError, InputError, count_text, describe_validation, os_errors
+from fastcar_compile.gates import gate_class
 from fastcar_compile.support.strict_json import read_json
-from fastcar_compile.support.values import checked, path_of
+from fastcar_compile.support.values import checked, number, path_of, plain, sequence
 
 _HINT = "give a file that `fastcar calibrate` wrote"
 
@@ -101,3 +104,58 @@ class Thresholds(BaseModel):
             what = f"thresholds of gate {self.gate} for {count_text(len(self.values), 'layer')} do not fit "
             what += f"an artifact of {count_text(len(gates), 'layer')} with gate {', '.join(compiled) or 'none'}"
             raise ArtifactError(what, where=where, hint="calibrate this artifact")
+
+
+class LayerThresholds:
+    """What a caller may set as thresholds of an artifact's layers.
+
+    Args:
+        compiled: threshold of every layer; None: it never replays. gate: of the layers that may.
+
+    Attributes:
+        values: the compiled thresholds, float32 [L]; where the layer never replays, the value that no score passes.
+        gates: gate of every layer; None: it never replays.
+    """
+
+    def __init__(self, compiled: Sequence[float | None], gate: str | None) -> None:
+        self._never = np.inf if gate is None else gate_class(gate).comparison.never
+        self._can_replay = [t is not None for t in compiled]
+        self.gates = [gate if can else None for can in self._can_replay]
+        self.values = self._filled(compiled)
+
+    def of(self, threshold: float | Sequence[float | None] | Thresholds | None) -> NDArray[np.float32]:
+        """Return the thresholds float32 [L] that one for all layers that may replay, or one for each, stands for.
+
+        Raises:
+            InputError: the length is wrong, a threshold is NaN, or a layer was compiled without replay.
+            ArtifactError: the calibrated thresholds belong to another gate or number of layers.
+        """
+        if isinstance(threshold, Thresholds):
+            threshold.check(self.gates, "set_threshold")
+            threshold = threshold.values
+        given = plain(threshold)
+        if given is None or isinstance(given, int | float):
+            value = None if given is None else number("the threshold", given)
+            return self._filled([value if can else None for can in self._can_replay])
+        values = sequence("the threshold", given)
+        if len(values) != len(self._can_replay):
+            what = f"{count_text(len(values), 'threshold')} for {count_text(len(self._can_replay), 'layer')}"
+            raise InputError(what, hint="give one number, or one per layer")
+        return self._filled([self._checked(layer, value) for layer, value in enumerate(values)])
+
+    def given(self, values: NDArray[np.float32]) -> list[float | None]:
+        """Return thresholds float32 [L] as a caller gives them; None: the layer does not replay."""
+        return [None if value == self._never else value for value in values.tolist()]
+
+    def _filled(self, thresholds: Sequence[float | None]) -> NDArray[np.float32]:
+        with np.errstate(over="ignore"):  # a threshold beyond float32 is infinite: every score passes, or none
+            return np.array([self._never if t is None else t for t in thresholds], np.float32)
+
+    def _checked(self, layer: int, value: Any) -> float | None:
+        if value is None:
+            return None
+        found = number(f"the threshold of layer {layer}", value, "give a number, or None")
+        if self._can_replay[layer]:
+            return found
+        hint = "recompile with a threshold for this layer, or give None"
+        raise InputError(f"layer {layer} was compiled without replay", hint=hint)

@@ -13,14 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.thresholds import Thresholds
+from fastcar_compile.artifact.thresholds import LayerThresholds, Thresholds
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.ir.types import INACTIVE, PROMPT
-from fastcar_compile.runtime.backends.base import BACKENDS, BackendOptions, spans_of
-from fastcar_compile.runtime.guard import thread_count
+from fastcar_compile.runtime.backends.base import opened, spans_of
+from fastcar_compile.runtime.inputs import check_ids, to_numpy
 from fastcar_compile.runtime.sampling import Sampling
-from fastcar_compile.runtime.session import open_session
-from fastcar_compile.runtime.state import check_ids, to_numpy
 from fastcar_compile.support.values import check_kind, whole
 
 Array = NDArray[Any]
@@ -180,12 +178,9 @@ class Batcher:
             raise InputError("a batcher has tokens alone: no embeddings and no cross-attention", hint=hint)
         self._config, self._rows = config, config.rows
         self._waiting, self._unread = whole("waiting", waiting, 0), whole("unread", unread, 1)
-        # A closed session still knows what thresholds a caller may give.
-        self._checker = open_session(artifact, backend, threads=threads)
-        self._checker.close()
-        self._compiled = self._checker.thresholds
-        options = BackendOptions(None if threads is None else thread_count(threads))
-        self._stepper = BACKENDS.load(backend)(artifact, options)
+        layers = artifact.manifest.layers
+        self._limits = LayerThresholds(layers.thresholds, layers.gate)
+        self._stepper = opened(artifact, backend, threads)
         self._queue = deque[_Sequence]()
         self._places: list[_Sequence | None] = [None] * config.batch_size
         self._changed, self._closed = threading.Condition(), False
@@ -223,9 +218,7 @@ class Batcher:
         with self._changed:
             if self._closed:
                 raise InputError("the batcher is closed")
-            if thresholds is not None:
-                self._checker.set_threshold(thresholds)
-            limits = self._compiled if thresholds is None else self._checker.thresholds
+            limits = self._limits.values if thresholds is None else self._limits.of(thresholds)
             own = _Sequence(np.array(ids), count, sampling or Sampling(temperature=0), self._unread, limits)
             if len(self._queue) >= self._waiting and None not in self._places:
                 hint = "try again later, or allow more with Batcher(waiting=…)"
@@ -285,7 +278,7 @@ class Batcher:
         """Run one decode step of the sequences that can go on. What fails for one of them ends it alone."""
         count = len(self._places) * self._rows
         inputs, places, steps = np.zeros((count, 1), np.int64), np.full(count, -1), np.full(count, INACTIVE)
-        limits = np.repeat(self._compiled[:, None], count, 1)
+        limits = np.repeat(self._limits.values[:, None], count, 1)
         going: list[tuple[int, _Sequence, int]] = []
         for place, own in enumerate(self._places):
             if own is None or own.paused:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.errors import InputError, count_text
-from fastcar_compile.runtime.state import like, to_numpy
+from fastcar_compile.runtime.inputs import like, to_numpy
 from fastcar_compile.support import limits
 from fastcar_compile.support.values import check_function, checked, number, whole
 

@@ -10,17 +10,16 @@ import numpy as np
 
 from fastcar_compile.artifact.explain import Described, Description, decoder_fields, gate_text
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.thresholds import Thresholds
+from fastcar_compile.artifact.thresholds import LayerThresholds, Thresholds
 from fastcar_compile.errors import InputError, count_text
-from fastcar_compile.gates import gate_class
 from fastcar_compile.ir.types import PROMPT, DecoderConfig
-from fastcar_compile.runtime.algebra import Slots
-from fastcar_compile.runtime.backends.base import BACKENDS, Array, BackendOptions, OpenStepper, Stepper, alone
-from fastcar_compile.runtime.guard import Guard, thread_count
+from fastcar_compile.runtime.backends.base import Array, OpenStepper, Stepper, alone, opened
+from fastcar_compile.runtime.guard import Guard
+from fastcar_compile.runtime.inputs import Inputs, checked_context, like, to_numpy
+from fastcar_compile.runtime.progress import Slots, Stats
 from fastcar_compile.runtime.sampling import Sampler, Sampling, chooser
-from fastcar_compile.runtime.state import Stats, check_ids, checked_context, like, to_numpy
 from fastcar_compile.runtime.wavefront import Wavefront, launch
-from fastcar_compile.support.values import check_function, check_kind, number, plain, sequence, whole
+from fastcar_compile.support.values import check_function, check_kind, whole
 
 
 def open_session(
@@ -36,14 +35,8 @@ def open_session(
         BackendError: the backend is unknown, or cannot run here.
         InputError: `threads` is not a whole number, or is too large.
     """
-    options = BackendOptions(None if threads is None else thread_count(threads))
-    if not isinstance(backend, str) and not callable(backend):
-        hint = f"give one of {', '.join(BACKENDS.names())}"
-        raise InputError(f"the backend is a {type(backend).__name__}", hint=hint)
-    open_stepper: OpenStepper = BACKENDS.load(backend) if isinstance(backend, str) else backend
     layers, config = artifact.manifest.layers, artifact.manifest.decoder.config
-    gate, stepper = next(filter(None, layers.gates), None), open_stepper(artifact, options)
-    session = Session(stepper, config, layers.thresholds, record=record, gate=gate)
+    session = Session(opened(artifact, backend, threads), config, layers.thresholds, record=record, gate=layers.gate)
     name = backend if isinstance(backend, str) else "a backend of the caller's"
     place = {"artifact": str(artifact.path), "digest": artifact.digest}
     session.origin = {"backend": name, **place, **decoder_fields(artifact.manifest)}
@@ -77,13 +70,9 @@ class Session(Described):
         record: bool = False,
         gate: str | None = None,
     ) -> None:
-        self._stepper, self._config, self._record, self._gate = stepper, config, record, gate
-        self._dtype = np.dtype(np.float32 if config.takes_embeddings else np.int64)
-        self._step_shape = (config.batch_size, config.hidden_size) if config.takes_embeddings else (config.batch_size,)
-        self._guard = Guard()
-        self._never = np.inf if gate is None else gate_class(gate).comparison.never
-        self._can_replay = [t is not None for t in thresholds]
-        self.thresholds = self._filled(thresholds)
+        self._stepper, self._config, self._record = stepper, config, record
+        self._inputs, self._guard, self._limits = Inputs(config), Guard(), LayerThresholds(thresholds, gate)
+        self.thresholds = self._limits.values
         self._has_context = False
         self.origin: Mapping[str, str] = {}
         self._reset()
@@ -99,12 +88,11 @@ class Session(Described):
         raise InputError("a session cannot be copied, nor sent to another process", hint=hint)
 
     def _description(self) -> Description:
-        gates = [self._gate if can else None for can in self._can_replay]
         replayed = f"{self.stats.replay_ratio:.1%} of the MLPs replayed"
         position = f"{self._position} of {self._config.max_seq_len} positions, {replayed}"
         closed = "" if hasattr(self, "_stepper") else ", closed"
-        limits = [None if value == self._never else value for value in self.thresholds.tolist()]
-        return f"Session{closed}", {**self.origin, "gate": gate_text(gates, limits), "state": position}
+        gates = gate_text(self._limits.gates, self._limits.given(self.thresholds))
+        return f"Session{closed}", {**self.origin, "gate": gates, "state": position}
 
     def close(self) -> None:
         """Give back the session's state, libraries, threads and device now; closing again does nothing.
@@ -142,10 +130,6 @@ class Session(Described):
         """Tokens seen since the last reset."""
         return self._position
 
-    def _filled(self, thresholds: Sequence[float | None]) -> Array:
-        with np.errstate(over="ignore"):  # a threshold beyond float32 is infinite: every score passes, or none
-            return np.array([self._never if t is None else t for t in thresholds], np.float32)
-
     def set_threshold(self, threshold: float | Sequence[float | None] | Thresholds | None) -> None:
         """Set one threshold for every layer that may replay, one per layer, or calibrated thresholds.
 
@@ -155,28 +139,7 @@ class Session(Described):
             InputError: the length is wrong, a threshold is NaN, or a layer was compiled without replay.
             ArtifactError: the calibrated thresholds belong to another gate or number of layers.
         """
-        if isinstance(threshold, Thresholds):
-            threshold.check([self._gate if can else None for can in self._can_replay], "set_threshold")
-            threshold = threshold.values
-        given = plain(threshold)
-        if given is None or isinstance(given, int | float):
-            value = None if given is None else number("the threshold", given)
-            self.thresholds = self._filled([value if can else None for can in self._can_replay])
-            return
-        values = sequence("the threshold", given)
-        if len(values) != len(self.thresholds):
-            what = f"{count_text(len(values), 'threshold')} for {count_text(len(self.thresholds), 'layer')}"
-            raise InputError(what, hint="give one number, or one per layer")
-        self.thresholds = self._filled([self._threshold(layer, value) for layer, value in enumerate(values)])
-
-    def _threshold(self, layer: int, value: Any) -> float | None:
-        if value is None:
-            return None
-        found = number(f"the threshold of layer {layer}", value, "give a number, or None")
-        if self._can_replay[layer]:
-            return found
-        hint = "recompile with a threshold for this layer, or give None"
-        raise InputError(f"layer {layer} was compiled without replay", hint=hint)
+        self.thresholds = self._limits.of(threshold)
 
     def set_context(self, context: Any, mask: Any = None) -> None:
         """Set the context of cross-attention, from the next prompt on. Its keys and values are computed here, once.
@@ -238,10 +201,9 @@ class Session(Described):
             return self._extend(inputs)
 
     def _extend(self, inputs: Any) -> Any:
-        array, begin = self._checked(inputs, steps=None), self._position
+        array, begin = self._checked(self._inputs.tokens, inputs), self._position
         length = array.shape[1]
-        if begin + length > self._config.max_seq_len:
-            self._require_room(length, f"after {count_text(begin, 'token')} the extension adds")
+        self._inputs.require_room(begin, length, f"after {count_text(begin, 'token')} the extension adds")
         chunk = self._stepper.prefill_chunk or length
         logits = np.empty(0, np.float32)
         for start in range(0, length, chunk):
@@ -279,9 +241,9 @@ class Session(Described):
             return self._decode(inputs)
 
     def _decode(self, inputs: Any) -> Any:
-        array = self._checked(inputs, steps=1)
+        array = self._checked(self._inputs.token, inputs)
         if self._position >= self._config.max_seq_len:
-            self._require_room(1, f"after {count_text(self._position, 'token')} the step adds")
+            self._inputs.require_room(self._position, 1, f"after {count_text(self._position, 'token')} the step adds")
         step, eligible = self._slots.step(self._position)
         row = alone(self._config, array, self._position, step)
         result, every = self._stepper.decode(**row, thresholds=self.thresholds), slice(None, None, self._config.rows)
@@ -328,7 +290,7 @@ class Session(Described):
             raise InputError("a headless decoder has no tokens to sample", hint=hint)
         num_tokens = whole("num_tokens", num_tokens, 1)
         check_function("on_token", on_token)
-        ids = self._checked(prompt, steps=None)
+        ids = self._checked(self._inputs.tokens, prompt)
         held = 0 if reset else self._position
         if held + ids.shape[1] + num_tokens - 1 > self._config.max_seq_len:
             given = f"{count_text(ids.shape[1], 'prompt token')} and {num_tokens} new ones"
@@ -404,40 +366,12 @@ class Session(Described):
         self._position += wavefront.size - last
         return tokens
 
-    def _require_room(self, count: int, who: str) -> None:
-        capacity = self._config.max_seq_len
-        if self._position + count > capacity:
-            hint = "shorten it, reset() the session, or compile with a larger max_seq_len"
-            raise InputError(f"{who} {count_text(count, 'token')}, but max_seq_len is {capacity}", hint=hint)
-
-    def _checked(self, inputs: Any, steps: int | None) -> Array:
-        """Return inputs int64 [B, T] or float32 [B, T, H]; T = 1 where the caller gives one token per row."""
-        config = self._config
-        if config.context is not None and not self._has_context:
-            shape = f"[{config.batch_size}, {config.context.length}, {config.context.size}]"
+    def _checked(self, check: Callable[[Any], Array], inputs: Any) -> Array:
+        """Return what the caller gives as an array, checked."""
+        context = self._config.context
+        if context is not None and not self._has_context:
+            shape = f"[{self._config.batch_size}, {context.length}, {context.size}]"
             hint = f"call set_context(context) with float32 {shape} before the prompt; "
             hint += "fastcar run takes it as --context FILE"
             raise InputError("the decoder has cross-attention, and its context is not set", hint=hint)
-        array = to_numpy(inputs)
-        # Most decode steps pass this comparison. The full check has the error texts.
-        if steps != 1 or array.shape != self._step_shape or array.dtype != self._dtype:
-            self._check_array(array, steps)
-        if steps is None and array.shape[1] > config.max_seq_len:  # before the ids of the prompt are read
-            self._require_room(array.shape[1], "the prompt has")
-        if config.token_ids is not None:
-            check_ids(array, config.token_ids)
-        return np.ascontiguousarray(array[:, None] if steps == 1 else array)
-
-    def _check_array(self, array: Array, steps: int | None) -> None:
-        """Raise InputError unless the array has the type and the shape of inputs."""
-        config, dtype = self._config, self._dtype
-        if array.dtype != dtype:
-            what = f"{config.input_name} are {array.dtype}, expected {dtype}"
-            raise InputError(what, hint=f"convert them to {dtype}")
-        tail = (config.hidden_size,) if config.takes_embeddings else ()
-        time = () if steps == 1 else ("P",)
-        expected = (config.batch_size, *time, *tail)
-        fits = array.ndim == len(expected) and all(e in ("P", g) for e, g in zip(expected, array.shape, strict=True))
-        if not fits or 0 in array.shape:
-            what = f"{config.input_name} have shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]"
-            raise InputError(what, hint="P is the length of the prompt" if steps is None else "give one token per row")
+        return check(inputs)

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.errors import BackendError
+from fastcar_compile.errors import BackendError, InputError
 from fastcar_compile.ir.types import CONTEXT_ROLES, INACTIVE, PROMPT, REPLAY_ROLES, DecoderConfig
+from fastcar_compile.runtime.guard import thread_count
 from fastcar_compile.support.packages import Registry
 
 Array = NDArray[Any]
@@ -209,3 +210,22 @@ BACKENDS = Registry(
     {"onnxruntime": "onnxruntime"},
 )
 """Name of a backend -> its `OpenStepper`."""
+
+
+def opened(artifact: StoredArtifact, backend: str | OpenStepper, threads: int | None) -> Stepper:
+    """Return a stepper of an artifact whose state is zero.
+
+    Args:
+        backend: one of `BACKENDS`, or a function that opens a stepper. threads: CPU threads; None: all usable cores.
+
+    Raises:
+        BackendError: the backend is unknown, or cannot run here.
+        InputError: `threads` is not a whole number, or is too large.
+    """
+    options = BackendOptions(None if threads is None else thread_count(threads))
+    if isinstance(backend, str):
+        return BACKENDS.load(backend)(artifact, options)
+    if not callable(backend):
+        hint = f"give one of {', '.join(BACKENDS.names())}"
+        raise InputError(f"the backend is a {type(backend).__name__}", hint=hint)
+    return backend(artifact, options)
