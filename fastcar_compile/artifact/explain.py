@@ -245,6 +245,7 @@ def build_report(sections: Sections) -> dict[str, Any]:
         "layers": data["layers"]["layers"],
         "weight_bytes": sections.decoder.weight_bytes,
         "state_bytes": sections.decoder.state_bytes(),
+        "rewind_bytes_per_token": sections.decoder.token_bytes(),
         "gate": _gate(sections),
         "sparse_attention": _report_sparse(sections),
         "windows": [asdict(window) for window in own_windows(sections)],

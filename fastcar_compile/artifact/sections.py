@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from fastcar_compile.config.formats import DTYPES, DType
 from fastcar_compile.errors import InternalError
-from fastcar_compile.ir.types import DecoderConfig, LayerSite, StateRole
+from fastcar_compile.ir.types import ATTENTION_ROLES, REPLAY_ROLES, DecoderConfig, LayerSite, StateRole
 
 # What every part of a manifest is: frozen, typed, without unknown fields.
 
@@ -93,6 +93,12 @@ class DecoderSection(Section):
             if layer in (None, state.layer):
                 sizes[str(state.role)] = sizes.get(str(state.role), 0) + state.nbytes
         return sizes
+
+    def token_bytes(self) -> int:
+        """Return the bytes that a decoded token of every video overwrites: what a session keeps to take it back."""
+        rings = (s for s in self.state if s.role in ATTENTION_ROLES and s.shape[2] < self.config.max_seq_len)
+        replay = (s for s in self.state if s.role in REPLAY_ROLES)
+        return sum(s.nbytes // s.shape[2] for s in rings) + sum(s.nbytes // s.shape[0] for s in replay)
 
 
 # The decoder's layers: where attention and MLP are in the rewritten graph, and what replay was inserted.

@@ -115,7 +115,9 @@ def _show_summary(loaded: fc.Artifact, size: int) -> None:
     manifest = loaded.manifest
     counts = f"{count_text(len(manifest.layers.layers), 'layer')}, {count_text(len(manifest.files), 'file')}"
     print_text(f"{loaded.path}: {counts}, {size_text(size)}\n")
-    fields = config_fields(manifest.options.to_json())
+    fields, decoder = config_fields(manifest.options.to_json()), manifest.decoder
+    state, token = sum(decoder.state_bytes().values()), decoder.token_bytes()
+    fields["a session"] = f"{size_text(state)} of states; `rewind` keeps {size_text(token)} of each token"
     if libraries := host_lines(manifest.host):
         fields["libraries"] = "; ".join(libraries)
     if is_signed(loaded.path):

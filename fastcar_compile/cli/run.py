@@ -101,8 +101,8 @@ def run_command(
         loaded = fc.load(artifact, digest=digest, require_signature=public_key, reread=reread)
         ids = to_rows(ids, loaded.config.batch_size, negative_prompt, guided=guidance != 1)
         show(f"opening the {backend} backend")
-        given = {} if thresholds is None else {"thresholds": options.existing(thresholds, "thresholds file")}
-        session = loaded.session(backend=backend, record=trace is not None, threads=threads, **given)
+        limits_file = None if thresholds is None else options.existing(thresholds, "thresholds file")
+        session = loaded.session(backend=backend, record=trace is not None, threads=threads, thresholds=limits_file)
         if limits is not None:
             session.set_threshold(limits)
         if context is not None:

@@ -16,10 +16,10 @@ from fastcar_compile.artifact.trust import SUCCESSOR, Requirements
 from fastcar_compile.artifact.writer import store_thresholds
 from fastcar_compile.errors import InputError, SignatureError
 from fastcar_compile.ir.types import DecoderConfig
-from fastcar_compile.runtime.backends.base import OpenStepper
-from fastcar_compile.runtime.session import Session, open_session
+from fastcar_compile.runtime.backends.base import OpenStepper, opened
+from fastcar_compile.runtime.session import Session
 from fastcar_compile.support.packages import needs
-from fastcar_compile.support.values import check_kind, path_of
+from fastcar_compile.support.values import check_kind, path_of, whole
 
 if TYPE_CHECKING:
     from torch import Tensor, fx
@@ -202,6 +202,7 @@ class Artifact(Described, StoredArtifact):
         record: bool = False,
         threads: int | None = None,
         thresholds: Thresholds | str | Path | None = None,
+        keep: int = 0,
     ) -> Session:
         """Open a session.
 
@@ -211,14 +212,22 @@ class Artifact(Described, StoredArtifact):
             record: keep every replay decision for `session.stats.decisions`.
             threads: CPU threads, 1 up to the cores that the process may run on; default: every usable core.
             thresholds: calibrated thresholds, or their file; default: the stored thresholds, else the compiled ones.
+            keep: tokens that `Session.rewind` can take back. What they overwrite is kept: their rows of rings and slots
+                of replay (`fastcar inspect` gives the bytes of a token).
 
         Raises:
             ArtifactError: the thresholds belong to another gate or number of layers.
             BackendError: the backend is unknown, or cannot run here.
+            InputError: `threads` or `keep` is not a whole number, or is too large.
         """
         check_kind("thresholds", thresholds, (Thresholds, str, Path, type(None)), "Thresholds, or their file")
         given = Thresholds.load(thresholds) if isinstance(thresholds, str | Path) else thresholds
-        session = open_session(self, backend, record=record, threads=threads)
+        keep, stepper = whole("keep", keep, 0), opened(self, backend, threads)
+        name = backend if isinstance(backend, str) else "a backend of the caller's"
+        place = {"artifact": str(self.path), "digest": self.digest}
+        origin = {"backend": name, **place, **decoder_fields(self.manifest)}
+        layers, config = self.manifest.layers, self.manifest.decoder.config
+        session = Session(stepper, config, layers.thresholds, record=record, gate=layers.gate, keep=keep, origin=origin)
         if (values := given or self.thresholds) is not None:
             session.set_threshold(values)
         return session

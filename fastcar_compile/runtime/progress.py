@@ -1,9 +1,15 @@
-"""Where a session stands: which slots may be replayed, and how much was."""
+"""Where a session stands: which slots may be replayed, how much was, and what the last tokens overwrote."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.errors import InputError
+from fastcar_compile.ir.types import ATTENTION_ROLES, REPLAY_ROLES, DecoderConfig
+from fastcar_compile.runtime.backends.base import Array, Index, StateView
 
 _NEVER = np.iinfo(np.int64).min
 
@@ -29,10 +35,14 @@ class Slots:
         A row may replay a slot that the forward t - F wrote. Otherwise the number is the slot's own: in frame 0 every
         row computes.
         """
-        frame, t = len(self.last), 0 if self.first is None else position - self.first
+        frame, t = len(self.last), self._number(position)
         slot = t % frame
         eligible = bool(self.last[slot] == t - frame)
         return t if eligible else slot, eligible
+
+    def slot(self, position: int) -> int:
+        """Return the slot of the decode forward at `position`."""
+        return self._number(position) % len(self.last)
 
     def decoded(self, position: int) -> None:
         """Note the decode forward at `position`."""
@@ -40,6 +50,9 @@ class Slots:
             self.first = position
         t = position - self.first
         self.last[t % len(self.last)] = t
+
+    def _number(self, position: int) -> int:
+        return 0 if self.first is None else position - self.first
 
 
 _KEPT = 256
@@ -56,27 +69,53 @@ class Stats:
     """
 
     def __init__(self, layers: int, rows: int, tokens_per_frame: int, record: bool) -> None:
-        self.forwards = self.eligible = 0
+        self.forwards = self.eligible = self._pending = 0
         self.tokens_per_frame = tokens_per_frame
         self._added = np.zeros((layers, rows), np.int64)
         self._latest = np.zeros((_KEPT, layers, rows), np.bool_)
-        self._trace: list[np.ndarray] | None = [] if record else None
+        self._trace: dict[int, np.ndarray] | None = {} if record else None
 
-    def add(self, decisions: np.ndarray, eligible: bool) -> None:
-        """Count one forward; decisions bool [L, B]."""
+    def add(self, place: int, decisions: np.ndarray, eligible: bool) -> None:
+        """Count the forward at a position; decisions bool [L, B]."""
         # The assignment copies: a backend's decisions are a view of memory that its next forward writes.
-        self._latest[self.forwards % _KEPT] = decisions
+        self._latest[self._pending] = decisions
+        self._pending += 1
         self.forwards += 1
         self.eligible += eligible
         if self._trace is not None:
-            self._trace.append(decisions.copy())
-        if self.forwards % _KEPT == 0:
-            self._added += self._latest.sum(0)
+            self._trace[place] = decisions.copy()
+        if self._pending == _KEPT:
+            self._add_up()
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """Return the counts, and what was recorded with its positions, as arrays by name."""
+        trace = {} if self._trace is None else self._trace
+        decided = np.array([*trace.values()], np.bool_).reshape(-1, *self._added.shape)
+        return {"replays": self._counts, "decisions": decided, "places": np.array([*trace], np.int64)}
+
+    def restore(self, forwards: int, eligible: int, arrays: Mapping[str, Array]) -> None:
+        """Set new counts to what `saved` gave."""
+        self.forwards, self.eligible, self._added = forwards, eligible, arrays["replays"]
+        if self._trace is not None:
+            self._trace = dict(zip(arrays["places"].tolist(), arrays["decisions"], strict=True))
+
+    def remove(self, place: int, decisions: np.ndarray, eligible: bool) -> None:
+        """Count a forward no more."""
+        self._add_up()
+        self._added -= decisions
+        self.forwards -= 1
+        self.eligible -= eligible
+        if self._trace is not None:
+            self._trace.pop(place, None)
+
+    def _add_up(self) -> None:
+        self._added += self._latest[: self._pending].sum(0)
+        self._pending = 0
 
     @property
     def _counts(self) -> np.ndarray:
         """Replays of each layer and row, int64 [L, B]."""
-        return self._added + self._latest[: self.forwards % _KEPT].sum(0)
+        return self._added + self._latest[: self._pending].sum(0)
 
     @property
     def replay_ratio(self) -> float:
@@ -104,4 +143,138 @@ class Stats:
         """
         if self._trace is None:
             raise InputError("decisions were not recorded", hint="open the session with record=True")
-        return np.stack(self._trace) if self._trace else np.zeros((0, *self._added.shape), bool)
+        return np.stack([*self._trace.values()]) if self._trace else np.zeros((0, *self._added.shape), bool)
+
+
+@dataclass
+class _Token:
+    """What the token at one position overwrote.
+
+    Attributes:
+        states: name -> what was at an index of the state. forward: of a decode forward: slot, the values of
+            `Slots.first` and `Slots.last` before it, its decisions bool [L, B], and whether it was eligible.
+    """
+
+    states: dict[str, tuple[Index, Array]] = field(default_factory=dict[str, tuple[Index, Array]])
+    forward: tuple[int, int | None, int, Array, bool] | None = None
+
+
+class Journal:
+    """What the last tokens overwrote: rows of rings and slots of replay. Full caches lose nothing.
+
+    Args:
+        keep: tokens that can be taken back.
+
+    Attributes:
+        start: position of the first token that can be taken back.
+    """
+
+    def __init__(self, config: DecoderConfig, keep: int, start: int = 0) -> None:
+        self.keep, self.start, self._config = keep, start, config
+        self._tokens: dict[int, _Token] = {}
+
+    def note(self, states: Sequence[StateView], place: int, slot: int | None = None) -> None:
+        """Keep what the token at a position will overwrite; slot: of its replay state, of a decode forward."""
+        # What a padded chunk overwrites behind its end is noted then, and is not what the real token finds.
+        token = self._tokens.setdefault(place, _Token())
+        for state in states:
+            if state.name not in token.states and (index := self._overwritten(state, place, slot)) is not None:
+                token.states[state.name] = index, state.array[index].copy()
+
+    def decoded(self, place: int, slots: Slots, decisions: Array, eligible: bool) -> None:
+        """Keep what the decode forward at a position, which `slots` does not know yet, changes of the counts."""
+        slot = slots.slot(place)
+        self._tokens[place].forward = slot, slots.first, int(slots.last[slot]), decisions.copy(), eligible
+
+    def moved(self, position: int) -> None:
+        """Forget what is too old at a position."""
+        start = max(self.start, position - self.keep)
+        for place in range(self.start, start):
+            self._tokens.pop(place, None)
+        self.start = start
+
+    def back(self, position: int, slots: Slots, stats: Stats) -> Iterator[tuple[str, Index, Array]]:
+        """Yield what to write into the states so that `position` is the next one, and set slots and counts back."""
+        for place in sorted((p for p in self._tokens if p >= position), reverse=True):
+            token = self._tokens.pop(place)
+            for name, (index, value) in token.states.items():
+                yield name, index, value
+            if token.forward is not None:
+                slot, slots.first, slots.last[slot], decisions, eligible = token.forward
+                stats.remove(place, decisions, eligible)
+
+    def _overwritten(self, state: StateView, place: int, slot: int | None) -> Index | None:
+        """Return the part of a state that the token at a position overwrites; None: nothing that is still read."""
+        if state.role not in ATTENTION_ROLES:
+            return slot if state.role in REPLAY_ROLES else None
+        rows, ring = state.array.shape[2], self._config.ring
+        if place < rows or rows == self._config.max_seq_len:
+            return None
+        # A layer with a window of the model's own keeps it, and has no sinks: its ring is smaller.
+        sinks = ring.sinks if ring is not None and rows == ring.capacity else 0
+        return slice(None), slice(None), sinks + (place - sinks) % (rows - sinks)
+
+
+class Progress:
+    """Where a session stands, beside its states.
+
+    Args:
+        record: keep every decision. keep: tokens that can be taken back.
+
+    Attributes:
+        position: of the next token.
+    """
+
+    def __init__(self, config: DecoderConfig, record: bool, keep: int) -> None:
+        self._config, self.position = config, 0
+        self.slots, self.journal = Slots(config.tokens_per_frame), Journal(config, keep)
+        self.stats = Stats(config.num_layers, config.batch_size, config.tokens_per_frame, record)
+
+    def note(self, states: Sequence[StateView], place: int) -> None:
+        """Keep what the decode forward at a position, which comes next, will overwrite."""
+        self.journal.note(states, place, self.slots.slot(place))
+
+    def decided(self, place: int, decisions: Array, eligible: bool) -> None:
+        """Count the decode forward at a position; decisions bool [L, B]."""
+        if self.journal.keep:
+            self.journal.decoded(place, self.slots, decisions, eligible)
+        self.slots.decoded(place)
+        self.stats.add(place, decisions, eligible)
+
+    def move(self, count: int) -> None:
+        """Go on by some tokens."""
+        self.position += count
+        if self.journal.keep:
+            self.journal.moved(self.position)
+
+    def back(self, count: int) -> Iterator[tuple[str, Index, Array]]:
+        """Go back by some tokens, and yield what to write into the states."""
+        self.position -= count
+        return self.journal.back(self.position, self.slots, self.stats)
+
+    def filled(self, states: Iterable[StateView]) -> dict[str, Index]:
+        """Return the part of every state, by name, that the tokens so far have written."""
+        parts: dict[str, Index] = {}
+        for state in states:
+            parts[state.name] = slice(None)
+            if state.role in ATTENTION_ROLES:
+                parts[state.name] = slice(None), slice(None), slice(0, self.position)
+            elif state.role in REPLAY_ROLES:
+                parts[state.name] = np.flatnonzero(self.slots.last >= 0)
+        return parts
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Return what `restore` takes, numbers and arrays."""
+        stats = self.stats
+        numbers = {"forwards": stats.forwards, "eligible": stats.eligible}
+        return numbers | {"position": self.position, "first": self.slots.first}, stats.saved() | {
+            "last": self.slots.last
+        }
+
+    def restore(
+        self, position: int, first: int | None, forwards: int, eligible: int, arrays: Mapping[str, Array]
+    ) -> None:
+        """Stand where another session stood. Nothing before can be taken back."""
+        self.position = self.journal.start = position
+        self.slots.first, self.slots.last = first, arrays["last"]
+        self.stats.restore(forwards, eligible, arrays)

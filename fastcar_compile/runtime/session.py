@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from fastcar_compile.artifact.explain import Described, Description, decoder_fields, gate_text
-from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.artifact.explain import Described, Description, gate_text
 from fastcar_compile.artifact.thresholds import LayerThresholds, Thresholds
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.ir.types import PROMPT, DecoderConfig
-from fastcar_compile.runtime.backends.base import Array, OpenStepper, Stepper, alone, opened
+from fastcar_compile.runtime.backends.base import Array, Stepper, alone
 from fastcar_compile.runtime.guard import Guard
 from fastcar_compile.runtime.inputs import Inputs, checked_context, like, to_numpy
-from fastcar_compile.runtime.progress import Slots, Stats
+from fastcar_compile.runtime.progress import Progress, Stats
 from fastcar_compile.runtime.sampling import Sampler, Sampling, chooser
+from fastcar_compile.runtime.saved import SavedSession, read_session, write_session
 from fastcar_compile.runtime.wavefront import Wavefront, launch
-from fastcar_compile.support.values import check_function, check_kind, whole
-
-
-def open_session(
-    artifact: StoredArtifact, backend: str | OpenStepper = "cpu", *, record: bool = False, threads: int | None = None
-) -> Session:
-    """Return a session with the compiled thresholds.
-
-    Args:
-        backend: one of `BACKENDS`, or a function that opens a stepper. record: keep every replay decision.
-        threads: CPU threads, 1 up to the cores that the process may run on; None: all usable cores.
-
-    Raises:
-        BackendError: the backend is unknown, or cannot run here.
-        InputError: `threads` is not a whole number, or is too large.
-    """
-    layers, config = artifact.manifest.layers, artifact.manifest.decoder.config
-    session = Session(opened(artifact, backend, threads), config, layers.thresholds, record=record, gate=layers.gate)
-    name = backend if isinstance(backend, str) else "a backend of the caller's"
-    place = {"artifact": str(artifact.path), "digest": artifact.digest}
-    session.origin = {"backend": name, **place, **decoder_fields(artifact.manifest)}
-    return session
+from fastcar_compile.support.values import check_function, check_kind, path_of, whole
 
 
 class Session(Described):
@@ -56,7 +37,6 @@ class Session(Described):
     A session is a context manager that closes itself.
 
     Attributes:
-        stats: replay statistics since the last reset.
         thresholds: float32 [L]; where the layer never replays, the value that no score passes (inf for TAS).
         origin: backend and artifact, as printing shows them.
     """
@@ -69,13 +49,14 @@ class Session(Described):
         *,
         record: bool = False,
         gate: str | None = None,
+        keep: int = 0,
+        origin: Mapping[str, str] | None = None,
     ) -> None:
-        self._stepper, self._config, self._record = stepper, config, record
+        self._stepper, self._config, self._record, self._keep = stepper, config, record, keep
         self._inputs, self._guard, self._limits = Inputs(config), Guard(), LayerThresholds(thresholds, gate)
-        self.thresholds = self._limits.values
-        self._has_context = False
-        self.origin: Mapping[str, str] = {}
-        self._reset()
+        self.thresholds = self._limits.values.copy()
+        self._has_context, self.origin = False, origin or {}
+        self._at = Progress(config, record, keep)
 
     def __enter__(self) -> Self:
         return self
@@ -89,7 +70,7 @@ class Session(Described):
 
     def _description(self) -> Description:
         replayed = f"{self.stats.replay_ratio:.1%} of the MLPs replayed"
-        position = f"{self._position} of {self._config.max_seq_len} positions, {replayed}"
+        position = f"{self._at.position} of {self._config.max_seq_len} positions, {replayed}"
         closed = "" if hasattr(self, "_stepper") else ", closed"
         gates = gate_text(self._limits.gates, self._limits.given(self.thresholds))
         return f"Session{closed}", {**self.origin, "gate": gates, "state": position}
@@ -116,9 +97,82 @@ class Session(Described):
 
     def _reset(self) -> None:
         self._stepper.reset()
-        self._position, config = 0, self._config
-        self._slots = Slots(config.tokens_per_frame)
-        self.stats = Stats(config.num_layers, config.batch_size, config.tokens_per_frame, self._record)
+        self._at = Progress(self._config, self._record, self._keep)
+
+    @property
+    def stats(self) -> Stats:
+        """Replay statistics since the last reset."""
+        return self._at.stats
+
+    def rewind(self, count: int) -> None:
+        """Take the last tokens back, whether read or decoded: the session is as it was before them.
+
+        Args:
+            count: tokens, at most those that `session(keep=…)` reserves room for.
+
+        Raises:
+            InputError: `count` is no whole number, or more tokens than can be taken back; or the session belongs to
+                another thread.
+        """
+        with self._guard:
+            room = min(self._keep, self._at.position - self._at.journal.start)
+            if whole("the number of tokens", count, 0) > room:
+                hint = f"the session keeps {self._keep}; open it with session(keep=…) for as many as you take back"
+                raise InputError(f"{count_text(count, 'token')} cannot be taken back, only {room}", hint=hint)
+            self._stepper.write(self._at.back(count))
+
+    def fork(self) -> Session:
+        """Return a session that goes on from here on its own. It shares the weights, and has copies of the states.
+
+        Raises:
+            BackendError: the states are on an accelerator.
+            InputError: the session belongs to another thread.
+        """
+        with self._guard:
+            stepper = self._stepper.fork(self._at.filled(self._stepper.states()))
+            other = Session(stepper, self._config, [], record=self._record, keep=self._keep, origin=self.origin)
+            other._limits, other.thresholds = self._limits, self.thresholds.copy()
+            other._at, other._has_context = copy.deepcopy(self._at), self._has_context
+        return other
+
+    def save(self, path: str | Path) -> None:
+        """Write the session to a file: every state that its tokens have written, thresholds and statistics.
+
+        A session of the same artifact goes on from there with `load`, in another process and on another backend too.
+        What `rewind` would need is not saved.
+
+        Raises:
+            BackendError: the states are on an accelerator.
+            InputError: the session belongs to another thread. UserError: the file cannot be written.
+        """
+        file = path_of("the file", path)
+        with self._guard:
+            states, digest = self._stepper.states(), self.origin.get("digest", "")
+            parts = self._at.filled(states)
+            tensors = {f"state.{state.name}": state.array[parts[state.name]] for state in states}
+            counts, arrays = self._at.saved()
+            about = SavedSession(digest=digest, context=self._has_context, **counts)
+            write_session(file, about, tensors | arrays | {"thresholds": self.thresholds})
+
+    def load(self, path: str | Path) -> None:
+        """Go on where a saved session of the same artifact stood. What this session held is lost.
+
+        The session belongs to the calling thread from then on.
+
+        Raises:
+            ArtifactError: the file is damaged, or of another artifact. BackendError: the states are on an accelerator.
+            InputError: a call is running, or the session is closed. UserError: the file cannot be read.
+        """
+        file = path_of("the file", path)
+        with self._guard.begun():
+            about, tensors = read_session(file, self.origin.get("digest", ""))
+            self._reset()
+            self._at.restore(about.position, about.first, about.forwards, about.eligible, tensors)
+            self.thresholds, self._has_context = tensors["thresholds"], about.context
+            states = self._stepper.states()
+            parts = self._at.filled(states)
+            changes = ((s.name, parts[s.name], tensors[f"state.{s.name}"].view(s.array.dtype)) for s in states)
+            self._stepper.write(changes)
 
     @property
     def config(self) -> DecoderConfig:
@@ -128,7 +182,7 @@ class Session(Described):
     @property
     def position(self) -> int:
         """Tokens seen since the last reset."""
-        return self._position
+        return self._at.position
 
     def set_threshold(self, threshold: float | Sequence[float | None] | Thresholds | None) -> None:
         """Set one threshold for every layer that may replay, one per layer, or calibrated thresholds.
@@ -154,7 +208,7 @@ class Session(Described):
                 session already holds tokens or belongs to another thread.
         """
         with self._guard:
-            if self._position:
+            if self._at.position:
                 raise InputError("the session already holds tokens", hint="call reset() before the next context")
             given = checked_context(self._config, to_numpy(context), None if mask is None else to_numpy(mask))
             self._stepper.set_context(*given)
@@ -176,7 +230,7 @@ class Session(Described):
                 tokens or belongs to another thread.
         """
         with self._guard:
-            if self._position:
+            if self._at.position:
                 hint = "call reset() before the next prompt, or extend() to go on with known tokens"
                 raise InputError("the session already holds tokens", hint=hint)
             return self._extend(inputs)
@@ -201,21 +255,25 @@ class Session(Described):
             return self._extend(inputs)
 
     def _extend(self, inputs: Any) -> Any:
-        array, begin = self._checked(self._inputs.tokens, inputs), self._position
+        array, begin = self._checked(self._inputs.tokens, inputs), self._at.position
         length = array.shape[1]
         self._inputs.require_room(begin, length, f"after {count_text(begin, 'token')} the extension adds")
         chunk = self._stepper.prefill_chunk or length
         logits = np.empty(0, np.float32)
         for start in range(0, length, chunk):
             logits = self._read_chunk(array[:, start : start + chunk], begin + start, chunk)
-        self._position += length
+        self._at.move(length)
         # The logits are a view of memory that the next forward writes, so the caller gets a copy.
         return like(inputs, np.array(logits))
 
     def _read_chunk(self, part: Array, start: int, chunk: int) -> Array:
         """Read at most `chunk` tokens from position `start` on; return the logits of the last one, [B, V]."""
         count = part.shape[1]
-        if count <= self._stepper.single_tokens:
+        alone = count <= self._stepper.single_tokens
+        if self._keep:
+            for place in range(start, start + (count if alone else chunk)):
+                self._at.journal.note(self._stepper.states(), place)
+        if alone:
             # The last token is read alone: of the earlier tokens only keys and values are wanted.
             for i in range(count - 1):
                 self._stepper.prefill(part[:, i : i + 1], start + i)
@@ -242,15 +300,21 @@ class Session(Described):
 
     def _decode(self, inputs: Any) -> Any:
         array = self._checked(self._inputs.token, inputs)
-        if self._position >= self._config.max_seq_len:
-            self._inputs.require_room(self._position, 1, f"after {count_text(self._position, 'token')} the step adds")
-        step, eligible = self._slots.step(self._position)
-        row = alone(self._config, array, self._position, step)
+        position = self._at.position
+        if position >= self._config.max_seq_len:
+            self._inputs.require_room(position, 1, f"after {count_text(position, 'token')} the step adds")
+        step, eligible = self._next(position)
+        row = alone(self._config, array, position, step)
         result, every = self._stepper.decode(**row, thresholds=self.thresholds), slice(None, None, self._config.rows)
-        self._slots.decoded(self._position)
-        self._position += 1
-        self.stats.add(result.decisions[:, every], eligible)
+        self._at.decided(position, result.decisions[:, every], eligible)
+        self._at.move(1)
         return like(inputs, np.array(result.logits[every, 0]))
+
+    def _next(self, place: int) -> tuple[int, bool]:
+        """Return number and eligibility of the decode forward at a position, which comes next."""
+        if self._keep:
+            self._at.note(self._stepper.states(), place)
+        return self._at.slots.step(place)
 
     def generate(
         self,
@@ -291,7 +355,7 @@ class Session(Described):
         num_tokens = whole("num_tokens", num_tokens, 1)
         check_function("on_token", on_token)
         ids = self._checked(self._inputs.tokens, prompt)
-        held = 0 if reset else self._position
+        held = 0 if reset else self._at.position
         if held + ids.shape[1] + num_tokens - 1 > self._config.max_seq_len:
             given = f"{count_text(ids.shape[1], 'prompt token')} and {num_tokens} new ones"
             given += f" after {held}" if held else ""
@@ -334,7 +398,7 @@ class Session(Described):
             count -= 1
             if count == 0:
                 return
-            if wavefront is None or not wavefront.begins(self._position) or count < wavefront.size - 1:
+            if wavefront is None or not wavefront.begins(self._at.position) or count < wavefront.size - 1:
                 token = choose(self._decode(token))
                 continue
             frame = self._decode_frame(wavefront, token, choose, last=count < wavefront.size)
@@ -354,16 +418,15 @@ class Session(Described):
         per, tokens = self._config.rows or 1, np.zeros((len(first), wavefront.size + 1), np.int64)
         tokens[:, 0] = first
         for rows in wavefront.launches[: -1 if last else None]:
-            steps = [(PROMPT, False) if r.extra else self._slots.step(self._position + r.place) for r in rows]
-            given = launch(self._config, rows, tokens, self._position, [step for step, _ in steps])
+            steps = [(PROMPT, False) if r.extra else self._next(self._at.position + r.place) for r in rows]
+            given = launch(self._config, rows, tokens, self._at.position, [step for step, _ in steps])
             result = self._stepper.decode(**given, thresholds=self.thresholds)
             for k, (row, (_, eligible)) in enumerate(zip(rows, steps, strict=True)):
                 if not row.extra:
-                    self._slots.decoded(self._position + row.place)
-                    self.stats.add(result.decisions[:, k::per], eligible)
+                    self._at.decided(self._at.position + row.place, result.decisions[:, k::per], eligible)
                 if row.predicts is not None:
                     tokens[:, row.predicts] = choose(np.array(result.logits[k::per, 0]))
-        self._position += wavefront.size - last
+        self._at.move(wavefront.size - last)
         return tokens
 
     def _checked(self, check: Callable[[Any], Array], inputs: Any) -> Array:

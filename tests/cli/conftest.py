@@ -117,7 +117,9 @@ class FakeArtifact:
     def explain(self, layer: int | None = None, node: str | None = None) -> str:
         return f"explained layer={layer} node={node}"
 
-    def session(self, backend: object = "cpu", record: bool = False, threads: int | None = None) -> FakeSession:
+    def session(
+        self, backend: object = "cpu", record: bool = False, threads: int | None = None, thresholds: object = None
+    ) -> FakeSession:
         backend = backend if isinstance(backend, str) else "perturbed"
         if backend not in self.make:
             raise BackendError(f"unknown backend {backend!r}", hint=f"known: {', '.join(sorted(self.make))}")

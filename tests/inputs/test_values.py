@@ -21,7 +21,7 @@ from fastcar_compile.errors import UserError
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.report.dry_run import Memory
 from fastcar_compile.runtime.backends.base import Stepper
-from fastcar_compile.runtime.session import Session, open_session
+from fastcar_compile.runtime.session import Session
 
 from .test_manifest import whole
 
@@ -86,10 +86,11 @@ def after_prompt() -> Session:
 
 
 class Stored:
-    """What `open_session` reads of an artifact."""
+    """What `Artifact.session` reads of itself."""
 
     manifest = whole()
     path = Path("/nowhere")
+    thresholds = None
     digest = f"sha256:{'0' * 64}"
 
 
@@ -146,8 +147,12 @@ CALLS: dict[str, dict[str, Call]] = {
         "sample": lambda v: session().generate(PROMPT, 2, sample=v),
         "sampled": lambda v: session().generate(PROMPT, 2, sample=lambda _logits: v),
         "on_token": lambda v: session().generate(PROMPT, 2, on_token=v),
-        "backend": lambda v: open_session(STORED, v),
-        "threads": lambda v: open_session(STORED, open_fake, threads=v),
+        "backend": lambda v: fc.Artifact.session(STORED, v),
+        "rewind": lambda v: after_prompt().rewind(v),
+        "save": lambda v: session().save(v),
+        "load": lambda v: session().load(v),
+        "keep": lambda v: fc.Artifact.session(STORED, open_fake, keep=v),
+        "threads": lambda v: fc.Artifact.session(STORED, open_fake, threads=v),
     },
     "Thresholds": {
         "load a file": lambda v: fc.Thresholds.load(v),

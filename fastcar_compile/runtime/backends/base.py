@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import BackendError, InputError
-from fastcar_compile.ir.types import CONTEXT_ROLES, INACTIVE, PROMPT, REPLAY_ROLES, DecoderConfig
+from fastcar_compile.ir.types import CONTEXT_ROLES, INACTIVE, PROMPT, REPLAY_ROLES, DecoderConfig, StateRole
 from fastcar_compile.runtime.guard import thread_count
 from fastcar_compile.support.packages import Registry
 
 Array = NDArray[Any]
 Numbers = int | Array
 """One number for all rows of a decode step, or int64 [B] of decoders whose rows have their own (`compile(rows=…)`)."""
+
+
+Index = int | Array | slice | tuple[slice | int, ...]
+"""A part of a state, as numpy takes it."""
+
+
+@dataclass(frozen=True)
+class StateView:
+    """A state of a session; `array` is valid until the next forward, and is only read."""
+
+    name: str
+    role: StateRole
+    array: Array
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,34 @@ class Stepper(ABC):
             spans: int64 [B, N, 2], ranges of positions that each row sees, where a video has several rows.
         """
 
+    def states(self) -> Sequence[StateView]:
+        """Return every state.
+
+        Raises:
+            BackendError: they are not in memory that this process reads.
+        """
+        raise self._on_device()
+
+    def write(self, changes: Iterable[tuple[str, Index, Array]]) -> None:
+        """Write parts of states, by name, one after the other.
+
+        Raises:
+            BackendError: they are not in memory that this process writes.
+        """
+        raise self._on_device()
+
+    def fork(self, parts: Mapping[str, Index]) -> Stepper:
+        """Return a stepper of the same weights whose states are equal to these; parts: of each state, the others are 0.
+
+        Raises:
+            BackendError: the device takes one session.
+        """
+        raise self._on_device()
+
+    def _on_device(self) -> BackendError:
+        what = f"{type(self).__name__} has its states on a device: they cannot be copied nor set back"
+        return BackendError(what, hint="use the backend cpu, onnxruntime or eager")
+
 
 def alone(config: DecoderConfig, inputs: Array, position: int, step: int) -> dict[str, Any]:
     """Return what `decode` takes for one row of each video at one position: the other rows are not there."""
@@ -133,6 +175,7 @@ class ValueStepper(Stepper):
 
     def __init__(self, config: DecoderConfig, specs: Sequence[Any]) -> None:
         self._config = config
+        self._roles: dict[str, StateRole] = {s.name: s.role for s in specs}
         self._specs = [s for s in specs if s.role not in CONTEXT_ROLES]
         self._context_state = self._zeros(s for s in specs if s.role in CONTEXT_ROLES)
         self.reset()
@@ -140,6 +183,14 @@ class ValueStepper(Stepper):
     @abstractmethod
     def _zeros(self, specs: Iterable[Any]) -> dict[str, Any]:
         """Return states at reset, by name."""
+
+    @abstractmethod
+    def _array(self, value: Any) -> Array:
+        """Return a state as an array."""
+
+    @abstractmethod
+    def _value(self, array: Array) -> Any:
+        """Return an array of its own as a state."""
 
     @abstractmethod
     def _forward(
@@ -175,6 +226,26 @@ class ValueStepper(Stepper):
     ) -> StepResult:
         """Run one decode forward; see Stepper.decode."""
         return StepResult.of(self._forward(inputs, position, step, thresholds, spans), len(thresholds))
+
+    def states(self) -> Sequence[StateView]:
+        """Return every state; see Stepper.states."""
+        return [StateView(n, self._roles[n], self._array(v)) for n, v in (self._state | self._context_state).items()]
+
+    def write(self, changes: Iterable[tuple[str, Index, Array]]) -> None:
+        """Write parts of states; see Stepper.write. Every changed state is a new value: others may have the old one."""
+        made: dict[str, Array] = {}
+        for name, index, value in changes:
+            if name not in made:
+                made[name] = self._array((self._state | self._context_state)[name]).copy()
+            made[name][index] = value
+        for name, array in made.items():
+            (self._state if name in self._state else self._context_state)[name] = self._value(array)
+
+    def fork(self, parts: Mapping[str, Index]) -> Self:
+        """Return a stepper that has the same values as states."""
+        other = copy.copy(self)
+        other._state, other._context_state = dict(self._state), dict(self._context_state)
+        return other
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from typing import Any, Literal
 
@@ -19,7 +20,9 @@ from fastcar_compile.runtime.backends.accelerator.calls import register_function
 from fastcar_compile.runtime.backends.base import (
     Array,
     BackendOptions,
+    Index,
     Numbers,
+    StateView,
     Stepper,
     StepResult,
     alone,
@@ -233,14 +236,16 @@ class CpuStepper(Stepper):
         threads: int | None,
         decode: Literal["decode", "offload"] = "decode",
     ) -> None:
+        self._again = partial(CpuStepper, library, decoder, params, threads)
         self._threads = thread_count(threads)
         use_threads(self._threads)
         self._config = decoder.config
         # Two arenas: `reset` clears the first, and the context's states survive it.
         self._state = StateArena([s for s in decoder.state if s.role not in CONTEXT_ROLES])
         self._context_state = StateArena([s for s in decoder.state if s.role in CONTEXT_ROLES])
-        known = {name: adopt(value) for name, value in params.items()}
-        known |= {name: adopt(value) for name, value in (self._state.arrays | self._context_state.arrays).items()}
+        arrays, roles = self._state.arrays | self._context_state.arrays, {s.name: s.role for s in decoder.state}
+        self._views = [StateView(name, roles[name], array) for name, array in arrays.items()]
+        known = {name: adopt(value) for name, value in (*params.items(), *arrays.items())}
         self._step, self._chunk = (_forward_feeds(self._config, n) for n in (1, self._config.prefill_chunk))
         machine, programs = library.open(), library.programs
         self._decode = _Program(machine, programs.named()[decode], known | self._step.tensors)
@@ -291,3 +296,19 @@ class CpuStepper(Stepper):
         given["thresholds"] = each_threshold(self._config, thresholds)
         self._step.set(given if spans is None else given | {"spans": spans})
         return StepResult.of(self._decode("logits", "decisions", "scores"), len(thresholds))
+
+    def states(self) -> Sequence[StateView]:
+        """Return every state; see Stepper.states."""
+        return self._views
+
+    def write(self, changes: Iterable[tuple[str, Index, Array]]) -> None:
+        """Write parts of states; see Stepper.write."""
+        arrays = {view.name: view.array for view in self._views}
+        for name, index, value in changes:
+            arrays[name][index] = value
+
+    def fork(self, parts: Mapping[str, Index]) -> Stepper:
+        """Return a stepper with copies of the parts; see Stepper.fork."""
+        other = self._again()
+        other.write((state.name, parts[state.name], state.array[parts[state.name]]) for state in self.states())
+        return other

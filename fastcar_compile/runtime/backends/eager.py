@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
+import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor, fx
@@ -62,6 +63,16 @@ class EagerStepper(ValueStepper):
 
     def _zeros(self, specs: Iterable[StateSpec]) -> dict[str, Tensor]:
         return {s.name: s.zeros() for s in specs}
+
+    def _array(self, value: Tensor) -> Array:
+        if value.dtype == torch.bfloat16:  # torch makes no numpy array of it
+            return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return value.numpy()
+
+    def _value(self, array: Array) -> Tensor:
+        if array.dtype == ml_dtypes.bfloat16:
+            return torch.as_tensor(array.view(np.int16)).view(torch.bfloat16)
+        return torch.as_tensor(array)
 
     def _contexts(self, given: Mapping[str, Array]) -> Sequence[Tensor]:
         graph = self._program.context

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 from weakref import WeakSet
 
+import ml_dtypes
 import numpy as np
 
 from fastcar_compile.artifact.layout import weight_files
@@ -101,9 +102,17 @@ class OrtStepper(ValueStepper):
         super().__init__(decoder.config, decoder.state)
 
     def _zeros(self, specs: Iterable[State]) -> dict[str, Any]:
-        zeros = {s.name: np.zeros(s.shape, s.format.numpy) for s in specs}
+        return {s.name: self._value(np.zeros(s.shape, s.format.numpy)) for s in specs}
+
+    def _value(self, array: Array) -> Any:
         # onnxruntime has to be told the type of an array that numpy itself lacks.
-        return {n: _value(z) if z.dtype.isbuiltin == 1 else _typed_value(z, _BFLOAT16) for n, z in zeros.items()}
+        return _value(array) if array.dtype.isbuiltin == 1 else _typed_value(array, _BFLOAT16)
+
+    def _array(self, value: Any) -> Array:
+        if value.element_type() != _BFLOAT16:
+            return value.numpy()
+        bits = ctypes.cast(value.data_ptr(), ctypes.POINTER(ctypes.c_uint16))
+        return np.ctypeslib.as_array(bits, value.shape()).view(ml_dtypes.bfloat16)
 
     def _contexts(self, given: Mapping[str, Array]) -> Sequence[Any]:
         assert self._context is not None

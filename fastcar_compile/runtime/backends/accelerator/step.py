@@ -1,5 +1,6 @@
 """Sessions whose decode steps run on an accelerator: whole, a launch per token, or their gates, MLPs and linears."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from fastcar_compile.errors import ArtifactError, BackendError, InternalError
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit, stepping
 from fastcar_compile.runtime.backends.accelerator.kernel import WORD_BYTES, Kernel, Launch, LiveTable
-from fastcar_compile.runtime.backends.base import BackendOptions, Numbers, Stepper, StepResult
+from fastcar_compile.runtime.backends.base import BackendOptions, Index, Numbers, Stepper, StepResult
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Embedding, library_of
 
 Array = NDArray[Any]
@@ -151,6 +152,10 @@ class AcceleratorStepper(CpuStepper):
         self._gate.start(int(step), thresholds)
         with stepping(self):
             return super().decode(inputs, position, step, thresholds, spans)
+
+    def fork(self, parts: Mapping[str, Index]) -> Stepper:
+        """Raise BackendError: the kernel's control table belongs to one session."""
+        raise self._on_device()
 
     def gate(self, layer: int, inputs: GateInputs[Array], chain: Array) -> tuple[Array, Array, Array]:
         """Return replay, score and chain of one layer."""

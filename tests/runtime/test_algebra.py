@@ -1,0 +1,221 @@
+"""Sessions as values: tokens taken back, copies, files. What is left goes on as a session that never did otherwise."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from decoders import llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastcar_compile as fc
+from fastcar_compile.errors import ArtifactError, BackendError, InputError
+from fastcar_compile.runtime.backends.base import Stepper
+
+FRAME, LENGTH, ROWS = 5, 48, 2
+EXACT: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
+RING = fc.SparseAttention(window=7, sinks=2)
+KINDS: dict[str, dict[str, Any]] = {
+    "exact": EXACT,
+    "exact rows": {**EXACT, "rows": 2},
+    "exact ring": {**EXACT, "sparse_attention": RING},
+    "bfloat16 ring": {"kv": "bfloat16", "sparse_attention": RING},
+    "dense": {**EXACT, "replay": None},
+}
+PLACES = [
+    *[(kind, "cpu") for kind in KINDS],
+    ("exact ring", "eager"),
+    ("bfloat16 ring", "eager"),
+    ("bfloat16 ring", "onnxruntime"),
+    *[pytest.param(kind, "eager", marks=pytest.mark.thorough) for kind in ("exact", "exact rows")],
+]
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact]:
+    folder: Path = tmp_path_factory.mktemp("algebra")
+    common: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": ROWS, "prefill_chunk": 4}
+    common |= {"target": "cpu", "replay": fc.ReplayConfig(threshold=0.0, max_chain=3, refresh_every=4)}
+    return {kind: fc.compile(llama(), output=folder / kind, **(common | options)) for kind, options in KINDS.items()}
+
+
+Part = tuple[str, int]
+PARTS = st.lists(st.tuples(st.sampled_from(["extend", "step"]), st.integers(1, 9)), min_size=1, max_size=5)
+
+
+def run(session: fc.Session, parts: list[Part], seed: int) -> list[Any]:
+    """Logits and counts after each token that is decoded, and after each extension. A seed is a story of its own."""
+    seen: list[Any] = []
+    for kind, count in parts:
+        at = session.position
+        ids = np.random.default_rng(seed).integers(0, 17, (ROWS, LENGTH))[:, at : at + count]
+        if not ids.size:
+            continue
+        if kind == "extend":
+            seen.append(session.extend(ids))
+            continue
+        for token in ids.T:
+            seen.append(session.step(np.ascontiguousarray(token)))
+            seen.append(session.stats.decisions[-1])
+    stats = session.stats
+    return [*seen, session.position, stats.forwards, stats.eligible, np.array(stats.per_layer), stats.decisions]
+
+
+def same(one: list[Any], other: list[Any]) -> None:
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("kind", "backend"), PLACES)
+@settings(max_examples=6, deadline=None)
+@given(first=PARTS, lost=PARTS, then=PARTS, inside=st.integers(0, 8))
+def test_what_is_taken_back_leaves_nothing(
+    artifacts: dict[str, fc.Artifact], kind: str, backend: str, first: list[Part], lost: list[Part], then: list[Part],
+    inside: int,
+) -> None:  # fmt: skip
+    with (
+        artifacts[kind].session(backend, record=True, keep=LENGTH) as session,
+        artifacts[kind].session(backend, record=True) as never,
+    ):
+        for one in (session, never):
+            run(one, first, 1)
+        before = session.position
+        run(session, [*lost, ("extend", inside)] if inside else lost, 2)
+        session.rewind(session.position - before)
+        same(run(session, then, 3), run(never, then, 3))
+
+
+@pytest.mark.parametrize(("kind", "backend"), PLACES)
+@settings(max_examples=6, deadline=None)
+@given(first=PARTS, count=st.integers(0, LENGTH), then=PARTS)
+def test_tokens_are_taken_back_one_by_one_or_together(
+    artifacts: dict[str, fc.Artifact], kind: str, backend: str, first: list[Part], count: int, then: list[Part]
+) -> None:
+    """Within an extension too, and over tokens that were taken back and read again."""
+    with (
+        artifacts[kind].session(backend, record=True, keep=LENGTH) as session,
+        artifacts[kind].session(backend, record=True, keep=LENGTH) as other,
+    ):
+        for one in (session, other):
+            run(one, first, 1)
+        count = min(count, session.position)
+        session.rewind(count)
+        for _ in range(count):
+            other.rewind(1)
+        same(run(session, then, 2), run(other, then, 2))
+
+
+@pytest.mark.parametrize(("kind", "backend"), PLACES)
+@settings(max_examples=4, deadline=None)
+@given(first=PARTS, left=PARTS, right=PARTS)
+def test_a_fork_is_another_session(
+    artifacts: dict[str, fc.Artifact], kind: str, backend: str, first: list[Part], left: list[Part], right: list[Part]
+) -> None:
+    session, one, two = (artifacts[kind].session(backend, record=True, keep=3) for _ in range(3))
+    with session, one, two:
+        for each in (session, one, two):
+            run(each, first, 1)
+        with session.fork() as fork:
+            same(run(session, left, 2), run(one, left, 2))
+            same(run(fork, right, 3), run(two, right, 3))
+            back = min(3, fork.position)
+            fork.rewind(back)
+            two.rewind(back)
+            same(run(fork, left, 4), run(two, left, 4))
+        same(run(session, right, 5), run(one, right, 5))
+
+
+@pytest.mark.parametrize(("kind", "backend"), PLACES)
+@settings(max_examples=4, deadline=None)
+@given(first=PARTS, then=PARTS)
+def test_a_saved_session_goes_on(
+    tmp_path_factory: pytest.TempPathFactory, artifacts: dict[str, fc.Artifact], kind: str, backend: str,
+    first: list[Part], then: list[Part],
+) -> None:  # fmt: skip
+    file = tmp_path_factory.mktemp("saved") / "session"
+    with artifacts[kind].session(backend, record=True) as session:
+        session.set_threshold(None if kind == "dense" else 0.25)
+        run(session, first, 1)
+        session.save(file)
+        with artifacts[kind].session(backend, record=True) as other:
+            run(other, then, 4)
+            other.load(file)
+            assert np.array_equal(other.thresholds, session.thresholds)
+            same(run(other, then, 2), run(session, then, 2))
+
+
+def test_a_saved_session_goes_on_elsewhere(tmp_path: Path, artifacts: dict[str, fc.Artifact]) -> None:
+    """In a fresh process, and on another backend."""
+    file, out = tmp_path / "session", tmp_path / "out.npy"
+    artifact = artifacts["exact ring"]
+    with artifact.session("cpu") as session:
+        session.generate(np.ones((ROWS, 6), np.int64), 20)
+        session.save(file)
+        expected = session.generate(np.ones((ROWS, 1), np.int64), 9, reset=False)
+    program = (
+        "import sys, numpy as np, fastcar_compile as fc; s = fc.load(sys.argv[1]).session(sys.argv[4]); "
+        "s.load(sys.argv[2]); np.save(sys.argv[3], s.generate(np.ones((2, 1), np.int64), 9, reset=False))"
+    )
+    for backend in ("cpu", "eager"):
+        command = [sys.executable, "-c", program, str(artifact.path), str(file), str(out), backend]
+        subprocess.run(command, check=True)
+        assert np.array_equal(np.load(out), expected)
+
+
+def test_only_what_was_kept_is_taken_back(artifacts: dict[str, fc.Artifact]) -> None:
+    with artifacts["exact ring"].session("cpu", record=True, keep=4) as session:
+        run(session, [("extend", 6), ("step", 10)], 1)
+        with pytest.raises(InputError, match=r"5 tokens cannot be taken back, only 4\n.*keep"):
+            session.rewind(5)
+        session.rewind(3)
+        with pytest.raises(InputError, match="2 tokens cannot be taken back, only 1"):
+            session.rewind(2)
+        run(session, [("step", 2)], 2)
+        session.rewind(3)
+        session.reset()
+        with pytest.raises(InputError, match="1 token cannot be taken back, only 0"):
+            session.rewind(1)
+    with artifacts["exact"].session("cpu", record=True) as session:
+        run(session, [("extend", 6)], 1)
+        with pytest.raises(InputError, match="the session keeps 0"):
+            session.rewind(1)
+
+
+def test_a_file_that_is_no_session_is_refused(tmp_path: Path, artifacts: dict[str, fc.Artifact]) -> None:
+    """And nothing of the session is lost."""
+    saved, file = tmp_path / "saved", tmp_path / "file"
+    with artifacts["exact"].session("cpu", record=True) as session, artifacts["dense"].session("cpu") as other:
+        before = run(session, [("extend", 6), ("step", 8)], 1)
+        session.save(saved)
+        with pytest.raises(ArtifactError, match="the session is of the artifact sha256:"):
+            other.load(saved)
+        whole = saved.read_bytes()
+        for damaged, text in (
+            (whole[:-9], "damaged"),
+            (b"", "damaged"),
+            (whole.replace(b"eligible", b"eligibel"), "malformed"),
+        ):
+            file.write_bytes(damaged)
+            with pytest.raises(ArtifactError, match=text):
+                session.load(file)
+        with pytest.raises(ArtifactError, match="no session"):
+            session.load(next((artifacts["exact"].path).rglob("*.safetensors")))
+        assert session.position == before[-5]
+        session.save(saved)
+        assert saved.read_bytes() == whole
+        assert {path.name for path in tmp_path.iterdir()} == {"saved", "file"}
+
+
+def test_states_on_a_device_stay_there(artifacts: dict[str, fc.Artifact]) -> None:
+    class OnDevice(Stepper):
+        def reset(self) -> None: ...
+        def prefill(self, inputs: Any, position: int) -> Any: ...
+        def decode(self, *_: Any, **__: Any) -> Any: ...
+
+    with artifacts["dense"].session(lambda artifact, options: OnDevice()) as session:
+        for call in (session.fork, lambda: session.save("file"), lambda: session.rewind(0)):
+            with pytest.raises(BackendError, match="OnDevice has its states on a device"):
+                call()
