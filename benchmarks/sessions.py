@@ -1,6 +1,9 @@
 """Several sessions in one process: throughput at once against one after the other, what closed ones leave, the guard.
 
     python benchmarks/sessions.py --artifact build/demo/artifact --sessions 1000 --json out.json
+    python benchmarks/sessions.py --batcher 8 --sessions 1000
+
+The second command compares a batcher of 8 sequences with 8 sessions, and counts what sequences that have left leave.
 
 Without --artifact a Llama of 8 layers of hidden size 512 is compiled first, float32. Each session has a thread of its
 own. Rounds of both ways alternate, and the least time of each counts. Run it on an idle machine.
@@ -13,12 +16,14 @@ import os
 import tempfile
 import time
 import timeit
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from speed.wide import wide
 
 import fastcar_compile as fc
 from fastcar_compile.runtime.guard import Guard
@@ -94,6 +99,15 @@ def shared(artifact: fc.Artifact, load: Load) -> Shared:
     return Shared(load.backend, load.sessions, load.threads, *(min(column) for column in zip(*times, strict=True)))
 
 
+def held() -> list[int]:
+    """Return what the process holds: KiB of anonymous memory, descriptors, threads and mappings."""
+    gc.collect()
+    rollup = Path("/proc/self/smaps_rollup").read_text("ascii").splitlines()
+    anonymous = next(int(line.split()[1]) for line in rollup if line.startswith("Anonymous:"))
+    folders = [len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")]
+    return [anonymous, *folders, len(Path("/proc/self/maps").read_text("utf-8").splitlines())]
+
+
 def left(artifact: fc.Artifact, backend: str, sessions: int) -> Left:
     """Open, use and close sessions; return what they left."""
     prompt = np.ones((artifact.manifest.decoder.config.batch_size, 2), np.int64)
@@ -102,14 +116,52 @@ def left(artifact: fc.Artifact, backend: str, sessions: int) -> Left:
         for _ in range(count):
             with artifact.session(backend) as session:
                 session.generate(prompt, 2)
-        gc.collect()
-        rollup = Path("/proc/self/smaps_rollup").read_text("ascii").splitlines()
-        anonymous = next(int(line.split()[1]) for line in rollup if line.startswith("Anonymous:"))
-        folders = [len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")]
-        return [anonymous, *folders, len(Path("/proc/self/maps").read_text("utf-8").splitlines())]
+        return held()
 
     memory, *rest = (after - before for before, after in zip(use(WARM), use(sessions), strict=True))
     return Left(backend, sessions, memory / sessions, *rest)
+
+
+def batched(model: Any, sequences: int, asked: argparse.Namespace, options: Mapping[str, Any]) -> None:
+    """Print tokens/s of a batcher on two threads, and of as many sessions two at a time, with a thread each.
+
+    Then so many sequences as `--sessions` says join and leave, and what they leave is printed.
+    """
+    tokens, joins = 64, asked.sessions
+    with tempfile.TemporaryDirectory() as folder:
+        alone = fc.compile(model, "cpu", output=Path(folder, "alone"), **options)
+        rows = fc.compile(model, "cpu", rows=1, batch_size=sequences, output=Path(folder, "rows"), **options)
+        sessions = [alone.session("cpu", threads=1) for _ in range(sequences)]
+        pools, prompt = [ThreadPoolExecutor(1) for _ in range(2)], np.zeros(asked.prompt, np.int64)
+        seconds: dict[str, list[float]] = {"batcher": [], "sessions": []}
+
+        def decode(own: Sequence[fc.Session]) -> None:
+            for session in own:
+                session.generate(prompt[None], tokens)
+
+        with fc.Batcher(rows, threads=2, waiting=joins) as batcher:
+            for _ in range(asked.rounds + 1):
+                begin = time.perf_counter()
+                for stream in [batcher.submit(prompt, tokens) for _ in range(sequences)]:
+                    stream.result()
+                between = time.perf_counter()
+                for running in [pool.submit(decode, sessions[i::2]) for i, pool in enumerate(pools)]:
+                    running.result()
+                seconds["batcher"].append(between - begin)
+                seconds["sessions"].append(time.perf_counter() - between)
+
+            def join(count: int) -> list[int]:
+                for stream in [batcher.submit(prompt, 2) for _ in range(count)]:
+                    stream.result()
+                return held()
+
+            memory, *rest = (after - before for before, after in zip(join(WARM), join(joins), strict=True))
+        print("| sequences | batcher, tokens/s | sessions | gain |\n|---|---|---|---|")
+        each = [sequences * tokens / min(values[1:]) for values in seconds.values()]
+        print(f"| {sequences} | {each[0]:.0f} | {each[1]:.0f} | {each[0] / each[1]:.2f}x |")
+        print(f"\n{joins} joins left {memory} KiB, and descriptors, threads and mappings {rest}")
+        for pool in pools:
+            pool.shutdown()
 
 
 def guard_nanoseconds() -> float:
@@ -157,7 +209,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--sessions", type=int, default=1000)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--batcher", type=int, help="sequences")
+    parser.add_argument("--prompt", type=int, default=4, help="tokens of each of its prompts; 64 are decoded")
+    parser.add_argument("--model", help="folder of a decoder for --batcher; without it 8 layers of 2048 x 5504")
     options = parser.parse_args()
+    if options.batcher:
+        common: dict[str, Any] = {"quant": "w8a8", "replay": None}
+        common |= {} if options.model else {"tokens_per_frame": 64, "max_seq_len": 256}
+        return batched(options.model or wide(), options.batcher, options, common)
     with tempfile.TemporaryDirectory() as folder:
         artifact = fc.load(options.artifact) if options.artifact else compiled(Path(folder))
         pairs = [
@@ -179,6 +238,7 @@ def main() -> None:
     if options.json:
         found = {"shared": [asdict(p) for p in pairs], "left": [asdict(n) for n in leaks], "guard_ns": guard}
         options.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    return None
 
 
 if __name__ == "__main__":

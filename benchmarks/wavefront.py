@@ -1,9 +1,14 @@
 """Wavefront decoding of the game decoder against raster order: frames/s by turns, NLL under teacher forcing, replay.
 
-    python benchmarks/wavefront.py --rounds 5 --threads 1 --json out.json
+    python benchmarks/wavefront.py --rounds 5 --threads 1 --draws 8 --json out.json
 
 The sequences are those that the world ships, 16 frames each: the first 4 are a prompt, and image tokens of the other 12
-count. Everything is compiled first, w8a8 and int8 keys and values.
+count. Everything is compiled first, w8a8 and int8 keys and values. Rollouts draw these 12 frames freely, with the
+sampling of the game and the actions of the recording; other draws of raster order show what chance alone does.
+
+    python benchmarks/wavefront.py --wide
+
+measures frames/s of a decoder whose weights come from memory: 8 layers of 2048 x 5504, random weights.
 """
 
 import argparse
@@ -12,11 +17,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 from safetensors.numpy import load_file
+from scipy import linalg
+from speed.wide import wide
 
 import fastcar_compile as fc
 
@@ -25,6 +34,9 @@ PROMPT_FRAMES = 4
 GRID, LEAD = (8, 8), 1
 LAGS = (8, 3, 2, 1)
 """As many columns as the grid has is raster order."""
+
+CODES = 1000
+"""Image tokens are those below; actions come behind them."""
 
 CASE = "learned within 1.10x"
 """The calibrated thresholds in cases.json that replay within 1.10x of the dense NLL in raster order."""
@@ -113,6 +125,89 @@ def skipped(wavefront: fc.Wavefront, decisions: np.ndarray) -> float:
     return float(np.mean(shares))
 
 
+class Drawn:
+    """A sampler that draws image tokens as the game does, and takes the actions of a sequence."""
+
+    def __init__(self, sequence: np.ndarray, places: Iterator[int], seed: int) -> None:
+        self.tokens, self.places = sequence.copy(), places
+        self.draw = fc.Sampling(temperature=1.0, top_k=40, seed=seed).start(np.zeros((1, 0), np.int64))
+
+    def __call__(self, logits: np.ndarray) -> np.ndarray:
+        """Return the token of the next place."""
+        place = next(self.places)
+        if place % (GRID[0] * GRID[1] + LEAD) >= LEAD:
+            self.tokens[place] = self.draw(logits[:, :CODES])[0]
+        return self.tokens[place : place + 1]
+
+
+def pictures(tokens: np.ndarray) -> np.ndarray:
+    """Return the frames of a sequence behind the prompt, float [frames, height, width, 3] in 0 .. 1."""
+    session: Any = onnxruntime.InferenceSession(ROOT / "world" / "pixels.onnx", providers=["CPUExecutionProvider"])
+    frames = tokens.reshape(-1, GRID[0] * GRID[1] + LEAD)[PROMPT_FRAMES:, LEAD:].reshape(-1, 1, *GRID)
+    return np.concatenate([session.run(["frames"], {"tokens": f})[0] for f in frames]) / 255.0
+
+
+def motion(videos: np.ndarray) -> np.ndarray:
+    """Return what describes two successive frames: brightness of 8 x 8 areas, float [N, 128]; of [V, frames, ...]."""
+    gray = videos.mean(-1)
+    areas = gray.reshape(*gray.shape[:2], 8, gray.shape[2] // 8, 8, gray.shape[3] // 8).mean((3, 5))
+    flat = areas.reshape(*gray.shape[:2], 64)
+    return np.concatenate([flat[:, :-1], flat[:, 1:]], -1).reshape(-1, 128)
+
+
+def distance(made: np.ndarray, true: np.ndarray) -> float:
+    """Return the Frechet distance of the 8 directions in which the game's features differ most (as FVD measures)."""
+    _, _, directions = np.linalg.svd(true - true.mean(0), full_matrices=False)
+    one, other = ((features - true.mean(0)) @ directions[:8].T for features in (made, true))
+    spread: Any = linalg.sqrtm(np.cov(one.T) @ np.cov(other.T))
+    covariances = np.trace(np.cov(one.T) + np.cov(other.T) - 2 * spread.real)
+    return float(((one.mean(0) - other.mean(0)) ** 2).sum() + covariances)
+
+
+def rollouts(artifacts: dict[tuple[int, bool], fc.Artifact], draws: int) -> Iterator[tuple[object, ...]]:
+    """Yield rows of a table: rollouts of every lag, dense and with replay, and other draws of raster order."""
+    sequences = load_file(ROOT / "world" / "starts.safetensors")["tokens"].reshape(6, -1).astype(np.int64)
+    first = PROMPT_FRAMES * (GRID[0] * GRID[1] + LEAD) + LEAD
+    true = np.stack([pictures(sequence) for sequence in sequences])
+    cases = [(key, 0) for key in artifacts]
+    for (lag, gate), seed in [(cases[0][0], 1000), *cases]:
+        wavefront, made = fc.Wavefront(GRID, lag, LEAD), list[np.ndarray]()
+        with artifacts[lag, gate].session("cpu") as session:
+            for draw, sequence in product(range(draws), sequences):
+                drawn = Drawn(sequence, order(wavefront, first, len(sequence)), seed + draw)
+                session.generate(sequence[None, :first], len(sequence) - first, drawn, wavefront=wavefront)
+                made.append(pictures(drawn.tokens))
+        errors = ((np.stack(made).reshape(draws, *true.shape) - true) ** 2).mean((0, 1, 3, 4, 5))
+        ratios = [f"{-10 * np.log10(errors[frame]):.1f}" for frame in (0, 3, 11)]
+        name = f"{lag}, other draws" if seed else str(lag)
+        yield name, "learned" if gate else "none", *ratios, f"{distance(motion(np.stack(made)), motion(true)):.4f}"
+
+
+def measure_wide(rounds: int, threads: int) -> None:
+    """Print the frames/s of a decoder of 8 layers of 2048 x 5504 with random weights, by turns."""
+    model, prompt = wide(), np.zeros((1, 64), np.int64)
+    fronts = {lag: fc.Wavefront(GRID, lag) for lag in LAGS}
+    with tempfile.TemporaryDirectory() as folder:
+        common: dict[str, Any] = {"quant": "w8a8", "replay": None, "tokens_per_frame": 64, "max_seq_len": 256}
+        artifacts = {
+            lag: fc.compile(model, "cpu", rows=front.rows, output=Path(folder) / str(lag), **common)
+            for lag, front in fronts.items()
+        }
+        sessions = {lag: artifact.session("cpu", threads=threads) for lag, artifact in artifacts.items()}
+        seconds: dict[int, list[float]] = {lag: [] for lag in fronts}
+        for _ in range(rounds + 1):
+            for lag, session in sessions.items():
+                begin = time.perf_counter()
+                session.generate(prompt, 1)
+                between = time.perf_counter()
+                session.generate(prompt, 128, wavefront=fronts[lag])
+                seconds[lag].append((time.perf_counter() - between - (between - begin)) / 2)
+    print("| lag | rows | frames/s | of raster |\n|---|---|---|---|")
+    for lag, values in seconds.items():
+        least = min(values[1:])
+        print(f"| {lag} | {fronts[lag].rows} | {1 / least:.2f} | {min(seconds[LAGS[0]][1:]) / least:.2f}x |")
+
+
 def measure(artifacts: dict[tuple[int, bool], fc.Artifact], rounds: int, threads: int) -> list[Result]:
     """Return the results of all lags, dense and with replay, timed by turns."""
     sequences = load_file(ROOT / "world" / "starts.safetensors")["tokens"].reshape(6, -1).astype(np.int64)
@@ -154,11 +249,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--draws", type=int, default=0, help="rollouts of each sequence")
+    parser.add_argument("--wide", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.wide:
+        return measure_wide(options.rounds, options.threads)
     with tempfile.TemporaryDirectory() as folder:
         artifacts = {(lag, gate): compiled(lag, gate, Path(folder)) for gate in (False, True) for lag in LAGS}
         results = measure(artifacts, options.rounds, options.threads)
+        rolled = list(rollouts(artifacts, options.draws)) if options.draws else []
     dense = results[0]
     print("| lag | gate | rows | decode steps a frame | frames/s | of raster dense | NLL | replay | MLPs skipped |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -166,8 +266,15 @@ def main() -> None:
         cells = (r.lag, r.gate or "none", r.rows, r.launches, f"{1 / r.seconds:.1f}")
         cells += (f"{dense.seconds / r.seconds:.2f}x", f"{r.nll:.3f} ({r.nll / dense.nll:.3f}x)")
         print("|", " | ".join(map(str, (*cells, f"{r.replay:.1%}", f"{r.skipped:.1%}"))), "|")
+    print(
+        "\n| lag | gate | PSNR of frame 1 | 4 | 12 | distance to the game |\n|---|---|---|---|---|---|" * bool(rolled)
+    )
+    for row in rolled:
+        print("|", " | ".join(map(str, row)), "|")
     if options.json:
-        options.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
+        found = {"results": [asdict(r) for r in results], "rollouts": rolled}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return None
 
 
 if __name__ == "__main__":
