@@ -28,11 +28,12 @@ from fastcar_compile.codegen.tvm.kernels.attention.decode import (
     window_attention,
 )
 from fastcar_compile.codegen.tvm.kernels.attention.int8 import suits
+from fastcar_compile.codegen.tvm.kernels.attention.rows import spans_attention
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK
 from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.ir.ops.operator import loaded, stored
 
-from .kernel_runs import few, name_of, needs, run
+from .kernel_runs import HERE, few, name_of, needs, run
 
 Heads = tuple[int, int]
 HEADS = st.sampled_from([(4, 4), (4, 2), (6, 1), (5, 5), (3, 1)])
@@ -116,6 +117,38 @@ def test_chunk_attention(
     """Chunks that end before, at and beyond the end of the cache."""
     torch.manual_seed(seed)
     _check(b, heads, rows[0], 100, d, rows[1], dtype, cap)
+
+
+@pytest.mark.parametrize("isa", [*HERE, PORTABLE], ids=lambda isa: isa.name)
+@few
+@given(HEADS, st.sampled_from([2, 5]), DIMS, TYPES, CAPS, st.integers(0, 99))
+def test_rows_over_one_cache(
+    isa: InstructionSet, heads: Heads, rows: int, d: int, dtype: torch.dtype, cap: float | None, seed: int
+) -> None:
+    """Ranges of any length, none among them; positions that no row sees hold NaN. Rows are the same bits when alone."""
+    torch.manual_seed(seed)
+    (hq, hkv), videos, s = heads, 2, 100
+    places = torch.randint(0, s + 1, (videos * rows, 4)).sort(-1).values.reshape(-1, 2, 2)
+    places[1] = 0
+    everywhere = torch.arange(s)[:, None]
+    seen = ((everywhere >= places[:, None, :, 0]) & (everywhere < places[:, None, :, 1])).any(-1)
+    q, k, v = torch.randn(videos * rows, hq, 1, d), torch.randn(videos, hkv, s, d), torch.randn(videos, hkv, s, d)
+    for held in (k, v):
+        held.masked_fill_(~seen.reshape(videos, rows, s).any(1)[:, None, :, None], torch.nan)
+    k, v = stored(k, dtype), stored(v, dtype)
+    kernel = spans_attention((len(q), hq, 1, d), (videos, hkv, s, d), 0.3, name_of(dtype), cap, 2, isa=isa)
+    y = run(kernel, q, k, v, places, torch.full(q.shape, torch.nan))[-1]
+    there = seen.any(1)
+    mine = [i for i in range(len(q)) if there[i]]
+    keys, values = (loaded(c, d)[[i // rows for i in mine]].repeat_interleave(hq // hkv, 1) for c in (k, v))
+    logits = torch.einsum("bhd,bhsd->bhs", q[mine, :, 0], keys) * 0.3
+    logits = (logits if cap is None else cap * torch.tanh(logits / cap)).masked_fill(~seen[mine, None], -torch.inf)
+    expected = torch.einsum("bhs,bhsd->bhd", logits.softmax(-1), values.nan_to_num())
+    torch.testing.assert_close(y[mine, :, 0], expected, atol=1e-5, rtol=1e-4)
+    assert not y[~there].any()
+    places[torch.arange(len(q)) % rows != rows - 1] = 0
+    alone = run(kernel, q, k, v, places, torch.full(q.shape, torch.nan))[-1]
+    assert torch.equal(alone[rows - 1 :: rows], y[rows - 1 :: rows])
 
 
 @pytest.mark.parametrize("isa", [instruction_set("avx512-vnni"), PORTABLE], ids=lambda isa: isa.name)

@@ -18,7 +18,7 @@ from tvm.tirx import Bind, DeclBuffer, For, ForKind, IfThenElse, IntImm, PrimFun
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import cache, gate, tas
-from fastcar_compile.codegen.tvm.kernels.attention import chunk, decode, exact
+from fastcar_compile.codegen.tvm.kernels.attention import chunk, decode, exact, rows
 from fastcar_compile.codegen.tvm.kernels.linear import activations, floats, gemm_w4a8, w4a8, w8a8
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH, WeightType, holds
 from fastcar_compile.errors import InternalError
@@ -160,7 +160,7 @@ KERNELS: dict[str, Kernel] = {
     "linears": combined_linears,
     "output_bound": gate.output_bound,
     "ring_write": cache.ring_write,
-    "spans_attention": decode.spans_attention,
+    "spans_attention": rows.spans_attention,
     "tas": tas.tas,
     "tas_heads": tas.tas_heads,
     "window_attention": decode.window_attention,

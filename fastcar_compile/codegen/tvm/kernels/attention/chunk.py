@@ -1,5 +1,7 @@
 """Attention of a prefill chunk: many query rows over the filled part of the cache, as two small matrix products."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,25 +65,44 @@ class ChunkShape:
         """The tiles of a group."""
         return -(-self.total // self.width)
 
-    @property
-    def broadcasts(self) -> int:
-        """Elements that are broadcast at a time. Their sums with two registers fill half of the registers."""
-        return 8 if self.rows_of.isa.float_lanes == 16 or self.rows_of.isa.machine == "aarch64" else 4
+    def broadcasts(self, size: int) -> int:
+        """Return how many elements meet a vector of `size` at a time: their sums fill half of the registers."""
+        isa = self.rows_of.isa
+        sums = 16 if isa.float_lanes == 16 or isa.machine == "aarch64" else 8
+        return min(sums * isa.float_lanes // size, self.width)
 
     @property
     def columns(self) -> int:
         """Columns of the accumulators that are in registers."""
         return next(v for v in (32, 16, 8, 4, 2, 1) if v <= 2 * self.rows_of.isa.float_lanes and self.d % v == 0)
 
+    def query_row(self, tile: Tile, offset: Expr) -> tuple[Expr, Expr, Expr]:
+        """Return the index of a tile's query row `offset`; past the group's last row, of the last one."""
+        t = self.t
+        # Whole tiles per head: no tile spans two heads, and the index needs no minimum.
+        if t % self.width == 0:
+            return tile.b, tile.h * self.group + tile.first // t, tile.first % t + offset
+        # A tile may span two heads. Lanes past the group's last row hold copies of that row.
+        row = T.min(tile.first + offset, tile.total - 1)
+        return tile.b, tile.h * self.group + row // t, row % t
+
+    def sees(self, state: Any, own: Expr, block: KeyBlock, j: Expr) -> Expr:
+        """Return which rows of a tile see key j of a block: state.seen[own] has how many cached rows they see."""
+        return T.Broadcast(block.start + j, self.width) < state.seen[own]
+
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows of key/value head h of batch row b, from row `first` of the group on. Its state is number `slot`."""
+    """Query rows of key/value head h of batch row b, from row `first` of the group's `total` on.
+
+    Its state is number `slot`.
+    """
 
     b: Expr
     h: Expr
     first: Expr
     slot: Expr
+    total: Expr
 
 
 @dataclass(frozen=True)
@@ -92,27 +113,16 @@ class KeyBlock:
     count: Expr
 
 
-def query_row(shape: ChunkShape, tile: Tile, offset: Expr) -> tuple[Expr, Expr, Expr]:
-    """Return the index of a tile's query row `offset`; past the group's last row, of the last one."""
-    t = shape.t
-    # Whole tiles per head: no tile spans two heads, and the index needs no minimum.
-    if t % shape.width == 0:
-        return tile.b, tile.h * shape.group + tile.first // t, tile.first % t + offset
-    # A tile may span two heads. Lanes past the group's last row hold copies of that row.
-    row = T.min(tile.first + offset, shape.total - 1)
-    return tile.b, tile.h * shape.group + row // t, row % t
-
-
 def state_buffers(shape: ChunkShape, slots: int) -> Any:
     """Allocate the temporaries of one iteration of the parallel loop over `slots` tiles."""
     d, width = shape.d, shape.width
     return script.temporaries(
-        # Queries are transposed once and read for every block. m, l and limits have one lane per query row.
+        # Queries are transposed once and read for every block. m, l and seen have one lane per query row.
         queries=(slots, d, width, "float32"),
-        m=(slots * width, "float32"),
-        l=(slots * width, "float32"),
-        # How many cached rows each query row sees.
-        limits=(slots * width, "int32"),
+        m=(slots, width, "float32"),
+        l=(slots, width, "float32"),
+        # What each query row sees, as `sees` reads it.
+        seen=(slots, width, "int32"),
         # One block of keys and values in float32, which all tiles of the item share.
         keys=(CHUNK_KEYS, d, "float32"),
         values=(CHUNK_KEYS, d, "float32"),
@@ -124,7 +134,7 @@ def state_buffers(shape: ChunkShape, slots: int) -> Any:
 
 def _four_rows(shape: ChunkShape, q: Any, tile: Tile, g: Expr, c: Expr, k: Expr) -> Expr:
     """Return column c + k of four query rows; k is a number."""
-    rows = [q[(*query_row(shape, tile, g * QUAD + r), ramp(c, QUAD))] for r in range(QUAD)]
+    rows = [q[(*shape.query_row(tile, g * QUAD + r), ramp(c, QUAD))] for r in range(QUAD)]
     return T.Shuffle(rows, [r * QUAD + k for r in range(QUAD)])
 
 
@@ -134,35 +144,34 @@ def _copy_quad(shape, q, state, tile, g, c, k, _number):
 
 
 @script.inlined
-def _begin(shape, q, y, state, tile, position):
+def begin(shape, q, y, state, tile):
     """Write the tile's transposed query rows, and its empty state."""
     # g: four query rows. c: four columns. Four loads and four shuffles transpose 4 x 4 elements.
     for g in range(shape.width // QUAD):
         for c in range(shape.d // QUAD):
             script.each(_copy_quad, range(QUAD), shape, q, state, tile, g, c * QUAD)
     for r in range(shape.width):
-        row = T.meta_var(query_row(shape, tile, r))
+        row = T.meta_var(shape.query_row(tile, r))
         for c in range(shape.d % QUAD):
             state.queries[tile.slot, shape.d // QUAD * QUAD + c, r] = q[(*row, shape.d // QUAD * QUAD + c)]
-        state.limits[tile.slot * shape.width + r] = filled_rows(position, row[2], shape.s)
-        state.m[tile.slot * shape.width + r] = T.float32(LOWEST)
-        state.l[tile.slot * shape.width + r] = T.float32(0)
+        state.m[tile.slot, r] = T.float32(LOWEST)
+        state.l[tile.slot, r] = T.float32(0)
         for c in range(shape.d):
             y[(*row, c)] = T.float32(0)
 
 
 @script.inlined
-def _finish(shape, y, state, tile):
+def finish(shape, y, state, tile):
     """Turn the tile's accumulators into results."""
     # Copies of the last row are left out: y is scaled in place, so a second product would be wrong.
-    for r in range(T.min(shape.width, shape.total - tile.first)):
-        inverse: T.let = T.float32(1) / state.l[tile.slot * shape.width + r]
+    for r in range(T.min(shape.width, tile.total - tile.first)):
+        inverse: T.let = T.float32(1) / state.l[tile.slot, r]
         for c in range(shape.d):
-            y[(*query_row(shape, tile, r), c)] *= inverse
+            y[(*shape.query_row(tile, r), c)] *= inverse
 
 
 @script.inlined
-def _convert(rows_of, lanes, rows, converted, head, block):
+def convert(rows_of, lanes, rows, converted, head, block):
     """Write cached rows of head h of batch row b, head = (b, h), as float32."""
     for j in range(block.count):
         for c in T.unroll(rows_of.dim // lanes):
@@ -171,75 +180,72 @@ def _convert(rows_of, lanes, rows, converted, head, block):
 
 
 @script.inlined
-def _attend(shape, y, state, tile, block):
+def attend(shape, y, state, tile, block):
     """Add the block's keys and values to what the tile's rows have met."""
-    some = T.meta_var(shape.broadcasts)
+    some, rows = T.meta_var((shape.broadcasts(shape.width), shape.broadcasts(shape.columns)))
     # piece: the keys whose logits with all rows of the tile fit the registers.
     for piece in range((block.count + some - 1) // some):
-        _multiply_keys(shape, shape.width, some // 2, state, tile, block, piece * some)
-    _weigh(shape.width, ramp(0, shape.width), ramp(tile.slot * shape.width, shape.width), state, block)
+        _multiply_keys(shape, some, state, tile, piece * some)
+    _weigh(shape, shape.width, ramp(0, shape.width), (tile.slot, ramp(0, shape.width)), state, block)
     # part: query rows whose sums are in registers. piece: columns.
-    for part in range(shape.width // some):
+    for part in range(shape.width // rows):
         # A part that lies past the last row has copies only, which would add to that row a second time.
-        if tile.first + part * some < shape.total:
+        if tile.first + part * rows < tile.total:
             for piece in range(shape.d // shape.columns):
-                _add_values(shape, some // 2, y, state, tile, block, part * some, piece * shape.columns)
-
-
-def _key(state: Any, block: KeyBlock, j: Expr, c: Expr) -> Expr:
-    """Return element c of key j, of the last one for those past it."""
-    return state.keys[T.min(j, block.count - 1), c]
+                _add_values(shape, rows // 2, y, state, tile, block, part * rows, piece * shape.columns)
 
 
 @script.inlined
-def _store_logits(rule, width, half, weights, j, sums):
-    for r in T.unroll(half):
-        for v in T.vectorized(width):
-            weights[j + r, v] = rule.logit(sums[r * width + v])
-
-
-@script.inlined
-def _multiply_keys(shape, width, half, state, tile, block, j):
-    """Write logits of the tile with twice `half` keys, from number j of the block on."""
-    # Two buffers: one of all sums has 1024 bytes, and TVM would not keep it on the stack.
-    low, high = script.buffers(2, half * width)
+def _clear(width, acc, _r):
     for v in T.vectorized(width):
-        for r in T.unroll(half):
-            low[r * width + v] = T.float32(0)
-            high[r * width + v] = T.float32(0)
-    # Keys are broadcast: with AVX-512 8 keys by two vectors of rows are 16 sums, with AVX2 4 by two are 8.
-    # c: the reduction. r: unrolled, keys; low and high are in registers. v: query rows.
-    for c in range(shape.d):
-        for r in T.unroll(half):
-            for v in T.vectorized(width):
-                low[r * width + v] += state.queries[tile.slot, c, v] * _key(state, block, j + r, c)
-                high[r * width + v] += state.queries[tile.slot, c, v] * _key(state, block, j + half + r, c)
-    _store_logits(shape.rule, width, half, state.weights, j, low)
-    _store_logits(shape.rule, width, half, state.weights, j + half, high)
-
-
-def _seen(state: Any, width: int, own: Expr, block: KeyBlock, j: Expr) -> Expr:
-    """Return the logits with key j, and the least number for rows that do not see it."""
-    number = T.Broadcast(block.start + j, width)
-    return T.Select(number < state.limits[own], state.weights[j, ramp(0, width)], T.Broadcast(T.float32(LOWEST), width))
+        acc[v] = T.float32(0)
 
 
 @script.inlined
-def _weigh(width, every, own, state, block):
+def _add_key(width, state, slot, j, c, acc, r):
+    for v in T.vectorized(width):
+        acc[v] += state.queries[slot, c, v] * state.keys[j + r, c]
+
+
+@script.inlined
+def _store_logits(rule, width, weights, j, acc, r):
+    for v in T.vectorized(width):
+        weights[j + r, v] = rule.logit(acc[v])
+
+
+@script.inlined
+def _multiply_keys(shape, some, state, tile, j):
+    """Write logits of the tile with `some` keys, from number j of the block on; past its end what is there."""
+    sums = script.buffers(some, shape.width)
+    script.each(_clear, sums, shape.width)
+    # Keys are broadcast: with AVX-512 8 keys by two vectors of rows are 16 sums, with AVX2 4 by two are 8.
+    # c: the reduction. All sums are in registers.
+    for c in range(shape.d):
+        script.each(_add_key, sums, shape.width, state, tile.slot, j, c)
+    script.each(_store_logits, sums, shape.rule, shape.width, state.weights, j)
+
+
+@script.inlined
+def _weigh(shape, width, every, own, state, block):
     """Turn the tile's logits into weights, and update m, l and decay. own: the tile's part of the state."""
     m, l = script.buffers(2, width)  # noqa: E741
     m[every] = state.m[own]
     # T.max gives its second operand where one is NaN: a NaN stays a logit, and is no maximum.
     for j in range(block.count):
-        state.weights[j, every] = _seen(state, width, own, block, j)
+        state.weights[j, every] = T.Select(
+            shape.sees(state, own, block, j), state.weights[j, every], T.Broadcast(T.float32(LOWEST), width)
+        )
         m[every] = T.max(state.weights[j, every], m[every])
     # m is never below the old maximum, so the argument is not positive.
     state.decay[every] = exp_not_positive(state.m[own] - m[every], width)
     l[every] = state.l[own] * state.decay[every]
     # The sum has one order: key by key, as acc has.
-    # Row 0 is in the first block and seen by all, so m is a logit. An unseen key gets exp(-87), which rounds away.
     for j in range(block.count):
-        state.weights[j, every] = exp_not_positive(state.weights[j, every] - m[every], width)
+        state.weights[j, every] = T.Select(
+            shape.sees(state, own, block, j),
+            exp_not_positive(state.weights[j, every] - m[every], width),
+            T.Broadcast(T.float32(0), width),
+        )
         l[every] = l[every] + state.weights[j, every]
     state.m[own] = m[every]
     state.l[own] = l[every]
@@ -250,14 +256,14 @@ def _rescale(shape, half, y, state, tile, first, column, acc, number):
     for r in T.unroll(half):
         at = T.meta_var(first + number * half + r)
         for c in T.vectorized(shape.columns):
-            acc[r * shape.columns + c] = y[(*query_row(shape, tile, at), column + c)] * state.decay[at]
+            acc[r * shape.columns + c] = y[(*shape.query_row(tile, at), column + c)] * state.decay[at]
 
 
 @script.inlined
 def _store_sums(shape, half, y, tile, first, column, acc, number):
     for r in T.unroll(half):
         for c in T.vectorized(shape.columns):
-            y[(*query_row(shape, tile, first + number * half + r), column + c)] = acc[r * shape.columns + c]
+            y[(*shape.query_row(tile, first + number * half + r), column + c)] = acc[r * shape.columns + c]
 
 
 @script.inlined
@@ -321,25 +327,30 @@ def chunk_attention(
                 # These are early and late rows, so that all items take equally long.
                 part: T.let = item % parts
                 mine: T.let = (tiles - part + parts - 1) // parts
-                # What the last query row sees. Earlier rows are masked in `_attend`.
+                # What the last query row sees. Earlier rows are masked in `attend`.
                 seen: T.let = filled_rows(position[0], t - 1, s)
                 for slot in range(mine):
-                    _begin(shape, q, y, state, Tile(bi, h, (part + slot * parts) * width, slot), position[0])
+                    begin(shape, q, y, state, Tile(bi, h, (part + slot * parts) * width, slot, shape.total))
+                    for r in range(width):
+                        own = T.meta_var(
+                            shape.query_row(Tile(bi, h, (part + slot * parts) * width, slot, shape.total), r)
+                        )
+                        state.seen[slot, r] = filled_rows(position[0], own[2], s)
                 # block: keys in order. slot: tiles of the group's query rows, which share the block.
                 for block in range((seen + CHUNK_KEYS - 1) // CHUNK_KEYS):
                     start: T.let = block * CHUNK_KEYS
                     filled = T.meta_var(KeyBlock(start, T.min(seen - start, CHUNK_KEYS)))
-                    _convert(shape.rows_of, lanes, keys, state.keys, (bi, h), filled)
-                    _convert(shape.rows_of, lanes, values, state.values, (bi, h), filled)
+                    convert(shape.rows_of, lanes, keys, state.keys, (bi, h), filled)
+                    convert(shape.rows_of, lanes, values, state.values, (bi, h), filled)
                     for slot in range(mine):
                         # The last row of a tile sees most, but for one that ends within a head.
                         last: T.let = (part + slot * parts) * width % t + width - 1
                         count: T.let = T.min(filled_rows(position[0], T.min(last, t - 1), s) - start, CHUNK_KEYS)
                         # All of the block lies behind the tile's last row: the causal mask skips it.
                         if count > 0:
-                            tile = T.meta_var(Tile(bi, h, (part + slot * parts) * width, slot))
-                            _attend(shape, y, state, tile, KeyBlock(start, count))
+                            tile = T.meta_var(Tile(bi, h, (part + slot * parts) * width, slot, shape.total))
+                            attend(shape, y, state, tile, KeyBlock(start, count))
                 for slot in range(mine):
-                    _finish(shape, y, state, Tile(bi, h, (part + slot * parts) * width, slot))
+                    finish(shape, y, state, Tile(bi, h, (part + slot * parts) * width, slot, shape.total))
 
     return attend_chunk

@@ -266,41 +266,6 @@ def decode_attention(
     return _kernel(items, meet, cache, dtype, (positions,), sink_query=False)
 
 
-@script.kernel
-def spans_attention(
-    query: HeadShape,
-    cache: HeadShape,
-    scale: float,
-    dtype: str,
-    softcap: float | None,
-    spans: int,
-    isa: InstructionSet = PORTABLE,
-) -> PrimFunc:
-    """Return what `decode_attention` returns, over ranges of cache rows: float32 [B, Hq, 1, D].
-
-    In the place of the position comes int64 [B, spans, 2]: begin and end of the ranges that a row of the batch sees.
-    """
-    s = cache[2]
-    items = _Items.of(query, cache, s, LogitRule(scale, softcap), dtype, isa)
-
-    def ahead_of(last: Any, j: Any) -> Any:
-        # Past the end of a range come the rows of the next head.
-        later = j + items.rows.ahead
-        return T.if_then_else(later < last, later, later - last + s)
-
-    @script.inlined
-    def meet(o, _sink_q, group, part, ranges):
-        # n: ranges in order. A part of the context has its share of each.
-        for n in range(spans):
-            begin: T.let = T.Cast("int32", ranges[group.b, n, 0])
-            end: T.let = T.min(T.Cast("int32", ranges[group.b, n, 1]), s)
-            first: T.let = begin + part * items.span(end - begin)
-            last: T.let = T.min(first + items.span(end - begin), end)
-            items.rows.attend(o, group, softmax.Rows(first, last, _itself, partial(ahead_of, last)))
-
-    return _kernel(items, meet, cache, dtype, (query[0], spans, 2), sink_query=False)
-
-
 # Sparse attention over a ring cache, and the row of an earlier key. ops/window.py defines the rows.
 
 

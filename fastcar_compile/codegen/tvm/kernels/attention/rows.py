@@ -1,0 +1,192 @@
+"""Attention of several rows over one cache: rows of a video and their query heads are query rows of the same keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tvm.script import tirx as T
+from tvm.tirx import PrimFunc
+
+from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
+from fastcar_compile.codegen.tvm.kernels import HeadShape, script
+from fastcar_compile.codegen.tvm.kernels.attention.chunk import (
+    CHUNK_KEYS,
+    ChunkShape,
+    KeyBlock,
+    Tile,
+    attend,
+    begin,
+    convert,
+    finish,
+    state_buffers,
+)
+from fastcar_compile.codegen.tvm.kernels.attention.decode import context_parts
+from fastcar_compile.codegen.tvm.kernels.attention.softmax import LogitRule
+from fastcar_compile.codegen.tvm.kernels.cache import RowFormat
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import active_rows, append_active
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, vector_lanes
+
+# The annotations of a T.prim_func are calls, which TVMScript evaluates.
+# pyright: reportInvalidTypeForm=false
+
+
+@dataclass(frozen=True)
+class RowsShape(ChunkShape):
+    """A chunk whose `t` rows are rows of the batch, of which the `active` ones count: row after row, all heads of it.
+
+    A tile is one register of query rows: few rows would fill two badly.
+    """
+
+    active: Any
+
+    @property
+    def width(self) -> int:
+        """The query rows of a tile."""
+        return self.rows_of.isa.float_lanes
+
+    @property
+    def columns(self) -> int:
+        """Columns of the accumulators that are in registers: few query rows by many columns."""
+        return next(v for v in (64, 32, 16, 8, 4, 2, 1) if v <= 4 * self.rows_of.isa.float_lanes and self.d % v == 0)
+
+    def number(self, tile: Tile, offset: Expr) -> Expr:
+        """Return the place among the active rows of a tile's query row `offset`."""
+        return T.min(tile.first + offset, tile.total - 1) // self.group
+
+    def query_row(self, tile: Tile, offset: Expr) -> tuple[Expr, Expr, Expr]:
+        """Return the index of a tile's query row `offset`; past the last row, of the last one."""
+        head = T.min(tile.first + offset, tile.total - 1) % self.group
+        return tile.b * self.t + self.active.rows[self.number(tile, offset)], tile.h * self.group + head, 0
+
+    def sees(self, state: Any, own: Expr, block: KeyBlock, j: Expr) -> Expr:
+        """Return which rows of a tile see key j of a block: bit j of state.seen[own]."""
+        del block
+        bits = T.shift_right(state.seen[own], T.Broadcast(j, self.width))
+        return T.bitwise_and(bits, T.Broadcast(T.int32(1), self.width)) != T.Broadcast(T.int32(0), self.width)
+
+
+def _tile(b: Expr, h: Expr, total: Expr, first: Expr, stride: Expr, slot: Expr) -> Tile:
+    return Tile(b, h, first + slot * stride, slot, total)
+
+
+def _from(place: Expr) -> Expr:
+    """Return an int32 with the bits from number `place` on; none from 32 on, all up to 0."""
+    bits = T.shift_left(T.int64(-1), T.Cast("int64", T.max(T.min(place, 32), 0)))
+    return T.Cast("int32", bits)
+
+
+@script.inlined
+def _find_active(active, ranges, y, first, head, group, end):
+    """List the rows that see something, and write zeros for the others; end[0] becomes the end of what is seen."""
+    active.count[0] = 0
+    end[0] = 0
+    for r in range(active.rows.shape[0]):
+        end[1] = 0
+        for n in range(ranges.shape[1]):
+            if ranges[first + r, n, 1] > ranges[first + r, n, 0]:
+                end[1] = T.max(end[1], T.Cast("int32", ranges[first + r, n, 1]))
+        end[0] = T.max(end[0], end[1])
+        if end[1] > 0:
+            append_active(active, r)
+        else:
+            for g in range(group):
+                for c in range(y.shape[3]):
+                    y[first + r, head + g, 0, c] = T.float32(0)
+
+
+@script.inlined
+def _see(active, ranges, first, start, bits):
+    """Write what each active row sees of the 32 positions from `start` on to bits; what any sees behind them."""
+    every = T.meta_var(bits.shape[0] - 1)
+    bits[every] = 0
+    for i in range(active.count[0]):
+        bits[i] = 0
+        row: T.let = first + active.rows[i]
+        for n in range(ranges.shape[1]):
+            begin: T.let = T.Cast("int32", ranges[row, n, 0])
+            end: T.let = T.Cast("int32", ranges[row, n, 1])
+            # Most ranges begin behind the block, or end before it.
+            if T.And(begin < start + CHUNK_KEYS, end > start):
+                bits[i] = T.bitwise_or(bits[i], T.bitwise_xor(_from(begin - start), _from(end - start)))
+        bits[every] = T.bitwise_or(bits[every], bits[i])
+
+
+@script.inlined
+def _clear_unseen(count, d, seen, values):
+    # A position that no row sees may hold anything, and its weight of 0 times a NaN would be a NaN.
+    for j in range(count):
+        if T.bitwise_and(T.shift_right(seen, j), 1) == 0:
+            for c in range(d):
+                values[j, c] = T.float32(0)
+
+
+@script.kernel
+def spans_attention(
+    query: HeadShape,
+    cache: HeadShape,
+    scale: float,
+    dtype: str,
+    softcap: float | None,
+    spans: int,
+    isa: InstructionSet = PORTABLE,
+) -> PrimFunc:
+    """Return softmax(scale * q k^T) v, grouped-query, over ranges of cache rows: float32 [B, Hq, 1, D].
+
+    query float32 [B, Hq, 1, D], keys and values [V, Hkv, S, D] of `dtype`, ranges int64 [B, spans, 2]: begin and end of
+    those that a row of the batch sees. A row that sees nothing is zero. Row b reads row set b // (B / V): a block of
+    cached rows becomes float32 once for all of its rows and their heads, and a row's result does not depend on which
+    others there are, unless one of them sees a NaN. Parallel over key/value heads and, where those are few, tiles of
+    query rows.
+    """
+    (b, hq, _, d), (videos, hkv, s, _) = query, cache
+    share, group = b // videos, hq // hkv
+    rule, rows_of, width = LogitRule(scale, softcap), RowFormat(d, dtype, isa), isa.float_lanes
+    size, most = rows_of.size, -(-share * group // width)
+    pieces = context_parts(videos * hkv, b * hq * s * d * 2)
+    parts, loop = min(max(pieces, 1), most), T.parallel if pieces else T.serial
+
+    @script.prim_func(private=True, s_tir=True)
+    def attend_spans(
+        q: T.Buffer((b, hq, 1, d), "float32"),
+        keys: T.Buffer((videos, hkv, s, size), dtype),
+        values: T.Buffer((videos, hkv, s, size), dtype),
+        ranges: T.Buffer((b, spans, 2), "int64"),
+        y: T.Buffer((b, hq, 1, d), "float32"),
+    ):
+        for item in loop(videos * hkv * parts):
+            with T.sblock("rows"):
+                script.access([q, keys, values, ranges], [y])
+                active = active_rows(share)
+                shape = T.meta_var(RowsShape(share, s, group, rule, rows_of, active))
+                state = state_buffers(shape, -(-most // parts))
+                end = T.alloc_buffer((2,), "int32")
+                bits = T.alloc_buffer((share + 1,), "int32")
+                video: T.let = item // (hkv * parts)
+                h: T.let = item // parts % hkv
+                part: T.let = item % parts
+                _find_active(active, ranges, y, video * share, h * group, group, end)
+                total: T.let = active.count[0] * group
+                tile = T.meta_var(partial(_tile, video, h, total, part * width, parts * width))
+                mine: T.let = ((total + width - 1) // width - part + parts - 1) // parts
+                for slot in range(mine):
+                    begin(shape, q, y, state, tile(slot))
+                # block: keys in order. slot: tiles of query rows, which share the block.
+                for block in range((T.min(end[0], s) + CHUNK_KEYS - 1) // CHUNK_KEYS):
+                    filled = T.meta_var(
+                        KeyBlock(block * CHUNK_KEYS, T.min(T.min(end[0], s) - block * CHUNK_KEYS, CHUNK_KEYS))
+                    )
+                    _see(active, ranges, video * share, block * CHUNK_KEYS, bits)
+                    if bits[share] != 0:
+                        convert(rows_of, vector_lanes(d), keys, state.keys, (video, h), filled)
+                        convert(rows_of, vector_lanes(d), values, state.values, (video, h), filled)
+                        _clear_unseen(filled.count, d, bits[share], state.values)
+                        for slot in range(mine):
+                            for r in range(width):
+                                state.seen[slot, r] = bits[shape.number(tile(slot), r)]
+                            attend(shape, y, state, tile(slot), filled)
+                for slot in range(mine):
+                    finish(shape, y, state, tile(slot))
+
+    return attend_spans
