@@ -347,12 +347,22 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiling:
-    """n weight rows in tiles of `rows` by `columns`; `loop` is T.parallel or T.serial."""
+    """n weight rows in tiles of `rows` by `columns`; `loop` is T.parallel or T.serial.
+
+    together: active rows that do not fill a tile are one tile too, for which each number of them has its own code.
+    """
 
     n: int
     rows: int
     columns: int
     loop: Any
+    together: bool = False
+
+
+@script.inlined
+def _multiply_rest(tiling, multiply, o, active, j, first, rest, _number):
+    if active.count[0] % tiling.columns == rest:
+        multiply(o, Tile(j, first, tiling.rows, rest, active))
 
 
 @script.inlined
@@ -360,15 +370,16 @@ def for_tiles(tiling, multiply, o, active):
     """Call multiply(o, tile) for the tiles of all weight rows and all active rows.
 
     The outer loop, which may be parallel, goes over weight rows. Those of one iteration meet every active row, so each
-    weight is read from memory once. Remainders are tiles of one active row, or of the last weight rows.
+    weight is read from memory once. Remainders are tiles of few active rows, or of the last weight rows.
     """
     # jo: tiles of weight rows. io: tiles of active rows, which meet the weights while these are in the cache.
     for jo in tiling.loop(tiling.n // tiling.rows):
         for io in range(active.count[0] // tiling.columns):
             multiply(o, Tile(jo * tiling.rows, io * tiling.columns, tiling.rows, tiling.columns, active))
-        # Active rows that do not fill a tile, one at a time.
-        if tiling.columns > 1:
-            whole = T.meta_var(active.count[0] // tiling.columns * tiling.columns)
+        whole = T.meta_var(active.count[0] // tiling.columns * tiling.columns)
+        if tiling.together:
+            script.each(_multiply_rest, range(1, tiling.columns), tiling, multiply, o, active, jo * tiling.rows, whole)
+        elif tiling.columns > 1:
             for io in range(active.count[0] % tiling.columns):
                 multiply(o, Tile(jo * tiling.rows, whole + io, tiling.rows, 1, active))
     # Weight rows that do not fill a tile, after the loop: they are fewer than one iteration's.

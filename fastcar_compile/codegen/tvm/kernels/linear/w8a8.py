@@ -74,7 +74,7 @@ def _portable(acc: Expr, w: Load, q: Load) -> Expr:
 
 
 INT8_DOTS: dict[Int8, Int8Dot] = {
-    "vnni512": Int8Dot(64, 16, True, 12, 1, _vpdpbusd(64)),
+    "vnni512": Int8Dot(64, 16, True, 24, 1, _vpdpbusd(64)),
     "vnni256": Int8Dot(32, 8, True, 8, 1, _vpdpbusd(32)),
     "madd": Int8Dot(16, 8, False, 8, 8, _vpmaddwd),
     "sdot": Int8Dot(16, 4, False, 12, 8, _sdot),
@@ -86,14 +86,17 @@ INT8_DOTS: dict[Int8, Int8Dot] = {
 # int8 GEMV and GEMM with exact int32 accumulation, bit for bit as fastcar_compile.ir.ops.linear defines it.
 
 
-def tile_shape(m: int, n: int, dot: Int8Dot) -> tuple[int, int]:
+SHORT = 512
+"""Bytes of weight rows of which four are one stream: the sums across lanes of four rows are one vector."""
+
+
+def tile_shape(m: int, n: int, k: int, dot: Int8Dot) -> tuple[int, int]:
     """Return weight rows and activation rows of a tile, so that the fewest tiles cover m."""
     if m == 1 or (m == 2 and dot.streams == 1):
-        return min(dot.streams, n), m
-    widest = (3, 4) if dot.accumulators >= 12 else (2,)
-    # The width that covers m with the fewest tiles. A remainder takes tiles of one row, and a tie the wider tile.
-    columns = min(m, *sorted(widest, key=lambda c: (m // c + m % c, -c))[:1])
-    return min(dot.accumulators // columns, n), columns
+        return min(max(dot.streams, 4 if k <= SHORT else 1), n), m
+    widest = max(2, dot.accumulators // 4)
+    columns = -(-m // -(-m // widest))
+    return min(4, dot.accumulators // columns, n), columns
 
 
 @script.kernel
@@ -120,9 +123,9 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
 def _few(rows: int, n: int, k: int, isa: InstructionSet, loop: Any) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return two macros for at most so many active rows: what `find_active` calls, and (o, active), their products."""
     dot = INT8_DOTS[isa.int8]
-    shape = tile_shape(rows, n, dot)
+    shape = tile_shape(rows, n, k, dot)
     multiply = partial(_multiply, dot, k, vectors.prefetch_distance(shape[0], k) if rows <= tiles.SMALL_BATCH else None)
-    return partial(_correct, dot, k), partial(tiles.for_tiles, tiles.Tiling(n, *shape, loop), multiply)
+    return partial(_correct, dot, k), partial(tiles.for_tiles, tiles.Tiling(n, *shape, loop, together=True), multiply)
 
 
 def _zero_weights(_offset: int, size: int) -> Expr:
@@ -146,35 +149,38 @@ def _correct(dot, k, o, i, _place):
 
 
 @script.inlined
-def _add_products(dot, k, ahead, o, tile, acc):
-    # c: steps of `width` along k. v: unrolled, one instruction per output; acc is in registers.
-    for v in T.unroll(tile.outputs):
-        acc[vector(v, dot.lanes)] = T.Broadcast(0, dot.lanes)
-    for c in range(k // dot.width):
-        # With many rows of x the first tile brings the weights to the cache: no prefetch is needed.
-        if ahead is not None:
-            for v in T.unroll(tile.rows):
-                T.evaluate(vectors.prefetch(o.w[tile.j + ahead[0] + v, c * dot.width + ahead[1]]))
-        for v in T.unroll(tile.outputs):
-            acc[vector(v, dot.lanes)] = dot.step(
-                acc[vector(v, dot.lanes)],
-                load_from(o.w, [tile.weight_row(v)], c * dot.width),
-                load_from(o.q, [tile.active_row(v)], c * dot.width),
-            )
-
-
-def _four_vectors(acc: Any, lanes: int, tile: tiles.Tile, p: Expr) -> list[Expr]:
-    # The last vector stands for those that do not exist.
-    return [acc[vector(T.min(p * 4 + v, tile.outputs - 1), lanes)] for v in range(4)]
+def _clear(lanes, columns, acc, _r):
+    for i in T.unroll(columns):
+        acc[vector(i, lanes)] = T.Broadcast(0, lanes)
 
 
 @script.inlined
-def _add_tail(first, k, o, tile, sums):
-    for t in range(k - first):
-        for v in T.unroll(tile.outputs):
-            sums[v] += T.Cast("int32", o.q[tile.active_row(v), first + t]) * T.Cast(
-                "int32", o.w[tile.weight_row(v), first + t]
-            )
+def _add_row(dot, o, tile, c, acc, r):
+    for i in T.unroll(tile.columns):
+        acc[vector(i, dot.lanes)] = dot.step(
+            acc[vector(i, dot.lanes)],
+            load_from(o.w, [tile.j + r], c * dot.width),
+            load_from(o.q, [tile.active_row(i)], c * dot.width),
+        )
+
+
+@script.inlined
+def _finish_four(dot, k, o, tile, accs, t, i, first, _number):
+    """Write the outputs of up to four weight rows from number `first` of the tile on with its active row i."""
+    # The last vector stands for those that do not exist.
+    four = T.meta_var([accs[min(first + v, tile.rows - 1)][vector(i, dot.lanes)] for v in range(4)])
+    vectors.interleave_fours(four, dot.lanes, t.pairs, t.fours)
+    t.sums[ramp(0, 4)] = vectors.fold_fours(load_from(t.fours, [], 0), dot.lanes)
+    row: T.let = tile.active_row(i)
+    whole, count = T.meta_var((k // dot.width * dot.width, min(4, tile.rows - first)))
+    for c in range(k - whole):
+        for v in T.unroll(count):
+            t.sums[v] += T.Cast("int32", o.q[row, whole + c]) * T.Cast("int32", o.w[tile.j + first + v, whole + c])
+    # The scales are multiplied first: the order of the definition decides the rounding.
+    for v in T.vectorized(count):
+        o.y[row, tile.j + first + v] = T.Cast("float32", t.sums[v] - o.correction[row]) * (
+            o.s[row] * o.ws[tile.j + first + v]
+        )
 
 
 @script.inlined
@@ -182,21 +188,19 @@ def _multiply(dot, k, ahead, o, tile):
     """Write the outputs of a tile. ahead: the prefetch distance in weight rows and in bytes; None: no prefetch."""
     with T.sblock("tile"):
         script.access([o.q, o.s, o.w, o.ws, o.correction, tile.active.rows], [o.y])
-        acc = T.alloc_buffer((tile.outputs * dot.lanes,), "int32")
-        pairs = T.alloc_buffer((2 * dot.lanes,), "int32")
-        fours = T.alloc_buffer((dot.lanes,), "int32")
-        sums = T.alloc_buffer((-(-tile.outputs // 4) * 4,), "int32")
-        _add_products(dot, k, ahead, o, tile, acc)
-        # p: four outputs, whose sums across lanes are one vector.
-        for p in T.unroll(-(-tile.outputs // 4)):
-            vectors.interleave_fours(_four_vectors(acc, dot.lanes, tile, p), dot.lanes, pairs, fours)
-            sums[ramp(p * 4, 4)] = vectors.fold_fours(load_from(fours, [], 0), dot.lanes)
-        _add_tail(k // dot.width * dot.width, k, o, tile, sums)
-        for v in T.unroll(tile.outputs):
-            # The scales are multiplied first: the order of the definition decides the rounding.
-            o.y[tile.active_row(v), tile.weight_row(v)] = T.Cast(
-                "float32", sums[v] - o.correction[tile.active_row(v)]
-            ) * (o.s[tile.active_row(v)] * o.ws[tile.weight_row(v)])
+        # One buffer for each weight row, a vector for each active row: all sums are in registers.
+        accs = script.buffers(tile.rows, tile.columns * dot.lanes, "int32")
+        t = script.temporaries(pairs=(2 * dot.lanes, "int32"), fours=(dot.lanes, "int32"), sums=(4, "int32"))
+        script.each(_clear, accs, dot.lanes, tile.columns)
+        # c: steps of `width` along k.
+        for c in range(k // dot.width):
+            # With many rows of x the first tile brings the weights to the cache: no prefetch is needed.
+            if ahead is not None:
+                for v in T.unroll(tile.rows):
+                    T.evaluate(vectors.prefetch(o.w[tile.j + ahead[0] + v, c * dot.width + ahead[1]]))
+            script.each(_add_row, accs, dot, o, tile, c)
+        for i in T.unroll(tile.columns):
+            script.each(_finish_four, range(0, tile.rows, 4), dot, k, o, tile, accs, t, i)
 
 
 # int8 GEMM of many rows with AVX-512 VNNI, bit for bit as `linear_w8a8`.
