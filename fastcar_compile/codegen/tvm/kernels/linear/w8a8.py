@@ -86,14 +86,10 @@ INT8_DOTS: dict[Int8, Int8Dot] = {
 # int8 GEMV and GEMM with exact int32 accumulation, bit for bit as fastcar_compile.ir.ops.linear defines it.
 
 
-SHORT = 512
-"""Bytes of weight rows of which four are one stream: the sums across lanes of four rows are one vector."""
-
-
-def tile_shape(m: int, n: int, k: int, dot: Int8Dot) -> tuple[int, int]:
+def tile_shape(m: int, n: int, dot: Int8Dot) -> tuple[int, int]:
     """Return weight rows and activation rows of a tile, so that the fewest tiles cover m."""
     if m == 1 or (m == 2 and dot.streams == 1):
-        return min(max(dot.streams, 4 if k <= SHORT else 1), n), m
+        return min(dot.streams, n), m
     widest = max(2, dot.accumulators // 4)
     columns = -(-m // -(-m // widest))
     return min(4, dot.accumulators // columns, n), columns
@@ -123,7 +119,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
 def _few(rows: int, n: int, k: int, isa: InstructionSet, loop: Any) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return two macros for at most so many active rows: what `find_active` calls, and (o, active), their products."""
     dot = INT8_DOTS[isa.int8]
-    shape = tile_shape(rows, n, k, dot)
+    shape = tile_shape(rows, n, dot)
     multiply = partial(_multiply, dot, k, vectors.prefetch_distance(shape[0], k) if rows <= tiles.SMALL_BATCH else None)
     return partial(_correct, dot, k), partial(tiles.for_tiles, tiles.Tiling(n, *shape, loop, together=True), multiply)
 
