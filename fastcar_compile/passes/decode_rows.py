@@ -14,7 +14,7 @@ from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import argument_names, is_op, node_arg, node_named, placeholder, shape_of, value_of
-from fastcar_compile.ir.rewrite import Inserter, add_placeholder, after, attribute, fake_like, fake_value, replace_call
+from fastcar_compile.ir.rewrite import Inserter, add_placeholder, attribute, before, fake_like, fake_value, replace_call
 from fastcar_compile.ir.types import ATTENTION_ROLES, CONTEXT_ROLES, REPLAY_ROLES
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
@@ -109,15 +109,11 @@ def _zero_inactive(program: DecoderProgram, made_by: str) -> None:
     entry = node_named(graph, program.sites[0].entry)
     if entry.op == "placeholder":
         return
-    shape = [-1, *[1] * (value_of(entry).dim() - 1)]
-    with after(entry, made_by) as emit:
+    shape = [len(value_of(entry)), *[1] * (value_of(entry).dim() - 1)]
+    with before(entry.next, made_by, origin=entry) as emit:
         zero = emit(aten.full.default, [1], 0.0, dtype=torch.float32)
-    with after(zero, made_by, origin=entry) as emit:
         away = emit(aten.lt.Scalar, placeholder(graph, "position"), 0)
-    with after(away, made_by, origin=entry) as emit:
-        spread = emit(aten.view.default, away, [value_of(entry).shape[0] if d == -1 else d for d in shape])
-    with after(spread, made_by, origin=entry) as emit:
-        kept = emit(aten.where.self, spread, zero, entry)
+        kept = emit(aten.where.self, emit(aten.view.default, away, shape), zero, entry)
     entry.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)
     mark(kept, 0)
 
