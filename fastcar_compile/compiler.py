@@ -116,7 +116,7 @@ def compile(
             the rows of the KV cache.
         batch_size: videos of one session, at most 32.
         rows: rows of each video in a decode step, each with a position of its own, for `Wavefront` and `Batcher`; None:
-            a row of each video, all at one position.
+            a row of each video, all at one position. On a board, offload is "all" with them.
         quant: "none" (float32), "bf16" (bfloat16 weights), "fp16" (float16 weights), "w8a8" or "w4a8"; default: w8a8
             where the target has an accelerator, else none.
         replay: when MLPs replay; None compiles a dense decoder. Without thresholds, the gate's default holds, with
@@ -178,6 +178,8 @@ def compile(
     options["quant"] = ("w8a8" if board.kind == "fpga" else "none") if quant is None else quant
     options["sparse_attention"] = sparse_attention
     options |= {name: value for name, value in {"kv": kv, "numerics": numerics}.items() if value is not None}
+    if rows is not None and board.kind == "fpga" and offload is None:
+        offload = "all"  # the host's part of other steps has one position for all rows
     _check_target(board, offload, rows)
     config = CompileConfig(target=board.name, **options, offload="mlp" if offload is None else offload)
     wish = None if offload is not None else whole_step(board, options)
@@ -287,9 +289,9 @@ def _warn_of_defaults(replay: ReplayConfig | None) -> None:
 
 
 def _check_target(board: Target, offload: str | None, rows: int | None) -> None:
-    if rows is not None and board.kind == "fpga":
-        what = f"rows with positions of their own are for CPUs, and target {board.name} has an accelerator"
-        raise CompileError(what, hint="leave rows out: an accelerator decodes all rows at one position")
+    if rows is not None and board.kind == "fpga" and offload != "all":
+        what = f"rows with positions of their own need whole decode steps on the accelerator, not offload={offload!r}"
+        raise CompileError(what, hint='give offload="all", or leave rows out: then all rows are at one position')
     if offload in ("linears", "all") and board.kind != "fpga":
         what = f"offload={offload!r} needs an accelerator, and target {board.name} has none"
         raise CompileError(what, hint="choose an FPGA target, or leave offload out")

@@ -1,6 +1,6 @@
 // The DATAFLOW processes of attention, from the words of the cache to rows on chip; the processes behind the softmax are in
-// fastcar_value_processes.hpp. Each runs freely over the units of an instruction: a unit is a row of the batch, a key head, and
-// a run of at most HEADS query heads that share it. The processes are joined by FIFOs and form no cycle: keys and values have
+// fastcar_value_processes.hpp. Each runs freely over the units of a row: a unit is a key head, and a run of at most
+// HEADS query heads that share it. The processes are joined by FIFOs and form no cycle: keys and values have
 // multipliers of their own.
 //
 // read_cache > route_cache > multiply_blocks (keys) > scale_logits > soften > weigh_values > split_weights > multiply_blocks
@@ -128,21 +128,18 @@ turns:
     }
 }
 
-// The query heads of every unit as limbs; `group` of them share a key head. Heads beyond the last run are zeros. The queries
-// are in `y` (`first_place`) or in `q`.
+// The query heads of every unit of a row as limbs; `group` of them share a key head. Heads beyond the last run are zeros. The
+// queries are in `y` (`first_place`) or in `q`.
 template <int HEADS, int BLOCKS, int ROWS, int ROW_WORDS>
-void split_queries(const word_t y[ROWS][ROW_WORDS], const word_t q[ROWS][ROW_WORDS], bool first_place, uint32_t rows, uint32_t key_heads, uint32_t runs, uint32_t group,
-                   uint32_t blocks, hls::stream<LimbWords<HEADS> >& out_limbs,
+void split_queries(const word_t y[ROWS][ROW_WORDS], const word_t q[ROWS][ROW_WORDS], bool first_place, uint32_t row,
+                   uint32_t key_heads, uint32_t runs, uint32_t group, uint32_t blocks, hls::stream<LimbWords<HEADS> >& out_limbs,
                    hls::stream<QueryScales<HEADS, BLOCKS> >& out_scales) {
     FASTCAR_NO_INLINE
     static const int WORDS = BLOCKS * cache::BLOCK_FLOAT_WORDS;
     const uint32_t words = blocks * cache::BLOCK_FLOAT_WORDS;
-    const uint32_t cached = rows * key_heads;
-    uint32_t row = 0;
-    uint32_t key_head = 0;
     uint32_t first = 0;
 units_of_a_head:
-    for (uint32_t head = 0; head < cached; ++head) {
+    for (uint32_t head = 0; head < key_heads; ++head) {
         FASTCAR_TRIPS(1, MOST_UNITS)
     runs:
         for (uint32_t run = 0; run < runs; ++run) {
@@ -189,10 +186,6 @@ units_of_a_head:
                 out_limbs.write(limbs);
             }
         }
-        const bool last = key_head + 1 == key_heads;
-        key_head = last ? 0 : key_head + 1;
-        row += last ? 1u : 0u;
-        first = last ? 0 : first;
     }
 }
 
@@ -258,14 +251,14 @@ units:
 
 // A key per clock, all heads in parallel: the PORTS keys of a row of the tile one after another, from the port on that has
 // position 0 of the head (cache::port_of_key). `steps`: clocks of all tiles of a unit, for the words of exponents and the keys
-// of each tile; keys behind `rows` are left out.
+// of each tile; keys behind `rows` are left out. begin: `turned` of the first head (cache::port_of_key).
 template <int HEADS, int PORTS, int BLOCKS>
 void scale_logits(hls::stream<word_t> exponents[PORTS], hls::stream<BlockSums<HEADS, PORTS, BLOCKS> >& sums,
                   hls::stream<QueryScales<HEADS, BLOCKS> >& scales, int units, uint32_t runs, uint32_t steps, uint32_t blocks,
-                  uint32_t rows, float factor, hls::stream<Logits<HEADS> >& out) {
+                  uint32_t rows, uint32_t begin, float factor, hls::stream<Logits<HEADS> >& out) {
     FASTCAR_NO_INLINE
     uint32_t run = 0;
-    uint32_t turned = 0;
+    uint32_t turned = begin;
     word_t head[PORTS][BLOCKS];
     FASTCAR_PARTITION(head, 0)
 units:
@@ -325,10 +318,24 @@ units:
     }
 }
 
+// Whether a row of the cache is in one of the ranges; where there is one row for each video, whether it is at all.
+template <int SHARED>
+bool in_spans(const uint32_t first[SHARED], const uint32_t end[SHARED], uint32_t row) {
+    FASTCAR_INLINE
+    bool found = SHARED == 1;
+    FASTCAR_UNROLL
+    for (int i = 0; i < SHARED; ++i) {
+        found = found || (row >= first[i] && row < end[i]);
+    }
+    return found;
+}
+
 // Softmax of every unit: logits stay on chip until the largest is known. `padded`: the rows up to whole tiles of values.
-template <int HEADS, int POSITIONS>
+// spans_begin, spans_end: the ranges that the row sees (in_spans).
+template <int HEADS, int POSITIONS, int SHARED>
 void soften(hls::stream<Logits<HEADS> >& logits, int units, uint32_t padded, uint32_t sinks, uint32_t begin, uint32_t count,
-            uint32_t ring, uint32_t rows, hls::stream<Numerators<HEADS> >& out_numerators,
+            uint32_t ring, uint32_t rows, const uint32_t spans_begin[SHARED], const uint32_t spans_end[SHARED],
+            hls::stream<Numerators<HEADS> >& out_numerators,
             hls::stream<Inverses<HEADS> >& out_inverses) {
     FASTCAR_NO_INLINE
     const Window window = {sinks, begin, count, ring, rows};
@@ -354,7 +361,7 @@ units:
             FASTCAR_TRIPS(1, POSITIONS)
             FASTCAR_RECURRENCE(found, 1)
             const Logits<HEADS> now = logits.read();
-            const bool seen = is_visible(window, i);
+            const bool seen = is_visible(window, i) && in_spans<SHARED>(spans_begin, spans_end, i);
             FASTCAR_UNROLL
             for (int h = 0; h < HEADS; ++h) {
                 kept[h][i] = now.logit[h];
@@ -368,7 +375,7 @@ units:
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(32, POSITIONS)
             FASTCAR_RECURRENCE(sum, 1)
-            const bool seen = i < rows && is_visible(window, i);
+            const bool seen = i < rows && is_visible(window, i) && in_spans<SHARED>(spans_begin, spans_end, i);
             quad.seen[i % FLOAT_LANES] = seen;
             FASTCAR_UNROLL
             for (int h = 0; h < HEADS; ++h) {

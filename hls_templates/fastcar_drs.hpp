@@ -65,21 +65,21 @@ clear_scores:
     if (has_gate(layer)) {
         score_rows<C>(header, words, layer, call, query, key, network, scores);
         replay = tas::rows_that_pass(scores, counts, rows, float_of_bits(layer.threshold), header[F_MAX_CHAIN]);
+        replay &= ~call.computes;
         replay = (header[F_FLAGS] & COUPLE_CFG) != 0 ? tas::couple_pairs(replay, rows) : replay;
-        replay = recomputes(header, call.step) ? 0 : replay;
     }
-    return ~replay & all_rows(rows);
+    return ~replay & call.active & all_rows(rows);
 }
 
-// Scores and new chain counts of every row, after the decision; zeros without a gate and beyond the rows.
+// Scores and new chain counts of every row, after the decision; zeros without a gate and of rows that are not there.
 inline void report_rows(uint32_t rows, bool gated, uint32_t index_register, const float scores[INDEX_REGISTER_BITS],
                         const uint32_t counts[INDEX_REGISTER_BITS], uint32_t answer[ANSWER_WORDS]) {
     FASTCAR_NO_INLINE
 report_each_row:
     for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
         FASTCAR_PIPELINE(1)
-        const bool replays = gated && static_cast<uint32_t>(row) < rows && !row_computes(index_register, row);
-        answer[R_SCORES + row] = bits_of_float(scores[row]);
+        const bool here = row_computes(rows, row), replays = gated && here && !row_computes(index_register, row);
+        answer[R_SCORES + row] = here ? bits_of_float(scores[row]) : 0u;
         answer[R_CHAIN + row] = replays ? counts[row] + 1u : 0u;
     }
 }
@@ -100,10 +100,9 @@ write_words:
 // One layer of one decode forward, with the table on chip.
 template <class C>
 Status decide_layer(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Call& call,
-                    const word_t* query, const word_t* key, const word_t* network, const word_t* chain,
-                    uint32_t answer[ANSWER_WORDS]) {
+                    const word_t* query, const word_t* key, const word_t* network,
+                    const uint32_t counts[INDEX_REGISTER_BITS], uint32_t answer[ANSWER_WORDS]) {
     FASTCAR_NO_INLINE
-    uint32_t counts[INDEX_REGISTER_BITS];
     float scores[INDEX_REGISTER_BITS];
     if (call.layer >= header[F_LAYERS]) {
         return BAD_LAYER;
@@ -112,9 +111,8 @@ Status decide_layer(const uint32_t header[HEADER_WORDS], const uint32_t words[C:
     if (has_gate(layer) && !operands_fit(header, call)) {
         return BAD_OPERANDS;
     }
-    read_chain(chain, header[F_ROWS], counts);
     const uint32_t index_register = decide<C>(header, words, layer, call, query, key, network, counts, scores);
-    report_rows(header[F_ROWS], has_gate(layer), index_register, scores, counts, answer);
+    report_rows(call.active & all_rows(header[F_ROWS]), has_gate(layer), index_register, scores, counts, answer);
     answer[R_INDEX_REGISTER] = index_register;
     return OK;
 }
@@ -122,7 +120,7 @@ Status decide_layer(const uint32_t header[HEADER_WORDS], const uint32_t words[C:
 // The table is on chip, from load to load. The function has internal linkage, so that it belongs to this kernel alone,
 // whatever else a process loads.
 template <class C>
-static void control(uint32_t op, const word_t* table, uint32_t table_bytes, const Call& call, const word_t* query,
+static void control(uint32_t op, const word_t* table, uint32_t table_bytes, uint32_t step, Call& call, const word_t* query,
                     const word_t* key, const word_t* network, const word_t* chain, word_t* result) {
     FASTCAR_NO_INLINE
     static_assert(C::TABLE_WORDS <= static_cast<int>(MAX_TABLE_WORDS), "word offsets of the format");
@@ -137,7 +135,10 @@ static void control(uint32_t op, const word_t* table, uint32_t table_bytes, cons
         status = load_table<C>(table, table_bytes, header, words);
         loaded = status == OK;
     } else if (loaded && header[F_CRC] == call.crc) {
-        status = decide_layer<C>(header, words, call, query, key, network, chain, answer);
+        uint32_t counts[INDEX_REGISTER_BITS];
+        read_chain(chain, header[F_ROWS], counts);
+        call.computes = recomputes(header, step) ? all_rows(header[F_ROWS]) : 0;
+        status = decide_layer<C>(header, words, call, query, key, network, counts, answer);
     }
     answer[R_STATUS] = static_cast<uint32_t>(status);
     write_answer(answer, op != OP_TABLE && status == OK ? ANSWER_WORDS / 4 : 1, result);

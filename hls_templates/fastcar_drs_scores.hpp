@@ -10,12 +10,14 @@
 namespace fastcar {
 namespace drs {
 
-// What one call is about. `crc` names the table that the host counts on. The network of gate `learned` begins at word `network`
-// of its operand, which holds at most `units` of it.
+// What one call is about. `crc` names the table that the host counts on. Bit b of `active` is 1: row b is there; of `computes`:
+// it computes whatever its score is. The network of gate `learned` begins at word `network` of its operand, which holds at most
+// `units` of it.
 struct Call {
     uint32_t crc;
     uint32_t layer;
-    uint32_t step;
+    uint32_t active;
+    uint32_t computes;
     uint32_t query_words;
     uint32_t key_words;
     uint32_t network;
@@ -121,7 +123,7 @@ shift_bits:
     return rest;
 }
 
-// Whether every row computes in this forward: in the first frame, and in the frames of the refresh.
+// Whether a row computes in this forward whatever its score is: in the first frame, and in the frames of the refresh.
 inline bool recomputes(const uint32_t header[HEADER_WORDS], uint32_t step) {
     FASTCAR_NO_INLINE
     const uint32_t frame = header[F_TOKENS_PER_FRAME];

@@ -18,7 +18,7 @@ namespace fastcar {
 namespace drs {
 
 static const uint32_t MAGIC = 0x53524446u;  // "FDRS"
-static const uint32_t VERSION = 6;
+static const uint32_t VERSION = 7;
 static const uint32_t HEADER_WORDS = 36;
 static const uint32_t MAX_TABLE_WORDS = 65536;
 static const uint32_t MAX_LAYERS = 65535;
@@ -69,10 +69,10 @@ enum Field {
     F_INPUT_WORDS,
     F_OUTPUT_WORDS,
     F_REPLAY_WORDS,
-    F_SPARE
+    F_VIDEOS
 };
 
-static const int SIZE_WORDS = F_REPLAY_WORDS - F_PORTS + 1;  // what a program needs, in the header
+static const int SIZE_WORDS = F_VIDEOS - F_PORTS + 1;  // what a program needs, in the header
 static const uint32_t PROGRAM_WORDS = 16;                    // of an instruction
 
 enum Status {
@@ -202,7 +202,7 @@ join_sizes:
         FASTCAR_PIPELINE(1)
         sizes |= header[F_PORTS + i];
     }
-    const bool empty = (count != 0 || sizes == 0) && header[F_SPARE] == 0;
+    const bool empty = count != 0 || sizes == 0;
     return weights <= MAX_TABLE_WORDS && count <= static_cast<uint32_t>(C::INSTRUCTIONS) && empty &&
            header[F_WORDS] == (((HEADER_WORDS + 2 * layers + weights + 3) >> 2) << 2) + PROGRAM_WORDS * count;
 }

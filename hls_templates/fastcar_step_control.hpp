@@ -17,7 +17,7 @@ static const uint32_t RUN = 1;
 static const uint32_t NO_STEP = 0xFFFFFFFFu;  // of a prompt: nothing is decided, replayed or kept
 
 // How a step ended.
-enum StepStatus { DONE, NOT_LOADED, NOT_HELD };
+enum StepStatus { DONE, NOT_LOADED, NOT_HELD, BAD_ROW };
 
 static const uint32_t ANSWER_BEATS = drs::ANSWER_WORDS / FLOAT_LANES;  // of a layer in the report
 
@@ -25,9 +25,23 @@ static const uint32_t ANSWER_BEATS = drs::ANSWER_WORDS / FLOAT_LANES;  // of a l
 struct Launch {
     uint32_t op;
     uint32_t bytes;
-    uint32_t position;
-    uint32_t step;
     uint32_t entry;  // number of the first instruction
+};
+
+// The rows of a launch, from the beginning of the input. Bit b of a mask is row b. With several rows of a video (SHARED), a row
+// sees ranges of positions, else every position up to its own.
+template <class D>
+struct Rows {
+    uint32_t position[D::ROWS];
+    uint32_t step[D::ROWS];
+    uint32_t video[D::ROWS];
+    uint32_t chain[D::ROWS];  // of short programs: the replays in a row so far
+    uint32_t newest[D::ROWS];  // last position that it sees
+    uint32_t begin[D::ROWS][D::SHARED];
+    uint32_t end[D::ROWS][D::SHARED];
+    uint32_t active;    // those that are there
+    uint32_t deciding;  // of them, those of a decode forward; others are of a prompt: nothing is decided, replayed or kept
+    uint32_t computes;  // those that no decision lets replay
 };
 
 // ---- what the kernel holds
@@ -62,7 +76,7 @@ bool mlp_held(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint64_t row = words_for(C::HIDDEN, FLOAT_LANES);
     const bool on_chip = f.word[MLP_SOURCE] == A_ROWS && f.word[MLP_TARGET] == Y_ROWS && row <= sizes.row_words;
-    const bool memory = in_memory(f.word[MLP_SOURCE], f.word[MLP_TARGET]) && inside(0, sizes.rows, row, sizes.input_words) &&
+    const bool memory = in_memory(f.word[MLP_SOURCE], f.word[MLP_TARGET]) && inside(row_list_words_of(sizes), sizes.rows, row, sizes.input_words) &&
                         inside(0, sizes.rows, row, sizes.output_words);
     const uint64_t second = static_cast<uint64_t>(f.word[MLP_WEIGHTS]) + product_words(first_product<C>());
     return (D::PLACES == 0 ? memory : on_chip) &&
@@ -129,7 +143,7 @@ uint32_t load_program(const word_t* memory, uint32_t bytes, uint32_t header[drs:
         status = load<D::INSTRUCTIONS, D>(memory, header, loaded.program);
     }
     const Sizes& sizes = loaded.program.sizes;
-    const bool held = sizes.rows <= D::ROWS && (D::PLACES == 0 || sizes.row_words <= D::ROW_WORDS) && sizes.ports == C::PORTS &&
+    const bool held = sizes.rows <= D::ROWS && sizes.videos * D::SHARED == sizes.rows && (D::PLACES == 0 || sizes.row_words <= D::ROW_WORDS) && sizes.ports == C::PORTS &&
                       sizes.positions <= D::POSITIONS;
     const uint32_t count = status == drs::OK && held ? loaded.program.count : 0;
     loaded.program.count = count;
@@ -158,10 +172,63 @@ bool starts_at(const Program<INSTRUCTIONS>& program, uint32_t entry) {
     return entry == 0 || (entry < program.count && instruction_of<INSTRUCTIONS>(program, entry - 1).opcode == OP_END);
 }
 
-// Nothing is executed of a program that the kernel does not hold whole.
+// The ranges of positions of row b; returns the last position that one of them has, plus one.
+template <class D>
+uint32_t read_spans(const word_t* input, const Sizes& sizes, uint32_t b, Rows<D>& rows) {
+    FASTCAR_NO_INLINE
+    uint32_t last = 0;
+read_ranges:
+    for (int i = 0; i < D::SHARED; ++i) {
+        FASTCAR_PIPELINE(1)
+        const word_t word = input[sizes.rows + b * sizes.span_words + static_cast<uint32_t>(i) / 2];
+        const uint32_t begin = lane_bits(word, i % 2 == 0 ? 0 : 2), end = lane_bits(word, i % 2 == 0 ? 1 : 3);
+        rows.begin[b][i] = begin;
+        rows.end[b][i] = end;
+        last = begin < end && end > last ? end : last;
+    }
+    return last;
+}
+
+// Reads the list of rows. Returns the first active row that reaches outside of the caches, or the number of rows.
+template <class D>
+uint32_t read_row_list(const word_t* input, const Sizes& sizes, const uint32_t header[drs::HEADER_WORDS], Rows<D>& rows) {
+    FASTCAR_NO_INLINE
+    uint32_t bad = sizes.rows;
+    rows.active = 0;
+    rows.deciding = 0;
+    rows.computes = 0xFFFFFFFFu;
+read_each_row:
+    for (uint32_t b = 0; b < sizes.rows; ++b) {
+        FASTCAR_TRIPS(1, D::ROWS)
+        const word_t word = input[b];
+        const uint32_t position = lane_bits(word, 0), step = lane_bits(word, 1), place = lane_bits(word, 2);
+        const uint32_t active = (place >> 16) & 1u, video = place & 0xFFFFu;
+        const uint32_t deciding = step != NO_STEP ? active : 0;
+        rows.position[b] = position;
+        rows.step[b] = step;
+        rows.video[b] = video;
+        rows.chain[b] = lane_bits(word, 3);
+        rows.newest[b] = position;
+        rows.active |= active << b;
+        rows.deciding |= deciding << b;
+        if (deciding != 0 && !drs::recomputes(header, step)) {
+            rows.computes &= ~(1u << b);
+        }
+        bool fits = video < sizes.videos;
+        if (D::SHARED > 1) {
+            const uint32_t last = read_spans<D>(input, sizes, b, rows);
+            rows.newest[b] = last - 1;
+            fits = fits && position < sizes.positions && last >= 1 && last <= sizes.positions;
+        }
+        bad = active != 0 && !fits && b < bad ? b : bad;
+    }
+    return bad;
+}
+
+// Nothing is executed of a program that the kernel does not hold whole, or for rows that reach outside of the caches.
 template <class C, class D, class T>
-Outcome begin(const Launch& launch, const word_t* program, uint32_t header[drs::HEADER_WORDS], uint32_t words[T::TABLE_WORDS],
-              Loaded<D::INSTRUCTIONS>& loaded) {
+Outcome begin(const Launch& launch, const word_t* program, const word_t* input, uint32_t header[drs::HEADER_WORDS],
+              uint32_t words[T::TABLE_WORDS], Loaded<D::INSTRUCTIONS>& loaded, Rows<D>& rows) {
     FASTCAR_NO_INLINE
     Outcome outcome = {0, DONE, 0};
     if (launch.op == LOAD) {
@@ -171,6 +238,12 @@ Outcome begin(const Launch& launch, const word_t* program, uint32_t header[drs::
         const bool held = loaded.refused == loaded.program.count;
         outcome.status = !ready ? NOT_LOADED : held ? DONE : NOT_HELD;
         outcome.number = held ? 0 : loaded.refused;
+        if (outcome.status == DONE) {
+            const uint32_t bad = read_row_list<D>(input, loaded.program.sizes, header, rows);
+            const bool good = bad == loaded.program.sizes.rows;
+            outcome.status = good ? DONE : BAD_ROW;
+            outcome.number = good ? 0 : bad;
+        }
         outcome.count = outcome.status == DONE ? loaded.program.count : 0;
     }
     return outcome;

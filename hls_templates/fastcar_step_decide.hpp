@@ -24,75 +24,83 @@ inline uint32_t key_words_of(const Fields& f) {
     return f.word[DECIDE_KEY_HEADS] * f.word[DECIDE_BLOCKS] * cache::BLOCK_FLOAT_WORDS;
 }
 
-// The first word of the x that the forward's slot keeps, row after row.
-inline uint32_t kept_inputs(const Launch& launch, const Fields& f, uint32_t count) {
+// The place of row b's slot among those of a layer.
+template <class D>
+uint32_t slot_of(const Rows<D>& list, const Sizes& sizes, uint32_t slots, uint32_t b) {
     FASTCAR_INLINE
-    return f.word[DECIDE_INPUTS] + launch.step % f.word[DECIDE_STRIDE] * count * f.word[DECIDE_COUNT];
+    return list.step[b] % slots * sizes.videos + list.video[b];
 }
 
-// The x that the forward's slot keeps, behind the cached keys.
-template <class T>
-void gather_inputs(const Launch& launch, const Fields& f, uint32_t count, const word_t* replay,
+// The x that the rows' slots keep, behind the cached keys.
+template <class D, class T>
+void gather_inputs(const Rows<D>& list, const Fields& f, const Sizes& sizes, const word_t* replay,
                    word_t key[Operands<T>::KEY]) {
     FASTCAR_NO_INLINE
-    const uint32_t words = count * f.word[DECIDE_COUNT];
-    const uint32_t first = kept_inputs(launch, f, count);
-    const uint32_t target = count * key_words_of(f);
-gather_kept_words:
-    for (uint32_t i = 0; i < words; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(0, T::ROWS * T::KEY_WORDS)
-        key[target + i] = replay[first + i];
+    uint32_t target = sizes.rows * key_words_of(f);
+gather_each_slot:
+    for (uint32_t b = 0; b < sizes.rows; ++b) {
+        FASTCAR_TRIPS(1, D::ROWS)
+        const uint32_t words = row_computes(list.deciding, b) ? f.word[DECIDE_COUNT] : 0;
+        const uint32_t first = f.word[DECIDE_INPUTS] + slot_of<D>(list, sizes, f.word[DECIDE_STRIDE], b) * f.word[DECIDE_COUNT];
+    gather_kept_words:
+        for (uint32_t i = 0; i < words; ++i) {
+            FASTCAR_PIPELINE(1)
+            FASTCAR_TRIPS(0, T::KEY_WORDS)
+            key[target + i] = replay[first + i];
+        }
+        target += f.word[DECIDE_COUNT];
     }
 }
 
-// Where a row computes, the slot keeps its x.
+// Where a row of a decode forward computes, its slot keeps its x.
 template <class D>
-void keep_inputs(const Launch& launch, const Fields& f, uint32_t count, uint32_t computing,
+void keep_inputs(const Rows<D>& list, const Fields& f, const Sizes& sizes, uint32_t computing,
                  const word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS], word_t* replay) {
     FASTCAR_NO_INLINE
-    uint32_t first = kept_inputs(launch, f, count);
 keep_each_row:
-    for (uint32_t b = 0; b < count; ++b) {
+    for (uint32_t b = 0; b < sizes.rows; ++b) {
         FASTCAR_TRIPS(1, D::ROWS)
-        const uint32_t words = ((computing >> b) & 1u) != 0 ? f.word[DECIDE_COUNT] : 0;
+        const uint32_t words = row_computes(computing & list.deciding, b) ? f.word[DECIDE_COUNT] : 0;
+        const uint32_t first = f.word[DECIDE_INPUTS] + slot_of<D>(list, sizes, f.word[DECIDE_STRIDE], b) * f.word[DECIDE_COUNT];
     keep_words:
         for (uint32_t i = 0; i < words; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, D::ROW_WORDS)
             replay[first + i] = rows[f.word[DECIDE_INPUT]][b][i];
         }
-        first += f.word[DECIDE_COUNT];
     }
 }
 
 // Decides a layer. `computing` becomes the rows whose MLP computes; the new chain counts go to the replay buffer. Returns the
-// status.
-template <class T>
-uint32_t call_controller(const uint32_t header[drs::HEADER_WORDS], const uint32_t words[T::TABLE_WORDS], const Launch& launch,
-                         const Fields& f, uint32_t count, const word_t* constants, const word_t query[Operands<T>::QUERY],
+// status. A count has a memory word of its own, so that no row changes what another row of the launch has read.
+template <class D, class T>
+uint32_t call_controller(const uint32_t header[drs::HEADER_WORDS], const uint32_t words[T::TABLE_WORDS], const Rows<D>& list,
+                         const Fields& f, const Sizes& sizes, const word_t* constants, const word_t query[Operands<T>::QUERY],
                          const word_t key[Operands<T>::KEY], uint32_t& computing, word_t* replay,
                          uint32_t answer[drs::ANSWER_WORDS]) {
     FASTCAR_NO_INLINE
-    const uint32_t slot = f.word[DECIDE_CHAIN] + launch.step % f.word[DECIDE_STRIDE] * CHAIN_BEATS;
-    word_t chain[CHAIN_BEATS];
+    uint32_t counts[INDEX_REGISTER_BITS] = {};
 read_chain_counts:
-    for (uint32_t i = 0; i < CHAIN_BEATS; ++i) {
-        FASTCAR_PIPELINE(1)
-        chain[i] = replay[slot + i];
+    for (uint32_t b = 0; b < sizes.rows; ++b) {
+        FASTCAR_TRIPS(1, D::ROWS)
+        if (row_computes(list.deciding, b)) {
+            counts[b] = lane_bits(replay[f.word[DECIDE_CHAIN] + slot_of<D>(list, sizes, f.word[DECIDE_STRIDE], b)], 0);
+        }
     }
-    const uint32_t input = f.word[DECIDE_COUNT];
-    const drs::Call call = {0, f.layer, launch.step, count * (query_words_of(f) + input), count * (key_words_of(f) + input),
+    const uint32_t input = f.word[DECIDE_COUNT], count = sizes.rows;
+    const drs::Call call = {0, f.layer, list.active, list.computes, count * (query_words_of(f) + input), count * (key_words_of(f) + input),
                             f.word[DECIDE_NETWORK], f.word[DECIDE_UNITS]};
-    const uint32_t status = drs::decide_layer<T>(header, words, call, query, key, constants, chain, answer);
+    const uint32_t status = drs::decide_layer<T>(header, words, call, query, key, constants, counts, answer);
     const bool decided = status == drs::OK;
     answer[drs::R_STATUS] = status;
     computing = decided ? answer[drs::R_INDEX_REGISTER] : computing;
 write_chain_counts:
-    for (uint32_t i = 0; i < CHAIN_BEATS; ++i) {
-        FASTCAR_PIPELINE(1)
-        const uint32_t at = drs::R_CHAIN + FLOAT_LANES * i;
-        replay[slot + i] = decided ? word_of_bits(answer[at], answer[at + 1], answer[at + 2], answer[at + 3]) : chain[i];
+    for (uint32_t b = 0; b < sizes.rows; ++b) {
+        FASTCAR_TRIPS(1, D::ROWS)
+        if (decided && row_computes(list.deciding, b)) {
+            const uint32_t at = f.word[DECIDE_CHAIN] + slot_of<D>(list, sizes, f.word[DECIDE_STRIDE], b);
+            replay[at] = word_of_bits(answer[drs::R_CHAIN + b], 0, 0, 0);
+        }
     }
     return status;
 }

@@ -64,52 +64,49 @@ struct StoredHead {
     static const int WORDS = D::BLOCKS * cache::BLOCK_WORDS + EXPONENT_WORDS;
 };
 
-// The heads of all rows as the cache keeps them: every AXI port gets all of them.
+// The heads of row b as the cache keeps them: every AXI port gets all of them.
 template <class D, int AXI_PORTS>
-void quantize_heads(const word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS], uint32_t place, uint32_t count, uint32_t first,
+void quantize_heads(const word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS], uint32_t place, uint32_t b, uint32_t first,
                     uint32_t heads, uint32_t blocks, hls::stream<word_t> out[AXI_PORTS]) {
     FASTCAR_NO_INLINE
-quantize_rows:
-    for (uint32_t b = 0; b < count; ++b) {
-        FASTCAR_TRIPS(1, D::ROWS)
-        uint32_t at = first;
-    quantize_each_head:
-        for (uint32_t h = 0; h < heads; ++h) {
-            FASTCAR_TRIPS(1, D::ROW_WORDS)
-            int8_t mantissas[D::BLOCKS * cache::BLOCK];
-            int8_t exponents[D::BLOCKS];
-            FASTCAR_PARTITION_CYCLIC(mantissas, 1, 16)
-            FASTCAR_PARTITION(exponents, 0)
-            quantize_row<D>(rows, place, b, at, blocks, mantissas, exponents);
-            const uint32_t words = blocks * cache::BLOCK_WORDS;
-        send_words:
-            for (uint32_t i = 0; i < words + StoredHead<D>::EXPONENT_WORDS; ++i) {
-                FASTCAR_PIPELINE(1)
-                FASTCAR_TRIPS(2, StoredHead<D>::WORDS)
-                int8_t lanes[INT8_LANES];
-                FASTCAR_PARTITION(lanes, 0)
-                FASTCAR_UNROLL
-                for (int lane = 0; lane < INT8_LANES; ++lane) {
-                    const uint32_t block = (i - words) * INT8_LANES + lane;
-                    lanes[lane] = i < words ? mantissas[i * INT8_LANES + lane] : block < blocks ? exponents[block] : int8_t(0);
-                }
-                FASTCAR_UNROLL
-                for (int axi = 0; axi < AXI_PORTS; ++axi) {
-                    out[axi].write(pack_int8(lanes));
-                }
+    uint32_t at = first;
+quantize_each_head:
+    for (uint32_t h = 0; h < heads; ++h) {
+        FASTCAR_TRIPS(1, D::ROW_WORDS)
+        int8_t mantissas[D::BLOCKS * cache::BLOCK];
+        int8_t exponents[D::BLOCKS];
+        FASTCAR_PARTITION_CYCLIC(mantissas, 1, 16)
+        FASTCAR_PARTITION(exponents, 0)
+        quantize_row<D>(rows, place, b, at, blocks, mantissas, exponents);
+        const uint32_t words = blocks * cache::BLOCK_WORDS;
+    send_words:
+        for (uint32_t i = 0; i < words + StoredHead<D>::EXPONENT_WORDS; ++i) {
+            FASTCAR_PIPELINE(1)
+            FASTCAR_TRIPS(2, StoredHead<D>::WORDS)
+            int8_t lanes[INT8_LANES];
+            FASTCAR_PARTITION(lanes, 0)
+            FASTCAR_UNROLL
+            for (int lane = 0; lane < INT8_LANES; ++lane) {
+                const uint32_t block = (i - words) * INT8_LANES + lane;
+                lanes[lane] = i < words ? mantissas[i * INT8_LANES + lane] : block < blocks ? exponents[block] : int8_t(0);
             }
-            at += blocks * cache::BLOCK_FLOAT_WORDS;
+            FASTCAR_UNROLL
+            for (int axi = 0; axi < AXI_PORTS; ++axi) {
+                out[axi].write(pack_int8(lanes));
+            }
         }
+        at += blocks * cache::BLOCK_FLOAT_WORDS;
     }
 }
 
-// Stores `count` keys or values in the part of the cache of one AXI port. first, spacing: of the heads' beats.
+// Stores `count` keys or values in the part of the cache of one AXI port. first, spacing: of the heads' beats; begin: `turned` of
+// the first head (cache::port_of_key).
 template <class C, class D>
 void store_heads(hls::stream<word_t>& in, bool keys, uint32_t count, uint32_t blocks, uint32_t head_words, uint32_t first,
-                 uint32_t spacing, uint32_t row, uint32_t axi, typename Beat<C::AXI_WORDS>::Type* cache) {
+                 uint32_t spacing, uint32_t row, uint32_t begin, uint32_t axi, typename Beat<C::AXI_WORDS>::Type* cache) {
     FASTCAR_NO_INLINE
     uint32_t at = first;
-    uint32_t turned = 0;
+    uint32_t turned = begin;
 store_each_head:
     for (uint32_t n = 0; n < count; ++n) {
         FASTCAR_TRIPS(1, D::ROWS * D::ROW_WORDS)
@@ -156,14 +153,14 @@ gather_each_row:
 }
 
 // The keys at row `position` of the cache that are on AXI port `axi`, head after head: the exponents of their tile, then
-// mantissas. first, spacing: of the heads' beats.
+// mantissas. first, spacing, begin: as of store_heads.
 template <class C, class D>
 void read_keys(const typename Beat<C::AXI_WORDS>::Type* cache, uint32_t axi, uint32_t heads, uint32_t first, uint32_t spacing,
-               uint32_t position, uint32_t blocks, hls::stream<word_t>& out) {
+               uint32_t position, uint32_t begin, uint32_t blocks, hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
     static const int AXI_WORDS = C::AXI_WORDS;
     uint32_t at = first;
-    uint32_t turned = 0;
+    uint32_t turned = begin;
 read_each_key:
     for (uint32_t n = 0; n < heads; ++n) {
         FASTCAR_TRIPS(0, D::ROWS * D::ROW_WORDS)
@@ -188,13 +185,13 @@ read_each_key:
     }
 }
 
-// Those keys as float32 words, head after head.
+// Those keys as float32 words, head after head, from word `first` of the operand on.
 template <class C, class D, int AXI_PORTS, int KEY_WORDS>
-void expand_keys(hls::stream<word_t> in[AXI_PORTS], uint32_t heads, uint32_t position, uint32_t blocks,
-                 word_t key[KEY_WORDS]) {
+void expand_keys(hls::stream<word_t> in[AXI_PORTS], uint32_t heads, uint32_t position, uint32_t begin, uint32_t blocks,
+                 uint32_t first, word_t key[KEY_WORDS]) {
     FASTCAR_NO_INLINE
-    uint32_t target = 0;
-    uint32_t turned = 0;
+    uint32_t target = first;
+    uint32_t turned = begin;
 expand_each_key:
     for (uint32_t n = 0; n < heads; ++n) {
         FASTCAR_TRIPS(1, D::ROWS * D::ROW_WORDS)

@@ -24,7 +24,7 @@ struct WholeSteps {
     static const int PLACES = 5;
 };
 
-// Words 5 and 25 to 34 of the header.
+// Words 5 and 25 to 35 of the header.
 struct Sizes {
     uint32_t rows;
     uint32_t ports;
@@ -37,6 +37,8 @@ struct Sizes {
     uint32_t input_words;
     uint32_t output_words;
     uint32_t replay_words;
+    uint32_t videos;
+    uint32_t span_words;  // of the ranges of positions that a row sees, two to a word; the only row of a video has none
 };
 
 // INSTRUCTIONS: what the engine holds.
@@ -100,6 +102,12 @@ inline bool inside(uint64_t first, uint64_t count, uint64_t words, uint64_t room
     return first + count * words <= room;
 }
 
+// Memory words of the list of rows at the beginning of the input: one of each row, then its ranges.
+inline uint32_t row_list_words_of(const Sizes& sizes) {
+    FASTCAR_INLINE
+    return sizes.rows * (1 + sizes.span_words);
+}
+
 inline uint64_t key_words_of(const Sizes& sizes, uint32_t blocks) {
     FASTCAR_INLINE
     const uint32_t stride = sizes.ports * cache::KEY_ROWS;
@@ -115,9 +123,10 @@ inline uint64_t value_words_of(const Sizes& sizes, uint32_t blocks) {
     return tiles * (head + blocks * slots * cache::BLOCK_WORDS);
 }
 
+// Ranges of positions are ranges of rows only where no row of the cache is used again.
 inline bool ring_fits(uint64_t sinks, uint32_t ring, const Sizes& sizes) {
     FASTCAR_INLINE
-    return ring >= 1 && sinks + ring <= sizes.positions;
+    return ring >= 1 && sinks + ring <= sizes.positions && (sizes.span_words == 0 || (sinks == 0 && ring == sizes.positions));
 }
 
 inline bool norm_fits(const Fields& f, const Sizes& sizes) {
@@ -128,7 +137,7 @@ inline bool norm_fits(const Fields& f, const Sizes& sizes) {
            inside(f.word[NORM_WEIGHT], 1, f.word[NORM_COUNT], sizes.constant_words);
 }
 
-// Rows of a short program come from memory and go there, from word 0 on.
+// Rows of a short program come from memory, behind the list of rows, and go there from word 0 on.
 inline bool in_memory(uint32_t source, uint32_t target) {
     FASTCAR_INLINE
     return source == INPUT_ROWS && target == OUTPUT_ROWS;
@@ -147,7 +156,7 @@ inline bool linear_fits(const Fields& f, const Sizes& sizes) {
     const uint64_t covered = static_cast<uint64_t>(f.word[LINEAR_TILE]) * f.word[LINEAR_TILES] * sizes.ports;
     return places && small && covered >= channels && f.word[LINEAR_BIAS] <= 1 &&
            f.word[LINEAR_WEIGHTS] < sizes.weight_words &&
-           (comes ? inside(0, sizes.rows, read, sizes.input_words) : read <= sizes.row_words) &&
+           (comes ? inside(row_list_words_of(sizes), sizes.rows, read, sizes.input_words) : read <= sizes.row_words) &&
            (leaves ? inside(0, sizes.rows, words, sizes.output_words) : words <= sizes.row_words);
 }
 
@@ -168,7 +177,7 @@ inline bool append_fits(const Fields& f, const Sizes& sizes, uint64_t head_words
     return on_chip(f.word[APPEND_KEYS_SOURCE]) && counts(f.word[APPEND_KEYS_HEADS]) && counts(f.word[APPEND_KEYS_BLOCKS]) &&
            inside(f.word[APPEND_KEYS_FIRST], heads * f.word[APPEND_KEYS_BLOCKS], cache::BLOCK_FLOAT_WORDS, sizes.row_words) &&
            ring_fits(f.word[APPEND_KEYS_SINKS], f.word[APPEND_KEYS_RING], sizes) &&
-           inside(f.word[APPEND_KEYS_CACHE], sizes.rows * heads, head_words, section);
+           inside(f.word[APPEND_KEYS_CACHE], sizes.videos * heads, head_words, section);
 }
 
 inline bool attend_fits(const Fields& f, const Sizes& sizes) {
@@ -178,15 +187,13 @@ inline bool attend_fits(const Fields& f, const Sizes& sizes) {
     const uint64_t heads = f.word[ATTEND_HEADS];
     const bool small = moves_on_chip(f.word[ATTEND_SOURCE], f.word[ATTEND_TARGET]) && counts(f.word[ATTEND_HEADS]) &&
                        counts(key_heads) && counts(blocks);
-    const uint64_t cached = static_cast<uint64_t>(sizes.rows) * key_heads;
+    const uint64_t cached = static_cast<uint64_t>(sizes.videos) * key_heads;
     return small && heads % (small ? key_heads : 1u) == 0 && f.word[ATTEND_WINDOW] >= 1 &&
            ring_fits(f.word[ATTEND_SINKS], f.word[ATTEND_RING], sizes) &&
            inside(0, heads * blocks, cache::BLOCK_FLOAT_WORDS, sizes.row_words) &&
            inside(f.word[ATTEND_KEYS], cached, key_words_of(sizes, blocks), sizes.key_words) &&
            inside(f.word[ATTEND_VALUES], cached, value_words_of(sizes, blocks), sizes.value_words);
 }
-
-static const uint32_t CHAIN_BEATS = INDEX_REGISTER_BITS / FLOAT_LANES;  // memory words of the chain counts of a slot
 
 // Memory words of a network of gate `learned`.
 inline uint64_t network_words_of(uint64_t units, uint32_t count) {
@@ -202,7 +209,7 @@ inline bool gate_query_fits(const Fields& f, const Sizes& sizes) {
     const bool small = on_chip(f.word[DECIDE_SOURCE]) && counts(f.word[DECIDE_HEADS]) && counts(key_heads) && counts(blocks);
     return small && heads % (small ? key_heads : 1u) == 0 && ring_fits(f.word[DECIDE_SINKS], f.word[DECIDE_RING], sizes) &&
            inside(0, heads * blocks, cache::BLOCK_FLOAT_WORDS, sizes.row_words) &&
-           inside(f.word[DECIDE_KEYS], static_cast<uint64_t>(sizes.rows) * key_heads, key_words_of(sizes, blocks),
+           inside(f.word[DECIDE_KEYS], static_cast<uint64_t>(sizes.videos) * key_heads, key_words_of(sizes, blocks),
                   sizes.key_words);
 }
 
@@ -210,7 +217,7 @@ inline bool gate_input_fits(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint64_t slots = f.word[DECIDE_STRIDE];
     return on_chip(f.word[DECIDE_INPUT]) && counts(f.word[DECIDE_COUNT]) && f.word[DECIDE_COUNT] <= sizes.row_words &&
-           inside(f.word[DECIDE_INPUTS], slots * sizes.rows, f.word[DECIDE_COUNT], sizes.replay_words);
+           inside(f.word[DECIDE_INPUTS], slots * sizes.videos, f.word[DECIDE_COUNT], sizes.replay_words);
 }
 
 // Fields of what the gate does not read are 0.
@@ -218,7 +225,7 @@ inline bool decide_fits(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint32_t gate = f.word[DECIDE_GATE];
     const bool counted = gate >= drs::GATE_TAS && gate <= drs::GATE_LEARNED && counts(f.word[DECIDE_STRIDE]) &&
-                         inside(f.word[DECIDE_CHAIN], f.word[DECIDE_STRIDE], CHAIN_BEATS, sizes.replay_words);
+                         inside(f.word[DECIDE_CHAIN], f.word[DECIDE_STRIDE], sizes.videos, sizes.replay_words);
     const bool no_query = (f.word[DECIDE_SOURCE] | f.word[DECIDE_HEADS] | f.word[DECIDE_KEY_HEADS] | f.word[DECIDE_BLOCKS] |
                            f.word[DECIDE_KEYS] | f.word[DECIDE_SINKS] | f.word[DECIDE_RING]) == 0;
     const bool no_input = (f.word[DECIDE_INPUT] | f.word[DECIDE_COUNT] | f.word[DECIDE_INPUTS]) == 0;
@@ -235,7 +242,7 @@ inline bool replay_fits(const Fields& f, const Sizes& sizes) {
     const uint64_t slots = f.word[REPLAY_SLOTS];
     return moves_on_chip(f.word[REPLAY_SOURCE], f.word[REPLAY_TARGET]) && counts(f.word[REPLAY_COUNT]) &&
            counts(f.word[REPLAY_SLOTS]) && f.word[REPLAY_COUNT] <= sizes.row_words &&
-           inside(f.word[REPLAY_CACHE], slots * sizes.rows, f.word[REPLAY_COUNT], sizes.replay_words);
+           inside(f.word[REPLAY_CACHE], slots * sizes.videos, f.word[REPLAY_COUNT], sizes.replay_words);
 }
 
 inline bool rest_is_zero(const Fields& f, int used) {
@@ -248,7 +255,7 @@ inline bool rest_is_zero(const Fields& f, int used) {
     return any == 0;
 }
 
-// Chain counts, q and x, then the key and the kept x, one after another from word 0 of the input on.
+// q and x, then the key and the kept x, one after another behind the list of rows.
 inline bool decide_rows_fit(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint32_t units = f.word[DECIDE_ROWS_UNITS];
@@ -256,7 +263,7 @@ inline bool decide_rows_fit(const Fields& f, const Sizes& sizes) {
     const bool network = units <= MOST_UNITS && counts(f.word[DECIDE_ROWS_COUNT]) && query == sizes.rows * count &&
                          inside(f.word[DECIDE_ROWS_NETWORK], 1, network_words_of(units, f.word[DECIDE_ROWS_COUNT]),
                                 sizes.constant_words);
-    return inside(CHAIN_BEATS + query, 1, f.word[DECIDE_ROWS_KEY_WORDS], sizes.input_words) &&
+    return inside(row_list_words_of(sizes) + query, 1, f.word[DECIDE_ROWS_KEY_WORDS], sizes.input_words) &&
            (units == 0 ? (f.word[DECIDE_ROWS_NETWORK] | f.word[DECIDE_ROWS_COUNT]) == 0 : network);
 }
 
@@ -277,7 +284,7 @@ bool instruction_fits(const Fields& f, const Sizes& sizes) {
     switch (f.opcode) {
         case OP_LOAD:
             return rest_is_zero(f, LOAD_WORDS) && on_chip(f.word[LOAD_TARGET]) && counts(f.word[LOAD_COUNT]) &&
-                   f.word[LOAD_COUNT] <= sizes.row_words && inside(0, sizes.rows, f.word[LOAD_COUNT], sizes.input_words);
+                   f.word[LOAD_COUNT] <= sizes.row_words && inside(row_list_words_of(sizes), sizes.rows, f.word[LOAD_COUNT], sizes.input_words);
         case OP_NORM:
             return rest_is_zero(f, NORM_WORDS) && norm_fits(f, sizes);
         case OP_LINEAR:
@@ -313,7 +320,8 @@ bool instruction_fits(const Fields& f, const Sizes& sizes) {
 
 inline bool sizes_are_valid(const Sizes& sizes) {
     FASTCAR_INLINE
-    return sizes.rows >= 1 && sizes.rows <= MAX_ROWS && sizes.ports >= 1 && sizes.ports <= MAX_PORTS &&
+    return sizes.rows >= 1 && sizes.rows <= MAX_ROWS && sizes.rows % sizes.videos == 0 && sizes.ports >= 1 &&
+           sizes.ports <= MAX_PORTS &&
            counts(sizes.row_words) && counts(sizes.positions) && sizes.constant_words <= MOST_WORDS &&
            sizes.weight_words <= MOST_WORDS && sizes.key_words <= MOST_WORDS && sizes.value_words <= MOST_WORDS &&
            sizes.input_words <= MOST_WORDS && sizes.output_words <= MOST_WORDS && sizes.replay_words <= MOST_WORDS;
@@ -346,17 +354,19 @@ load_instruction:
 template <int INSTRUCTIONS, class D = WholeSteps>
 uint32_t load(const word_t* memory, const uint32_t header[drs::HEADER_WORDS], Program<INSTRUCTIONS>& program) {
     FASTCAR_NO_INLINE
+    const uint32_t videos = header[drs::F_VIDEOS], own = header[drs::F_ROWS] / (videos != 0 ? videos : 1u);
     const Sizes sizes = {header[drs::F_ROWS],           header[drs::F_PORTS],           header[drs::F_POSITIONS],
                          header[drs::F_ROW_WORDS],      header[drs::F_CONSTANT_WORDS],  header[drs::F_WEIGHT_WORDS],
                          header[drs::F_CACHED_KEY_WORDS], header[drs::F_CACHED_VALUE_WORDS], header[drs::F_INPUT_WORDS],
-                         header[drs::F_OUTPUT_WORDS],   header[drs::F_REPLAY_WORDS]};
+                         header[drs::F_OUTPUT_WORDS],   header[drs::F_REPLAY_WORDS],
+                         videos,                        own > 1 ? (own + 1) / 2 : 0};
     const uint32_t count = header[drs::F_INSTRUCTIONS];
     program.sizes = sizes;
     program.count = 0;
     if (count == 0) {
         return drs::OK;
     }
-    if (!sizes_are_valid(sizes)) {
+    if (videos == 0 || !sizes_are_valid(sizes)) {
         return drs::BAD_HEADER;
     }
     program.count = count;

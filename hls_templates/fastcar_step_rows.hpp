@@ -11,7 +11,8 @@ namespace fastcar {
 namespace step {
 
 template <class D>
-void load_input(const Fields& f, uint32_t count, const word_t* input, word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
+void load_input(const Fields& f, uint32_t count, uint32_t first, const word_t* input,
+                word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
     FASTCAR_NO_INLINE
     const uint32_t target = f.word[LOAD_TARGET];
     const uint32_t words = f.word[LOAD_COUNT];
@@ -22,7 +23,7 @@ load_each_row:
         for (uint32_t i = 0; i < words; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(1, D::ROW_WORDS)
-            rows[target][b][i] = input[b * words + i];
+            rows[target][b][i] = input[first + b * words + i];
         }
     }
 }
@@ -55,9 +56,9 @@ norm_each_row:
     }
 }
 
-// The position's row of the table is read once for all rows.
+// Every row by the table's row of its position.
 template <class D>
-void rotate_rows(const Fields& f, uint32_t count, uint32_t position, const word_t* constants,
+void rotate_rows(const Fields& f, uint32_t count, const Rows<D>& list, const word_t* constants,
                  word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
     FASTCAR_NO_INLINE
     static const int HALF = D::BLOCKS * cache::BLOCK_FLOAT_WORDS / 2;
@@ -65,47 +66,48 @@ void rotate_rows(const Fields& f, uint32_t count, uint32_t position, const word_
     word_t sine[HALF];
     const uint32_t half = f.word[ROTATE_HALF_WORDS];
     const uint32_t last = f.word[ROTATE_TABLE_ROWS] - 1;
-    const uint32_t table = f.word[ROTATE_TABLE] + 2 * half * (position < last ? position : last);
-read_cosines:
-    for (uint32_t i = 0; i < half; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, HALF)
-        cosine[i] = constants[table + i];
-    }
-read_sines:
-    for (uint32_t i = 0; i < half; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, HALF)
-        sine[i] = constants[table + half + i];
-    }
     const row::Rotation shape = {f.word[ROTATE_FIRST], f.word[ROTATE_HEADS] * f.word[ROTATE_HEAD_WORDS],
                                  f.word[ROTATE_HEAD_WORDS], half};
 rotate_each_row:
     for (uint32_t b = 0; b < count; ++b) {
         FASTCAR_TRIPS(1, D::ROWS)
+        const uint32_t position = list.position[b], words = row_computes(list.active, b) ? half : 0;
+        const uint32_t table = f.word[ROTATE_TABLE] + 2 * half * (position < last ? position : last);
+    read_cosines:
+        for (uint32_t i = 0; i < words; ++i) {
+            FASTCAR_PIPELINE(1)
+            FASTCAR_TRIPS(0, HALF)
+            cosine[i] = constants[table + i];
+        }
+    read_sines:
+        for (uint32_t i = 0; i < words; ++i) {
+            FASTCAR_PIPELINE(1)
+            FASTCAR_TRIPS(0, HALF)
+            sine[i] = constants[table + half + i];
+        }
         const row::Pair at = {f.word[ROTATE_SOURCE], f.word[ROTATE_TARGET], b};
         row::rotate_row<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS, HALF>(rows, at, cosine, sine, shape);
     }
 }
 
-// The source is added to the target. Of an MLP that may replay (`kept`: its slots are in `replay`), a row that computed is also
-// kept in the slot of the forward, and of any other, what the slot holds is added.
+// The source is added to the target. Of an MLP that may replay (its slots are in `replay`), a row of a decode forward that computed
+// is also kept in its slot, and of any other, what the slot holds is added.
 template <class D>
-void add_rows(const Fields& f, uint32_t count, uint32_t computing, uint32_t step, word_t* replay,
+void add_rows(const Fields& f, const Sizes& sizes, uint32_t computing, const Rows<D>& list, word_t* replay,
               word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
     FASTCAR_NO_INLINE
     static_assert(static_cast<int>(ADD_COUNT) == REPLAY_COUNT && static_cast<int>(ADD_SOURCE) == REPLAY_SOURCE &&
                       static_cast<int>(ADD_TARGET) == REPLAY_TARGET,
                   "ADD is REPLAY without slots");
-    const bool kept = f.opcode == OP_REPLAY && step != NO_STEP;
+    const uint32_t keeping = f.opcode == OP_REPLAY ? list.deciding : 0;
     const uint32_t source = f.word[REPLAY_SOURCE];
     const uint32_t words = f.word[REPLAY_COUNT];
-    const uint32_t slot = kept ? step % f.word[REPLAY_SLOTS] : 0;
-    uint32_t first = f.word[REPLAY_CACHE] + slot * count * words;
 add_each_row:
-    for (uint32_t b = 0; b < count; ++b) {
+    for (uint32_t b = 0; b < sizes.rows; ++b) {
         FASTCAR_TRIPS(1, D::ROWS)
-        const bool computes = ((computing >> b) & 1u) != 0;
+        const bool computes = row_computes(computing, b), kept = row_computes(keeping, b);
+        const uint32_t slot = kept ? list.step[b] % f.word[REPLAY_SLOTS] * sizes.videos + list.video[b] : 0;
+        const uint32_t first = f.word[REPLAY_CACHE] + slot * words;
         const uint32_t stored = kept && computes ? words : 0;
         const uint32_t read = kept && !computes ? words : 0;
         const uint32_t target = f.word[REPLAY_TARGET];
@@ -124,7 +126,6 @@ add_each_row:
         }
         const row::Pair at = {source, target, b};
         row::add_row<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS>(rows, at, words - read);
-        first += words;
     }
 }
 

@@ -135,25 +135,22 @@ split_groups:
     }
 }
 
-// Accumulators of a unit's elements, all ports and heads in parallel, an element of each per clock; then its heads -> the
-// rows. `turns` clocks per tile are at least TURNS; `steps`: clocks of all tiles of a unit.
+// Accumulators of a unit's elements, all ports and heads in parallel, an element of each per clock; then its heads ->
+// the row. `turns` clocks per tile are at least TURNS; `steps`: clocks of all tiles of a unit.
 template <int HEADS, int PORTS, int BLOCKS, int TURNS, int ROWS, int ROW_WORDS>
 void add_values(hls::stream<BlockSums<HEADS, PORTS, 1> >& sums, hls::stream<WeightScales<HEADS> >& scales,
-                hls::stream<Inverses<HEADS> >& inverses, uint32_t rows, uint32_t key_heads, uint32_t runs, uint32_t group,
+                hls::stream<Inverses<HEADS> >& inverses, uint32_t row, uint32_t key_heads, uint32_t runs, uint32_t group,
                 uint32_t blocks, uint32_t turns, uint32_t steps, word_t y[ROWS][ROW_WORDS]) {
     FASTCAR_NO_INLINE
     typedef Totals<BLOCKS, PORTS, TURNS> Sizes;
     const uint32_t elements = blocks * Sizes::SLOTS;
     const uint32_t words = blocks * cache::BLOCK_FLOAT_WORDS;
-    const uint32_t cached = rows * key_heads;
     float total[HEADS][PORTS][Sizes::ENTRIES];
     FASTCAR_PARTITION(total, 1)
     FASTCAR_PARTITION(total, 2)
-    uint32_t row = 0;
-    uint32_t key_head = 0;
     uint32_t first = 0;
 units_of_a_head:
-    for (uint32_t head = 0; head < cached; ++head) {
+    for (uint32_t head = 0; head < key_heads; ++head) {
         FASTCAR_TRIPS(1, MOST_UNITS)
     runs:
         for (uint32_t run = 0; run < runs; ++run) {
@@ -205,10 +202,6 @@ units_of_a_head:
                 first += real ? words : 0u;
             }
         }
-        const bool last = key_head + 1 == key_heads;
-        key_head = last ? 0 : key_head + 1;
-        row += last ? 1u : 0u;
-        first = last ? 0 : first;
     }
 }
 

@@ -301,7 +301,7 @@ def _accelerator(manifest: Manifest) -> Iterator[str]:
     if section is None:
         return
     spec, layers = section.design.spec, manifest.layers.layers
-    sizes = {"batch": config.batch_size, "layers": config.num_layers}
+    sizes = {"batch": config.decode_rows, "layers": config.num_layers}
     if layers:
         sizes |= {"hidden": layers[0].mlp.hidden, "intermediate": layers[0].mlp.intermediate}
     for name, size in sizes.items():

@@ -183,7 +183,7 @@ def linear_calls(program: DecoderProgram, before: fx.Node | None = None) -> tupl
         # Linears with a role are those of the MLPs, which offload-mlp has.
         if not is_op(node, *LINEARS) or role_of(node) is not None or node in skipped:
             continue
-        if reason := _kept_for(node, program.config.batch_size):
+        if reason := _kept_for(node, program.config.decode_rows):
             kept.append(HostLinear(module_path_of(node), layer_of(node), reason))
         else:
             layer = layer_of(node)

@@ -204,8 +204,9 @@ class Batcher:
             Its tokens, as they are decoded.
 
         Raises:
-            InputError: prompt, number or thresholds are not valid, prompt and tokens do not fit the cache, too many
-                sequences wait, or the batcher is closed. ArtifactError: the thresholds belong to another gate.
+            InputError: prompt, number or thresholds are not valid, the backend has one threshold for all rows, prompt
+                and tokens do not fit the cache, too many sequences wait, or the batcher is closed. ArtifactError: the
+                thresholds belong to another gate.
         """
         ids, count = to_numpy(prompt), whole("num_tokens", num_tokens, 1)
         if ids.dtype != np.int64 or ids.ndim != 1 or not ids.size:
@@ -214,6 +215,9 @@ class Batcher:
         if len(ids) + count - 1 > self._config.max_seq_len:
             given = f"{count_text(len(ids), 'prompt token')} and {count} new ones"
             raise InputError(f"{given} do not fit max_seq_len {self._config.max_seq_len}", hint="ask for fewer tokens")
+        if thresholds is not None and not self._stepper.row_thresholds:
+            hint = "leave thresholds out, and store them in the artifact, or use the backend cpu"
+            raise InputError("an accelerator has one threshold of a layer for all sequences", hint=hint)
         check_kind("sampling", sampling, (Sampling, type(None)), "Sampling(…), or None")
         with self._changed:
             if self._closed:

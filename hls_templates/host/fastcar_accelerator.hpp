@@ -31,6 +31,7 @@ enum Header {
     INPUT_WORDS = 32,
     OUTPUT_WORDS = 33,
     REPLAY_WORDS = 34,
+    VIDEOS = 35,
     HEADER_WORDS = 36
 };
 static const size_t INSTRUCTION_WORDS = 16;
@@ -77,9 +78,7 @@ public:
                 kernel_.set(argument.name, 0u);
             }
         }
-        for (size_t i = 0; i < SCALARS; ++i) {
-            scalars_[i] = kernel_.scalar<uint32_t>(SCALAR_NAMES[i]);
-        }
+        entry_ = kernel_.scalar<uint32_t>("entry");
         input_ = kernel_.map("input");
         output_ = kernel_.map("output");
         report_ = kernel_.map("report");
@@ -106,11 +105,11 @@ public:
     // ---- whole steps
 
     // The rows of the next launch, float32 [B, H]: what is written here is what `run` gives the kernel.
-    float* input() const { return input_.as<float>(); }
+    float* input() const { return input_.as<float>() + list_bytes() / sizeof(float); }
 
     // One position of every row: decode forward `step`, or NO_STEP. Throws Error: the kernel stopped.
     void run(int64_t position, uint32_t step) {
-        launch(words_[INPUT_WORDS] * WORD, 0, static_cast<uint32_t>(position), step, ALL_ROWS);
+        launch(words_[INPUT_WORDS] * WORD, 0, static_cast<uint32_t>(position), step, ALL_ROWS, nullptr);
     }
 
     // The output of the last launch, float32 [B, output_stride()]: the logits, and what fills the last word.
@@ -137,17 +136,14 @@ public:
 
     // Decides for one layer. replay [B], score float32 [B], new chain counts int32 [B].
     void gate(int64_t layer, const GateInputs& inputs, uint8_t* replay, float* score, int32_t* chain) {
-        char* words = input_.as<char>();
-        std::memset(words, 0, CHAIN_BYTES);
-        std::memcpy(words, inputs.chain, sizeof(int32_t) * rows());
         const uint32_t entry = decisions_.at(layer);
-        const uint64_t query = put(CHAIN_BYTES, inputs.query, inputs.heads, inputs.depth, inputs.x);
+        const uint64_t query = put(list_bytes(), inputs.query, inputs.heads, inputs.depth, inputs.x);
         const uint64_t key = put(query, inputs.keys, inputs.kv_heads, inputs.depth, inputs.cached);
-        if (query - CHAIN_BYTES != field(entry, QUERY) * WORD || key - query != field(entry, KEY) * WORD) {
+        if (query - list_bytes() != field(entry, QUERY) * WORD || key - query != field(entry, KEY) * WORD) {
             throw Error("the gate reads other sizes than the program", "layer " + std::to_string(layer),
                         "use the files of one artifact together");
         }
-        launch(key, entry, 0, static_cast<uint32_t>(inputs.step), ALL_ROWS);
+        launch(key, entry, 0, static_cast<uint32_t>(inputs.step), ALL_ROWS, inputs.chain);
         const uint32_t* result = answer(layer, 0);
         computing_[layer] = result[INDEX_REGISTER];
         for (size_t row = 0; row < rows(); ++row) {
@@ -189,11 +185,11 @@ public:
 private:
     static constexpr uint64_t PAGE = 4096;
     static constexpr uint64_t WORD = 16;  // bytes of a memory word; every row and every head begins one
-    static constexpr uint64_t CHAIN_BYTES = 128;
-    static constexpr size_t SCALARS = 4;
-    static constexpr const char* SCALAR_NAMES[SCALARS] = {"entry", "position", "step", "active"};
 
     size_t rows() const { return static_cast<size_t>(batch_); }
+
+    // Bytes of the list of rows at the beginning of the input.
+    uint64_t list_bytes() const { return rows() * WORD; }
 
     static uint64_t padded(int64_t floats) {
         return (sizeof(float) * static_cast<uint64_t>(floats) + WORD - 1) / WORD * WORD;
@@ -241,8 +237,8 @@ private:
             }
         }
         const uint64_t logits = padded(decoder.vocab) / WORD, row = padded(hidden_) / WORD;
-        const bool step = words_[INPUT_WORDS] == words_[ROWS] * row && words_[OUTPUT_WORDS] == words_[ROWS] * logits;
-        if (words_[ROWS] != rows() || (spec_.whole && !step) || words_[PORTS] % ports != 0 ||
+        const bool step = words_[INPUT_WORDS] == words_[ROWS] * (1 + row) && words_[OUTPUT_WORDS] == words_[ROWS] * logits;
+        if (words_[ROWS] != rows() || words_[VIDEOS] != rows() || (spec_.whole && !step) || words_[PORTS] % ports != 0 ||
             words_.size() < HEADER_WORDS + static_cast<uint64_t>(INSTRUCTION_WORDS) * words_[COUNT]) {
             throw Error("the control table is of another decoder than this host program", where,
                         "use the files of one artifact together");
@@ -290,13 +286,16 @@ private:
         }
     }
 
-    // `given`: bytes of the input that were written. Throws Error: the kernel stopped.
-    void launch(uint64_t given, uint32_t entry, uint32_t position, uint32_t step, uint32_t active) {
-        input_.to_device(given);
-        const uint32_t values[SCALARS] = {entry, position, step, active};
-        for (size_t i = 0; i < SCALARS; ++i) {
-            kernel_.set(scalars_[i], values[i]);
+    // Writes the list of rows, which are all at one position, and runs the kernel. given: bytes of the input, with the list. bit b
+    // of `active`: row b is there. chain: its replays in a row, int32 [B], or null. Throws Error: the kernel stopped.
+    void launch(uint64_t given, uint32_t entry, uint32_t position, uint32_t step, uint32_t active, const int32_t* chain) {
+        for (size_t row = 0; row < rows(); ++row) {
+            const uint32_t place = static_cast<uint32_t>(row) | (active >> row & 1u) << ACTIVE_BIT;
+            const uint32_t word[] = {position, step, place, chain == nullptr ? 0u : static_cast<uint32_t>(chain[row])};
+            std::memcpy(input_.as<char>() + row * WORD, word, WORD);
         }
+        input_.to_device(given);
+        kernel_.set(entry_, entry);
         kernel_.run();
         report_.from_device(step == NO_STEP ? WORD : report_.bytes());
         const uint32_t* report = report_.as<uint32_t>();
@@ -320,7 +319,7 @@ private:
 
     // The active rows of a product, x float32 [B, inputs] to y float32 [B, channels].
     void product(uint32_t entry, const float* x, int64_t inputs, uint32_t active, float* y, int64_t channels) {
-        launch(append(0, x, rows(), inputs), entry, 0, NO_STEP, active);
+        launch(append(list_bytes(), x, rows(), inputs), entry, 0, NO_STEP, active, nullptr);
         output_.from_device(rows() * padded(channels));
         for (size_t row = 0; row < rows(); ++row) {
             if ((active >> row & 1u) != 0) {
@@ -359,7 +358,7 @@ private:
     std::map<int64_t, uint32_t> decisions_;                // of short programs: layer -> instruction
     std::vector<uint32_t> mlps_, linears_;                 // their instructions, in order
     std::map<int64_t, uint32_t> computing_;                // layer -> rows that the last decision has compute
-    size_t scalars_[SCALARS] = {};  // places of the arguments
+    size_t entry_ = 0;  // place of the argument
     Mapped input_, output_, report_;
     std::vector<Mapped> kept_;  // from launch to launch: caches and replay
 };

@@ -139,8 +139,9 @@ class _Run:
         kinds, function = self._xrt.kernels[self._kernel.name]
         assert sorted(self._values) == list(range(len(kinds))), "an argument was not set"
         values = [self._values[i] for i in range(len(kinds))]
-        scalars = tuple(v & 0xFFFFFFFF if isinstance(v, int) else None for v in values)
-        self._xrt.calls.append(("start", self._kernel.name, scalars))
+        # Of a buffer its beginning, which may be a list of rows.
+        given = tuple(v & 0xFFFFFFFF if isinstance(v, int) else bytes(v.device[:512]) for v in values)
+        self._xrt.calls.append(("start", self._kernel.name, given))
         function(*(_c_value(v) for v in values))
 
     def wait(self, timeout_ms: int) -> str:

@@ -1,6 +1,7 @@
 // The symbols of libxrt_coreutil that the host program uses, against XRT's own headers, with the artifact's kernels in C
 // simulation behind them: what a board does, without the board. FAKE_XRT picks a fault. FAKE_XRT_LOG is a file that gets
-// a line per run: the kernel, then its 32-bit scalars as name=value.
+// a line per run: the kernel, then its 32-bit scalars as name=value, then the first row of its input and which rows are there.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -67,10 +68,20 @@ void log_run(const std::string& kernel, const std::vector<Value>& values) {
     }
     std::ofstream file(path, std::ios::app);
     file << kernel;
+    const std::vector<std::string>& names = ARGUMENT_NAMES.at(kernel);
+    const auto memory = [&](const char* name) {
+        return values[static_cast<size_t>(std::find(names.begin(), names.end(), name) - names.begin())].as<const uint32_t*>();
+    };
     for (size_t i = 0; i < values.size(); ++i) {
         if (values[i].scalar.size() == sizeof(uint32_t)) {
-            file << ' ' << ARGUMENT_NAMES.at(kernel)[i] << '=' << values[i].as<uint32_t>();
+            file << ' ' << names[i] << '=' << values[i].as<uint32_t>();
         }
+    }
+    if (kernel == "fastcar_step") {
+        const uint32_t *list = memory("input"), rows = memory("program")[5];
+        uint32_t active = 0;
+        for (uint32_t row = 0; row < rows; ++row) active |= (list[4 * row + 2] >> 16 & 1u) << row;
+        file << " position=" << list[0] << " step=" << list[1] << " active=" << active;
     }
     file << '\n';
 }

@@ -15,6 +15,7 @@ import fastcar_compile as fc
 from board.fake_pyxrt import FakeXrt
 from fastcar_compile.artifact.sections import ArgumentPart, KernelPart
 from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
+from fastcar_compile.codegen.hls.step_program.rows import ACTIVE_BIT
 from fastcar_compile.errors import BackendError, InternalError
 from fastcar_compile.runtime.backends.accelerator.step import accelerator_of
 from fastcar_compile.runtime.backends.board import MEMINFO, Device, XrtUnit, buffer_bytes, require_contiguous
@@ -77,10 +78,12 @@ def test_rows_that_the_host_has_replay_are_not_computed(foreign_artifact: fc.Art
     fake = pyxrt(foreign_artifact)
     decisions = assert_same_logits(foreign_artifact)
     (compute,) = accelerator_of(foreign_artifact).kernels
-    _table, prompt, *runs = [call[2] for call in fake.calls if call[:2] == ("start", compute.name)]
-    assert prompt[compute.index("active")] == 15  # a prompt of one token is a dense decode step
+    given = [call[2][compute.index("input")] for call in fake.calls if call[:2] == ("start", compute.name)]
+    lists = [np.frombuffer(begin[:64], np.uint32).reshape(4, 4) for begin in given]
+    _table, prompt, *runs = [int((words[:, 2] >> ACTIVE_BIT) @ (1 << np.arange(4))) for words in lists]
+    assert prompt == 15  # a prompt of one token is a dense decode step
     registers = ((~decisions) @ (1 << np.arange(4))).reshape(-1).tolist()
-    assert [scalars[compute.index("active")] for scalars in runs] == [r for r in registers if r]
+    assert runs == [r for r in registers if r]
 
 
 def test_buffers_are_those_of_the_interfaces(artifact: fc.Artifact, pyxrt: Faulty) -> None:
@@ -107,7 +110,7 @@ def buffers_of(kernel: KernelPart) -> set[tuple[int, int]]:
     ("fault", "text"),
     [
         ("no kernel", r"the xclbin has no kernel fastcar_step\n  where: .*table.bin\n  hint:  link the kernels"),
-        ("other design", r"of another design: fastcar_step has 13 arguments, expected are 14\n  where: .*table.bin"),
+        ("other design", r"of another design: fastcar_step has 10 arguments, expected are 11\n  where: .*table.bin"),
         ("other program", r"the device holds the xclbin 2, not 1\n  where: device 0\n  hint:  another program"),
         ("no memory", r"no memory for \d+ bytes: std::bad_alloc\n  where: fastcar_step, argument weights_0\n  hint:"),
         ("hang", r"the kernel did not complete: timeout\n  where: fastcar_step\n  hint:  see `dmesg`"),
@@ -192,7 +195,7 @@ def test_misuse_of_a_kernel_is_refused(artifact: fc.Artifact, pyxrt: Faulty) -> 
     pyxrt(artifact)
     (kernel,) = accelerator_of(artifact).kernels
     unit = XrtUnit(Device([kernel]), kernel)
-    with pytest.raises(InternalError, match=r"fastcar_step: arguments that were never filled: weights_0, .*, active"):
+    with pytest.raises(InternalError, match=r"fastcar_step: arguments that were never filled: weights_0, .*, entry"):
         unit.run()
     with pytest.raises(InternalError, match=r"fastcar_step: \d+ bytes for program, which has \d+"):
         unit.read("program", unit.argument("program").bytes + 1)

@@ -13,7 +13,7 @@ import fastcar_compile as fc
 from board.conftest import Machine
 from board.test_board_program import TOKENS, Built, Fake, build, same_tokens
 from fastcar_compile.codegen.hls.step_program.program import StepOp
-from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
+from fastcar_compile.codegen.hls.step_program.rows import NO_STEP
 
 PROMPT = [[16, 2, 11], [3, 4, 5]]
 TABLE = "drs/table.bin"
@@ -30,12 +30,12 @@ def built(
 def test_a_launch_per_position_gives_the_tokens_of_the_session(built: Built, tmp_path: Path) -> None:
     same_tokens(built, PROMPT, log := tmp_path / "log")
     lines = [dict(word.split("=") for word in line.split()[1:]) for line in log.read_text().splitlines()]
-    launches = [(int(line["op"]), int(line["position"]), int(line["step"])) for line in lines]
-    length = len(PROMPT[0])
+    loaded, *launches = [tuple(int(line[name]) for name in ("op", "position", "step", "active")) for line in lines]
+    length, every = len(PROMPT[0]), (1 << len(PROMPT)) - 1
+    assert loaded[0] == StepOp.LOAD
     assert launches == [
-        (StepOp.LOAD, 0, 0),
-        *((StepOp.RUN, position, NO_STEP) for position in range(length)),
-        *((StepOp.RUN, length + step, step) for step in range(TOKENS - 1)),
+        *((StepOp.RUN, position, NO_STEP, every) for position in range(length)),
+        *((StepOp.RUN, length + step, step, every) for step in range(TOKENS - 1)),
     ]
 
 

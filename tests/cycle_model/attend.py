@@ -25,7 +25,7 @@ limbs of sixteen, sums of an element; and turns whose queries wait."""
 
 
 def attend_network(work: AttendWork, memory: Memory) -> Network:
-    """Return the network of ATTEND."""
+    """Return the network of ATTEND for one row; rows follow each other."""
     return _Attention(work, memory).network()
 
 

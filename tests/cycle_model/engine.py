@@ -27,7 +27,7 @@ class CycleModel(Engine):
         """Return the spans of a call: the controller; then until the first tile of each product, and from then on."""
         if isinstance(call, AttendCall):
             result = simulate_network(attend_network(call.work, self.memory), watch=ATTENTION, spans=True)
-            return self._whole(call, result, "attend")
+            return self._whole(call, result, "attend", call.work.rows)
         if isinstance(call, LoopCall):
             return self._whole(call, simulate_network(loop_network(call, self.memory), spans=True), "vector")
         network = engine_network(call, self.memory)
@@ -39,9 +39,9 @@ class CycleModel(Engine):
             parts += self._products(call, result, decided)
         return tuple(part for part in parts if part.seconds > 0)
 
-    def _whole(self, call: AttendCall | LoopCall, result: Result, unit: str) -> tuple[CallPart, ...]:
+    def _whole(self, call: AttendCall | LoopCall, result: Result, unit: str, times: int = 1) -> tuple[CallPart, ...]:
         self.results[call] = result
-        return (CallPart(call.name, unit, result.clocks / self.clock_hz, call.bytes),)
+        return (CallPart(call.name, unit, times * result.clocks / self.clock_hz, call.bytes),)
 
     def _products(self, call: EngineCall, result: Result, before: float) -> list[CallPart]:
         starts = [result.processes[ARRAY].starts[named.name] for named in call.products]

@@ -50,8 +50,8 @@ DAMAGED: dict[str, tuple[bytes, Status]] = {
     "empty": (b"", Status.TOO_SHORT),
     "header cut": (GOOD[: 4 * HEADER_WORDS - 1], Status.TOO_SHORT),
     "magic": (header("magic", 0x53524447), Status.BAD_MAGIC),
-    "version 5": (header("version", 5), Status.BAD_VERSION),
-    "version 7": (header("version", 7), Status.BAD_VERSION),
+    "version 6": (header("version", 6), Status.BAD_VERSION),
+    "version 8": (header("version", 8), Status.BAD_VERSION),
     "one byte cut": (GOOD[:-1], Status.BAD_LENGTH),
     "one byte more": (GOOD + b"\0", Status.BAD_LENGTH),
     "one word more": (GOOD + bytes(4), Status.BAD_LENGTH),
@@ -62,7 +62,7 @@ DAMAGED: dict[str, tuple[bytes, Status]] = {
     "flipped threshold": (changed(GOOD, HEADER_WORDS, 1, repair=False), Status.BAD_CRC),
     "instructions of a controller": (header("instructions", 1), Status.BAD_HEADER),
     "sizes without a program": (header("ports", 1), Status.BAD_HEADER),
-    "spare word": (header("spare", 1), Status.BAD_HEADER),
+    "videos without a program": (header("videos", 1), Status.BAD_HEADER),
     "no layers": (header("layers", 0), Status.BAD_HEADER),
     "other layer count": (header("layers", 2), Status.BAD_HEADER),
     "layer count that overflows": (header("layers", 0x80000000), Status.BAD_HEADER),
@@ -123,8 +123,8 @@ def test_a_damaged_table_is_refused(name: str) -> None:
 
 
 def test_a_table_of_an_older_version_says_both_versions() -> None:
-    with pytest.raises(UserError, match=r"BAD_VERSION, its version is 5, and this program reads version 6") as caught:
-        read_table(header("version", 5))
+    with pytest.raises(UserError, match=r"BAD_VERSION, its version is 6, and this program reads version 7") as caught:
+        read_table(header("version", 6))
     assert caught.value.hint == "compile the model again"
 
 
@@ -238,7 +238,7 @@ def test_round_trip(arguments: dict[str, Any]) -> None:
 def test_json_twin() -> None:
     rest: dict[str, Any] = {"refresh_every": 2, "gate": GateScore(heads=(((0, 0.5),),))}
     table = build_table(*(1, 1, 1, 16, [INFINITY]), attention=ONE, scales=[2.0], max_chain=3, **rest)
-    sizes = {"version": 6, "layers": 1, "rows": 1, "cores": 1, "tokens_per_frame": 16}
+    sizes = {"version": 7, "layers": 1, "rows": 1, "cores": 1, "tokens_per_frame": 16}
     heads = {"heads": 1, "kv_heads": 1, "head_dim": 1, "head_weights": [[0.5]]}
     gate = {"gate": "tas", "units": 0, "input_words": 0, "distance_weight": 0.0}
     rules = {"couple_cfg": False, "max_chain": 3, "refresh_period": 32, "thresholds": ["inf"], "factors": [2.0**-23]}

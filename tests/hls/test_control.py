@@ -16,8 +16,9 @@ from fastcar_compile.codegen.hls.interface import kernel_interface
 from fastcar_compile.codegen.hls.packing import pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.codegen.hls.step_program.builder import short_program
+from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.errors import BackendError, InternalError
-from fastcar_compile.runtime.backends.accelerator.kernel import Kernel, Launch
+from fastcar_compile.runtime.backends.accelerator.kernel import Kernel
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, open_library
 from hls.library import Array, assert_same_bits, design, random_layer, reference
 from hls.sources import folder_sources
@@ -107,7 +108,7 @@ def test_a_decision_of_other_sizes_is_refused(csim_tools: None, loaded: Loaded) 
 def test_a_launch_begins_behind_an_end(csim_tools: None, loaded: Loaded) -> None:
     for entry in (1, 3, len(loaded.kernel.program.instructions), 2**32 - 1):
         with pytest.raises(BackendError, match="stopped with status NOT_LOADED"):
-            loaded.kernel.launch(Launch(entry), loaded.x)
+            loaded.kernel.launch(Rows.at(loaded.kernel.program.sizes), loaded.x, entry=entry)
 
 
 def test_controller_and_array_are_of_one_size(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_a_loop_in_a_step_is_found(project: dict[str, str], design_name: str) ->
         ("mode=m_axi port=input ", "mode=m_axi port=output "),
         ("#pragma HLS interface mode=m_axi port=input bundle=gmem_x offset=direct\n", ""),
         ("offset=direct\n#else", "offset=slave\n#else"),
-        ("#pragma HLS INTERFACE mode=s_axilite port=active bundle=control\n", ""),
+        ("#pragma HLS INTERFACE mode=s_axilite port=entry bundle=control\n", ""),
         ("mode=s_axilite port=return ", "s_axilite port=return "),
     ],
 )

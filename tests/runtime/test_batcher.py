@@ -8,18 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import check_module
 from decoders import llama
 
 import fastcar_compile as fc
 from fastcar_compile.errors import InputError
 
 FRAME, LENGTH, PLACES = 6, 40, 3
-OPTIONS: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
+OPTIONS: dict[str, Any] = {"quant": "w8a8", "offload": "all"}
 
 
 def build(folder: Path, **options: Any) -> fc.Artifact:
     return fc.compile(
-        llama(), target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, prefill_chunk=4,
+        llama(head_dim=32), target="zcu102", tokens_per_frame=FRAME, max_seq_len=LENGTH, prefill_chunk=4,
         replay=fc.ReplayConfig(threshold=0.0, max_chain=2, refresh_every=3), output=folder, **OPTIONS, **options,
     )  # fmt: skip
 
@@ -34,8 +35,10 @@ def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return build(tmp_path_factory.mktemp("rows") / "a", batch_size=PLACES, rows=request.param)
 
 
-@pytest.fixture(params=["cpu", pytest.param("eager", marks=pytest.mark.thorough)])
+@pytest.fixture(params=["cpu", "hls-csim", pytest.param("eager", marks=pytest.mark.thorough)])
 def batcher(request: pytest.FixtureRequest, artifact: fc.Artifact) -> Iterator[fc.Batcher]:
+    if request.param == "hls-csim":
+        check_module("hls4ml")
     with fc.Batcher(artifact, request.param, threads=1) as made:
         yield made
 
@@ -53,14 +56,18 @@ def test_tokens_are_those_of_a_session(alone: fc.Artifact, batcher: fc.Batcher) 
     """Bit for bit, with replay: prompts of different lengths, places that are used again and again."""
     session, asked = alone.session("cpu"), requests(14)
     limits = [None, 0.05, [0.02, None], -np.inf]
+    if not batcher._stepper.row_thresholds:
+        with pytest.raises(InputError, match="an accelerator has one threshold of a layer for all sequences"):
+            batcher.submit(*asked[0], 0.05)
+        limits = [None] * 4
     streams = [batcher.submit(*request, limits[i % 4]) for i, request in enumerate(asked)]
     ratios = []
     for i, (stream, (prompt, new, sampling)) in enumerate(zip(streams, asked, strict=True)):
-        session.set_threshold(0.0 if i % 4 == 0 else limits[i % 4])
+        session.set_threshold(0.0 if limits[i % 4] is None else limits[i % 4])
         assert stream.result() == session.generate(prompt[None], new, sampling)[0].tolist()
         assert stream.replay_ratio == pytest.approx(session.stats.replay_ratio)
         ratios.append(stream.replay_ratio)
-    assert max(ratios) > 0.2
+    assert max(ratios) > 0.15
 
 
 def test_streams_are_read_as_they_are_decoded(alone: fc.Artifact, artifact: fc.Artifact) -> None:

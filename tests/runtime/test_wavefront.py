@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import check_module
 from decoders import llama
 from torch import Tensor
 
@@ -15,15 +16,25 @@ from fastcar_compile.errors import CompileError, InputError
 GRID, LEAD, FRAMES = (3, 4), 1, 3
 SIZE, FRAME = GRID[0] * GRID[1], GRID[0] * GRID[1] + LEAD
 LENGTH = FRAME * FRAMES + 1
-EXACT: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
+EXACT: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "offload": "all"}
 NATIVE: dict[str, Any] = {}
 BACKENDS = [("eager", "native"), ("cpu", "native"), ("onnxruntime", "native"), ("eager", "exact"), ("cpu", "exact")]
+BACKENDS.append(("hls-csim", "exact"))
+
+
+def decoder() -> Any:
+    return llama(head_dim=32)
+
+
+def check_tools(backend: str) -> None:
+    if backend == "hls-csim":
+        check_module("hls4ml")
 
 
 def build(folder: Path, options: dict[str, Any], rows: int | None = 4, **others: Any) -> fc.Artifact:
     return fc.compile(
-        llama(), target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=2, rows=rows, prefill_chunk=6,
-        replay=fc.ReplayConfig(threshold=0.0), output=folder, **options, **others,
+        decoder(), **{"target": "cpu", **options}, tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=2, rows=rows,
+        prefill_chunk=6, replay=fc.ReplayConfig(threshold=0.0), output=folder, **others,
     )  # fmt: skip
 
 
@@ -50,7 +61,7 @@ class Reference:
     """
 
     def __init__(self, ids: np.ndarray, count: int, lag: int) -> None:
-        self.model, self.lag, self.logits = llama(), lag, list[Tensor]()
+        self.model, self.lag, self.logits = decoder(), lag, list[Tensor]()
         self.tokens = [int(i) for i in ids]
         wanted = len(ids) + count
         while len(self.tokens) < wanted:
@@ -139,6 +150,7 @@ def test_as_much_lag_as_columns_is_raster(
     artifacts: dict[str, fc.Artifact], backend: str, numerics: str, count: int
 ) -> None:
     """With replay too: tokens and decisions of a decoder without rows."""
+    check_tools(backend)
     found = []
     for name, wavefront in ((f"{numerics} raster", None), (numerics, None), (numerics, fc.Wavefront(GRID, 4, LEAD))):
         session = artifacts[name].session(backend, record=True)
@@ -155,6 +167,7 @@ def test_as_much_lag_as_columns_is_raster(
 def test_backends_decide_alike(artifacts: dict[str, fc.Artifact], numerics: str, lag: int) -> None:
     found = []
     for backend in [name for name, kind in BACKENDS if kind == numerics]:
+        check_tools(backend)
         session = artifacts[numerics].session(backend, record=True)
         tokens = session.generate(prompt(), 2 * FRAME - LEAD, wavefront=fc.Wavefront(GRID, lag, LEAD))
         found.append((tokens, session.stats.decisions))

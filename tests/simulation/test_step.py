@@ -25,7 +25,7 @@ MEMORY = Memory(rate=3.2, latency=75, window=1024, refresh_interval=1950, refres
 FAST = Memory(rate=3.72, latency=90, window=1024, refresh_interval=2340, refresh=105)
 ATTENTIONS = (
     AttendWork(1, 4, 1, 1, 4, 4, 512),
-    AttendWork(2, 2, 4, 2, 2, 4, 96),
+    AttendWork(2, 4, 4, 2, 2, 4, 96),
     AttendWork(1, 4, 8, 8, 1, 4, 32),
     AttendWork(1, 8, 1, 1, 4, 16, 512),
 )
@@ -57,8 +57,8 @@ def test_the_closed_form_is_within_five_per_cent(
 @pytest.mark.parametrize("work", ATTENTIONS)
 def test_attention_reads_every_word_once(work: AttendWork) -> None:
     result = simulate_network(attend_network(work, MEMORY), watch="multiply_keys")
-    assert result.words["memory"] == pytest.approx(work.words * work.ports)
-    assert attend_clocks(work, MEMORY) == pytest.approx(result.clocks, rel=0.1)
+    assert work.rows * result.words["memory"] == pytest.approx(work.words * work.ports)
+    assert attend_clocks(work, MEMORY) == pytest.approx(work.rows * result.clocks, rel=0.1)
     ends = {name: process.end for name, process in result.processes.items()}
     assert max(ends, key=lambda name: ends[name]) == "add_values"
 

@@ -81,12 +81,12 @@ class Gates:
         weight = 0.125 if self.kind is GateKind.BOUND else 0.0
         return GateScore(self.kind, reads, max(self.units, default=0), heads, weight)
 
-    def table(self, attention: AttentionForm) -> DrsTable:
+    def table(self, attention: AttentionForm, rows: int) -> DrsTable:
         """The control table."""
         shape = AttentionShape(attention.heads, attention.key_heads, attention.head_dim)
         sign = -1 if self.kind.at_most else 1
         return build_table(
-            *(LAYERS, ROWS, 1, FRAME, [sign * self.threshold] * LAYERS),
+            *(LAYERS, rows, 1, FRAME, [sign * self.threshold] * LAYERS),
             attention=shape if self.kind.reads_query else None,
             scales=[0.25 if gate else None for gate in self.gated],
             gate=self.score,
@@ -103,14 +103,14 @@ class Gates:
         return np.concatenate([np.zeros(0, np.float32), *found])
 
 
-def decoder(attention: AttentionForm, quant: str, gates: Gates, axi_bits: int = 128) -> Decoder:
-    """A decoder of two layers and two rows. axi_bits: of an AXI port, which carries one weight port or two."""
+def decoder(attention: AttentionForm, quant: str, gates: Gates, axi_bits: int = 128, rows: int = ROWS) -> Decoder:
+    """A decoder of two layers. axi_bits: of an AXI port, which carries one weight port or two."""
     rng = np.random.default_rng(0)
     query, key = attention.heads * attention.head_dim, attention.key_heads * attention.head_dim
     layer = [(f"layer_{n}", place) for n in range(LAYERS) for place in ("qkv", "o")]
     sizes = {"qkv": (HIDDEN, query + 2 * key, False), "o": (query, HIDDEN, True)}
     linears = [*((f"{name}.{place}", *sizes[place]) for name, place in layer), ("head", HIDDEN, VOCAB, False)]
-    made = design(HIDDEN, 96, ROWS, 1, ports=4, layers=LAYERS, linears=linears, quant=quant, axi_bits=axi_bits)
+    made = design(HIDDEN, 96, rows, 1, ports=4, layers=LAYERS, linears=linears, quant=quant, axi_bits=axi_bits)
     program = step_program(made, attention, 1e-5, ReplayForm(FRAME, gates.gated, gates.kind, gates.units))
     weights, sections = {}, []
     for instruction in program.instructions:
@@ -128,7 +128,7 @@ def decoder(attention: AttentionForm, quant: str, gates: Gates, axi_bits: int = 
             continue
         sections.append(packed.reshape(made.axi_weight_ports, -1, made.axi_words * LANES))
     constants = _constants(program, attention, gates.networks, rng)
-    return Decoder(made, program, gates.table(attention), weights, constants, np.concatenate(sections, 1))
+    return Decoder(made, program, gates.table(attention, rows), weights, constants, np.concatenate(sections, 1))
 
 
 def _scaled(weights: LinearWeights) -> LinearWeights:
@@ -155,7 +155,7 @@ def cached(memory: Memory, program: StepProgram, head_dim: int, number: int) -> 
     keys = memory.keys[:, number * layout.key_words : (number + 1) * layout.key_words]
     values = memory.values[:, number * layout.value_words : (number + 1) * layout.value_words]
     (heads,) = {i.key_heads for i in program.instructions if isinstance(i, Attend)}
-    head = number % (program.sizes.rows * heads)
+    head = number % (program.sizes.videos * heads)
     return layout.unpack_keys(keys, head), layout.unpack_values(values, head)
 
 

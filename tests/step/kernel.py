@@ -8,8 +8,7 @@ import numpy as np
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import REPORT_LAYER_WORDS, KernelInterface, kernel_interface
 from fastcar_compile.codegen.hls.step_program.program import StepOp
-from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
-from fastcar_compile.runtime.backends.accelerator.kernel import ALL_ROWS
+from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.runtime.backends.hls_csim import aligned
 from step.decoder import VOCAB, Decoder
 from step.values import Array
@@ -52,10 +51,10 @@ class Kernel:
         words = self.memory["report"].view(np.uint32)[4 * (1 + REPORT_LAYER_WORDS * layer) :]
         return [bool(words[1] >> b & 1) for b in range(self.step.program.sizes.rows)]
 
-    def launch(self, op: int, size: int = 0, position: int = 0, step: int = 0) -> tuple[int, int]:
-        """Launch once; return the status, and the number of the instruction that was refused."""
+    def launch(self, op: int, size: int = 0) -> tuple[int, int]:
+        """Launch once; return the status, and the number of the instruction or row that was refused."""
         memories = (ctypes.c_void_p(array.ctypes.data) for array in self.memory.values())
-        self._function(*memories, *(ctypes.c_uint32(value) for value in (op, size, 0, position, step, ALL_ROWS)))
+        self._function(*memories, *(ctypes.c_uint32(value) for value in (op, size, 0)))
         status, number = self.memory["report"][:8].view(np.uint32)
         return int(status), int(number)
 
@@ -68,10 +67,15 @@ class Kernel:
         self.memory["program"] = kept
         return status
 
-    def run(self, x: Array, position: int, step: int = NO_STEP) -> Array:
+    def give(self, x: Array, rows: Rows) -> None:
+        """Write the input of a step."""
+        words = rows.words()
+        self.put("input", np.concatenate([words.reshape(-1), x.reshape(-1).view(np.uint32)]))
+
+    def run(self, x: Array, rows: Rows) -> Array:
         """Run one step; return its output, float32 [rows, channels]."""
-        self.put("input", x)
-        assert self.launch(StepOp.RUN, position=position, step=step) == (0, 0)
+        self.give(x, rows)
+        assert self.launch(StepOp.RUN) == (0, 0)
         return self.memory["output"].view(np.float32).reshape(len(x), -1)[:, :VOCAB]
 
     def caches(self) -> tuple[Array, Array]:

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 import fastcar_compile as fc
 from fastcar_compile.artifact.sections import State
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout
-from fastcar_compile.codegen.hls.step_program.instructions import CHAIN_WORDS
 from fastcar_compile.ir.types import StateRole
 from fastcar_compile.runtime.backends.accelerator.kernel import WORD_BYTES, Kernel
 from fastcar_compile.runtime.backends.accelerator.step import StepStepper
@@ -45,9 +44,8 @@ def _state(state: State, cached: Mapping[StateRole, Array], replay: Array, first
         return _rows(state, cached[state.role], first, ports)
     data = replay[first * WORD_BYTES :]
     if state.role is StateRole.CHAIN_COUNT:
-        slots, rows = state.shape
-        counts = data[: slots * CHAIN_WORDS * WORD_BYTES].view(np.int32).reshape(slots, -1)
-        return counts[:, :rows].copy()
+        # A count is the first lane of a memory word.
+        return data.view(np.int32).reshape(-1, 4)[: state.nbytes // 4, 0].reshape(state.shape).copy()
     return data[: state.nbytes].view(state.format.numpy).reshape(state.shape).copy()
 
 

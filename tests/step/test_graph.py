@@ -21,6 +21,7 @@ from fastcar_compile.codegen.hls.emit import linear_weights
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES
 from fastcar_compile.codegen.hls.step_program.instructions import Decide
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.codegen.hls.step_program.simulator import Memory, Product, StepSimulator
 from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
 from fastcar_compile.config.targets import load_target
@@ -153,7 +154,7 @@ def agreed(made: Captured) -> list[Array]:
     replayed = list[Array]()
     for t in range(LENGTH):
         want = eager.decode(ids[:, t : t + 1], t, t, thresholds)
-        got = simulator.run(embedding[ids[:, t]], t, t)
+        got = simulator.run(embedding[ids[:, t]], Rows.at(program.sizes, t, t))
         assert_same(got, np.ascontiguousarray(want.logits[:, 0]))
         if simulator.decided:
             every = np.ones(BATCH, bool)

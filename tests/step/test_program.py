@@ -116,7 +116,7 @@ def test_each_check(cores: Cores) -> None:
     assert answer(cores, data + b"\0") is Status.BAD_LENGTH
     assert answer(cores, data[:-4]) is Status.BAD_LENGTH
     assert answer(cores, flipped) is Status.BAD_CRC
-    sizes = ((25, 0), (25, 129), (26, 0), (27, 1 << 16), (28, 1 << 31), (34, 1 << 31), (35, 1))
+    sizes = ((25, 0), (25, 129), (26, 0), (27, 1 << 16), (28, 1 << 31), (34, 1 << 31), (35, 0), (35, 3))
     for word, value in ((24, 3), (5, 0), (5, 33), *sizes):
         assert answer(cores, changed(data, word, value)) is Status.BAD_HEADER, word
     too_long = built(layers=6)

@@ -7,25 +7,58 @@ import numpy as np
 import pytest
 
 from fastcar_compile.codegen.hls.control_table.table import Status
+from fastcar_compile.codegen.hls.step_program.builder import CacheForm
 from fastcar_compile.codegen.hls.step_program.instructions import Attend, Decide, Instruction, Linear, Mlp, Place
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepProgram, StepStatus
-from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP, StepSimulator
+from fastcar_compile.codegen.hls.step_program.rows import Rows
+from fastcar_compile.codegen.hls.step_program.simulator import StepSimulator
 from fastcar_compile.gates.registry import GateKind
 from step.conftest import BuildKernel
 from step.decoder import HIDDEN, LAYERS, NORMED, ROTATED, ROWS, Decoder, Gates, cached, decoder
 from step.kernel import Kernel
 from step.values import Array, assert_same
 
+SHARED, THREE = (replace(form, cache=CacheForm(0, 50, shared=n)) for form, n in ((ROTATED, 2), (NORMED, 3)))
+HEADROOM = 50
+
 DECODERS = {
     "tas": decoder(ROTATED, "w8a8", Gates(heads=((0, 1.0), (3, -0.5)))),
     "bound": decoder(NORMED, "w4a8", Gates(GateKind.BOUND, 1.5, couple_cfg=True, max_chain=2), axi_bits=256),
     "learned": decoder(NORMED, "w4a8", Gates(GateKind.LEARNED, 0.0, refresh_every=3, units=(3, 7))),
     "input_delta": decoder(ROTATED, "w8a8", Gates(GateKind.INPUT_DELTA, 1.2, gated=(True, False), max_chain=2)),
+    "tas, 2 of 2": decoder(SHARED, "w8a8", Gates(threshold=-1.0, couple_cfg=True), rows=4),
+    "bound, 3 of 1": decoder(THREE, "w4a8", Gates(GateKind.BOUND, 1.5, max_chain=2), rows=3, axi_bits=256),
 }
 """Both quantisations. Gates that read q, q and x, x and a network, and x. The second has two weight ports on an
-AXI port, and three query heads per key head, in runs of two and one."""
+AXI port, and three query heads per key head, in runs of two and one. The last ones have several rows of a video."""
 
-PROMPT = 4
+LAUNCHES = 40
+
+
+class Videos:
+    """Rows of launches: each video has positions and a prompt of its own, and a launch takes some of its next ones."""
+
+    def __init__(self, made: Decoder, rng: np.random.Generator) -> None:
+        self._sizes, self._rng = made.program.sizes, rng
+        self._own = self._sizes.rows // self._sizes.videos
+        self._next = rng.integers(0, 3, self._sizes.videos)
+        self._prompt = self._next + rng.integers(2, 6, self._sizes.videos)
+
+    def rows(self) -> Rows:
+        """The rows of the next launch."""
+        rng, own, taken = self._rng, self._own, self._rng.integers(0, self._own + 1, self._sizes.videos)
+        video = np.arange(self._sizes.rows) // own
+        positions = self._next[video] + np.arange(len(video)) % own
+        steps = np.where(positions < self._prompt[video], -1, positions - self._prompt[video])
+        self._next += taken
+        active = (np.arange(len(video)) % own < taken[video]) & (positions < HEADROOM)
+        spans = np.zeros((len(video), own, 2), np.int64)
+        # A hole in what a row sees; its own position is never in it.
+        holes = rng.integers(0, positions + 1)
+        spans[:, 0, 1] = holes
+        if own > 1:
+            spans[:, 1] = np.stack([np.minimum(holes + 2, positions), positions + 1], 1)
+        return Rows(self._sizes.videos, positions, steps, active, np.zeros(len(video), np.int32), spans)
 
 
 @pytest.fixture
@@ -39,22 +72,26 @@ def kernel(csim_tools: None, build_kernel: BuildKernel, gate: str) -> Kernel:
 
 @pytest.mark.parametrize("gate", DECODERS)
 def test_a_decoder_decodes_alike(kernel: Kernel, gate: str) -> None:
-    """Outputs, caches and decisions of a prompt and 42 forwards, past the end of the RoPE table and around the ring."""
+    """Outputs, caches and decisions of rows at positions of their own, past the RoPE table's end, around the ring."""
     made, rng = DECODERS[gate], np.random.default_rng(5)
     simulator = StepSimulator(made.program, made.memory())
     decisions = list[bool]()
-    for position in range(46):
-        x = (rng.normal(size=(ROWS, HIDDEN)) * 10.0 ** rng.uniform(-1, 1)).astype(np.float32)
-        decode_step = position - PROMPT if position >= PROMPT else NO_STEP
-        want = simulator.run(x, position, decode_step)
-        assert_same(kernel.run(x, position, decode_step), want)
+    videos = Videos(made, rng)
+    for _ in range(LAUNCHES):
+        rows = videos.rows()
+        x = (rng.normal(size=(len(rows.active), HIDDEN)) * 10.0 ** rng.uniform(-1, 1)).astype(np.float32)
+        kernel.memory["output"][:] = 7
+        want, got = simulator.run(x, rows), kernel.run(x, rows)
+        assert_same(got[rows.active], want[rows.active])
+        # An inactive row writes nothing.
+        assert (got[~rows.active].view(np.uint32) == 0x07070707).all()
         keys, values = kernel.caches()
         np.testing.assert_array_equal(keys, simulator.memory.keys)
         np.testing.assert_array_equal(values, simulator.memory.values)
         np.testing.assert_array_equal(kernel.memory["replay"].view(np.uint32).reshape(-1, 4), simulator.memory.replay)
-        for layer, computed in simulator.decided.items():
+        for layer, computed in simulator.decided.items() if rows.deciding.any() else ():
             assert kernel.decided(layer) == computed.tolist()
-            decisions += kernel.decided(layer)
+            decisions += computed[rows.deciding].tolist()
     assert 0.2 < np.mean(decisions) < 0.9
 
 
@@ -64,7 +101,7 @@ def test_the_simulator_follows_plain_floats() -> None:
     simulator, plain = StepSimulator(made.program, made.memory()), PlainDecoder(made)
     for position in range(12):
         x = rng.normal(size=(ROWS, HIDDEN)).astype(np.float32)
-        got, want = simulator.run(x, position), plain.run(x, position)
+        got, want = simulator.run(x, Rows.at(made.program.sizes, position)), plain.run(x, position)
         assert np.abs(got - want).max() < 0.05 * np.abs(want).max(), position
     keys, values = cached(simulator.memory, made.program, ROTATED.head_dim, number=3)
     for rows in (keys, values):
@@ -134,7 +171,7 @@ def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> 
 
     def refused(status: StepStatus, number: int) -> None:
         kept = {name: array.copy() for name, array in kernel.memory.items() if name != "report"}
-        assert kernel.launch(StepOp.RUN, position=3, step=NO_STEP) == (status, number)
+        assert kernel.launch(StepOp.RUN) == (status, number)
         for name, array in kept.items():
             np.testing.assert_array_equal(kernel.memory[name], array)
 
@@ -143,6 +180,7 @@ def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> 
     assert kernel.load(b"no program") == Status.TOO_SHORT
     refused(StepStatus.NOT_LOADED, 0)
     assert kernel.launch(op=7) == (StepStatus.NOT_LOADED, 0)
+    kernel.give(np.zeros((ROWS, HIDDEN), np.float32), Rows.at(program.sizes, 3))
     unread = dict.fromkeys((field.name for field in fields(Decide)[4:]), 0)
     for kind, changes in (
         (Linear, {"weights": last}),
@@ -157,6 +195,26 @@ def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> 
         assert kernel.load(with_changed(program, kind, **changes).to_bytes(table)) == Status.OK
         refused(StepStatus.NOT_HELD, number)
     assert kernel.load(program.to_bytes(table)) == Status.OK
-    assert kernel.launch(StepOp.RUN, step=NO_STEP) == (StepStatus.DONE, 0)
+    assert kernel.launch(StepOp.RUN) == (StepStatus.DONE, 0)
     assert kernel.load(table.to_bytes()) == Status.OK
     refused(StepStatus.NOT_LOADED, 0)
+
+
+@pytest.mark.parametrize("gate", ["tas, 2 of 2"])
+def test_a_row_outside_of_the_caches_is_refused(kernel: Kernel, gate: str) -> None:
+    """Before anything is executed, and not where the row is inactive."""
+    made, rows = DECODERS[gate], Rows.at(DECODERS[gate].program.sizes, 3)
+    x = np.zeros((len(rows.active), HIDDEN), np.float32)
+    long, none = rows.spans.copy(), np.zeros_like(rows.spans)
+    long[2, 1] = 2, made.program.sizes.positions + 1
+    for changes in ({"spans": long}, {"position": rows.position + 50}, {"spans": none}):
+        active = {"active": np.arange(4) == 2}
+        kernel.give(x, replace(rows, **changes, **active))
+        assert kernel.launch(StepOp.RUN) == (StepStatus.BAD_ROW, 2)
+        assert not any(made.any() for made in kernel.caches())
+        kernel.give(x, replace(rows, **changes, active=np.zeros(4, np.bool_)))
+        assert kernel.launch(StepOp.RUN) == (StepStatus.DONE, 0)
+    words = rows.words()
+    words[2, 2] = 2 | 1 << 16
+    kernel.put("input", words)
+    assert kernel.launch(StepOp.RUN) == (StepStatus.BAD_ROW, 2)

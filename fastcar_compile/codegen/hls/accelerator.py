@@ -157,7 +157,7 @@ def _mlp_spec(program: DecoderProgram, config: CompileConfig) -> MlpSpec:
     mlp = mlps[0]
     up_bias = any(bias is not None for m in mlps for bias in m.biases[:-1])
     biases = {"up_bias": up_bias, "down_bias": any(m.biases[-1] is not None for m in mlps)}
-    sizes = (mlp.hidden, mlp.intermediate, config.batch_size, len(mlps))
+    sizes = (mlp.hidden, mlp.intermediate, program.config.decode_rows, len(mlps))
     return MlpSpec(*sizes, cores=1, activation=mlp.activation, gated=mlp.gated, quant=config.quant, **biases)
 
 

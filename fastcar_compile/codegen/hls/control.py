@@ -97,7 +97,7 @@ def control_table(program: DecoderProgram, config: CompileConfig, cores: int) ->
     # The controller compares in one direction alone: it replays where a score is at least the threshold.
     sign = -1.0 if score.kind.at_most else 1.0
     return build_table(
-        *(len(sites), config.batch_size, cores, config.tokens_per_frame),
+        *(len(sites), program.config.decode_rows, cores, config.tokens_per_frame),
         [sign * s.threshold if s.layer in own and s.threshold is not None else float("inf") for s in sites],
         attention=heads_of(program),
         scales=[s.attention.scale if s.layer in own else None for s in sites],

@@ -125,7 +125,7 @@ def _attention(program: DecoderProgram, layers: Sequence[LayerParts]) -> Attenti
     for site, layer in zip(program.sites, layers, strict=True):
         own = site.attention
         window = builder.NO_WINDOW if own.window is None else own.window
-        cache = CacheForm(own.sinks, own.cache_rows - own.sinks, window)
+        cache = CacheForm(own.sinks, own.cache_rows - own.sinks, window, program.config.rows or 1)
         factor = float(logit_factor(own.scale))
         heads = (own.num_heads, own.num_kv_heads, own.head_dim)
         found.add(AttentionForm(*heads, rotary, rows, factor, cache, head_norm=layer.query_norm is not None))

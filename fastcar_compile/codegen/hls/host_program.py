@@ -14,7 +14,7 @@ from fastcar_compile.codegen.hls.interface import probe_interface
 from fastcar_compile.codegen.hls.render import probe_word_bytes, render
 from fastcar_compile.codegen.hls.step_program.instructions import Opcode
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus
-from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
+from fastcar_compile.codegen.hls.step_program.rows import ACTIVE_BIT, NO_STEP
 from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.config.targets import Target
 from fastcar_compile.gates.registry import GateKind
@@ -121,6 +121,7 @@ def _kernels(target: Target, accelerator: AcceleratorSection) -> str:
         step=step,
         statuses=_STATUSES,
         no_step=NO_STEP,
+        active_bit=ACTIVE_BIT,
         constants=CONSTANTS,
         functions=FUNCTIONS if step is None else {},
         operations={f"OP_{op.name}": op.value for op in StepOp} | {f"OPCODE_{op.name}": op.value for op in Opcode},

@@ -155,7 +155,7 @@ REPORT_LAYER_WORDS = RESULT_WORDS // FLOATS_PER_WORD
 """Memory words of the controller's answer for one layer, in the report of a step."""
 
 
-SCALARS = ("op", "bytes", "entry", "position", "step", "active")
+SCALARS = ("op", "bytes", "entry")
 """Scalar arguments of the kernel."""
 
 

@@ -16,6 +16,7 @@ from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, Product,
 from fastcar_compile.codegen.hls.design.spec import TABLED, MlpSpec
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.codegen.hls.step_program.simulator import Memory, StepSimulator
 from fastcar_compile.ir.ops.linear import activation_factor, linear_w4a8, linear_w8a8, pack_int4
 
@@ -23,7 +24,7 @@ Bits = NDArray[np.uint32]
 NumpyProduct = Callable[[NDArray[Any]], NDArray[Any]]
 
 POSITIONS = 3
-"""Positions of a whole step that the test bench launches at most."""
+"""Whole steps that the test bench launches at most."""
 
 TILES = 2
 """Tiles that a linear into the output has at most: of a large head the test bench computes the first channels."""
@@ -115,7 +116,10 @@ def product_of(linear: step.Linear, design: Design) -> Product:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of the test bench; its outputs are in `golden` from this place on, row after row."""
+    """A launch of the test bench; its outputs are in `golden` from this place on, row after row.
+
+    Row b is at `position` and as many behind as it is behind the first row of its video.
+    """
 
     entry: int
     position: int
@@ -230,8 +234,10 @@ class Golden:
         memory = Memory(constants, products, keys, values, np.zeros((0, FLOATS_PER_WORD), np.uint32))
         simulator = StepSimulator(self._program, memory)
         assert isinstance(load, step.Load)
-        for position in range(min(POSITIONS, sizes.positions)):
-            self._keep(0, position, load.count, lambda x, at=position: simulator.run(x, at))
+        own = sizes.rows // sizes.videos
+        for position in range(0, min(POSITIONS * own, sizes.positions - own + 1), own):
+            rows = Rows.at(sizes, position, count=own)
+            self._keep(0, position, load.count, lambda x, rows=rows: simulator.run(x, rows))
 
     def _run_short(self, products: dict[int, NumpyProduct]) -> None:
         """Run every short program."""

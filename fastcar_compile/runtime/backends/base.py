@@ -67,10 +67,12 @@ class Stepper(ABC):
     Attributes:
         prefill_chunk: tokens of one `prefill` call; 0: any number.
         single_tokens: up to this number, tokens are read faster by `prefill` calls of one token than by a padded chunk.
+        row_thresholds: whether the rows of a decode step may have thresholds of their own.
     """
 
     prefill_chunk: int = 0
     single_tokens: int = 0
+    row_thresholds: bool = True
 
     @abstractmethod
     def reset(self) -> None:
@@ -104,7 +106,7 @@ class Stepper(ABC):
         Args:
             position: sequence position of the token; -1: the row is not there. step: decode forward number t, or PROMPT
                 or INACTIVE of `ir.types`.
-            thresholds: float32 [L]; or [L, B] where rows have numbers of their own.
+            thresholds: float32 [L]; or [L, B] where rows have numbers of their own, alike without `row_thresholds`.
             spans: int64 [B, N, 2], ranges of positions that each row sees, where a video has several rows.
         """
 

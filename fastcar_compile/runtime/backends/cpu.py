@@ -203,7 +203,7 @@ class Embedding:
             hint = "compile the model again"
             raise BackendError("the artifact has no program `embed`", where=library.programs.library, hint=hint)
 
-    def __call__(self, inputs: Array, position: int) -> Array:
+    def __call__(self, inputs: Array, position: Numbers) -> Array:
         """Return float32 [B, 1, H] of tokens int64 [B, 1], or of embeddings float32 [B, 1, H], at `position`."""
         if self._program is None:
             return inputs

@@ -58,7 +58,7 @@ class Header(NamedTuple):
     read_words: int
     written_words: int
     replay_words: int
-    spare: int
+    videos: int
 
     @property
     def weighted_heads(self) -> int:
@@ -88,12 +88,12 @@ class Header(NamedTuple):
     @property
     def program_sizes(self) -> tuple[int, ...]:
         """What the program needs of its engine and memory, besides rows."""
-        return self[25:35]
+        return self[25:36]
 
     def _program_is_valid(self, limits: Limits) -> bool:
         # Sizes are checked with the program's instructions. Without a program they are 0.
         empty = self.instructions > 0 or not any(self.program_sizes)
-        return empty and self.spare == 0 and self.instructions <= limits.instructions
+        return empty and self.instructions <= limits.instructions
 
     def _counts_are_valid(self, limits: Limits) -> bool:
         return (

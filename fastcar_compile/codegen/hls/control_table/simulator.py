@@ -35,19 +35,26 @@ class LayerCall:
     """The arguments of one call of the controller.
 
     Args:
-        layer: index of the decoder layer. step: decode forward number t.
+        layer: index of the decoder layer.
+        step: decode forward number t; or int64 [B], one of each row. A row of a negative number computes.
         query: memory words of q and of x (`gate.pack_rows`), what the gate reads of them.
         key: those of the cached key and of the cached x.
         chain: int32 [at least B], replays in a row at slot t mod F.
         network: memory words of the layer's network (`scores.pack_network`), for gate `learned`.
+        active: bool [B], the rows that are there; None: all of them.
     """
 
     layer: int
-    step: int
+    step: int | Array
     query: Array
     key: Array
     chain: Array
     network: Array | None = None
+    active: Array | None = None
+
+    def rows(self, table: DrsTable) -> Array:
+        """Return which rows are there, bool [B]."""
+        return np.ones(table.rows, np.bool_) if self.active is None else self.active
 
     def inputs(self, table: DrsTable) -> GateInputs[Array]:
         """Return the operands that the table's gate reads, as rows; spare lanes are zero."""
@@ -89,26 +96,28 @@ def scores_of(table: DrsTable, call: LayerCall) -> Array:
     return -scores if table.gate.at_most else scores
 
 
-def _recomputes(table: DrsTable, step: int) -> bool:
-    """Return whether every row computes in this forward: in the first frame, and in frames of the refresh."""
+def _recomputes(table: DrsTable, step: Array) -> Array:
+    """Return which rows compute in this forward whatever their score is: in the first frame, in frames of the refresh."""
     first, refresh = step < table.tokens_per_frame, table.refresh_period
     # A refresh lasts a whole frame: every one of the F slots computes once in it.
-    return first or (refresh != 0 and step % refresh < table.tokens_per_frame)
+    return first | (step % refresh < table.tokens_per_frame) if refresh else first
 
 
 def _decide(table: DrsTable, call: LayerCall) -> LayerTrace:
     """Decide for every row of one layer with a gate."""
     rows, threshold, chain = table.rows, np.float32(table.thresholds[call.layer]), call.chain[: table.rows]
-    scores = scores_of(table, call)
+    active = call.rows(table)
+    scores = np.where(active, scores_of(table, call), np.float32(0))
     # A NaN score compares false, so its row computes. +inf is the value of "never", even for a score of +inf.
-    replay = (scores >= threshold) & (not _recomputes(table, call.step)) & (threshold != np.float32(np.inf))
+    replay = active & (scores >= threshold) & (threshold != np.float32(np.inf))
+    replay &= ~_recomputes(table, np.broadcast_to(np.asarray(call.step, np.int64), rows))
     if table.max_chain is not None:
         # `chain` is the count before this forward: a row that reached the limit has to compute.
         replay &= chain < table.max_chain
     if table.couple_cfg:
         # Rows b and b + B / 2 are conditional and unconditional: one row of a pair that computes makes both compute.
         replay = np.tile(replay[: rows // 2] & replay[rows // 2 :], 2)
-    register = sum(1 << row for row in range(rows) if not replay[row])
+    register = sum(1 << row for row in range(rows) if active[row] and not replay[row])
     counts = np.where(replay, chain + 1, 0).astype(np.int32)
     return LayerTrace(Status.OK, register, tuple(scores.tolist()), tuple(counts.tolist()))
 
@@ -130,8 +139,9 @@ def run_layer(table: DrsTable | bytes, call: LayerCall, *, limits: Limits | None
     if not 0 <= call.layer < own.layers:
         return LayerTrace(Status.BAD_LAYER)
     if own.factors[call.layer] == 0:
-        # A layer without a gate reads no operands. Every row computes: all bits are set, and every chain starts again.
-        return LayerTrace(Status.OK, (1 << own.rows) - 1, (0.0,) * own.rows, (0,) * own.rows)
+        # A layer without a gate reads no operands. Every row that is there computes, and every chain starts again.
+        register = sum(1 << row for row in range(own.rows) if call.rows(own)[row])
+        return LayerTrace(Status.OK, register, (0.0,) * own.rows, (0,) * own.rows)
     # Lengths count 128-bit words, as the kernel's arguments do.
     if (own.query_words, own.key_words) != (len(call.query), len(call.key)):
         return LayerTrace(Status.BAD_OPERANDS)

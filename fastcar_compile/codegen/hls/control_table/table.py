@@ -16,7 +16,7 @@ from fastcar_compile.gates.scores import float32
 MAGIC = 0x53524446
 """The bytes "FDRS"."""
 
-VERSION = 6
+VERSION = 7
 HEADER_WORDS = 36
 MAX_ROWS = 32
 MAX_CORES = 32
@@ -231,11 +231,11 @@ class DrsTable:
         """Return the same table with other thresholds (they are run-time inputs: a host writes a new table)."""
         return replace(self, thresholds=tuple(float32(t) for t in thresholds))
 
-    def to_bytes(self, sizes: Sequence[int] = (0,) * 10, program: Sequence[int] = ()) -> bytes:
+    def to_bytes(self, sizes: Sequence[int] = (0,) * 11, program: Sequence[int] = ()) -> bytes:
         """Return the binary form; same table, same bytes.
 
         Args:
-            sizes: of the program, words 25 to 34 of the header. program: `INSTRUCTION_WORDS` words per instruction.
+            sizes: of the program, words 25 to 35 of the header. program: `INSTRUCTION_WORDS` words per instruction.
         """
         shape = self.attention
         flags = (COUPLE_CFG if self.couple_cfg else 0) | (0 if self.head_weights is None else WEIGHTED)
@@ -250,7 +250,7 @@ class DrsTable:
         weights = [weight for layer in self.head_weights or () for weight in layer]
         floats = (*self.thresholds, *self.factors, *weights)
         body = struct.pack(f"<{len(fields)}If", *fields, self.distance_weight)
-        body += struct.pack(f"<{len(sizes) + 2}I", len(program) // INSTRUCTION_WORDS, *sizes, 0)
+        body += struct.pack(f"<{len(sizes) + 1}I", len(program) // INSTRUCTION_WORDS, *sizes)
         body += struct.pack(f"<{len(floats)}f", *floats)
         # Instructions are whole memory words, so they begin at one.
         body += bytes(4 * self.words - 12 - len(body)) + struct.pack(f"<{len(program)}I", *program)

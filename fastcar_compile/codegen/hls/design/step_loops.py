@@ -26,7 +26,6 @@ from fastcar_compile.codegen.hls.design.loops import (
 )
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, LANES, CacheLayout
-from fastcar_compile.codegen.hls.step_program.instructions import CHAIN_WORDS
 
 BLOCK_FLOATS = BLOCK // FLOATS_PER_WORD
 """128-bit words of a block of float32 values."""
@@ -83,8 +82,8 @@ class AttendWork:
 
     @property
     def turns(self) -> int:
-        """Key heads that are read, over all rows and runs."""
-        return self.rows * self.key_heads * self.runs
+        """Key heads that are read for a row, over all runs."""
+        return self.key_heads * self.runs
 
     @property
     def layout(self) -> CacheLayout:
@@ -94,7 +93,7 @@ class AttendWork:
     @property
     def words(self) -> int:
         """128-bit words that one port reads."""
-        return self.turns * (self.layout.key_words + self.layout.value_words)
+        return self.rows * self.turns * (self.layout.key_words + self.layout.value_words)
 
     @property
     def value_words(self) -> int:
@@ -231,11 +230,11 @@ def _rotate(rotate: step.Rotate, work: VectorWork) -> tuple[Repeated, ...]:
     half = rotate.half_words
     table = tuple(Loop("rotate_rows", label, half, WRITE, moves=True) for label in ("read_cosines", "read_sines"))
     words = Loop("rotate_row", "rotate_words", rotate.heads * rotate.head_words, ROTATE_DEPTH)
-    return Repeated(table), Repeated((words,), work.rows)
+    return (Repeated((*table, words), work.rows),)
 
 
 def _append(append: step.Append, work: VectorWork) -> tuple[Repeated, ...]:
-    """Return the loops of the first head's quantisation, which others do not wait for, and of a port that stores."""
+    """Return the loops of each row's first head, whose quantisation others do not wait for, and of a port that stores."""
     floats, words = append.blocks * BLOCK_FLOATS, append.blocks * BLOCK_WORDS
     quantize = (
         Loop("quantize_row", "copy_head", floats, COPY_DEPTH),
@@ -260,14 +259,15 @@ def _append(append: step.Append, work: VectorWork) -> tuple[Repeated, ...]:
             Loop("append_value", "read_each_beat", tile, WRITE, moves=True),
             Loop("append_value", "write_values", tile, REPLACE_DEPTH, moves=True),
         )
-    heads = work.rows * append.heads
     # The heads of one position are on all ports for keys. For values every port stores a part of each head.
-    own = ceil(heads * work.axi_words / work.ports) if isinstance(append, step.AppendKeys) else heads
-    return Repeated(quantize), Repeated(take, heads), Repeated(store, own)
+    keys = isinstance(append, step.AppendKeys)
+    own = ceil(append.heads * work.axi_words / work.ports) if keys else append.heads
+    # A row begins when the row before it is in memory.
+    return Repeated(quantize, work.rows), Repeated(take, work.rows * append.heads), Repeated(store, work.rows * own)
 
 
 def _decide(decide: step.Decide, work: VectorWork) -> tuple[Repeated, ...]:
-    chain = Loop("call_controller", "chain_counts", CHAIN_WORDS, READ, moves=True)
+    chain = Repeated((Loop("call_controller", "chain_counts", 1, READ, moves=True),), work.rows)
     words = RESULT_WORDS // FLOATS_PER_WORD
     answer = Loop("call_controller", "copy_answer", words, COPY_DEPTH)
     report = Loop("fastcar_decide", "report", words, COPY_DEPTH, moves=True)
@@ -275,8 +275,8 @@ def _decide(decide: step.Decide, work: VectorWork) -> tuple[Repeated, ...]:
     # Of what the controller reads, only a network is not on chip.
     gate = tuple(loop if loop.process in NETWORK_LOOPS else replace(loop, moves=False) for loop in loops)
     kept = Loop("keep_inputs", "keep_words", decide.count, READ, moves=True)
-    launch = Repeated((chain, *gate, chain, answer, report))
-    return *_gather(decide, work), launch, Repeated((kept,), work.computing if decide.count else 0)
+    launch = Repeated((*gate, answer, report))
+    return *_gather(decide, work), chain, launch, chain, Repeated((kept,), work.computing if decide.count else 0)
 
 
 def _gather(decide: step.Decide, work: VectorWork) -> tuple[Repeated, ...]:
@@ -293,12 +293,12 @@ def _gather(decide: step.Decide, work: VectorWork) -> tuple[Repeated, ...]:
         Loop("expand_keys", "take_key", decide.blocks * (1 + BLOCK_WORDS), WRITE),
         Loop("expand_key", "expand_words", floats, EXPAND_DEPTH),
     )
-    inputs = Loop("gather_inputs", "gather_kept_words", work.rows * decide.count, WRITE, moves=True)
+    inputs = Loop("gather_inputs", "gather_kept_words", decide.count, WRITE, moves=True)
     return (
         Repeated(rows, work.rows if rows else 0),
-        Repeated(key, ceil(work.rows * decide.key_heads * work.axi_words / work.ports)),
-        Repeated(last, 1 if decide.key_heads else 0),
-        Repeated((inputs,), 1 if decide.count else 0),
+        Repeated(key, work.rows * ceil(decide.key_heads * work.axi_words / work.ports)),
+        Repeated(last, work.rows if decide.key_heads else 0),
+        Repeated((inputs,), work.rows if decide.count else 0),
     )
 
 

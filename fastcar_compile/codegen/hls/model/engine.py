@@ -171,7 +171,7 @@ def memory_of(design: Design, target: Target) -> Memory:
 
 
 def attend_clocks(work: AttendWork, memory: Memory) -> float:
-    """Return the clocks: turns at the pace of the cache, the softmax or the queries, and the end of the last one."""
+    """Return the clocks: of each row its turns at the pace of the cache, the softmax or the queries, and the last one's end."""
     layout, own = work.layout, attend_loops(work)
     rate = min(1 - memory.refreshing, memory.rate / work.ports)
     keys = memory.latency + max(layout.key_words / rate, own.logits.trips)
@@ -189,7 +189,7 @@ def attend_clocks(work: AttendWork, memory: Memory) -> float:
         keys + work.turns * softmax + values,
         (work.turns - 1) * split + keys + values,
     )
-    return first + turns + last + work.group * own.finish.cycles
+    return work.rows * (first + turns + last + work.group * own.finish.cycles)
 
 
 class Engine:

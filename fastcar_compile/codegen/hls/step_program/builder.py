@@ -28,11 +28,16 @@ NO_WINDOW = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class CacheForm:
-    """Rows of a cache: `sinks` first positions, then a ring of `ring` rows; a token sees `window` positions of it."""
+    """Rows of a cache: `sinks` first positions, then a ring of `ring` rows; a token sees `window` positions of it.
+
+    Args:
+        shared: rows of a launch that share the cache of a video.
+    """
 
     sinks: int
     ring: int
     window: int = NO_WINDOW
+    shared: int = 1
 
     @property
     def positions(self) -> int:
@@ -67,6 +72,8 @@ class AttentionForm:
             found.append(f"{self.heads} heads on {self.key_heads} key heads")
         if self.rotary % (2 * LANES) or self.rotary > self.head_dim:
             found.append(f"{self.rotary} rotating elements (a multiple of {2 * LANES}, at most the head)")
+        if self.cache.shared > 1 and (self.cache.sinks or self.cache.window != NO_WINDOW):
+            found.append("several rows of a video on a cache that keeps a window")
         return found
 
 
@@ -105,9 +112,9 @@ def step_program(
 
     In `constants`, layer by layer: the weights of both norms, then those of q and k per head, if any; then the weight
     of the last norm, then the RoPE table, then the networks of the layers with gate `learned`. In a section of
-    `weights`, layer by layer: q/k/v, o, the MLP; then the head. In a section of the caches: layer, row, key head. In
-    the replay buffer: chain counts by layer and slot, then MLP outputs by layer, slot and row, then MLP inputs alike,
-    if the gate reads them.
+    `weights`, layer by layer: q/k/v, o, the MLP; then the head. In a section of the caches: layer, video, key head. In
+    the replay buffer: chain counts by layer, slot and video, then MLP outputs alike, then MLP inputs alike, if the gate
+    reads them.
 
     Args:
         epsilon: of the norms. replay: of MLPs; None: there is none. head: name of the last linear.
@@ -156,7 +163,8 @@ class _Builder:
         self.mlp_at = self.qkv.section_words + self.o.section_words
         self.layer_weights = self.mlp_at + design.section_words
         layout = CacheLayout(design.ports, heads.head_dim, heads.cache.positions)
-        cached = self.rows * heads.key_heads
+        self.videos = self.rows // heads.cache.shared
+        cached = self.videos * heads.key_heads
         self.layer_keys, self.layer_values = cached * layout.key_words, cached * layout.value_words
         self.last_norm = self.layers * self.norm_words
         self.table = self.last_norm + self.words
@@ -165,7 +173,7 @@ class _Builder:
         networks = (network_words(n, design.mlp.hidden) if n else 0 for n in units)
         self.networks = tuple(accumulate(networks, initial=self.table + heads.table_rows * heads.rotary // LANES))
         self.slots = 0 if replay is None else replay.stride
-        self.layer_chains, self.layer_outputs = self.slots * step.CHAIN_WORDS, self.slots * self.rows * self.words
+        self.layer_chains, self.layer_outputs = self.slots * self.videos, self.slots * self.videos * self.words
         # The replay buffer has the chain counts of all layers, then the MLP outputs, then the MLP inputs.
         self.outputs = self.layers * self.layer_chains
         self.inputs = self.outputs + self.layers * self.layer_outputs
@@ -188,11 +196,13 @@ class _Builder:
             weight_words=layers * self.layer_weights + self.head.section_words,
             key_words=layers * self.layer_keys,
             value_words=layers * self.layer_values,
-            input_words=self.rows * self.words,
+            input_words=self.rows * self.words,  # behind the list of rows
             # A row of logits fills whole memory words: it may be up to three values wider than the vocabulary.
             output_words=self.rows * float_words(self.head.channels),
             replay_words=self.inputs + layers * self.layer_inputs,
+            videos=self.videos,
         )
+        sizes = replace(sizes, input_words=sizes.row_list_words + sizes.input_words)
         body = (i for layer in range(layers) for i in self._layer(layer))
         return StepProgram(sizes, (step.Load(0, Place.X, self.words), *body, *self._last()))
 
@@ -310,11 +320,11 @@ def short_program(design: Design, table: DrsTable | None = None, units: Sequence
             weight_words=weights[-1],
             key_words=0,
             value_words=0,
-            input_words=max(
-                step.CHAIN_WORDS + sum(read) if gated else 0,
-                mlp.batch * max([words, *(float_words(p.inputs) for p in linears)]),
-            ),
+            input_words=mlp.batch
+            + max(sum(read) if gated else 0, mlp.batch * max([words, *(float_words(p.inputs) for p in linears)])),
             output_words=mlp.batch * max([words, *(float_words(p.channels) for p in linears)]),
+            replay_words=0,
+            videos=mlp.batch,
         ),
         tuple(i for own in (*decide, *mlps, *called) for i in (own, step.End(0))),
     )

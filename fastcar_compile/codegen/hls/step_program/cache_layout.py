@@ -157,12 +157,13 @@ def counts(*values: int) -> bool:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a program needs: words 5 and 25 to 34 of its table.
+    """What a program needs: words 5 and 25 to 35 of its table.
 
     Args:
-        rows: of the batch. ports: weight ports. positions: that the key/value cache holds.
+        rows: of a launch. videos: whose keys, values and replay are kept; each has as many rows as any other. ports: weight ports. positions: that the key/value cache holds.
         row_words: memory words of a row on chip. constant_words: of norm weights, RoPE tables and networks.
-        weight_words, key_words, value_words: of the section of one port. input_words, output_words: of all rows.
+        weight_words, key_words, value_words: of the section of one port. input_words, output_words: of all rows;
+            `row_list_words` of the input come before them.
         replay_words: of chain counts, and outputs and inputs of MLPs.
     """
 
@@ -176,11 +177,24 @@ class Sizes:
     value_words: int
     input_words: int
     output_words: int
-    replay_words: int = 0
+    replay_words: int
+    videos: int
+
+    @property
+    def span_words(self) -> int:
+        """Memory words of the ranges of positions that a row sees, two to a word; a video's only row sees all."""
+        own = self.rows // self.videos
+        return -(-own // 2) if own > 1 else 0
+
+    @property
+    def row_list_words(self) -> int:
+        """Memory words of the list of rows at the beginning of the input: one of each row, then the ranges."""
+        return self.rows * (1 + self.span_words)
 
     def is_valid(self) -> bool:
         """Return whether every size is in the format's range."""
         small = 1 <= self.rows <= MAX_ROWS and 1 <= self.ports <= MAX_PORTS
+        small = small and 1 <= self.videos <= self.rows and self.rows % self.videos == 0
         words = (self.constant_words, self.weight_words, self.key_words, self.value_words, self.input_words)
         largest = max(*words, self.output_words, self.replay_words)
         return small and counts(self.row_words, self.positions) and largest <= MAX_WORDS

@@ -17,9 +17,6 @@ LANES = 4
 BLOCK_WORDS = BLOCK // LANES
 """Memory words of a block of float32 values."""
 
-CHAIN_WORDS = 8
-"""Memory words of the chain counts of a slot: 32 rows."""
-
 MAX_CHANNELS = 1 << 18
 
 
@@ -36,7 +33,7 @@ class Place(IntEnum):
     K = 4
     OUTPUT = 5
     INPUT = 6
-    """Of short programs: the rows begin at word 0, as those of the output do."""
+    """Of short programs: the rows begin behind the list of rows; those of the output at word 0."""
 
 
 ROWS_ON_CHIP = 5
@@ -111,7 +108,8 @@ class Load(Instruction):
     def fits(self, room: Sizes) -> bool:
         """See Instruction.fits."""
         small = on_chip(self.target) and counts(self.count)
-        return small and self.count <= room.row_words and room.rows * self.count <= room.input_words
+        given = room.row_list_words + room.rows * self.count
+        return small and self.count <= room.row_words and given <= room.input_words
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,8 @@ class Linear(Instruction):
         places = comes or (on_chip(self.source) if leaves else on_chip(self.source, self.target))
         words, read = -(-self.channels // LANES), -(-self.inputs // LANES)
         target = room.rows * words <= room.output_words if leaves else words <= room.row_words
-        source = room.rows * read <= room.input_words if comes else read <= room.row_words
+        given = room.row_list_words + room.rows * read
+        source = given <= room.input_words if comes else read <= room.row_words
         # The last tile may reach beyond the channels, but no channel may be left without a tile.
         covered = self.tile * self.tiles * room.ports >= self.channels
         stored = self.bias <= 1 and self.weights < room.weight_words
@@ -219,8 +218,8 @@ class Append(Instruction):
         small = on_chip(self.source) and counts(self.heads, self.blocks)
         inside = self.first + self.heads * self.blocks * BLOCK_WORDS <= room.row_words
         # All layers share the layout of `room.positions` rows, even where a layer's ring is shorter.
-        ring = self.ring >= 1 and self.sinks + self.ring <= room.positions
-        return small and inside and ring and self.cache + room.rows * self.heads * head_words <= section
+        ring = ring_fits(self.sinks, self.ring, room)
+        return small and inside and ring and self.cache + room.videos * self.heads * head_words <= section
 
 
 @dataclass(frozen=True)
@@ -267,7 +266,7 @@ class Attend(Instruction):
         # A window of 0 would hide a token from itself, and softmax needs one visible row.
         if not on_chip(self.source, self.target) or self.window < 1 or not reads_keys(self, room):
             return False
-        heads = room.rows * self.key_heads
+        heads = room.videos * self.key_heads
         return self.values + heads * room.layout(self.blocks).value_words <= room.value_words
 
 
@@ -289,12 +288,12 @@ class Add(Instruction):
 class Decide(Instruction):
     """The layer's gate by the control table. Fields of what the gate does not read are 0.
 
-    The replay buffer has 32 chain counts per slot, those of the layer from word `chain` on.
+    The replay buffer has a memory word per slot and video with its chain count, those of the layer from word `chain` on.
 
     Args:
         source .. ring: q in `source`, and the cached key of position - stride, of a gate that reads q.
         input, count, inputs: x in `input`, `count` words a row, of a gate that reads the MLP's input. The x of the last
-            forward that computed is kept in the replay buffer from word `inputs` on, slot after slot, row after row.
+            forward that computed is kept in the replay buffer from word `inputs` on, slot after slot, video after video.
         network, units: of gate `learned`; the word of the layer's network in the constants, and its hidden units.
     """
 
@@ -322,8 +321,8 @@ class Decide(Instruction):
 
     def fits(self, room: Sizes) -> bool:
         """See Instruction.fits."""
-        # Every slot has 32 chain counts, whatever the batch is: a slot begins at a whole number of memory words.
-        counted = counts(self.stride) and self.chain + self.stride * CHAIN_WORDS <= room.replay_words
+        # A count has a word of its own, so that a row changes no word that other rows change.
+        counted = counts(self.stride) and self.chain + self.stride * room.videos <= room.replay_words
         return counted and self._query_fits(room) and self._input_fits(room) and self._network_fits(room)
 
     def _query_fits(self, room: Sizes) -> bool:
@@ -336,8 +335,8 @@ class Decide(Instruction):
         if not self.gate.reads_input:
             return not any((self.input, self.count, self.inputs))
         small = on_chip(self.input) and counts(self.count) and self.count <= room.row_words
-        # The replay buffer keeps x of `stride` slots, each with all rows.
-        return small and self.inputs + self.stride * room.rows * self.count <= room.replay_words
+        # The replay buffer keeps x of `stride` slots, each with all videos.
+        return small and self.inputs + self.stride * room.videos * self.count <= room.replay_words
 
     def _network_fits(self, room: Sizes) -> bool:
         if self.gate is not GateKind.LEARNED:
@@ -349,7 +348,7 @@ class Decide(Instruction):
 class DecideRows(Instruction):
     """Decide of a short program, on what the host wrote into the input.
 
-    That is from word 0 on: 32 chain counts, `query_words` of q and x of all rows, `key_words` of the cached key and x.
+    Behind the list of rows are `query_words` of q and x of all rows, then `key_words` of the cached key and x.
 
     Args:
         network, units, count: of gate `learned`: as in Decide; `count` words are a row of x. Else 0.
@@ -364,7 +363,7 @@ class DecideRows(Instruction):
 
     def fits(self, room: Sizes) -> bool:
         """See Instruction.fits."""
-        if CHAIN_WORDS + self.query_words + self.key_words > room.input_words:
+        if room.row_list_words + self.query_words + self.key_words > room.input_words:
             return False
         if not self.units:
             return not self.network and not self.count
@@ -386,7 +385,7 @@ class Replay(Instruction):
     def fits(self, room: Sizes) -> bool:
         """See Instruction.fits."""
         small = on_chip(self.source, self.target) and counts(self.count, self.slots) and self.count <= room.row_words
-        return small and self.cache + self.slots * room.rows * self.count <= room.replay_words
+        return small and self.cache + self.slots * room.videos * self.count <= room.replay_words
 
 
 @dataclass(frozen=True)
@@ -404,11 +403,18 @@ _ALL = (Load, Norm, Linear, Mlp, Rotate, AppendKeys, AppendValues, Attend, Add, 
 KINDS: dict[int, type[Instruction]] = {kind.opcode: kind for kind in _ALL}
 
 
+def ring_fits(sinks: int, ring: int, room: Sizes) -> bool:
+    """Return whether a cache holds the rows. Ranges of positions are ranges of rows only where no row is used again."""
+    return ring >= 1 and (
+        sinks + ring <= room.positions if not room.span_words else (sinks, ring) == (0, room.positions)
+    )
+
+
 def reads_keys(own: Attend | Decide, room: Sizes) -> bool:
     """Return whether the query heads of an instruction are in a row, and their key heads in the cache."""
     if not counts(own.heads, own.key_heads, own.blocks) or own.heads % own.key_heads:
         return False
-    ring = own.ring >= 1 and own.sinks + own.ring <= room.positions
+    ring = ring_fits(own.sinks, own.ring, room)
     inside = own.heads * own.blocks * BLOCK_WORDS <= room.row_words
-    cached = room.rows * own.key_heads * room.layout(own.blocks).key_words
+    cached = room.videos * own.key_heads * room.layout(own.blocks).key_words
     return ring and inside and own.keys + cached <= room.key_words

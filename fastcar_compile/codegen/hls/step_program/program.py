@@ -68,6 +68,8 @@ class StepStatus(IntEnum):
     """There is no program, or the entry is no beginning."""
     NOT_HELD = 2
     """An instruction needs more than the kernel has, or the controller refused it."""
+    BAD_ROW = 3
+    """An active row is of a video that there is not, or sees positions that the cache has not; the number is the row's."""
 
 
 @dataclass(frozen=True)

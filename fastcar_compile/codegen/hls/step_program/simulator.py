@@ -1,6 +1,6 @@
 """A step program executed in numpy, on memory as the engine sees it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import singledispatchmethod
 
@@ -13,6 +13,7 @@ from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, Array, CacheLayout
 from fastcar_compile.codegen.hls.step_program.instructions import LANES, Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.errors import InternalError
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.gates.registry import GateKind
@@ -20,10 +21,6 @@ from fastcar_compile.ir import exact
 
 Product = Callable[[Array], Array]
 """A linear or an MLP: float32 [rows, inputs] -> [rows, channels]."""
-
-
-NO_STEP = 0xFFFFFFFF
-"""Number of a forward that is no decode forward."""
 
 
 @dataclass
@@ -59,7 +56,7 @@ class _Ring:
         return self.sinks + behind % self.ring if behind >= 0 else position
 
     def visible(self, position: int, window: int) -> Array:
-        """Return which rows the token at `position` sees, of those that are filled."""
+        """Return which rows the token at `position` sees, of those that are filled up to it."""
         # Rows are filled from row 0 on, so until the cache is full the first position + 1 rows are the filled ones.
         rows = min(position + 1, self.sinks + self.ring)
         return exact.visible_rows(self.sinks + self.ring, position, (self.sinks, window, position))[:rows]
@@ -74,18 +71,17 @@ class StepSimulator:
         self._rows = np.zeros((step.ROWS_ON_CHIP, sizes.rows, sizes.row_words * LANES), np.float32)
         self._input = np.zeros((0, 0), np.float32)
         self._output = np.zeros((0, 0), np.float32)
-        self._position, self._step = 0, NO_STEP
+        self._list = Rows.at(sizes)
         self._computing = np.ones(sizes.rows, bool)
         self.decided: dict[int, Array] = {}
         """Which rows computed the MLP, bool [rows] per layer with a gate, in the last decode forward."""
 
-    def run(self, rows: Array, position: int, decode_step: int = NO_STEP) -> Array:
-        """Return the output of one step, float32 [rows, channels]: `rows` float32 [rows, hidden] at `position`.
+    def run(self, x: Array, rows: Rows) -> Array:
+        """Return the output of one step, float32 [rows, channels], of x float32 [rows, hidden].
 
-        Args:
-            decode_step: number of the decode forward. NO_STEP: of a prompt, which neither replays nor fills a cache.
+        Rows that are not active have any output.
         """
-        self._input, self._position, self._step = rows, position, decode_step
+        self._input, self._list, self._computing = x, rows, rows.active.copy()
         for instruction in self.program.instructions:
             self._execute(instruction)
         return self._output
@@ -128,8 +124,8 @@ class StepSimulator:
         at, size = LANES * rotate.first, LANES * rotate.head_words
         place = slice(at, at + rotate.heads * size)
         heads = self._rows[rotate.source, :, place].reshape(-1, rotate.heads, 1, size)
-        turned = exact.rotary(heads, table, self._position)
-        self._rows[rotate.target, :, place] = turned.reshape(len(heads), -1)
+        for b, position in self._active(self._list.position):
+            self._rows[rotate.target, b, place] = exact.rotary(heads[b], table, position).reshape(-1)
 
     @_execute.register
     def _(self, append: step.Append) -> None:
@@ -141,26 +137,39 @@ class StepSimulator:
             cache, words = self.memory.values, layout.value_words
             unpack, pack = layout.unpack_values, layout.pack_values
         at, dim = LANES * append.first, BLOCK * append.blocks
-        heads = self._rows[append.source, :, at : at + append.heads * dim].reshape(-1, dim)
-        row = _Ring(append.sinks, append.ring).row(self._position)
         # Repacking all rows of a head for one position is slow. It checks the layout, and a test has few positions.
-        for number, head in enumerate(exact.stored_rows(heads)):
-            place = slice(append.cache + number * words, append.cache + (number + 1) * words)
-            rows = unpack(cache[:, place], number)
-            rows[row] = head
-            cache[:, place] = pack(rows, number)
+        for b, position in self._active(self._list.position):
+            row, first = _Ring(append.sinks, append.ring).row(position), self._list.video[b] * append.heads
+            heads = self._rows[append.source, b, at : at + append.heads * dim].reshape(-1, dim)
+            for number, head in enumerate(exact.stored_rows(heads), first):
+                place = slice(append.cache + number * words, append.cache + (number + 1) * words)
+                rows = unpack(cache[:, place], number)
+                rows[row] = head
+                cache[:, place] = pack(rows, number)
 
     @_execute.register
     def _(self, attend: step.Attend) -> None:
-        layout = self.program.sizes.layout(attend.blocks)
-        visible = _Ring(attend.sinks, attend.ring).visible(self._position, attend.window)
-        dim, group = layout.head_dim, attend.heads // attend.key_heads
-        heads = self._rows[attend.source, :, : attend.heads * dim].reshape(-1, group, dim)
-        found = [self._head(attend, layout, number, queries, visible) for number, queries in enumerate(heads)]
-        self._rows[attend.target, :, : attend.heads * dim] = np.stack(found).reshape(-1, attend.heads * dim)
+        layout, ring = self.program.sizes.layout(attend.blocks), _Ring(attend.sinks, attend.ring)
+        size, group = attend.heads * layout.head_dim, attend.heads // attend.key_heads
+        for b, position in self._active(self._list.position):
+            visible = self._spans(b) if self._list.spans.shape[1] > 1 else ring.visible(position, attend.window)
+            heads = self._rows[attend.source, b, :size].reshape(-1, group, layout.head_dim)
+            first = self._list.video[b] * attend.key_heads
+            found = [self._head(attend, layout, n, queries, visible) for n, queries in enumerate(heads, first)]
+            self._rows[attend.target, b, :size] = np.concatenate(found).reshape(-1)
+
+    def _active(self, numbers: Array) -> Iterator[tuple[int, int]]:
+        """Yield the active rows, and their numbers."""
+        return ((b, int(numbers[b])) for b in np.flatnonzero(self._list.active).tolist())
+
+    def _spans(self, b: int) -> Array:
+        """Return which positions row b sees, up to the last of them."""
+        spans = self._list.spans[b]
+        places = np.arange(spans.max())[:, None]
+        return ((places >= spans[:, 0]) & (places < spans[:, 1])).any(1)
 
     def _head(self, attend: step.Attend, layout: CacheLayout, number: int, queries: Array, visible: Array) -> Array:
-        """Return what the query heads [group, dim] of one key head attend to; `number` counts rows and key heads."""
+        """Return what the query heads [group, dim] of one key head attend to; `number` counts videos and key heads."""
         own = attend.keys + number * layout.key_words, attend.values + number * layout.value_words
         keys = layout.unpack_keys(self.memory.keys[:, own[0] : own[0] + layout.key_words], number)[: len(visible)]
         values = layout.unpack_values(self.memory.values[:, own[1] : own[1] + layout.value_words], number)
@@ -173,27 +182,27 @@ class StepSimulator:
 
     @_execute.register
     def _(self, decide: step.Decide) -> None:
-        # Without a decision every row computes: a prompt never replays.
-        self._computing[:] = True
-        if self._step == NO_STEP:
+        rows, deciding = self._list, self._list.deciding
+        # A launch without a decode forward decides nothing: a prompt never replays.
+        if not deciding.any():
             return
-        rows = self.program.sizes.rows
+        # Rows of a prompt and inactive ones have no slot. What stands in for it is not used: they are not decided.
+        slots = np.maximum(rows.step, 0) % decide.stride * self.program.sizes.videos + rows.video
         x, kept = self._inputs(decide)
         query, key = self._heads(decide)
-        words = pack_inputs(GateInputs(query, key, x, kept))
-        slot = decide.chain + self._step % decide.stride * step.CHAIN_WORDS
-        # A slice of whole words reshapes to a view, so the assignment below changes the memory itself.
-        chain = self.memory.replay[slot : slot + step.CHAIN_WORDS].reshape(-1)
-        call = LayerCall(decide.layer, self._step, *words, chain.view(np.int32), network=self._network(decide))
+        words = pack_inputs(GateInputs(query, key, x, None if kept is None else kept[slots]))
+        chain = self.memory.replay[decide.chain :][slots, 0].view(np.int32)
+        call = LayerCall(decide.layer, rows.step, *words, chain, self._network(decide), active=rows.active)
         trace = run_layer(self.memory.table, call)
         if trace.status is not TableStatus.OK:
             raise InternalError(f"the control table of a step program: {trace.status.name}")
-        chain[:rows] = trace.chain
-        self._computing[:] = [bool(trace.index_register >> b & 1) for b in range(rows)]
+        self.memory.replay[decide.chain + slots[deciding], 0] = np.array(trace.chain, np.uint32)[deciding]
+        self._computing[:] = [bool(trace.index_register >> b & 1) for b in range(len(deciding))]
         self.decided[decide.layer] = self._computing.copy()
         # A row that replays keeps the x of its last computed forward: the change is measured from there.
         if x is not None and kept is not None:
-            kept[self._computing] = x[self._computing]
+            changed = self._computing & deciding
+            kept[slots[changed]] = x[changed]
 
     def _heads(self, decide: step.Decide) -> tuple[Array | None, Array | None]:
         """Return q and the cached key of position - stride, float32 [rows, heads, dim]; None: neither is read."""
@@ -201,26 +210,26 @@ class StepSimulator:
             return None, None
         rows, layout = self.program.sizes.rows, self.program.sizes.layout(decide.blocks)
         # The first frame has no earlier key. Row 0 then gives a score that the controller ignores: every row computes.
-        row = _Ring(decide.sinks, decide.ring).row(max(self._position - decide.stride, 0))
-        places = [decide.keys + n * layout.key_words for n in range(rows * decide.key_heads)]
-        sections = (self.memory.keys[:, at : at + layout.key_words] for at in places)
-        cached = [layout.unpack_keys(section, n)[row] for n, section in enumerate(sections)]
-        key = loaded(np.stack(cached), layout.head_dim).reshape(rows, decide.key_heads, -1)
+        key, ring = np.zeros((rows, decide.key_heads, layout.head_dim), np.float32), _Ring(decide.sinks, decide.ring)
+        for b, position in self._active(self._list.position):
+            row, first = ring.row(max(position - decide.stride, 0)), self._list.video[b] * decide.key_heads
+            for head, number in enumerate(range(first, first + decide.key_heads)):
+                section = self.memory.keys[:, decide.keys + number * layout.key_words :][:, : layout.key_words]
+                key[b, head] = loaded(layout.unpack_keys(section, number)[row], layout.head_dim)
         query = self._rows[decide.source, :, : decide.heads * layout.head_dim]
         return query.reshape(rows, decide.heads, -1), key
 
     def _inputs(self, decide: step.Decide) -> tuple[Array | None, Array | None]:
-        """Return x and a view of what the slot keeps of it, float32 [rows, size]; None: neither is read."""
+        """Return x, float32 [rows, size], and a view of the slots that keep it; None: neither is read."""
         if not decide.gate.reads_input:
             return None, None
         x = self._rows[decide.input, :, : LANES * decide.count]
-        return x, self._slot(decide.inputs, decide.stride, decide.count)
+        return x, self._slots(decide.inputs, decide.stride, decide.count)
 
-    def _slot(self, first: int, slots: int, count: int) -> Array:
-        """Return a view of the rows of `count` words that are kept in the forward's slot, float32 [rows, size]."""
-        rows = self.program.sizes.rows
-        at = first + self._step % slots * rows * count
-        return self.memory.replay[at : at + rows * count].view(np.float32).reshape(rows, -1)
+    def _slots(self, first: int, slots: int, count: int) -> Array:
+        """Return a view of the rows of `count` words that are kept, float32 [slots * videos, size]."""
+        kept = slots * self.program.sizes.videos
+        return self.memory.replay[first : first + kept * count].view(np.float32).reshape(kept, -1)
 
     def _network(self, decide: step.Decide) -> Array | None:
         """Return the words of the layer's network; None: the gate has none."""
@@ -232,15 +241,14 @@ class StepSimulator:
     @_execute.register
     def _(self, replay: step.Replay) -> None:
         own, target = self._rows[replay.source, :, : LANES * replay.count], self._rows[replay.target]
-        added = own
-        if self._step != NO_STEP:
-            kept = self._slot(replay.cache, replay.slots, replay.count)
-            # Rows that compute refresh the slot first, so every row then adds what the slot holds.
-            kept[self._computing] = own[self._computing]
-            added = kept
-        target[:, : LANES * replay.count] += added
+        kept, deciding = self._slots(replay.cache, replay.slots, replay.count), self._list.deciding
+        slots = np.maximum(self._list.step, 0) % replay.slots * self.program.sizes.videos + self._list.video
+        # Rows that compute refresh their slot first, so every row of a decode forward then adds what its slot holds.
+        changed = deciding & self._computing
+        kept[slots[changed]] = own[changed]
+        target[:, : LANES * replay.count] += np.where(deciding[:, None], kept[slots], own)
         # The next layer may have no gate, and then all of its rows compute.
-        self._computing[:] = True
+        self._computing[:] = self._list.active
 
     @_execute.register
     def _(self, end: step.End) -> None:

@@ -4,7 +4,7 @@ hls_templates/host/fastcar_accelerator.hpp is the same in C++.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,35 +12,19 @@ from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.control_table.reader import read_table
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS, LayerCall, LayerTrace, read_result
-from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS, Status, with_thresholds
+from fastcar_compile.codegen.hls.control_table.table import Status, with_thresholds
 from fastcar_compile.codegen.hls.step_program.instructions import DecideRows, Linear, Mlp
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus, read_program
-from fastcar_compile.codegen.hls.step_program.simulator import NO_STEP
+from fastcar_compile.codegen.hls.step_program.rows import ALL_ROWS, Rows
 from fastcar_compile.errors import ArtifactError, BackendError, InputError, InternalError
 from fastcar_compile.runtime.backends.accelerator.calls import Bytes, ComputeUnit
 
 Array = NDArray[Any]
 
-ALL_ROWS = 0xFFFFFFFF
 WORD_BYTES = 16
 """Bytes of a memory word; every row begins one."""
 
 _HINT = "build the device binary from this artifact, or compile the model again"
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What a launch runs.
-
-    Args:
-        entry: number of its first instruction. position: of the token.
-        step: number of the decode forward; NO_STEP: nothing is decided. active: bit b is 1: row b computes.
-    """
-
-    entry: int = 0
-    position: int = 0
-    step: int = NO_STEP
-    active: int = ALL_ROWS
 
 
 class Kernel:
@@ -87,29 +71,36 @@ class Kernel:
         """Set keys, values and everything of replay to zero."""
         self.unit.clear(*self._kept)
 
-    def launch(self, launch: Launch, data: Array) -> None:
-        """Run a launch on an input that begins with this.
+    def launch(self, rows: Rows, *data: Array, entry: int = 0) -> None:
+        """Run a launch on an input of these rows and words.
+
+        Args:
+            entry: number of the first instruction.
 
         Raises:
             BackendError: the kernel stopped.
         """
         unit = self.unit
-        unit.write("input", np.ascontiguousarray(data).view(np.uint8).reshape(-1))
-        unit.set({"op": StepOp.RUN} | vars(launch))
+        words = [np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in (rows.words(), *data)]
+        unit.write("input", np.concatenate(words))
+        unit.set({"op": StepOp.RUN, "entry": entry})
         unit.run()
         self._report = unit.read("report", unit.argument("report").bytes).view(np.uint32)
         status, number = self._report[:2].tolist()
         if status != StepStatus.DONE:
             text = StepStatus(status).name if status in tuple(StepStatus) else str(status)
-            raise self._error(f"stopped with status {text} at instruction {number}")
+            where = "row" if status == StepStatus.BAD_ROW else "instruction"
+            raise self._error(f"stopped with status {text} at {where} {number}")
 
-    def step(self, rows: Array, launch: Launch) -> Array:
-        """Return the output of a whole step, float32 [B, N], N a multiple of 4; rows float32 [B, H].
+    def step(self, x: Array, rows: Rows) -> Array:
+        """Return the output of a whole step, float32 [B, N], N a multiple of 4, of x float32 [B, H].
+
+        Rows that are not active have any output.
 
         Raises:
             BackendError: the kernel stopped.
         """
-        self.launch(launch, rows)
+        self.launch(rows, x)
         sizes = self.program.sizes
         return self.unit.read("output", sizes.output_words * WORD_BYTES).view(np.float32).reshape(sizes.rows, -1)
 
@@ -134,11 +125,9 @@ class Kernel:
         if (len(call.query), len(call.key)) != sizes:
             given = f"operands of {len(call.query)} and {len(call.key)} words"
             raise InternalError(f"layer {call.layer}: {given}; the step program reads {sizes[0]} and {sizes[1]}")
-        # The input has 32 counts, whatever the batch is.
-        chain = np.zeros(MAX_ROWS, np.int32)
-        chain[: len(call.chain)] = call.chain
-        words = [np.ascontiguousarray(a).view(np.uint8).reshape(-1) for a in (chain, call.query, call.key)]
-        self.launch(Launch(self._decisions[call.layer], step=call.step), np.concatenate(words))
+        count = self.program.sizes.rows
+        rows = replace(Rows.at(self.program.sizes), step=np.full(count, call.step), chain=call.chain[:count])
+        self.launch(rows, call.query, call.key, entry=self._decisions[call.layer])
         return self._answer(call.layer, self._report[WORD_BYTES // 4 :])
 
     def mlp(self, layer: int, x: Array, active: int, cached: Array) -> Array:
@@ -162,7 +151,7 @@ class Kernel:
         wanted = (self.program.sizes.rows, sizes[0])
         if x.shape != wanted or x.dtype != np.float32:
             raise InputError(f"x is {x.dtype} {list(x.shape)}; the kernel takes float32 {list(wanted)}")
-        self.launch(Launch(entry, active=active), padded_rows(x))
+        self.launch(Rows.at(self.program.sizes, active=active), padded_rows(x), entry=entry)
         # A row in memory ends with the lanes that fill its last word; they are cut off here.
         pitch = row_bytes(sizes[1])
         rows = self.unit.read("output", len(x) * pitch).reshape(len(x), pitch)

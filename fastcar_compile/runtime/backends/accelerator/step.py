@@ -12,10 +12,11 @@ from fastcar_compile.codegen.hls.control_table.gate import pack_inputs
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace
 from fastcar_compile.codegen.hls.step_program.instructions import Decide
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.errors import ArtifactError, BackendError, InternalError
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit, stepping
-from fastcar_compile.runtime.backends.accelerator.kernel import WORD_BYTES, Kernel, Launch, LiveTable
+from fastcar_compile.runtime.backends.accelerator.kernel import WORD_BYTES, Kernel, LiveTable
 from fastcar_compile.runtime.backends.base import BackendOptions, Index, Numbers, Stepper, StepResult
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Embedding, library_of
 
@@ -23,7 +24,7 @@ Array = NDArray[Any]
 
 
 class StepStepper(Stepper):
-    """Decode and prefill on the step kernel. A position of a prompt is a launch, too.
+    """Decode and prefill on the step kernel. A launch reads as many positions of a prompt as a video has rows.
 
     Args:
         unit: the artifact's kernel on a device.
@@ -32,6 +33,8 @@ class StepStepper(Stepper):
         UserError: the program, the table or the weights are not valid, or belong to another decoder.
         BackendError: the kernel refuses one of them.
     """
+
+    row_thresholds = False  # the control table has one for each layer
 
     def __init__(self, artifact: StoredArtifact, options: BackendOptions, unit: ComputeUnit) -> None:
         section, decoder = artifact.manifest.accelerator, artifact.manifest.decoder
@@ -49,37 +52,57 @@ class StepStepper(Stepper):
         self._kernel.clear()
 
     def prefill(self, inputs: Array, position: int) -> Array:
-        """Run the positions of a prompt, one per launch; see Stepper.prefill."""
-        count = inputs.shape[1]
-        logits = [self._run(inputs[:, i : i + 1], Launch(position=position + i)) for i in range(count)]
-        return np.stack(logits, 1)
+        """Run the positions of a prompt, one for each row of a video per launch; see Stepper.prefill."""
+        sizes, logits = self._program.sizes, list[Array]()
+        own = sizes.rows // sizes.videos
+        for first in range(0, inputs.shape[1], own):
+            chunk = inputs[:, first : first + own]
+            given = np.zeros((sizes.videos, own, *inputs.shape[2:]), inputs.dtype)
+            given[:, : chunk.shape[1]] = chunk
+            rows = Rows.at(sizes, position + first, count=chunk.shape[1])
+            found = self._run(given.reshape(sizes.rows, 1, *inputs.shape[2:]), rows)
+            logits.append(found.reshape(sizes.videos, own, -1)[:, : chunk.shape[1]])
+        return np.concatenate(logits, 1)
 
     def decode(
         self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
     ) -> StepResult:
         """Run one decode forward; see Stepper.decode. Changed thresholds are loaded first, in a launch."""
-        changed = self._live.follow(thresholds)
+        changed = self._live.follow(thresholds.reshape(len(thresholds), -1)[:, 0])
         if changed is not None:
             self._kernel.load(changed)
-        logits = self._run(inputs, Launch(position=int(position), step=int(step)))[:, None]
+        rows = self._rows(position, step, spans)
+        # An inactive row has any output: its logits are zero.
+        logits = np.where(rows.active[:, None], self._run(inputs, rows), np.float32(0))[:, None]
         decisions = np.zeros((len(thresholds), len(logits)), np.bool_)
         scores = np.zeros((len(thresholds), len(logits)), np.float32)
         for layer, trace in zip(self._gated, self._kernel.answers(self._gated), strict=True):
             decisions[layer], scores[layer] = self._live.replayed(trace), self._live.scores(trace)
         return StepResult(logits, decisions, scores)
 
-    def _run(self, inputs: Array, launch: Launch) -> Array:
-        """Return the logits of one position, float32 [B, V]."""
-        rows = self._embed(inputs, launch.position)[:, 0]
-        return self._kernel.step(rows, launch)[:, : self._config.vocab_size]
+    def _rows(self, position: Numbers, step: Numbers, spans: Array | None) -> Rows:
+        """Return what a decode step says of its rows."""
+        sizes = self._program.sizes
+        places, steps = (np.broadcast_to(np.asarray(n, np.int64), sizes.rows) for n in (position, step))
+        ranges = Rows.at(sizes).spans if spans is None else spans
+        return Rows(sizes.videos, places, steps, places >= 0, np.zeros(sizes.rows, np.int32), ranges)
+
+    def _run(self, inputs: Array, rows: Rows) -> Array:
+        """Return the logits of every row, float32 [B, V]."""
+        # A decoder whose rows share their numbers has one position for all of them.
+        position = rows.position if self._config.rows is not None else rows.position[:1]
+        x = self._embed(inputs, position)[:, 0]
+        return self._kernel.step(x, rows)[:, : self._config.vocab_size]
 
     def _check(self, program: StepProgram, file: str) -> None:
         """Raise ArtifactError where a program belongs to another decoder."""
         config, sizes = self._config, program.sizes
         # A row of the hidden size is whole memory words: the builder refuses other sizes.
-        words = config.batch_size * config.hidden_size * 4 // WORD_BYTES
-        logits = config.batch_size * -(-(config.vocab_size or 0) * 4 // WORD_BYTES)
-        if (sizes.rows, sizes.input_words, sizes.output_words) != (config.batch_size, words, logits):
+        rows = config.decode_rows
+        words = sizes.row_list_words + rows * config.hidden_size * 4 // WORD_BYTES
+        logits = rows * -(-(config.vocab_size or 0) * 4 // WORD_BYTES)
+        own = (sizes.rows, sizes.videos, sizes.input_words, sizes.output_words)
+        if own != (rows, config.batch_size, words, logits):
             what = "the program is of another decoder than the manifest"
             raise ArtifactError(what, where=file, hint="use the files of one artifact together")
 
