@@ -31,6 +31,7 @@ def estimate_command(
     quant: str | None = None,
     context: Annotated[int | None, Option(min=1)] = None,
     batch: Annotated[int | None, Option(min=1, max=32)] = None,
+    rows: Annotated[int | None, Option(min=1, max=32)] = None,
     replay: float | None = None,
     trace: Path | None = None,
     offload: str | None = None,
@@ -54,6 +55,7 @@ def estimate_command(
         quant: w8a8 or w4a8; default: the artifact's, or w8a8.
         context: Positions that attention reads.
         batch: Rows decoded together.
+        rows: Of them, the rows of each video, each with a position of its own.
         replay: Share of all MLPs that replay, 0 to 1.
         trace: Recorded decisions (.npy of `fastcar run --trace`).
         offload: In the fabric: mlp; linears; all (the step). Default: the artifact's, or compile's.
@@ -79,13 +81,14 @@ def estimate_command(
         work = as_compiled(artifact, work, board, kv)
         free = work is not found[0]
     window = None if sink_window is None else parse_sink_window(sink_window)
-    wishes = {"quant": quant, "context": context, "batch": batch, "replay": replay, "offload": offload}
+    wishes = {"quant": quant, "context": context, "batch": batch, "rows": rows, "replay": replay, "offload": offload}
     chosen = with_options(work, wishes | {"kv": kv, "sink_window": window})
     if gate is not None or gate_units is not None:
         chosen = replace(chosen, gate=GateModel.named(gate or chosen.gate.name, gate_units))
     if free and board.kind == "fpga":
-        chosen = replace(chosen, offload=default_offload(chosen, board, what_if=what_if))
-    if (chosen.quant, chosen.batch, chosen.offload) != (work.quant, work.batch, work.offload):
+        own = chosen.rows > 1  # only whole steps have them
+        chosen = replace(chosen, offload="all" if own else default_offload(chosen, board, what_if=what_if))
+    if (chosen.quant, chosen.batch, chosen.rows, chosen.offload) != (work.quant, work.batch, work.rows, work.offload):
         design = None
     if replace(chosen, context=work.context, replay=work.replay, memory=work.memory) != work:
         program = None
@@ -138,7 +141,7 @@ def as_compiled(path: Path, work: Workload, board: fc.Target, kv: str | None) ->
     from fastcar_compile.config.targets import whole_step
 
     manifest = fc.load(path).manifest
-    names = ("tokens_per_frame", "max_seq_len", "batch_size", "sparse_attention")
+    names = ("tokens_per_frame", "max_seq_len", "batch_size", "rows", "sparse_attention")
     options = {name: getattr(manifest.options, name) for name in names} | {"quant": work.quant}
     wish = whole_step(board, options if kv is None else options | {"kv": kv})
     if manifest.accelerator is not None or wish is None or work.gate.on_host:
@@ -216,7 +219,8 @@ def _cost_fields(result: Estimate) -> dict[str, str]:
         "resources": ", ".join(f"{name} {r['used']} of {r['limit']}" for name, r in result.resources.items()),
     }
     if (rate := result.prefill_positions_per_second) is not None:
-        fields["prefill"] = f"{rate:.2f} positions/s: one launch and one weight stream per position of a prompt"
+        each = "position" if result.rows == 1 else f"{result.rows} positions"
+        fields["prefill"] = f"{rate:.2f} positions/s: one launch and one weight stream per {each} of a prompt"
     if result.exploration:
         found = result.exploration
         why = f" (a faster design needs {', '.join(found['faster'])})" if found["faster"] else ""

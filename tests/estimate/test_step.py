@@ -44,6 +44,18 @@ def test_replay_of_vila_u(board: str, context: int, speedup: float) -> None:
     assert predict("vila-u-7b", "w4a8", board, context).measured_utilisation >= 0.95
 
 
+def test_rows_of_a_video_share_the_weight_stream() -> None:
+    """Four positions of a prompt take little more than one; keys and slots are those of one video."""
+    one, four = (predict("vila-u-7b", "w4a8", "zcu102", 128, batch=n, rows=n) for n in (1, 4))
+    assert one.prefill_positions_per_second == pytest.approx(one.tokens_per_second)
+    assert four.prefill_positions_per_second == pytest.approx(four.tokens_per_second)
+    assert 3.5 < four.tokens_per_second / one.tokens_per_second < 4
+    assert four.memory == one.memory
+    assert predict("vila-u-7b", "w4a8", "zcu102", 128, batch=4).memory["kv_cache"] == 4 * one.memory["kv_cache"]
+    with pytest.raises(InputError, match=r"batch = 4 with rows = 3 \(a multiple\)"):
+        predict("vila-u-7b", "w4a8", "zcu102", batch=4, rows=3)
+
+
 def test_keys_and_values_have_multipliers_of_their_own() -> None:
     work = Workload(load_shape("llama3-8b"), "w4a8", 512, offload="all")
     wanted = work.kernel_spec()

@@ -155,7 +155,7 @@ def test_what_cannot_be_is_refused_all_at_once() -> None:
     assert fc.CompileConfig(**sizes, offload="all", quant="w8a8").kv == "int8"
     narrow = fc.compile(llama(), **DRY_RUN, offload="all")
     assert any("heads of 16 elements (a multiple of 32)" in problem.what for problem in narrow.problems)
-    with pytest.raises(CompileError, match="rows .* need whole decode steps on the accelerator, not offload='mlp'"):
+    with pytest.raises(CompileError, match=r"rows .* need whole decode steps on the accelerator, not offload='mlp'"):
         fc.compile(llama(head_dim=32), **DRY_RUN, offload="mlp", rows=2)
     ring = fc.SparseAttention(sinks=2, window=8)
     for rows, ok in ((1, True), (2, False)):

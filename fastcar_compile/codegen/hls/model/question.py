@@ -157,7 +157,7 @@ def program_of_shape(work: Workload, design: Design) -> StepProgram:
 
 def _attention(work: Workload) -> AttentionForm:
     shape, (sinks, window) = work.shape, work.sink_window or (0, builder.NO_WINDOW)
-    cache = CacheForm(sinks, work.cached_rows - sinks, window)
+    cache = CacheForm(sinks, work.cached_rows - sinks, window, work.rows)
     factor = float(logit_factor(shape.head_dim**-0.5))
     heads = (shape.heads, shape.kv_heads, shape.head_dim)
     return AttentionForm(*heads, shape.head_dim, work.cached_rows, factor, cache)

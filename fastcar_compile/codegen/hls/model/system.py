@@ -30,8 +30,8 @@ class Estimate:
         what_if: what was asked for that the compiler does not emit, as texts; empty: this is an emitted design.
         table_load_seconds: of loading the control table, once per session and not part of a step.
         measured_utilisation: bytes moved over the whole step, against the measured bandwidth of the weight memories.
-        prefill_positions_per_second: of a kernel of whole steps, whose prompt is one launch and one weight stream per
-            position; None: the host sequences the calls.
+        prefill_positions_per_second: of a kernel of whole steps, which reads as many positions of a prompt per launch and
+            weight stream as a video has rows; None: the host sequences the calls.
         speedup_over_dense: over `comparison["dense"]`.
         comparison: tokens per second of others on the same board and array. dense: the decoder compiled without replay:
             no gate, no caches. nothing_replays: as predicted, but every decision is to compute.
@@ -56,6 +56,7 @@ class Estimate:
     quant: str
     offload: str
     batch: int
+    rows: int
     context: int
     replay_ratio: float
     tokens_per_second: float
@@ -167,13 +168,14 @@ def estimate_question(question: Question) -> Estimate:
         quant=work.quant,
         offload=work.offload,
         batch=work.batch,
+        rows=work.rows,
         context=work.context,
         replay_ratio=float(trace.mean()),
         tokens_per_second=work.batch / run.seconds,
         seconds_per_step=run.seconds,
         table_load_seconds=table.seconds,
         measured_utilisation=run.bytes / run.seconds / measured_cap(target),
-        prefill_positions_per_second=1 / dense.seconds if question.program else None,
+        prefill_positions_per_second=work.rows / dense.seconds if question.program else None,
         speedup_over_dense=dense.seconds / run.seconds,
         comparison={name: work.batch / other.seconds for name, other in others.items()},
         passes_by_mapping={m.value: float(passes_of(trace, design.mlp.cores, m).mean()) for m in Mapping},

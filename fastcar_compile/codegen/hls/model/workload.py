@@ -31,7 +31,7 @@ class Workload:
 
     Args:
         context: positions that attention reads.
-        batch: rows B.
+        batch: rows B. rows: of each video, with a position each; they share its keys, values and slots.
         offload: what the fabric computes: the MLPs; every linear; or, "all", the whole step.
         kv: what keys and values are cached as, a name of `fastcar_compile.config.formats.KV_TYPES`.
         replay: share of (forward, layer, row) that replays, all forwards counted.
@@ -54,6 +54,7 @@ class Workload:
     gate: GateModel = TAS
     couple_cfg: bool = False
     memory: Footprint | None = None
+    rows: int = 1
 
     def check(self) -> None:
         """Raise InputError when a figure is out of range."""
@@ -66,6 +67,8 @@ class Workload:
             (self.kv not in KV_TYPES, f'kv = "{self.kv}" ({", ".join(KV_TYPES)})'),
             (whole and self.kv != "int8", f'kv = "{self.kv}" with offload = "all" (int8)'),
             (whole and gate.on_host and self.replay, f'gate {gate.name} with offload = "all" (it decides on the host)'),
+            (self.rows < 1 or self.batch % self.rows > 0, f"batch = {self.batch} with rows = {self.rows} (a multiple)"),
+            (self.rows > 1 and not whole, f'rows = {self.rows} with offload = "{self.offload}" (all)'),
             (self.couple_cfg and self.batch % 2, f"guidance pairs of batch = {self.batch} (an even number of rows)"),
         ]
         wrong = [text for refused, text in problems if refused]
@@ -136,8 +139,9 @@ class Workload:
     def _memory_of_shape(self) -> Footprint:
         """Return the memory of the shape, without embeddings and norms."""
         weights = self.shape.weight_bytes(self.quant) + self.gate.weight_bytes(self.shape)
-        outputs, inputs = self.shape.mlp_cache_bytes(self.batch), self.gate.cache_bytes(self.shape, self.batch)
-        return Footprint(weights, self.kv_bytes(self.cached_rows), outputs, inputs)
+        videos = self.batch // self.rows
+        outputs, inputs = self.shape.mlp_cache_bytes(videos), self.gate.cache_bytes(self.shape, videos)
+        return Footprint(weights, self.kv_bytes(self.cached_rows) // self.rows, outputs, inputs)
 
 
 DEFAULT_QUANT = "w8a8"
@@ -161,7 +165,8 @@ def workload_of_sections(options: CompileConfig, decoder: DecoderSection, layers
         shape_of_sections(decoder.config, layers),
         options.quant if accelerated else DEFAULT_QUANT,
         max(1, options.max_seq_len // 2),
-        batch=options.batch_size,
+        batch=decoder.config.decode_rows,
+        rows=decoder.config.rows or 1,
         offload=options.offload,
         kv=kv_type(options.kv).dtype,
         sink_window=_sink_window(layers, max(1, options.max_seq_len // 2)),
