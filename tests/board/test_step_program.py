@@ -4,7 +4,9 @@ Errors of the board, of a prompt and of a table's checksum come from headers tha
 test_board_program.py and test_host_program.py have them.
 """
 
+import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,15 @@ def test_a_program_of_another_decoder_is_told(built: Built, word: int, value: in
         said = built.refused("--xclbin", built.xclbin, "--prompt", "1", "--num-tokens", 9)
     assert text in said.splitlines()[0]
     assert f"\n  where: {built.folder}/{TABLE}\n  hint:  use the files of one artifact together" in said
+
+
+def test_rows_with_positions_of_their_own_are_refused(built: Built, native: Machine, tmp_path: Path) -> None:
+    """By name, before anything is loaded: the program gives all rows one position."""
+    shutil.copytree(built.folder, copy := tmp_path / "artifact")
+    header = copy / "host" / "src" / "fastcar_program.hpp"
+    header.write_text(header.read_text().replace("own_positions = false", "own_positions = true"))
+    done = native.build(copy, tmp_path, "board", CXXFLAGS="-O0")
+    assert done.returncode == 0, done.stderr
+    other = replace(built, program=tmp_path / "fastcar_board", folder=copy)
+    said = other.refused("--xclbin", other.xclbin, "--prompt", "1", "--num-tokens", 9)
+    assert "the rows of this decoder have positions of their own, and this program gives all rows one position" in said
