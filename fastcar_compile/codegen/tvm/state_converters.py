@@ -1,0 +1,229 @@
+"""Converters of attention, caches, replay and the accelerator's calls."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from tvm import relax
+from tvm.tirx import IntImm
+
+import fastcar_compile.codegen.tvm.fusion  # noqa: F401  (registers the fused operators, which have converters too)
+from fastcar_compile.artifact.layout import GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION
+from fastcar_compile.codegen.tvm.importer import FRESH, Call, Value, converts
+from fastcar_compile.codegen.tvm.kernels import cache, gate, learned_score
+from fastcar_compile.codegen.tvm.kernels.attention import decode
+from fastcar_compile.ir.exact import EXP_TABLE
+
+fastcar = torch.ops.fastcar
+
+
+# Attention over the whole cache and over a window, and the temporal attention scores.
+
+
+def _softcap(call: Call) -> tuple[float, ...]:
+    """Return the soft-cap as an option of a kernel; nothing without one."""
+    return (call.number("softcap"),) if call.has("softcap") else ()
+
+
+def positions(call: Call, *before: Any) -> tuple[Any, ...]:
+    """Return the number of positions as the last option, behind `before`; nothing where all rows share one."""
+    count = call.tensor("position").shape[0]
+    return (*before, count) if count > 1 else ()
+
+
+def _softcap_and_positions(call: Call) -> tuple[Any, ...]:
+    softcap = _softcap(call)
+    return (*softcap, *positions(call, *(() if softcap else (None,))))
+
+
+@converts(fastcar.attention.default)
+def _attention(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    if (spans := call.optional("spans")) is not None:
+        options = (call.number("scale"), keys.dtype, *(_softcap(call) or (None,)), spans.shape[1])
+        kernel = call.dispatch("spans_attention", query.shape, keys.shape, *options)
+        return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache"), spans.value])
+    # One row reads each key once; a chunk is tiled, so that keys are reused by its rows.
+    kind = "attention" if query.shape[2] == 1 else "attention_chunk"
+    last = _softcap_and_positions(call) if kind == "attention" else _softcap(call)
+    kernel = call.dispatch(kind, query.shape, keys.shape, call.number("scale"), keys.dtype, *last)
+    return call.kernel(kernel, call.values("query", "key_cache", "value_cache", "position"))
+
+
+@converts(fastcar.window_attention.default)
+def _window_attention(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    options = (call.number("scale"), call.integer("sinks"), call.integer("window"), keys.dtype)
+    kernel = call.dispatch("window_attention", query.shape, keys.shape, *options, *_softcap_and_positions(call))
+    sink_query = call.optional("sink_query") or query
+    return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache", "position"), sink_query.value])
+
+
+@converts(fastcar.exact_attention.default, fastcar.exact_window_attention.default)
+def _exact_attention(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    window = ((call.integer("sinks"), call.integer("window")),) if call.has("window") else ()
+    spans = None if window else call.optional("spans")
+    last = positions(call, *(() if window else (None,))) if spans is None else (None, spans.shape)
+    where = call.tensor("position") if spans is None else spans
+    kernel = call.dispatch("exact_attention", query.shape, keys.shape, call.number("scale"), *window, *last)
+    # Powers of two between whole exponents come from a table, because libraries round `exp2` in different ways.
+    table = call.constant(EXP_TABLE.astype(np.int32))
+    return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache"), where.value, table])
+
+
+@converts(fastcar.context_attention.default)
+def _context_attention(call: Call) -> Value:
+    """Emit the kernel; without a mask one of zeros."""
+    query, values, mask = call.tensor("query"), call.tensor("values"), call.optional("mask")
+    rows = 1 if mask is None else mask.shape[0]
+    added = call.constant(np.zeros((1, 1, 1, values.shape[2]), np.float32)) if mask is None else mask.value
+    kernel = decode.context_attention(query.shape, values.shape, rows, call.number("scale"), *_softcap(call))
+    return call.kernel(kernel, [*call.values("query", "keys", "values"), added])
+
+
+@converts(fastcar.tas.default)
+def _tas(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    options = (call.integer("stride"), call.number("scale"), keys.dtype, *positions(call))
+    kernel = call.dispatch("tas", query.shape, keys.shape, *options)
+    return call.kernel(kernel, call.values("query", "key_cache", "position"))
+
+
+@converts(fastcar.tas_heads.default)
+def _tas_heads(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    # Heads and weights are data and not options: one kernel serves all layers.
+    factors = np.zeros(query.shape[1], np.float32)
+    factors[call.numbers("heads")] = call.numbers("weights")
+    options = (call.integer("stride"), call.number("scale"), keys.dtype, *positions(call))
+    kernel = call.dispatch("tas_heads", query.shape, keys.shape, *options)
+    return call.kernel(kernel, [*call.values("query", "key_cache", "position"), call.constant(factors)])
+
+
+# Key and value caches, ring caches, and the slots that hold one frame.
+
+
+@converts(fastcar.cache_write.default, fastcar.ring_write.default)
+def _cache_write(call: Call) -> Value:
+    batch, _, rows, d = call.tensor("value").shape
+    count = call.tensor("position").shape[0]
+    last = ((batch, count),) if count > 1 else ()
+    kind, sinks = ("ring_write", (call.integer("sinks"),)) if call.has("sinks") else ("cache_write", ())
+    # The kernels take the cache's shape with D of a head, whatever bytes a cached row has.
+    kernel = call.dispatch(kind, (*call.shape[:3], d), rows, *sinks, call.dtype, *last)
+    return call.in_place(kernel, call.values("cache", "value", "position"))
+
+
+@converts(fastcar.ring_row.default)
+def _ring_row(call: Call) -> Value:
+    kernel = decode.ring_row(call.integer("back"), call.integer("sinks"), call.integer("ring"), *positions(call))
+    return call.kernel(kernel, call.values("position"))
+
+
+@converts(fastcar.limit.default)
+def _limit(call: Call) -> Value:
+    return call.emit(relax.op.minimum(call.tensor("positions").value, relax.const(call.integer("most"), "int64")))
+
+
+@converts(fastcar.slot_read.default)
+def _slot_read(call: Call) -> Value:
+    kernel = cache.slot_read(call.tensor("cache").shape, call.dtype, *_steps(call))
+    return call.kernel(kernel, call.values("cache", "step"))
+
+
+def _steps(call: Call) -> tuple[int, ...]:
+    """Return the number of steps as a kernel's last option; nothing where all rows share one."""
+    count = call.tensor("step").shape[0]
+    return (count,) if count > 1 else ()
+
+
+@converts(fastcar.slot_write.default)
+def _slot_write(call: Call) -> Value:
+    return call.in_place(cache.slot_write(call.shape, call.dtype, *_steps(call)), call.values("cache", "value", "step"))
+
+
+@converts(fastcar.keep_frame.default)
+def _keep_frame(call: Call) -> Value:
+    # Both caches are written in place: results 0 and 1 are arguments 0 and 1.
+    kernel = cache.slots_write(call.tensor("cache").shape, *_steps(call))
+    return call.in_place(kernel, call.values("cache", "inputs", "y", "x", "replay", "step"), (0, 1))
+
+
+# The gate, and the scores that are no attention.
+
+
+@converts(fastcar.gate.default)
+def _gate(call: Call) -> Value:
+    return call.kernel(gate.gate(*_gate_options(call)), call.values("score", "threshold", "step", "chain"))
+
+
+@converts(fastcar.gate_and_count.default)
+def _gate_and_count(call: Call) -> Value:
+    # The decision is a new tensor; the counters are written in place.
+    arguments = call.values("chain", "score", "threshold", "step")
+    return call.in_place(gate.gate_and_count(*_gate_options(call)), arguments, (FRESH, 0))
+
+
+def _gate_options(call: Call) -> tuple[Any, ...]:
+    """Return the options of `gate`, in their order."""
+    slots, videos = call.tensor("chain").shape
+    (batch,) = call.tensor("score").shape
+    steps = tuple((videos, count) for count in _steps(call))
+    limits = (call.integer("stride"), call.integer("max_chain"))
+    rules = (bool(call.integer("couple_cfg")), call.integer("refresh_every"), bool(call.integer("at_most")))
+    return (batch, slots, *limits, *rules, *steps)
+
+
+@converts(fastcar.input_delta.default)
+def _input_delta(call: Call) -> Value:
+    return call.kernel(gate.input_delta(*call.tensor("x").rows), call.values("x", "cached"))
+
+
+@converts(fastcar.output_bound.default)
+def _output_bound(call: Call) -> Value:
+    query, keys = call.tensor("query"), call.tensor("key_cache")
+    # The change of the input is a score of its own, and here one term of the bound.
+    change = call.kernel(gate.input_delta(*call.tensor("x").rows), call.values("x", "cached"))
+    options = (call.integer("stride"), call.number("weight"), keys.dtype, *positions(call))
+    kernel = call.dispatch("output_bound", query.shape, keys.shape, *options)
+    return call.kernel(kernel, [change, *call.values("query", "key_cache", "position")])
+
+
+@converts(fastcar.learned_score.default)
+def _learned_score(call: Call) -> Value:
+    kernel = learned_score.learned_score(*call.tensor("x").rows, call.tensor("w1").shape[0])
+    return call.kernel(kernel, call.values("x", "cached", "w1", "b1", "w2", "b2"))
+
+
+@converts(fastcar.constant_score.default)
+def _constant_score(call: Call) -> Value:
+    return call.emit(call.constant(np.full(call.shape, call.number("value"), np.float32)))
+
+
+@converts(fastcar.random_score.default)
+def _random_score(call: Call) -> Value:
+    kernel = gate.random_score(call.shape[0], call.integer("layer"), call.integer("share"))
+    return call.kernel(kernel, call.values("step"))
+
+
+# Calls of the accelerator, as packed functions that the runtime registers.
+
+
+@converts(fastcar.offloaded_mlp.default)
+def _offloaded_mlp(call: Call) -> Value:
+    return call.packed(MLP_FUNCTION, [*call.values("x", "replay", "cached"), call.literal("layer")])
+
+
+@converts(fastcar.offloaded_linear.default)
+def _offloaded_linear(call: Call) -> Value:
+    return call.packed(LINEAR_FUNCTION, [*call.values("x"), call.literal("name")])
+
+
+@converts(fastcar.offloaded_gate.default)
+def _offloaded_gate(call: Call) -> Value:
+    """Emit the call; what the gate does not read is the integer 0."""
+    given = [call.optional(name) for name in ("query", "key_cache", "x", "cached")]
+    operands = [IntImm("int64", 0) if operand is None else operand.value for operand in given]
+    tensors: list[relax.Expr] = [*operands, *call.values("chain", "position", "step")]
+    return call.packed(GATE_FUNCTION, [*tensors, IntImm("int64", call.integer("stride")), call.literal("layer")])
