@@ -32,6 +32,7 @@ import fastcar_compile as fc
 ROOT = Path(__file__).parents[1] / "examples" / "doom"
 PROMPT_FRAMES = 4
 GRID, LEAD = (8, 8), 1
+CORES = (2, 4)
 LAGS = (8, 3, 2, 1)
 """As many columns as the grid has is raster order."""
 
@@ -50,6 +51,7 @@ class Result:
         rows: of the decoder. launches: decode steps of a frame, its action's included.
         seconds: of a frame, the least of all rounds. nll: per image token.
         replay: share of (token, layer) that replayed. skipped: share of (decode step, layer) whose MLP did not run.
+        balanced: passes over the weights of a static mapping of rows over those of DRS, for each of CORES.
     """
 
     lag: int
@@ -60,6 +62,7 @@ class Result:
     nll: float
     replay: float
     skipped: float
+    balanced: tuple[float, ...]
 
 
 def thresholds() -> list[float | None]:
@@ -110,19 +113,28 @@ class Forced:
         return np.array([token])
 
 
-def skipped(wavefront: fc.Wavefront, decisions: np.ndarray) -> float:
-    """Return the share of (decode step, layer) in which every row replays; decisions bool [tokens, L, 1]."""
-    at, shares = 0, list[Any]()
+def computing(wavefront: fc.Wavefront, decisions: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield of each decode step which rows compute, bool [rows, L]; decisions bool [tokens, L, 1], as recorded."""
+    at = 0
     while at < len(decisions):
         whole = at % wavefront.frame == 0 and len(decisions) - at >= wavefront.size - 1
         for rows in wavefront.launches if whole else [()]:
             if at == len(decisions):  # nothing follows the last token, which is not read
                 break
-            own = 1 if not rows else sum(not row.extra for row in rows)
-            every = decisions[at : at + own, :, 0].all(0) & (len(rows) == own or not rows)
-            shares.append(every)
+            # A row in front of the grid is alone. A query for a first column never replays.
+            extra = [row.extra for row in rows] or [False]
+            computes = np.ones((len(extra), decisions.shape[1]), np.bool_)
+            own = len(extra) - sum(extra)
+            computes[~np.array(extra)] = ~decisions[at : at + own, :, 0]
             at += own
-    return float(np.mean(shares))
+            yield computes
+
+
+def balanced(steps: list[np.ndarray], cores: int) -> float:
+    """Return the passes of a static mapping, row k on core k mod `cores`, over those of rows that DRS maps anew."""
+    static = sum(np.max([step[core::cores].sum(0) for core in range(cores)], 0).sum() for step in steps)
+    dynamic = sum((-(-step.sum(0) // cores)).sum() for step in steps)
+    return float(static / dynamic)
 
 
 class Drawn:
@@ -215,17 +227,19 @@ def measure(artifacts: dict[tuple[int, bool], fc.Artifact], rounds: int, threads
     first = PROMPT_FRAMES * frame + LEAD
     count = sequences.shape[1] - first
     seconds: dict[tuple[int, bool], list[float]] = {key: [] for key in artifacts}
-    found: dict[tuple[int, bool], tuple[float, float, float]] = {}
+    found: dict[tuple[int, bool], tuple[float, float, float, tuple[float, ...]]] = {}
     for key, artifact in artifacts.items():
         wavefront, session = fc.Wavefront(GRID, key[0], LEAD), artifact.session("cpu", threads=threads, record=True)
-        nll, tokens, replay, whole = 0.0, 0, [], []
+        nll, tokens, replay, steps = 0.0, 0, [], list[np.ndarray]()
         for sequence in sequences:
             forced = Forced(sequence, order(wavefront, first, sequences.shape[1]))
             session.generate(sequence[None, :first], count, forced, wavefront=wavefront)
             nll, tokens = nll + forced.nll, tokens + forced.count
             replay.append(session.stats.replay_ratio)
-            whole.append(skipped(wavefront, session.stats.decisions))
-        found[key] = (nll / tokens, float(np.mean(replay)), float(np.mean(whole)))
+            steps += computing(wavefront, session.stats.decisions)
+        whole = float(np.mean([~step.any(0) for step in steps]))
+        gains = tuple(balanced(steps, cores) for cores in CORES)
+        found[key] = (nll / tokens, float(np.mean(replay)), whole, gains)
     sessions = {key: artifact.session("cpu", threads=threads) for key, artifact in artifacts.items()}
     for number in range(rounds + 1):  # the first one warms up
         for key, session in sessions.items():
@@ -260,12 +274,15 @@ def main() -> None:
         results = measure(artifacts, options.rounds, options.threads)
         rolled = list(rollouts(artifacts, options.draws)) if options.draws else []
     dense = results[0]
-    print("| lag | gate | rows | decode steps a frame | frames/s | of raster dense | NLL | replay | MLPs skipped |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| lag | gate | rows | decode steps a frame | frames/s | of raster dense | NLL | replay | MLPs skipped | DRS |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for r in results:
         cells = (r.lag, r.gate or "none", r.rows, r.launches, f"{1 / r.seconds:.1f}")
+        gains = ", ".join(f"{gain:.2f}x on {cores}" for gain, cores in zip(r.balanced, CORES, strict=True))
         cells += (f"{dense.seconds / r.seconds:.2f}x", f"{r.nll:.3f} ({r.nll / dense.nll:.3f}x)")
-        print("|", " | ".join(map(str, (*cells, f"{r.replay:.1%}", f"{r.skipped:.1%}"))), "|")
+        print("|", " | ".join(map(str, (*cells, f"{r.replay:.1%}", f"{r.skipped:.1%}", gains))), "|")
     print(
         "\n| lag | gate | PSNR of frame 1 | 4 | 12 | distance to the game |\n|---|---|---|---|---|---|" * bool(rolled)
     )

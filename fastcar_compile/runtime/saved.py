@@ -2,27 +2,24 @@
 
 import tempfile
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import safetensors
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from fastcar_compile.artifact.claim import put
 from fastcar_compile.errors import ArtifactError, describe_validation, os_errors
 from fastcar_compile.runtime.backends.base import Array
+from fastcar_compile.support import limits
+from fastcar_compile.support.values import read_arrays
 
-_safetensors: Any = import_module("safetensors.numpy")  # its types are incomplete
-_safe_open: Any = safetensors.safe_open
-
-_KEY = "fastcar_session"
+_ABOUT = "about"
 _HINT = "give a file that `Session.save` wrote"
 
 
 class SavedSession(BaseModel):
-    """What a session file says beside its tensors.
+    """What a session file says beside its arrays.
 
     Args:
         digest: of the artifact. position: of the next token. first: position of the first decode forward.
@@ -40,44 +37,44 @@ class SavedSession(BaseModel):
     context: bool
 
 
-def write_session(file: Path, about: SavedSession, tensors: Mapping[str, Array]) -> None:
-    """Write a safetensors file; it replaces an old one once it is whole.
+def write_session(file: Path, about: SavedSession, arrays: Mapping[str, Array]) -> None:
+    """Write a .npz file, whatever its name; it replaces an old one once it is whole.
 
     Raises:
         UserError: it cannot be written.
     """
-    # numpy has no bfloat16 of its own, nor has safetensors for numpy: its bits are stored.
-    plain = {n: np.ascontiguousarray(a if a.dtype.isbuiltin == 1 else a.view(np.uint16)) for n, a in tensors.items()}
-    with os_errors("the session cannot be saved", file):
-        # Beside the file, so that the last step is a rename.
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}-", delete=False) as made:
-            new = Path(made.name)
-        try:
-            _safetensors.save_file(plain, new, {_KEY: about.model_dump_json()})
-            put(new, file, 0o644)
-        finally:
-            new.unlink(missing_ok=True)
+    # numpy has no bfloat16 of its own: its bits are stored.
+    plain: dict[str, Any] = {n: a if a.dtype.isbuiltin == 1 else a.view(np.uint16) for n, a in arrays.items()}
+    plain[_ABOUT] = np.frombuffer(about.model_dump_json().encode(), np.uint8)
+    # Beside the file, so that the last step is a rename.
+    with (
+        os_errors("the session cannot be saved", file),
+        tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-") as folder,
+    ):
+        new = Path(folder, file.name)
+        with new.open("wb") as stream:
+            np.savez(stream, **plain)
+        put(new, file, 0o644)
 
 
-def read_session(file: Path, digest: str) -> tuple[SavedSession, dict[str, Array]]:
-    """Return a saved session of the artifact with this digest, and its tensors; bfloat16 as uint16.
+def read_session(file: Path, digest: str, most: int) -> tuple[SavedSession, dict[str, Array]]:
+    """Return a saved session of the artifact with this digest, and its arrays; bfloat16 as uint16.
+
+    Args:
+        most: bytes of the session's states. What stands beside them may take as much as any file of arrays.
 
     Raises:
-        ArtifactError: the file is damaged, no session, or of another artifact. UserError: it cannot be read.
+        InputError: the file cannot be read. ArtifactError: it is no session, or one of another artifact.
     """
+    arrays = read_arrays(file, "session", _HINT, most + limits.ARRAYS_BYTES)
+    if _ABOUT not in arrays:
+        raise ArtifactError("this file is no session", where=str(file), hint=_HINT)
     try:
-        with os_errors("the session cannot be read", file), _safe_open(file, framework="numpy") as stored:
-            found: dict[str, str] = stored.metadata() or {}
-            text = found.get(_KEY)
-            if text is None:
-                raise ArtifactError("this file is no session", where=str(file), hint=_HINT)
-            about = SavedSession.model_validate_json(text)
-            if about.digest != digest:
-                what = f"the session is of the artifact {about.digest}, this one is {digest}"
-                raise ArtifactError(what, where=str(file), hint="open the artifact that it was saved with")
-            return about, {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        about = SavedSession.model_validate_json(arrays[_ABOUT].tobytes())
     except ValidationError as error:
         text = "; ".join(describe_validation(error))
         raise ArtifactError(f"the session is malformed: {text}", where=str(file), hint=_HINT) from error
-    except safetensors.SafetensorError as error:
-        raise ArtifactError(f"the session is damaged: {error}", where=str(file), hint=_HINT) from error
+    if about.digest != digest:
+        what = f"the session is of the artifact {about.digest}, this one is {digest}"
+        raise ArtifactError(what, where=str(file), hint="open the artifact that it was saved with")
+    return about, arrays

@@ -160,12 +160,15 @@ class Session(Described):
         The session belongs to the calling thread from then on.
 
         Raises:
-            ArtifactError: the file is damaged, or of another artifact. BackendError: the states are on an accelerator.
-            InputError: a call is running, or the session is closed. UserError: the file cannot be read.
+            ArtifactError: the file is no session, or of another artifact.
+            BackendError: the states are on an accelerator.
+            InputError: the file cannot be read, a call is running, or the session is closed.
         """
         file = path_of("the file", path)
         with self._guard.begun():
-            about, tensors = read_session(file, self.origin.get("digest", ""))
+            states = self._stepper.states()
+            most = sum(state.array.nbytes for state in states)
+            about, tensors = read_session(file, self.origin.get("digest", ""), most)
             self._reset()
             self._at.restore(about.position, about.first, about.forwards, about.eligible, tensors)
             self.thresholds, self._has_context = tensors["thresholds"], about.context

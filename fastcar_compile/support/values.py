@@ -234,11 +234,11 @@ _UNREADABLE = (OSError, ValueError, EOFError, KeyError, SyntaxError, OverflowErr
 """What numpy and zipfile raise for a damaged file."""
 
 
-def read_arrays(path: Path, what: str, hint: str) -> dict[str, Array]:
+def read_arrays(path: Path, what: str, hint: str, most: int = limits.ARRAYS_BYTES) -> dict[str, Array]:
     """Return the arrays of a .npz file by name, or the array of a .npy file under the name "".
 
     Args:
-        what: name of the file in an error, for example "trace".
+        what: name of the file in an error, for example "trace". most: bytes of all arrays of a .npz file.
 
     Raises:
         InputError: the file is missing, or does not have the form that numpy writes without pickle.
@@ -246,7 +246,7 @@ def read_arrays(path: Path, what: str, hint: str) -> dict[str, Array]:
     try:
         refuse_pipe(path)
         if zipfile.is_zipfile(path):
-            return _members(path)
+            return _members(path, most)
         # A map is refused where the header promises more than the file has; reading would ask for the memory first.
         return {"": np.array(np.load(path, mmap_mode="r", allow_pickle=False))}
     except _UNREADABLE as error:
@@ -254,11 +254,11 @@ def read_arrays(path: Path, what: str, hint: str) -> dict[str, Array]:
         raise InputError(f"the {what} cannot be read: {text}", where=str(path), hint=hint) from error
 
 
-def _members(path: Path) -> dict[str, Array]:
+def _members(path: Path, most: int) -> dict[str, Array]:
     with zipfile.ZipFile(path) as archive:
         total = sum(entry.file_size for entry in archive.infolist())
-    if total > limits.ARRAYS_BYTES:
-        raise ValueError(f"its arrays take {total} bytes, and at most {limits.ARRAYS_BYTES} are read")
+    if total > most:
+        raise ValueError(f"its arrays take {total} bytes, and at most {most} are read")
     with np.load(path, allow_pickle=False) as arrays:
         found: dict[str, Any] = dict(arrays.items())
     if bad := [name for name, value in found.items() if not isinstance(value, np.ndarray)]:

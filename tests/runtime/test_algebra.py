@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import fastcar_compile as fc
 from fastcar_compile.errors import ArtifactError, BackendError, InputError
 from fastcar_compile.runtime.backends.base import Stepper
+from fastcar_compile.support.values import read_arrays
 
 FRAME, LENGTH, ROWS = 5, 48, 2
 EXACT: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
@@ -184,6 +185,8 @@ def test_only_what_was_kept_is_taken_back(artifacts: dict[str, fc.Artifact]) -> 
             session.rewind(1)
 
 
+# numpy leaves a file to the garbage collector that begins like a .npz file and does not end like one.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_file_that_is_no_session_is_refused(tmp_path: Path, artifacts: dict[str, fc.Artifact]) -> None:
     """And nothing of the session is lost."""
     saved, file = tmp_path / "saved", tmp_path / "file"
@@ -193,19 +196,21 @@ def test_a_file_that_is_no_session_is_refused(tmp_path: Path, artifacts: dict[st
         with pytest.raises(ArtifactError, match="the session is of the artifact sha256:"):
             other.load(saved)
         whole = saved.read_bytes()
-        for damaged, text in (
-            (whole[:-9], "damaged"),
-            (b"", "damaged"),
-            (whole.replace(b"eligible", b"eligibel"), "malformed"),
-        ):
-            file.write_bytes(damaged)
+        for content in (whole[:-9], whole[: len(whole) // 2], b""):
+            file.write_bytes(content)
+            with pytest.raises(InputError, match="the session cannot be read"):
+                session.load(file)
+        stored = read_arrays(saved, "session", "")
+        about = np.frombuffer(stored["about"].tobytes().replace(b"eligible", b"eligibel"), np.uint8)
+        others: dict[str, dict[str, Any]] = {"malformed": stored | {"about": about}, "no session": {"a": about}}
+        for text, arrays in others.items():
+            with file.open("wb") as stream:
+                np.savez(stream, **arrays)
             with pytest.raises(ArtifactError, match=text):
                 session.load(file)
-        with pytest.raises(ArtifactError, match="no session"):
-            session.load(next((artifacts["exact"].path).rglob("*.safetensors")))
         assert session.position == before[-5]
         session.save(saved)
-        assert saved.read_bytes() == whole
+        assert all(np.array_equal(stored[name], value) for name, value in read_arrays(saved, "session", "").items())
         assert {path.name for path in tmp_path.iterdir()} == {"saved", "file"}
 
 
