@@ -50,6 +50,7 @@ def compiled(quant: str, target: str, output: Path) -> fc.Artifact:
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_float32_is_alike(ids: Tensor, tmp_path: Path) -> None:
     artifact = compiled("none", "cpu", tmp_path / "a")
     load_world(WORLD).check_decoder(artifact.config)

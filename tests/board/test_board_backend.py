@@ -64,7 +64,9 @@ def starts(fake: FakeXrt) -> Counter[str]:
     return Counter(call[1] for call in fake.calls if call[0] == "start")
 
 
-@pytest.mark.parametrize(("name", "linears"), [("artifact", 0), ("engine_artifact", 3)])  # q, k and v; o; the head
+@pytest.mark.parametrize(
+    ("name", "linears"), [("artifact", 0), pytest.param("engine_artifact", 3, marks=pytest.mark.thorough)]
+)  # q, k and v; o; the head
 def test_logits_equal_those_of_the_cpu(name: str, linears: int, request: pytest.FixtureRequest, pyxrt: Faulty) -> None:
     offloaded = request.getfixturevalue(name)
     fake = pyxrt(offloaded)

@@ -166,6 +166,7 @@ def test_every_flip_of_every_file_is_refused_before_a_library_is_loaded(
     assert [result for result in results if result.loaded or not result.error] == []
 
 
+@pytest.mark.thorough
 def test_rows_that_the_host_has_replay_are_not_computed(
     foreign_artifact: fc.Artifact, native: Machine, fake_library: Fake, tmp_path: Path
 ) -> None:
@@ -182,7 +183,8 @@ def test_rows_that_the_host_has_replay_are_not_computed(
 
 
 @pytest.mark.parametrize(
-    "name", ["engine_artifact", "learned_artifact", pytest.param("bound_artifact", marks=pytest.mark.thorough)]
+    "name",
+    ["learned_artifact", *[pytest.param(f"{n}_artifact", marks=pytest.mark.thorough) for n in ("engine", "bound")]],
 )
 def test_tokens_are_equal(
     name: str, request: pytest.FixtureRequest, native: Machine, fake_library: Fake, tmp_path: Path

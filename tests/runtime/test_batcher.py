@@ -35,7 +35,7 @@ def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return build(tmp_path_factory.mktemp("rows") / "a", batch_size=PLACES, rows=request.param)
 
 
-@pytest.fixture(params=["cpu", "hls-csim", pytest.param("eager", marks=pytest.mark.thorough)])
+@pytest.fixture(params=["cpu", *[pytest.param(name, marks=pytest.mark.thorough) for name in ("hls-csim", "eager")]])
 def batcher(request: pytest.FixtureRequest, artifact: fc.Artifact) -> Iterator[fc.Batcher]:
     if request.param == "hls-csim":
         check_module("hls4ml")
