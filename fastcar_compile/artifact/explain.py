@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
+from fastcar_compile.artifact.accelerator_section import AcceleratorSection
 from fastcar_compile.artifact.layout import REPORT_JSON
 from fastcar_compile.artifact.manifest import Sections
-from fastcar_compile.artifact.sections import AcceleratorSection, State
+from fastcar_compile.artifact.sections import State
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.gates import gate_named

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fastcar_compile.artifact import sections
+from fastcar_compile.artifact.accelerator_section import AcceleratorSection
 from fastcar_compile.artifact.digest import FileEntry
 from fastcar_compile.artifact.layout import EMBEDDED
 from fastcar_compile.artifact.thresholds import Thresholds
@@ -58,7 +59,7 @@ class Sections(BaseModel):
     pipeline: sections.PipelineSection
     host: sections.HostSection
     onnx: sections.OnnxSection | None = None
-    accelerator: sections.AcceleratorSection | None = None
+    accelerator: AcceleratorSection | None = None
     thresholds: Thresholds | None = None
     extensions: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
@@ -317,7 +318,7 @@ def _accelerator(manifest: Manifest) -> Iterator[str]:
     yield from _step(manifest, section)
 
 
-def _step(manifest: Manifest, section: sections.AcceleratorSection) -> Iterator[str]:
+def _step(manifest: Manifest, section: AcceleratorSection) -> Iterator[str]:
     """Check a whole decode step on the accelerator."""
     if (section.step is not None) != (section.offload == "all"):
         yield f"accelerator.offload is {section.offload!r}, but accelerator.step says otherwise"

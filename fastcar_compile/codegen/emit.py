@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from fastcar_compile.artifact import layout
+from fastcar_compile.artifact.accelerator_section import AcceleratorSection
 from fastcar_compile.artifact.explain import write_report
 from fastcar_compile.artifact.layout import weight_file
 from fastcar_compile.artifact.manifest import Sections
 from fastcar_compile.artifact.programs import decoder_section, graph_file_text, layers_section
-from fastcar_compile.artifact.sections import AcceleratorSection, HostSection, OnnxSection, PipelineSection, Section
+from fastcar_compile.artifact.sections import HostSection, OnnxSection, PipelineSection, Section
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EMITTERS, EmitContext, Emitter, Progress
 from fastcar_compile.codegen.plan import BuildPlan

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fastcar_compile.artifact.accelerator_section import ControllerPart, DesignPart, ExplorationPart
 from fastcar_compile.artifact.programs import decoder_section, layers_section
-from fastcar_compile.artifact.sections import ControllerPart, DesignPart, ExplorationPart, LayersSection, Part, State
+from fastcar_compile.artifact.sections import LayersSection, Part, State
 from fastcar_compile.codegen.hls.accelerator import Accelerator
 from fastcar_compile.codegen.hls.control import controller_part
 from fastcar_compile.codegen.hls.model.system import estimate

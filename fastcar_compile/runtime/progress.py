@@ -169,8 +169,8 @@ class Journal:
         start: position of the first token that can be taken back.
     """
 
-    def __init__(self, config: DecoderConfig, keep: int, start: int = 0) -> None:
-        self.keep, self.start, self._config = keep, start, config
+    def __init__(self, config: DecoderConfig, keep: int) -> None:
+        self.keep, self.start, self._config = keep, 0, config
         self._tokens: dict[int, _Token] = {}
 
     def note(self, states: Sequence[StateView], place: int, slot: int | None = None) -> None:
@@ -265,11 +265,9 @@ class Progress:
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Array]]:
         """Return what `restore` takes, numbers and arrays."""
-        stats = self.stats
-        numbers = {"forwards": stats.forwards, "eligible": stats.eligible}
-        return numbers | {"position": self.position, "first": self.slots.first}, stats.saved() | {
-            "last": self.slots.last
-        }
+        numbers = {"position": self.position, "first": self.slots.first}
+        numbers |= {"forwards": self.stats.forwards, "eligible": self.stats.eligible}
+        return numbers, self.stats.saved() | {"last": self.slots.last}
 
     def restore(
         self, position: int, first: int | None, forwards: int, eligible: int, arrays: Mapping[str, Array]

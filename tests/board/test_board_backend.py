@@ -13,7 +13,7 @@ import torch
 
 import fastcar_compile as fc
 from board.fake_pyxrt import FakeXrt
-from fastcar_compile.artifact.sections import ArgumentPart, KernelPart
+from fastcar_compile.artifact.accelerator_section import ArgumentPart, KernelPart
 from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
 from fastcar_compile.codegen.hls.step_program.rows import ACTIVE_BIT
 from fastcar_compile.errors import BackendError, InternalError

@@ -17,7 +17,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
-from fastcar_compile.artifact.sections import AcceleratorSection, LayersSection
+from fastcar_compile.artifact.accelerator_section import AcceleratorSection
+from fastcar_compile.artifact.sections import LayersSection
 from fastcar_compile.cli import opt
 from fastcar_compile.cli.estimate import as_compiled
 from fastcar_compile.codegen.hls.control_table.table import Limits

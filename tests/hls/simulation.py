@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from fastcar_compile.artifact.sections import KernelPart
+from fastcar_compile.artifact.accelerator_section import KernelPart
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcar_compile.artifact.sections import DesignPart
+from fastcar_compile.artifact.accelerator_section import DesignPart
 from fastcar_compile.codegen.hls import packing
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import designs

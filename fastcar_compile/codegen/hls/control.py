@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.artifact.sections import ControllerPart, LimitsPart
+from fastcar_compile.artifact.accelerator_section import ControllerPart, LimitsPart
 from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_network
 from fastcar_compile.codegen.hls.control_table.table import VERSION, AttentionShape, DrsTable

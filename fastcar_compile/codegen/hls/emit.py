@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.artifact.accelerator_section import AcceleratorSection, HostLinearPart, LinearCallPart, StepPart
 from fastcar_compile.artifact.layout import ACCELERATOR_WEIGHTS, CONSTANTS, DRS_TABLE, DRS_TABLE_JSON, HLS
-from fastcar_compile.artifact.sections import AcceleratorSection, HostLinearPart, LinearCallPart, StepPart
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.accelerator import Accelerator

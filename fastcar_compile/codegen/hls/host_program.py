@@ -4,9 +4,10 @@ from importlib.resources import files
 
 import numpy as np
 
+from fastcar_compile.artifact.accelerator_section import AcceleratorSection
 from fastcar_compile.artifact.layout import CONSTANTS, FUNCTIONS, HOST_SOURCES, README, weight_file
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
-from fastcar_compile.artifact.sections import AcceleratorSection, BoardPart, HostSection
+from fastcar_compile.artifact.sections import BoardPart, HostSection
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.control_table.table import Status
 from fastcar_compile.codegen.hls.design.design import Design

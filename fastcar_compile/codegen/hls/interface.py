@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fastcar_compile.artifact.sections import ArgumentPart, KernelPart
+from fastcar_compile.artifact.accelerator_section import ArgumentPart, KernelPart
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, MAX_ROWS, DrsTable
 from fastcar_compile.codegen.hls.design.design import Design

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping
 
+from fastcar_compile.artifact.accelerator_section import AcceleratorSection
 from fastcar_compile.artifact.manifest import Manifest
-from fastcar_compile.artifact.sections import AcceleratorSection
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.memory import HOST_RESERVE, bank_map, capacity
 from fastcar_compile.ir.tensor_files import Array, TensorSpec

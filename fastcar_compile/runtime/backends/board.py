@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from fastcar_compile.artifact.accelerator_section import AcceleratorSection, KernelPart
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import AcceleratorSection, KernelPart
 from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.backends.accelerator.calls import Buffer, Bytes, ComputeUnit
 from fastcar_compile.runtime.backends.accelerator.step import accelerator_of, stepper_on

@@ -13,10 +13,10 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from fastcar_compile.artifact.accelerator_section import KernelPart
 from fastcar_compile.artifact.digest import CACHE, cache_folder
 from fastcar_compile.artifact.layout import HLS
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import KernelPart
 from fastcar_compile.errors import BackendError, os_errors
 from fastcar_compile.runtime.backends.accelerator.calls import Bytes, ComputeUnit
 from fastcar_compile.runtime.backends.accelerator.step import accelerator_of, stepper_on

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
-from fastcar_compile.artifact.sections import DesignPart
+from fastcar_compile.artifact.accelerator_section import DesignPart
 from fastcar_compile.codegen.hls.design.loops import Load, load_loop, product_cycles, scale_rows
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, section_words
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from operator import add
 
-from fastcar_compile.artifact.sections import UsagePart
+from fastcar_compile.artifact.accelerator_section import UsagePart
 from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS, WORD_BYTES, Product, float_words
 from fastcar_compile.codegen.hls.design.spec import TABLED, BoardBudget, MlpSpec
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.artifact.accelerator_section import ArgumentPart, KernelPart
 from fastcar_compile.artifact.layout import GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION
-from fastcar_compile.artifact.sections import ArgumentPart, KernelPart
 from fastcar_compile.config.formats import kv_type
 from fastcar_compile.errors import BackendError, InternalError
 from fastcar_compile.gates.base import GateInputs

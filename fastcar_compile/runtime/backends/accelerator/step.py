@@ -6,8 +6,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.artifact.accelerator_section import AcceleratorSection
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import AcceleratorSection
 from fastcar_compile.codegen.hls.control_table.gate import pack_inputs
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace
 from fastcar_compile.codegen.hls.step_program.instructions import Decide
