@@ -230,7 +230,7 @@ def _captured(model: Model, config: CompileConfig, say: Progress) -> tuple[Decod
     """Return the captured program with explicit state and known layers, and the passes that made it."""
     say("capturing the decode step")
     sizes = {name: getattr(config, name) for name in ("batch_size", "max_seq_len", "tokens_per_frame")}
-    program = capture(model, **sizes, prefill_chunk=config.chunk, rows=config.rows or 1)
+    program = capture(model, **sizes, prefill_chunk=config.chunk, rows=config.rows)
     _check_capture(program, config)
     passes: list[Pass] = [*analysis_pipeline(), *_repetition(model)]
     run_pipeline(program, passes)

@@ -67,7 +67,8 @@ def export_error(step: nn.Module, error: Exception) -> CompileError:
         return CompileError(what, where=place, hint=hint)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     what = f"the decode step cannot be traced: {type(error).__name__}: {lines[0][:_LONGEST]}"
-    hint = "the forward must run on one token in each of batch_size rows, with static caches of as many; see "
+    hint = "the forward must run on one token in each of batch_size rows, with static caches of as many; with rows= "
+    hint += "also on a chunk of one video, or give prefill_chunk=1; see "
     return CompileError(what, where=place, hint=hint + _PROTOCOL)
 
 
@@ -125,7 +126,7 @@ def capture(
     max_seq_len: int,
     tokens_per_frame: int,
     prefill_chunk: int,
-    rows: int = 1,
+    rows: int | None = None,
 ) -> DecoderProgram:
     """Capture a decoder.
 
@@ -135,7 +136,8 @@ def capture(
         batch_size: rows B. max_seq_len: cache capacity S in tokens. tokens_per_frame: F.
         prefill_chunk: tokens per prefill call; an ExportedProgram has no prefill graph.
         rows: of each video in the decode step. That has batch_size * rows rows, as if each were a video; the pass
-            `decode-rows` lets them share.
+            `decode-rows` lets them share. The prefill graph reads one video then: they stand at positions of their own.
+            None: one row of each, and all videos share one position.
 
     Raises:
         CompileError: the model does not follow the step protocol, or cannot be exported.
@@ -155,9 +157,10 @@ def capture(
     else:
         prefill_chunk = min(prefill_chunk, max_seq_len)
         facts, wrapper = ModelFacts.of(model), WRAPPED_MODEL if is_huggingface(model) else ""
-        calls = [(batch_size * rows, 1), *([(batch_size, prefill_chunk)] if prefill_chunk > 1 else [])]
+        calls = [(batch_size * (rows or 1), 1)]
+        calls += [(batch_size if rows is None else 1, prefill_chunk)] if prefill_chunk > 1 else []
         graphs: list[fx.GraphModule] = []
-        for batch, tokens in calls if rows > 1 else [(batch_size, None)]:
+        for batch, tokens in calls if calls[0][0] != calls[-1][0] else [(batch_size, None)]:
             # Static caches are as many as the rows of a call.
             with step_module(model, batch, max_seq_len) as (step, headless):
                 lengths = [tokens] if tokens is not None else [length for _, length in calls]

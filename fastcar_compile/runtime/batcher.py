@@ -58,18 +58,18 @@ class _Sequence:
             return int(self.prompt[at]), at, PROMPT
         return None if ahead else (self.token, at, at - length)
 
-    def take(self, logits: Array, decisions: Array, rows: int) -> bool:
-        """Take the results of a decode step; return whether the sequence goes on.
+    def take(self, logits: Array, count: int, decisions: Array | None) -> bool:
+        """Take the results of a decode step, or of a chunk of the prompt; return whether the sequence goes on.
 
         Args:
-            logits: float32 [1, V] of its last row. decisions: bool [L] of that. rows: how many it had.
+            logits: float32 [1, V] of the last of `count` tokens. decisions: bool [L] of that token; None: of a chunk.
         """
         if not np.isfinite(logits).all():
             raise InputError(f"the logits at position {self.position} are not finite")
-        self.position += rows
+        self.position += count
         if self.position < len(self.prompt):
             return True
-        if self.position > len(self.prompt):
+        if decisions is not None and self.position > len(self.prompt):
             self.forwards += 1
             self.replayed += (float(decisions.mean()) - self.replayed) / self.forwards
         self.token = int(self.choose(logits)[0])
@@ -181,7 +181,9 @@ class Batcher:
         layers = artifact.manifest.layers
         self._limits = LayerThresholds(layers.thresholds, layers.gate)
         self._stepper = opened(artifact, backend, threads)
-        self._queue = deque[_Sequence]()
+        # Fewer tokens are read sooner by decode steps, which the others have in any case.
+        self._chunk, self._few = self._stepper.video_chunk, max(self._stepper.single_tokens, config.rows)
+        self._turn, self._queue = 0, deque[_Sequence]()
         self._places: list[_Sequence | None] = [None] * config.batch_size
         self._changed, self._closed = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="fastcar-batcher", daemon=True)
@@ -249,6 +251,7 @@ class Batcher:
         ended: BaseException | None = InputError("the batcher was closed")
         try:
             while self._admit():
+                self._read_chunk()
                 self._decode()
         except BaseException as error:
             ended = error
@@ -278,6 +281,22 @@ class Batcher:
         if own is not None:
             own.put(None, error)
 
+    def _chunked(self, own: _Sequence) -> bool:
+        """Whether what is left of a prompt is read in chunks."""
+        return self._chunk > 0 and len(own.prompt) - own.position > self._few
+
+    def _read_chunk(self) -> None:
+        """Read a chunk of one prompt, by turns where several are long. A prompt holds the others up for no longer."""
+        for place in [*range(self._turn, len(self._places)), *range(self._turn)]:
+            own = self._places[place]
+            if own is not None and not own.paused and self._chunked(own):
+                ids = own.prompt[own.position : own.position + self._chunk]
+                padded = np.pad(ids, (0, self._chunk - len(ids)))[None]
+                logits = self._stepper.prefill_video(padded, own.position, place)[:, len(ids) - 1]
+                self._turn = place + 1
+                self._take(place, own, logits, len(ids))
+                return
+
     def _decode(self) -> None:
         """Run one decode step of the sequences that can go on. What fails for one of them ends it alone."""
         count = len(self._places) * self._rows
@@ -285,20 +304,26 @@ class Batcher:
         limits = np.repeat(self._limits.values[:, None], count, 1)
         going: list[tuple[int, _Sequence, int]] = []
         for place, own in enumerate(self._places):
-            if own is None or own.paused:
+            if own is None or own.paused or self._chunked(own):
                 continue
             rows = [row for k in range(self._rows) if (row := own.row(k)) is not None]
             for at, row in enumerate(rows, place * self._rows):
                 inputs[at], places[at], steps[at] = row
             limits[:, place * self._rows : (place + 1) * self._rows] = own.thresholds[:, None]
             going.append((place, own, len(rows)))
+        if not going:
+            return
         given = {"inputs": inputs, "position": places, "step": steps} | spans_of(self._config, places)
         result = self._stepper.decode(**given, thresholds=limits)
         for place, own, rows in going:
             last = place * self._rows + rows - 1
-            try:
-                # The chooser keeps nothing of the logits, which are a view of memory that the next step writes.
-                if not own.take(result.logits[last], result.decisions[:, last], rows):
-                    self._leave(place)
-            except Exception as error:
-                self._leave(place, error)
+            self._take(place, own, result.logits[last], rows, result.decisions[:, last])
+
+    def _take(self, place: int, own: _Sequence, logits: Array, count: int, decisions: Array | None = None) -> None:
+        """Give a sequence what came of its tokens; see `_Sequence.take`. What fails for it ends it alone."""
+        try:
+            # The chooser keeps nothing of the logits, which are a view of memory that the next forward writes.
+            if not own.take(logits, count, decisions):
+                self._leave(place)
+        except Exception as error:
+            self._leave(place, error)

@@ -28,7 +28,7 @@ from fastcar_compile.passes.pipeline import QUANTIZE, analysis_pipeline
 from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support.values import check_kind, number, path_of, reporter, shown, token_range, token_table, whole
 from fastcar_compile.tune.evaluator import Evaluator
-from fastcar_compile.tune.rows import with_rows
+from fastcar_compile.tune.rows import of_prefill, with_rows
 from fastcar_compile.tune.rule import Rules
 from fastcar_compile.tune.search import Journal, Search, Values
 
@@ -282,7 +282,7 @@ def _of_artifact(artifact: Artifact) -> tuple[DecoderProgram, ReplayConfig]:
     changes: dict[str, Any] = {"threshold": able}
     if replay.gate_weights is not None:
         changes["gate_weights"] = weights_in(artifact.params, len(able))
-    return artifact.program, replay.model_copy(update=changes)
+    return of_prefill(artifact.program), replay.model_copy(update=changes)
 
 
 def program_of(

@@ -43,6 +43,15 @@ def with_rows(program: DecoderProgram, rows: int) -> DecoderProgram:
         return program
 
 
+def of_prefill(program: DecoderProgram) -> DecoderProgram:
+    """Return the program with the sizes of its prefill graph, which reads one video where rows have own positions."""
+    config = program.config
+    if config.rows is None:
+        return program
+    specs = [_widened(spec, config.batch_size, 1) for spec in program.state]
+    return replace(program, config=replace(config, batch_size=1), state=specs)
+
+
 def _widened(spec: StateSpec, old: int, rows: int) -> StateSpec:
     return replace(spec, shape=(rows, *spec.shape[1:])) if spec.shape[:1] == (old,) else spec
 

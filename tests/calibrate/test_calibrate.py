@@ -19,6 +19,7 @@ from fastcar_compile.compiler import _warn_of_defaults
 from fastcar_compile.tune import calibrate, search
 
 FRAME, LENGTH = 8, 33
+SIZES: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "prefill_chunk": 8}
 REPLAY = fc.ReplayConfig(gate="input_delta")
 
 
@@ -59,6 +60,16 @@ def test_target_replay_is_met_deterministically_and_resumes(artifact: fc.Artifac
     journal.write_text(json.dumps(data))
     calibrated(target_replay=0.5, journal=journal, progress=again.append)
     assert len(again) == 2 * len(lines)
+
+
+def test_rows_of_their_own_positions_change_nothing(artifact: fc.Artifact, tmp_path: Path) -> None:
+    """The prefill graph of such an artifact reads one video."""
+    options: dict[str, Any] = {**SIZES, "batch_size": 2, "rows": 1}
+    own = fc.compile(
+        llama(), "cpu", replay=REPLAY.model_copy(update={"threshold": 0.1}), output=tmp_path / "a", **options
+    )
+    found, expected = (fc.calibrate(a, videos(), target_replay=0.5) for a in (own, artifact))
+    assert {**found.to_json(), "inputs": ""} == {**expected.to_json(), "inputs": ""}
 
 
 @pytest.mark.parametrize("increase", [0.0, 0.002])
@@ -117,10 +128,9 @@ def test_bad_goals(options: dict[str, Any], text: str) -> None:
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     path = tmp_path_factory.mktemp("calibrate") / "artifact"
-    options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "prefill_chunk": 8}
     text = r"no thresholds were given: .* default threshold of gate input_delta, 0\.1, .*fastcar calibrate.*--no-replay"
     with pytest.warns(UserWarning, match=text):
-        return fc.compile(llama(), "cpu", replay=REPLAY, output=path, **options)
+        return fc.compile(llama(), "cpu", replay=REPLAY, output=path, **SIZES)
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,37 @@ def test_a_sequence_that_fails_or_is_cancelled_ends_alone(alone: fc.Artifact, ar
         batcher.submit(prompt, 1)
 
 
+def test_others_decode_between_the_chunks_of_prompts(
+    alone: fc.Artifact, artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two long prompts are read by turns, one chunk between two decode steps of the others."""
+    session, calls = alone.session("cpu"), list[int]()
+    prompts = [np.random.default_rng(i).integers(0, 17, length) for i, length in enumerate((1, 36, 30))]
+    with fc.Batcher(artifact, threads=1) as batcher:
+        stepper, per = batcher._stepper, batcher._rows
+        decode, prefill_video = stepper.decode, stepper.prefill_video
+
+        def decoded(inputs: Any, position: Any, *args: Any, **options: Any) -> Any:
+            calls.append(int((position.reshape(-1, per) >= 0).any(1)[0]) - 1)
+            return decode(inputs, position, *args, **options)
+
+        def read(inputs: Any, position: int, video: int) -> Any:
+            calls.append(video)
+            return prefill_video(inputs, position, video)
+
+        monkeypatch.setattr(stepper, "decode", decoded)
+        monkeypatch.setattr(stepper, "prefill_video", read)
+        with batcher._changed:  # all of them join at once
+            streams = [batcher.submit(prompt, 4 + 30 * (i == 0)) for i, prompt in enumerate(prompts)]
+        found = [stream.result() for stream in streams]
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert tokens == session.generate(prompt[None], len(tokens))[0].tolist()
+    chunks = [i for i, video in enumerate(calls) if video > 0]
+    assert [calls[i] for i in chunks][:8] == [1, 2] * 4
+    assert len(chunks) == {1: 17, 3: 16}[per]  # what fits a decode step is read by one
+    assert all(calls[i + 1] == 0 for i in chunks)
+
+
 def test_what_cannot_be_decoded_is_refused(alone: fc.Artifact, artifact: fc.Artifact) -> None:
     with pytest.raises(InputError, match=r"share one position\n.*\n.*compile with rows=1"):
         fc.Batcher(alone)

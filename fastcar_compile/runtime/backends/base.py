@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.errors import BackendError, InputError
+from fastcar_compile.errors import BackendError, InputError, InternalError
 from fastcar_compile.ir.types import CONTEXT_ROLES, INACTIVE, PROMPT, REPLAY_ROLES, DecoderConfig, StateRole
 from fastcar_compile.runtime.guard import thread_count
 from fastcar_compile.support.packages import Registry
@@ -67,11 +67,13 @@ class Stepper(ABC):
     Attributes:
         prefill_chunk: tokens of one `prefill` call; 0: any number.
         single_tokens: up to this number, tokens are read faster by `prefill` calls of one token than by a padded chunk.
+        video_chunk: tokens of one `prefill_video` call; 0: it cannot be called.
         row_thresholds: whether the rows of a decode step may have thresholds of their own.
     """
 
     prefill_chunk: int = 0
     single_tokens: int = 0
+    video_chunk: int = 0
     row_thresholds: bool = True
 
     @abstractmethod
@@ -96,6 +98,14 @@ class Stepper(ABC):
         Returns:
             logits float32 [B, T, V]. Replay state is not touched.
         """
+
+    def prefill_video(self, inputs: Array, position: int, video: int) -> Array:
+        """Read tokens of one video, as `prefill` does: int64 [1, T], T = `video_chunk`. The others stay as they are.
+
+        Returns:
+            logits float32 [1, T, V].
+        """
+        raise InternalError(f"{type(self).__name__} reads all videos together")
 
     @abstractmethod
     def decode(

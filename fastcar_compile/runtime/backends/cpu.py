@@ -142,6 +142,28 @@ class _Program:
         return {n: as_array(element(results, self._places[n])) for n in names if n in self._places}
 
 
+class _Prefill:
+    """The prefill program over a part of the states: those of one video, or of all."""
+
+    def __init__(
+        self, machine: Machine, spec: ProgramPart, known: Mapping[str, Any], states: Mapping[str, Array], part: slice
+    ) -> None:
+        parts = {name: states[name][part] for name in spec.inputs if name in states}
+        # TVM's code takes memory from a cache line on. A video's states may begin within one: then a copy is used.
+        own = {name: aligned(array) for name, array in parts.items()}
+        self._copies = [(own[name], array) for name, array in parts.items() if own[name] is not array]
+        self._program = _Program(machine, spec, {**known, **{name: adopt(array) for name, array in own.items()}})
+
+    def __call__(self) -> Array:
+        """Run the program; return its logits."""
+        for copy, array in self._copies:
+            copy[...] = array
+        logits = self._program("logits")["logits"]
+        for copy, array in self._copies:
+            array[...] = copy
+        return logits
+
+
 class _Feeds:
     """Inputs that change from call to call, in memory that does not.
 
@@ -160,7 +182,7 @@ class _Feeds:
 
 def _forward_feeds(config: DecoderConfig, length: int) -> _Feeds:
     """Return memory for what a forward of `length` tokens takes."""
-    rows = config.decode_rows if length == 1 else config.batch_size
+    rows = config.decode_rows if length == 1 else config.batch_size if config.rows is None else 1
     embeds = np.zeros((rows, length, config.hidden_size), np.float32)
     given: Array = embeds if config.takes_embeddings else np.zeros(embeds.shape[:2], np.int64)
     count = 1 if config.rows is None or length > 1 else rows
@@ -249,7 +271,15 @@ class CpuStepper(Stepper):
         self._step, self._chunk = (_forward_feeds(self._config, n) for n in (1, self._config.prefill_chunk))
         machine, programs = library.open(), library.programs
         self._decode = _Program(machine, programs.named()[decode], known | self._step.tensors)
-        self._prefill = programs.prefill and _Program(machine, programs.prefill, known | self._chunk.tensors)
+        self._prefill = list[_Prefill]()
+        if programs.prefill is not None:
+            # Where rows have positions of their own, a chunk is one video's. Else all videos stand at one position.
+            parts = [slice(None)]
+            if self._config.rows is not None:
+                parts = [slice(video, video + 1) for video in range(self._config.batch_size)]
+                self.video_chunk = self._config.prefill_chunk
+            known |= self._chunk.tensors
+            self._prefill = [_Prefill(machine, programs.prefill, known, arrays, part) for part in parts]
         self.prefill_chunk = self._config.prefill_chunk if self._prefill else 1
         # An offload program launches kernels for every single token, so a padded chunk on the host reads a prompt.
         self.single_tokens = self.prefill_chunk // SINGLE_TOKENS if decode == "decode" else 0
@@ -275,7 +305,7 @@ class CpuStepper(Stepper):
         For a single token, and without a prefill graph, this is decode forward number 0, after which the replay state
         of slot 0 is put back.
         """
-        if self._prefill is None or inputs.shape[1] == 1:
+        if not self._prefill or inputs.shape[1] == 1:
             # Forward 0 is in the first frame, in which every row computes. It writes slot 0 of the replay state alone.
             with self._state.kept(REPLAY_ROLES, slot=0):
                 never, step = np.full(self._config.num_layers, np.inf, np.float32), 0
@@ -283,9 +313,16 @@ class CpuStepper(Stepper):
                     step = PROMPT
                 logits = self.decode(**alone(self._config, inputs, position, step), thresholds=never).logits
                 return logits[:: self._config.rows]
+        if len(self._prefill) == 1:
+            return self.prefill_video(inputs, position, 0)
+        # The logits of a video are a view of memory that the next video's call writes.
+        return np.concatenate([self.prefill_video(x[None], position, v).copy() for v, x in enumerate(inputs)])
+
+    def prefill_video(self, inputs: Array, position: int, video: int) -> Array:
+        """Run one prefill chunk of one video; see Stepper.prefill_video."""
         use_threads(self._threads)
         self._chunk.set({self._config.input_name: inputs, "position": position})
-        return self._prefill("logits")["logits"]
+        return self._prefill[video]()
 
     def decode(
         self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None

@@ -18,6 +18,7 @@ from fastcar_compile.artifact.programs import read_program
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.query import placeholder_names
+from fastcar_compile.ir.types import ATTENTION_ROLES
 from fastcar_compile.runtime.backends.base import Array, BackendOptions, Numbers, ValueStepper, each_threshold
 from fastcar_compile.runtime.guard import forks
 
@@ -48,6 +49,7 @@ class EagerStepper(ValueStepper):
     def __init__(self, program: DecoderProgram) -> None:
         self._program, self._names = program, cache(placeholder_names)
         self.prefill_chunk = program.config.prefill_chunk if program.prefill is not None else 1
+        self.video_chunk = 0 if program.prefill is None or program.config.rows is None else self.prefill_chunk
         super().__init__(program.config, program.state)
 
     def perturb(self, seed: int) -> None:
@@ -85,7 +87,21 @@ class EagerStepper(ValueStepper):
         program = self._program
         if program.prefill is None:
             return super().prefill(inputs, position)
+        if self.video_chunk:
+            return np.concatenate([self.prefill_video(x[None], position, v) for v, x in enumerate(inputs)])
         return self._run(program.prefill, program.prefill_outputs, self._feeds(inputs, position))["logits"]
+
+    def prefill_video(self, inputs: Array, position: int, video: int) -> Array:
+        """Run one prefill chunk of one video; see Stepper.prefill_video."""
+        program, own = self._program, slice(video, video + 1)
+        assert program.prefill is not None
+        kept = {name: value for name, value in self._state.items() if self._roles[name] in ATTENTION_ROLES}
+        feeds = self._feeds(inputs, position) | {name: value[own] for name, value in kept.items()}
+        logits = self._run(program.prefill, program.prefill_outputs, feeds)["logits"]
+        written = {name: self._array(self._state[name]) for name in kept}
+        self._state |= kept
+        self.write((name, own, array) for name, array in written.items())
+        return logits
 
     def _forward(
         self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
