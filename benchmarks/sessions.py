@@ -130,7 +130,8 @@ def batched(model: Any, sequences: int, asked: argparse.Namespace, options: Mapp
     tokens, joins = 64, asked.sessions
     with tempfile.TemporaryDirectory() as folder:
         alone = fc.compile(model, "cpu", output=Path(folder, "alone"), **options)
-        rows = fc.compile(model, "cpu", rows=asked.rows, batch_size=sequences, output=Path(folder, "rows"), **options)
+        sizes = {"rows": asked.rows, "batch_size": asked.places or sequences}
+        rows = fc.compile(model, "cpu", output=Path(folder, "rows"), **sizes, **options)
         sessions = [alone.session("cpu", threads=1) for _ in range(sequences)]
         pools, prompt = [ThreadPoolExecutor(1) for _ in range(2)], np.zeros(asked.prompt, np.int64)
         seconds: dict[str, list[float]] = {"batcher": [], "sessions": []}
@@ -210,6 +211,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=1000)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--batcher", type=int, help="sequences")
+    parser.add_argument("--places", type=int, help="batch_size of the batcher, more than --batcher: some stay free")
     parser.add_argument("--rows", type=int, default=1, help="of each: so many tokens of a prompt are read together")
     parser.add_argument("--prompt", type=int, default=4, help="tokens of each of its prompts; 64 are decoded")
     parser.add_argument("--model", help="folder of a decoder for --batcher; without it 8 layers of 2048 x 5504")
