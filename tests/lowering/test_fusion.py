@@ -58,6 +58,7 @@ def test_activate_quantize_is_exact(
     torch.manual_seed(seed)
     assert PARALLEL_ROW_ELEMENTS <= 33 * 1001
     gate, up = torch.randn(m, k) * size, torch.randn(m, k)
+    gate[1:2], up[1:2] = 0.0, -0.0  # an inactive row
     outputs = torch.zeros(m, k, dtype=torch.int8), torch.zeros(m)
     found = run(activate_quantize(m, k, activation, isa), gate, up, factor_table(activation), *outputs)
     same_rows(found, gate * fastcar.activation_factor(gate, activation) * up)

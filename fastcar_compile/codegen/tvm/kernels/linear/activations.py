@@ -9,6 +9,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import SCAN_LANES, is_zero, or_float32
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, broadcast, intrinsic, ramp
 from fastcar_compile.ir.ops.linear import FACTORS, INPUT_STEPS, KNOTS
 
@@ -204,13 +205,43 @@ def activation_factor(size: int, activation: str, isa: InstructionSet = PORTABLE
 # pyright: reportInvalidTypeForm=false
 
 
+@script.inlined
+def _multiply_row(g, up, table, a, i, k, activation, read):
+    """Write the products of row i of g and up float32 [m, k] to a float32 [1, k]."""
+    steps = T.meta_var(k // TABLE_LANES)
+    u, low, high = script.buffers(3, TABLE_LANES, "int32")
+    # c: vectors along the row. v: vectorised, but for the reads of the table.
+    for c in range(steps):
+        for v in T.vectorized(TABLE_LANES):
+            u[v] = fixed_input(g[i, c * TABLE_LANES + v], activation)
+        read(table, u, low, high)
+        # Both products are rounded in the order of the three operators that this kernel replaces.
+        for v in T.vectorized(TABLE_LANES):
+            a[0, c * TABLE_LANES + v] = (g[i, c * TABLE_LANES + v] * blend(low[v], high[v], u[v])) * up[
+                i, c * TABLE_LANES + v
+            ]
+    for t in range(k % TABLE_LANES):
+        at: T.let = steps * TABLE_LANES + t
+        w: T.let = fixed_input(g[i, at], activation)
+        a[0, at] = (g[i, at] * table_factor(table, w)) * up[i, at]
+
+
+@script.inlined
+def _activate_row(g, up, table, q, s, i, k, activation, read):
+    """Write row i of the results."""
+    # a: the row of products, which quantize_row reads twice: for its maximum and for its integers.
+    a = T.alloc_buffer((1, k), "float32")
+    _multiply_row(g, up, table, a, i, k, activation, read)
+    quantize_row(a, 0, q, s, i, k)
+
+
 @script.kernel
 def activate_quantize(m: int, k: int, activation: str, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Return q int8 [m, k] and scale float32 [m] of gate * factor(gate) * up, gate and up float32 [m, k].
 
-    The factor is read from table int32 [513].
+    The factor is read from table int32 [513]. Rows of zeros, which are inactive, are not looked up.
     """
-    knots, steps, loop, read = KNOTS, k // TABLE_LANES, row_loop(m, k), read_knots(isa)
+    knots, loop, read = KNOTS, row_loop(m, k), read_knots(isa)
 
     @script.prim_func(private=True, s_tir=True)
     def activate_quantize_i8(
@@ -223,23 +254,19 @@ def activate_quantize(m: int, k: int, activation: str, isa: InstructionSet = POR
         for i in loop(m):
             with T.sblock("row"):
                 script.access([g, up, table], [q, s])
-                # a: the row of products, which quantize_row reads twice: for its maximum and for its integers.
-                a = T.alloc_buffer((1, k), "float32")
-                u, low, high = script.buffers(3, TABLE_LANES, "int32")
-                # c: vectors along the row. v: vectorised, but for the reads of the table.
-                for c in range(steps):
-                    for v in T.vectorized(TABLE_LANES):
-                        u[v] = fixed_input(g[i, c * TABLE_LANES + v], activation)
-                    read(table, u, low, high)
-                    # Both products are rounded in the order of the three operators that this kernel replaces.
-                    for v in T.vectorized(TABLE_LANES):
-                        a[0, c * TABLE_LANES + v] = (g[i, c * TABLE_LANES + v] * blend(low[v], high[v], u[v])) * up[
-                            i, c * TABLE_LANES + v
-                        ]
-                for t in range(k % TABLE_LANES):
-                    at: T.let = steps * TABLE_LANES + t
-                    w: T.let = fixed_input(g[i, at], activation)
-                    a[0, at] = (g[i, at] * table_factor(table, w)) * up[i, at]
-                quantize_row(a, 0, q, s, i, k)
+                # A single row is computed without a search for zeros.
+                if m > 1:
+                    bits = T.alloc_buffer((SCAN_LANES,), "uint32")
+                    or_float32(g, i, k, bits)
+                    if is_zero(bits):
+                        or_float32(up, i, k, bits)  # 0 times infinity is no number
+                    if is_zero(bits):
+                        for c in range(k):
+                            q[i, c] = T.int8(0)
+                        s[i] = T.float32(TINY) * T.float32(INV_127)
+                    else:
+                        _activate_row(g, up, table, q, s, i, k, activation, read)
+                else:
+                    _activate_row(g, up, table, q, s, i, k, activation, read)
 
     return activate_quantize_i8
