@@ -47,7 +47,8 @@ class DecoderProgram:
 
     Attributes:
         graph_module: torch.fx decode step; placeholders and outputs as in docs/reference/architecture.md.
-        prefill: torch.fx prefill chunk over the same key and value caches, or None.
+        prefill: torch.fx prefill chunk over the same key and value caches, or None. With `config.rows` it is
+            that of one video, over its part of each cache.
         context: torch.fx graph from a context to the states that cross-attention reads, or None.
         state: every state tensor of the decode step.
         outputs: names of the decode step's output tuple, in order.
