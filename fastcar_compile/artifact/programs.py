@@ -206,14 +206,16 @@ class _GraphFile(BaseModel):
     context_outputs: list[str]
 
 
+def states_of(program: DecoderProgram) -> tuple[State, ...]:
+    """Return the states of a program, for a manifest."""
+    return tuple(State.model_validate(vars(s) | {"dtype": dtype_name(s.dtype)}) for s in program.state)
+
+
 def decoder_section(program: DecoderProgram) -> DecoderSection:
     """Return sizes, state, inputs and outputs of a program, for a manifest."""
-    state = tuple(
-        State(name=s.name, shape=s.shape, dtype=dtype_name(s.dtype), role=s.role, layer=s.layer) for s in program.state
-    )
     lists = ("inputs", "outputs", "prefill_outputs", "context_outputs")
-    names: dict[str, Any] = {name: tuple(getattr(program, name)) for name in lists}
-    return DecoderSection(config=program.config, state=state, weight_bytes=program.params.nbytes(), **names)
+    names: dict[str, Any] = {name: tuple(getattr(program, name)) for name in lists} | {"state": states_of(program)}
+    return DecoderSection(config=program.config, weight_bytes=program.params.nbytes(), **names)
 
 
 def layers_section(program: DecoderProgram) -> LayersSection:
@@ -257,7 +259,7 @@ def program_from_json(data: Json, params: Mapping[str, Tensor], *, missing_on_me
             read(file.decode),
             None if file.prefill is None else read(file.prefill),
             file.config,
-            state=[StateSpec(s.name, s.shape, torch_dtype(s.dtype), s.role, s.layer) for s in file.state],
+            state=[StateSpec(s.name, s.shape, torch_dtype(s.dtype), s.role, s.layer, s.sinks) for s in file.state],
             outputs=file.outputs,
             prefill_outputs=file.prefill_outputs,
             context=None if file.context is None else read(file.context),

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, cast
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fastcar_compile.config.formats import DTYPES, DType
-from fastcar_compile.ir.types import ATTENTION_ROLES, REPLAY_ROLES, DecoderConfig, LayerSite, StateRole
+from fastcar_compile.ir.types import REPLAY_ROLES, DecoderConfig, LayerSite, StateRole
 
 # What every part of a manifest is: frozen, typed, without unknown fields.
 
@@ -42,6 +42,7 @@ class State(Part):
 
     Args:
         dtype: a name of `formats.dtypes`.
+        sinks: of a ring cache, the first positions, which it keeps for ever; None: it is no ring.
     """
 
     name: str
@@ -49,6 +50,7 @@ class State(Part):
     dtype: str
     role: StateRole
     layer: int
+    sinks: int | None = None
 
     @field_validator("dtype")
     @classmethod
@@ -95,7 +97,7 @@ class DecoderSection(Section):
 
     def token_bytes(self) -> int:
         """Return the bytes that a decoded token of every video overwrites: what a session keeps to take it back."""
-        rings = (s for s in self.state if s.role in ATTENTION_ROLES and s.shape[2] < self.config.max_seq_len)
+        rings = (s for s in self.state if s.sinks is not None)
         replay = (s for s in self.state if s.role in REPLAY_ROLES)
         return sum(s.nbytes // s.shape[2] for s in rings) + sum(s.nbytes // s.shape[0] for s in replay)
 

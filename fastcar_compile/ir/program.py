@@ -18,6 +18,9 @@ class StateSpec:
     """One named state tensor: an input and an output of the graph under the same name; starts at zero.
 
     A state of the context (`reads_only`) is an input only: the context graph makes it, once per video.
+
+    Args:
+        sinks: of a ring cache, the first positions, which it keeps for ever; None: it is no ring.
     """
 
     name: str
@@ -25,6 +28,7 @@ class StateSpec:
     dtype: torch.dtype
     role: StateRole
     layer: int
+    sinks: int | None = None
 
     @property
     def reads_only(self) -> bool:

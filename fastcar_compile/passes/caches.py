@@ -111,10 +111,11 @@ def reads_keys(program: DecoderProgram) -> set[str]:
 
 
 def refresh_shapes(program: DecoderProgram) -> None:
-    """Give the states the shapes that their placeholders have."""
+    """Give the states the shapes that their placeholders have, and rings their sinks."""
     graph = program.graph_module.graph
     shapes = {str(n.target): tuple(value_of(n).shape) for n in graph.find_nodes(op="placeholder")}
-    program.state = [replace(s, shape=shapes[s.name]) for s in program.state]
+    rings = {str(node_arg(n, 0).target): ring.sinks for n in graph.nodes if (ring := ring_of(n)) is not None}
+    program.state = [replace(s, shape=shapes[s.name], sinks=rings.get(s.name)) for s in program.state]
 
 
 # Rotary positions inside the cache: the query that meets the sinks, rotated for its position in the cache.

@@ -217,7 +217,7 @@ class Artifact(Described, StoredArtifact):
 
         Raises:
             ArtifactError: the thresholds belong to another gate or number of layers.
-            BackendError: the backend is unknown, or cannot run here.
+            BackendError: the backend is unknown, cannot run here, or takes no tokens back.
             InputError: `threads` or `keep` is not a whole number, or is too large.
         """
         check_kind("thresholds", thresholds, (Thresholds, str, Path, type(None)), "Thresholds, or their file")

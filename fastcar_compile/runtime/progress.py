@@ -1,15 +1,16 @@
 """Where a session stands: which slots may be replayed, how much was, and what the last tokens overwrote."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.artifact.sections import State
 from fastcar_compile.errors import InputError
 from fastcar_compile.ir.types import ATTENTION_ROLES, REPLAY_ROLES, DecoderConfig
-from fastcar_compile.runtime.backends.base import Array, Index, StateView
+from fastcar_compile.runtime.backends.base import Array, Index, Stepper
 
 _NEVER = np.iinfo(np.int64).min
 
@@ -169,17 +170,17 @@ class Journal:
         start: position of the first token that can be taken back.
     """
 
-    def __init__(self, config: DecoderConfig, keep: int) -> None:
-        self.keep, self.start, self._config = keep, 0, config
+    def __init__(self, keep: int) -> None:
+        self.keep, self.start = keep, 0
         self._tokens: dict[int, _Token] = {}
 
-    def note(self, states: Sequence[StateView], place: int, slot: int | None = None) -> None:
+    def note(self, stepper: Stepper, place: int, slot: int | None = None) -> None:
         """Keep what the token at a position will overwrite; slot: of its replay state, of a decode forward."""
         # What a padded chunk overwrites behind its end is noted then, and is not what the real token finds.
         token = self._tokens.setdefault(place, _Token())
-        for state in states:
-            if state.name not in token.states and (index := self._overwritten(state, place, slot)) is not None:
-                token.states[state.name] = index, state.array[index].copy()
+        for state in stepper.states():
+            if state.name not in token.states and (index := _overwritten(state, place, slot)) is not None:
+                token.states[state.name] = index, stepper.read(state.name, index).copy()
 
     def decoded(self, place: int, slots: Slots, decisions: Array, eligible: bool) -> None:
         """Keep what the decode forward at a position, which `slots` does not know yet, changes of the counts."""
@@ -203,16 +204,15 @@ class Journal:
                 slot, slots.first, slots.last[slot], decisions, eligible = token.forward
                 stats.remove(place, decisions, eligible)
 
-    def _overwritten(self, state: StateView, place: int, slot: int | None) -> Index | None:
-        """Return the part of a state that the token at a position overwrites; None: nothing that is still read."""
-        if state.role not in ATTENTION_ROLES:
-            return slot if state.role in REPLAY_ROLES else None
-        rows, ring = state.array.shape[2], self._config.ring
-        if place < rows or rows == self._config.max_seq_len:
-            return None
-        # A layer with a window of the model's own keeps it, and has no sinks: its ring is smaller.
-        sinks = ring.sinks if ring is not None and rows == ring.capacity else 0
-        return slice(None), slice(None), sinks + (place - sinks) % (rows - sinks)
+
+def _overwritten(state: State, place: int, slot: int | None) -> Index | None:
+    """Return the part of a state that the token at a position overwrites; None: nothing that is still read."""
+    if state.sinks is None:
+        return slot if state.role in REPLAY_ROLES else None
+    rows = state.shape[2]
+    if place < rows:
+        return None
+    return slice(None), slice(None), state.sinks + (place - state.sinks) % (rows - state.sinks)
 
 
 class Progress:
@@ -226,13 +226,13 @@ class Progress:
     """
 
     def __init__(self, config: DecoderConfig, record: bool, keep: int) -> None:
-        self._config, self.position = config, 0
-        self.slots, self.journal = Slots(config.tokens_per_frame), Journal(config, keep)
+        self.position = 0
+        self.slots, self.journal = Slots(config.tokens_per_frame), Journal(keep)
         self.stats = Stats(config.num_layers, config.batch_size, config.tokens_per_frame, record)
 
-    def note(self, states: Sequence[StateView], place: int) -> None:
+    def note(self, stepper: Stepper, place: int) -> None:
         """Keep what the decode forward at a position, which comes next, will overwrite."""
-        self.journal.note(states, place, self.slots.slot(place))
+        self.journal.note(stepper, place, self.slots.slot(place))
 
     def decided(self, place: int, decisions: Array, eligible: bool) -> None:
         """Count the decode forward at a position; decisions bool [L, B]."""
@@ -252,7 +252,7 @@ class Progress:
         self.position -= count
         return self.journal.back(self.position, self.slots, self.stats)
 
-    def filled(self, states: Iterable[StateView]) -> dict[str, Index]:
+    def filled(self, states: Iterable[State]) -> dict[str, Index]:
         """Return the part of every state, by name, that the tokens so far have written."""
         parts: dict[str, Index] = {}
         for state in states:

@@ -57,6 +57,8 @@ class Session(Described):
         self.thresholds = self._limits.values.copy()
         self._has_context, self.origin = False, origin or {}
         self._at = Progress(config, record, keep)
+        if keep:
+            stepper.states()  # a backend that cannot keep what tokens overwrite says so now
 
     def __enter__(self) -> Self:
         return self
@@ -147,9 +149,8 @@ class Session(Described):
         """
         file = path_of("the file", path)
         with self._guard:
-            states, digest = self._stepper.states(), self.origin.get("digest", "")
-            parts = self._at.filled(states)
-            tensors = {f"state.{state.name}": state.array[parts[state.name]] for state in states}
+            parts, digest = self._at.filled(self._stepper.states()), self.origin.get("digest", "")
+            tensors = {f"state.{name}": self._stepper.read(name, part) for name, part in parts.items()}
             counts, arrays = self._at.saved()
             about = SavedSession(digest=digest, context=self._has_context, **counts)
             write_session(file, about, tensors | arrays | {"thresholds": self.thresholds})
@@ -167,15 +168,13 @@ class Session(Described):
         file = path_of("the file", path)
         with self._guard.begun():
             states = self._stepper.states()
-            most = sum(state.array.nbytes for state in states)
+            most = sum(state.nbytes for state in states)
             about, tensors = read_session(file, self.origin.get("digest", ""), most)
             self._reset()
             self._at.restore(about.position, about.first, about.forwards, about.eligible, tensors)
             self.thresholds, self._has_context = tensors["thresholds"], about.context
-            states = self._stepper.states()
             parts = self._at.filled(states)
-            changes = ((s.name, parts[s.name], tensors[f"state.{s.name}"].view(s.array.dtype)) for s in states)
-            self._stepper.write(changes)
+            self._stepper.write((name, part, tensors[f"state.{name}"]) for name, part in parts.items())
 
     @property
     def config(self) -> DecoderConfig:
@@ -275,7 +274,7 @@ class Session(Described):
         alone = count <= self._stepper.single_tokens
         if self._keep:
             for place in range(start, start + (count if alone else chunk)):
-                self._at.journal.note(self._stepper.states(), place)
+                self._at.journal.note(self._stepper, place)
         if alone:
             # The last token is read alone: of the earlier tokens only keys and values are wanted.
             for i in range(count - 1):
@@ -316,7 +315,7 @@ class Session(Described):
     def _next(self, place: int) -> tuple[int, bool]:
         """Return number and eligibility of the decode forward at a position, which comes next."""
         if self._keep:
-            self._at.note(self._stepper.states(), place)
+            self._at.note(self._stepper, place)
         return self._at.slots.step(place)
 
     def generate(

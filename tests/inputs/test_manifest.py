@@ -120,6 +120,7 @@ EDITS: dict[str, tuple[Callable[[Json], None], str]] = {
     "a state twice": (put(*STATE, "name", value="value_cache_0"), "two states have the name"),
     "an unknown state": (put(*STATE, "name", value="x"), "there is no 'key_cache_0'"),
     "cache rows": (put(*LAYER, "attention", "cache_rows", value=16), "has 16 rows, max_seq_len is 32"),
+    "a ring that is a full cache": (put(*STATE, "sinks", value=2), "keeps 2 sinks, layer 0 says None"),
     "key heads": (put(*LAYER, "attention", "num_kv_heads", value=3), "query heads"),
     "layers in another order": (put(*LAYER, "layer", value=1), "layers are not those from 0 to 2"),
     "a layer too few": (drop("layers", "layers", 2), "layers are not those from 0 to 2"),

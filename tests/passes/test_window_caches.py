@@ -49,6 +49,8 @@ def test_a_cache_holds_what_is_read(block: type[TinyBlock], gate: str, rows: int
     replay = InsertReplay((0.0, 0.0), gate=gate)
     program = after(*analysis_pipeline(), replay, WindowCaches(), blocks=(block, TinyBlock))
     assert rows_of(program) == [rows, ROWS]
+    kept = [s.sinks for s in program.state if s.role is StateRole.KEY_CACHE]
+    assert kept == [0 if rows < ROWS else None, None], "only a ring has sinks"
     assert [site.attention.window for site in program.sites] == [{Windowed: 4, Narrow: 2, Long: ROWS - 1}[block], None]
 
 
@@ -75,3 +77,4 @@ def test_of_two_windows_the_smaller_one_holds(window: int, seen: list[tuple[int,
     program = after(*analysis_pipeline(), SparsifyAttention(1, window), WindowCaches(), blocks=WINDOWS)
     assert [(s.attention.sinks, s.attention.window) for s in program.sites] == seen
     assert rows_of(program) == [sinks + own + CHUNK - 1 for sinks, own in seen]
+    assert [s.sinks for s in program.state if s.role is StateRole.VALUE_CACHE] == [sinks for sinks, _ in seen]

@@ -219,7 +219,10 @@ def test_states_on_a_device_stay_there(artifacts: dict[str, fc.Artifact]) -> Non
         def prefill(self, inputs: Any, position: int) -> Any: ...
         def decode(self, *_: Any, **__: Any) -> Any: ...
 
+    refused = pytest.raises(BackendError, match="OnDevice has its states on a device")
     with artifacts["dense"].session(lambda artifact, options: OnDevice()) as session:
         for call in (session.fork, lambda: session.save("file"), lambda: session.rewind(0)):
-            with pytest.raises(BackendError, match="OnDevice has its states on a device"):
+            with refused:
                 call()
+    with refused:
+        artifacts["dense"].session(lambda artifact, options: OnDevice(), keep=1)

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.artifact.sections import State
 from fastcar_compile.errors import BackendError, InputError, InternalError
-from fastcar_compile.ir.types import CONTEXT_ROLES, INACTIVE, PROMPT, REPLAY_ROLES, DecoderConfig, StateRole
+from fastcar_compile.ir.types import CONTEXT_ROLES, INACTIVE, PROMPT, REPLAY_ROLES, DecoderConfig
 from fastcar_compile.runtime.guard import thread_count
 from fastcar_compile.support.packages import Registry
 
@@ -24,15 +25,6 @@ Numbers = int | Array
 
 Index = int | Array | slice | tuple[slice | int, ...]
 """A part of a state, as numpy takes it."""
-
-
-@dataclass(frozen=True)
-class StateView:
-    """A state of a session; `array` is valid until the next forward, and is only read."""
-
-    name: str
-    role: StateRole
-    array: Array
 
 
 @dataclass(frozen=True)
@@ -120,29 +112,42 @@ class Stepper(ABC):
             spans: int64 [B, N, 2], ranges of positions that each row sees, where a video has several rows.
         """
 
-    def states(self) -> Sequence[StateView]:
-        """Return every state.
+    def states(self) -> Sequence[State]:
+        """Return what every state is.
 
         Raises:
-            BackendError: they are not in memory that this process reads.
+            BackendError: the backend neither reads nor writes them.
         """
+        raise self._on_device()
+
+    def read(self, name: str, index: Index) -> Array:
+        """Return a part of a state. It is valid until the next forward, and is only read."""
         raise self._on_device()
 
     def write(self, changes: Iterable[tuple[str, Index, Array]]) -> None:
-        """Write parts of states, by name, one after the other.
-
-        Raises:
-            BackendError: they are not in memory that this process writes.
-        """
+        """Write parts of states, by name, one after the other; a value may be given as its bits."""
         raise self._on_device()
 
-    def fork(self, parts: Mapping[str, Index]) -> Stepper:
-        """Return a stepper of the same weights whose states are equal to these; parts: of each state, the others are 0.
+    def again(self) -> Stepper:
+        """Return a stepper of the same weights whose states are zero.
 
         Raises:
             BackendError: the device takes one session.
         """
         raise self._on_device()
+
+    def fork(self, parts: Mapping[str, Index]) -> Stepper:
+        """Return a stepper of the same weights whose states are equal to these.
+
+        Args:
+            parts: of every state; what stands elsewhere is zero.
+
+        Raises:
+            BackendError: the device takes one session.
+        """
+        other = self.again()
+        other.write((name, index, self.read(name, index)) for name, index in parts.items())
+        return other
 
     def _on_device(self) -> BackendError:
         what = f"{type(self).__name__} has its states on a device: they cannot be copied nor set back"
@@ -180,21 +185,19 @@ class ValueStepper(Stepper):
     """A stepper whose states are values: every forward takes them by name, and returns new ones.
 
     Args:
-        specs: every state of the decoder, with `name` and `role`.
+        states: every state of the decoder.
     """
 
     _state: dict[str, Any]
 
-    def __init__(self, config: DecoderConfig, specs: Sequence[Any]) -> None:
-        self._config = config
-        self._roles: dict[str, StateRole] = {s.name: s.role for s in specs}
-        self._specs = [s for s in specs if s.role not in CONTEXT_ROLES]
-        self._context_state = self._zeros(s for s in specs if s.role in CONTEXT_ROLES)
+    def __init__(self, config: DecoderConfig, states: Sequence[State]) -> None:
+        self._config, self._states = config, states
+        self._specs = [s for s in states if s.role not in CONTEXT_ROLES]
+        self._context_state = self._zeros(s for s in states if s.role in CONTEXT_ROLES)
         self.reset()
 
-    @abstractmethod
-    def _zeros(self, specs: Iterable[Any]) -> dict[str, Any]:
-        """Return states at reset, by name."""
+    def _zeros(self, states: Iterable[State]) -> dict[str, Any]:
+        return {s.name: self._value(np.zeros(s.shape, s.format.numpy)) for s in states}
 
     @abstractmethod
     def _array(self, value: Any) -> Array:
@@ -239,9 +242,13 @@ class ValueStepper(Stepper):
         """Run one decode forward; see Stepper.decode."""
         return StepResult.of(self._forward(inputs, position, step, thresholds, spans), len(thresholds))
 
-    def states(self) -> Sequence[StateView]:
-        """Return every state; see Stepper.states."""
-        return [StateView(n, self._roles[n], self._array(v)) for n, v in (self._state | self._context_state).items()]
+    def states(self) -> Sequence[State]:
+        """Return what every state is; see Stepper.states."""
+        return self._states
+
+    def read(self, name: str, index: Index) -> Array:
+        """Return a part of a state; see Stepper.read."""
+        return self._array((self._state | self._context_state)[name])[index]
 
     def write(self, changes: Iterable[tuple[str, Index, Array]]) -> None:
         """Write parts of states; see Stepper.write. Every changed state is a new value: others may have the old one."""
@@ -249,7 +256,7 @@ class ValueStepper(Stepper):
         for name, index, value in changes:
             if name not in made:
                 made[name] = self._array((self._state | self._context_state)[name]).copy()
-            made[name][index] = value
+            made[name][index] = value.view(made[name].dtype)
         for name, array in made.items():
             (self._state if name in self._state else self._context_state)[name] = self._value(array)
 

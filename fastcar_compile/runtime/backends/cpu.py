@@ -13,7 +13,7 @@ import numpy as np
 
 from fastcar_compile.artifact.layout import EMBEDDED
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import DecoderSection, HostSection, ProgramPart, ProgramsPart
+from fastcar_compile.artifact.sections import DecoderSection, HostSection, ProgramPart, ProgramsPart, State
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir.types import CONTEXT_ROLES, PROMPT, REPLAY_ROLES, ContextInput, DecoderConfig
 from fastcar_compile.runtime.backends.accelerator.calls import register_functions
@@ -22,7 +22,6 @@ from fastcar_compile.runtime.backends.base import (
     BackendOptions,
     Index,
     Numbers,
-    StateView,
     Stepper,
     StepResult,
     alone,
@@ -259,15 +258,15 @@ class CpuStepper(Stepper):
         decode: Literal["decode", "offload"] = "decode",
     ) -> None:
         self._again = partial(CpuStepper, library, decoder, params, threads)
+        self._states = decoder.state
         self._threads = thread_count(threads)
         use_threads(self._threads)
         self._config = decoder.config
         # Two arenas: `reset` clears the first, and the context's states survive it.
         self._state = StateArena([s for s in decoder.state if s.role not in CONTEXT_ROLES])
         self._context_state = StateArena([s for s in decoder.state if s.role in CONTEXT_ROLES])
-        arrays, roles = self._state.arrays | self._context_state.arrays, {s.name: s.role for s in decoder.state}
-        self._views = [StateView(name, roles[name], array) for name, array in arrays.items()]
-        known = {name: adopt(value) for name, value in (*params.items(), *arrays.items())}
+        self._arrays = self._state.arrays | self._context_state.arrays
+        known = {name: adopt(value) for name, value in (*params.items(), *self._arrays.items())}
         self._step, self._chunk = (_forward_feeds(self._config, n) for n in (1, self._config.prefill_chunk))
         machine, programs = library.open(), library.programs
         self._decode = _Program(machine, programs.named()[decode], known | self._step.tensors)
@@ -279,7 +278,7 @@ class CpuStepper(Stepper):
                 parts = [slice(video, video + 1) for video in range(self._config.batch_size)]
                 self.video_chunk = self._config.prefill_chunk
             known |= self._chunk.tensors
-            self._prefill = [_Prefill(machine, programs.prefill, known, arrays, part) for part in parts]
+            self._prefill = [_Prefill(machine, programs.prefill, known, self._arrays, part) for part in parts]
         self.prefill_chunk = self._config.prefill_chunk if self._prefill else 1
         # An offload program launches kernels for every single token, so a padded chunk on the host reads a prompt.
         self.single_tokens = self.prefill_chunk // SINGLE_TOKENS if decode == "decode" else 0
@@ -334,18 +333,19 @@ class CpuStepper(Stepper):
         self._step.set(given if spans is None else given | {"spans": spans})
         return StepResult.of(self._decode("logits", "decisions", "scores"), len(thresholds))
 
-    def states(self) -> Sequence[StateView]:
-        """Return every state; see Stepper.states."""
-        return self._views
+    def states(self) -> Sequence[State]:
+        """Return what every state is; see Stepper.states."""
+        return self._states
+
+    def read(self, name: str, index: Index) -> Array:
+        """Return a part of a state; see Stepper.read."""
+        return self._arrays[name][index]
 
     def write(self, changes: Iterable[tuple[str, Index, Array]]) -> None:
         """Write parts of states; see Stepper.write."""
-        arrays = {view.name: view.array for view in self._views}
         for name, index, value in changes:
-            arrays[name][index] = value
+            self._arrays[name][index] = value.view(self._arrays[name].dtype)
 
-    def fork(self, parts: Mapping[str, Index]) -> Stepper:
-        """Return a stepper with copies of the parts; see Stepper.fork."""
-        other = self._again()
-        other.write((state.name, parts[state.name], state.array[parts[state.name]]) for state in self.states())
-        return other
+    def again(self) -> Stepper:
+        """Return a stepper whose states are zero; see Stepper.again."""
+        return self._again()

@@ -5,7 +5,7 @@ This is the one backend that imports the compiler's representation, and torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import ml_dtypes
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx
 
 import fastcar_compile.ir.ops as _ops  # registers the operators  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from fastcar_compile.artifact.programs import read_program
+from fastcar_compile.artifact.programs import read_program, states_of
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.ir.program import DecoderProgram, StateSpec
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import placeholder_names
 from fastcar_compile.ir.types import ATTENTION_ROLES
 from fastcar_compile.runtime.backends.base import Array, BackendOptions, Numbers, ValueStepper, each_threshold
@@ -50,7 +50,7 @@ class EagerStepper(ValueStepper):
         self._program, self._names = program, cache(placeholder_names)
         self.prefill_chunk = program.config.prefill_chunk if program.prefill is not None else 1
         self.video_chunk = 0 if program.prefill is None or program.config.rows is None else self.prefill_chunk
-        super().__init__(program.config, program.state)
+        super().__init__(program.config, states_of(program))
 
     def perturb(self, seed: int) -> None:
         """Move every element of the float32 vectors to its neighbour above or below, the same one in both graphs."""
@@ -62,9 +62,6 @@ class EagerStepper(ValueStepper):
                     signs = torch.randint(0, 2, value.shape, generator=draw) * 2.0 - 1.0
                     # Both graphs share a parameter's name, and get the same moved tensor.
                     value.data = moved.setdefault(name, torch.nextafter(value, signs * torch.inf))
-
-    def _zeros(self, specs: Iterable[StateSpec]) -> dict[str, Tensor]:
-        return {s.name: s.zeros() for s in specs}
 
     def _array(self, value: Tensor) -> Array:
         if value.dtype == torch.bfloat16:  # torch makes no numpy array of it
@@ -95,7 +92,7 @@ class EagerStepper(ValueStepper):
         """Run one prefill chunk of one video; see Stepper.prefill_video."""
         program, own = self._program, slice(video, video + 1)
         assert program.prefill is not None
-        kept = {name: value for name, value in self._state.items() if self._roles[name] in ATTENTION_ROLES}
+        kept = {s.name: self._state[s.name] for s in self._specs if s.role in ATTENTION_ROLES}
         feeds = self._feeds(inputs, position) | {name: value[own] for name, value in kept.items()}
         logits = self._run(program.prefill, program.prefill_outputs, feeds)["logits"]
         written = {name: self._array(self._state[name]) for name in kept}

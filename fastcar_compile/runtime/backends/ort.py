@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 
 from fastcar_compile.artifact.layout import weight_files
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import DecoderSection, OnnxSection, State
+from fastcar_compile.artifact.sections import DecoderSection, OnnxSection
 from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.backends.base import Array, BackendOptions, Numbers, ValueStepper, each_threshold
 from fastcar_compile.runtime.guard import thread_count
@@ -100,9 +100,6 @@ class OrtStepper(ValueStepper):
         self._inputs: set[str] = {i.name for i in self._session.get_inputs()}
         self._outputs: list[str] = [o.name for o in self._session.get_outputs()]
         super().__init__(decoder.config, decoder.state)
-
-    def _zeros(self, specs: Iterable[State]) -> dict[str, Any]:
-        return {s.name: self._value(np.zeros(s.shape, s.format.numpy)) for s in specs}
 
     def _value(self, array: Array) -> Any:
         # onnxruntime has to be told the type of an array that numpy itself lacks.
