@@ -1,5 +1,6 @@
 """Sessions as values: tokens taken back, copies, files. What is left goes on as a session that never did otherwise."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,9 @@ from fastcar_compile.support.values import read_arrays
 
 FRAME, LENGTH, ROWS = 5, 48, 2
 EXACT: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
+KERNEL: dict[str, Any] = {"quant": "w8a8", "target": "zcu102"}
+"""With whole decode steps on the accelerator."""
+
 RING = fc.SparseAttention(window=7, sinks=2)
 KINDS: dict[str, dict[str, Any]] = {
     "exact": EXACT,
@@ -25,21 +29,40 @@ KINDS: dict[str, dict[str, Any]] = {
     "exact ring": {**EXACT, "sparse_attention": RING},
     "bfloat16 ring": {"kv": "bfloat16", "sparse_attention": RING},
     "dense": {**EXACT, "replay": None},
+    "kernel": KERNEL,
+    "kernel rows": {**KERNEL, "rows": 2},
+    "kernel ring": {**KERNEL, "sparse_attention": RING},
+    "kernel mlp": {**EXACT, **KERNEL, "offload": "mlp"},
 }
+ON_KERNEL = [kind for kind in KINDS if "kernel" in kind]
 PLACES = [
     *[(kind, "cpu") for kind in ("exact rows", "exact ring", "bfloat16 ring")],
     ("bfloat16 ring", "onnxruntime"),
     *[pytest.param(kind, "cpu", marks=pytest.mark.thorough) for kind in ("exact", "dense")],
-    *[pytest.param(kind, "eager", marks=pytest.mark.thorough) for kind in KINDS],
+    *[pytest.param(kind, "eager", marks=pytest.mark.thorough) for kind in KINDS if kind not in ON_KERNEL],
+    *[(kind, "hls-csim") for kind in ("kernel rows", "kernel ring")],
+    *[pytest.param(kind, "hls-csim", marks=pytest.mark.thorough) for kind in ("kernel", "kernel mlp")],
 ]
 
 
+class Compiled(dict[str, fc.Artifact]):
+    """An artifact of each kind, compiled when a test asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, kind: str) -> fc.Artifact:
+        options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": ROWS}
+        options |= {"target": "cpu", "replay": fc.ReplayConfig(threshold=0.0, max_chain=3, refresh_every=4)}
+        options |= {"prefill_chunk": 4} | KINDS[kind]
+        sizes = {"head_dim": 32} if kind in ON_KERNEL else {}
+        self[kind] = fc.compile(llama(**sizes), output=self.folder / kind, **options)
+        return self[kind]
+
+
 @pytest.fixture(scope="module")
-def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact]:
-    folder: Path = tmp_path_factory.mktemp("algebra")
-    common: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": ROWS, "prefill_chunk": 4}
-    common |= {"target": "cpu", "replay": fc.ReplayConfig(threshold=0.0, max_chain=3, refresh_every=4)}
-    return {kind: fc.compile(llama(), output=folder / kind, **(common | options)) for kind, options in KINDS.items()}
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return Compiled(tmp_path_factory.mktemp("algebra"))
 
 
 Part = tuple[str, int]
@@ -73,7 +96,7 @@ def same(one: list[Any], other: list[Any]) -> None:
 @settings(max_examples=4, deadline=None)
 @given(first=PARTS, lost=PARTS, then=PARTS, inside=st.integers(0, 8))
 def test_what_is_taken_back_leaves_nothing(
-    artifacts: dict[str, fc.Artifact], kind: str, backend: str, first: list[Part], lost: list[Part], then: list[Part],
+    artifacts: Compiled, kind: str, backend: str, first: list[Part], lost: list[Part], then: list[Part],
     inside: int,
 ) -> None:  # fmt: skip
     with (
@@ -92,7 +115,7 @@ def test_what_is_taken_back_leaves_nothing(
 @settings(max_examples=4, deadline=None)
 @given(first=PARTS, count=st.integers(0, LENGTH), then=PARTS)
 def test_tokens_are_taken_back_one_by_one_or_together(
-    artifacts: dict[str, fc.Artifact], kind: str, backend: str, first: list[Part], count: int, then: list[Part]
+    artifacts: Compiled, kind: str, backend: str, first: list[Part], count: int, then: list[Part]
 ) -> None:
     """Within an extension too, and over tokens that were taken back and read again."""
     with (
@@ -112,13 +135,15 @@ def test_tokens_are_taken_back_one_by_one_or_together(
 @settings(max_examples=4, deadline=None)
 @given(first=PARTS, left=PARTS, right=PARTS)
 def test_a_fork_is_another_session(
-    artifacts: dict[str, fc.Artifact], kind: str, backend: str, first: list[Part], left: list[Part], right: list[Part]
+    artifacts: Compiled, kind: str, backend: str, first: list[Part], left: list[Part], right: list[Part]
 ) -> None:
     session, one, two = (artifacts[kind].session(backend, record=True, keep=3) for _ in range(3))
     with session, one, two:
         for each in (session, one, two):
             run(each, first, 1)
         with session.fork() as fork:
+            for each in (fork, two):
+                each.set_threshold(None if kind == "dense" else 0.25)
             same(run(session, left, 2), run(one, left, 2))
             same(run(fork, right, 3), run(two, right, 3))
             back = min(3, fork.position)
@@ -132,7 +157,7 @@ def test_a_fork_is_another_session(
 @settings(max_examples=4, deadline=None)
 @given(first=PARTS, then=PARTS)
 def test_a_saved_session_goes_on(
-    tmp_path_factory: pytest.TempPathFactory, artifacts: dict[str, fc.Artifact], kind: str, backend: str,
+    tmp_path_factory: pytest.TempPathFactory, artifacts: Compiled, kind: str, backend: str,
     first: list[Part], then: list[Part],
 ) -> None:  # fmt: skip
     file = tmp_path_factory.mktemp("saved") / "session"
@@ -147,7 +172,7 @@ def test_a_saved_session_goes_on(
             same(run(other, then, 2), run(session, then, 2))
 
 
-def test_a_saved_session_goes_on_elsewhere(tmp_path: Path, artifacts: dict[str, fc.Artifact]) -> None:
+def test_a_saved_session_goes_on_elsewhere(tmp_path: Path, artifacts: Compiled) -> None:
     """In a fresh process, and on another backend."""
     file, out = tmp_path / "session", tmp_path / "out.npy"
     artifact = artifacts["exact ring"]
@@ -165,7 +190,24 @@ def test_a_saved_session_goes_on_elsewhere(tmp_path: Path, artifacts: dict[str, 
         assert np.array_equal(np.load(out), expected)
 
 
-def test_only_what_was_kept_is_taken_back(artifacts: dict[str, fc.Artifact]) -> None:
+@pytest.mark.parametrize("kind", ["kernel rows", "kernel ring"])
+@settings(max_examples=4, deadline=None)
+@given(first=PARTS, then=PARTS)
+def test_a_saved_session_goes_to_the_accelerator_and_back(
+    tmp_path_factory: pytest.TempPathFactory, artifacts: Compiled, kind: str,
+    first: list[Part], then: list[Part],
+) -> None:  # fmt: skip
+    file = tmp_path_factory.mktemp("saved") / "session"
+    never, *others = (artifacts[kind].session(b, record=True) for b in ("cpu", "cpu", "hls-csim", "cpu"))
+    run(never, first, 1)
+    run(others[0], first, 1)
+    for number, (before, after) in enumerate(itertools.pairwise(others)):
+        before.save(file)
+        after.load(file)
+        same(run(after, then, number), run(never, then, number))
+
+
+def test_only_what_was_kept_is_taken_back(artifacts: Compiled) -> None:
     with artifacts["exact ring"].session("cpu", record=True, keep=4) as session:
         run(session, [("extend", 6), ("step", 10)], 1)
         with pytest.raises(InputError, match=r"5 tokens cannot be taken back, only 4\n.*keep"):
@@ -186,7 +228,7 @@ def test_only_what_was_kept_is_taken_back(artifacts: dict[str, fc.Artifact]) -> 
 
 # numpy leaves a file to the garbage collector that begins like a .npz file and does not end like one.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_file_that_is_no_session_is_refused(tmp_path: Path, artifacts: dict[str, fc.Artifact]) -> None:
+def test_a_file_that_is_no_session_is_refused(tmp_path: Path, artifacts: Compiled) -> None:
     """And nothing of the session is lost."""
     saved, file = tmp_path / "saved", tmp_path / "file"
     with artifacts["exact"].session("cpu", record=True) as session, artifacts["dense"].session("cpu") as other:
@@ -213,7 +255,7 @@ def test_a_file_that_is_no_session_is_refused(tmp_path: Path, artifacts: dict[st
         assert {path.name for path in tmp_path.iterdir()} == {"saved", "file"}
 
 
-def test_states_on_a_device_stay_there(artifacts: dict[str, fc.Artifact]) -> None:
+def test_states_on_a_device_stay_there(artifacts: Compiled) -> None:
     class OnDevice(Stepper):
         def reset(self) -> None: ...
         def prefill(self, inputs: Any, position: int) -> Any: ...

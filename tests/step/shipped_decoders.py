@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 import fastcar_compile as fc
 from fastcar_compile.runtime.backends.accelerator.step import StepStepper
 from fastcar_compile.runtime.backends.eager import EagerStepper
-from step.states import states_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WORLD = EXAMPLES / "doom" / "world"
@@ -63,10 +62,9 @@ def test_all_are_equal(name: str, gate: str, quant: str, batch: int, tmp_path: P
         for part in ("logits", "decisions", "scores"):
             np.testing.assert_array_equal(getattr(got, part), getattr(want, part), err_msg=f"{part} of token {t}")
         replayed.append(want.decisions)
-    states = states_of(own, artifact)
-    assert states.keys() == eager._state.keys()
-    for state, value in eager._state.items():
-        np.testing.assert_array_equal(states[state], value.numpy(), err_msg=state)
+    for state in eager.states():
+        kept = [stepper.read(state.name, slice(None)) for stepper in (own, eager)]
+        np.testing.assert_array_equal(*kept, err_msg=state.name)
     share = np.mean(replayed[config.tokens_per_frame :])
     assert share > 0
     print(f"\n{name} {gate} {quant} batch {batch}: equal; replayed after the first frame {share:.1%}")

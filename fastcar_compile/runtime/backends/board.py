@@ -167,15 +167,15 @@ class XrtUnit(ComputeUnit):
         with _xrt_errors(f"no memory for {size} bytes", f"{self.kernel.name}, argument {name}", hint):
             return xrt.bo(device, size, xrt.bo.normal, group)
 
-    def _upload(self, buffer: Buffer, data: Bytes) -> None:
+    def _upload(self, buffer: Buffer, data: Bytes, first: int = 0) -> None:
         if data.size:
-            buffer.write(np.ascontiguousarray(data), 0)
+            buffer.write(np.ascontiguousarray(data), first)
             # Only the written bytes go to the device.
-            buffer.sync(self._device.xrt.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE, data.size, 0)
+            buffer.sync(self._device.xrt.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE, data.size, first)
 
-    def _download(self, buffer: Buffer, size: int) -> Bytes:
-        buffer.sync(self._device.xrt.xclBOSyncDirection.XCL_BO_SYNC_BO_FROM_DEVICE, size, 0)
-        return np.frombuffer(bytes(buffer.read(size, 0)), np.uint8).copy()
+    def _download(self, buffer: Buffer, size: int, first: int) -> Bytes:
+        buffer.sync(self._device.xrt.xclBOSyncDirection.XCL_BO_SYNC_BO_FROM_DEVICE, size, first)
+        return np.frombuffer(bytes(buffer.read(size, first)), np.uint8).copy()
 
     def _set_argument(self, index: int, value: Buffer | int) -> None:
         """Set an argument; pyxrt takes a scalar as a C int."""

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -150,13 +150,24 @@ WORD_BYTES = 16
 
 
 class CsimUnit(ComputeUnit):
-    """A kernel as a C function. Device memory is the process's own. Runs release the GIL."""
+    """A kernel as a C function. Device memory is the process's own. Runs release the GIL.
 
-    def __init__(self, library: ctypes.CDLL, kernel: KernelPart) -> None:
+    Args:
+        another: loads the library once more, for a session of its own.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, kernel: KernelPart, another: Callable[[], ctypes.CDLL] | None = None
+    ) -> None:
         super().__init__(kernel)
+        self._another = another
         self._function = library[kernel.name]  # as an attribute it would keep the library from being unloaded
         self._function.restype = None
         self._values: dict[int, Bytes | int] = {}
+
+    def again(self) -> ComputeUnit:
+        """Return a unit whose library is a copy of its own; see ComputeUnit.again."""
+        return super().again() if self._another is None else CsimUnit(self._another(), self.kernel, self._another)
 
     def make_buffer(self, name: str, data: Bytes) -> Bytes:
         """Return the bytes themselves where they are aligned."""
@@ -171,11 +182,11 @@ class CsimUnit(ComputeUnit):
     def _allocate(self, name: str, size: int) -> Bytes:
         return aligned(np.zeros(size, np.uint8), WORD_BYTES)
 
-    def _upload(self, buffer: Bytes, data: Bytes) -> None:
-        buffer[: data.size] = data
+    def _upload(self, buffer: Bytes, data: Bytes, first: int = 0) -> None:
+        buffer[first : first + data.size] = data
 
-    def _download(self, buffer: Bytes, size: int) -> Bytes:
-        return buffer[:size].copy()
+    def _download(self, buffer: Bytes, size: int, first: int) -> Bytes:
+        return buffer[first : first + size].copy()
 
     def _set_argument(self, index: int, value: Bytes | int) -> None:
         self._values[index] = value
@@ -199,10 +210,13 @@ def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
     """
     (kernel,) = accelerator_of(artifact).kernels
     sources, folder = sources_of(artifact), cache_folder() / "csim"
-    hint = f"free some space there, or set {CACHE} to another folder"
-    with os_errors("the C simulation cannot be built", folder, hint):
-        library = open_library(sources, folder)
-    return stepper_on(artifact, options, CsimUnit(library, kernel))
+
+    def library() -> ctypes.CDLL:
+        hint = f"free some space there, or set {CACHE} to another folder"
+        with os_errors("the C simulation cannot be built", folder, hint):
+            return open_library(sources, folder)
+
+    return stepper_on(artifact, options, CsimUnit(library(), kernel, library))
 
 
 def sources_of(artifact: StoredArtifact) -> dict[str, bytes]:

@@ -1,5 +1,7 @@
 """The packed functions that the offload program of a library calls, bound to the session that is stepping."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -37,12 +39,12 @@ class ComputeUnit(ABC):
         """Return a buffer of `size` bytes in the memory that the argument is connected to."""
 
     @abstractmethod
-    def _upload(self, buffer: Buffer, data: Bytes) -> None:
-        """Copy bytes to the beginning of a buffer."""
+    def _upload(self, buffer: Buffer, data: Bytes, first: int = 0) -> None:
+        """Copy bytes into a buffer, from byte `first` on."""
 
     @abstractmethod
-    def _download(self, buffer: Buffer, size: int) -> Bytes:
-        """Return a copy of the first bytes of a buffer."""
+    def _download(self, buffer: Buffer, size: int, first: int) -> Bytes:
+        """Return a copy of bytes of a buffer, from byte `first` on."""
 
     @abstractmethod
     def _set_argument(self, index: int, value: Buffer | int) -> None:
@@ -55,6 +57,15 @@ class ComputeUnit(ABC):
         Raises:
             BackendError: the kernel did not complete.
         """
+
+    def again(self) -> ComputeUnit:
+        """Return another unit of the same kernel, with buffers of its own.
+
+        Raises:
+            BackendError: the device takes one session.
+        """
+        what, hint = "the device takes one session", "save() this one, and load() it on another backend"
+        raise BackendError(what, where=self.kernel.name, hint=hint)
 
     def argument(self, name: str) -> ArgumentPart:
         """Return the argument of that name."""
@@ -75,13 +86,13 @@ class ComputeUnit(ABC):
         self._set_argument(self.kernel.index(name), buffer)
         self._filled.add(name)
 
-    def write(self, name: str, data: Bytes) -> None:
-        """Copy bytes into the argument's own buffer and to the device."""
-        self._upload(self._own(name, data.size), data)
+    def write(self, name: str, data: Bytes, first: int = 0) -> None:
+        """Copy bytes into the argument's own buffer, from byte `first` on, and to the device."""
+        self._upload(self._own(name, first + data.size), data, first)
 
-    def read(self, name: str, size: int) -> Bytes:
-        """Return the first bytes of the argument's own buffer, after a run."""
-        return self._download(self._own(name, size), size)
+    def read(self, name: str, size: int, first: int = 0) -> Bytes:
+        """Return bytes of the argument's own buffer, from byte `first` on, after a run."""
+        return self._download(self._own(name, first + size), size, first)
 
     def fill(self, *names: str) -> None:
         """Give arguments their own buffers with any content: the kernel will not read them."""

@@ -1,6 +1,9 @@
 """Sessions whose decode steps run on an accelerator: whole, a launch per token, or their gates, MLPs and linears."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -8,6 +11,7 @@ from numpy.typing import NDArray
 
 from fastcar_compile.artifact.accelerator_section import AcceleratorSection
 from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.artifact.sections import DecoderSection, State
 from fastcar_compile.codegen.hls.control_table.gate import pack_inputs
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace
 from fastcar_compile.codegen.hls.step_program.instructions import Decide
@@ -17,14 +21,55 @@ from fastcar_compile.errors import ArtifactError, BackendError, InternalError
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit, stepping
 from fastcar_compile.runtime.backends.accelerator.kernel import WORD_BYTES, Kernel, LiveTable
+from fastcar_compile.runtime.backends.accelerator.states import KernelStates
 from fastcar_compile.runtime.backends.base import BackendOptions, Index, Numbers, Stepper, StepResult
-from fastcar_compile.runtime.backends.cpu import CpuStepper, Embedding, library_of
+from fastcar_compile.runtime.backends.cpu import CpuStepper, Embedding, Library, library_of
 
 Array = NDArray[Any]
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What sessions on an accelerator take from their artifact, which may be closed then.
+
+    Args:
+        table: the control table. streams: weight streams and constants of the kernel. params: weights of the host.
+        threads: CPU threads; None: every core that the process may use.
+    """
+
+    library: Library
+    decoder: DecoderSection
+    accelerator: AcceleratorSection
+    table: bytes
+    streams: Mapping[str, Array]
+    params: Mapping[str, Array]
+    threads: int | None
+
+    @classmethod
+    def of(cls, artifact: StoredArtifact, options: BackendOptions) -> Loaded:
+        """Load it.
+
+        Raises:
+            ArtifactError: a file was written since the check. BackendError: the artifact has nothing for this machine.
+        """
+        section = accelerator_of(artifact)
+        table, streams = artifact.files.data(section.table), artifact.tensors(section.weights)
+        host = library_of(artifact), artifact.manifest.decoder
+        return cls(*host, section, table, streams, artifact.arrays(), options.threads)
+
+    def kernel(self, unit: ComputeUnit) -> tuple[Kernel, LiveTable]:
+        """Return the kernel with its control table loaded, and that table.
+
+        Raises:
+            UserError: the program, the table or the streams are not valid. BackendError: the kernel refuses one.
+        """
+        return Kernel(unit, self.table, self.streams), LiveTable(self.table)
+
+
 class StepStepper(Stepper):
-    """Decode and prefill on the step kernel. A launch reads as many positions of a prompt as a video has rows.
+    """Decode and prefill on the step kernel, which keeps the states.
+
+    A launch reads as many positions of a prompt as a video has rows.
 
     Args:
         unit: the artifact's kernel on a device.
@@ -36,15 +81,16 @@ class StepStepper(Stepper):
 
     row_thresholds = False  # the control table has one for each layer
 
-    def __init__(self, artifact: StoredArtifact, options: BackendOptions, unit: ComputeUnit) -> None:
-        section, decoder = artifact.manifest.accelerator, artifact.manifest.decoder
-        if section is None or section.step is None:
+    def __init__(self, loaded: Loaded, unit: ComputeUnit) -> None:
+        section, decoder = loaded.accelerator, loaded.decoder
+        if section.step is None:
             raise InternalError("the artifact's accelerator runs no whole steps")
-        self._config = decoder.config
-        self._embed = Embedding(library_of(artifact), decoder.config, artifact.arrays(), options.threads)
-        self._kernel, self._live = open_kernel(artifact, unit)
+        self._loaded, self._config = loaded, decoder.config
+        self._embed = Embedding(loaded.library, decoder.config, loaded.params, loaded.threads)
+        self._kernel, self._live = loaded.kernel(unit)
         self._program = program = self._kernel.program
         self._check(program, section.table)
+        self._kept = KernelStates(self._kernel, section.step.states, decoder.state)
         self._gated = [i.layer for i in program.instructions if isinstance(i, Decide)]
 
     def reset(self) -> None:
@@ -79,6 +125,23 @@ class StepStepper(Stepper):
         for layer, trace in zip(self._gated, self._kernel.answers(self._gated), strict=True):
             decisions[layer], scores[layer] = self._live.replayed(trace), self._live.scores(trace)
         return StepResult(logits, decisions, scores)
+
+    def states(self) -> Sequence[State]:
+        """Return what every state is; see Stepper.states."""
+        return self._loaded.decoder.state
+
+    def read(self, name: str, index: Index) -> Array:
+        """Return a part of a state; see Stepper.read."""
+        return self._kept.read(name, index)
+
+    def write(self, changes: Iterable[tuple[str, Index, Array]]) -> None:
+        """Write parts of states; see Stepper.write."""
+        for change in changes:
+            self._kept.write(*change)
+
+    def again(self) -> StepStepper:
+        """Return a stepper on another unit; see Stepper.again."""
+        return StepStepper(self._loaded, self._kernel.unit.again())
 
     def _rows(self, position: Numbers, step: Numbers, spans: Array | None) -> Rows:
         """Return what a decode step says of its rows."""
@@ -128,19 +191,8 @@ def stepper_on(artifact: StoredArtifact, options: BackendOptions, unit: ComputeU
     Raises:
         UserError: a file of the accelerator is not valid. BackendError: the kernel refuses a file.
     """
-    section = accelerator_of(artifact)
-    return (AcceleratorStepper if section.step is None else StepStepper)(artifact, options, unit)
-
-
-def open_kernel(artifact: StoredArtifact, unit: ComputeUnit) -> tuple[Kernel, LiveTable]:
-    """Return the artifact's kernel with its control table loaded, and that table.
-
-    Raises:
-        UserError: the program, the table or the weights are not valid. BackendError: the kernel refuses one of them.
-    """
-    section = accelerator_of(artifact)
-    table = artifact.files.data(section.table)
-    return Kernel(unit, table, artifact.tensors(section.weights)), LiveTable(table)
+    loaded = Loaded.of(artifact, options)
+    return (AcceleratorStepper if loaded.accelerator.step is None else StepStepper)(loaded, unit)
 
 
 class AcceleratorStepper(CpuStepper):
@@ -156,12 +208,12 @@ class AcceleratorStepper(CpuStepper):
         UserError: the program, the table or the weights are not valid.
     """
 
-    def __init__(self, artifact: StoredArtifact, options: BackendOptions, unit: ComputeUnit) -> None:
-        self._kernel, live = open_kernel(artifact, unit)
+    def __init__(self, loaded: Loaded, unit: ComputeUnit) -> None:
+        self._loaded = loaded
+        self._kernel, live = loaded.kernel(unit)
         self._gate = GateController(self._kernel, live)
-        self._linears = [call.name for call in accelerator_of(artifact).linears]
-        library, decoder = library_of(artifact), artifact.manifest.decoder
-        super().__init__(library, decoder, artifact.arrays(), options.threads, decode="offload")
+        self._linears = [call.name for call in loaded.accelerator.linears]
+        super().__init__(loaded.library, loaded.decoder, loaded.params, loaded.threads, decode="offload")
 
     def reset(self) -> None:
         """Set every state but the context's to zero."""
@@ -176,9 +228,9 @@ class AcceleratorStepper(CpuStepper):
         with stepping(self):
             return super().decode(inputs, position, step, thresholds, spans)
 
-    def fork(self, parts: Mapping[str, Index]) -> Stepper:
-        """Raise BackendError: the kernel's control table belongs to one session."""
-        raise self._on_device()
+    def again(self) -> AcceleratorStepper:
+        """Return a stepper on another unit, as a kernel's control table belongs to one session; see Stepper.again."""
+        return AcceleratorStepper(self._loaded, self._kernel.unit.again())
 
     def gate(self, layer: int, inputs: GateInputs[Array], chain: Array) -> tuple[Array, Array, Array]:
         """Return replay, score and chain of one layer."""
