@@ -127,7 +127,7 @@ class Session(Described):
         """Return a session that goes on from here on its own. It shares the weights, and has copies of the states.
 
         Raises:
-            BackendError: the states are on an accelerator.
+            BackendError: the backend takes one session, as a board does.
             InputError: the session belongs to another thread.
         """
         with self._guard:
@@ -144,7 +144,7 @@ class Session(Described):
         What `rewind` would need is not saved.
 
         Raises:
-            BackendError: the states are on an accelerator.
+            BackendError: the backend does not read its states.
             InputError: the session belongs to another thread. UserError: the file cannot be written.
         """
         file = path_of("the file", path)
@@ -162,7 +162,7 @@ class Session(Described):
 
         Raises:
             ArtifactError: the file is no session, or of another artifact.
-            BackendError: the states are on an accelerator.
+            BackendError: the backend does not write its states.
             InputError: the file cannot be read, a call is running, or the session is closed.
         """
         file = path_of("the file", path)

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import fastcar_compile as fc
 from exact.conftest import BATCH, FRAME, LENGTH, PROMPT, token_ids
 from fastcar_compile.artifact.digest import cache_folder
 from fastcar_compile.codegen.hls.step_program.program import read_program
-from fastcar_compile.errors import ArtifactError, CompileError
+from fastcar_compile.errors import ArtifactError, BackendError, CompileError
 from fastcar_compile.runtime.backends.accelerator.step import StepStepper, accelerator_of
 from fastcar_compile.runtime.backends.base import Stepper
 from fastcar_compile.runtime.backends.board import MEMINFO, buffer_bytes
@@ -86,9 +87,10 @@ def test_a_reset_forgets_everything(simulated: Session) -> None:
     assert not any(state.any() for state in states_of(stepper_of(simulated)).values())
 
 
-def test_the_board_launches_once_per_token(
-    artifact: fc.Artifact, simulated: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def fake(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> FakeXrt:
+    """A stand-in for pyxrt that has the artifact's kernel."""
+    check_module("hls4ml")
     (kernel,) = accelerator_of(artifact).kernels
     library = open_library(sources_of(artifact), cache_folder() / "csim")
     kinds = ["scalar" if a.kind == "scalar" else "memory" for a in kernel.arguments]
@@ -96,6 +98,11 @@ def test_the_board_launches_once_per_token(
     monkeypatch.setitem(sys.modules, "pyxrt", fake.module)
     monkeypatch.setenv("FASTCAR_XCLBIN", str(artifact.path / "drs" / "table.bin"))  # any file
     monkeypatch.setenv(MEMINFO, "none")
+    return fake
+
+
+def test_the_board_launches_once_per_token(artifact: fc.Artifact, simulated: Session, fake: FakeXrt) -> None:
+    (kernel,) = accelerator_of(artifact).kernels
     board, ids = artifact.session("board", record=True), token_ids()[:, : PROMPT + STEPS]
     loaded = len([call for call in fake.calls if call[0] == "start"])
     assert loaded == 1, "the control table"
@@ -105,6 +112,30 @@ def test_the_board_launches_once_per_token(
     made = [call for call in fake.calls if call[0] == "bo"]
     assert len(made) == len([a for a in kernel.arguments if a.kind != "scalar"]), "buffers are made once"
     assert sum(-(-call[1] // 4096) * 4096 for call in made) == buffer_bytes(accelerator_of(artifact))
+
+
+def test_a_session_on_the_board_goes_back_and_goes_on_elsewhere(
+    artifact: fc.Artifact, simulated: Session, fake: FakeXrt, tmp_path: Path
+) -> None:
+    ids, back, never = token_ids().numpy(), 2 * FRAME, artifact.session("hls-csim", record=True)
+    with artifact.session("board", record=True, keep=back) as board:
+        for session in (board, never):
+            session.prefill(ids[:, :FRAME])
+            for t in range(FRAME, 4 * FRAME):
+                session.step(ids[:, t])
+        for t in range(FRAME, FRAME + back):
+            board.step(ids[:, t])
+        board.rewind(back)
+        board.save(tmp_path / "session")
+        simulated.load(tmp_path / "session")
+        for t in range(4 * FRAME, 6 * FRAME):
+            expected = never.step(ids[:, t])
+            for session in (board, simulated):
+                np.testing.assert_array_equal(session.step(ids[:, t]), expected)
+        assert np.array_equal(board.stats.decisions, never.stats.decisions)
+        assert np.array_equal(simulated.stats.decisions, never.stats.decisions)
+        with pytest.raises(BackendError, match=r"takes one session\n.*fastcar_step\n.*save\(\) this one"):
+            board.fork()
 
 
 def test_the_artifact_tells_what_is_offloaded(artifact: fc.Artifact) -> None:

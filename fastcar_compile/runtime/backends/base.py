@@ -118,15 +118,15 @@ class Stepper(ABC):
         Raises:
             BackendError: the backend neither reads nor writes them.
         """
-        raise self._on_device()
+        raise self._sealed()
 
     def read(self, name: str, index: Index) -> Array:
         """Return a part of a state. It is valid until the next forward, and is only read."""
-        raise self._on_device()
+        raise self._sealed()
 
     def write(self, changes: Iterable[tuple[str, Index, Array]]) -> None:
         """Write parts of states, by name, one after the other; a value may be given as its bits."""
-        raise self._on_device()
+        raise self._sealed()
 
     def again(self) -> Stepper:
         """Return a stepper of the same weights whose states are zero.
@@ -134,7 +134,7 @@ class Stepper(ABC):
         Raises:
             BackendError: the device takes one session.
         """
-        raise self._on_device()
+        raise self._sealed()
 
     def fork(self, parts: Mapping[str, Index]) -> Stepper:
         """Return a stepper of the same weights whose states are equal to these.
@@ -149,9 +149,9 @@ class Stepper(ABC):
         other.write((name, index, self.read(name, index)) for name, index in parts.items())
         return other
 
-    def _on_device(self) -> BackendError:
-        what = f"{type(self).__name__} has its states on a device: they cannot be copied nor set back"
-        return BackendError(what, hint="use the backend cpu, onnxruntime or eager")
+    def _sealed(self) -> BackendError:
+        what = f"the states of {type(self).__name__} cannot be copied nor set back"
+        return BackendError(what, hint="use another backend: fastcar_compile's own read and write their states")
 
 
 def alone(config: DecoderConfig, inputs: Array, position: int, step: int) -> dict[str, Any]:
