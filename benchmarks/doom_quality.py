@@ -6,7 +6,7 @@ Stages, in this order; those with a gate or split may run in processes of their 
 
     train:tas  train:learned     trains a gate of examples/doom/gates
     tune                         tunes a copy of the decoder with its gate, into WORK/tuned
-    calibrate:DECODER:GATE       chooses thresholds; gate: tas, tas_heads, input_delta, bound, learned
+    calibrate:DECODER:GATE       chooses thresholds; gate: tas, tas_heads, input_delta, learned
     measure:DECODER:SPLIT        measures on held_out, or on held_out_scenario
     precisions:DECODER           measures w8a8, w4a8 and int8 keys and values
     similarity                   how well scores predict the change of MLP outputs
@@ -29,10 +29,10 @@ import torch
 from replay_doom import stages
 from replay_doom.document import write_document
 from replay_doom.rollouts import rollouts
-from replay_doom.setup import BOUND, DELTA, DOOM, HEADS, LEARNED, MEAN, ROOT, TINY, Counts, Decoder, Setup
+from replay_doom.setup import DELTA, DOOM, HEADS, LEARNED, MEAN, ROOT, TINY, Counts, Decoder, Setup
 from replay_doom.similarity import similarity
 
-GATES = {"tas": MEAN, "tas_heads": HEADS, "input_delta": DELTA, "bound": BOUND, "learned": LEARNED}
+GATES = {"tas": MEAN, "tas_heads": HEADS, "input_delta": DELTA, "learned": LEARNED}
 
 
 def run(setup: Setup, stage: str, docs: Path) -> None:

@@ -56,7 +56,7 @@ def test_shipped_cases_fit_their_decoder(study: SimpleNamespace) -> None:
     weights.check([config["hidden_size"]] * config["num_hidden_layers"])
     cases = load_cases(folder / "cases.json", weights)
     setup, within = study.setup, study.stages.within
-    gates = (setup.MEAN, setup.HEADS, setup.DELTA, setup.BOUND, setup.LEARNED)
+    gates = (setup.MEAN, setup.HEADS, setup.DELTA, setup.LEARNED)
     expected = {gate.name for gate in gates} | {within(gate, limit) for gate in gates for limit in setup.LIMITS}
     assert {case.calibration for case in cases} == {"dense", "random", *expected}
     replays = [case.replay for case in cases if case.replay is not None]

@@ -79,7 +79,7 @@ def test_shipped_cases_fit_their_decoder(name: str) -> None:
     cases = load_cases(folder / "cases.json", weights)
     trained = fc.TrainedGate.load(folder / "gates" / "tas.safetensors")
     found = {(c.gate, c.calibration) for c in cases}
-    gates = ("tas", "learned") if name.endswith("tuned") else ("input_delta", "bound", "tas", "learned")
+    gates = ("tas", "learned") if name.endswith("tuned") else ("input_delta", "tas", "learned")
     expected = {(g, c) for g in gates for c in ("calibrated", "uniform")}
     assert found == {("none", "dense"), ("random", "random"), *expected}
     for case in (c for c in cases if c.replay is not None):

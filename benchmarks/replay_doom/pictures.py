@@ -10,12 +10,12 @@ from PIL import Image
 from fastcar_compile.tune.evaluate import plots
 from replay_doom.curves import WHOLE, Row, curve
 from replay_doom.sequences import KINDS
-from replay_doom.setup import BOUND, DELTA, HEADS, LEARNED, LIMITS, MEAN, RANDOMLY, Variant
+from replay_doom.setup import DELTA, HEADS, LEARNED, LIMITS, MEAN, RANDOMLY, Variant
 
 SHOWN_COST = 2.2
 """Highest NLL relative to dense that is drawn."""
 
-STYLES = {MEAN: "#1b6ca8", HEADS: "#3a9bdc", DELTA: "#d1495b", BOUND: "#e08e45", LEARNED: "#3a7d44", RANDOMLY: "#777"}
+STYLES = {MEAN: "#1b6ca8", HEADS: "#3a9bdc", DELTA: "#d1495b", LEARNED: "#3a7d44", RANDOMLY: "#777"}
 TUNED_STYLE = {LEARNED: "#3a7d44", RANDOMLY: "#777"}
 COLOURS = 128
 """Colours of a stored strip: it is a third as large as with all of them."""

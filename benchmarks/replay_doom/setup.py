@@ -85,7 +85,6 @@ class Variant:
 MEAN = Variant("tas, mean of heads", "tas")
 HEADS = Variant("tas, trained heads", "tas", trained=True)
 DELTA = Variant("input_delta", "input_delta")
-BOUND = Variant("bound", "bound")
 LEARNED = Variant("learned", "learned", trained=True)
 RANDOMLY = Variant("random", "random")
 
@@ -143,7 +142,7 @@ class Setup:
     @property
     def dense(self) -> Decoder:
         """The decoder as it was trained."""
-        return Decoder("trained", self.out, self.world / "decoder", (MEAN, HEADS, DELTA, BOUND, LEARNED))
+        return Decoder("trained", self.out, self.world / "decoder", (MEAN, HEADS, DELTA, LEARNED))
 
     @property
     def tuned(self) -> Decoder:

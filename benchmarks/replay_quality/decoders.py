@@ -21,7 +21,7 @@ HELD_OUT_SEED, CALIBRATION_SEED, TRAINING_SEED = 1, 2, 3
 HELD_OUT, BATCH = 32, 4
 RATIOS = (0.5, 0.8, 0.85)
 
-MARGINS = {"input_delta": 0.0, "bound": 0.0, "tas": 0.06, "learned": 0.12}
+MARGINS = {"input_delta": 0.0, "tas": 0.06, "learned": 0.12}
 """Gate -> relative margin on the share that computes when its thresholds are chosen: new videos may compute more."""
 
 
