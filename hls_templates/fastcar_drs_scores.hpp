@@ -59,19 +59,13 @@ copy_weights:
     }
 }
 
-inline tas::HeadShape head_shape(const uint32_t header[HEADER_WORDS]) {
-    FASTCAR_INLINE
-    const tas::HeadShape shape = {header[F_GROUP], header[F_HEAD_WORDS], header[F_ROW_QUERY_WORDS], header[F_ROW_KEY_WORDS]};
-    return shape;
-}
-
 // TAS of every row. A kernel with room for head weights has a multiplier per lane; without weights in its table every head
 // has the weight 1, which changes no bit.
 template <class C>
 void tas_scores(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Layer& layer,
                 const word_t* query, const word_t* key, float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
-    const tas::HeadShape shape = head_shape(header);
+    const tas::HeadShape shape = {header[F_GROUP], header[F_HEAD_WORDS], header[F_ROW_QUERY_WORDS], header[F_ROW_KEY_WORDS]};
     const float factor = float_of_bits(layer.factor);
     if (C::HEADS > 0 && (header[F_FLAGS] & WEIGHTED) != 0) {
         uint32_t weights[C::HEAD_ROOM];
@@ -90,14 +84,9 @@ void score_rows(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TAB
                 float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
     const uint32_t rows = header[F_ROWS];
-    const uint32_t input = header[F_ROW_INPUT_WORDS];
+    const uint32_t input = header[F_ROW_QUERY_WORDS];
     if (C::GATE == GATE_INPUT_DELTA) {
         gate::change_scores<C::KEY_WORDS>(query, key, rows, input, scores);
-    } else if (C::GATE == GATE_BOUND) {
-        const gate::BoundShape shape = {head_shape(header), header[F_HEADS], input, float_of_bits(header[F_DISTANCE_WEIGHT]),
-                                        float_of_bits(layer.factor)};
-        gate::bound_scores<C::HEAD_ROOM, C::KEY_WORDS>(query, key, rows, shape, times(rows, header[F_ROW_QUERY_WORDS]),
-                                                   times(rows, header[F_ROW_KEY_WORDS]), scores);
     } else if (C::GATE == GATE_LEARNED) {
         gate::network_scores<C::KEY_WORDS, C::UNITS>(query, key, rows, input, network, call.network, call.units, scores);
     } else {

@@ -18,8 +18,8 @@ namespace fastcar {
 namespace drs {
 
 static const uint32_t MAGIC = 0x53524446u;  // "FDRS"
-static const uint32_t VERSION = 7;
-static const uint32_t HEADER_WORDS = 36;
+static const uint32_t VERSION = 8;
+static const uint32_t HEADER_WORDS = 36;  // the fields, and two zeros up to a whole memory word
 static const uint32_t MAX_TABLE_WORDS = 65536;
 static const uint32_t MAX_LAYERS = 65535;
 static const uint32_t MAX_COUNT = 65535;
@@ -28,8 +28,7 @@ static const uint32_t MAX_CHAIN = 0x7FFFFFFFu;
 static const uint32_t UNLIMITED = 0xFFFFFFFFu;
 static const uint32_t GATE_TAS = 1;
 static const uint32_t GATE_INPUT_DELTA = 2;
-static const uint32_t GATE_BOUND = 3;
-static const uint32_t GATE_LEARNED = 4;
+static const uint32_t GATE_LEARNED = 3;
 static const uint32_t COUPLE_CFG = 1;
 static const uint32_t WEIGHTED = 2;
 
@@ -56,8 +55,6 @@ enum Field {
     F_KEY_WORDS,
     F_UNITS,
     F_REFRESH_PERIOD,
-    F_ROW_INPUT_WORDS,
-    F_DISTANCE_WEIGHT,
     F_INSTRUCTIONS,
     F_PORTS,
     F_POSITIONS,
@@ -117,15 +114,10 @@ inline uint32_t times(uint32_t a, uint32_t b) {
     return a * b;
 }
 
-// Which operands a kernel's gate reads: q and the key, x and the cached x.
+// Whether a kernel's gate reads q and the key; else x and the cached x.
 inline bool reads_query(uint32_t gate) {
     FASTCAR_INLINE
-    return gate == GATE_TAS || gate == GATE_BOUND;
-}
-
-inline bool reads_input(uint32_t gate) {
-    FASTCAR_INLINE
-    return gate == GATE_INPUT_DELTA || gate == GATE_BOUND || gate == GATE_LEARNED;
+    return gate == GATE_TAS;
 }
 
 // The compiler divided; here it is checked that the quotients and products fit the heads.
@@ -142,21 +134,17 @@ inline bool heads_are_valid(const uint32_t header[HEADER_WORDS]) {
     return times(kv_heads, header[F_GROUP]) == heads && times(heads, dim) <= MAX_PRODUCTS && head_words == (dim + 3) >> 2;
 }
 
-// Call after heads_are_valid. Words of one row, and of all rows: q and the key first, then x and the cached x.
+// Call after heads_are_valid. Words of one row, and of all rows.
 template <class C>
 bool operands_are_valid(const uint32_t header[HEADER_WORDS]) {
     FASTCAR_NO_INLINE
     const uint32_t query = header[F_ROW_QUERY_WORDS];
     const uint32_t key = header[F_ROW_KEY_WORDS];
-    const uint32_t input = header[F_ROW_INPUT_WORDS];
-    const uint32_t head_words = reads_query(C::GATE) ? header[F_HEAD_WORDS] : 0;
-    if (!(reads_input(C::GATE) ? within(input, 1, MAX_COUNT) : input == 0)) {
-        return false;
-    }
-    return times(header[F_HEADS], head_words) == query && times(header[F_KV_HEADS], head_words) == key &&
-           times(header[F_ROWS], query + input) == header[F_QUERY_WORDS] &&
-           times(header[F_ROWS], key + input) == header[F_KEY_WORDS] && query <= C::QUERY_WORDS && key <= C::KEY_WORDS &&
-           input <= C::KEY_WORDS;
+    const uint32_t head_words = header[F_HEAD_WORDS];
+    const bool row = reads_query(C::GATE) ? times(header[F_HEADS], head_words) == query && times(header[F_KV_HEADS], head_words) == key
+                                          : within(query, 1, MAX_COUNT) && key == query;
+    return row && query <= C::QUERY_WORDS && key <= C::KEY_WORDS && times(header[F_ROWS], query) == header[F_QUERY_WORDS] &&
+           times(header[F_ROWS], key) == header[F_KEY_WORDS];
 }
 
 template <class C>
@@ -168,19 +156,16 @@ bool gate_is_valid(const uint32_t header[HEADER_WORDS]) {
     const bool pairs = flags <= (COUPLE_CFG | WEIGHTED) && ((flags & COUPLE_CFG) == 0 || (header[F_ROWS] & 1u) == 0);
     const bool learned = C::GATE == GATE_LEARNED;
     const bool units = learned ? within(header[F_UNITS], 1, C::UNITS) : header[F_UNITS] == 0;
-    const bool distance = (header[F_DISTANCE_WEIGHT] != 0) == (C::GATE == GATE_BOUND);
     const bool refresh = period == 0 || period >= header[F_TOKENS_PER_FRAME];
-    return header[F_GATE] == C::GATE && units && distance && refresh && pairs &&
+    return header[F_GATE] == C::GATE && units && refresh && pairs &&
            (within(chain, 1, MAX_CHAIN) || chain == UNLIMITED);
 }
 
-// Weights of chosen heads are for TAS alone. What is kept of a head needs room: its weight, or the sums of `bound`.
+// Weights of chosen heads are for TAS alone, and need room.
 template <class C>
 bool heads_fit(const uint32_t header[HEADER_WORDS]) {
     FASTCAR_NO_INLINE
-    const bool weighted = (header[F_FLAGS] & WEIGHTED) != 0;
-    const bool kept = weighted || C::GATE == GATE_BOUND;
-    return (C::GATE == GATE_TAS || !weighted) && (header[F_HEADS] <= C::HEADS || !kept);
+    return (header[F_FLAGS] & WEIGHTED) == 0 || (C::GATE == GATE_TAS && header[F_HEADS] <= C::HEADS);
 }
 
 template <class C>

@@ -14,7 +14,6 @@ namespace gate {
 
 static const uint32_t SIGN = 0x80000000u;
 static const uint32_t NOT_A_NUMBER = 0x7FC00000u;
-static const int COSINE_BITS = 30;
 
 inline uint32_t lane_of(const word_t& word, int lane) {
     FASTCAR_INLINE
@@ -29,6 +28,13 @@ inline uint32_t magnitude_of(uint32_t bits) {
 inline uint32_t larger(uint32_t a, uint32_t b) {
     FASTCAR_INLINE
     return a > b ? a : b;
+}
+
+inline uint32_t largest_lane(const word_t& word) {
+    FASTCAR_INLINE
+    const uint32_t low = larger(magnitude_of(lane_of(word, 0)), magnitude_of(lane_of(word, 1)));
+    const uint32_t high = larger(magnitude_of(lane_of(word, 2)), magnitude_of(lane_of(word, 3)));
+    return larger(low, high);
 }
 
 // |x - cached| as bits: one float subtraction.
@@ -146,140 +152,6 @@ score_changes:
         tas::load_key<WORDS>(cached, at, words, buffer);
         scores[row] = -change_score(change_of_row<WORDS>(x, at, words, buffer));
         at += words;
-    }
-}
-
-// ---- bound
-
-// <q, k>, <q, q> and <k, k> of one head in units of 2^-24.
-struct HeadSums {
-    int64_t dot;
-    int64_t square;
-    int64_t other;
-};
-
-struct HeadStep {
-    HeadSums sums;
-    uint32_t largest;
-};
-
-inline int64_t lane_sum(const word_t& a, const word_t& b) {
-    FASTCAR_INLINE
-    const int64_t low = tas::fixed_product(lane_of(a, 0), lane_of(b, 0)) + tas::fixed_product(lane_of(a, 1), lane_of(b, 1));
-    const int64_t high = tas::fixed_product(lane_of(a, 2), lane_of(b, 2)) + tas::fixed_product(lane_of(a, 3), lane_of(b, 3));
-    return low + high;
-}
-
-inline uint32_t largest_lane(const word_t& word) {
-    FASTCAR_INLINE
-    const uint32_t low = larger(magnitude_of(lane_of(word, 0)), magnitude_of(lane_of(word, 1)));
-    const uint32_t high = larger(magnitude_of(lane_of(word, 2)), magnitude_of(lane_of(word, 3)));
-    return larger(low, high);
-}
-
-// The body of the loop: one word of q and one of the key; `fresh` begins a head.
-inline HeadStep head_step(const HeadStep& so_far, bool fresh, const word_t& query, const word_t& key) {
-    FASTCAR_INLINE
-    const HeadSums zero = {0, 0, 0};
-    const HeadSums before = fresh ? zero : so_far.sums;
-    const HeadStep next = {
-        {before.dot + lane_sum(query, key), before.square + lane_sum(query, query), before.other + lane_sum(key, key)},
-        larger(so_far.largest, larger(largest_lane(query), largest_lane(key)))};
-    return next;
-}
-
-// All heads of one row, a word of q per clock, as tas::row_sum goes over them. Returns the largest magnitude of q and key.
-// The loop carries three sums of one head; `group` query heads share a key head.
-template <int HEADS, int KEY_WORDS>
-uint32_t heads_of_row(const word_t* query, uint32_t first, uint32_t query_words, uint32_t head_words, uint32_t group,
-                      const word_t key[KEY_WORDS], HeadSums sums[HEADS]) {
-    FASTCAR_NO_INLINE
-    HeadStep step = {{0, 0, 0}, 0};
-    tas::Place at = {0, 0, 0, 0};
-    FASTCAR_BURST(QUERY)
-read_heads:
-    for (uint32_t i = 0; i < query_words; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, 65536)
-        FASTCAR_BEAT(QUERY, first + i)
-        step = head_step(step, at.word == 0, query[first + i], key[at.base + at.word]);
-        if (at.word + 1 == head_words) {
-            sums[at.head] = step.sums;
-        }
-        at = tas::next_place(at, head_words, group);
-    }
-    return step.largest;
-}
-
-// The cosine of one head in units of 2^-30, limited to 1 and rounded half to even.
-inline int64_t cosine_of(const HeadSums& sums) {
-    FASTCAR_INLINE
-    const float product = static_cast<float>(sums.square) * static_cast<float>(sums.other);
-    const float length = square_root(product > 1.0f ? product : 1.0f);
-    const uint32_t bits = bits_of_float(static_cast<float>(sums.dot) / length);
-    const uint32_t limited = magnitude_of(bits) < 0x3F800000u ? magnitude_of(bits) : 0x3F800000u;
-    const int shift = 150 - COSINE_BITS - static_cast<int>(tas::exponent_of(limited));
-    const uint64_t mantissa = tas::mantissa_of(limited);
-    const uint64_t size = shift > 0 ? tas::scaled_down(mantissa, shift) : mantissa << (-shift & 63);
-    return (bits & SIGN) != 0 ? -static_cast<int64_t>(size) : static_cast<int64_t>(size);
-}
-
-// The sum over heads of 1 - cosine in units of 2^-30: a head per clock, the float functions in the pipeline.
-template <int HEADS>
-int64_t distance_of_heads(const HeadSums sums[HEADS], uint32_t heads) {
-    FASTCAR_NO_INLINE
-    int64_t apart = 0;
-add_cosines:
-    for (uint32_t head = 0; head < heads; ++head) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, HEADS)
-        apart += (static_cast<int64_t>(1) << COSINE_BITS) - cosine_of(sums[head]);
-    }
-    return apart;
-}
-
-// `factor`: 1 / heads / 2^30. `largest`: of q and key.
-inline float bound_score(const Change& change, int64_t apart, uint32_t largest, float weight, float factor) {
-    FASTCAR_INLINE
-    const float distance = square_root(static_cast<float>(apart) * factor);
-    return finite_or_nan(largest, change_score(change) + weight * distance);
-}
-
-// What `bound` is computed of, besides the words in memory: words of one row of x, and both factors of the distance.
-struct BoundShape {
-    tas::HeadShape heads;
-    uint32_t count;
-    uint32_t input_words;
-    float weight;
-    float factor;
-};
-
-// Minus the scores of all rows. x of all rows follows q in `query`, the cached x follows the key in `key`; one buffer holds a
-// row's cached x, then its key.
-template <int HEADS, int WORDS>
-void bound_scores(const word_t* query, const word_t* key, uint32_t rows, const BoundShape& shape, uint32_t first_x,
-                  uint32_t first_cached, float scores[INDEX_REGISTER_BITS]) {
-    FASTCAR_NO_INLINE
-    word_t buffer[WORDS];
-    HeadSums sums[HEADS];
-    uint32_t x_at = first_x;
-    uint32_t cached_at = first_cached;
-    uint32_t query_at = 0;
-    uint32_t key_at = 0;
-score_bounds:
-    for (uint32_t row = 0; row < rows; ++row) {
-        FASTCAR_TRIPS(1, 32)
-        tas::load_key<WORDS>(key, cached_at, shape.input_words, buffer);
-        const Change change = change_of_row<WORDS>(query, x_at, shape.input_words, buffer);
-        tas::load_key<WORDS>(key, key_at, shape.heads.key_words, buffer);
-        const uint32_t largest = heads_of_row<HEADS, WORDS>(query, query_at, shape.heads.query_words, shape.heads.head_words,
-                                                            shape.heads.group, buffer, sums);
-        const int64_t apart = distance_of_heads<HEADS>(sums, shape.count);
-        scores[row] = -bound_score(change, apart, largest, shape.weight, shape.factor);
-        x_at += shape.input_words;
-        cached_at += shape.input_words;
-        query_at += shape.heads.query_words;
-        key_at += shape.heads.key_words;
     }
 }
 

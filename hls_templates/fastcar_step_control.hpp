@@ -97,7 +97,7 @@ bool decide_held(const Fields& f, const Sizes& sizes) {
     const uint64_t head = static_cast<uint64_t>(f.word[DECIDE_BLOCKS]) * cache::BLOCK_FLOAT_WORDS;
     return f.word[DECIDE_GATE] == T::GATE && sizes.rows <= T::ROWS && f.word[DECIDE_BLOCKS] <= D::BLOCKS &&
            inside(0, f.word[DECIDE_HEADS], head, T::QUERY_WORDS) && inside(0, f.word[DECIDE_KEY_HEADS], head, T::KEY_WORDS) &&
-           f.word[DECIDE_COUNT] <= T::KEY_WORDS;
+           f.word[DECIDE_COUNT] <= T::QUERY_WORDS && f.word[DECIDE_COUNT] <= T::KEY_WORDS;
 }
 
 // Whether the buffers hold what an instruction needs. C: the array; D: the rest (fastcar_step_config.hpp); T: the controller.

@@ -7,11 +7,11 @@
 namespace fastcar {
 namespace step {
 
-// What the controller reads of all rows: q, then x; the cached keys, then the x that the forward's slot keeps.
+// What the controller reads of all rows: q or x; the cached keys, or the x that the forward's slot keeps.
 template <class T>
 struct Operands {
-    static const int QUERY = T::ROWS * (T::QUERY_WORDS + T::KEY_WORDS);
-    static const int KEY = 2 * T::ROWS * T::KEY_WORDS;
+    static const int QUERY = T::ROWS * T::QUERY_WORDS;
+    static const int KEY = T::ROWS * T::KEY_WORDS;
 };
 
 inline uint32_t query_words_of(const Fields& f) {
@@ -31,12 +31,12 @@ uint32_t slot_of(const Rows<D>& list, const Sizes& sizes, uint32_t slots, uint32
     return list.step[b] % slots * sizes.videos + list.video[b];
 }
 
-// The x that the rows' slots keep, behind the cached keys.
+// The x that the rows' slots keep.
 template <class D, class T>
 void gather_inputs(const Rows<D>& list, const Fields& f, const Sizes& sizes, const word_t* replay,
                    word_t key[Operands<T>::KEY]) {
     FASTCAR_NO_INLINE
-    uint32_t target = sizes.rows * key_words_of(f);
+    uint32_t target = 0;
 gather_each_slot:
     for (uint32_t b = 0; b < sizes.rows; ++b) {
         FASTCAR_TRIPS(1, D::ROWS)
@@ -87,7 +87,7 @@ read_chain_counts:
             counts[b] = lane_bits(replay[f.word[DECIDE_CHAIN] + slot_of<D>(list, sizes, f.word[DECIDE_STRIDE], b)], 0);
         }
     }
-    const uint32_t input = f.word[DECIDE_COUNT], count = sizes.rows;
+    const uint32_t input = f.word[DECIDE_COUNT], count = sizes.rows;  // fields of what the gate does not read are 0
     const drs::Call call = {0, f.layer, list.active, list.computes, count * (query_words_of(f) + input), count * (key_words_of(f) + input),
                             f.word[DECIDE_NETWORK], f.word[DECIDE_UNITS]};
     const uint32_t status = drs::decide_layer<T>(header, words, call, query, key, constants, counts, answer);

@@ -135,9 +135,9 @@ store_each_head:
     }
 }
 
-// `words` words of all rows of a place, from word `first` of `operand` on.
+// `words` words of all rows of a place.
 template <class D, int WORDS>
-void gather_rows(uint32_t place, uint32_t words, uint32_t count, uint32_t first,
+void gather_rows(uint32_t place, uint32_t words, uint32_t count,
                  const word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS], word_t operand[WORDS]) {
     FASTCAR_NO_INLINE
 gather_each_row:
@@ -147,7 +147,7 @@ gather_each_row:
         for (uint32_t i = 0; i < words; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, WORDS)
-            operand[first + b * words + i] = rows[place][b][i];
+            operand[b * words + i] = rows[place][b][i];
         }
     }
 }

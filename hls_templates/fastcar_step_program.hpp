@@ -233,8 +233,8 @@ inline bool decide_fits(const Fields& f, const Sizes& sizes) {
     const bool network = f.word[DECIDE_UNITS] >= 1 && f.word[DECIDE_UNITS] <= MOST_UNITS &&
                          inside(f.word[DECIDE_NETWORK], 1, network_words_of(f.word[DECIDE_UNITS], f.word[DECIDE_COUNT]),
                                 sizes.constant_words);
-    return counted && (drs::reads_query(gate) ? gate_query_fits(f, sizes) : no_query) &&
-           (drs::reads_input(gate) ? gate_input_fits(f, sizes) : no_input) && (gate == drs::GATE_LEARNED ? network : no_network);
+    return counted && (drs::reads_query(gate) ? gate_query_fits(f, sizes) && no_input : no_query && gate_input_fits(f, sizes)) &&
+           (gate == drs::GATE_LEARNED ? network : no_network);
 }
 
 inline bool replay_fits(const Fields& f, const Sizes& sizes) {
@@ -255,7 +255,7 @@ inline bool rest_is_zero(const Fields& f, int used) {
     return any == 0;
 }
 
-// q and x, then the key and the kept x, one after another behind the list of rows.
+// q or x, then the key or the kept x, behind the list of rows.
 inline bool decide_rows_fit(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint32_t units = f.word[DECIDE_ROWS_UNITS];

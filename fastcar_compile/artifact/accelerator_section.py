@@ -135,8 +135,8 @@ class KernelPart(Part):
 class LimitsPart(Part):
     """The limits of the controller.
 
-    Cores, rows, 32-bit words of a table, 128-bit words of a row of q, and of a row of the key or of the MLP's input;
-    hidden units of a network; query heads that have a weight or a sum each.
+    Cores, rows, 32-bit words of a table, 128-bit words of a row of q and of the key, or of the MLP's input; hidden
+    units of a network; query heads that have a weight each.
     """
 
     cores: int

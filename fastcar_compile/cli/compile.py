@@ -196,7 +196,7 @@ def compile_command(
         rows: Rows of each video, with positions of their own; default: one, at one position for all.
         prefill_chunk: Tokens per call of the prefill; default: 64, or an equal part of a frame.
         quant: none, bf16, fp16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.
-        gate: What decides: tas, input_delta, bound, learned; always, never, random.
+        gate: What decides: tas, input_delta, learned; always, never, random.
         gate_weights: Weights of gate learned, .safetensors.
         threshold: A number, inf, -inf, or one per layer; default: the gate's.
         heads: Query heads of gate tas: 0,2; or 0,2/all/3:1,1:-1 per layer.

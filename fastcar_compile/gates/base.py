@@ -150,14 +150,13 @@ class ScoreConstants:
     """What a layer's score is computed with, besides its operands.
 
     Args:
-        factor: of the integer sum over query heads. distance_weight: of the distance of q and key in gate `bound`.
+        factor: of the integer sum over query heads.
         head_weights: float32 of each query head in gate `tas`; None: the mean over all heads.
         network: w1 float32 [units, 2 H] with the values of bfloat16, b1 and w2 float32 [units], b2 float32 [1], of gate
             `learned`.
     """
 
     factor: float = 1.0
-    distance_weight: float = 0.0
     head_weights: Sequence[float] | None = None
     network: Sequence[Array] | None = None
 

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates.base import Comparison, FabricGate, Gate
-from fastcar_compile.gates.input_delta import BoundGate, InputDeltaGate
+from fastcar_compile.gates.input_delta import InputDeltaGate
 from fastcar_compile.gates.learned import LearnedGate
 from fastcar_compile.gates.study import AlwaysGate, NeverGate, RandomGate
 from fastcar_compile.gates.tas import TasGate
@@ -17,8 +17,12 @@ from fastcar_compile.gates.weights import LayerWeights
 ENTRY_POINTS = "fastcar_compile.gates"
 """The group of entry points; each names a subclass of `Gate`, for example `peak = "my_package:PeakGate"`."""
 
-_FABRIC: dict[str, type[FabricGate]] = {g.name: g for g in (TasGate, InputDeltaGate, BoundGate, LearnedGate)}
+_FABRIC: dict[str, type[FabricGate]] = {g.name: g for g in (TasGate, InputDeltaGate, LearnedGate)}
 _BUILT_IN: dict[str, type[Gate]] = {**_FABRIC, **{g.name: g for g in (AlwaysGate, NeverGate, RandomGate)}}
+
+
+_REMOVED = {"bound": "input_delta"}
+"""Names of version 0.1 -> the gate that decides alike within what was measured."""
 
 
 class GateKind(IntEnum):
@@ -26,8 +30,7 @@ class GateKind(IntEnum):
 
     TAS = 1
     INPUT_DELTA = 2
-    BOUND = 3
-    LEARNED = 4
+    LEARNED = 3
 
     @property
     def gate(self) -> type[FabricGate]:
@@ -62,6 +65,14 @@ class GateRegistry(Mapping[str, type[Gate]]):
         self.__dict__.pop("_registered", None)
 
     def __getitem__(self, name: str) -> type[Gate]:
+        """Return the class; see Mapping.
+
+        Raises:
+            CompileError: the name was removed; `in` raises it too.
+        """
+        if name in _REMOVED and name not in self._registered:
+            what = f"gate {name!r} was removed: {_REMOVED[name]!r} decides alike within what was measured"
+            raise CompileError(what, hint=f"use {_REMOVED[name]!r}")
         return _BUILT_IN[name] if name in _BUILT_IN else self._registered[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -15,9 +15,6 @@ TAS_FRACTION_BITS = 24
 TAS_LIMIT = 1 << 46
 """One product counts as at most this many units (2^22 = 4.2 million): 65,536 products fit int64."""
 
-COSINE_BITS = 30
-"""Cosines of query heads are averaged as integers of 2^-30."""
-
 HASH_PRIME = 2**31 - 1
 HASH_FACTORS = (48271, 69621, 16807)
 HASH_ROUNDS = (1_234_567, 89_012_345, 678_901_234)
@@ -33,11 +30,6 @@ def float32(value: float) -> float:
 def score_factor(scale: float, heads: int) -> float:
     """Return the factor of the integer sum over all query heads: scale / heads / 2^24, as float32."""
     return float32(scale / heads / (1 << TAS_FRACTION_BITS))
-
-
-def distance_factor(heads: int) -> float:
-    """Return the factor of the integer sum over query heads of 1 - cosine: 1 / heads / 2^30, as float32."""
-    return float32(1 / heads / (1 << COSINE_BITS))
 
 
 Array = NDArray[Any]

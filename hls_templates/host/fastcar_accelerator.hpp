@@ -22,16 +22,16 @@ namespace fastcar_host {
 // Words of a control table's header, and of the instructions at its end (docs/reference/drs_table.md).
 enum Header {
     ROWS = 5,
-    COUNT = 24,
-    PORTS = 25,
-    CONSTANT_WORDS = 28,
-    WEIGHT_WORDS = 29,
-    KEY_WORDS = 30,
-    VALUE_WORDS = 31,
-    INPUT_WORDS = 32,
-    OUTPUT_WORDS = 33,
-    REPLAY_WORDS = 34,
-    VIDEOS = 35,
+    COUNT = 22,
+    PORTS = 23,
+    CONSTANT_WORDS = 26,
+    WEIGHT_WORDS = 27,
+    KEY_WORDS = 28,
+    VALUE_WORDS = 29,
+    INPUT_WORDS = 30,
+    OUTPUT_WORDS = 31,
+    REPLAY_WORDS = 32,
+    VIDEOS = 33,
     HEADER_WORDS = 36
 };
 static const size_t INSTRUCTION_WORDS = 16;
@@ -329,11 +329,10 @@ private:
         }
     }
 
-    // An operand at byte `at` of the input: heads [B, heads, depth], then rows [B, H]; each head and each row begins a word.
-    // Returns the byte behind it.
+    // An operand at byte `at` of the input: heads [B, heads, depth], or rows [B, H] where there are none; each head and each row
+    // begins a word. Returns the byte behind it.
     uint64_t put(uint64_t at, const float* values, int64_t heads, int64_t depth, const float* input) {
-        at = append(at, values, values == nullptr ? 0 : rows() * static_cast<size_t>(heads), depth);
-        return append(at, input, input == nullptr ? 0 : rows(), hidden_);
+        return values == nullptr ? append(at, input, rows(), hidden_) : append(at, values, rows() * static_cast<size_t>(heads), depth);
     }
 
     uint64_t append(uint64_t at, const float* values, size_t count, int64_t width) {

@@ -52,10 +52,10 @@ def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 
 
 @pytest.fixture(scope="session")
-def bound_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """One layer, batch 2, w8a8: the accelerator decides by `bound`, over keys in float16."""
-    changes: dict[str, Any] = {"threshold": (1.1,), "gate": "bound", "kv": "float16", "prefill_chunk": 1}
-    return built_once(tmp_path_factory, "bound", lambda output: compiled(output, layers=1, **changes))
+def half_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """One layer, batch 2, w8a8: the accelerator decides by keys in float16."""
+    changes: dict[str, Any] = {"threshold": (0.0,), "kv": "float16", "prefill_chunk": 1}
+    return built_once(tmp_path_factory, "half", lambda output: compiled(output, layers=1, **changes))
 
 
 @pytest.fixture(scope="module")  # the gate is registered for no other file

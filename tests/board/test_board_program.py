@@ -184,7 +184,7 @@ def test_rows_that_the_host_has_replay_are_not_computed(
 
 @pytest.mark.parametrize(
     "name",
-    ["learned_artifact", *[pytest.param(f"{n}_artifact", marks=pytest.mark.thorough) for n in ("engine", "bound")]],
+    ["learned_artifact", *[pytest.param(f"{n}_artifact", marks=pytest.mark.thorough) for n in ("engine", "half")]],
 )
 def test_tokens_are_equal(
     name: str, request: pytest.FixtureRequest, native: Machine, fake_library: Fake, tmp_path: Path

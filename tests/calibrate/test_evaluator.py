@@ -39,9 +39,8 @@ def windowed() -> Qwen2ForCausalLM:
 
 
 CASES: list[tuple[str, dict[str, Any], int]] = [
-    ("tas", {"heads": [[1, 2], {0: 1.0, 3: -0.5}]}, 1),
+    ("tas", {"heads": [[1, 2], {0: 1.0, 3: -0.5}], "couple_cfg": True}, 1),
     ("input_delta", {"max_chain": 2}, 3),
-    ("bound", {"couple_cfg": True}, 1),
     ("learned", {"gate_weights": networks(64, 5, 3), "refresh_every": 3}, 1),
     ("random", {"refresh_every": 2}, 1),
 ]

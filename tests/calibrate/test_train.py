@@ -166,7 +166,7 @@ def test_going_on_begins_where_the_gate_was(decoder: LlamaForCausalLM, some: np.
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"gate": "bound"}, "gate 'bound' has nothing to train", "choose from learned, tas"),
+    ({"gate": "input_delta"}, "gate 'input_delta' has nothing to train", "choose from learned, tas"),
     ({"target_replay": 1.0}, "target_replay is 1", "give a share between 0 and 1"),
     ({"softness": 0.0}, "softness is 0", "give a number above 0"),
     ({"units": 0}, "units is 0", f"give a whole number from 1 to {2**30}"),

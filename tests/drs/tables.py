@@ -114,7 +114,7 @@ def controller_traffic(table: DrsTable) -> Traffic:
     rows, width = table.rows, FLOATS_PER_WORD * table.input_words
     # The first word of a network is its number of units, read once; every row reads the others.
     network = network_words(table.units, width) - 1 if table.units else 0
-    runs = (table.row_query_words, table.row_key_words, table.input_words, table.input_words, network)
+    runs = (table.row_query_words, table.row_key_words, network)
     # Every call reads the chain counts and writes an answer, a burst each.
     around = ceil(rows / FLOATS_PER_WORD) + RESULT_WORDS // FLOATS_PER_WORD
     beats = rows * sum(runs) + (1 if network else 0) + around

@@ -21,9 +21,9 @@ WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 
 GATES = {
     "tas": GateScore(heads=(None, ((0, 0.5), (3, -2.0)), None)),
-    "bound": GateScore(GateKind.BOUND, 10, distance_weight=0.1),
+    "input_delta": GateScore(GateKind.INPUT_DELTA, 10),
 }
-"""Two sets of loops: over heads with and without weights; over the input and over heads."""
+"""Two sets of loops: over heads with and without weights; over the input."""
 
 
 @pytest.mark.timeout(120)

@@ -90,10 +90,6 @@ def weighted(inputs: GateInputs[torch.Tensor], layer: int) -> torch.Tensor:
 CASES = {
     "tas": Case(GateScore(heads=(None, CHOSEN)), weighted),
     "input_delta": Case(GateScore(GateKind.INPUT_DELTA, WIDTH), lambda v, _n: fastcar.input_delta(v.x, v.cached)),
-    "bound": Case(
-        GateScore(GateKind.BOUND, WIDTH, distance_weight=0.1),
-        lambda v, _n: fastcar.output_bound(v.x, v.cached, *at_zero(v), 0, 0.1),
-    ),
     "learned": Case(
         GateScore(GateKind.LEARNED, WIDTH, max(UNITS)), lambda v, n: fastcar.learned_score(v.x, v.cached, *network(n))
     ),
@@ -266,15 +262,13 @@ def test_the_bench_of_every_gate_passes(name: str, folder: Path) -> None:
 def test_a_kernel_takes_tables_of_its_own_gate_only(folder: Path) -> None:
     """And networks of at most the units, and heads of at most the number, that it was built for."""
     delta = controller_of("input_delta", folder)
-    for name in CASES.keys() - {"input_delta", "tas"}:  # whose table is longer
-        assert delta.kernel.load(CASES[name].table(0.5).to_bytes()) is Status.BAD_HEADER
     learned = CASES["learned"]
+    assert delta.kernel.load(learned.table(0.5).to_bytes()) is Status.BAD_HEADER
     more = replace(learned, score=replace(learned.score, units=max(UNITS) + 1)).table(0.5)
     assert controller_of("learned", folder).kernel.load(more.to_bytes()) is Status.BAD_HEADER
-    table = CASES["bound"].table(0.5)
-    fewer = Limits(gate=GateKind.BOUND, heads=HEADS.heads - 1)
-    assert check(table.to_bytes(), fewer) is Status.BAD_HEADER
-    assert check(table.to_bytes(), replace(fewer, heads=HEADS.heads)) is Status.OK
+    weighted = CASES["tas"].table(0.5).to_bytes()
+    assert check(weighted, Limits(heads=HEADS.heads - 1)) is Status.BAD_HEADER
+    assert check(weighted, Limits(heads=HEADS.heads)) is Status.OK
 
 
 @pytest.mark.parametrize("name", CASES)

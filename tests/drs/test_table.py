@@ -50,8 +50,8 @@ DAMAGED: dict[str, tuple[bytes, Status]] = {
     "empty": (b"", Status.TOO_SHORT),
     "header cut": (GOOD[: 4 * HEADER_WORDS - 1], Status.TOO_SHORT),
     "magic": (header("magic", 0x53524447), Status.BAD_MAGIC),
-    "version 6": (header("version", 6), Status.BAD_VERSION),
-    "version 8": (header("version", 8), Status.BAD_VERSION),
+    "version 7": (header("version", 7), Status.BAD_VERSION),
+    "version 9": (header("version", 9), Status.BAD_VERSION),
     "one byte cut": (GOOD[:-1], Status.BAD_LENGTH),
     "one byte more": (GOOD + b"\0", Status.BAD_LENGTH),
     "one word more": (GOOD + bytes(4), Status.BAD_LENGTH),
@@ -74,7 +74,7 @@ DAMAGED: dict[str, tuple[bytes, Status]] = {
     "no tokens per frame": (header("tokens_per_frame", 0), Status.BAD_HEADER),
     "gate 0": (header("gate", 0), Status.BAD_HEADER),
     "gate of another kernel": (OTHER, Status.BAD_HEADER),
-    "gate that is not there": (header("gate", 5), Status.BAD_HEADER),
+    "gate that is not there": (header("gate", 4), Status.BAD_HEADER),
     "unknown flag": (header("flags", 4, PAIRS), Status.BAD_HEADER),
     "pairs of an odd batch": (header("flags", 1), Status.BAD_HEADER),
     "max_chain 0": (header("max_chain", 0), Status.BAD_HEADER),
@@ -96,8 +96,6 @@ DAMAGED: dict[str, tuple[bytes, Status]] = {
     "words of the key": (header("key_words", 2), Status.BAD_HEADER),
     "units without a network": (header("units", 1), Status.BAD_HEADER),
     "refresh within a frame": (header("refresh_period", FRAME - 1), Status.BAD_HEADER),
-    "an input that is not read": (header("input_words", 1), Status.BAD_HEADER),
-    "a distance that is not computed": (header("distance_weight", 0x3F800000), Status.BAD_HEADER),
     "head weights that are not said": (header("flags", 0, HEAVY), Status.BAD_HEADER),
     "head weights that are not there": (header("flags", WEIGHTED), Status.BAD_HEADER),
     "more weighted heads than the hardware": (MANY, Status.BAD_HEADER),
@@ -123,8 +121,8 @@ def test_a_damaged_table_is_refused(name: str) -> None:
 
 
 def test_a_table_of_an_older_version_says_both_versions() -> None:
-    with pytest.raises(UserError, match=r"BAD_VERSION, its version is 6, and this program reads version 7") as caught:
-        read_table(header("version", 6))
+    with pytest.raises(UserError, match=r"BAD_VERSION, its version is 7, and this program reads version 8") as caught:
+        read_table(header("version", 7))
     assert caught.value.hint == "compile the model again"
 
 
@@ -221,7 +219,6 @@ def scores(layers: int, heads: int) -> st.SearchStrategy[GateScore]:
         st.builds(lambda heads: GateScore(heads=heads), weighted),
         st.builds(lambda width: GateScore(GateKind.INPUT_DELTA, width), widths),
         st.builds(lambda width, units: GateScore(GateKind.LEARNED, width, units), widths, units),
-        st.builds(lambda width: GateScore(GateKind.BOUND, width, distance_weight=0.1), widths),
     )
 
 
@@ -238,9 +235,9 @@ def test_round_trip(arguments: dict[str, Any]) -> None:
 def test_json_twin() -> None:
     rest: dict[str, Any] = {"refresh_every": 2, "gate": GateScore(heads=(((0, 0.5),),))}
     table = build_table(*(1, 1, 1, 16, [INFINITY]), attention=ONE, scales=[2.0], max_chain=3, **rest)
-    sizes = {"version": 7, "layers": 1, "rows": 1, "cores": 1, "tokens_per_frame": 16}
+    sizes = {"version": 8, "layers": 1, "rows": 1, "cores": 1, "tokens_per_frame": 16}
     heads = {"heads": 1, "kv_heads": 1, "head_dim": 1, "head_weights": [[0.5]]}
-    gate = {"gate": "tas", "units": 0, "input_words": 0, "distance_weight": 0.0}
+    gate = {"gate": "tas", "units": 0, "input_words": 0}
     rules = {"couple_cfg": False, "max_chain": 3, "refresh_period": 32, "thresholds": ["inf"], "factors": [2.0**-23]}
     assert table.to_json() == sizes | heads | gate | rules
 
@@ -260,7 +257,6 @@ SIZES = (2, 3, 2, 16, [0.0, 0.0])
         (SIZES, {"attention": AttentionShape(1024, 4, 128)}, r"heads \* head_dim = 131072 \(at most 65536\)"),
         (SIZES, {"refresh_every": 2**28}, r"a refresh every 4294967296 forwards \(16 to 4294967295\)"),
         (SIZES, {"gate": GateScore(width=8)}, r"an input of 8 elements for gate tas \(1 to 65536 if read, else 0\)"),
-        (SIZES, {"gate": GateScore(GateKind.BOUND, 8)}, r"a distance weight of 0.0 for gate bound"),
         (SIZES, {"gate": GateScore(GateKind.INPUT_DELTA, 8, units=2)}, "a network of 2 units for gate input_delta"),
         (SIZES, {"gate": GateScore(units=2)}, "a network of 2 units for gate tas"),
         (SIZES, {"gate": GateScore(GateKind.LEARNED, 8)}, "a network of 0 units for gate learned"),

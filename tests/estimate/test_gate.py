@@ -41,8 +41,8 @@ def test_bytes_of_cache_and_weights() -> None:
 
 def test_the_controller_decides_and_the_host_the_gates_that_it_has_not() -> None:
     unit, change = (times(with_gate(name)) for name in ("tas", "input_delta"))
-    host = times(with_gate("bound", on_host=True))
-    for own in (unit, change, times(with_gate("learned")), times(with_gate("bound"))):
+    host = times(with_gate("input_delta", on_host=True))
+    for own in (unit, change, times(with_gate("learned"))):
         assert own["TAS, DRS"] == SHAPE.layers
         assert "gate" not in own
     assert host["gate"] == SHAPE.layers
@@ -63,7 +63,7 @@ def test_time_of_a_decision_grows_with_the_network() -> None:
 
 
 def test_a_dense_decoder_has_no_decision() -> None:
-    assert "gate" not in times(with_gate("bound", on_host=True, replay=0.0))
+    assert "gate" not in times(with_gate("input_delta", on_host=True, replay=0.0))
 
 
 def test_a_gate_cache_that_does_not_fit_is_named() -> None:

@@ -57,7 +57,7 @@ def _table() -> dict[str, bytes]:
     made = {
         "plain": table_for(),
         "weighted": table_for(6, couple_cfg=True, attention=AttentionShape(4, 2, 6), gate=heads),
-        "bound": table_for(gate=GateScore(GateKind.BOUND, 10, distance_weight=0.1)),
+        "input_delta": table_for(gate=GateScore(GateKind.INPUT_DELTA, 10)),
     }
     return {f"{name}.bin": table.to_bytes() for name, table in made.items()}
 

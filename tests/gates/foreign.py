@@ -3,10 +3,10 @@
 import pytest
 
 from fastcar_compile.gates import GATES
-from fastcar_compile.gates.input_delta import BoundGate
+from fastcar_compile.gates.input_delta import InputDeltaGate
 
 
-class ForeignGate(BoundGate):
+class ForeignGate(InputDeltaGate):
     """The score of a gate that the controller has."""
 
     name = "foreign"

@@ -4,7 +4,6 @@
 using namespace fastcar;
 
 static const int WORDS = 4096;
-static const int HEADS = 64;
 static const int UNITS = 64;
 
 static const word_t* words_of(const float* values) { return reinterpret_cast<const word_t*>(values); }
@@ -13,25 +12,6 @@ extern "C" void change_scores(const float* x, const float* cached, uint32_t rows
     gate::change_scores<WORDS>(words_of(x), words_of(cached), rows, words, scores);
     for (uint32_t row = 0; row < rows; ++row) {
         scores[row] = -scores[row];
-    }
-}
-
-extern "C" void bound_scores(const float* x, const float* cached, const float* query, const float* key, const uint32_t* shape,
-                             float weight, float factor, float* scores) {
-    static word_t buffer[WORDS];
-    static gate::HeadSums sums[HEADS];
-    const uint32_t rows = shape[0], words = shape[1], heads = shape[2], head_words = shape[3], group = shape[4];
-    const uint32_t key_words = heads / group * head_words;
-    for (uint32_t row = 0; row < rows; ++row) {
-        for (uint32_t i = 0; i < key_words; ++i) {
-            buffer[i] = words_of(key)[row * key_words + i];
-        }
-        const gate::Change change =
-            gate::change_of_row<WORDS>(words_of(x), row * words, words, words_of(cached) + row * words);
-        const uint32_t largest = gate::heads_of_row<HEADS, WORDS>(words_of(query), row * heads * head_words,
-                                                                  heads * head_words, head_words, group, buffer, sums);
-        const int64_t apart = gate::distance_of_heads<HEADS>(sums, heads);
-        scores[row] = gate::bound_score(change, apart, largest, weight, factor);
     }
 }
 

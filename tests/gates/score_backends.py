@@ -12,19 +12,18 @@ import torch
 import tvm
 from numpy.typing import NDArray
 from onnx_export.test_ops import export
-from tvm.tirx import PrimFunc
 
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.hls.control_table.gate import pack_network, pack_rows
 from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
-from fastcar_compile.codegen.tvm.kernels import gate as kernels
+from fastcar_compile.codegen.tvm.kernels.gate import input_delta
 from fastcar_compile.codegen.tvm.kernels.learned_score import learned_score
 from fastcar_compile.codegen.tvm.kernels.tas import tas_heads
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.gates.base import FabricGate, GateInputs, ScoreConstants
-from fastcar_compile.gates.input_delta import BoundGate, InputDeltaGate
+from fastcar_compile.gates.input_delta import InputDeltaGate
 from fastcar_compile.gates.learned import LearnedGate
-from fastcar_compile.gates.scores import distance_factor, score_factor
+from fastcar_compile.gates.scores import score_factor
 from fastcar_compile.gates.tas import TasGate
 from fastcar_compile.gates.weights import PARAMETERS
 
@@ -33,7 +32,7 @@ Array = NDArray[Any]
 Score = Callable[[dict[str, Array]], Array]
 """The arrays of a gate by name -> float32 [B]."""
 
-STRIDE, POSITION, WEIGHT, SCALE = 4, 11, 0.1, 0.3
+STRIDE, POSITION, SCALE = 4, 11, 0.3
 CHOSEN, WEIGHTS = (1, 0), (2.0, -0.7)
 
 
@@ -61,13 +60,11 @@ class Shape:
 
 ARGUMENTS = {
     "input_delta": ("x", "cached"),
-    "output_bound": ("x", "cached", "query", "keys", "position"),
     "learned_score": ("x", "cached", "w1", "b1", "w2", "b2"),
     "tas_heads": ("query", "keys", "position"),
 }
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "input_delta": (),
-    "output_bound": (STRIDE, WEIGHT),
     "learned_score": (),
     "tas_heads": (STRIDE, SCALE, list(CHOSEN), list(WEIGHTS)),
 }
@@ -85,39 +82,27 @@ def eager(name: str) -> Score:
     return lambda arrays: operator(*(tensor(n, arrays[n]) for n in ARGUMENTS[name]), *OPTIONS[name]).numpy()
 
 
-def _library(kernel: PrimFunc, isa: InstructionSet) -> Callable[..., Any]:
-    module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
-    return tvm.compile(module, target=host_target(isa))["main"]
-
-
 def compiled(name: str, shape: Shape, isa: InstructionSet | None = None) -> Score:
     """The TVM kernels."""
     isa = isa or host_instruction_set()
-    heads = (shape.query, shape.cache, STRIDE)
-    change = _library(kernels.input_delta(shape.rows, shape.width), isa)
-    if name == "output_bound":
-        main = _library(kernels.output_bound(*heads, WEIGHT, "float32", isa=isa), isa)
-    elif name == "tas_heads":
-        main = _library(tas_heads(*heads, SCALE, "float32", isa=isa), isa)
+    if name == "tas_heads":
+        kernel = tas_heads(shape.query, shape.cache, STRIDE, SCALE, "float32", isa=isa)
     elif name == "learned_score":
-        main = _library(learned_score(shape.rows, shape.width, shape.units), isa)
+        kernel = learned_score(shape.rows, shape.width, shape.units)
     else:
-        main = change
-
-    def run(library: Callable[..., Any], arguments: list[Any]) -> Array:
-        y = tvm.runtime.tensor(np.zeros(shape.rows, np.float32))
-        library(*arguments, y)
-        return y.numpy()
+        kernel = input_delta(shape.rows, shape.width)
+    module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
+    main = tvm.compile(module, target=host_target(isa))["main"]
 
     def score(arrays: dict[str, Array]) -> Array:
         given = [tvm.runtime.from_dlpack(tensor(n, arrays[n]).clone()) for n in ARGUMENTS[name]]
-        if name == "output_bound":
-            given = [tvm.runtime.tensor(run(change, given[:2])), *given[2:]]
         if name == "tas_heads":
             factors = np.zeros(shape.heads, np.float32)
             factors[list(CHOSEN)] = WEIGHTS
             given = [*given, tvm.runtime.tensor(factors)]
-        return run(main, given)
+        y = tvm.runtime.tensor(np.zeros(shape.rows, np.float32))
+        main(*given, y)
+        return y.numpy()
 
     return score
 
@@ -151,7 +136,6 @@ def earlier_key(arrays: dict[str, Array]) -> Array:
 
 GATES: dict[str, type[FabricGate]] = {
     "input_delta": InputDeltaGate,
-    "output_bound": BoundGate,
     "learned_score": LearnedGate,
     "tas_heads": TasGate,
 }
@@ -167,18 +151,15 @@ def reference(name: str) -> Score:
         network = tuple(arrays[n] for n in PARAMETERS) if "w1" in arrays else None
         heads = 1 if query is None else query.shape[1]
         factors = [dict(zip(CHOSEN, WEIGHTS, strict=True)).get(head, 0.0) for head in range(heads)]
-        factor = score_factor(SCALE, 1) if name == "tas_heads" else distance_factor(heads)
         inputs = GateInputs(query, key, arrays.get("x"), arrays.get("cached"))
-        return GATES[name].exact_score(inputs, ScoreConstants(factor, WEIGHT, factors, network))
+        return GATES[name].exact_score(inputs, ScoreConstants(score_factor(SCALE, 1), factors, network))
 
     return score
 
 
 def simulated(name: str, library: ctypes.CDLL) -> Score:
     """The functions of fastcar_gate_core.hpp, in C simulation."""
-    return lambda arrays: {"input_delta": _change_core, "output_bound": _bound_core, "learned_score": _learned_core}[
-        name
-    ](library, arrays)
+    return lambda arrays: {"input_delta": _change_core, "learned_score": _learned_core}[name](library, arrays)
 
 
 def _aligned(words: Array) -> Array:
@@ -205,17 +186,6 @@ def _rows(arrays: dict[str, Array]) -> tuple[Array, Array, int, Array]:
 def _change_core(library: ctypes.CDLL, arrays: dict[str, Array]) -> Array:
     x, cached, words, y = _rows(arrays)
     call(library.change_scores, x, cached, ctypes.c_uint32(len(y)), ctypes.c_uint32(words), y)
-    return y
-
-
-def _bound_core(library: ctypes.CDLL, arrays: dict[str, Array]) -> Array:
-    x, cached, words, y = _rows(arrays)
-    query, key = arrays["query"][:, :, 0], earlier_key(arrays)
-    heads, dim = query.shape[1:]
-    shape = np.array([len(y), words, heads, -(-dim // 4), heads // key.shape[1]], np.uint32)
-    factor = ctypes.c_float(distance_factor(heads))
-    packed = (_aligned(pack_rows(query)), _aligned(pack_rows(key)))
-    call(library.bound_scores, x, cached, *packed, shape, ctypes.c_float(WEIGHT), factor, y)
     return y
 
 

@@ -26,11 +26,11 @@ from .networks import networks
 FRAME, LENGTH, LAYERS, ROWS = 8, 33, 2, 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "tas": {"heads": [[1, 2], {0: 1.0, 3: -0.5}], "max_chain": 2}, "input_delta": {"refresh_every": 3},
-    "bound": {"couple_cfg": True}, "learned": {"gate_weights": networks(64, 5, 3), "max_chain": 3},
+    "learned": {"gate_weights": networks(64, 5, 3), "max_chain": 3, "couple_cfg": True},
     "random": {"max_chain": 1, "refresh_every": 2}, "always": {"refresh_every": 4}, "never": {},
 }  # fmt: skip
-KV = {"tas": "int8", "bound": "float16", "input_delta": "bfloat16"}
-"""Gate -> type of its decoder's caches, where they are narrow. The first two read a key."""
+KV = {"tas": "int8", "learned": "float16", "input_delta": "bfloat16"}
+"""Gate -> type of its decoder's caches, where they are narrow. The first reads a key."""
 
 
 def program(name: str) -> DecoderProgram:

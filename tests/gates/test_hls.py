@@ -27,7 +27,7 @@ from .networks import networks
 FRAME, LENGTH, LAYERS, ROWS, STEPS = 8, 33, 2, 2, 24
 LEARNED = {"gate_weights": networks(64, 5, 3)}
 DECIDED: dict[str, dict[str, Any]] = {
-    "bound": {"gate": "bound"},
+    "input_delta": {"gate": "input_delta"},
     "heads": {"gate": "tas", "heads": [[1, 2], {0: 1.0, 3: -0.5}], "refresh_every": 2},
 }
 

@@ -118,8 +118,8 @@ def test_missing_and_needless_weights() -> None:
         fc.ReplayConfig(gate="learned")
     with pytest.raises(CompileError, match="gate 'tas' has no weights: leave gate_weights out"):
         fc.ReplayConfig(gate="tas", gate_weights=networks(8, 3))
-    with pytest.raises(CompileError, match="gate 'bound' has no weights"):
-        gate_named("bound", weights=networks(8, 3).layer(0))
+    with pytest.raises(CompileError, match="gate 'input_delta' has no weights"):
+        gate_named("input_delta", weights=networks(8, 3).layer(0))
     with pytest.raises(CompileError, match="gate weights are a safetensors file, not 3"):
         fc.ReplayConfig(gate="learned", gate_weights=3)
     with pytest.raises(CompileError, match="gate learned has no weights"):

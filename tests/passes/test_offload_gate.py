@@ -56,9 +56,8 @@ SCORES: dict[str, Callable[[GateInputs[Tensor], float, int], Tensor]] = {
     "tas": lambda v, scale, _t: fastcar.tas(*heads_of(v), AT, 1, scale),
     "heads": lambda v, scale, _t: fastcar.tas_heads(*heads_of(v), AT, 1, scale, [1], [-0.5]),
     "input_delta": lambda v, _s, _t: fastcar.input_delta(v.x, v.cached),
-    "bound": lambda v, _s, _t: fastcar.output_bound(v.x, v.cached, *heads_of(v), AT, 1, 0.1),
 }
-READ = {"tas": "qk", "heads": "qk", "input_delta": "xc", "bound": "qkxc"}
+READ = {"tas": "qk", "heads": "qk", "input_delta": "xc"}
 """What the unit is given: q and key, x and the cached x."""
 
 
@@ -76,9 +75,7 @@ def test_every_layer_has_its_own_call() -> None:
 
 
 @pytest.mark.parametrize("rules", [(2, False, 0), (2, True, 2)])
-@pytest.mark.parametrize(
-    ("gate", "threshold"), [("tas", 0.0), ("tas", -INF), ("heads", 0.0), ("input_delta", 0.5), ("bound", 0.6)]
-)
+@pytest.mark.parametrize(("gate", "threshold"), [("tas", 0.0), ("tas", -INF), ("heads", 0.0), ("input_delta", 0.5)])
 def test_decisions_scores_and_outputs_stay_the_same(gate: str, threshold: float, rules: tuple[int, bool, int]) -> None:
     max_chain, coupled, refresh = rules
     options: dict[str, Any] = {"gate": "tas", "heads": (HEADS,)} if gate == "heads" else {"gate": gate}

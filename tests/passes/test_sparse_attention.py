@@ -27,9 +27,7 @@ def sparse(*before: object, item: SparsifyAttention = SPARSE) -> DecoderProgram:
     return after(*analysis_pipeline(), *before, item)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(
-    ("gate", "rows"), [("tas", FRAME + CHUNK), ("bound", FRAME + CHUNK), ("input_delta", CHUNK + 1)]
-)
+@pytest.mark.parametrize(("gate", "rows"), [("tas", FRAME + CHUNK), ("input_delta", CHUNK + 1)])
 def test_the_ring_holds_what_is_read(gate: str, rows: int) -> None:
     """A gate that reads no key needs none beyond the window; the chunk's other tokens come on top."""
     program = sparse(InsertReplay((0.0,), gate=gate))

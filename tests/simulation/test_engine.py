@@ -73,7 +73,7 @@ def test_words_and_works_of_a_call_are_those_of_the_loop_table(cycles: CycleMode
     assert all(s >= 0 for p in result.processes.values() for s in p.stalls.values())
 
 
-@pytest.mark.parametrize("gate", ["tas", "input_delta", "bound", "learned"])
+@pytest.mark.parametrize("gate", ["tas", "input_delta", "learned"])
 @pytest.mark.parametrize("board", ["zcu102", "u280"])
 def test_calls_of_the_controller_are_within_five_per_cent(board: str, gate: str) -> None:
     """A decision, the load of the table, and the placing of an MLP's rows."""

@@ -77,7 +77,7 @@ def test_every_position_is_that_of_streaming_attention(positions: Positions, sin
         torch.testing.assert_close(actual, expected[:, prompt - 1 :], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("gate", ["tas", "bound"])
+@pytest.mark.parametrize("gate", ["tas", "input_delta"])
 def test_calibration_scores_are_those_of_the_session(gate: str) -> None:
     """The evaluator's chunks read the key of one frame earlier from the ring too."""
     replay = fc.ReplayConfig(gate=gate, threshold=0.4)

@@ -78,8 +78,7 @@ class Gates:
         """What the control table says of the score."""
         reads = HIDDEN if self.kind.reads_input else 0
         heads = None if self.heads is None else (self.heads, *[None] * (LAYERS - 1))
-        weight = 0.125 if self.kind is GateKind.BOUND else 0.0
-        return GateScore(self.kind, reads, max(self.units, default=0), heads, weight)
+        return GateScore(self.kind, reads, max(self.units, default=0), heads)
 
     def table(self, attention: AttentionForm, rows: int) -> DrsTable:
         """The control table."""

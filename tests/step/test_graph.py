@@ -94,9 +94,8 @@ def llama_step() -> DecoderProgram:
 
 
 REPLAYS: dict[str, dict[str, Any]] = {
-    "tas": {"gate": "tas", "threshold": 0.0, "heads": [{0: 1.0, 3: -0.5}, None]},
+    "tas": {"gate": "tas", "threshold": -1.0, "heads": [{0: 1.0, 3: -0.5}, None], "couple_cfg": True},
     "input_delta": {"gate": "input_delta", "threshold": [None, 1.2], "max_chain": 1},
-    "bound": {"gate": "bound", "threshold": 1.2, "couple_cfg": True, "max_chain": 2},
     "learned": {
         "gate": "learned",
         "threshold": 1.5,

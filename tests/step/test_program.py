@@ -35,12 +35,11 @@ PROGRAM = built()
 NORMED = built(replace(HEADS, head_norm=True, rotary=16, cache=CacheForm(4, 30, 20)), layers=3, rows=1)
 PLAIN = built(replace(HEADS, rotary=0))
 GATED = built(replay=ReplayForm(7, (False, True)))
-BOUND = built(replay=ReplayForm(7, (False, True), GateKind.BOUND))
 LEARNED = built(replay=ReplayForm(7, (False, True), GateKind.LEARNED, units=(0, 3)))
 DELTA = built(replay=ReplayForm(7, (False, True), GateKind.INPUT_DELTA))
 
 
-PROGRAMS = {"rotated": PROGRAM, "normed": NORMED, "plain": PLAIN, "tas": GATED, "bound": BOUND, "learned": LEARNED}
+PROGRAMS = {"rotated": PROGRAM, "normed": NORMED, "plain": PLAIN, "tas": GATED, "learned": LEARNED}
 PROGRAMS["input_delta"] = DELTA
 
 
@@ -64,7 +63,7 @@ def test_a_layer() -> None:
     assert [i.opcode for i in PLAIN.instructions if i.layer == 1] == [*start, *common]
     replays = [i.opcode for i in GATED.instructions if i.layer == 1][6:]
     assert replays == [Opcode.DECIDE, *common[1:-1], Opcode.REPLAY]
-    for program in (BOUND, LEARNED):
+    for program in (LEARNED, DELTA):
         replays = [i.opcode for i in program.instructions if i.layer == 1][6:]
         assert replays == [*common[1:-2], Opcode.DECIDE, Opcode.MLP, Opcode.REPLAY]
     assert all(i.opcode not in (Opcode.DECIDE, Opcode.REPLAY) for i in GATED.instructions if i.layer == 0)
@@ -74,7 +73,7 @@ def test_a_layer() -> None:
 
 def test_a_gate_finds_what_it_reads() -> None:
     """q is where attention reads it, and nothing overwrites it before DECIDE. What is not read has no field."""
-    for program in (GATED, BOUND, LEARNED, DELTA):
+    for program in (GATED, LEARNED, DELTA):
         listed = list(program.instructions)
         (at,) = (i for i, instruction in enumerate(listed) if isinstance(instruction, Decide))
         decide, first = listed[at], next(i for i in range(at) if listed[i].layer == 1)
@@ -116,8 +115,8 @@ def test_each_check(cores: Cores) -> None:
     assert answer(cores, data + b"\0") is Status.BAD_LENGTH
     assert answer(cores, data[:-4]) is Status.BAD_LENGTH
     assert answer(cores, flipped) is Status.BAD_CRC
-    sizes = ((25, 0), (25, 129), (26, 0), (27, 1 << 16), (28, 1 << 31), (34, 1 << 31), (35, 0), (35, 3))
-    for word, value in ((24, 3), (5, 0), (5, 33), *sizes):
+    sizes = ((23, 0), (23, 129), (24, 0), (25, 1 << 16), (26, 1 << 31), (32, 1 << 31), (33, 0), (33, 3))
+    for word, value in ((22, 3), (5, 0), (5, 33), *sizes):
         assert answer(cores, changed(data, word, value)) is Status.BAD_HEADER, word
     too_long = built(layers=6)
     assert (answer(cores, binary(too_long)), check(binary(too_long))) == (Status.BAD_LENGTH, Status.OK)
@@ -129,7 +128,7 @@ def test_what_reaches_outside_of_a_buffer_is_refused(cores: Cores) -> None:
     """Every size of the header, one less than the program needs; no END at the end."""
     sizes = GATED.sizes
     every = ("row_words", "constant_words", "key_words", "value_words", "input_words", "output_words", "positions")
-    for program in (GATED, BOUND, LEARNED, DELTA):
+    for program in (GATED, LEARNED, DELTA):
         for name in ("replay_words", *every):
             smaller = replace(program, sizes=replace(program.sizes, **{name: getattr(program.sizes, name) - 1}))
             assert answer(cores, binary(smaller)) is Status.BAD_INSTRUCTION, name
@@ -146,7 +145,7 @@ def test_what_reaches_outside_of_a_buffer_is_refused(cores: Cores) -> None:
 
 def test_a_decision_of_another_gate_is_refused(cores: Cores) -> None:
     """Each gate in the place of each: its fields are not those that it reads. Each field one too large."""
-    for program in (GATED, BOUND, LEARNED, DELTA):
+    for program in (GATED, LEARNED, DELTA):
         (decide,) = (i for i in program.instructions if isinstance(i, Decide))
 
         def judged(changed: Decide, listed: StepProgram = program) -> Status:
@@ -167,7 +166,7 @@ def test_a_decision_of_another_gate_is_refused(cores: Cores) -> None:
 def test_damaged_programs_are_judged_alike(cores: Cores) -> None:
     """Words replaced by likely ones, in programs of all kinds."""
     rng, seen = np.random.default_rng(0), dict.fromkeys(Status, 0)
-    damaged = [binary(program) for program in (NORMED, PLAIN, GATED, BOUND, LEARNED, DELTA)]
+    damaged = [binary(program) for program in (NORMED, PLAIN, GATED, LEARNED, DELTA)]
     likely = [0, 1, 2, 3, 4, 5, 6, 10, 15, 16, 17, 32, 40, 64, 255, 65535, 65536, 1 << 30, 1 << 31, (1 << 32) - 1]
     for round_number in range(1500):
         data = damaged[round_number % len(damaged)]
@@ -189,8 +188,6 @@ def test_what_cannot_be_built_is_named() -> None:
         built(replay=ReplayForm(7, (True,)))
     with pytest.raises(UserError, match="networks of 0 layers for gate learned of 2 layers"):
         built(replay=ReplayForm(7, (True, True), GateKind.LEARNED))
-    with pytest.raises(UserError, match="gate bound of heads without RoPE and norms"):
-        built(replace(HEADS, rotary=0), replay=ReplayForm(7, (True, True), GateKind.BOUND))
     with pytest.raises(UserError, match="ROTATE of layer 0"):
         built(replace(HEADS, table_rows=0))
 

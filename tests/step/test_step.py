@@ -23,13 +23,13 @@ HEADROOM = 50
 
 DECODERS = {
     "tas": decoder(ROTATED, "w8a8", Gates(heads=((0, 1.0), (3, -0.5)))),
-    "bound": decoder(NORMED, "w4a8", Gates(GateKind.BOUND, 1.5, couple_cfg=True, max_chain=2), axi_bits=256),
+    "tas, normed": decoder(NORMED, "w4a8", Gates(threshold=-1.0, couple_cfg=True, max_chain=2), axi_bits=256),
     "learned": decoder(NORMED, "w4a8", Gates(GateKind.LEARNED, 0.0, refresh_every=3, units=(3, 7))),
     "input_delta": decoder(ROTATED, "w8a8", Gates(GateKind.INPUT_DELTA, 1.2, gated=(True, False), max_chain=2)),
     "tas, 2 of 2": decoder(SHARED, "w8a8", Gates(threshold=-1.0, couple_cfg=True), rows=4),
-    "bound, 3 of 1": decoder(THREE, "w4a8", Gates(GateKind.BOUND, 1.5, max_chain=2), rows=3, axi_bits=256),
+    "input_delta, 3 of 1": decoder(THREE, "w4a8", Gates(GateKind.INPUT_DELTA, 1.2, max_chain=2), rows=3, axi_bits=256),
 }
-"""Both quantisations. Gates that read q, q and x, x and a network, and x. The second has two weight ports on an
+"""Both quantisations. Gates that read q, x and a network, and x. The second has two weight ports on an
 AXI port, and three query heads per key head, in runs of two and one. The last ones have several rows of a video."""
 
 LAUNCHES = 40

@@ -17,7 +17,7 @@ from fastcar_compile.codegen.hls.step_sample import sample_program
 from fastcar_compile.config.targets import load_target
 from step.test_step import DECODERS
 
-MADE = DECODERS["bound"]
+MADE = DECODERS["tas, normed"]
 STEP = StepDesign.of(MADE.program, 2)
 
 

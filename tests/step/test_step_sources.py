@@ -17,7 +17,7 @@ STREAM_FILES = ("fastcar_engine_processes.hpp", "fastcar_step_processes.hpp", AT
 STEP_CORES = ("fastcar_cache_core.hpp", "fastcar_attention_core.hpp", "fastcar_norm_core.hpp", "fastcar_step_rows.hpp")
 
 
-@pytest.fixture(scope="module", params=["tas", "bound"])
+@pytest.fixture(scope="module", params=["tas", "tas, normed"])
 def gate(request: pytest.FixtureRequest) -> str:
     """Decoders in both quantisations; the second has two weight ports on an AXI port."""
     return str(request.param)

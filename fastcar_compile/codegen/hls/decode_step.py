@@ -111,7 +111,7 @@ def decode_step(program: DecoderProgram, calls: Sequence[LinearCall], kept: Sequ
     epsilons = {*(e for layer in layers for e in layer.epsilons), last.epsilon}
     epsilon = attempt(problems, partial(only, epsilons, "the norms' epsilons"))
     if attention is not None:
-        wrong = [] if replay is None else replay.problems(len(program.sites), attention)
+        wrong = [] if replay is None else replay.problems(len(program.sites))
         problems += [refusal(f"no step program: {text}") for text in (*attention.problems(), *wrong)]
     if problems or attention is None or epsilon is None:
         raise CompileError.collect(problems)

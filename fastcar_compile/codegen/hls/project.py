@@ -121,7 +121,7 @@ def table_of_sizes(design: Design) -> DrsTable:
 def control_sizes(table: DrsTable) -> ControlSizes:
     """Return what the arguments of a controller hold, for tables of this size."""
     network = network_words(table.units, FLOATS_PER_WORD * table.input_words) if table.units else 0
-    return ControlSizes(table.words, max(table.query_words, 1), max(table.key_words + network, 1))
+    return ControlSizes(table.words, table.query_words, table.key_words + network)
 
 
 def emit_drs(table: DrsTable, limits: Limits) -> dict[str, str]:
@@ -137,7 +137,7 @@ def emit_drs(table: DrsTable, limits: Limits) -> dict[str, str]:
 def _testbench(table: DrsTable, kernel: KernelInterface) -> str:
     """Emit the test bench.
 
-    q and x of a row are +1 where it replays and -1 where it computes, so that they make the Index Register. The key and
+    q or x of a row is +1 where it replays and -1 where it computes, so that they make the Index Register. The key and
     the cached x are all ones.
     """
     bench = _bench_table(table)
@@ -193,7 +193,6 @@ def _bench_table(table: DrsTable) -> DrsTable:
         width=FLOATS_PER_WORD * table.input_words,
         units=table.units,
         heads=None if table.head_weights is None else (((0, 1.0),),) * layers,
-        distance_weight=table.distance_weight,
     )
     return build_table(
         *(layers, table.rows, table.cores, table.tokens_per_frame),

@@ -21,7 +21,7 @@ from fastcar_compile.codegen.onnx.linear import (
     shape,
 )
 from fastcar_compile.gates import scores
-from fastcar_compile.gates.scores import TAS_FRACTION_BITS, TAS_LIMIT, distance_factor, score_factor
+from fastcar_compile.gates.scores import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 from fastcar_compile.ir.ops.operator import BLOCK, FLOAT16_MAX, INT8_MAX, LEAST_EXPONENT, NOT_A_NUMBER
 
 # KV types in ONNX: how a cache stores float32 rows, and how it reads them back, as ir/ops/operator.py defines it.
@@ -278,33 +278,11 @@ def _size(values: Value) -> Value:
     return cast(op.ReduceSum(whole, ints(-1), keepdims=0), TensorProto.FLOAT)
 
 
-def _finite(values: Value, *axes: int) -> Value:
-    """Return whether all values are finite along the axes, or the last one."""
+def _finite(values: Value) -> Value:
+    """Return whether all values are finite along the last axis."""
     # `ReduceMin` takes no bool in this opset.
     finite = cast(op.Less(op.Abs(values), floats(float("inf"))), TensorProto.INT32)
-    return cast(op.ReduceMin(finite, ints(*(axes or (-1,))), keepdims=0), TensorProto.BOOL)
-
-
-def output_bound(
-    x: Value, cached: Value, query: Value, key_cache: Value, position: Value, stride: int, weight: float
-) -> Value:
-    """Return the input change plus weight * sqrt(1 - cosine of query and earlier key)."""
-    heads, one = shape(query)[1], 1 << scores.COSINE_BITS
-    key, grouped = earlier_key(query, key_cache, position, stride)
-    own, other = (cast(v, TensorProto.DOUBLE) for v in (grouped, key))
-    dots, squares, others = (fixed_sum(op.Mul(*pair), -1) for pair in ((own, other), (own, own), (other, other)))
-    cosines = op.Div(dots, _root(op.Max(op.Mul(squares, others), floats(1.0))))
-    near = cast(op.Round(op.Mul(op.Clip(cosines, floats(-1.0), floats(1.0)), floats(float(one)))), TensorProto.INT64)
-    apart = op.Sub(ints(heads * one), op.ReduceSum(near, ints(1, 2), keepdims=0))
-    distance = _root(op.Mul(cast(apart, TensorProto.FLOAT), floats(distance_factor(heads))))
-    score = op.Add(input_delta(x, cached), op.Mul(floats(weight), distance))
-    finite = op.And(_finite(grouped, 1, 2, 3), _finite(key, 1, 2, 3))
-    return op.Where(finite, score, floats(float("nan")))
-
-
-def _root(values: Value) -> Value:
-    """Return the square root of float32, rounded once. By float64: onnxruntime may approximate that of float32."""
-    return cast(op.Sqrt(cast(values, TensorProto.DOUBLE)), TensorProto.FLOAT)
+    return cast(op.ReduceMin(finite, ints(-1), keepdims=0), TensorProto.BOOL)
 
 
 def learned_score(x: Value, cached: Value, w1: Value, b1: Value, w2: Value, b2: Value) -> Value:

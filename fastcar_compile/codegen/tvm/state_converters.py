@@ -180,16 +180,6 @@ def _input_delta(call: Call) -> Value:
     return call.kernel(gate.input_delta(*call.tensor("x").rows), call.values("x", "cached"))
 
 
-@converts(fastcar.output_bound.default)
-def _output_bound(call: Call) -> Value:
-    query, keys = call.tensor("query"), call.tensor("key_cache")
-    # The change of the input is a score of its own, and here one term of the bound.
-    change = call.kernel(gate.input_delta(*call.tensor("x").rows), call.values("x", "cached"))
-    options = (call.integer("stride"), call.number("weight"), keys.dtype, *positions(call))
-    kernel = call.dispatch("output_bound", query.shape, keys.shape, *options)
-    return call.kernel(kernel, [change, *call.values("query", "key_cache", "position")])
-
-
 @converts(fastcar.learned_score.default)
 def _learned_score(call: Call) -> Value:
     kernel = learned_score.learned_score(*call.tensor("x").rows, call.tensor("w1").shape[0])

@@ -1,4 +1,4 @@
-"""Scores of the gates: tas_heads, input_delta, output_bound, learned_score, constant_score, random_score.
+"""Scores of the gates: tas_heads, input_delta, learned_score, constant_score, random_score.
 
 attention.py has `tas`. Every score is a function of exact sums, so that all backends have the same bits in any order of
 addition (docs/reference/numerics.md, "Scores, bit for bit").
@@ -74,39 +74,6 @@ def _size(values: Tensor) -> Tensor:
     """Return the sum of absolute values in units of 2^-24, as float32 [B]. 2^24 * x is exact or infinite."""
     units = (values.abs() * float(1 << scores.TAS_FRACTION_BITS)).round().clamp(max=float(scores.TAS_LIMIT))
     return units.to(torch.int64).sum(-1).float()
-
-
-@operator("A bound on the change of the MLP's output since this slot was last computed.", _by_row)
-def output_bound(
-    x: Tensor, cached: Tensor, query: Tensor, key_cache: Tensor, position: Tensor, stride: int, weight: float
-) -> Tensor:
-    """Return ||x - cached|| / ||x|| + weight * sqrt(1 - cosine).
-
-    The cosine of query and key one frame earlier is averaged over query heads. Its products are those of `tas`. It is
-    limited to 1 and averaged in integers of 2^-30. A row with a query, key or x - cached that is not finite has NaN.
-
-    Args:
-        x, cached: float32 [B, H]. query: float32 [B, Hq, 1, D]. position: int64 [1].
-        key_cache: [B, Hkv, S, D] as `stored` defines.
-
-    Returns:
-        float32 [B].
-    """
-    heads, one = query.shape[1], float(1 << scores.COSINE_BITS)
-    own, key = grouped(query, key_cache, position, stride)
-    dots, squares, others = (fixed_sum(v, (-1,)).float() for v in (own * key, own * own, key * key))
-    cosines = dots / _root((squares * others).clamp(min=1))
-    # In integers again: the mean over heads then has no order.
-    near = (cosines.clamp(-1, 1) * one).round().to(torch.int64).sum((1, 2))
-    distance = _root((heads * (1 << scores.COSINE_BITS) - near).float() * scores.distance_factor(heads))
-    finite = own.isfinite().all(-1).flatten(1).all(-1) & key.isfinite().all(-1).flatten(1).all(-1)
-    score = input_delta(x, cached) + query.new_tensor(weight) * distance
-    return torch.where(finite, score, torch.nan)
-
-
-def _root(x: Tensor) -> Tensor:
-    """Return the square root, rounded half to even. That of MKL for float32 is not: 1.5912704e17 has 398907296."""
-    return x.double().sqrt().float()
 
 
 @operator("A trained network predicts whether the MLP's output has changed.", _by_row)

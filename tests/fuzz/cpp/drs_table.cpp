@@ -36,7 +36,7 @@ void load(const std::vector<uint32_t>& table, uint32_t bytes) {
 
 void load_all(const std::vector<uint32_t>& table, uint32_t bytes) {
     load<GATE_TAS>(table, bytes);
-    load<GATE_BOUND>(table, bytes);
+    load<GATE_INPUT_DELTA>(table, bytes);
     load<GATE_LEARNED>(table, bytes);
 }
 

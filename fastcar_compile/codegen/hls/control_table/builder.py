@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from fastcar_compile.codegen.hls.control_table import table
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, AttentionShape, DrsTable
 from fastcar_compile.errors import UserError
-from fastcar_compile.gates.input_delta import BOUND_WEIGHT
 from fastcar_compile.gates.registry import GateKind
-from fastcar_compile.gates.scores import distance_factor, float32, score_factor
+from fastcar_compile.gates.scores import float32, score_factor
 
 MAX_WORD = 0xFFFFFFFF
 
@@ -27,20 +26,17 @@ class GateScore:
         width: elements of the MLP's input, for a gate that reads it; else 0.
         units: of the largest network of gate `learned`; else 0.
         heads: per layer the chosen heads of gate `tas`; None: the mean over all heads in every layer.
-        distance_weight: of the distance of q and k in gate `bound`; else 0.
     """
 
     kind: GateKind = GateKind.TAS
     width: int = 0
     units: int = 0
     heads: tuple[Heads, ...] | None = None
-    distance_weight: float = 0.0
 
     @classmethod
     def of(cls, kind: GateKind, hidden: int, units: int, heads: tuple[Heads, ...] | None = None) -> GateScore:
         """Return the score of a gate in front of MLPs with `hidden` inputs; what it does not read is 0."""
-        width, weight = hidden if kind.reads_input else 0, BOUND_WEIGHT if kind is GateKind.BOUND else 0.0
-        return cls(kind, width, units if kind is GateKind.LEARNED else 0, heads, weight)
+        return cls(kind, hidden if kind.reads_input else 0, units if kind is GateKind.LEARNED else 0, heads)
 
     @property
     def weighted(self) -> bool:
@@ -62,8 +58,6 @@ class GateScore:
         if not (1 <= self.width <= table.MAX_PRODUCTS if self.kind.reads_input else self.width == 0):
             most = table.MAX_PRODUCTS
             wrong.append(f"an input of {self.width} elements for gate {name} (1 to {most} if read, else 0)")
-        if (self.kind is GateKind.BOUND) != (self.distance_weight > 0):
-            wrong.append(f"a distance weight of {self.distance_weight} for gate {name} (more than 0 for bound, else 0)")
         if self.heads is not None and self.kind is not GateKind.TAS:
             wrong.append(f"chosen heads for gate {name}")
         if self.heads is not None and len(self.heads) != layers:
@@ -73,9 +67,9 @@ class GateScore:
 
     def factor(self, layer: int, scale: float, shape: AttentionShape) -> float:
         """Return what the integer sum of a layer with a gate is multiplied with."""
-        if self.kind is GateKind.TAS:
-            return score_factor(scale, shape.heads if self._chosen(layer) is None else 1)
-        return distance_factor(shape.heads) if self.kind is GateKind.BOUND else 1.0
+        if self.kind is not GateKind.TAS:
+            return 1.0
+        return score_factor(scale, shape.heads if self._chosen(layer) is None else 1)
 
     def head_weights(self, layers: int, shape: AttentionShape) -> tuple[tuple[float, ...], ...] | None:
         """Return float32 per layer and query head; None where every layer takes the mean over all heads."""
@@ -143,7 +137,6 @@ def build_table(
         gate=score.kind,
         units=score.units,
         input_words=score.input_words,
-        distance_weight=float32(score.distance_weight),
         refresh_period=period,
         head_weights=score.head_weights(layers, shape),
     )

@@ -3,18 +3,14 @@
 import numpy as np
 
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD
-from fastcar_compile.gates.base import Array, GateInputs
+from fastcar_compile.gates.base import Array, GateInputs, operand
 from fastcar_compile.gates.learned import unit_exponents
 
 
 def pack_inputs(inputs: GateInputs[Array]) -> tuple[Array, Array]:
-    """Return the memory words of the operands `query` and `key`: q or the key of all rows, then x or the cached x."""
-    return _words(inputs.query, inputs.x), _words(inputs.key, inputs.cached)
-
-
-def _words(heads: Array | None, row: Array | None) -> Array:
-    parts = [pack_rows(values) for values in (heads, row) if values is not None]
-    return np.concatenate(parts) if parts else np.zeros((0, FLOATS_PER_WORD), np.float32)
+    """Return the memory words of the operands `query` and `key`: q and the key of all rows, or x and the cached x."""
+    query, key = (inputs.x, inputs.cached) if inputs.query is None else (inputs.query, inputs.key)
+    return pack_rows(operand(query)), pack_rows(operand(key))
 
 
 def pack_rows(rows: Array) -> Array:

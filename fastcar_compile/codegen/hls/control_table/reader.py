@@ -45,8 +45,6 @@ class Header(NamedTuple):
     key_words: int
     units: int
     refresh_period: int
-    input_words: int
-    distance_weight: int
     instructions: int
     ports: int
     positions: int
@@ -88,7 +86,7 @@ class Header(NamedTuple):
     @property
     def program_sizes(self) -> tuple[int, ...]:
         """What the program needs of its engine and memory, besides rows."""
-        return self[25:36]
+        return self[23:]
 
     def _program_is_valid(self, limits: Limits) -> bool:
         # Sizes are checked with the program's instructions. Without a program they are 0.
@@ -107,7 +105,6 @@ class Header(NamedTuple):
         return (
             self.gate in (list(GateKind) if limits.gate is None else [limits.gate])
             and (1 <= self.units <= limits.units if self.gate == GateKind.LEARNED else self.units == 0)
-            and (self.distance_weight != 0) == (self.gate == GateKind.BOUND)
             and (self.refresh_period == 0 or self.refresh_period >= self.tokens_per_frame)
             and self._heads_are_valid(limits)
             and self.flags <= table.COUPLE_CFG | table.WEIGHTED
@@ -117,9 +114,8 @@ class Header(NamedTuple):
         )
 
     def _heads_are_valid(self, limits: Limits) -> bool:
-        """Return whether what is kept per query head fits: weights of gate `tas`, sums of gate `bound`."""
-        weighted, bound = self.flags & table.WEIGHTED != 0, self.gate == GateKind.BOUND
-        return (self.gate == GateKind.TAS or not weighted) and (self.heads <= limits.heads or not (weighted or bound))
+        """Return whether the weights of query heads fit, which gate `tas` alone has."""
+        return (self.gate == GateKind.TAS and self.heads <= limits.heads) or not self.flags & table.WEIGHTED
 
     def _attention_is_valid(self, limits: Limits) -> bool:
         shape, kind = self.attention, GateKind(self.gate)
@@ -128,22 +124,22 @@ class Header(NamedTuple):
         # The derived fields spare the controller dividers.
         # A reader recomputes them, so that fields cannot contradict each other.
         derived = (shape.group, shape.head_words)
-        rows = (shape.query_words, shape.key_words) if kind.reads_query else (0, 0)
+        # Rows of q and the key, or of x and the cached x.
+        rows = (shape.query_words, shape.key_words) if kind.reads_query else (self.row_query_words,) * 2
         return (
             (self.group, self.head_words) == derived
             and (self.row_query_words, self.row_key_words) == rows
-            and (1 <= self.input_words <= table.MAX_COUNT if kind.reads_input else self.input_words == 0)
-            and self.query_words == self.rows * (self.row_query_words + self.input_words)
-            and self.key_words == self.rows * (self.row_key_words + self.input_words)
+            and (kind.reads_query or 1 <= self.row_query_words <= table.MAX_COUNT)
+            and self.query_words == self.rows * self.row_query_words
+            and self.key_words == self.rows * self.row_key_words
             and self.row_query_words <= limits.query_words
-            and max(self.row_key_words, self.input_words) <= limits.key_words
+            and self.row_key_words <= limits.key_words
         )
 
 
 def header_of(data: bytes) -> Header:
     """Return the header of a table that is long enough to have one."""
-    # Header() has one field per 32-bit word; the distance weight is kept as bits, and `_distance_weight` decodes it.
-    return Header(*struct.unpack_from(f"<{table.HEADER_WORDS}I", data))
+    return Header(*struct.unpack_from(f"<{len(Header._fields)}I", data))
 
 
 @lru_cache(maxsize=64)
@@ -174,10 +170,6 @@ def check(data: bytes, limits: Limits | None = None) -> Status:
 
 def _floats(data: bytes, at: int, count: int) -> tuple[float, ...]:
     return struct.unpack_from(f"<{count}f", data, 4 * at)
-
-
-def _distance_weight(data: bytes) -> float:
-    return _floats(data, Header._fields.index("distance_weight"), 1)[0]
 
 
 def _head_weights(data: bytes, layer: int) -> tuple[float, ...] | None:
@@ -222,8 +214,7 @@ def read_table(data: bytes) -> DrsTable:
         factors=_floats(data, table.HEADER_WORDS + header.layers, header.layers),
         gate=GateKind(header.gate),
         units=header.units,
-        input_words=header.input_words,
-        distance_weight=_distance_weight(data),
+        input_words=header.row_query_words if GateKind(header.gate).reads_input else 0,
         refresh_period=header.refresh_period,
         head_weights=tuple(w for w in weights if w is not None) or None,
     )

@@ -37,8 +37,8 @@ class LayerCall:
     Args:
         layer: index of the decoder layer.
         step: decode forward number t; or int64 [B], one of each row. A row of a negative number computes.
-        query: memory words of q and of x (`gate.pack_rows`), what the gate reads of them.
-        key: those of the cached key and of the cached x.
+        query: memory words of q or of x (`gate.pack_rows`), which the gate reads.
+        key: those of the cached key or of the cached x.
         chain: int32 [at least B], replays in a row at slot t mod F.
         network: memory words of the layer's network (`scores.pack_network`), for gate `learned`.
         active: bool [B], the rows that are there; None: all of them.
@@ -62,12 +62,9 @@ class LayerCall:
         query, key, x, cached = None, None, None, None
         if gate.reads_query:
             width = shape.head_words * FLOATS_PER_WORD
-            query = self.query[: rows * shape.query_words].reshape(rows, shape.heads, width)
-            key = self.key[: rows * shape.key_words].reshape(rows, shape.kv_heads, width)
+            query, key = self.query.reshape(rows, shape.heads, width), self.key.reshape(rows, shape.kv_heads, width)
         if gate.reads_input:
-            # They lie behind the words of the heads.
-            x = self.query[rows * table.row_query_words :].reshape(rows, -1)
-            cached = self.key[rows * table.row_key_words :].reshape(rows, -1)
+            x, cached = self.query.reshape(rows, -1), self.key.reshape(rows, -1)
         return GateInputs(query, key, x, cached)
 
 
@@ -91,7 +88,7 @@ def scores_of(table: DrsTable, call: LayerCall) -> Array:
     if call.network is not None and inputs.x is not None:
         network = unpack_network(call.network, inputs.x.shape[1])
     heads = None if weights is None else weights[call.layer]
-    constants = ScoreConstants(table.factors[call.layer], table.distance_weight, heads, network)
+    constants = ScoreConstants(table.factors[call.layer], heads, network)
     scores = table.gate.gate.exact_score(inputs, constants)
     return -scores if table.gate.at_most else scores
 

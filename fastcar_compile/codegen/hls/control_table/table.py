@@ -16,8 +16,10 @@ from fastcar_compile.gates.scores import float32
 MAGIC = 0x53524446
 """The bytes "FDRS"."""
 
-VERSION = 7
+VERSION = 8
 HEADER_WORDS = 36
+"""34 fields, and two zeros up to a whole memory word."""
+
 MAX_ROWS = 32
 MAX_CORES = 32
 MAX_LAYERS = 65535
@@ -81,10 +83,9 @@ class Limits:
     Args:
         cores: of the array, which a table has to name. None: any, for a reader of tables. rows: of the batch.
         table_words: 32-bit words of a table without instructions. instructions: of its program.
-        query_words: 128-bit words of one row of q, all heads.
-        key_words: of one row of the key, all heads, and of one row of the MLP's input.
+        query_words, key_words: 128-bit words of one row of each operand.
         gate: the score that it computes. None: any, for a reader of tables. units: of the largest network.
-        heads: query heads that it keeps something of: weights of chosen heads, or sums of gate `bound`.
+        heads: query heads that it keeps a weight of.
     """
 
     cores: int | None = None
@@ -153,7 +154,6 @@ class DrsTable:
         gate: the score. Thresholds of one with `at_most` are minus those of the gate.
         units: of the largest network of gate `learned`; 0: another gate.
         input_words: 128-bit words of one row of the MLP's input; 0: the gate does not read it.
-        distance_weight: float32, of the distance of q and k in gate `bound`; 0: another gate.
         refresh_period: forwards from one frame in which every row computes to the next; 0: there is none.
         head_weights: float32 per layer and query head, which q is multiplied with; None: all heads count alike.
     """
@@ -169,7 +169,6 @@ class DrsTable:
     gate: GateKind = GateKind.TAS
     units: int = 0
     input_words: int = 0
-    distance_weight: float = 0.0
     refresh_period: int = 0
     head_weights: tuple[tuple[float, ...], ...] | None = None
 
@@ -185,23 +184,23 @@ class DrsTable:
 
     @property
     def row_query_words(self) -> int:
-        """128-bit words of one row of q that the gate reads."""
-        return self.attention.query_words if self.gate.reads_query else 0
+        """128-bit words of one row of the operand `query`: of q, or of x."""
+        return self.attention.query_words if self.gate.reads_query else self.input_words
 
     @property
     def row_key_words(self) -> int:
-        """128-bit words of one row's cached key that the gate reads."""
-        return self.attention.key_words if self.gate.reads_query else 0
+        """128-bit words of one row of the operand `key`: of the cached key, or of the cached x."""
+        return self.attention.key_words if self.gate.reads_query else self.input_words
 
     @property
     def query_words(self) -> int:
-        """128-bit words of the operand `query`: q of all rows, then x of all rows."""
-        return self.rows * (self.row_query_words + self.input_words)
+        """128-bit words of the operand `query`: q or x of all rows."""
+        return self.rows * self.row_query_words
 
     @property
     def key_words(self) -> int:
-        """128-bit words of the operand `key`: the cached keys of all rows, then the cached x of all rows."""
-        return self.rows * (self.row_key_words + self.input_words)
+        """128-bit words of the operand `key`: the cached key or the cached x of all rows."""
+        return self.rows * self.row_key_words
 
     @property
     def words(self) -> int:
@@ -220,11 +219,11 @@ class DrsTable:
             cores=self.cores,
             rows=self.rows,
             table_words=self.words,
-            query_words=max(self.row_query_words, 1),
-            key_words=max(self.row_key_words, self.input_words, 1),
+            query_words=self.row_query_words,
+            key_words=self.row_key_words,
             gate=self.gate,
             units=max(self.units, 1),
-            heads=self.attention.heads if self.gate is GateKind.BOUND else self.weighted_heads,
+            heads=self.weighted_heads,
         )
 
     def with_thresholds(self, thresholds: Sequence[float]) -> DrsTable:
@@ -235,7 +234,7 @@ class DrsTable:
         """Return the binary form; same table, same bytes.
 
         Args:
-            sizes: of the program, words 25 to 35 of the header. program: `INSTRUCTION_WORDS` words per instruction.
+            sizes: of the program, words 23 to 33 of the header. program: `INSTRUCTION_WORDS` words per instruction.
         """
         shape = self.attention
         flags = (COUPLE_CFG if self.couple_cfg else 0) | (0 if self.head_weights is None else WEIGHTED)
@@ -244,13 +243,12 @@ class DrsTable:
             UNLIMITED if self.max_chain is None else self.max_chain,
             *(shape.heads, shape.kv_heads, shape.head_dim, shape.group, shape.head_words),
             *(self.row_query_words, self.row_key_words, self.query_words, self.key_words),
-            *(self.units, self.refresh_period, self.input_words),
+            *(self.units, self.refresh_period, len(program) // INSTRUCTION_WORDS, *sizes),
         )
         # Head weights lie layer by layer behind the factors, so the table has no gap without them.
         weights = [weight for layer in self.head_weights or () for weight in layer]
         floats = (*self.thresholds, *self.factors, *weights)
-        body = struct.pack(f"<{len(fields)}If", *fields, self.distance_weight)
-        body += struct.pack(f"<{len(sizes) + 1}I", len(program) // INSTRUCTION_WORDS, *sizes)
+        body = struct.pack(f"<{len(fields)}I", *fields).ljust(4 * (HEADER_WORDS - 3), b"\0")
         body += struct.pack(f"<{len(floats)}f", *floats)
         # Instructions are whole memory words, so they begin at one.
         body += bytes(4 * self.words - 12 - len(body)) + struct.pack(f"<{len(program)}I", *program)

@@ -27,9 +27,6 @@ from fastcar_compile.codegen.hls.design.loops import (
 from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD
 from fastcar_compile.gates.registry import GateKind
 
-ROOT_DEPTH = 25 * INTEGER
-"""A square root, a bit of the result per stage (square_root of fastcar_gate_core.hpp)."""
-
 REMAINDER_BITS = 32
 """Bits of the number of a forward, one per clock."""
 
@@ -44,8 +41,6 @@ CHANGE_DEPTH = READ + ADD_CLOCKS + SHIFT + 3 * INTEGER
 FEATURE_DEPTH = READ + ADD_CLOCKS + INTEGER + WRITE
 ROUND_FEATURE_DEPTH = READ + SHIFT + INTEGER + WRITE
 WEIGHT_DEPTH = READ + MULTIPLY + SHIFT + 4 * INTEGER
-HEADS_DEPTH = PRODUCT_DEPTH + INTEGER + WRITE
-COSINE_DEPTH = READ + TO_FLOAT + MULTIPLY + COMPARE + ROOT_DEPTH + DIVIDE + COMPARE + SHIFT + 2 * INTEGER
 UNIT_DEPTH = READ + TO_FLOAT + 2 * MULTIPLY + ADD_CLOCKS + COMPARE + MULTIPLY + SHIFT + INTEGER
 
 TABLE_INTERVAL = 4
@@ -155,18 +150,6 @@ def _input_delta(table: DrsTable) -> tuple[Loop, ...]:
     )
 
 
-def _bound(table: DrsTable) -> tuple[Loop, ...]:
-    score = TO_FLOAT + 2 * MULTIPLY + ROOT_DEPTH + COMPARE + DIVIDE + ADD_CLOCKS + WRITE
-    return (
-        _key(table.input_words),
-        Loop("change_of_row", "read_change", table.input_words, CHANGE_DEPTH, moves=True),
-        _key(table.row_key_words),
-        Loop("heads_of_row", "read_heads", table.row_query_words, HEADS_DEPTH, moves=True),
-        Loop("distance_of_heads", "add_cosines", table.attention.heads, COSINE_DEPTH),
-        Loop("bound_scores", "score", 1, score),
-    )
-
-
 def _learned(table: DrsTable) -> tuple[Loop, ...]:
     # A word of weights has eight values, so the features of a row fill pairs of words of four.
     padded, depth = table.input_words + table.input_words % 2, FEATURE_DEPTH + table.input_words % 2
@@ -185,7 +168,6 @@ def _learned(table: DrsTable) -> tuple[Loop, ...]:
 SCORE_LOOPS: dict[GateKind, Callable[[DrsTable], tuple[Loop, ...]]] = {
     GateKind.TAS: _tas,
     GateKind.INPUT_DELTA: _input_delta,
-    GateKind.BOUND: _bound,
     GateKind.LEARNED: _learned,
 }
 """By gate: the loops of one row's score."""

@@ -37,27 +37,18 @@ UNIT_BITS = 160
 """What is kept of a unit of a network: its sum, b1, w2 and the exponent."""
 
 
-ROOT = Usage(lut=1_400, ff=1_500)
-"""A square root of a float32: 25 steps of a subtraction of at most 27 bits and a choice. Estimate."""
-
-HEAD_SUM_BITS = 192
-"""Gate `bound` keeps three sums of 64 bits per query head."""
-
-
 _CHANGE = Usage(dsp=FLOATS_PER_WORD * SUBTRACT_DSP + DIVIDE_DSP) + PRODUCT * (2 * FLOATS_PER_WORD)
-_COSINES = Usage(dsp=3 * FLOATS_PER_WORD * PRODUCT_DSP + 3 * SCORE_DSP) + PRODUCT * (3 * FLOATS_PER_WORD + 1) + ROOT * 2
 _NETWORK = Usage(dsp=BFLOATS_PER_WORD * WEIGHT_DSP + PRODUCT_DSP + 2 * SCORE_DSP + 2 * SUBTRACT_DSP)
 SCORE_UNITS = {
     GateKind.TAS: Usage(dsp=FLOATS_PER_WORD * PRODUCT_DSP + SCORE_DSP) + PRODUCT * FLOATS_PER_WORD,
     GateKind.INPUT_DELTA: _CHANGE,
-    GateKind.BOUND: _CHANGE + _COSINES + Usage(dsp=DIVIDE_DSP + SUBTRACT_DSP),
     GateKind.LEARNED: Usage(dsp=FLOATS_PER_WORD * SUBTRACT_DSP)
     + PRODUCT * (FLOATS_PER_WORD + BFLOATS_PER_WORD + 1)
     + _NETWORK,
 }
-"""By gate: four changes per clock and two magnitudes each; for `bound` also three products of four lanes per clock, and per
-head the cosine with its rounding; for a network four features, eight products of the first layer, one of the second, and
-the scaling and bias of both. A product has a shifter with rounding. Estimate."""
+"""By gate: four products per clock; four changes per clock and two magnitudes each; for a network four features, eight
+products of the first layer, one of the second, and the scaling and bias of both. A product has a shifter with rounding.
+Estimate."""
 
 
 def controller_cycles(table: DrsTable) -> int:
@@ -75,7 +66,7 @@ def controller_usage(limits: Limits) -> Usage:
         (128, limits.key_words),
         (128, features),
         (UNIT_BITS, limits.units),
-        (HEAD_SUM_BITS if kind is GateKind.BOUND else 32, limits.heads),
+        (32, limits.heads),
         (32, limits.table_words),
         (ANSWER_BANKS * 32, RESULT_WORDS // ANSWER_BANKS),
     )

@@ -155,7 +155,7 @@ class StepSpec:
             blocks=-(-self.head_dim // BLOCK),
             positions=-(-self.positions // BLOCK) * BLOCK,
             instructions=LAYER_INSTRUCTIONS * mlp.layers + OTHER_INSTRUCTIONS,
-            query_words=float_words(self.heads * self.head_dim),
+            query_words=float_words(max(self.heads * self.head_dim, mlp.hidden)),
             key_words=float_words(max(self.key_heads * self.head_dim, mlp.hidden)),
         )
 
@@ -167,7 +167,7 @@ class StepBuffers:
     Args:
         rows: of the batch. row_words: 128-bit words of one at a place. group: query heads side by side.
         blocks: of 32 elements in a head. positions: of a head's logits. instructions: of the step program.
-        query_words, key_words: 128-bit words of q, and of the cached key or the MLP's input, of a row for the gate.
+        query_words, key_words: 128-bit words of a row of q, and of the cached key, or of the MLP's input, for the gate.
     """
 
     rows: int

@@ -10,7 +10,7 @@ from math import ceil
 
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, DrsTable
-from fastcar_compile.codegen.hls.design.control_loops import ROOT_DEPTH, SHIFT, ControlOp, ControlWork, control_loops
+from fastcar_compile.codegen.hls.design.control_loops import SHIFT, ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.loops import (
     ADD_CLOCKS,
     COMPARE,
@@ -29,6 +29,9 @@ from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_W
 
 BLOCK_FLOATS = BLOCK // FLOATS_PER_WORD
 """128-bit words of a block of float32 values."""
+
+ROOT_DEPTH = 25 * INTEGER
+"""A square root, a bit of the result per stage (square_root of fastcar_gate_core.hpp)."""
 
 LARGEST_DEPTH = READ + 3 * INTEGER
 SQUARES_DEPTH = READ + SHIFT + MULTIPLY + 3 * INTEGER
@@ -280,7 +283,7 @@ def _decide(decide: step.Decide, work: VectorWork) -> tuple[Repeated, ...]:
 
 
 def _gather(decide: step.Decide, work: VectorWork) -> tuple[Repeated, ...]:
-    """Return the loops that bring q, x, the cached key and the kept x where the controller reads them."""
+    """Return the loops that bring q and the cached key, or x and the kept x, where the controller reads them."""
     floats = decide.blocks * BLOCK_FLOATS
     gathered = (decide.heads * floats, decide.count)
     rows = tuple(Loop("gather_rows", "gather_words", words, COPY_DEPTH) for words in gathered if words)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS
 from fastcar_compile.codegen.hls.design import usage
-from fastcar_compile.codegen.hls.design.controller import ROOT
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS, WORD_BYTES
 from fastcar_compile.codegen.hls.design.spec import StepBuffers
@@ -91,6 +90,9 @@ LIMBS = 2
 MULTIPLY = Usage(lut=150, ff=250, dsp=usage.FLOAT_MULTIPLY.dsp)
 """A float32 multiplier, whose mantissas are in its DSPs: exponents and rounding. Estimate; the LUTs of FLOAT_ADD are those of an
 adder, which shifts."""
+
+ROOT = Usage(lut=1_400, ff=1_500)
+"""A square root of a float32: 25 steps of a subtraction of at most 27 bits and a choice. Estimate."""
 
 CONVERT = Usage(lut=200, ff=200)
 """A conversion between float32 and an integer, or a rounding (no DSP). Estimate."""
@@ -194,8 +196,8 @@ def _vector_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
 
 def _store_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
     beat, axi, uram = design.axi_words * WORD_BITS, design.axi_weight_ports, design.rows_in_uram
-    # A row at a place; q and x; the key and the kept x.
-    of_rows = buffers.row_words, buffers.query_words + buffers.key_words, 2 * buffers.key_words
+    # A row at a place; q or x; the key or the kept x.
+    of_rows = buffers.row_words, buffers.query_words, buffers.key_words
     places, *operands = (memory(WORD_BITS, buffers.rows * words, uram=uram) for words in of_rows)
     rows = sum(operands, start=places * ROWS_ON_CHIP + memory(WORD_BITS, buffers.row_words, uram=uram))
     fifos = memory(beat, usage.STEP_FIFO_WORDS // design.axi_words, axi, uram=uram)

@@ -91,15 +91,13 @@ class ReplayForm:
     gate: GateKind = GateKind.TAS
     units: tuple[int, ...] = ()
 
-    def problems(self, layers: int, attention: AttentionForm) -> list[str]:
+    def problems(self, layers: int) -> list[str]:
         """Return what no step program has, as texts."""
         found = []
         if len(self.gated) != layers:
             found.append(f"gates of {len(self.gated)} layers for {layers} layers")
         if len(self.units) != (layers if self.gate is GateKind.LEARNED else 0):
             found.append(f"networks of {len(self.units)} layers for gate {self.gate.name.lower()} of {layers} layers")
-        if self.gate is GateKind.BOUND and not (attention.rotary or attention.head_norm):
-            found.append("gate bound of heads without RoPE and norms: their q is gone when the MLP's input is there")
         return found
 
 
@@ -122,7 +120,7 @@ def step_program(
     Raises:
         CompileError: what a step program cannot express.
     """
-    wrong = attention.problems() + ([] if replay is None else replay.problems(design.mlp.layers, attention))
+    wrong = attention.problems() + ([] if replay is None else replay.problems(design.mlp.layers))
     if design.mlp.hidden % LANES:
         wrong.append(f"a hidden size of {design.mlp.hidden} (a multiple of {LANES})")
     if not wrong:

@@ -348,7 +348,7 @@ class Decide(Instruction):
 class DecideRows(Instruction):
     """Decide of a short program, on what the host wrote into the input.
 
-    Behind the list of rows are `query_words` of q and x of all rows, then `key_words` of the cached key and x.
+    Behind the list of rows are `query_words` of q or x of all rows, then `key_words` of the cached key or x.
 
     Args:
         network, units, count: of gate `learned`: as in Decide; `count` words are a row of x. Else 0.

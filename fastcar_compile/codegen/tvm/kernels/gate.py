@@ -6,12 +6,11 @@ from typing import Any
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import HeadShape, script, tas
-from fastcar_compile.codegen.tvm.kernels.cache import RowFormat, number_of, row_at
+from fastcar_compile.codegen.tvm.kernels import script, tas
+from fastcar_compile.codegen.tvm.kernels.cache import number_of
 from fastcar_compile.codegen.tvm.kernels.tas import finite_or_nan
-from fastcar_compile.codegen.tvm.kernels.vectors import Expr, cast, fence, magnitude_bits, ramp, vector_lanes
-from fastcar_compile.gates.scores import COSINE_BITS, HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS, distance_factor
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, magnitude_bits, ramp, vector_lanes
+from fastcar_compile.gates.scores import HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS
 from fastcar_compile.ir.types import INACTIVE
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
@@ -59,112 +58,6 @@ def input_delta(rows: int, width: int) -> PrimFunc:
                 y[i] = finite_or_nan(largest[0], T.Cast("float32", sums[0]) / size)
 
     return relative_change
-
-
-@script.inlined
-def _add_key(keys_of, lanes, key, own, square, largest):
-    """Write <k, k> to square[0]; own: one vector, square: int64 [lanes]."""
-    one = T.meta_var(ramp(0, lanes))
-    for v in T.vectorized(lanes):
-        square[v] = T.int64(0)
-    # c: vectors of the head. v: one vector. own, square and largest stay in registers.
-    for c in range(keys_of.dim // lanes):
-        for v in T.vectorized(lanes):
-            own[v] = keys_of.element(key, c * lanes, v)
-        largest[one] = T.max(largest[one], magnitude_bits(own[one], lanes))
-        square[one] += tas.limited_square(tas.units(own[one], lanes) * cast("float64", own[one], lanes), lanes)
-    for v in T.unroll(lanes - 1):
-        square[0] += square[v + 1]
-
-
-@script.inlined
-def _add_head(keys_of, lanes, query, key, own, wide, sums, largest):
-    """Write <q, k> of a head to sums[0], and <q, q> to sums[lanes]."""
-    one, two = T.meta_var((ramp(0, lanes), ramp(lanes, lanes)))
-    for v in T.vectorized(2 * lanes):
-        sums[v] = T.int64(0)
-    # c: vectors of the head. v: one vector. wide: the query in units of 2^-24.
-    for c in range(keys_of.dim // lanes):
-        for v in T.vectorized(lanes):
-            own[v] = query(c * lanes + v)
-        for v in T.vectorized(lanes):
-            own[lanes + v] = keys_of.element(key, c * lanes, v)
-        wide[one] = tas.units(own[one], lanes)
-        # `_add_key` has taken the key's magnitudes already.
-        largest[one] = T.max(largest[one], magnitude_bits(own[one], lanes))
-        sums[one] += tas.limited(wide[one] * cast("float64", own[two], lanes), lanes)
-        sums[two] += tas.limited_square(wide[one] * cast("float64", own[one], lanes), lanes)
-    for v in T.unroll(lanes - 1):
-        sums[0] += sums[v + 1]
-        sums[lanes] += sums[lanes + v + 1]
-
-
-def _cosine(dot: Expr, square: Expr, other: Expr) -> Expr:
-    """Return the cosine of int64 sums in units of 2^-30, limited to 1, as int64."""
-    # The product of the squares first, then one root. At least 1, so that a zero vector does not give 0 / 0.
-    length = T.sqrt(T.max(T.Cast("float32", square) * T.Cast("float32", other), T.float32(1)))
-    cosine = T.max(T.min(T.Cast("float32", dot) / length, T.float32(1)), T.float32(-1))
-    return tas.rounded(T.Cast("float64", cosine) * T.float64(1 << COSINE_BITS), 1)
-
-
-@script.kernel
-def output_bound(
-    query: HeadShape,
-    cache: HeadShape,
-    stride: int,
-    weight: float,
-    dtype: str = "float32",
-    positions: int = 1,
-    isa: InstructionSet = PORTABLE,
-) -> PrimFunc:
-    """Return change + weight * sqrt(1 - mean over query heads of cos(query, key at position - stride)) of every row.
-
-    change float32 [B] is what `input_delta` returns. Bit for bit as the operator; no product is contracted.
-    """
-    b, hq, t, d = query
-    videos, hkv, s, _ = cache
-    share = b // videos
-    group, keys_of = hq // hkv, RowFormat(d, dtype, isa)
-    width = keys_of.size
-    lanes = next(v for v in (8, 4, 2, 1) if d % v == 0)
-    factor = distance_factor(hq)
-
-    @script.prim_func(private=True, s_tir=True)
-    def temporal_bound(
-        change: T.Buffer((b,), "float32"),
-        q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((videos, hkv, s, width), dtype),
-        position: T.Buffer((positions,), "int64"),
-        y: T.Buffer((b,), "float32"),
-    ):
-        for i in range(b):
-            with T.sblock("row"):
-                script.access([change, q, keys, position], [y])
-                own = T.alloc_buffer((2 * lanes,), "float32")
-                wide = T.alloc_buffer((lanes,), "float64")
-                sums = T.alloc_buffer((2 * lanes,), "int64")
-                square = T.alloc_buffer((lanes,), "int64")
-                largest = T.alloc_buffer((lanes,), "int32")
-                apart = T.alloc_buffer((1,), "int64")  # of all heads, 1 - cosine
-                # The key `stride` steps earlier is that of the same place in the frame before.
-                before: T.let = T.max(T.Cast("int32", number_of(position, i)) - stride, 0)
-                apart[0] = T.int64(hq << COSINE_BITS)
-                for v in T.vectorized(lanes):
-                    largest[v] = 0
-                # g: key/value heads, whose <k, k> is summed once. h: query heads of the group.
-                for g in range(hkv):
-                    key = T.meta_var(row_at(keys, i // share, g, before))
-                    _add_key(keys_of, lanes, key, own, square, largest)
-                    for h in range(group):
-                        _add_head(keys_of, lanes, row_at(q, i, g * group + h, 0), key, own, wide, sums, largest)
-                        apart[0] -= _cosine(sums[0], sums[lanes], square[0])
-                for v in T.unroll(lanes - 1):
-                    largest[0] = T.max(largest[0], largest[v + 1])
-                distance: T.let = T.sqrt(T.Cast("float32", apart[0]) * T.float32(factor))
-                score: T.let = change[i] + fence("float32", T.float32(weight) * distance)
-                y[i] = finite_or_nan(largest[0], score)
-
-    return temporal_bound
 
 
 @script.inlined

@@ -17,7 +17,7 @@ from tvm.s_tir import SBlock, SBlockRealize, renew_defs
 from tvm.tirx import Bind, DeclBuffer, For, ForKind, IfThenElse, IntImm, PrimFunc, SeqStmt, Stmt, Var
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import cache, gate, tas
+from fastcar_compile.codegen.tvm.kernels import cache, tas
 from fastcar_compile.codegen.tvm.kernels.attention import chunk, decode, exact, rows
 from fastcar_compile.codegen.tvm.kernels.linear import activations, floats, gemm_w4a8, w4a8, w8a8
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH, WeightType, holds
@@ -158,7 +158,6 @@ KERNELS: dict[str, Kernel] = {
     "cache_write": cache.cache_write,
     "exact_attention": exact.exact_attention,
     "linears": combined_linears,
-    "output_bound": gate.output_bound,
     "ring_write": cache.ring_write,
     "spans_attention": rows.spans_attention,
     "tas": tas.tas,

@@ -51,11 +51,6 @@ def limited(product: Expr, lanes: int) -> Expr:
     return rounded(T.max(T.min(product, limit), -limit), lanes)
 
 
-def limited_square(product: Expr, lanes: int) -> Expr:
-    """Return the same of a float64 that is not negative."""
-    return rounded(T.min(product, broadcast(T.float64(TAS_LIMIT), lanes)), lanes)
-
-
 def fixed_magnitude(a: Expr, lanes: int) -> Expr:
     """Return a float32 that is not negative in units of 2^-24 as int64, rounded half to even and limited to 2^46."""
     # The product with 2^24 is exact. An overflow gives infinity, which the limit takes.

@@ -8,7 +8,7 @@
   const FAMILIES = [
     ["linear", /^(linear|offloaded_linear|offloaded_mlp)/],
     ["attention", /(attention|sdpa|scaled_dot)/],
-    ["gate", /^(gate|tas|input_delta|output_bound|learned_score|constant_score|random_score|offloaded_gate)/],
+    ["gate", /^(gate|tas|input_delta|learned_score|constant_score|random_score|offloaded_gate)/],
     ["cache", /(cache_write|ring_|slot_|^limit)/],
   ];
 
