@@ -14,14 +14,15 @@ struct Operands {
     static const int KEY = T::ROWS * T::KEY_WORDS;
 };
 
+// Words of a row of q or x, and of its key or the x that its slot keeps: fields of what the gate does not read are 0.
 inline uint32_t query_words_of(const Fields& f) {
     FASTCAR_INLINE
-    return f.word[DECIDE_HEADS] * f.word[DECIDE_BLOCKS] * cache::BLOCK_FLOAT_WORDS;
+    return f.word[DECIDE_HEADS] * f.word[DECIDE_BLOCKS] * cache::BLOCK_FLOAT_WORDS + f.word[DECIDE_COUNT];
 }
 
 inline uint32_t key_words_of(const Fields& f) {
     FASTCAR_INLINE
-    return f.word[DECIDE_KEY_HEADS] * f.word[DECIDE_BLOCKS] * cache::BLOCK_FLOAT_WORDS;
+    return f.word[DECIDE_KEY_HEADS] * f.word[DECIDE_BLOCKS] * cache::BLOCK_FLOAT_WORDS + f.word[DECIDE_COUNT];
 }
 
 // The place of row b's slot among those of a layer.
@@ -66,7 +67,7 @@ keep_each_row:
         for (uint32_t i = 0; i < words; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, D::ROW_WORDS)
-            replay[first + i] = rows[f.word[DECIDE_INPUT]][b][i];
+            replay[first + i] = rows[f.word[DECIDE_SOURCE]][b][i];
         }
     }
 }
@@ -87,8 +88,7 @@ read_chain_counts:
             counts[b] = lane_bits(replay[f.word[DECIDE_CHAIN] + slot_of<D>(list, sizes, f.word[DECIDE_STRIDE], b)], 0);
         }
     }
-    const uint32_t input = f.word[DECIDE_COUNT], count = sizes.rows;  // fields of what the gate does not read are 0
-    const drs::Call call = {0, f.layer, list.active, list.computes, count * (query_words_of(f) + input), count * (key_words_of(f) + input),
+    const drs::Call call = {0, f.layer, list.active, list.computes, sizes.rows * query_words_of(f), sizes.rows * key_words_of(f),
                             f.word[DECIDE_NETWORK], f.word[DECIDE_UNITS]};
     const uint32_t status = drs::decide_layer<T>(header, words, call, query, key, constants, counts, answer);
     const bool decided = status == drs::OK;

@@ -206,7 +206,7 @@ inline bool gate_query_fits(const Fields& f, const Sizes& sizes) {
     const uint32_t key_heads = f.word[DECIDE_KEY_HEADS];
     const uint32_t blocks = f.word[DECIDE_BLOCKS];
     const uint64_t heads = f.word[DECIDE_HEADS];
-    const bool small = on_chip(f.word[DECIDE_SOURCE]) && counts(f.word[DECIDE_HEADS]) && counts(key_heads) && counts(blocks);
+    const bool small = counts(f.word[DECIDE_HEADS]) && counts(key_heads) && counts(blocks);
     return small && heads % (small ? key_heads : 1u) == 0 && ring_fits(f.word[DECIDE_SINKS], f.word[DECIDE_RING], sizes) &&
            inside(0, heads * blocks, cache::BLOCK_FLOAT_WORDS, sizes.row_words) &&
            inside(f.word[DECIDE_KEYS], static_cast<uint64_t>(sizes.videos) * key_heads, key_words_of(sizes, blocks),
@@ -216,7 +216,7 @@ inline bool gate_query_fits(const Fields& f, const Sizes& sizes) {
 inline bool gate_input_fits(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint64_t slots = f.word[DECIDE_STRIDE];
-    return on_chip(f.word[DECIDE_INPUT]) && counts(f.word[DECIDE_COUNT]) && f.word[DECIDE_COUNT] <= sizes.row_words &&
+    return counts(f.word[DECIDE_COUNT]) && f.word[DECIDE_COUNT] <= sizes.row_words &&
            inside(f.word[DECIDE_INPUTS], slots * sizes.videos, f.word[DECIDE_COUNT], sizes.replay_words);
 }
 
@@ -224,11 +224,11 @@ inline bool gate_input_fits(const Fields& f, const Sizes& sizes) {
 inline bool decide_fits(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint32_t gate = f.word[DECIDE_GATE];
-    const bool counted = gate >= drs::GATE_TAS && gate <= drs::GATE_LEARNED && counts(f.word[DECIDE_STRIDE]) &&
+    const bool counted = gate >= drs::GATE_TAS && gate <= drs::GATE_LEARNED && counts(f.word[DECIDE_STRIDE]) && on_chip(f.word[DECIDE_SOURCE]) &&
                          inside(f.word[DECIDE_CHAIN], f.word[DECIDE_STRIDE], sizes.videos, sizes.replay_words);
-    const bool no_query = (f.word[DECIDE_SOURCE] | f.word[DECIDE_HEADS] | f.word[DECIDE_KEY_HEADS] | f.word[DECIDE_BLOCKS] |
+    const bool no_query = (f.word[DECIDE_HEADS] | f.word[DECIDE_KEY_HEADS] | f.word[DECIDE_BLOCKS] |
                            f.word[DECIDE_KEYS] | f.word[DECIDE_SINKS] | f.word[DECIDE_RING]) == 0;
-    const bool no_input = (f.word[DECIDE_INPUT] | f.word[DECIDE_COUNT] | f.word[DECIDE_INPUTS]) == 0;
+    const bool no_input = (f.word[DECIDE_COUNT] | f.word[DECIDE_INPUTS]) == 0;
     const bool no_network = (f.word[DECIDE_NETWORK] | f.word[DECIDE_UNITS]) == 0;
     const bool network = f.word[DECIDE_UNITS] >= 1 && f.word[DECIDE_UNITS] <= MOST_UNITS &&
                          inside(f.word[DECIDE_NETWORK], 1, network_words_of(f.word[DECIDE_UNITS], f.word[DECIDE_COUNT]),

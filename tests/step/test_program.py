@@ -84,9 +84,9 @@ def test_a_gate_finds_what_it_reads() -> None:
             assert decide.source is Place.Q
             assert Place.Q not in written
         else:
-            assert (decide.source, decide.heads, decide.ring) == (0, 0, 0)
+            assert (decide.source, decide.heads, decide.ring) == (Place.A, 0, 0)
         norm = listed[at - 1]
-        assert (isinstance(norm, Norm) and norm.target is decide.input is Place.A) == decide.gate.reads_input
+        assert (isinstance(norm, Norm) and norm.target is decide.source) == decide.gate.reads_input
         assert bool(decide.count) == decide.gate.reads_input
     assert LEARNED.sizes.constant_words - GATED.sizes.constant_words == network_words(3, 64)
     assert LEARNED.sizes.replay_words - GATED.sizes.replay_words == 2 * 7 * 2 * 16
@@ -155,9 +155,10 @@ def test_a_decision_of_another_gate_is_refused(cores: Cores) -> None:
         for kind in GateKind:
             alike = (kind.reads_query, kind.reads_input, kind is GateKind.LEARNED) == reads
             assert judged(replace(decide, gate=kind)) is (Status.OK if alike else Status.BAD_INSTRUCTION)
-        for name in ("source", "heads", "key_heads", "blocks", "keys", "sinks", "ring", "input", "count", "inputs"):
+        assert judged(replace(decide, source=Place.OUTPUT)) is Status.BAD_INSTRUCTION
+        for name in ("heads", "key_heads", "blocks", "keys", "sinks", "ring", "count", "inputs"):
             if not getattr(decide, name):
-                read = reads[1] if name in ("input", "count", "inputs") else reads[0]
+                read = reads[1] if name in ("count", "inputs") else reads[0]
                 assert judged(replace(decide, **{name: 1})) is Status.BAD_INSTRUCTION or read
         assert judged(replace(decide, units=4097)) is Status.BAD_INSTRUCTION
         assert judged(replace(decide, stride=decide.stride << 16)) is Status.BAD_INSTRUCTION

@@ -189,7 +189,7 @@ def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> 
         (Mlp, {"target": Place.K}),
         (Attend, {"source": Place.X}),
         (Decide, {"layer": LAYERS}),
-        (Decide, {**unread, "gate": GateKind.INPUT_DELTA, "input": Place.A, "count": 1}),
+        (Decide, {**unread, "gate": GateKind.INPUT_DELTA, "source": Place.A, "count": 1}),
     ):
         number = next(n for n, i in enumerate(program.instructions) if isinstance(i, kind))
         assert kernel.load(with_changed(program, kind, **changes).to_bytes(table)) == Status.OK

@@ -285,8 +285,7 @@ def _decide(decide: step.Decide, work: VectorWork) -> tuple[Repeated, ...]:
 def _gather(decide: step.Decide, work: VectorWork) -> tuple[Repeated, ...]:
     """Return the loops that bring q and the cached key, or x and the kept x, where the controller reads them."""
     floats = decide.blocks * BLOCK_FLOATS
-    gathered = (decide.heads * floats, decide.count)
-    rows = tuple(Loop("gather_rows", "gather_words", words, COPY_DEPTH) for words in gathered if words)
+    rows = Loop("gather_rows", "gather_words", decide.heads * floats + decide.count, COPY_DEPTH)
     key = (
         Loop("read_keys", "read_key_exponents", decide.blocks, WRITE, moves=True),
         Loop("read_keys", "read_key_mantissas", decide.blocks * BLOCK_WORDS, WRITE, moves=True),
@@ -298,7 +297,7 @@ def _gather(decide: step.Decide, work: VectorWork) -> tuple[Repeated, ...]:
     )
     inputs = Loop("gather_inputs", "gather_kept_words", decide.count, WRITE, moves=True)
     return (
-        Repeated(rows, work.rows if rows else 0),
+        Repeated((rows,), work.rows),
         Repeated(key, work.rows * ceil(decide.key_heads * work.axi_words / work.ports)),
         Repeated(last, work.rows if decide.key_heads else 0),
         Repeated((inputs,), work.rows if decide.count else 0),

@@ -260,15 +260,16 @@ class _Builder:
         return (Place.Q, Place.K) if self.heads.rotary or self.heads.head_norm else (Place.Y, Place.Y)
 
     def _decision(self, layer: int, form: ReplayForm) -> step.Decide:
-        decide = step.Decide(layer, form.gate, self.slots, layer * self.layer_chains)
+        # The norm has put x into A.
+        source = self._places[0] if form.gate.reads_query else Place.A
+        decide = step.Decide(layer, form.gate, self.slots, layer * self.layer_chains, source)
         heads, cache = self.heads, self.heads.cache
         if form.gate.reads_query:
-            decide = replace(decide, source=self._places[0], heads=heads.heads, key_heads=heads.key_heads)
-            decide = replace(decide, blocks=heads.head_dim // BLOCK, keys=layer * self.layer_keys)
-            decide = replace(decide, sinks=cache.sinks, ring=cache.ring)
+            decide = replace(decide, heads=heads.heads, key_heads=heads.key_heads, blocks=heads.head_dim // BLOCK)
+            decide = replace(decide, keys=layer * self.layer_keys, sinks=cache.sinks, ring=cache.ring)
         if form.gate.reads_input:
             inputs = self.inputs + layer * self.layer_inputs
-            decide = replace(decide, input=Place.A, count=self.words, inputs=inputs)
+            decide = replace(decide, count=self.words, inputs=inputs)
         if form.gate is GateKind.LEARNED:
             decide = replace(decide, network=self.networks[layer], units=form.units[layer])
         return decide

@@ -291,9 +291,10 @@ class Decide(Instruction):
     The replay buffer has a memory word per slot and video with its chain count, those of the layer from word `chain` on.
 
     Args:
-        source .. ring: q in `source`, and the cached key of position - stride, of a gate that reads q.
-        input, count, inputs: x in `input`, `count` words a row, of a gate that reads the MLP's input. The x of the last
-            forward that computed is kept in the replay buffer from word `inputs` on, slot after slot, video after video.
+        source: where q or x is.
+        heads .. ring: of q, and of the cached key of position - stride, of a gate that reads q.
+        count, inputs: x has `count` words a row, of a gate that reads the MLP's input. The x of the last forward that
+            computed is kept in the replay buffer from word `inputs` on, slot after slot, video after video.
         network, units: of gate `learned`; the word of the layer's network in the constants, and its hidden units.
     """
 
@@ -301,14 +302,13 @@ class Decide(Instruction):
     gate: GateKind
     stride: int
     chain: int
-    source: Place = Place.X
+    source: Place
     heads: int = 0
     key_heads: int = 0
     blocks: int = 0
     keys: int = 0
     sinks: int = 0
     ring: int = 0
-    input: Place = Place.X
     count: int = 0
     inputs: int = 0
     network: int = 0
@@ -321,20 +321,21 @@ class Decide(Instruction):
 
     def fits(self, room: Sizes) -> bool:
         """See Instruction.fits."""
+        placed = on_chip(self.source) and counts(self.stride)
         # A count has a word of its own, so that a row changes no word that other rows change.
-        counted = counts(self.stride) and self.chain + self.stride * room.videos <= room.replay_words
+        counted = placed and self.chain + self.stride * room.videos <= room.replay_words
         return counted and self._query_fits(room) and self._input_fits(room) and self._network_fits(room)
 
     def _query_fits(self, room: Sizes) -> bool:
         if not self.gate.reads_query:
             # Fields that the gate does not read are zero, so that a program cannot hide data in them.
-            return not any((self.source, self.heads, self.key_heads, self.blocks, self.keys, self.sinks, self.ring))
-        return on_chip(self.source) and reads_keys(self, room)
+            return not any((self.heads, self.key_heads, self.blocks, self.keys, self.sinks, self.ring))
+        return reads_keys(self, room)
 
     def _input_fits(self, room: Sizes) -> bool:
         if not self.gate.reads_input:
-            return not any((self.input, self.count, self.inputs))
-        small = on_chip(self.input) and counts(self.count) and self.count <= room.row_words
+            return not self.count and not self.inputs
+        small = counts(self.count) and self.count <= room.row_words
         # The replay buffer keeps x of `stride` slots, each with all videos.
         return small and self.inputs + self.stride * room.videos * self.count <= room.replay_words
 

@@ -223,7 +223,7 @@ class StepSimulator:
         """Return x, float32 [rows, size], and a view of the slots that keep it; None: neither is read."""
         if not decide.gate.reads_input:
             return None, None
-        x = self._rows[decide.input, :, : LANES * decide.count]
+        x = self._rows[decide.source, :, : LANES * decide.count]
         return x, self._slots(decide.inputs, decide.stride, decide.count)
 
     def _slots(self, first: int, slots: int, count: int) -> Array:
