@@ -75,9 +75,10 @@ class Sections(BaseModel):
             if lacking := sorted(needed - set(parts.get(name, needed))):
                 raise ValueError(f"{name} lacks {', '.join(lacking)}")
         # A caller may give a file of weights, but a file that a manifest names would be read.
-        weights = parts.get("replay", {}).get("gate_weights")
-        if isinstance(weights, str) and not DIGEST.fullmatch(weights):
-            raise ValueError("replay.gate_weights is not a digest")
+        for name in ("gate_weights", "draft"):
+            weights = parts.get("replay", {}).get(name)
+            if isinstance(weights, str) and not DIGEST.fullmatch(weights):
+                raise ValueError(f"replay.{name} is not a digest")
         return given
 
     def extension(self, name: str, kind: type[S]) -> S | None:

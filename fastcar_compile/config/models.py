@@ -11,7 +11,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, QUANT_FORMATS, quant_format
 from fastcar_compile.errors import CompileError, InputError, UserError, count_text
-from fastcar_compile.gates import GATES, GateWeights, gate_named
+from fastcar_compile.gates import GATES, GateWeights, gate_class, gate_named
+from fastcar_compile.gates.draft import Draft
 from fastcar_compile.gates.registry import weights_problem
 from fastcar_compile.gates.weights import DIGEST
 from fastcar_compile.support import limits
@@ -109,21 +110,31 @@ def parse_thresholds(value: object) -> float | tuple[float | None, ...] | None:
     return parse_threshold(value)
 
 
-def _parse_weights(value: object) -> GateWeights | None:
+def _parse_stored(value: object, kind: type[GateWeights] | type[Draft], what: str) -> GateWeights | Draft | None:
     """Return weights from themselves, from their file, or from the digest that stands for them in JSON."""
-    if value is None or isinstance(value, GateWeights):
+    if value is None or isinstance(value, kind):
         return value
     if isinstance(value, str) and DIGEST.fullmatch(value):
-        return GateWeights(value.removeprefix("sha256:"))
+        return kind(value.removeprefix("sha256:"))
     if not isinstance(value, str | Path):
-        raise ValueError(f"gate weights are a safetensors file, not {value!r}")
-    return GateWeights.load(value)
+        raise ValueError(f"{what} a safetensors file, not {value!r}")
+    return kind.load(value)
+
+
+def _parse_weights(value: object) -> GateWeights | Draft | None:
+    return _parse_stored(value, GateWeights, "gate weights are")
+
+
+def _parse_draft(value: object) -> GateWeights | Draft | None:
+    return _parse_stored(value, Draft, "a draft is")
 
 
 Threshold = Annotated[float, BeforeValidator(parse_threshold), PlainSerializer(_dump_threshold, when_used="json")]
 _NAMED = PlainSerializer(lambda weights: None if weights is None else weights.name, when_used="json")
 Weights = Annotated[Any, BeforeValidator(_parse_weights), _NAMED]
 """A GateWeights or None; pydantic knows it as Any, because a GateWeights is not a model."""
+Drafts = Annotated[Any, BeforeValidator(_parse_draft), _NAMED]
+"""A Draft or None."""
 
 
 def _one_of(known: Mapping[str, object], what: str, listed: str = "known") -> AfterValidator:
@@ -179,9 +190,12 @@ class ReplayConfig(Config):
             weight; or a list with one of these per layer (None: all heads there). Weights are used as given.
         gate_weights: for gate "learned", the safetensors file of its weights (docs/reference/gates.md), or a
             GateWeights. JSON keeps their digest, never the file's name.
+        draft: what a row that replays gets instead of the cached output: the safetensors file of `fit_draft`, or a
+            Draft. Its own gate is the default then: "learned" with the file's weights. A gate of another name has to
+            keep the MLP's input.
 
     Raises:
-        CompileError: a field or the file of the weights is not valid. UserError: the file cannot be read.
+        CompileError: a field or a file of weights is not valid. UserError: the file cannot be read.
     """
 
     gate: Annotated[str, _one_of(GATES, "gate", "known gates")] = "tas"
@@ -191,9 +205,12 @@ class ReplayConfig(Config):
     refresh_every: int | None = Field(default=None, ge=2, strict=True)
     heads: Annotated[tuple[Heads | None, ...] | None, BeforeValidator(parse_layers_of_heads)] = None
     gate_weights: Weights = None
+    draft: Drafts = None
 
     def __init__(self, **data: Any) -> None:
         """Set the gate's own threshold where the caller gives no threshold. None is a threshold too: never replay."""
+        if data.get("draft") is not None and "gate_weights" not in data:
+            data = _with_gate_of_draft(data)
         gate, given = data.get("gate", "tas"), "threshold" in data
         if not given and isinstance(gate, str) and gate in GATES:
             data = {**data, "threshold": GATES[gate].default_threshold}
@@ -208,14 +225,14 @@ class ReplayConfig(Config):
         problem = weights_problem(self.gate, self.gate_weights is not None)
         if problem is not None:
             raise ValueError(problem)
+        if self.draft is not None and not gate_class(self.gate).caches_input:
+            raise ValueError(f"a draft needs the MLP's cached input, which gate {self.gate!r} does not keep")
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-safe dict. It has weights only where they are given, so that older journals stay valid."""
+        """Return a JSON-safe dict. It has files only where they are given, so that older journals stay valid."""
         data = super().to_json()
-        if data["gate_weights"] is None:
-            del data["gate_weights"]
-        return data
+        return {k: v for k, v in data.items() if v is not None or k not in ("gate_weights", "draft")}
 
     def heads_of(self, num_layers: int) -> tuple[Heads | None, ...]:
         """Return the (head, weight) pairs of every layer; empty: all heads everywhere.
@@ -252,6 +269,17 @@ class ReplayConfig(Config):
             hint = f"give one number for all layers, or exactly {num_layers} (None: this layer never replays)"
             raise UserError(what, where="ReplayConfig.threshold", hint=hint)
         return tuple(self.threshold)
+
+
+def _with_gate_of_draft(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a ReplayConfig with its draft read, and the gate that was fitted with the draft."""
+    try:
+        draft = _parse_draft(data["draft"])
+    except ValueError:
+        return data  # the field's own validation reports it
+    own = draft.gate if isinstance(draft, Draft) else None
+    given = {**data, "draft": draft, "gate": data.get("gate", "learned")}
+    return given if own is None or given["gate"] != "learned" else {**given, "gate_weights": own}
 
 
 class SparseAttention(Config):

@@ -3,9 +3,10 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +17,15 @@ from fastcar_compile.errors import CompileError, InputError, UserError, os_error
 from fastcar_compile.gates.scores import WEIGHT_BITS
 from fastcar_compile.gates.weights import FORMAT, HINT, PARAMETERS, VERSION, LayerWeights
 from fastcar_compile.support.values import path_of, refuse_pipe
+
+
+class LayerTensors(Protocol):
+    """What a file holds for one layer."""
+
+    def params(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        ...
+
 
 LARGEST_EXPONENT, LEAST_EXPONENT = 64, -70
 """The magnitudes of a unit's weights sum to at most 2^64; a sum below 2^-70 is rounded as if it were 2^-70."""
@@ -78,7 +88,7 @@ def _wrong_shapes(layer: int, known: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def digest_of(layers: Mapping[int, LayerWeights]) -> str:
+def digest_of(layers: Mapping[int, LayerTensors]) -> str:
     """Return the SHA-256 of all names, shapes and values."""
     digest = hashlib.sha256()
     for layer, weights in sorted(layers.items()):
@@ -89,31 +99,56 @@ def digest_of(layers: Mapping[int, LayerWeights]) -> str:
     return digest.hexdigest()
 
 
-# The file of a trained gate: safetensors with `layer.{l}.{name}` tensors, a format and a version.
+# The file of a gate or a draft: safetensors with `layer.{l}.{name}` tensors, a format and a version.
+
+_NAME = re.compile(r"layer\.(0|[1-9][0-9]*)\.([a-z0-9_]+)")
 
 
-def read_gate_file(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def read_layers(path: str | Path, format: str, hint: str) -> tuple[dict[str, str], dict[int, dict[str, Tensor]]]:
+    """Return metadata, and layer -> name -> tensor.
+
+    Raises:
+        UserError: the file cannot be read. CompileError: another format or version, or a tensor of no layer.
+    """
+    metadata, tensors = read_gate_file(path, format, hint)
+    layers: dict[int, dict[str, Tensor]] = {}
+    problems: list[CompileError] = []
+    for name, tensor in sorted(tensors.items()):
+        match = _NAME.fullmatch(name)
+        if match is None:
+            problems.append(CompileError(f"unknown tensor {name!r}", where=str(path), hint=hint))
+        else:
+            layers.setdefault(int(match[1]), {})[match[2]] = tensor
+    CompileError.raise_all(problems)
+    return metadata, layers
+
+
+def read_gate_file(
+    path: str | Path, format: str = FORMAT, hint: str = HINT
+) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return metadata and tensors by name.
 
     Raises:
         UserError: the file cannot be read. CompileError: the file has another format or version.
     """
-    file_path = path_of("the gate's file", path)
+    file_path = path_of("the file", path)
     try:
         refuse_pipe(file_path)
         with cast("Any", safe_open(str(file_path), "pt")) as file:  # its stub has no types
             metadata: dict[str, str] = file.metadata() or {}
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise UserError(f"the gate's weights cannot be read: {error}", where=str(path), hint=HINT) from error
+        raise UserError(f"the weights cannot be read: {error}", where=str(path), hint=hint) from error
     found = metadata.get("format"), metadata.get("version")
-    if found != (FORMAT, VERSION):
-        what = f"the file has format {found[0]!r} version {found[1]!r}, expected {FORMAT!r} version {VERSION!r}"
-        raise CompileError(what, where=str(path), hint=HINT)
+    if found != (format, VERSION):
+        what = f"the file has format {found[0]!r} version {found[1]!r}, expected {format!r} version {VERSION!r}"
+        raise CompileError(what, where=str(path), hint=hint)
     return metadata, tensors
 
 
-def write_gate_file(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def write_gate_file(
+    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], format: str = FORMAT
+) -> None:
     """Write the file. A kill while writing leaves the old file.
 
     Raises:
@@ -125,8 +160,8 @@ def write_gate_file(path: str | Path, tensors: Mapping[str, Tensor], metadata: M
         own = {name: tensor.detach().cpu().to_dense().contiguous().clone() for name, tensor in tensors.items()}
     except (RuntimeError, NotImplementedError) as error:
         text = str(error).partition("\n")[0]
-        raise InputError(f"the gate's tensors cannot be written: {text}", where=str(file), hint=HINT) from error
-    replace_file(file, _ordered(save(own, {"format": FORMAT, "version": VERSION, **metadata})))
+        raise InputError(f"the tensors cannot be written: {text}", where=str(file), hint=HINT) from error
+    replace_file(file, _ordered(save(own, {"format": format, "version": VERSION, **metadata})))
 
 
 def replace_file(path: Path, data: bytes) -> None:

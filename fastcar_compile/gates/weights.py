@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
-from fastcar_compile.errors import CompileError, attempt, count_text
+from fastcar_compile.errors import CompileError, count_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +20,6 @@ HINT = (
 )
 PARAMETERS = ("w1", "b1", "w2", "b2")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_NAME = re.compile(r"layer\.(0|[1-9][0-9]*)\.([a-z0-9]+)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,29 +46,50 @@ class LayerWeights:
         return {name: getattr(self, name) for name in PARAMETERS}
 
 
+L = TypeVar("L")
+
+
 @dataclass(frozen=True, eq=False)
-class GateWeights:
-    """The networks of a decoder's layers; equal where the digests are.
+class StoredLayers(Generic[L]):
+    """What a file holds for the layers of one decoder; equal where the digests are.
 
     Attributes:
-        digest: SHA-256 of all values as the compiled gate has them. Without layers it names weights that are kept
-            elsewhere, as a manifest does.
-        layers: layer -> its network.
+        digest: SHA-256 of all values as the compiled program has them. Without layers it names what is kept elsewhere,
+            as a manifest does.
+        layers: layer -> what it has.
     """
 
+    WHAT: ClassVar[str]
+    FIELD: ClassVar[str]
+    """The argument that takes it."""
+
     digest: str
-    layers: Mapping[int, LayerWeights] = field(default_factory=dict[int, LayerWeights], repr=False)
+    layers: Mapping[int, L] = field(default_factory=dict[int, L], repr=False)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, GateWeights) and self.digest == other.digest
+        return type(other) is type(self) and self.digest == other.digest
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
     @property
     def name(self) -> str:
-        """The digest as `sha256:…`, which stands for the weights in JSON."""
+        """The digest as `sha256:…`, which stands for the file in JSON."""
         return f"sha256:{self.digest}"
+
+    def require(self) -> None:
+        """Raise CompileError where only the digest is known."""
+        if not self.layers:
+            what = f"the {self.WHAT} are known only by their digest, {self.name}"
+            option = self.FIELD.replace("_", "-")
+            raise CompileError(what, where=self.FIELD, hint=f"give the file: {self.FIELD}=…, or --{option} FILE")
+
+
+@dataclass(frozen=True, eq=False)
+class GateWeights(StoredLayers[LayerWeights]):
+    """The networks of a decoder's layers."""
+
+    WHAT, FIELD = "weights of the gate", "gate_weights"
 
     @classmethod
     def of(cls, layers: Mapping[int, Mapping[str, Tensor]], where: str = "gate weights") -> GateWeights:
@@ -95,21 +114,9 @@ class GateWeights:
         Raises:
             UserError: it cannot be read. CompileError: format, version, tensors; all that is wrong at once.
         """
-        from fastcar_compile.gates.tensors import read_gate_file
+        from fastcar_compile.gates.tensors import read_layers
 
-        _, tensors = read_gate_file(path)
-        layers: dict[int, dict[str, Tensor]] = {}
-        problems: list[CompileError] = []
-        for name, tensor in sorted(tensors.items()):
-            match = _NAME.fullmatch(name)
-            if match is None:
-                problems.append(CompileError(f"unknown tensor {name!r}", where=str(path), hint=HINT))
-            else:
-                layers.setdefault(int(match[1]), {})[match[2]] = tensor
-        weights = attempt(problems, partial(cls.of, layers, str(path)))
-        if weights is None or problems:
-            raise CompileError.collect(problems)
-        return weights
+        return cls.of(read_layers(path, FORMAT, HINT)[1], str(path))
 
     def save(self, path: str | Path) -> None:
         """Write the file with all values in float32. The same weights give the same bytes."""
@@ -135,12 +142,6 @@ class GateWeights:
             problems.append(f"the gate's weights have a layer {extra[0]}, but the decoder has {own}")
         hint = "train the gate on this decoder"
         CompileError.raise_all([CompileError(p, where="gate_weights", hint=hint) for p in problems])
-
-    def require(self) -> None:
-        """Raise CompileError where only the digest is known."""
-        if not self.layers:
-            what = f"the weights of the gate are known only by their digest, {self.name}"
-            raise CompileError(what, where="gate_weights", hint="give the file: gate_weights=…, or --gate-weights FILE")
 
     def layer(self, layer: int) -> LayerWeights:
         """Return one layer's network.

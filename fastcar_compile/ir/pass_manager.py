@@ -13,13 +13,16 @@ from pydantic import TypeAdapter, ValidationError
 from torch import fx
 
 from fastcar_compile.errors import CompileError, InternalError
-from fastcar_compile.gates.weights import DIGEST, GateWeights
+from fastcar_compile.gates.draft import Draft
+from fastcar_compile.gates.weights import DIGEST, GateWeights, StoredLayers
 from fastcar_compile.ir.layers import LAYER_KEYS
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.verifier import verify_program
 
 _NAME = re.compile(r"[a-z0-9-]+")
 _INFINITIES = ("inf", "-inf")
+_STORED = {kind.FIELD: kind for kind in (GateWeights, Draft)}
+"""Options that are files of weights, by their names; text has their digests."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,14 @@ def _plain(value: object) -> object:
         return str(value)
     if isinstance(value, list | tuple):
         return [_plain(v) for v in cast("Sequence[object]", value)]
-    return value.name if isinstance(value, GateWeights) else value
+    return value.name if isinstance(value, StoredLayers) else value
+
+
+def _stored(option: str, value: object) -> object:
+    """Return what the digest of a file of weights stands for."""
+    if option in _STORED and isinstance(value, str) and DIGEST.fullmatch(value):
+        return _STORED[option](value.removeprefix("sha256:"))
+    return value
 
 
 def _from_plain(value: object) -> object:
@@ -58,8 +68,6 @@ def _from_plain(value: object) -> object:
         return float(str(value))
     if isinstance(value, list):
         return tuple(_from_plain(v) for v in cast("list[object]", value))
-    if isinstance(value, str) and DIGEST.fullmatch(value):
-        return GateWeights(value.removeprefix("sha256:"))
     return value
 
 
@@ -88,6 +96,7 @@ def pipeline_from_string(text: str, registry: Mapping[str, type[Pass]]) -> list[
         known = {f.name for f in fields(registry[name])}
         if unknown := sorted(set(options) - known):
             raise CompileError(f"pass '{name}' has no option {unknown}", hint=f"its options: {sorted(known)}")
+        options = {o: _stored(o, value) for o, value in options.items()}
         _check_types(registry[name], options)
         passes.append(registry[name](**options))
         if end == len(text):
@@ -108,7 +117,7 @@ def _check_types(kind: type[Pass], options: Mapping[str, object]) -> None:
     """Raise CompileError where an option's value is not of its type. Weights are no JSON, and known by digest only."""
     hints, defaults = get_type_hints(kind), {f.name: f.default for f in fields(kind)}
     for option, value in options.items():
-        if value == defaults[option] or isinstance(value, GateWeights):
+        if value == defaults[option] or isinstance(value, StoredLayers):
             continue
         try:
             TypeAdapter(hints[option]).validate_python(value)
