@@ -1,5 +1,6 @@
 """Graph editing shared by the passes: inserted nodes carry a value, a source line, a layer and their pass."""
 
+import operator
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -207,6 +208,40 @@ def add_placeholder(graph: fx.Graph, name: str, shape: Iterable[int], dtype: tor
     node.meta["val"] = mode.from_tensor(torch.empty(tuple(shape), dtype=dtype), static_shapes=True)
     node.meta["made_by"] = made_by
     return node
+
+
+def branch_input(graph: fx.Graph, name: str, value: Tensor, origin: fx.Node, made_by: str) -> fx.Node:
+    """Add a placeholder with a fake value to a branch; it has source and layer of `origin`."""
+    node = graph.placeholder(name)
+    set_origin(node, origin, made_by)
+    node.meta["val"] = value
+    return node
+
+
+def conditional(
+    emit: Inserter,
+    module: fx.GraphModule,
+    condition: fx.Node,
+    branches: dict[str, fx.GraphModule],
+    operands: list[fx.Node],
+    like: fx.Node,
+) -> fx.Node:
+    """Insert `cond(condition, first, second, operands)` and return its one result, which is like the value of `like`.
+
+    Args:
+        branches: the two, by what they do: the submodules are `<name>_branch_<layer>`. They take all operands.
+    """
+    arms = list[fx.Node]()
+    for kind, branch in branches.items():
+        name = f"{kind}_branch_{emit.origin.meta['layer']}"
+        module.add_submodule(name, branch)
+        arms.append(emit.graph.get_attr(name))
+        inherit_layer(arms[-1], emit.origin)
+    result = emit.graph.call_function(torch.ops.higher_order.cond, (condition, *arms, tuple(operands)))
+    set_origin(result, emit.origin, emit.made_by)
+    # A `cond` yields a tuple, also of one value.
+    result.meta["val"] = (like.meta["val"],)
+    return emit(operator.getitem, result, 0)
 
 
 def set_outputs(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, PlainSerializer
 from pydantic.dataclasses import dataclass
 
+from fastcar_compile.gates.draft import DraftSize
+
 
 class StateRole(StrEnum):
     """What a state tensor is for."""
@@ -149,12 +151,14 @@ class ReplayFacts:
         gate: name of the gate.
         heads: (query head, weight) pairs of a gate that averages over heads; None: all of them alike.
         gate_units: hidden units of a gate that is a network, else None.
+        draft: what a replay computes; None: it takes the cached output.
     """
 
     threshold: Float
     gate: str
     heads: tuple[tuple[int, float], ...] | None = None
     gate_units: int | None = None
+    draft: DraftSize | None = None
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

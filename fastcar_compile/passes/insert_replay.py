@@ -14,12 +14,18 @@ from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.gates import GATES, Comparison, Gate, GateValues, GateWeights, gate_named
 from fastcar_compile.gates.weights import gate_parameter
 from fastcar_compile.ir.dataflow import between
-from fastcar_compile.ir.layers import LAYER, REPLAY, Role, layer_of, mark, ring_of, role_nodes
+from fastcar_compile.ir.layers import REPLAY, Role, mark, ring_of, role_nodes
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
-from fastcar_compile.ir.provenance import ORIGIN_KEYS
 from fastcar_compile.ir.query import graph_module, node_arg, output_nodes, shape_of, value_of
-from fastcar_compile.ir.rewrite import Inserter, add_placeholder, attribute, set_origin, set_outputs
+from fastcar_compile.ir.rewrite import (
+    Inserter,
+    add_placeholder,
+    attribute,
+    branch_input,
+    conditional,
+    set_outputs,
+)
 from fastcar_compile.ir.sites import attention_site, entry_of, mlp_output, mlp_start
 from fastcar_compile.ir.types import AttentionSite, ReplayFacts, StateRole
 from fastcar_compile.passes.caches import earlier_key, reads_earlier_key
@@ -51,25 +57,14 @@ class ReplayCond:
 
         The region itself is copied into the compute branch. Once nothing reads its result, it is dead code.
         """
-        graph, layer = module.graph, layer_of(self.output)
-        emit = Inserter(graph, self.output, self.made_by)
+        emit = Inserter(module.graph, self.output, self.made_by)
         constants = self._constants()
         # One row that computes runs the branch for all rows. The rows that replay take the cached value inside of it.
         every = emit(aten.all.default, self.replay)
         branches = {"replay": self._replay_branch(constants), "compute": self._compute_branch(constants)}
-        nodes: list[fx.Node] = []
-        for kind, branch in branches.items():
-            name = f"{kind}_branch_{layer}"
-            module.add_submodule(name, branch)
-            nodes.append(graph.get_attr(name))
-            mark(nodes[-1], layer)
         # Both branches take the operands in this order: it is that of `_inputs`.
-        operands = (self.entry, self.replay, self.cached, *constants)
-        result = graph.call_function(torch.ops.higher_order.cond, (every, *nodes, operands))
-        set_origin(result, self.output, self.made_by)
-        # A `cond` yields a tuple, also of one value.
-        result.meta["val"] = (self.cached.meta["val"],)
-        return emit(operator.getitem, result, 0)
+        operands = [self.entry, self.replay, self.cached, *constants]
+        return conditional(emit, module, every, branches, operands, self.cached)
 
     def _region(self) -> list[fx.Node]:
         return [n for n in between(self.entry, self.output) if n is not self.entry]
@@ -84,7 +79,7 @@ class ReplayCond:
         """The placeholders of a branch: outer node -> inner one."""
         weights = {f"weight_{i}": c for i, c in enumerate(constants)}
         named = {"hidden": self.entry, "replay": self.replay, "cached": self.cached, **weights}
-        return {outer: _branch_input(graph, name, outer) for name, outer in named.items()}
+        return {o: branch_input(graph, name, o.meta["val"], o, self.made_by) for name, o in named.items()}
 
     def _compute_branch(self, constants: Sequence[fx.Node]) -> fx.GraphModule:
         """where(replay, cached, MLP(hidden))."""
@@ -106,12 +101,6 @@ class ReplayCond:
         cached = self._inputs(graph, constants)[self.cached]
         graph.output((Inserter(graph, self.output, self.made_by)(aten.clone.default, cached),))
         return graph_module(torch.nn.Module(), graph)
-
-
-def _branch_input(graph: fx.Graph, name: str, outer: fx.Node) -> fx.Node:
-    node = graph.placeholder(name)
-    node.meta = {k: outer.meta[k] for k in (*ORIGIN_KEYS, LAYER, "made_by", "val") if k in outer.meta}
-    return node
 
 
 # Score, gate, conditional MLP and caches of the layers that may replay.

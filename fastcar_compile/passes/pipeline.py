@@ -8,6 +8,7 @@ from fastcar_compile.passes.decode_rows import DecodeRows
 from fastcar_compile.passes.exact_arithmetic import ExactArithmetic
 from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.fuse_activations import FuseActivations
+from fastcar_compile.passes.insert_drafts import InsertDrafts
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.legalize_norms import LegalizeNorms
 from fastcar_compile.passes.linears import LegalizeLinears, MergeAdapters, SplitGateUp, UnfoldRows
@@ -57,7 +58,7 @@ PASSES: dict[str, type[Pass]] = {
     for p in (
         *(type(p) for p in analysis_pipeline()),
         *(RepeatLayers, Bfloat16Weights, Float16Weights, QuantizeW8A8, QuantizeW4A8, Bfloat16Embedding),
-        *(InsertReplay, SkipRows),
+        *(InsertReplay, InsertDrafts, SkipRows),
         *(
             SparsifyAttention,
             WindowCaches,
@@ -80,7 +81,10 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
         # embedding a weight of its own, so that the table is then read by lookups alone.
         passes += [QUANTIZE[config.quant], Bfloat16Embedding()]
     if config.replay is not None:
-        passes += [_replay(config.replay, num_layers), SkipRows(config.replay.couple_cfg)]
+        passes.append(_replay(config.replay, num_layers))
+        if config.replay.draft is not None:
+            passes.append(InsertDrafts(config.replay.draft))
+        passes.append(SkipRows(config.replay.couple_cfg))
     if config.sparse_attention is not None:
         sparse = config.sparse_attention
         passes.append(SparsifyAttention(sparse.sinks, sparse.window, sparse.positions))

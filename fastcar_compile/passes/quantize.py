@@ -158,6 +158,17 @@ class QuantizeW4A8(_Quantize):
     linear = fastcar.linear_w4a8.default
 
 
+def stored_like(linear: fx.Node, weight: Tensor) -> tuple[Callable[..., Any], dict[str, Tensor]]:
+    """Return the operator of a linear, and another weight in its number format: suffix of the name -> tensor."""
+    for kind in (QuantizeW8A8, QuantizeW4A8):
+        if linear.target is kind.linear:
+            return kind.linear, dict(zip(("", "_scale"), kind.quantize(weight), strict=True))
+    if is_op(linear, fastcar.linear_half):
+        make = to_bfloat16 if value_of(node_arg(linear, 1)).dtype == torch.bfloat16 else to_float16
+        return fastcar.linear_half.default, {"": make(weight)[0]}
+    return aten.linear.default, {"": weight}
+
+
 # An embedding table of bfloat16 values is stored as such: half the bytes, and the same numbers.
 
 

@@ -15,7 +15,7 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.step_program import builder
 from fastcar_compile.codegen.hls.step_program.builder import HEAD, AttentionForm, CacheForm, ReplayForm, only, refusal
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
-from fastcar_compile.errors import CompileError, attempt
+from fastcar_compile.errors import CompileError, attempt, count_text
 from fastcar_compile.gates import decided_on_accelerator
 from fastcar_compile.ir.exact import logit_factor
 from fastcar_compile.ir.layers import Role, parameter_of, role_nodes
@@ -102,6 +102,11 @@ def decode_step(program: DecoderProgram, calls: Sequence[LinearCall], kept: Sequ
         CompileError: everything that a step program cannot express.
     """
     problems = [refusal(f"no step program: the host keeps {linear.path}: {linear.reason}") for linear in kept]
+    drafts = [s.layer for s in program.sites if s.replay is not None and s.replay.draft is not None]
+    if drafts:
+        raise refusal(
+            f"no step program: the accelerator has no drafts, and {count_text(len(drafts), 'layer')} have one"
+        )
     replay = attempt(problems, partial(_replay, program))
     parts = attempt(problems, _Reader(program, {call.name: call for call in calls}).parts)
     if parts is None:

@@ -10,7 +10,7 @@ from tvm.tirx import IntImm
 import fastcar_compile.codegen.tvm.fusion  # noqa: F401  (registers the fused operators, which have converters too)
 from fastcar_compile.artifact.layout import GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION
 from fastcar_compile.codegen.tvm.importer import FRESH, Call, Value, converts
-from fastcar_compile.codegen.tvm.kernels import cache, gate, learned_score
+from fastcar_compile.codegen.tvm.kernels import cache, draft, gate, learned_score
 from fastcar_compile.codegen.tvm.kernels.attention import decode
 from fastcar_compile.ir.exact import EXP_TABLE
 
@@ -184,6 +184,26 @@ def _input_delta(call: Call) -> Value:
 def _learned_score(call: Call) -> Value:
     kernel = learned_score.learned_score(*call.tensor("x").rows, call.tensor("w1").shape[0])
     return call.kernel(kernel, call.values("x", "cached", "w1", "b1", "w2", "b2"))
+
+
+@converts(fastcar.draft_gain.default)
+def _draft_gain(call: Call) -> Value:
+    rows, width = call.tensor("x").rows
+    change = call.kernel(gate.input_delta(rows, width), call.values("x", "cached"), (rows,))
+    kernel = draft.draft_gain(rows, call.tensor("gains").shape[0])
+    return call.kernel(kernel, [change, *call.values("edges", "gains")])
+
+
+@converts(fastcar.draft_difference.default)
+def _draft_difference(call: Call) -> Value:
+    rows, width = call.shape
+    return call.kernel(draft.draft_difference(rows, width), call.values("both", "gain"))
+
+
+@converts(fastcar.draft_sum.default)
+def _draft_sum(call: Call) -> Value:
+    rows, width = call.shape
+    return call.kernel(draft.draft_sum(rows, width), call.values("neurons", "linear", "cached", "bias", "gain"))
 
 
 @converts(fastcar.constant_score.default)

@@ -4,6 +4,6 @@ Importing this package registers them. TVM and ONNX definitions are in their cod
 the eager definitions here. docs/reference/operators.md lists all operators.
 """
 
-from fastcar_compile.ir.ops import attention, exact, gates, linear, offload
+from fastcar_compile.ir.ops import attention, draft, exact, gates, linear, offload
 
-__all__ = ["attention", "exact", "gates", "linear", "offload"]
+__all__ = ["attention", "draft", "exact", "gates", "linear", "offload"]
