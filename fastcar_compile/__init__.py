@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fastcar_compile.errors import SignatureError as SignatureError
     from fastcar_compile.errors import TargetError as TargetError
     from fastcar_compile.errors import UserError as UserError
+    from fastcar_compile.gates.draft import Draft as Draft
     from fastcar_compile.report.comparison import diff as diff
     from fastcar_compile.report.dry_run import DryRun as DryRun
     from fastcar_compile.report.environment import Check as Check
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from fastcar_compile.runtime.session import Session as Session
     from fastcar_compile.runtime.wavefront import Wavefront as Wavefront
     from fastcar_compile.tune.calibrate import calibrate as calibrate
+    from fastcar_compile.tune.training.draft import fit_draft as fit_draft
     from fastcar_compile.tune.training.train import TrainedGate as TrainedGate
     from fastcar_compile.tune.training.train import TunedDecoder as TunedDecoder
     from fastcar_compile.tune.training.train import train_gate as train_gate
@@ -53,6 +55,7 @@ __version__: str
 _MODULES = {
     "artifact.thresholds": ("Thresholds",),
     "tune.calibrate": ("calibrate",),
+    "gates.draft": ("Draft",),
     "report.comparison": ("diff",),
     "runtime.batcher": ("Batcher", "TokenStream"),
     "runtime.compiled": ("Artifact", "load"),
@@ -70,6 +73,7 @@ _MODULES = {
     "runtime.session": ("Session",),
     "runtime.wavefront": ("Wavefront",),
     "config.targets": ("Target", "available_targets", "load_target"),
+    "tune.training.draft": ("fit_draft",),
     "tune.training.train": ("TrainedGate", "TunedDecoder", "train_gate", "tune_decoder"),
     "artifact.trust": ("sign", "verify_signature"),
 }

@@ -204,6 +204,10 @@ def _layer(part: LayerSite, state: Sequence[State], stride: int) -> str:
         size = weight_bytes(replay.gate_units, mlp.hidden)
         names = ", ".join(gate_parameter(name, part.layer) for name in PARAMETERS)
         lines.append(f"  weights  of the gate, {replay.gate_units} units: {names}, {size / MIB:.3f} MiB")
+    if replay is not None and replay.draft is not None:
+        share = replay.draft.share(mlp.intermediate, mlp.gated)
+        size = f"{replay.draft.neurons} neurons, rank {replay.draft.rank}"
+        lines.append(f"  draft    {size}: a row that replays reads {share:.1%} of the MLP's weights")
     lines += [f"  state    {s.name}: {s.dtype} {list(s.shape)}, {s.nbytes / MIB:.3f} MiB, {s.role}" for s in state]
     return "\n".join(lines) + "\n"
 
@@ -219,9 +223,14 @@ def _replay_lines(part: LayerSite, replay: ReplayFacts, stride: int) -> list[str
         f"  inserted gate {gate.name}: {gate.describe()}; {read}"
         f"replaying at a score {gate.comparison.value} {replay.threshold:g}{kept}; "
         f"cond around {around} (replay_branch_{layer} | compute_branch_{layer})",
-        f"  why      a row whose score passes keeps the MLP output of {stride} forwards ago; "
+        f"  why      a row whose score passes {_taken(replay)} {stride} forwards ago; "
         "the MLP is skipped when every row does",
     ]
+
+
+def _taken(replay: ReplayFacts) -> str:
+    """Return what a row that replays gets, before its age."""
+    return "keeps the MLP output of" if replay.draft is None else "gets the draft's output, and what is left of that of"
 
 
 # report.json: sizes, memory, the share of the MLPs, the largest possible speedup.
@@ -271,9 +280,18 @@ def _gate(sections: Sections) -> dict[str, Any] | None:
         "weights": None if options.gate_weights is None else options.gate_weights.name,
         "weight_bytes": sum(weight_bytes(units, hidden) for units, hidden in learned),
         "units": [units for units, _ in learned],
+        "draft": None if options.draft is None else options.draft.name,
+        "draft_share": _draft_share(sections),
         "max_chain": options.max_chain,
         "refresh_every": options.refresh_every,
     }
+
+
+def _draft_share(sections: Sections) -> float:
+    """Return the weights of all drafts as a share of those of all MLPs: a replay spares the rest."""
+    sites = [(s.mlp, s.replay.draft if s.replay is not None else None) for s in sections.layers.layers]
+    drafts = sum(size.share(mlp.intermediate, mlp.gated) for mlp, size in sites if size is not None)
+    return drafts / len(sites)
 
 
 def _report_sparse(sections: Sections) -> dict[str, Any] | None:

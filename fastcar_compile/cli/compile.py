@@ -164,8 +164,9 @@ def compile_command(
     rows: int | None = None,
     prefill_chunk: int | None = None,
     quant: Annotated[str | None, Option(autocompletion=names_of(f"{FORMATS}:QUANT_FORMATS.keys"))] = None,
-    gate: Annotated[str, Option(autocompletion=names_of("fastcar_compile.gates:GATES.keys"))] = "tas",
+    gate: Annotated[str | None, Option(autocompletion=names_of("fastcar_compile.gates:GATES.keys"))] = None,
     gate_weights: Path | None = None,
+    draft: Path | None = None,
     threshold: str | None = None,
     heads: str | None = None,
     refresh_every: int | None = None,
@@ -196,8 +197,9 @@ def compile_command(
         rows: Rows of each video, with positions of their own; default: one, at one position for all.
         prefill_chunk: Tokens per call of the prefill; default: 64, or an equal part of a frame.
         quant: none, bf16, fp16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.
-        gate: What decides: tas, input_delta, learned; always, never, random.
+        gate: What decides: tas, input_delta, learned; always, never, random. Default: tas.
         gate_weights: Weights of gate learned, .safetensors.
+        draft: What a replay computes instead of the MLP, .safetensors of `fastcar fit-draft`; it brings gate learned.
         threshold: A number, inf, -inf, or one per layer; default: the gate's.
         heads: Query heads of gate tas: 0,2; or 0,2/all/3:1,1:-1 per layer.
         refresh_every: Every n-th frame computes everything.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
@@ -68,12 +69,13 @@ def _trained(title: str, train: Callable[..., T], given: Mapping[str, Any], save
     Raises:
         UserError: the decoder is an artifact.
     """
-    decoder, start = options.existing(given["decoder"], "decoder"), given["start"]
+    decoder = options.existing(given["decoder"], "decoder")
     if (decoder / MANIFEST).is_file():
         hint = "give the decoder's Hugging Face folder, then compile with the gate"
         raise UserError("gates are trained before a decoder is compiled", where=str(decoder), hint=hint)
     arguments = options.arguments_of(train, given)
-    arguments["start"] = None if start is None else fc.TrainedGate.load(options.existing(start, "gate"))
+    if given.get("start") is not None:
+        arguments["start"] = fc.TrainedGate.load(options.existing(given["start"], "gate"))
     with stages(given["as_json"], title, "reading the decoder"):
         found = train(read_module(decoder), **arguments)
         save(found)
@@ -91,6 +93,31 @@ def show_gate(found: fc.TrainedGate, output: Path) -> None:
         weights = ", ".join(f"{head}: {weight:+.3f}" for head, weight in heads.items())
         fields[f"layer {layer}"] = f"query heads {weights}"
     print_fields(fields)
+
+
+@command
+def fit_draft_command(
+    decoder: Decoder,
+    videos: options.VideosOption,
+    output: Annotated[Path, options.OUTPUT, Writes("draft")],
+    share: Annotated[float, Option(help="Weights of all drafts, as a share of those of all MLPs.")] = 0.25,
+    seed: Seed = 0,
+    tokens_per_frame: options.TokensPerFrameOption = None,
+    prompt: options.PromptOption = 1,
+    counted: options.CountedOption = None,
+    checkpoint: Checkpoint = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fit a draft: small MLPs that stand in where a row replays, with the gate that decides.
+
+    Args:
+        output: Write the draft to this .safetensors file, for `fastcar compile --draft`.
+    """
+    found = _trained("fit-draft", fc.fit_draft, locals(), lambda draft: draft.save(output))
+    sizes = {layer: own.size for layer, own in found.layers.items()}
+    facts = {"draft": found.name, "layers": {str(layer): asdict(size) for layer, size in sizes.items()}}
+    fields = {f"layer {layer}": f"{s.neurons} neurons, rank {s.rank}" for layer, s in sizes.items()}
+    print_result(as_json, facts, lambda: print_fields({"draft": f"{found.name}, written to {output}", **fields}))
 
 
 @command

@@ -316,7 +316,7 @@ def rules_of(replay: ReplayConfig, layers: int) -> Rules:
     """Return everything but the thresholds that decides a replay."""
     heads = replay.heads_of(layers) or (None,) * layers
     gates = tuple(_gate(replay, layer, chosen, layers) for layer, chosen in enumerate(heads))
-    return Rules(gates, replay.max_chain, replay.couple_cfg, replay.refresh_every)
+    return Rules(gates, replay.max_chain, replay.couple_cfg, replay.refresh_every, replay.draft)
 
 
 def _gate(replay: ReplayConfig, layer: int, heads: tuple[tuple[int, float], ...] | None, layers: int) -> Gate:

@@ -19,6 +19,7 @@ from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.gates import Gate
 from fastcar_compile.ir.layers import ring_of
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.passes.insert_drafts import drafts_of
 from fastcar_compile.support.machine import at_once
 from fastcar_compile.tune.rule import (
     Attend,
@@ -154,6 +155,7 @@ class Evaluator:
             raise InputError(what, hint="evaluate it as it is, or a decoder compiled without sparse attention")
         assert program.prefill is not None
         self._stages = Stages(program.prefill, program.prefill_outputs, attend or MaskedAttention(), in_place=True)
+        self._drafts = drafts_of(program, rules.draft) if rules.draft else [None] * program.config.num_layers
         self._state = [s for s in program.state if s.name in self._stages.placeholders]
         self._rows, self._valid = _groups(program.config.batch_size, len(videos), rules.couple_cfg)
         self._videos, self._length = torch.from_numpy(videos), videos.shape[1] - 1
@@ -308,7 +310,8 @@ class Evaluator:
     def _open(self, layer: int, group: int) -> _Opening:
         """Run a stage on the prompt and on the chunks of the first frame of one group."""
         state = {s.name: s.zeros() for s in self._state if s.layer == layer}
-        rule = LayerRule(self._config, self._rules, layer, self._stages.layers[layer].scale, None)
+        scale = self._stages.layers[layer].scale
+        rule = LayerRule(self._config, self._rules, layer, scale, None, self._drafts[layer])
         kept: Chunks = []
         for number, start in enumerate(self._starts[: self._opening_chunks]):
             if start < self._prompt:

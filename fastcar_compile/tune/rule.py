@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from fastcar_compile.gates import Comparison, Gate, GateValues
+from fastcar_compile.gates import Comparison, Draft, Gate, GateValues
 from fastcar_compile.ir.dataflow import descendants
 from fastcar_compile.ir.layers import Role, ring_of, role_nodes, schedule
 from fastcar_compile.ir.ops.attention import row_of
@@ -19,6 +19,7 @@ from fastcar_compile.ir.ops.operator import loaded, stored
 from fastcar_compile.ir.query import get_attribute, is_op, node_arg, output_nodes
 from fastcar_compile.ir.sites import attention_site, mlp_output
 from fastcar_compile.ir.types import DecoderConfig
+from fastcar_compile.passes.insert_drafts import DraftBranch
 
 fastcar = torch.ops.fastcar
 
@@ -192,13 +193,14 @@ class Rules:
     """Everything but the thresholds that decides a replay.
 
     Attributes:
-        gates: one per layer.
+        gates: one per layer. draft: what a row that replays gets; None: the cached output.
     """
 
     gates: tuple[Gate, ...]
     max_chain: int | None = None
     couple_cfg: bool = False
     refresh_every: int | None = None
+    draft: Draft | None = None
 
 
 @dataclass(frozen=True)
@@ -263,8 +265,16 @@ class LayerRule:
         scores: float32 [n, B] of every chunk so far, for the forwards t >= F. replayed: bool [n, B], for all forwards.
     """
 
-    def __init__(self, config: DecoderConfig, rules: Rules, layer: int, scale: float, threshold: float | None) -> None:
-        self._config, self._layer, self._scale = config, layer, scale
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rules: Rules,
+        layer: int,
+        scale: float,
+        threshold: float | None,
+        draft: DraftBranch | None = None,
+    ) -> None:
+        self._config, self._layer, self._scale, self._draft = config, layer, scale, draft
         self._gate = rules.gates[layer]
         longest = -1 if rules.max_chain is None else rules.max_chain
         at_most, refresh = self._gate.comparison is Comparison.AT_MOST, rules.refresh_every or 0
@@ -279,22 +289,23 @@ class LayerRule:
 
     def continued(self, rules: Rules, threshold: float | None) -> LayerRule:
         """Return the rule with other gates and another threshold, where this one stands. Nothing has replayed yet."""
-        after = LayerRule(self._config, rules, self._layer, self._scale, threshold)
+        after = LayerRule(self._config, rules, self._layer, self._scale, threshold, self._draft)
         after._outputs, after._inputs = self._outputs.clone(), self._inputs.clone()
         after.replayed = list(self.replayed)
         return after
 
     def __call__(self, fresh: Fresh) -> Tensor:
-        """Return the value for the residual add: the MLP's output, or the cached one where the row replays."""
+        """Return the value for the residual add: the MLP's output; where a row replays, the cached one or a draft's."""
         rows, frame, steps = self._config.batch_size, self._config.tokens_per_frame, fresh.steps
         slots, count, width = _slots(steps % frame), len(steps), fresh.output.shape[-1]
         now, output = fresh.x, fresh.output.reshape(rows, -1, width)[:, :count].transpose(0, 1)
         inputs, chain = self._inputs[slots], self._chain[slots]
         score = self._score(fresh, inputs).reshape(count, rows)
         replay = decide(score, self._threshold, steps[:, None], chain, self._rule)
-        y = torch.where(replay[..., None], self._outputs[slots], output)
         # A row that replays writes back what it read: its slot stays.
-        self._outputs[slots] = y
+        kept = torch.where(replay[..., None], self._outputs[slots], output)
+        y = kept if self._draft is None else self._drafted(replay, now, inputs, kept)
+        self._outputs[slots] = kept
         self._inputs[slots] = torch.where(replay[..., None], inputs, now)
         self._chain[slots] = torch.where(replay, chain + 1, 0)
         # Scores of the first frame decide nothing, so thresholds are not chosen from them.
@@ -304,6 +315,14 @@ class LayerRule:
         # `fresh` is kept for other thresholds, so its output must not change.
         result = fresh.output.clone()
         result.view(rows, -1, width)[:, :count] = y.transpose(0, 1)
+        return result
+
+    def _drafted(self, replay: Tensor, now: Tensor, inputs: Tensor, kept: Tensor) -> Tensor:
+        """Return `kept`, with the draft's output in the rows that replay; all float32 [n, B, H], replay bool [n, B]."""
+        assert self._draft is not None
+        result = kept.clone()
+        if replay.any():
+            result[replay] = self._draft(now[replay], inputs[replay], kept[replay])
         return result
 
     def _score(self, fresh: Fresh, cached: Tensor) -> Tensor:

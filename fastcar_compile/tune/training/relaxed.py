@@ -143,7 +143,7 @@ class RelaxedDecoder:
 
     def dense(self, tokens: Tensor) -> Tensor:
         """Return the logits float32 [rows, length, V] of tokens int64 [rows, length], without replay."""
-        return self._run(tokens, [None] * self.layers)
+        return self.run(tokens, [None] * self.layers)
 
     def own_weights(self) -> dict[str, nn.Parameter]:
         """Replace the decoder's parameters by trainable copies and return these by their names in the model.
@@ -173,7 +173,7 @@ class RelaxedDecoder:
             return output
 
         with torch.no_grad():
-            self._run(tokens, [record] * self.layers)
+            self.run(tokens, [record] * self.layers)
         return found
 
     def replayed(
@@ -185,10 +185,11 @@ class RelaxedDecoder:
             tokens: int64 [rows, length]. scorers: one per layer. relaxation: None: hard decisions without noise.
         """
         hooks = [_Replay(self, scorer, relaxation or Relaxation()) for scorer in scorers]
-        logits = self._run(tokens, hooks)
+        logits = self.run(tokens, hooks)
         return logits, torch.stack([hook.share for hook in hooks])
 
-    def _run(self, tokens: Tensor, hooks: Sequence[Any]) -> Tensor:
+    def run(self, tokens: Tensor, hooks: Sequence[Any]) -> Tensor:
+        """Return the logits float32 [rows, length, V]; hooks: as `rule.Replace`, one per layer, or None."""
         inputs = {"tokens": tokens, "position": torch.tensor([0])}
         known: dict[fx.Node, Any] = {node: inputs.get(name) for name, node in self._stages.placeholders.items()}
         for stage, hook in enumerate(hooks):

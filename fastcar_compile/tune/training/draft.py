@@ -1,0 +1,245 @@
+"""Drafts fitted to recorded videos: no labels, and no gradient through the decoder (docs/explanation/drafts.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastcar_compile.errors import CompileError, InputError
+from fastcar_compile.frontend.model_facts import ModelFacts
+from fastcar_compile.gates.draft import Draft
+from fastcar_compile.gates.tensors import read_gate_file, write_gate_file
+from fastcar_compile.support import values
+from fastcar_compile.tune.calibrate import program_key
+from fastcar_compile.tune.curves import Point, allocate
+from fastcar_compile.tune.rule import counts
+from fastcar_compile.tune.search import Say
+from fastcar_compile.tune.training.relaxed import RelaxedDecoder
+from fastcar_compile.tune.training.surrogate import PAIR_VALUES, PAIRS, Mlp, Moments, candidates, sizes_of, surrogate
+
+_PRICED = 2
+"""The size whose error gives a layer's price: an eighth."""
+
+CHECKPOINT = "fastcar-draft-checkpoint"
+"""Format of the file of an interrupted fit."""
+
+ROWS = 8
+"""Most videos that run together, and on which a layer's price is measured."""
+
+MEMORY = 2 << 30
+"""Most bytes of moments that are kept at a time. Layers beyond them take another pass over the videos."""
+
+
+def fit_draft(
+    model: nn.Module,
+    videos: Any,
+    *,
+    share: float = 0.25,
+    seed: int = 0,
+    tokens_per_frame: int | None = None,
+    prompt: int = 1,
+    counted: tuple[int, int] | None = None,
+    checkpoint: str | Path | None = None,
+    progress: Say | None = None,
+) -> Draft:
+    """Fit a draft of every layer's MLP, and a gate that predicts what a replay with it costs.
+
+    The decoder's weights stay, and no video needs a label. Calibrate the thresholds afterwards. Deterministic for a
+    seed, a PyTorch version and a number of threads. docs/explanation/drafts.md describes the method.
+
+    Args:
+        model: a decoder, as `compile` takes it, float32.
+        videos: int64 [N, T], prompt included, with three whole frames behind it; not those that judge the result.
+        share: weights of all drafts together, as a share of those of all MLPs; the layers share them by what they cost.
+        seed: of the pairs that are drawn, and of the gate's first weights.
+        tokens_per_frame: default: the model's own. prompt: tokens before decoding starts.
+        counted: the ids first .. end - 1 of the tokens that the decoder predicts; None: all.
+        checkpoint: a file that keeps finished layers. An interrupted fit continues from it.
+        progress: called with one line after every part. The logger `fastcar_compile` has it too, at INFO.
+
+    Raises:
+        InputError: bad arguments or videos. CompileError: the model cannot be captured, or has an MLP of another form.
+    """
+    values.check_kind("model", model, nn.Module, "a decoder as `compile` takes it")
+    share = values.number("share", share)
+    if not 0 < share < 1:
+        raise InputError(f"share is {share:g}", hint="give a share between 0 and 1, such as 0.25")
+    tokens, prompt = values.token_table("the videos", videos), values.whole("prompt", prompt, 1)
+    counted, seed = values.token_range("counted", counted), values.whole("seed", seed, 0)
+    frame = ModelFacts.of(model).tokens_per_frame if tokens_per_frame is None else tokens_per_frame
+    if frame is None:
+        raise InputError("the model does not say its tokens_per_frame", hint="give tokens_per_frame")
+    frame = values.whole("tokens_per_frame", frame, 1)
+    if tokens.shape[1] - 1 - prompt < 3 * frame:
+        hint = f"give at least {prompt + 3 * frame + 1} tokens, or a shorter prompt"
+        raise InputError(f"videos of {tokens.shape[1]} tokens have less than three frames behind the prompt", hint=hint)
+    rows = next(n for n in range(min(ROWS, len(tokens)), 0, -1) if len(tokens) % n == 0)
+    decoder = RelaxedDecoder(model, rows, tokens.shape[1] - 1, frame, prompt)
+    # The share is no part of the key: candidates of all sizes are kept.
+    key = program_key(decoder.program, {"prompt": prompt, "seed": seed}, tokens)
+    kept = Kept(None if checkpoint is None else values.path_of("checkpoint", checkpoint), key)
+    with torch.no_grad():
+        return Fit(decoder, torch.from_numpy(tokens), counted, seed, values.reporter(progress)).run(share, kept)
+
+
+class Fit:
+    """The fit of a decoder's drafts.
+
+    Args:
+        decoder: with as many rows as a batch. videos: int64 [N, T], whole batches. counted, seed: as for `fit_draft`.
+    """
+
+    def __init__(
+        self, decoder: RelaxedDecoder, videos: Tensor, counted: tuple[int, int] | None, seed: int, say: Say
+    ) -> None:
+        self._decoder, self._videos, self._counted, self._seed, self._say = decoder, videos, counted, seed, say
+        self._mlps = Mlp.all_of(decoder)
+        self._whole = (decoder.length - decoder.prompt) // decoder.frame
+
+    def run(self, share: float, kept: Kept) -> Draft:
+        """Return the drafts of a share of the MLPs' weights."""
+        order, sizes = self._important(), [sizes_of(mlp) for mlp in self._mlps]
+        if small := [layer for layer, own in enumerate(sizes) if len(own) < 2]:
+            what = f"the MLP of layer {small[0]} is too small for a draft"
+            raise CompileError(what, hint="replay plainly: leave the draft out")
+        missing = [layer for layer in range(len(self._mlps)) if layer not in kept.layers]
+        for group in self._groups(missing, order):
+            for layer, moments in zip(group, self._moments(group, order), strict=True):
+                kept.add(layer, candidates(moments, sizes[layer], self._random(layer)))
+                self._say(f"layer {layer} is fitted in {len(sizes[layer])} sizes")
+        prices = [
+            self._price(layer, kept.layers[layer][min(_PRICED, len(sizes[layer]) - 1)])
+            for layer in range(len(self._mlps))
+        ]
+        curves = [
+            [
+                Point(number, 1 - mlp.share(size), price * float(found["error"]))
+                for number, (size, found) in enumerate(zip(own, kept.layers[layer], strict=True))
+            ]
+            for layer, (mlp, own, price) in enumerate(zip(self._mlps, sizes, prices, strict=True))
+        ]
+        chosen = [int(point.threshold or 0) for point in allocate(curves, 1 - share)]
+        layers = dict[int, dict[str, Tensor]]()
+        for layer, (number, price) in enumerate(zip(chosen, prices, strict=True)):
+            parts = {name: t for name, t in kept.layers[layer][number].items() if name != "error"}
+            # Scores of all layers mean the same: the logarithm of what a replay costs.
+            layers[layer] = parts | {"b2": parts["b2"] + math.log(price)}
+            size = sizes[layer][number]
+            text = f"{size.neurons} neurons, rank {size.rank}" if size.neurons else "plain replay"
+            self._say(f"layer {layer}: {text}, {self._mlps[layer].share(size):.1%} of the weights")
+        return Draft.of(layers)
+
+    def _random(self, layer: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self._seed * len(self._mlps) + layer)
+
+    def _batches(self) -> Iterator[Tensor]:
+        """Yield the inputs of whole batches, int64 [rows, T - 1]."""
+        for start in range(0, len(self._videos), self._decoder.rows):
+            yield self._videos[start : start + self._decoder.rows, :-1]
+
+    def _observe(self, tokens: Tensor, layers: Sequence[int], see: Callable[[int, Tensor, Tensor], None]) -> None:
+        """Run the dense decoder; call see(layer, x, y) with float32 [N, frames, F, H] of whole frames but the first."""
+        decoder = self._decoder
+
+        def hook(layer: int) -> Callable[..., Tensor]:
+            def record(_query: Tensor, _keys: Tensor, x: Tensor, output: Tensor) -> Tensor:
+                flat = (v.reshape(len(tokens), decoder.length, -1).float() for v in (x, output))
+                see(layer, *(decoder.framed(v)[:, 1 : self._whole] for v in flat))
+                return output
+
+            return record
+
+        decoder.run(tokens, [hook(i) if i in layers else None for i in range(len(self._mlps))])
+
+    def _important(self) -> list[Tensor]:
+        """Return each layer's neurons as far as any draft has them: those first whose outputs are largest."""
+        sums = [torch.zeros(len(mlp.up)) for mlp in self._mlps]
+
+        def see(layer: int, x: Tensor, _y: Tensor) -> None:
+            sums[layer] += self._mlps[layer].neurons(x).square().sum((0, 1, 2))
+
+        # A part of the videos tells which neurons matter.
+        for tokens in islice(self._batches(), 0, None, 4):
+            self._observe(tokens, range(len(self._mlps)), see)
+        sizes = [mlp.down.square().sum(0) for mlp in self._mlps]
+        most = [max(size.neurons for size in sizes_of(mlp)) for mlp in self._mlps]
+        return [(s * w).topk(n).indices for s, w, n in zip(sums, sizes, most, strict=True)]
+
+    def _groups(self, layers: Sequence[int], order: Sequence[Tensor]) -> Iterator[list[int]]:
+        """Yield layers whose moments fit the memory together."""
+        group, used = list[int](), 0
+        for layer in layers:
+            size = 8 * (len(order[layer]) + self._decoder.hidden + 1) ** 2
+            if group and used + size > MEMORY:
+                yield group
+                group, used = [], 0
+            group, used = [*group, layer], used + size
+        if group:
+            yield group
+
+    def _moments(self, layers: Sequence[int], order: Sequence[Tensor]) -> list[Moments]:
+        found = {layer: Moments(self._mlps[layer], order[layer], self._random(layer)) for layer in layers}
+        batches = len(self._videos) // self._decoder.rows
+        wanted = -(-min(PAIRS, PAIR_VALUES // self._decoder.hidden) // batches)
+        for number, tokens in enumerate(self._batches(), 1):
+            self._observe(tokens, layers, lambda layer, x, y: found[layer].add(x, y, wanted))
+            self._say(f"batch {number} of {batches}")
+        return list(found.values())
+
+    def _price(self, layer: int, found: dict[str, Tensor]) -> float:
+        """Return the divergence from the dense decoder for each unit of a layer's square error."""
+        decoder, mlp = self._decoder, self._mlps[layer]
+        tokens, first = self._videos[: decoder.rows], decoder.prompt + decoder.frame
+
+        def drafted(_query: Tensor, _keys: Tensor, x: Tensor, output: Tensor) -> Tensor:
+            own = surrogate(mlp, found, x.reshape(len(tokens), decoder.length, -1).float())
+            flat = output.reshape(own.shape)
+            return torch.cat([flat[:, :first], own[:, first:].to(flat.dtype)], 1).reshape(output.shape)
+
+        hooks = [drafted if i == layer else None for i in range(len(self._mlps))]
+        now = torch.log_softmax(decoder.run(tokens[:, :-1], hooks), -1)
+        divergence = (self._dense.exp() * (self._dense - now)).sum(-1)
+        chosen = counts(tokens[:, 1:], self._counted)
+        chosen[:, :first] = False
+        # A layer that moves nothing on these videos has a price all the same.
+        return max(float(divergence[chosen].mean()), 1e-9) / max(float(found["error"]), 1e-20)
+
+    @cached_property
+    def _dense(self) -> Tensor:
+        """Log-probabilities of the dense decoder on the first batch."""
+        return torch.log_softmax(self._decoder.dense(self._videos[: self._decoder.rows, :-1]), -1)
+
+
+class Kept:
+    """The candidates of the layers that are done, in a file, so that an interrupted fit continues.
+
+    Args:
+        path: the file; None keeps nothing. key: hash of everything that the fit depends on. A file of another key is
+            replaced.
+    """
+
+    def __init__(self, path: Path | None, key: str) -> None:
+        self._path, self._key = path, key
+        self.layers: dict[int, list[dict[str, Tensor]]] = {}
+        if path is None or not path.exists():
+            return
+        metadata, tensors = read_gate_file(path, CHECKPOINT, "give the checkpoint of an interrupted fit, or a new file")
+        for name, tensor in tensors.items() if metadata.get("key") == key else ():
+            layer, number, part = name.split("/")
+            own = self.layers.setdefault(int(layer), [])
+            own += [{} for _ in range(int(number) + 1 - len(own))]
+            own[int(number)][part] = tensor
+
+    def add(self, layer: int, found: list[dict[str, Tensor]]) -> None:
+        """Keep a layer's candidates. The file is replaced as a whole."""
+        self.layers[layer] = found
+        if self._path is not None:
+            named = {f"{i}/{n}/{p}": t for i, o in self.layers.items() for n, c in enumerate(o) for p, t in c.items()}
+            write_gate_file(self._path, named, {"key": self._key}, CHECKPOINT)
