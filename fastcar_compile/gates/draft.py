@@ -21,8 +21,8 @@ HINT = (
     f"give a safetensors file with metadata format {FORMAT!r}, as `fastcar fit-draft` writes it, with the tensors of "
     "docs/reference/gates.md for every layer that has a draft"
 )
-REQUIRED = ("up_proj", "down_proj", "inner", "outer", "bias", "edges", "gains")
-PARTS = ("gate_proj", "gate_bias", "up_proj", "up_bias", "down_proj", "inner", "outer", "bias", "edges", "gains")
+REQUIRED = ("up_proj", "inner", "outer", "bias", "edges", "gains")
+PARTS = ("gate_proj", "gate_bias", "up_proj", "up_bias", "inner", "outer", "bias", "edges", "gains")
 NETWORK = ("w1", "b1", "w2", "b2")
 
 
@@ -40,7 +40,7 @@ class DraftSize:
 
 @dataclass(frozen=True, eq=False)
 class LayerDraft:
-    """The surrogate of one MLP, m(x) = down_proj a(x) + outer (inner x) + bias.
+    """The surrogate of one MLP, m(x) = outer [a(x) ; inner x] + bias.
 
     a(x) = act(gate_proj x + gate_bias) * (up_proj x + up_bias), or act(up_proj x + up_bias) in an MLP without a gate.
 
@@ -49,12 +49,11 @@ class LayerDraft:
 
     Attributes:
         up_proj, gate_proj: float32 [n, H]; gate_proj None: an MLP without a gate. up_bias, gate_bias: float32 [n] or
-            None. down_proj: float32 [H, n]. inner: float32 [k, H]. outer: float32 [H, k]. bias: float32 [H].
+            None. inner: float32 [k, H]. outer: float32 [H, n + k]. bias: float32 [H].
         edges: float32 [15], not falling. gains: float32 [16].
     """
 
     up_proj: Tensor
-    down_proj: Tensor
     inner: Tensor
     outer: Tensor
     bias: Tensor
@@ -162,9 +161,8 @@ def _problems_of(layer: int, params: Mapping[str, Tensor]) -> list[str]:
     expected = {
         **dict.fromkeys(("gate_bias", "up_bias"), (n,)),
         "gate_proj": (n, hidden),
-        "down_proj": (hidden, n),
         "inner": (k, hidden),
-        "outer": (hidden, k),
+        "outer": (hidden, n + k),
         "bias": (hidden,),
         "edges": (GAINS - 1,),
         "gains": (GAINS,),

@@ -23,7 +23,7 @@ from fastcar_compile.ir.types import StateRole
 from fastcar_compile.passes.quantize import stored_like
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
-_LINEARS = ("gate_proj", "up_proj", "down_proj", "inner", "outer")
+_LINEARS = ("gate_proj", "up_proj", "inner", "outer")
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,10 @@ class DraftBranch:
         both = emit(aten.cat.default, [x, cached_x])
         biases = {"gate_proj": "gate_bias", "up_proj": "up_bias"}
         hidden = mlp.hidden({role: linear(role, both, biases[role]) for role in mlp.firsts}, emit)
-        neurons, inputs_left = (emit(fastcar.draft_difference.default, v, gain) for v in (hidden, both))
-        parts = linear("down_proj", neurons), linear("outer", linear("inner", inputs_left))
-        graph.output((emit(fastcar.draft_sum.default, *parts, values["cached"], inputs["bias"][0], gain),))
+        features = emit(aten.cat.default, [hidden, linear("inner", both)], 1)
+        # m(x) - g m(x_c) is one product: outer is linear, so the gain is applied in front of it.
+        left = linear("outer", emit(fastcar.draft_difference.default, features, gain))
+        graph.output((emit(fastcar.draft_sum.default, left, values["cached"], inputs["bias"][0], gain),))
         return cls(graph_module(torch.nn.Module(), graph), weights)
 
     def __call__(self, x: Tensor, cached_x: Tensor, cached: Tensor) -> Tensor:
@@ -193,9 +194,15 @@ class InsertDrafts(Pass):
                 name: attribute(module, f"draft_{name}_{layer}", tensor, nodes[Role.EXIT], self.name)
                 for name, tensor in branch.weights.items()
             }
-            idle = emit(aten.all.default, emit(aten.logical_not.default, rows))
-            branches = {"keep": _keep({**operands, **weights}, emit), "draft": branch.module}
-            drafted = conditional(emit, module, idle, branches, [*operands.values(), *weights.values()], found.cached)
+            branches = {"draft": branch.module, "keep": _keep({**operands, **weights}, emit)}
+            if alone:  # some row replays where every row does, which the layer's own conditional asks, too
+                condition = node_arg(found.cond, 0)
+            else:
+                condition = emit(aten.all.default, emit(aten.logical_not.default, rows))
+                branches = dict(reversed(branches.items()))
+            drafted = conditional(
+                emit, module, condition, branches, [*operands.values(), *weights.values()], found.cached
+            )
         found.cond.replace_input_with(found.cached, drafted)
         with before(found.written, self.name) as emit:
             mask = emit(aten.unsqueeze.default, found.decision, 1)
@@ -222,11 +229,11 @@ def drafts_of(program: DecoderProgram, draft: Draft) -> list[DraftBranch | None]
 def _inserted(module: fx.GraphModule, layers: int) -> list[DraftBranch | None]:
     found: list[DraftBranch | None] = [None] * layers
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond):
-        _, _, arm, operands = node.args
-        layer = layer_of(node)
-        if layer is not None and str(arm.target) == f"draft_branch_{layer}":
+        _, *arms, operands = node.args
+        layer, name = layer_of(node), f"draft_branch_{layer_of(node)}"
+        if layer is not None and name in (str(arm.target) for arm in arms):
             weights = {str(n.target): tensor_attribute(module, str(n.target)) for n in operands[4:]}
-            found[layer] = DraftBranch(branches_of(module)[str(arm.target)], weights)
+            found[layer] = DraftBranch(branches_of(module)[name], weights)
     return found
 
 

@@ -20,7 +20,7 @@ def draft_difference(both: Value, gain: Value) -> Value:
     return op.Sub(own, op.Mul(op.Unsqueeze(gain, ints(1)), cached))
 
 
-def draft_sum(neurons: Value, linear: Value, cached: Value, bias: Value, gain: Value) -> Value:
-    """Return bias + gain * (cached - bias) + neurons + linear, in this order."""
+def draft_sum(left: Value, cached: Value, bias: Value, gain: Value) -> Value:
+    """Return bias + gain * (cached - bias) + left, in this order."""
     kept = op.Mul(op.Unsqueeze(gain, ints(1)), op.Sub(cached, bias))
-    return op.Add(op.Add(op.Add(bias, kept), neurons), linear)
+    return op.Add(op.Add(bias, kept), left)

@@ -188,6 +188,15 @@ def _gated_quantize(call: Call) -> Value:
     return quantized(call, call.dispatch("activate_quantize", *gate.rows, activation), values, gate)
 
 
+@converts(fastcar.draft_features_quantize.default)
+def _draft_features_quantize(call: Call) -> Value:
+    (rows, neurons), rank, activation = call.tensor("gate").rows, call.tensor("inner").rows[1], call.text("activation")
+    kernel = call.dispatch("draft_features_quantize", rows // 2, neurons, rank, activation)
+    arguments = [*call.values("gate", "up", "inner", "gain"), call.constant(factor_table(activation).numpy())]
+    types = [((rows // 2, neurons + rank), "int8"), ((rows // 2,), "float32")]
+    return tuple(call.kernels(kernel, arguments, types))
+
+
 def quantized(call: Call, kernel: PrimFunc, args: list[relax.Expr], x: Operand) -> Value:
     """Emit a kernel whose results are int8 rows [M, K] and float32 scales [M], as rows and scales of x [..., K]."""
     # The kernel sees a matrix [M, K]; rows and scales get the leading axes of x back.

@@ -88,6 +88,15 @@ def gated_quantize(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, T
 
 
 @_fused
+def draft_features_quantize(
+    gate: Tensor, up: Tensor, inner: Tensor, gain: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """Return `quantize_rows` of `draft_difference` of [activation(gate) * up ; inner], the features of a draft."""
+    features = torch.cat([gate * fastcar.activation_factor(gate, activation) * up, inner], 1)
+    return quant.quantize_rows(fastcar.draft_difference(features, gain))
+
+
+@_fused
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x * cos + cat(-x[..., D/2:], x[..., :D/2]) * sin of x [B, H, T, D]; cos and sin [1 or B, 1, T, D]."""
     half = x.shape[-1] // 2
@@ -116,12 +125,13 @@ def gate_and_count(
 def keep_frame(
     cache: Tensor, inputs: Tensor, y: Tensor, x: Tensor, replay: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return two caches float32 [F, B, H] with row step mod F written: y in `cache`; x in `inputs`, where no replay is.
+    """Return two caches float32 [F, B, H] with row step mod F written where no replay is: y in `cache`, x in `inputs`.
 
-    y, x float32 [B, H], replay bool [B].
+    y, x float32 [B, H], replay bool [B]. Without a draft, y of a row that replays is what the slot has.
     """
-    kept = torch.where(replay.unsqueeze(1), fastcar.slot_read(inputs, step), x)
-    return fastcar.slot_write(cache, y, step), fastcar.slot_write(inputs, kept, step)
+    mask = replay.unsqueeze(1)
+    outputs, kept = (torch.where(mask, fastcar.slot_read(c, step), v) for c, v in ((cache, y), (inputs, x)))
+    return fastcar.slot_write(cache, outputs, step), fastcar.slot_write(inputs, kept, step)
 
 
 # The steps.
@@ -202,6 +212,8 @@ def fuse_quantize(graph: fx.Graph) -> None:
             replace(node, _QUANTIZED_NORMS[x.target], tuple(bound(x).values()), QUANTIZE)
         elif (found := gated_product(x)) is not None:
             replace(node, fastcar.gated_quantize.default, found, QUANTIZE)
+        elif (draft := _features(x)) is not None:
+            replace(node, fastcar.draft_features_quantize.default, draft, QUANTIZE)
 
 
 def gated_product(node: fx.Node) -> tuple[fx.Node, fx.Node, str] | None:
@@ -215,6 +227,17 @@ def gated_product(node: fx.Node) -> tuple[fx.Node, fx.Node, str] | None:
             if shape_of(node) == shape_of(gate) == shape_of(up):
                 return gate, up, str(activation["activation"])
     return None
+
+
+def _features(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, str] | None:
+    """Return (gate, up, inner, gain, activation) where node is the difference of a gated draft's features."""
+    difference = arguments(node, fastcar.draft_difference)
+    joined = arguments(difference["both"], aten.cat) if difference else None
+    if difference is None or joined is None or len(joined["tensors"]) != 2:
+        return None
+    product, inner = joined["tensors"]
+    found = gated_product(product)
+    return None if found is None else (*found[:2], inner, difference["gain"], found[2])
 
 
 # fuse-replay: what a layer decides and counts is one kernel, what it keeps for the next frame another.
@@ -234,10 +257,11 @@ def fuse_replay(graph: fx.Graph) -> None:
             args = tuple(gate[name] for name in _GATE_ARGUMENTS)
             replace_all((node, counted), fastcar.gate_and_count.default, args, REPLAY)
     for node in list(graph.nodes):
-        if (kept := _kept_input(node)) is not None and (output := _written_output(kept)) is not None:
+        if (kept := _kept_input(node)) is not None and (found := _written_output(kept)) is not None:
+            output, result = found
             cached = arguments(output, fastcar.slot_write)
             assert cached is not None
-            args = (cached["cache"], kept["cache"], cached["value"], kept["x"], kept["replay"], kept["step"])
+            args = (cached["cache"], kept["cache"], result, kept["x"], kept["replay"], kept["step"])
             replace_all((output, node), fastcar.keep_frame.default, args, REPLAY)
 
 
@@ -272,18 +296,22 @@ def _kept_input(node: fx.Node) -> dict[str, Any] | None:
     return {**write, "x": choice["other"], "replay": mask["self"]}
 
 
-def _written_output(kept: dict[str, Any]) -> fx.Node | None:
-    """Return the write of the result of the conditional on the same decision: a cache float32 of the same shape."""
+def _written_output(kept: dict[str, Any]) -> tuple[fx.Node, fx.Node] | None:
+    """Return the write of the result of the conditional on the same decision, and that result.
+
+    The cache is float32 of the same shape. With a draft it is written where no replay is, as the input is.
+    """
     for cond in kept["replay"].users:
         # The decision has other readers as well: the choice of the kept input, and the stacked decisions.
         if cond.target is not torch.ops.higher_order.cond:
             continue
         for result in cond.users:
             assert result.target is operator.getitem
-            for user in result.users:
-                write = arguments(user, fastcar.slot_write)
-                if write and write["value"] is result and write["step"] is kept["step"]:
-                    return user
+            for user in [*result.users, *(second for first in result.users for second in first.users)]:
+                write, own = arguments(user, fastcar.slot_write), _kept_input(user)
+                value = own["x"] if own is not None else write and write["value"]
+                if write and value is result and write["step"] is kept["step"]:
+                    return user, result
     return None
 
 

@@ -203,7 +203,7 @@ def _draft_difference(call: Call) -> Value:
 @converts(fastcar.draft_sum.default)
 def _draft_sum(call: Call) -> Value:
     rows, width = call.shape
-    return call.kernel(draft.draft_sum(rows, width), call.values("neurons", "linear", "cached", "bias", "gain"))
+    return call.kernel(draft.draft_sum(rows, width), call.values("left", "cached", "bias", "gain"))
 
 
 @converts(fastcar.constant_score.default)

@@ -40,10 +40,11 @@ def draft_difference(both: Tensor, gain: Tensor) -> Tensor:
 
 
 @operator("The output of a row that replays: the draft's, and what the gain leaves of the cached output.")
-def draft_sum(neurons: Tensor, linear: Tensor, cached: Tensor, bias: Tensor, gain: Tensor) -> Tensor:
-    """Return bias + gain * (cached - bias) + neurons + linear, float32 [B, H].
+def draft_sum(left: Tensor, cached: Tensor, bias: Tensor, gain: Tensor) -> Tensor:
+    """Return bias + gain * (cached - bias) + left, float32 [B, H].
 
     Args:
-        neurons, linear, cached: float32 [B, H]. bias: float32 [H]. gain: float32 [B].
+        left: what the draft's linears make of what the gain leaves; cached: both float32 [B, H]. bias: float32 [H].
+        gain: float32 [B].
     """
-    return bias + gain[:, None] * (cached - bias) + neurons + linear
+    return bias + gain[:, None] * (cached - bias) + left

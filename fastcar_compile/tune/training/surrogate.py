@@ -174,8 +174,11 @@ class Moments:
         gram, cross = change.T @ gram @ change, change.T @ cross
         weights = _solved(gram, cross)
         error = self.square - 2 * float((weights * cross).sum()) + float((weights * (gram @ weights)).sum())
-        down, outer, bias = weights[:n].T, weights[n : n + k].T, weights[-1]
-        found = {"down_proj": down, "inner": inner.T, "outer": outer, "bias": bias}
+        # Inner features get the size of neurons: a row of both is quantised with one scale.
+        sizes = gram.diagonal().clamp(min=1e-30).sqrt()
+        scale = sizes[:n].square().mean().sqrt() / sizes[n : n + k]
+        outer = torch.cat([weights[:n], weights[n : n + k] / scale[:, None]]).T
+        found = {"inner": (inner * scale).T, "outer": outer, "bias": weights[-1]}
         own = self.mlp.part(self.order[:n])
         return own | {name: t.float().contiguous() for name, t in found.items()}, max(error, 0.0) / self.count
 
@@ -190,8 +193,8 @@ def surrogate(mlp: Mlp, draft: dict[str, Tensor], x: Tensor) -> Tensor:
     """Return m(x) [..., H] of a draft without gains."""
     own = Mlp(mlp.activation, draft["up_proj"], draft.get("up_bias"), mlp.down)
     own = Mlp(own.activation, own.up, own.up_bias, own.down, draft.get("gate_proj"), draft.get("gate_bias"))
-    linear = x @ draft["inner"].T @ draft["outer"].T
-    return own.neurons(x) @ draft["down_proj"].T + linear + draft["bias"]
+    features = torch.cat([own.neurons(x), x @ draft["inner"].T], -1)
+    return features @ draft["outer"].T + draft["bias"]
 
 
 def gains_of(now: Tensor, before: Tensor, change: Tensor) -> tuple[dict[str, Tensor], Tensor]:

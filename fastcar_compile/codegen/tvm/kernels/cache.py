@@ -336,8 +336,8 @@ def slot_write(shape: tuple[int, ...], dtype: str, steps: int = 1) -> PrimFunc:
 
 @script.kernel
 def slots_write(shape: tuple[int, ...], steps: int = 1) -> PrimFunc:
-    """Write y float32 [B, H] to the slot of `step` of a cache float32 [F, V, H], in place, and the rows of x that do
-    not replay to that of another one: `keep_frame`.
+    """Write the rows of y float32 [B, H] that do not replay to the slot of `step` of a cache float32 [F, V, H], in
+    place, and those of x to that of another one: `keep_frame`.
     """
     (slots, videos, width), alone = shape, steps == 1
     rows = max(steps, videos)
@@ -352,18 +352,16 @@ def slots_write(shape: tuple[int, ...], steps: int = 1) -> PrimFunc:
         replay: T.Buffer((rows,), "bool"),
         step: T.Buffer((steps,), "int64"),
     ):
-        # i: rows of the batch. Outputs are written for every row, also for those that replay.
+        # i: rows of the batch. A row that replays keeps the slot: input and output of the forward that it replays.
         for i in range(rows):
-            if alone or number_of(step, i) >= 0:
+            if (alone or number_of(step, i) >= 0) and not replay[i]:
                 for c in range(width):
                     with T.sblock("outputs"):
                         script.access([y, step], [cache])
                         cache[_slot(slots, share, step, (i, c))] = y[i, c]
-                # A row that replays keeps the slot's input: that of the forward whose output it replays.
-                if not replay[i]:
-                    for c in range(width):
-                        with T.sblock("inputs"):
-                            script.access([x, step], [inputs])
-                            inputs[_slot(slots, share, step, (i, c))] = x[i, c]
+                for c in range(width):
+                    with T.sblock("inputs"):
+                        script.access([x, step], [inputs])
+                        inputs[_slot(slots, share, step, (i, c))] = x[i, c]
 
     return write_slots

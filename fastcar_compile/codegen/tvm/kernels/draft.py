@@ -6,11 +6,16 @@ No product is contracted with a sum.
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
 # pyright: reportInvalidTypeForm=false
 
+import math
+
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
+from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
+from fastcar_compile.codegen.tvm.kernels.linear.activations import multiply_row, quantize_row, read_knots
 from fastcar_compile.codegen.tvm.kernels.vectors import broadcast, fence, ramp, vector_lanes, vector_type
+from fastcar_compile.ir.ops.linear import KNOTS
 
 
 @script.kernel
@@ -61,15 +66,57 @@ def draft_difference(rows: int, width: int) -> PrimFunc:
 
 
 @script.kernel
+def draft_features_quantize(
+    rows: int, neurons: int, rank: int, activation: str, isa: InstructionSet = PORTABLE
+) -> PrimFunc:
+    """Return q int8 [B, n + k] and scale float32 [B] of `draft_difference` of features [gate * factor * up ; inner].
+
+    gate, up float32 [2 B, n], inner float32 [2 B, k], gain float32 [B], and the activation's table int32 [513].
+    """
+    width, twice, knots, read = neurons + rank, 2 * rows, KNOTS, read_knots(isa)
+    lanes = vector_lanes(math.gcd(neurons, rank))
+    kind = vector_type("float32", lanes)
+
+    @script.prim_func(private=True, s_tir=True)
+    def draft_features_i8(
+        g: T.Buffer((twice, neurons), "float32"),
+        up: T.Buffer((twice, neurons), "float32"),
+        inner: T.Buffer((twice, rank), "float32"),
+        gain: T.Buffer((rows,), "float32"),
+        table: T.Buffer((knots,), "int32"),
+        q: T.Buffer((rows, width), "int8"),
+        s: T.Buffer((rows,), "float32"),
+    ):
+        for i in range(rows):
+            with T.sblock("row"):
+                script.access([g, up, inner, gain, table], [q, s])
+                # The features of the input, which become the difference, and those of the cached input.
+                a = T.alloc_buffer((1, width), "float32")
+                b = T.alloc_buffer((1, neurons), "float32")
+                multiply_row(g, up, table, a, i, neurons, activation, read)
+                multiply_row(g, up, table, b, rows + i, neurons, activation, read)
+                for c in range(neurons // lanes):
+                    at = T.meta_var(ramp(c * lanes, lanes))
+                    # The feature is a product too, whose store LLVM would forward into a contracted difference.
+                    a[0, at] = fence(kind, a[0, at]) - fence(kind, broadcast(gain[i], lanes) * b[0, at])
+                for c in range(rank // lanes):
+                    at = T.meta_var(ramp(c * lanes, lanes))
+                    kept = T.meta_var(fence(kind, broadcast(gain[i], lanes) * inner[rows + i, at]))
+                    a[0, ramp(neurons + c * lanes, lanes)] = inner[i, at] - kept
+                quantize_row(a, 0, q, s, i, width)
+
+    return draft_features_i8
+
+
+@script.kernel
 def draft_sum(rows: int, width: int) -> PrimFunc:
-    """Return bias + gain * (cached - bias) + neurons + linear; float32 [B, H], bias [H], gain [B]."""
+    """Return bias + gain * (cached - bias) + left; float32 [B, H], bias [H], gain [B]."""
     lanes = vector_lanes(width)
     kind = vector_type("float32", lanes)
 
     @script.prim_func(private=True, s_tir=True)
     def draft_output(
-        neurons: T.Buffer((rows, width), "float32"),
-        linear: T.Buffer((rows, width), "float32"),
+        left: T.Buffer((rows, width), "float32"),
         cached: T.Buffer((rows, width), "float32"),
         bias: T.Buffer((width,), "float32"),
         gain: T.Buffer((rows,), "float32"),
@@ -77,10 +124,10 @@ def draft_sum(rows: int, width: int) -> PrimFunc:
     ):
         for i in range(rows):
             with T.sblock("row"):
-                script.access([neurons, linear, cached, bias, gain], [y])
+                script.access([left, cached, bias, gain], [y])
                 for c in range(width // lanes):
                     at = T.meta_var(ramp(c * lanes, lanes))
                     kept = T.meta_var(fence(kind, broadcast(gain[i], lanes) * (cached[i, at] - bias[at])))
-                    y[i, at] = ((bias[at] + kept) + neurons[i, at]) + linear[i, at]
+                    y[i, at] = (bias[at] + kept) + left[i, at]
 
     return draft_output

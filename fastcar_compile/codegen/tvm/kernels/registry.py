@@ -17,7 +17,7 @@ from tvm.s_tir import SBlock, SBlockRealize, renew_defs
 from tvm.tirx import Bind, DeclBuffer, For, ForKind, IfThenElse, IntImm, PrimFunc, SeqStmt, Stmt, Var
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
-from fastcar_compile.codegen.tvm.kernels import cache, tas
+from fastcar_compile.codegen.tvm.kernels import cache, draft, tas
 from fastcar_compile.codegen.tvm.kernels.attention import chunk, decode, exact, rows
 from fastcar_compile.codegen.tvm.kernels.linear import activations, floats, gemm_w4a8, w4a8, w8a8
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH, WeightType, holds
@@ -152,6 +152,7 @@ def combined_linears(kind: str, m: int, ns: tuple[int, ...], k: int, isa: Instru
 
 KERNELS: dict[str, Kernel] = {
     "activate_quantize": activations.activate_quantize,
+    "draft_features_quantize": draft.draft_features_quantize,
     "activation_factor": activations.activation_factor,
     "attention": decode.decode_attention,
     "attention_chunk": chunk.chunk_attention,

@@ -206,7 +206,7 @@ def activation_factor(size: int, activation: str, isa: InstructionSet = PORTABLE
 
 
 @script.inlined
-def _multiply_row(g, up, table, a, i, k, activation, read):
+def multiply_row(g, up, table, a, i, k, activation, read):
     """Write the products of row i of g and up float32 [m, k] to a float32 [1, k]."""
     steps = T.meta_var(k // TABLE_LANES)
     u, low, high = script.buffers(3, TABLE_LANES, "int32")
@@ -231,7 +231,7 @@ def _activate_row(g, up, table, q, s, i, k, activation, read):
     """Write row i of the results."""
     # a: the row of products, which quantize_row reads twice: for its maximum and for its integers.
     a = T.alloc_buffer((1, k), "float32")
-    _multiply_row(g, up, table, a, i, k, activation, read)
+    multiply_row(g, up, table, a, i, k, activation, read)
     quantize_row(a, 0, q, s, i, k)
 
 
