@@ -310,7 +310,8 @@ def _written_output(kept: dict[str, Any]) -> tuple[fx.Node, fx.Node] | None:
             for user in [*result.users, *(second for first in result.users for second in first.users)]:
                 write, own = arguments(user, fastcar.slot_write), _kept_input(user)
                 value = own["x"] if own is not None else write and write["value"]
-                if write and value is result and write["step"] is kept["step"]:
+                # The output's own write has the form of an input's where a draft makes it conditional.
+                if write and value is result and value is not kept["x"] and write["step"] is kept["step"]:
                     return user, result
     return None
 
