@@ -4,16 +4,17 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fastcar_compile.errors import CompileError, InputError, UserError, os_errors
+from fastcar_compile.errors import CompileError, InputError, UserError, attempt, os_errors
 from fastcar_compile.gates.scores import WEIGHT_BITS
 from fastcar_compile.gates.weights import FORMAT, HINT, PARAMETERS, VERSION, LayerWeights
 from fastcar_compile.support.values import path_of, refuse_pipe
@@ -104,23 +105,28 @@ def digest_of(layers: Mapping[int, LayerTensors]) -> str:
 _NAME = re.compile(r"layer\.(0|[1-9][0-9]*)\.([a-z0-9_]+)")
 
 
-def read_layers(path: str | Path, format: str, hint: str) -> tuple[dict[str, str], dict[int, dict[str, Tensor]]]:
-    """Return metadata, and layer -> name -> tensor.
+T = TypeVar("T")
+
+
+def read_layers(path: str | Path, format: str, hint: str, make: Callable[[dict[int, dict[str, Tensor]], str], T]) -> T:
+    """Return what `make` makes of layer -> name -> tensor and of the path.
 
     Raises:
-        UserError: the file cannot be read. CompileError: another format or version, or a tensor of no layer.
+        UserError: the file cannot be read. CompileError: another format or version; or tensors of no layer, with all
+            that `make` refuses.
     """
-    metadata, tensors = read_gate_file(path, format, hint)
     layers: dict[int, dict[str, Tensor]] = {}
     problems: list[CompileError] = []
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in sorted(read_gate_file(path, format, hint)[1].items()):
         match = _NAME.fullmatch(name)
         if match is None:
             problems.append(CompileError(f"unknown tensor {name!r}", where=str(path), hint=hint))
         else:
             layers.setdefault(int(match[1]), {})[match[2]] = tensor
-    CompileError.raise_all(problems)
-    return metadata, layers
+    made = attempt(problems, partial(make, layers, str(path)))
+    if made is None or problems:
+        raise CompileError.collect(problems)
+    return made
 
 
 def read_gate_file(

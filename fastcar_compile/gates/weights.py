@@ -116,7 +116,7 @@ class GateWeights(StoredLayers[LayerWeights]):
         """
         from fastcar_compile.gates.tensors import read_layers
 
-        return cls.of(read_layers(path, FORMAT, HINT)[1], str(path))
+        return read_layers(path, FORMAT, HINT, cls.of)
 
     def save(self, path: str | Path) -> None:
         """Write the file with all values in float32. The same weights give the same bytes."""

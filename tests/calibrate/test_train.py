@@ -188,7 +188,7 @@ def test_refusals(decoder: LlamaForCausalLM, some: np.ndarray, options: dict[str
 def test_files_that_are_no_gate(tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     for metadata, text in (
-        (None, "the gate's weights cannot be read: "),
+        (None, "the weights cannot be read: "),
         ({}, "format None version None, expected 'fastcar-gate' version '1'"),
         ({"format": "fastcar-gate", "version": "1"}, "the gate is malformed: ValueError"),
     ):

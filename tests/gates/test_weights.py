@@ -92,11 +92,11 @@ def test_wrong_dtype_format_and_version(tmp_path: Path) -> None:
 
 
 def test_no_safetensors_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the gate's weights cannot be read: ") as raised:
+    with pytest.raises(UserError, match="the weights cannot be read: ") as raised:
         fc.ReplayConfig(gate="learned", gate_weights=tmp_path / "none.safetensors")
     assert str(tmp_path / "none.safetensors") in str(raised.value)
     (tmp_path / "text").write_text("no weights")
-    with pytest.raises(UserError, match="the gate's weights cannot be read: "):
+    with pytest.raises(UserError, match="the weights cannot be read: "):
         GateWeights.load(tmp_path / "text")
 
 
