@@ -171,6 +171,9 @@ class InsertDrafts(Pass):
         self.draft.check([config.hidden_size] * len(layers))
         alone = config.batch_size // (2 if _coupled(program) else 1) == 1
         modified = False
+        facts = [replay_of(nodes[Role.GATE]) for nodes in layers.values() if Role.GATE in nodes]
+        if any(f is not None and f.draft is not None for f in facts):
+            raise CompileError("insert-drafts ran already", hint="name it once in the pipeline")
         for layer, draft in self.draft.layers.items():
             if Role.GATE in layers[layer]:
                 self._insert(program, layers[layer], draft, alone)

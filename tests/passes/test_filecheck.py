@@ -7,6 +7,7 @@ filecheck's directives (`CHECK-NEXT`, `CHECK-NOT`, `{{regular expression}}`, `[[
 
 import copy
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,14 +15,17 @@ import pytest
 import torch
 from filecheck.matcher import Matcher
 from filecheck.options import Options
+from gates.drafts import layer_of_draft
 from torch import Tensor, nn
 
 from fastcar_compile.artifact.programs import graph_file_text, read_graph_file
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
-from fastcar_compile.ir.pass_manager import pipeline_from_string, pipeline_to_string, run_pipeline
+from fastcar_compile.gates.draft import Draft
+from fastcar_compile.ir.pass_manager import Pass, pipeline_from_string, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.text import program_to_text
+from fastcar_compile.passes.insert_drafts import InsertDrafts
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
 
 from .laws import everything, nodes_of, without_sources
@@ -126,6 +130,12 @@ def prepared(text: str) -> DecoderProgram:
     return run_pipeline(program, pipeline_from_string(before, PASSES))
 
 
+def pass_of(text: str) -> Pass:
+    """The pass of a file. A draft is no text, so insert-drafts gets one with 3 neurons and rank 2 for layer 0."""
+    (item,) = pipeline_from_string(directive(text, "RUN"), PASSES)
+    return replace(item, draft=Draft.of({0: layer_of_draft(WIDTH, 3, 2)})) if isinstance(item, InsertDrafts) else item
+
+
 def check(path: Path, prefix: str, program: DecoderProgram, folder: Path) -> None:
     """Match a listing against the lines of one prefix."""
     listing = folder / f"{prefix}.txt"
@@ -145,7 +155,7 @@ def test_check_lines(path: Path, tmp_path: Path) -> None:
     # repeat-layers copies layers of a decoder whose weights are not there; the others may look at values.
     weights = {} if directive(text, "RUN").startswith("repeat-layers") else dict(program.params)
     loaded = read_graph_file(saved, weights, missing_on_meta=True)
-    run_pipeline(loaded, pipeline_from_string(directive(text, "RUN"), PASSES))
+    run_pipeline(loaded, [pass_of(text)])
     check(path, "CHECK", loaded, tmp_path)
 
 
@@ -154,14 +164,14 @@ def test_a_pass_says_what_it_did(path: Path) -> None:
     """It modifies a program once, and every operator that it inserts keeps the user's source and module. Layers are
     repeated where their weights are not there: tests/test_checkpoint.py."""
     text = path.read_text()
-    program, (item,) = prepared(text), pipeline_from_string(directive(text, "RUN"), PASSES)
+    program, item = prepared(text), pass_of(text)
     start = everything(program)
     assert item.apply(program) is True
     first = everything(program)
     assert first != start
     made = [n for n in nodes_of(program) if n.meta.get("made_by") == item.name and n.op == "call_function"]
     assert [n.name for n in made if not {"stack_trace", "nn_module_stack", "val"} <= set(n.meta)] == []
-    if item.name == "insert-replay":
+    if item.name in ("insert-replay", "insert-drafts"):
         with pytest.raises(CompileError, match="ran already"):
             item.apply(program)
     else:

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from torch import fx
 
 from fastcar_compile.errors import CompileError, InternalError
+from fastcar_compile.gates.draft import Draft
 from fastcar_compile.ir.pass_manager import Pass, pipeline_from_string, pipeline_to_string, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import graph_module, output_nodes
+from fastcar_compile.passes.insert_drafts import InsertDrafts
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
 
@@ -60,14 +62,16 @@ def test_round_trip(passes: list[Pass]) -> None:
 
 def test_round_trip_of_one_fixed_pipeline() -> None:
     item = InsertReplay((1.5, None, float("-inf"), float("inf")), max_chain=2)
-    text = pipeline_to_string([*analysis_pipeline(), item])
+    draft = InsertDrafts(Draft("0f" * 32))
+    text = pipeline_to_string([*analysis_pipeline(), item, draft])
     assert text == (
         "normalize-state,canonicalize,legalize-norms,legalize-linears,unfold-rows,merge-adapters,fuse-activations,"
         "split-gate-up,parallel-blocks,find-sites,"
         'insert-replay{"couple_cfg": false, "gate": "tas", "gate_weights": null, "heads": [], "max_chain": 2, '
-        '"refresh_every": null, "thresholds": [1.5, null, "-inf", "inf"]}'
+        '"refresh_every": null, "thresholds": [1.5, null, "-inf", "inf"]},'
+        f'insert-drafts{{"draft": "sha256:{"0f" * 32}"}}'
     )
-    assert pipeline_from_string(text, PASSES) == [*analysis_pipeline(), item]
+    assert pipeline_from_string(text, PASSES) == [*analysis_pipeline(), item, draft]
     assert pipeline_from_string("", PASSES) == []
 
 
