@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.gates.weights import GateWeights, StoredLayers
+from fastcar_compile.support.values import checked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,6 +74,7 @@ class LayerDraft:
         return {name: tensor for name in PARTS if (tensor := getattr(self, name)) is not None}
 
 
+@checked(CompileError)
 @dataclass(frozen=True, eq=False)
 class Draft(StoredLayers[LayerDraft]):
     """The drafts of a decoder's layers, and the gate that was fitted with them. A layer without one replays plainly.

@@ -89,7 +89,7 @@ def test_everything_wrong_with_a_file_is_said_at_once(tmp_path: Path) -> None:
 
 def test_format_version_and_a_file_without_a_draft(tmp_path: Path) -> None:
     path = tmp_path / "draft.safetensors"
-    expected, other = "expected 'fastcar-draft' version '1'", {**METADATA, "format": "fastcar-gate"}
+    expected = "expected 'fastcar-draft' version '1'"
     assert f"format 'fastcar-gate' version '1', {expected}" in refusal(
         path, tensors(0), {**METADATA, "format": "fastcar-gate"}
     )
