@@ -21,6 +21,7 @@ from fastcar_compile.support.packages import Registry
 COMMANDS = {
     "compile": "fastcar_compile.cli.compile:compile_command",
     "train-gate": "fastcar_compile.cli.tune:train_gate_command",
+    "fit-draft": "fastcar_compile.cli.tune:fit_draft_command",
     "tune-decoder": "fastcar_compile.cli.tune:tune_decoder_command",
     "calibrate": "fastcar_compile.cli.tune:calibrate_command",
     "evaluate": "fastcar_compile.cli.evaluate:evaluate_command",
