@@ -75,6 +75,7 @@ OUTPUTS: dict[str, dict[str, list[str]]] = {
     "evaluate": {
         option: ["--calibration-videos", "{videos}"] for option in ("output", "save_cases", "plots", "journal")
     },
+    "fit-draft": {"output": [], "checkpoint": ["-o", "{out}"]},
     "inspect": {"html": []},
     "opt": {"output": []},
     "run": {"output": ["--prompt", "1"], "trace": ["--prompt", "1"]},
@@ -84,7 +85,18 @@ OUTPUTS: dict[str, dict[str, list[str]]] = {
 """Command -> option that writes -> the other words that it needs."""
 
 READ = {
-    *("artifact", "videos", "calibration_videos", "gate_weights", "cases", "model", "decoder", "start", "path"),
+    *(
+        "artifact",
+        "videos",
+        "calibration_videos",
+        "gate_weights",
+        "draft",
+        "cases",
+        "model",
+        "decoder",
+        "start",
+        "path",
+    ),
     *("a", "b", "prompt_file", "thresholds", "context", "context_mask", "trace", "public_key", "key"),
     *("passphrase_file", "signature"),
 }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gates.drafts import random_draft
 from manifests import stored_thresholds
 from pydantic import BaseModel
 from runtime.test_prompts import NotedStepper
@@ -111,6 +112,7 @@ DRY_RUN = {"options": CompileConfig(**OPTIONS), "target": "cpu", "decoder": CONF
 CONSTRUCTED: dict[str, dict[str, Any]] = {
     "Check": {"name": "g++", "severity": "ok", "message": "is there"},
     "CompileConfig": OPTIONS,
+    "Draft": {"digest": "00" * 32},
     "DryRun": {**DRY_RUN, **NOTHING, "memory": Memory(weights=0, state={})},
     "ReplayConfig": {},
     "Sampling": {},
@@ -158,6 +160,12 @@ CALLS: dict[str, dict[str, Call]] = {
         "load a file": lambda v: fc.Thresholds.load(v),
         "save to a file": lambda v: fc.Thresholds(**THRESHOLDS).save(v),
     },
+    "Draft": {
+        "load a file": lambda v: fc.Draft.load(v),
+        "save to a file": lambda v: random_draft(4).save(v),
+        "replay_config": lambda v: random_draft(4).replay_config(threshold=v),
+        "a draft of a configuration": lambda v: fc.ReplayConfig(draft=v),
+    },
     "load": {
         "path": lambda v: fc.load(v),
         "digest": lambda v: fc.load("/nowhere/at/all", digest=v),
@@ -181,6 +189,11 @@ CALLS: dict[str, dict[str, Call]] = {
         "model": lambda v: FC.train_gate(v, VIDEOS, target_replay=0.5),
         "videos": lambda v: FC.train_gate(MODEL, v, target_replay=0.5),
         **by_name(fc.train_gate, MODEL, VIDEOS, without=("model", "videos"), target_replay=0.5),
+    },
+    "fit_draft": {
+        "model": lambda v: FC.fit_draft(v, VIDEOS, tokens_per_frame=1),
+        "videos": lambda v: FC.fit_draft(MODEL, v, tokens_per_frame=1),
+        **by_name(fc.fit_draft, MODEL, VIDEOS, without=("model", "videos"), tokens_per_frame=1),
     },
     "tune_decoder": by_name(fc.tune_decoder, MODEL, VIDEOS, without=("model", "videos"), target_replay=0.5),
     "sign": {"path": lambda v: fc.sign(v, "/nowhere"), "private_key": lambda v: fc.sign("/nowhere", v)},

@@ -1,0 +1,153 @@
+"""Drafts fitted to videos: sizes, errors, checkpoints, and what evaluator and calibrator make of them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drawn_videos import FRAME, LAYERS, LENGTH, sharp_decoder, videos
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM
+
+import fastcar_compile as fc
+from fastcar_compile.errors import CompileError, InputError
+from fastcar_compile.gates.draft import LayerDraft
+
+from .test_evaluator import check_against_the_session, rewritten
+
+NEURONS = 256
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def wide(one_thread: None) -> LlamaForCausalLM:
+    return sharp_decoder(intermediate_size=NEURONS)
+
+
+@pytest.fixture(scope="module")
+def some(wide: LlamaForCausalLM) -> np.ndarray[Any, Any]:
+    return videos(wide, 48, 1)
+
+
+def fit(model: LlamaForCausalLM, tokens: np.ndarray[Any, Any], **options: Any) -> fc.Draft:
+    return fc.fit_draft(model, tokens[:32], **options)
+
+
+@pytest.fixture(scope="module")
+def fitted(wide: LlamaForCausalLM, some: np.ndarray[Any, Any]) -> dict[float, fc.Draft]:
+    """Share -> draft."""
+    return {share: fit(wide, some, share=share) for share in (0.3, 0.7)}
+
+
+def surrogate(own: LayerDraft, x: Tensor) -> Tensor:
+    assert own.gate_proj is not None
+    neurons = F.silu(x @ own.gate_proj.T) * (x @ own.up_proj.T)
+    return neurons @ own.down_proj.T + x @ own.inner.T @ own.outer.T + own.bias
+
+
+def errors(model: LlamaForCausalLM, draft: fc.Draft, tokens: np.ndarray[Any, Any]) -> list[float]:
+    """Per layer the mean square of m(x) - y behind the first frame, as a share of that of y; 1 without a draft."""
+    found = list[float]()
+
+    def watch(layer: int) -> Any:
+        def see(_module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            x, y = inputs[0][:, FRAME + 1 :], output[:, FRAME + 1 :]
+            left = y - surrogate(draft.layers[layer], x) if layer in draft.layers else y
+            found.append(float(left.square().sum() / y.square().sum()))
+
+        return see
+
+    mlps = [model.get_submodule(f"model.layers.{layer}.mlp") for layer in range(LAYERS)]
+    hooks = [mlp.register_forward_hook(watch(layer)) for layer, mlp in enumerate(mlps)]
+    with torch.no_grad():
+        model(torch.from_numpy(tokens[:, :-1]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def test_the_share_is_kept_and_more_of_it_errs_less(
+    wide: LlamaForCausalLM, some: np.ndarray[Any, Any], fitted: dict[float, fc.Draft]
+) -> None:
+    """On videos that it was not fitted to."""
+    for share, draft in fitted.items():
+        used = sum(own.size.share(NEURONS, gated=True) for own in draft.layers.values()) / LAYERS
+        assert 0 < used <= share
+        assert draft.gate is not None
+        assert sorted(draft.gate.layers) == list(range(LAYERS))
+        for own in draft.layers.values():
+            assert ((own.gains >= 0) & (own.gains <= 1)).all()
+    small, large = (errors(wide, draft, some[32:]) for draft in fitted.values())
+    assert sum(large) < 0.9 * sum(small)
+    assert sum(small) < LAYERS
+
+
+def test_same_seed_same_bytes(
+    wide: LlamaForCausalLM, some: np.ndarray[Any, Any], fitted: dict[float, fc.Draft], tmp_path: Path
+) -> None:
+    """Also for a fit that was interrupted and resumed, and one of another share with the first one's layers."""
+    checkpoint, lines = tmp_path / "checkpoint", list[str]()
+
+    def stop(line: str) -> None:
+        lines.append(line)
+        if line.startswith("layer 0 is fitted"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(wide, some, share=0.7, checkpoint=checkpoint, progress=stop)
+    further = list[str]()
+    assert fit(wide, some, share=0.7, checkpoint=checkpoint, progress=further.append) == fitted[0.7]
+    assert [line for line in further if "is fitted" in line] == [f"layer 1 is fitted in {lines[-1].split()[-2]} sizes"]
+    further.clear()
+    assert fit(wide, some, share=0.3, checkpoint=checkpoint, progress=further.append) == fitted[0.3]
+    assert not any("is fitted" in line for line in further)
+    assert fit(wide, some, share=0.3, seed=1) != fitted[0.3]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"share": 0}, "share is 0"),
+        ({"share": 1.0}, "share is 1"),
+        ({"tokens_per_frame": 11}, "videos of 33 tokens have less than three frames behind the prompt"),
+        ({"prompt": 9}, "videos of 33 tokens have less than three frames behind the prompt"),
+    ],
+)
+def test_what_is_refused(
+    wide: LlamaForCausalLM, some: np.ndarray[Any, Any], options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(InputError, match=text):
+        fit(wide, some, **options)
+
+
+def test_a_small_mlp_has_no_draft(some: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(CompileError, match="the MLP of layer 0 is too small for a draft"):
+        fit(sharp_decoder(intermediate_size=16), some)
+
+
+def test_the_evaluator_equals_the_session(wide: LlamaForCausalLM, fitted: dict[float, fc.Draft]) -> None:
+    replay = fitted[0.7].replay_config()
+    check_against_the_session(replay, rewritten(replay, build=lambda: wide), prompt=3)
+
+
+def test_calibration_of_a_model_and_of_its_artifact(
+    wide: LlamaForCausalLM, some: np.ndarray[Any, Any], fitted: dict[float, fc.Draft], tmp_path: Path
+) -> None:
+    """The artifact knows the draft by its digest, and has its weights in the program. Plain replay costs more."""
+    draft = fitted[0.7]
+    found = fc.calibrate(wide, some[32:], replay=draft.replay_config(), target_replay=0.5)
+    options: dict[str, Any] = {
+        "max_seq_len": LENGTH,
+        "tokens_per_frame": FRAME,
+        "output": tmp_path / "built",
+        "prefill_chunk": 4,
+    }
+    artifact = fc.compile(wide, "cpu", replay=draft.replay_config(threshold=found.values), **options)
+    again = fc.calibrate(fc.load(artifact.path), some[32:], target_replay=0.5)
+    assert again.values == found.values
+    assert again.nll == pytest.approx(found.nll, rel=1e-6)
+    plain = fc.ReplayConfig(gate="learned", gate_weights=draft.gate)
+    assert found.nll < fc.calibrate(wide, some[32:], replay=plain, target_replay=0.5).nll

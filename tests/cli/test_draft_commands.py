@@ -1,0 +1,62 @@
+"""fit-draft, compile --draft and what inspect says of it, on a real model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drawn_videos import FRAME, LENGTH, sharp_decoder, videos
+from typer.testing import CliRunner, Result
+
+import fastcar_compile as fc
+from fastcar_compile.cli import app
+
+
+def fastcar(*words: object) -> Result:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a model, videos and the draft that was fitted to them."""
+    folder = tmp_path_factory.mktemp("draft")
+    model = sharp_decoder(intermediate_size=256)
+    model.save_pretrained(folder / "model")
+    np.save(folder / "videos.npy", videos(model, 16, 1))
+    return folder
+
+
+def test_a_draft_is_fitted_compiled_and_explained(folder: Path) -> None:
+    given, file = ("--videos", folder / "videos.npy"), folder / "draft.safetensors"
+    words = ("fit-draft", folder / "model", *given, "--share", 0.7, "-o", file)
+    report = json.loads(fastcar(*words, "--json").stdout)
+    draft = fc.Draft.load(file)
+    assert report["draft"] == draft.name
+    assert report["layers"] == {
+        str(i): {"neurons": own.size.neurons, "rank": own.size.rank} for i, own in draft.layers.items()
+    }
+    assert f"layer 1  {draft.layers[1].size.neurons} neurons" in fastcar(*words).stdout.replace("   ", "  ")
+    sizes = ("--tokens-per-frame", FRAME, "--max-seq-len", LENGTH, "--prefill-chunk", 4, "--target", "cpu")
+    fastcar("compile", folder / "model", "-o", folder / "built", "--draft", file, "--threshold", "0.5", *sizes)
+    artifact = fc.load(folder / "built")
+    replay = artifact.manifest.options.replay
+    assert replay is not None
+    assert (replay.gate, replay.draft, replay.gate_weights) == ("learned", draft, draft.gate)
+    text = fastcar("inspect", folder / "built", "--explain").stdout
+    for layer in draft.layers.values():
+        share = layer.size.share(256, gated=True)
+        line = f"draft    {layer.size.neurons} neurons, rank {layer.size.rank}: a row that replays reads {share:.1%} of"
+        assert line in text
+    assert "gets the draft's output, and what is left of that of" in text
+    gate = json.loads((folder / "built" / "report.json").read_text())["gate"]
+    assert gate["draft"] == draft.name
+    assert 0 < gate["draft_share"] <= 0.7
+
+
+def test_gate_tas_has_no_draft(folder: Path) -> None:
+    words = ("compile", folder / "model", "-o", folder / "x", "--draft", folder / "draft.safetensors", "--gate", "tas")
+    result = CliRunner().invoke(app, [str(word) for word in (*words, "--tokens-per-frame", FRAME)])
+    assert result.exit_code == 2
+    assert "a draft needs the MLP's cached input" in " ".join(result.output.split())
