@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drawn_videos import FRAME, LENGTH, sharp_decoder, videos
+from gates.drafts import random_draft
 from typer.testing import CliRunner, Result
 
 import fastcar_compile as fc
@@ -20,10 +21,11 @@ def fastcar(*words: object) -> Result:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a model, videos and the draft that was fitted to them."""
+    """With a model, videos of it, and a draft by chance."""
     folder = tmp_path_factory.mktemp("draft")
     model = sharp_decoder(intermediate_size=256)
     model.save_pretrained(folder / "model")
+    random_draft(64).save(folder / "random.safetensors")
     np.save(folder / "videos.npy", videos(model, 16, 1))
     return folder
 
@@ -56,7 +58,7 @@ def test_a_draft_is_fitted_compiled_and_explained(folder: Path) -> None:
 
 
 def test_gate_tas_has_no_draft(folder: Path) -> None:
-    words = ("compile", folder / "model", "-o", folder / "x", "--draft", folder / "draft.safetensors", "--gate", "tas")
+    words = ("compile", folder / "model", "-o", folder / "x", "--draft", folder / "random.safetensors", "--gate", "tas")
     result = CliRunner().invoke(app, [str(word) for word in (*words, "--tokens-per-frame", FRAME)])
     assert result.exit_code == 2
     assert "a draft needs the MLP's cached input" in " ".join(result.output.split())
