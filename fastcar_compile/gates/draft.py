@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.gates.weights import GateWeights, StoredLayers
@@ -128,12 +128,6 @@ class Draft(StoredLayers[LayerDraft]):
         parts = [*self.layers.items(), *(self.gate.layers.items() if self.gate else ())]
         tensors = {f"layer.{i}.{n}": t.float().contiguous() for i, own in parts for n, t in own.params().items()}
         write_gate_file(path, tensors, {}, FORMAT)
-
-    def replay_config(self, **options: Any) -> Any:
-        """Return a ReplayConfig with this draft and its gate. Calibrate its thresholds; options as ReplayConfig has."""
-        from fastcar_compile.config import ReplayConfig
-
-        return ReplayConfig(draft=self, **options)
 
     def check(self, hidden: Sequence[int]) -> None:
         """Raise CompileError, with all that is wrong, where a layer is none of the decoder's or has another size."""

@@ -129,7 +129,7 @@ def test_a_small_mlp_has_no_draft(some: np.ndarray[Any, Any]) -> None:
 
 
 def test_the_evaluator_equals_the_session(wide: LlamaForCausalLM, fitted: dict[float, fc.Draft]) -> None:
-    replay = fitted[0.7].replay_config()
+    replay = fc.ReplayConfig(draft=fitted[0.7])
     check_against_the_session(replay, rewritten(replay, build=lambda: wide), prompt=3)
 
 
@@ -138,14 +138,14 @@ def test_calibration_of_a_model_and_of_its_artifact(
 ) -> None:
     """The artifact knows the draft by its digest, and has its weights in the program. Plain replay costs more."""
     draft = fitted[0.7]
-    found = fc.calibrate(wide, some[32:], replay=draft.replay_config(), target_replay=0.5)
+    found = fc.calibrate(wide, some[32:], replay=fc.ReplayConfig(draft=draft), target_replay=0.5)
     options: dict[str, Any] = {
         "max_seq_len": LENGTH,
         "tokens_per_frame": FRAME,
         "output": tmp_path / "built",
         "prefill_chunk": 4,
     }
-    artifact = fc.compile(wide, "cpu", replay=draft.replay_config(threshold=found.values), **options)
+    artifact = fc.compile(wide, "cpu", replay=fc.ReplayConfig(draft=draft, threshold=found.values), **options)
     again = fc.calibrate(fc.load(artifact.path), some[32:], target_replay=0.5)
     assert again.values == found.values
     assert again.nll == pytest.approx(found.nll, rel=1e-6)

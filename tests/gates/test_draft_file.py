@@ -115,7 +115,7 @@ def test_a_draft_brings_its_gate(tmp_path: Path) -> None:
     draft.save(tmp_path / "draft.safetensors")
     config = fc.ReplayConfig(draft=tmp_path / "draft.safetensors", threshold=0.5)
     assert (config.gate, config.gate_weights, config.draft) == ("learned", draft.gate, draft)
-    assert draft.replay_config(threshold=0.5) == config
+    assert fc.ReplayConfig(draft=draft, threshold=0.5) == config
     assert fc.ReplayConfig(draft=draft, gate="learned", gate_weights=other).gate_weights == other
     with pytest.raises(CompileError, match="gate 'tas' has no weights: leave gate_weights out, or use gate learned"):
         fc.ReplayConfig(draft=draft, gate_weights=other)

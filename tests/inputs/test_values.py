@@ -163,7 +163,6 @@ CALLS: dict[str, dict[str, Call]] = {
     "Draft": {
         "load a file": lambda v: fc.Draft.load(v),
         "save to a file": lambda v: random_draft(4).save(v),
-        "replay_config": lambda v: random_draft(4).replay_config(threshold=v),
         "a draft of a configuration": lambda v: fc.ReplayConfig(draft=v),
     },
     "load": {
