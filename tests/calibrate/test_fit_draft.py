@@ -45,7 +45,7 @@ def fitted(wide: LlamaForCausalLM, some: np.ndarray[Any, Any]) -> dict[float, fc
 def surrogate(own: LayerDraft, x: Tensor) -> Tensor:
     assert own.gate_proj is not None
     neurons = F.silu(x @ own.gate_proj.T) * (x @ own.up_proj.T)
-    return neurons @ own.down_proj.T + x @ own.inner.T @ own.outer.T + own.bias
+    return torch.cat([neurons, x @ own.inner.T], -1) @ own.outer.T + own.bias
 
 
 def errors(model: LlamaForCausalLM, draft: fc.Draft, tokens: np.ndarray[Any, Any]) -> list[float]:

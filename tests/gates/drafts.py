@@ -18,8 +18,8 @@ def layer_of_draft(
         return torch.randn(shape, generator=random) * 0.2
 
     own = {"gate_proj": draw(neurons, hidden)} if gated else {"up_bias": draw(neurons)}
-    own |= {"up_proj": draw(neurons, hidden), "down_proj": draw(hidden, neurons)}
-    own |= {"inner": draw(rank, hidden), "outer": draw(hidden, rank), "bias": draw(hidden)}
+    own |= {"up_proj": draw(neurons, hidden), "inner": draw(rank, hidden)}
+    own |= {"outer": draw(hidden, neurons + rank), "bias": draw(hidden)}
     own |= {"edges": torch.linspace(0.1, 1.5, 15), "gains": torch.linspace(1, 0, 16)}
     return own | {"w1": draw(4, 2 * hidden), "b1": draw(4), "w2": draw(4), "b2": draw(1)}
 

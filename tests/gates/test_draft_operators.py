@@ -43,7 +43,7 @@ def arguments(name: str, kind: str, width: int) -> tuple[Tensor, ...]:
         return x, near, torch.linspace(0.25, 1.5, 15), torch.linspace(1, 0.05, 16)
     if name == "draft_difference":
         return torch.cat([rows_of(kind, width, 1), rows_of(kind, width, 2)]), gain
-    parts = (rows_of(kind, width, seed) for seed in (3, 4, 5))
+    parts = (rows_of(kind, width, seed) for seed in (3, 4))
     return (*parts, torch.from_numpy(values(kind, (width,), np.random.default_rng(6))), gain)
 
 
@@ -88,7 +88,7 @@ def test_every_operation_is_rounded_once() -> None:
     wanted = both[:ROWS] - gain[:, None] * both[ROWS:]
     found = fastcar.draft_difference(torch.from_numpy(both), torch.from_numpy(gain))
     np.testing.assert_array_equal(found.numpy(), wanted)
-    neurons, linear, cached, bias, gain = (t.numpy() for t in arguments("draft_sum", "normal", 37))
-    wanted = ((bias + gain[:, None] * (cached - bias)) + neurons) + linear
-    given = (torch.from_numpy(v) for v in (neurons, linear, cached, bias, gain))
+    left, cached, bias, gain = (t.numpy() for t in arguments("draft_sum", "normal", 37))
+    wanted = (bias + gain[:, None] * (cached - bias)) + left
+    given = (torch.from_numpy(v) for v in (left, cached, bias, gain))
     np.testing.assert_array_equal(fastcar.draft_sum(*given).numpy(), wanted)

@@ -105,11 +105,12 @@ class Fit:
 
     def run(self, share: float, kept: Kept) -> Draft:
         """Return the drafts of a share of the MLPs' weights."""
-        order, sizes = self._important(), [sizes_of(mlp) for mlp in self._mlps]
+        sizes = [sizes_of(mlp) for mlp in self._mlps]
         if small := [layer for layer, own in enumerate(sizes) if len(own) < 2]:
             what = f"the MLP of layer {small[0]} is too small for a draft"
             raise CompileError(what, hint="replay plainly: leave the draft out")
         missing = [layer for layer in range(len(self._mlps)) if layer not in kept.layers]
+        order = self._important() if missing else []
         for group in self._groups(missing, order):
             for layer, moments in zip(group, self._moments(group, order), strict=True):
                 kept.add(layer, candidates(moments, sizes[layer], self._random(layer)))
