@@ -1,4 +1,4 @@
-"""What a draft of the MLPs spares, and what it costs: docs/measurements/drafts.md.
+"""What a draft of the MLPs spares, and what it costs: docs/explanation/drafts.md.
 
     python benchmarks/drafts.py quality --data build/doom/data --json quality.json
     python benchmarks/drafts.py speed --quality quality.json
