@@ -89,7 +89,7 @@ class Reference:
         return model(ids, use_cache=False).logits[:, PROMPT - 1 :]
 
 
-@pytest.mark.parametrize("layers", [(0, 1), (1,)])
+@pytest.mark.parametrize("layers", [pytest.param((0, 1), marks=pytest.mark.thorough), (1,)])
 def test_a_session_follows_the_rule(layers: tuple[int, ...], tmp_path: Path) -> None:
     """With replays of replays, whose slots keep input and output of the last visit that computed."""
     draft, ids = random_draft(HIDDEN, layers), token_ids(3)
@@ -114,7 +114,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+THOROUGH = ("one row", "pairs", "one pair")
+"""Cases whose parts others have: a row alone is compared below, and a pair is one decision as a row is."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n in THOROUGH else n for n in CASES])
 def test_eager_and_cpu_have_the_same_bits(name: str, tmp_path: Path) -> None:
     artifact = built(tmp_path / "built", **EXACT, **CASES[name])
     config = artifact.manifest.decoder.config
@@ -135,7 +139,9 @@ def check_close(artifact: fc.Artifact, ids: Tensor, *backends: str, atol: float)
         torch.testing.assert_close(found, eager, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize(("quant", "atol"), [("none", 1e-4), ("bf16", 1e-3), ("w4a8", 1e-2)])
+@pytest.mark.parametrize(
+    ("quant", "atol"), [("none", 1e-4), pytest.param("bf16", 1e-3, marks=pytest.mark.thorough), ("w4a8", 1e-2)]
+)
 def test_every_backend_is_close(quant: str, atol: float, tmp_path: Path) -> None:
     artifact = built(tmp_path / "built", quant=quant, batch_size=2)
     check_close(artifact, token_ids(2), "cpu", "onnxruntime", atol=atol)
