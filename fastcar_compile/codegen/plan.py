@@ -43,7 +43,7 @@ class Fallback(Part):
         instead: what happens. reason: why. where: module path or source line. hint: what would avoid it.
     """
 
-    kind: Literal["accelerator", "gate", "linear", "numbers", "offload", "prompt", "library", "assumption"]
+    kind: Literal["accelerator", "gate", "draft", "linear", "numbers", "offload", "prompt", "library", "assumption"]
     what: str
     layers: tuple[int, ...] = ()
     instead: str
@@ -231,7 +231,7 @@ def _fallbacks(program: DecoderProgram, config: CompileConfig, board: Target) ->
     """Yield what the rewritten program does in another way than the options ask for, the linears of the host apart."""
     yield from _unquantised(program, config)
     if has_accelerator(config, board):
-        yield from _gates(program) if config.offload != "all" else ()
+        yield from (*_gates(program), *_drafts(program)) if config.offload != "all" else ()
     elif board.kind == "fpga":
         instead = f"the CPU of {board.name} computes them: no accelerator kernel is emitted"
         reason = f"the kernels are int8, and quant is {config.quant!r}"
@@ -288,6 +288,15 @@ def _gates(program: DecoderProgram) -> Iterator[Fallback]:
         yield Fallback(kind="gate", what=what, layers=place, instead="the host decides", reason=reason, hint=hint)
 
 
+def _drafts(program: DecoderProgram) -> Iterator[Fallback]:
+    """Yield the drafts, which the host computes."""
+    layers = tuple(s.layer for s in program.sites if s.replay is not None and s.replay.draft is not None)
+    if layers:
+        reason = "the accelerator has no drafts, and predictions of its speed leave them out"
+        instead, hint = "the host computes it", "compile without the draft"
+        yield Fallback(kind="draft", what="draft", layers=layers, instead=instead, reason=reason, hint=hint)
+
+
 def _linears(work: Offloaded) -> Iterator[Fallback]:
     """Yield the linears that the host keeps with offload="linears"."""
     for linear in work.kept:
@@ -340,7 +349,7 @@ def _placements(
         yield Placement(what="gate", unit="accelerator", layers=own, calls=len(own), reason="offload")
     yield from _calls(plan)
     for f in kept:
-        if f.kind in ("gate", "linear"):
+        if f.kind in ("gate", "draft", "linear"):
             yield Placement(what=f.what, unit="host", layers=f.layers, reason=f.reason)
     if config.offload == "mlp":
         yield Placement(what="projections and head", unit="host", layers=layers, reason="offload is 'mlp'")

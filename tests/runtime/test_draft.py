@@ -167,6 +167,8 @@ def test_the_accelerator_has_the_mlps_and_the_host_the_draft(tmp_path: Path) -> 
     check_module("hls4ml")
     artifact = built(tmp_path / "built", target="zcu102", quant="w8a8", offload="mlp", batch_size=2)
     check_close(artifact, token_ids(2), "cpu", "hls-csim", atol=1e-2)
+    with pytest.raises(CompileError, match="draft of layers 0, 1: the host computes it; the accelerator has no drafts"):
+        built(tmp_path / "strict", target="zcu102", quant="w8a8", offload="mlp", batch_size=2, strict=True)
 
 
 def test_an_accelerator_of_whole_steps_refuses_a_draft(tmp_path: Path) -> None:
