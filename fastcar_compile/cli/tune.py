@@ -108,7 +108,9 @@ def fit_draft_command(
     checkpoint: Checkpoint = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit a draft: small MLPs that stand in where a row replays, with the gate that decides.
+    """Fit a draft that stands in for MLPs.
+
+    It is a small surrogate of each MLP for rows that replay, with the gate that decides.
 
     Args:
         output: Write the draft to this .safetensors file, for `fastcar compile --draft`.
