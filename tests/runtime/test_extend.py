@@ -21,24 +21,30 @@ KINDS: dict[str, dict[str, Any]] = {
     "native": {},
     "native ring": {"sparse_attention": fc.SparseAttention(window=7, sinks=2)},
 }
-PLACES = [
-    *[(kind, "cpu") for kind in KINDS],
-    *[pytest.param(kind, "eager", marks=pytest.mark.thorough) for kind in ("exact", "exact rows", "native ring")],
-    ("native", "eager"),
-    *[(kind, "onnxruntime") for kind in KINDS if kind.startswith("native")],
-]
+# tests/runtime/test_algebra.py has stories of extensions too, over other kinds and backends.
+OFTEN = [("exact rows", "cpu"), ("native ring", "cpu"), ("native ring", "onnxruntime")]
+SELDOM = [(k, "cpu") for k in KINDS] + [(k, "eager") for k in KINDS] + [("native", "onnxruntime")]
+PLACES = [*OFTEN, *(pytest.param(*place, marks=pytest.mark.thorough) for place in SELDOM if place not in OFTEN)]
+
+
+class Compiled(dict[str, fc.Artifact]):
+    """Artifacts by kind, each compiled when a test asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __missing__(self, kind: str) -> fc.Artifact:
+        self[kind] = fc.compile(
+            llama(), target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, prefill_chunk=4,
+            replay=fc.ReplayConfig(threshold=0.0, max_chain=3, refresh_every=4), output=self._folder / kind,
+            **KINDS[kind],
+        )  # fmt: skip
+        return self[kind]
 
 
 @pytest.fixture(scope="module")
-def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact]:
-    folder: Path = tmp_path_factory.mktemp("extend")
-    return {
-        kind: fc.compile(
-            llama(), target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, prefill_chunk=4,
-            replay=fc.ReplayConfig(threshold=0.0, max_chain=3, refresh_every=4), output=folder / kind, **options,
-        )
-        for kind, options in KINDS.items()
-    }  # fmt: skip
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return Compiled(tmp_path_factory.mktemp("extend"))
 
 
 def tokens(seed: int) -> np.ndarray:
@@ -95,7 +101,9 @@ def test_all_at_once_or_one_after_the_other(
         assert one is None or np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [k if k in dict(OFTEN) else pytest.param(k, marks=pytest.mark.thorough) for k in KINDS]
+)
 @settings(max_examples=4, deadline=None)
 @given(parts=PARTS, seed=st.integers(0, 99))
 def test_only_what_was_decoded_one_frame_earlier_is_replayed(
