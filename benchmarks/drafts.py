@@ -1,11 +1,13 @@
 """What a draft of the MLPs spares, and what it costs: docs/explanation/drafts.md.
 
     python benchmarks/drafts.py quality --data build/doom/data --json quality.json
+    python benchmarks/drafts.py shapes
     python benchmarks/drafts.py speed --quality quality.json
     python benchmarks/drafts.py wide
 
 quality: the game decoder of examples/doom, with drafts fitted to calibration play and measured on the held-out
 sequences of docs/measurements/doom.md, beside the plain gates with their thresholds of examples/doom/cases.json.
+shapes: the decoders of drawn videos as they were trained, with a draft of a fifth and gate `learned` as it is shipped.
 speed: frames/s of the game decoder, dense, with gate `learned` and with each draft, at thresholds within 1.10x.
 wide: the same of 8 layers of 2048 x 5504 with random weights and a draft of an eighth. Four of five visits replay.
 """
@@ -25,6 +27,7 @@ from replay_doom.curves import Point, most_replay
 from replay_doom.sequences import RICH, groups_of, spaced
 from replay_doom.setup import COUNTED, DOOM, LIMITS, TOKENS_PER_FRAME, Counts, Setup
 from replay_doom.weighting import natural_shares
+from replay_quality.decoders import DECODERS, TRAINING_SEED
 from speed.wide import wide
 
 import fastcar_compile as fc
@@ -122,6 +125,38 @@ def quality(setup: Setup, output: Path | None) -> None:
         output.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
 
+def shapes() -> None:
+    """Print replay and bytes spared of the drawn decoders, and the fit's time."""
+    for decoder in (d for d in DECODERS if not d.tuned):
+        model, videos = decoder.model(), decoder.videos(SEQUENCES, TRAINING_SEED)
+        began = time.perf_counter()
+        draft = fc.fit_draft(model, videos, share=SHARES[1])
+        print(f"{decoder.name}: fitted in {time.perf_counter() - began:.0f} s", flush=True)
+        held_out, config = decoder.held_out(), model.config
+        study = Study(program_of(model, held_out.shape), held_out, decoder=decoder.name)
+        sizes = sizes_of(draft, config.num_hidden_layers, config.intermediate_size)
+        learned = fc.TrainedGate.load(decoder.folder / "gates" / "learned.safetensors").replay_config()
+        for replay, own in ((learned, [0.0] * len(sizes)), (fc.ReplayConfig(draft=draft), sizes)):
+            calibration = decoder.calibration(decoder.calibration_videos)
+            search = search_of(program_of(model, calibration.shape), replay, calibration)[0]
+            cases = [Case("path", replay.model_copy(update={"threshold": v}), t)
+                     for v, t in zip(search.path(TARGETS), TARGETS, strict=True)]  # fmt: skip
+            rows = study.rows(cases)
+            costs = [row["nll"] / row["nll_dense"] for row in rows]
+            nets = [
+                sum(r * (1 - s) for r, s in zip(row["replay_by_layer"], own, strict=True)) / len(own) for row in rows
+            ]
+            name = "learned" if replay is learned else f"draft, {sum(sizes) / len(sizes):.0%}"
+            for limit in LIMITS:
+                found = [
+                    most_replay([Point(0.0, 1.0), *sorted(map(Point, shares, costs), key=lambda p: p.replay)], limit)
+                    for shares in ([row["replay_ratio"] for row in rows], nets)
+                ]
+                print(
+                    f"{decoder.name}, {name}, {limit:.2f}x: replay {found[0]:.1%}, net bytes {found[1]:.1%}", flush=True
+                )
+
+
 def turns(
     sessions: dict[str, fc.Session], tokens: np.ndarray, prompt: int, frame: int, rounds: int
 ) -> dict[str, float]:
@@ -217,7 +252,7 @@ def wide_speed(rounds: int) -> None:
 def main() -> None:
     """Run the requested measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("quality", "speed", "wide"))
+    parser.add_argument("what", choices=("quality", "shapes", "speed", "wide"))
     parser.add_argument(
         "--data", type=Path, default=DOOM.parents[1] / "build" / "doom" / "data", help="recorded if missing"
     )
@@ -228,8 +263,8 @@ def main() -> None:
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     setup = Setup(options.data, DOOM / "world", DOOM, options.work, Counts(), print)
-    if options.what == "wide":
-        wide_speed(options.rounds)
+    if options.what in ("shapes", "wide"):
+        shapes() if options.what == "shapes" else wide_speed(options.rounds)
         return
     for split in ("calibration", "held_out"):
         setup.record(split)

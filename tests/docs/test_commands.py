@@ -60,7 +60,7 @@ def test_the_readme_names_the_ways_in(part: str) -> None:
     assert any(part in block.text for block in blocks("README.md") if not block.title)
 
 
-@pytest.mark.parametrize("document", sorted(NOT_RUN))
+@pytest.mark.parametrize("document", ["README.md", pytest.param("docs/tutorial/index.md", marks=pytest.mark.thorough)])
 def test_every_command_runs(
     document: str, tmp_path: Path, require_tool: Callable[[str], str], require_module: Callable[[str], None]
 ) -> None:
