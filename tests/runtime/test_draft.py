@@ -114,8 +114,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-THOROUGH = ("one row", "pairs", "one pair")
-"""Cases whose parts others have: a row alone is compared below, and a pair is one decision as a row is."""
+THOROUGH = ("one row", "three rows", "pairs", "one pair")
+"""Cases whose parts others have: rows alone and beside others are compared below; a pair is one decision."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n in THOROUGH else n for n in CASES])
