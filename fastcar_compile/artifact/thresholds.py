@@ -54,6 +54,7 @@ class Thresholds(BaseModel):
         inputs: SHA-256 of weights, gate options and videos.
         expected: what other videos will replay; None: the calibration had one video, or the thresholds are from an
             artifact, which does not store it.
+        spared: share of all MLPs' weights that the replays did not read, net of the drafts'; None: there are no drafts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,11 +68,12 @@ class Thresholds(BaseModel):
     goal: str
     inputs: str
     expected: Expected | None = None
+    spared: FiniteFloat | None = None
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Return the fields without an `expected` of None: the one form of a manifest has no such field."""
-        return {name: value for name, value in dump(self).items() if name != "expected" or value is not None}
+        """Return the fields without `expected` and `spared` of None: the one form of a manifest has no such field."""
+        return {n: value for n, value in dump(self).items() if n not in ("expected", "spared") or value is not None}
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-safe dict; infinite thresholds are strings."""

@@ -216,6 +216,7 @@ def _show(found: fc.Thresholds, digest: str) -> None:
         print_text(f"digest  {digest}\n")
     fields = {
         "replay": f"{found.replay:.1%} of the forwards t >= F",
+        "MLP weights": None if found.spared is None else f"{found.spared:.1%} not read, net of the drafts'",
         "on other videos": "unknown from one video" if found.expected is None else _expected(found.expected),
         "measured on": "one video" if found.expected is None else _measured(found.expected),
         "NLL": f"{found.nll:.4g} ({increase:+.1%} of dense)",
@@ -223,7 +224,7 @@ def _show(found: fc.Thresholds, digest: str) -> None:
         "thresholds": ", ".join("none" if value is None else f"{value:.6g}" for value in found.values),
         "per layer": ", ".join(f"{ratio:.1%}" for ratio in found.per_layer),
     }
-    print_fields(fields)
+    print_fields({name: text for name, text in fields.items() if text is not None})
 
 
 def _measured(found: Expected) -> str:

@@ -229,6 +229,18 @@ def drafts_of(program: DecoderProgram, draft: Draft) -> list[DraftBranch | None]
     ]
 
 
+def spared_of(program: DecoderProgram, draft: Draft | None) -> tuple[float, ...]:
+    """Return what share of its MLP's weights each layer does not read where it replays. draft: as for `drafts_of`."""
+    gates, found = role_nodes(program.graph_module), list[float]()
+    own = dict[int, LayerDraft]() if draft is None else draft.layers
+    for layer, nodes in role_nodes(program.prefill or program.graph_module).items():
+        facts = replay_of(gates[layer][Role.GATE]) if Role.GATE in gates[layer] else None
+        size = own[layer].size if layer in own else None if facts is None or own else facts.draft
+        up = nodes[Role.UP_PROJ]
+        found.append(1 - size.share(up.meta["val"].shape[-1], Role.GATE_PROJ in nodes) if size else 1.0)
+    return tuple(found)
+
+
 def _inserted(module: fx.GraphModule, layers: int) -> list[DraftBranch | None]:
     found: list[DraftBranch | None] = [None] * layers
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond):

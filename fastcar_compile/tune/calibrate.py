@@ -234,7 +234,8 @@ def search_of(
     def search(on: np.ndarray, kept: Journal) -> Search:
         wide = with_rows(program, batch_rows(len(on), program.config.prefill_chunk, replay.couple_cfg))
         evaluator = Evaluator(wide, on, rules, setting.prompt, counted=setting.counted)
-        return Search(evaluator, GATES[replay.gate], able, kept, _told(progress, len(on), len(videos)))
+        told = _told(progress, len(on), len(videos))
+        return Search(evaluator, GATES[replay.gate], able, kept, told, evaluator.spared)
 
     found, some = search(videos, book), some_of(videos, replay.couple_cfg, SEARCH_TOKENS, setting.search_videos)
     if len(some) < len(videos):
@@ -341,6 +342,7 @@ def _thresholds(search: Search, values: Values, gate: str, goal: str, key: str) 
         goal=goal,
         inputs=key,
         expected=expected(search, values),
+        spared=None if all(part == 1 for part in search.spared) else search.net(found),
     )
 
 

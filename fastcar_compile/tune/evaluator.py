@@ -19,7 +19,7 @@ from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.gates import Gate
 from fastcar_compile.ir.layers import ring_of
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.passes.insert_drafts import drafts_of
+from fastcar_compile.passes.insert_drafts import drafts_of, spared_of
 from fastcar_compile.support.machine import at_once
 from fastcar_compile.tune.rule import (
     Attend,
@@ -135,6 +135,9 @@ class Evaluator:
             that the decoder predicts; others, such as a world model's actions, are given and count in no mean. Their
             forwards replay like any. None: all count.
 
+    Attributes:
+        spared: for each layer, the share of its MLP's weights that a replay does not read: all but the draft's.
+
     Raises:
         InputError: a decoder without head, no usable prefill graph, or videos that do not fit it.
     """
@@ -156,6 +159,7 @@ class Evaluator:
         assert program.prefill is not None
         self._stages = Stages(program.prefill, program.prefill_outputs, attend or MaskedAttention(), in_place=True)
         self._drafts = drafts_of(program, rules.draft) if rules.draft else [None] * program.config.num_layers
+        self.spared = spared_of(program, rules.draft)
         self._state = [s for s in program.state if s.name in self._stages.placeholders]
         self._rows, self._valid = _groups(program.config.batch_size, len(videos), rules.couple_cfg)
         self._videos, self._length = torch.from_numpy(videos), videos.shape[1] - 1

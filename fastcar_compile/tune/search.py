@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,8 @@ class Search:
 
     Args:
         evaluator: on the calibration videos. gate: its class. able: for each layer, whether it may replay.
-        journal: measurements so far. say: called with one line per measurement.
+        journal: measurements so far. say: called with one line per measurement. spared: of each layer, what share of
+            its MLP's weights a replay does not read; default: all.
 
     Attributes:
         few: returns a search on some of the videos, which finds how the layers share the replay; then this one only
@@ -136,10 +137,16 @@ class Search:
     """
 
     def __init__(
-        self, evaluator: Evaluator, gate: type[Gate], able: Sequence[bool], journal: Journal, say: Say
+        self,
+        evaluator: Evaluator,
+        gate: type[Gate],
+        able: Sequence[bool],
+        journal: Journal,
+        say: Say,
+        spared: Sequence[float] = (),
     ) -> None:
         self._evaluator, self._comparison, self._able = evaluator, gate.comparison, list(able)
-        self._one_scale = gate.one_scale
+        self._one_scale, self.spared = gate.one_scale, tuple(spared) or (1.0,) * len(able)
         self._journal, self._say, self.count = journal, say, 0
         self.few: Callable[[], Search] | None = None
         self.searched = 0
@@ -166,6 +173,10 @@ class Search:
         nll, ratios, shares = entry[0], entry[1 : 1 + len(values)], entry[1 + len(values) :]
         loss = math.log(nll / self.dense_nll) if math.isfinite(nll) else math.inf
         return Outcome(tuple(ratios), loss, tuple(shares))
+
+    def net(self, found: Outcome) -> float:
+        """Return the share of all MLPs' weights that the replays do not read."""
+        return sum(r * s for r, s in zip(found.ratios, self.spared, strict=True)) / len(self.spared)
 
     def at(self, layer: int, share: float) -> float | None:
         """Return the threshold that this share of the layer's dense scores passes."""
@@ -358,13 +369,15 @@ class Search:
         return [_chosen(allocate(curves, min(target, most))) for target in targets]
 
     def for_loss(self, max_loss: float) -> Values:
-        """Return thresholds of a large replay ratio whose measured loss is at most this."""
-        curves = self.curves().for_loss(QUANTILES, max_loss)
+        """Return thresholds whose replays spare many weights, and whose measured loss is at most this."""
+        drawn = self.curves().for_loss(QUANTILES, max_loss)
+        # A replay spares as much as its draft leaves.
+        curves = [[replace(p, ratio=p.ratio * s) for p in own] for own, s in zip(drawn, self.spared, strict=True)]
         budget, best = max_loss, self.closed
         for _ in range(8):
             chosen = _chosen(allocate_budget(curves, budget))
             found = self.outcome(chosen)
-            if found.loss <= max_loss and found.replay > self.outcome(best).replay:
+            if found.loss <= max_loss and self.net(found) > self.net(self.outcome(best)):
                 best = chosen
                 break
             # Layers that replay together cost more than their curves say, so the budget of the curves shrinks.
@@ -385,7 +398,7 @@ class Search:
                     share = self.share(layer, best[layer]) + step
                     candidate = _with(best, layer, self.at(layer, min(share, 1.0)))
                     found = self.outcome(candidate)
-                    if found.loss <= max_loss and found.replay > self.outcome(best).replay:
+                    if found.loss <= max_loss and self.net(found) > self.net(self.outcome(best)):
                         best, grown = candidate, True
         return best
 

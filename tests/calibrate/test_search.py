@@ -32,8 +32,8 @@ class Numbers:
         return float(((scores <= threshold) if self.at_most else (scores >= threshold)).float().mean())
 
 
-def searching(evaluator: Any, gate: str = "learned", layers: int = 2) -> Search:
-    return Search(evaluator, GATES[gate], [True] * layers, Journal(None, ""), lambda _line: None)
+def searching(evaluator: Any, gate: str = "learned", layers: int = 2, spared: tuple[float, ...] = ()) -> Search:
+    return Search(evaluator, GATES[gate], [True] * layers, Journal(None, ""), lambda _line: None, spared)
 
 
 def search(gate: str, cost: float) -> Search:
@@ -49,6 +49,17 @@ def test_a_share_beyond_what_curves_follow_is_met(gate: str, target: float) -> N
     assert target <= found.replay <= target + TOLERANCE
     if gate == "tas":
         assert max(p.ratio for p in one.curves().for_loss(QUANTILES, math.inf)[0]) < 0.3 + HOPELESS / 10 + 0.15
+
+
+def test_a_limit_spares_weights_and_not_just_replays() -> None:
+    """Both layers cost the same, but a replay of the second one reads three quarters of its MLP in a draft."""
+    limit, spared = 0.35, (1.0, 0.25)
+    plain, net = searching(Numbers(1.0, True)), searching(Numbers(1.0, True), spared=spared)
+    by_replay, by_weights = (one.outcome(one.for_loss(limit)) for one in (plain, net))
+    assert by_weights.ratios[0] > 0.6 > 0.35 > by_weights.ratios[1]
+    assert net.net(by_weights) > net.net(by_replay)
+    assert by_weights.loss <= limit
+    assert plain.net(by_replay) == by_replay.replay
 
 
 def test_a_path_is_read_from_the_curves() -> None:

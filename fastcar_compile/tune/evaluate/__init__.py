@@ -139,7 +139,10 @@ class Judge:
     def _figures(self, found: Details, mask: Tensor) -> dict[str, Any]:
         """Return the figures of the tokens of a mask, bool [N, n]."""
         replayed = found.replayed[:, mask[:, : found.replayed.shape[2]]].double()
+        assert self._evaluator is not None
         return {
+            "mlp_weights_spared": float(replayed.mean(1) @ torch.tensor(self._evaluator[1].spared).double())
+            / self._layers,
             "replay_ratio": float(replayed.mean()),
             "replay_by_layer": replayed.mean(1).tolist(),
             "nll": self._mean(found.losses, mask),
