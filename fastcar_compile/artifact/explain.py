@@ -205,9 +205,8 @@ def _layer(part: LayerSite, state: Sequence[State], stride: int) -> str:
         names = ", ".join(gate_parameter(name, part.layer) for name in PARAMETERS)
         lines.append(f"  weights  of the gate, {replay.gate_units} units: {names}, {size / MIB:.3f} MiB")
     if replay is not None and replay.draft is not None:
-        share = replay.draft.share(mlp.intermediate, mlp.gated)
-        size = f"{replay.draft.neurons} neurons, rank {replay.draft.rank}"
-        lines.append(f"  draft    {size}: a row that replays reads {share:.1%} of the MLP's weights")
+        read = f"a row that replays reads {part.draft_share:.1%} of the MLP's weights"
+        lines.append(f"  draft    {replay.draft}: {read}")
     lines += [f"  state    {s.name}: {s.dtype} {list(s.shape)}, {s.nbytes / MIB:.3f} MiB, {s.role}" for s in state]
     return "\n".join(lines) + "\n"
 
@@ -281,17 +280,10 @@ def _gate(sections: Sections) -> dict[str, Any] | None:
         "weight_bytes": sum(weight_bytes(units, hidden) for units, hidden in learned),
         "units": [units for units, _ in learned],
         "draft": None if options.draft is None else options.draft.name,
-        "draft_share": _draft_share(sections),
+        "draft_share": sum(s.draft_share for s in sections.layers.layers) / len(sections.layers.layers),
         "max_chain": options.max_chain,
         "refresh_every": options.refresh_every,
     }
-
-
-def _draft_share(sections: Sections) -> float:
-    """Return the weights of all drafts as a share of those of all MLPs: a replay spares the rest."""
-    sites = [(s.mlp, s.replay.draft if s.replay is not None else None) for s in sections.layers.layers]
-    drafts = sum(size.share(mlp.intermediate, mlp.gated) for mlp, size in sites if size is not None)
-    return drafts / len(sites)
 
 
 def _report_sparse(sections: Sections) -> dict[str, Any] | None:

@@ -118,7 +118,7 @@ def fit_draft_command(
     found = _trained("fit-draft", fc.fit_draft, locals(), lambda draft: draft.save(output))
     sizes = {layer: own.size for layer, own in found.layers.items()}
     facts = {"draft": found.name, "layers": {str(layer): asdict(size) for layer, size in sizes.items()}}
-    fields = {f"layer {layer}": f"{s.neurons} neurons, rank {s.rank}" for layer, s in sizes.items()}
+    fields = {f"layer {layer}": str(size) for layer, size in sizes.items()}
     print_result(as_json, facts, lambda: print_fields({"draft": f"{found.name}, written to {output}", **fields}))
 
 

@@ -34,6 +34,9 @@ class DraftSize:
     neurons: int
     rank: int
 
+    def __str__(self) -> str:
+        return f"{self.neurons} neurons, rank {self.rank}" if self.neurons else "plain replay"
+
     def share(self, intermediate: int, gated: bool) -> float:
         """Return the draft's weights as a share of those of an MLP with this many neurons, with a gate or without."""
         return ((2 + gated) * self.neurons + 2 * self.rank) / ((2 + gated) * intermediate)

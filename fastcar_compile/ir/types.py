@@ -230,3 +230,9 @@ class LayerSite:
     def threshold(self) -> float | None:
         """The replay threshold; None where the layer always computes."""
         return None if self.replay is None else self.replay.threshold
+
+    @property
+    def draft_share(self) -> float:
+        """The weights that a replay reads, as a share of the MLP's: those of the draft, if there is one."""
+        size = None if self.replay is None else self.replay.draft
+        return 0.0 if size is None else size.share(self.mlp.intermediate, self.mlp.gated)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 import fastcar_compile as fc
 from fastcar_compile.cli import app
+from fastcar_compile.report.page.replay import replay_page
 
 
 def fastcar(*words: object) -> Result:
@@ -47,8 +48,10 @@ def test_a_draft_is_fitted_compiled_and_explained(folder: Path) -> None:
     assert replay is not None
     assert (replay.gate, replay.draft, replay.gate_weights) == ("learned", draft, draft.gate)
     text = fastcar("inspect", folder / "built", "--explain").stdout
-    for layer in draft.layers.values():
+    page = replay_page(artifact.manifest, None)
+    for number, layer in draft.layers.items():
         share = layer.size.share(256, gated=True)
+        assert page.layers[number].draft == f"{layer.size}: {share:.1%} of the weights"
         line = f"draft    {layer.size.neurons} neurons, rank {layer.size.rank}: a row that replays reads {share:.1%} of"
         assert line in text
     assert "gets the draft's output, and what is left of that of" in text

@@ -100,7 +100,7 @@ class LayerLine(PagePart):
     Args:
         threshold: compiled threshold. calibrated: threshold stored in the artifact; "": no threshold is stored.
             expected: share that replayed in calibration. measured: share that replayed in the trace, of the forwards
-            t >= F.
+            t >= F. draft: what a replay computes and reads; "": it takes the cached output.
     """
 
     layer: int
@@ -111,6 +111,7 @@ class LayerLine(PagePart):
     gate: str
     replays: bool
     threshold: str
+    draft: str = ""
     calibrated: str = ""
     expected: float | None = None
     measured: float | None = None

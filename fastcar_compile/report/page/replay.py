@@ -59,6 +59,9 @@ def _layer(manifest: Manifest, part: LayerSite, measured: list[float] | None) ->
         gate="" if replay is None else replay.gate,
         replays=replay is not None,
         threshold="never replays" if replay is None else _threshold(replay, replay.threshold),
+        draft=""
+        if replay is None or replay.draft is None
+        else f"{replay.draft}: {part.draft_share:.1%} of the weights",
         calibrated="" if stored is None or replay is None else _stored(replay, stored.values[part.layer]),
         expected=None if stored is None else round(stored.per_layer[part.layer], DIGITS),
         measured=None if measured is None else measured[part.layer],
@@ -85,6 +88,8 @@ def _facts(manifest: Manifest, heat: HeatMap | None) -> tuple[Fact, ...]:
         "it takes": f"the MLP output of {stride} forwards earlier, the same place of the previous frame",
         "replays in a row": f"at most {options.max_chain}" if options.max_chain else "no limit",
     }
+    if options.draft is not None:
+        facts["it takes"] = f"a draft's output, with what is left of the MLP's of {stride} forwards earlier"
     if options.refresh_every:
         facts["refresh"] = f"one frame in {options.refresh_every} computes"
     if options.couple_cfg:
@@ -92,6 +97,8 @@ def _facts(manifest: Manifest, heat: HeatMap | None) -> tuple[Fact, ...]:
     if (stored := manifest.thresholds) is not None:
         cost = f"{stored.nll / stored.nll_dense:.3f}x the dense NLL" if stored.nll_dense else f"NLL {stored.nll:.4f}"
         facts["calibration"] = f"{stored.goal}: {stored.replay:.1%} replay, {cost}"
+        if stored.spared is not None:
+            facts["calibration"] += f"; {stored.spared:.1%} of the MLPs' weights are not read, net of the drafts"
     if heat is not None and heat.total is not None:
         recorded = f"{heat.total:.1%} replay after the first frame; {heat.forwards} forwards, batch {heat.rows}"
         facts["recorded"] = recorded

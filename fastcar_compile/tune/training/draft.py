@@ -133,8 +133,7 @@ class Fit:
             # Scores of all layers mean the same: the logarithm of what a replay costs.
             layers[layer] = parts | {"b2": parts["b2"] + math.log(price)}
             size = sizes[layer][number]
-            text = f"{size.neurons} neurons, rank {size.rank}" if size.neurons else "plain replay"
-            self._say(f"layer {layer}: {text}, {self._mlps[layer].share(size):.1%} of the weights")
+            self._say(f"layer {layer}: {size}, {self._mlps[layer].share(size):.1%} of the weights")
         return Draft.of(layers)
 
     def _random(self, layer: int) -> torch.Generator:

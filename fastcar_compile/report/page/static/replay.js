@@ -24,6 +24,7 @@
     const { layers: lines } = page.data.replay;
     const roles = Object.keys(ROLES).filter((role) => lines.some((line) => line.bytes[role]));
     const extra = [
+      ["draft", "draft"],
       ["calibrated", "calibrated"],
       ["expected", "replay, calibration"],
       ["measured", "replay, recorded"],
@@ -44,7 +45,7 @@
       el("code", {}, line.module),
       line.gate || "none",
       line.threshold,
-      ...extra.map(([name]) => (name === "calibrated" ? (line[name] ?? "") : share(line[name]))),
+      ...extra.map(([name]) => (typeof line[name] === "number" ? share(line[name]) : (line[name] ?? ""))),
       ...roles.map((role) => page.bytes(line.bytes[role] ?? 0)),
       line.attention,
       line.mlp,
