@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from filelock import FileLock
@@ -103,6 +104,52 @@ def quick_simulations(precompiled: Precompiled) -> None:
     build.FLAGS[:] = [*(flag.replace("-O2", "-O1") for flag in build.FLAGS), "-Wno-maybe-uninitialized"]
     compiled = [flag for flag in build.FLAGS if flag != "-shared"]
     build.FLAGS += precompiled([*compiled, "-isystem", str(build.ap_types_folder())])
+
+
+class _NotBuilt:
+    """A lowered module whose library is a file that nothing can load."""
+
+    def __init__(self, lowered: Any) -> None:
+        self.part = lowered.part
+
+    def retarget(self, _isa: object) -> "_NotBuilt":
+        return self
+
+    def export(self, path: Path, *_options: object) -> None:
+        path.write_text("made by a test that does not load it")
+
+    export_objects = export
+
+
+_BOARDS = pytest.MonkeyPatch()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_boards() -> None:
+    """Where many tests run, builds leave out the library for a board's own CPU, a quarter of their time. Those of tests
+    that load it are inside of `board_libraries`.
+    """
+    _leave_out_boards()
+
+
+def _leave_out_boards() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from fastcar_compile.codegen.tvm import emit
+
+        real = emit.emit_board
+        _BOARDS.setattr(
+            emit, "emit_board", lambda writer, lowered, *rest: real(writer, cast(Any, _NotBuilt(lowered)), *rest)
+        )
+
+
+@contextmanager
+def board_libraries() -> Generator[None]:
+    """What is built inside has the library for the board's CPU."""
+    _BOARDS.undo()
+    try:
+        yield
+    finally:
+        _leave_out_boards()
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from speed.report import rows_of, table  # noqa: E402
 from speed.runner import Result, run_group  # noqa: E402
 from speed.sizes import GROUP, Job, Traffic  # noqa: E402
 
+measured = pytest.mark.thorough(reason="a process for every engine")
 KEYS = {"engine", "precision", "replay", "ms_per_token", "ms_min", "ms_max", "bytes_per_token", "bandwidth_share"}
 OURS = "fastcar_compile"
 TINY = replace(QUICK, hidden=128, intermediate=256, layers=2)
@@ -46,6 +47,7 @@ def ours(rows: list[dict[str, Any]]) -> dict[float, dict[str, Any]]:
     return {r["replay"]: r for r in rows if r["engine"] == OURS and r["batch"] == 1}
 
 
+@measured
 def test_every_engine_has_rows_with_numbers_or_a_reason(rows: list[dict[str, Any]]) -> None:
     """Nothing is dropped: our ratios, and each peer measured or missing."""
     assert set(ours(rows)) == {0.0, 0.5, 0.8, 0.875}
@@ -61,11 +63,13 @@ def test_every_engine_has_rows_with_numbers_or_a_reason(rows: list[dict[str, Any
     assert all("missing" not in r for r in rows if r["engine"] in (OURS, "onnxruntime"))
 
 
+@measured
 def test_engines_compute_the_same_function(rows: list[dict[str, Any]]) -> None:
     """Logits after five tokens, against the first engine of the group."""
     assert all(r["cosine"] > 0.999 for r in rows if "missing" not in r)
 
 
+@measured
 def test_bytes_are_those_of_the_program(rows: list[dict[str, Any]]) -> None:
     """int8 weights and scales, float32 norms, int8 keys and values; the MLPs only where they are computed."""
     h, i, layers, vocab = TINY.hidden, TINY.intermediate, TINY.layers, TINY.vocab

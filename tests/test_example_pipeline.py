@@ -35,6 +35,7 @@ def release(
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.thorough  # what it calls is tested by itself; half a minute of new processes
 def test_the_script_releases_the_shipped_decoder(tmp_path: Path) -> None:
     write_key(tmp_path / "key.pem", PASSPHRASE.encode())
     done = release(tmp_path, "--max-seq-len", "288")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import tvm
 import tvm_ffi
-from conftest import check_module, check_tool, missing, shared_folder
+from conftest import board_libraries, check_module, check_tool, missing, shared_folder
 from decoders import llama
 from exact.conftest import artifact as step_artifact  # noqa: F401, a fixture
 from filelock import FileLock
@@ -41,7 +41,7 @@ FOLDERS = {"TVM": Path(tvm.__file__).parent, "FFI": Path(tvm_ffi.__file__).paren
 @pytest.fixture(scope="session")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """A small Llama, batch 2, w8a8, MLPs on the accelerator, int8 caches; layer 0 replays in part, layer 1 never."""
-    return built_once(tmp_path_factory, "board", lambda output: compiled(output, threshold=(0.0, None), kv="int8"))
+    return built_once(tmp_path_factory, "board", lambda output: loadable(output, threshold=(0.0, None), kv="int8"))
 
 
 @pytest.fixture(scope="session")
@@ -83,9 +83,15 @@ def built_once(folders: pytest.TempPathFactory, name: str, build: Callable[[Path
     return fc.load(root / name)
 
 
-def compiled(output: Path, threshold: tuple[float | None, ...], *, layers: int = 2, **given: Any) -> fc.Artifact:
-    """With the library for the board's CPU linked. given: options of `compile`, and gate and gate_weights."""
+def loadable(output: Path, threshold: tuple[float | None, ...], **given: Any) -> fc.Artifact:
+    """With the library for the board's CPU linked."""
     check_tool("aarch64-linux-gnu-g++")
+    with board_libraries():
+        return compiled(output, threshold, **given)
+
+
+def compiled(output: Path, threshold: tuple[float | None, ...], *, layers: int = 2, **given: Any) -> fc.Artifact:
+    """Compile a small Llama. given: options of `compile`, and gate and gate_weights."""
     gate = {"gate": given.pop("gate", "tas"), "gate_weights": given.pop("gate_weights", None)}
     options: dict[str, Any] = {"target": "zcu102", "batch_size": 2, "quant": "w8a8", "prefill_chunk": CHUNK}
     options |= {"offload": "mlp", "kv": "float32", **given}
@@ -99,7 +105,7 @@ def compiled_engine(output: Path) -> fc.Artifact:
     """The artifact of `engine_artifact`."""
     sparse = fc.SparseAttention(window=5, sinks=3, positions="cache")
     options: dict[str, Any] = {"quant": "w4a8", "offload": "linears", "sparse_attention": sparse, "kv": "bfloat16"}
-    return compiled(output, (0.0,), layers=1, **options)
+    return loadable(output, (0.0,), layers=1, **options)
 
 
 @pytest.fixture(scope="session")

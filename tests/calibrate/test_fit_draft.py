@@ -37,9 +37,12 @@ def fit(model: LlamaForCausalLM, tokens: np.ndarray[Any, Any], **options: Any) -
 
 
 @pytest.fixture(scope="module")
-def fitted(wide: LlamaForCausalLM, some: np.ndarray[Any, Any]) -> dict[float, fc.Draft]:
-    """Share -> draft."""
-    return {share: fit(wide, some, share=share) for share in (0.3, 0.7)}
+def fitted(
+    wide: LlamaForCausalLM, some: np.ndarray[Any, Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[float, fc.Draft]:
+    """Share -> draft. The layers are fitted once."""
+    kept = tmp_path_factory.mktemp("fitted") / "checkpoint"
+    return {share: fit(wide, some, share=share, checkpoint=kept) for share in (0.3, 0.7)}
 
 
 def surrogate(own: LayerDraft, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import check_module, check_tool
 
 ROOT = Path(__file__).parents[2]
@@ -17,6 +18,7 @@ def test_it_has_no_outputs() -> None:
     assert [(cell["outputs"], cell["execution_count"]) for cell in CELLS] == [([], None)] * len(CELLS)
 
 
+@pytest.mark.thorough  # `make demo` and the README's commands show the same calls
 def test_its_cells_run(tmp_path: Path) -> None:
     check_tool("g++")
     check_module("PIL")

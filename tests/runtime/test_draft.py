@@ -140,7 +140,8 @@ def check_close(artifact: fc.Artifact, ids: Tensor, *backends: str, atol: float)
 
 
 @pytest.mark.parametrize(
-    ("quant", "atol"), [("none", 1e-4), pytest.param("bf16", 1e-3, marks=pytest.mark.thorough), ("w4a8", 1e-2)]
+    ("quant", "atol"),
+    [*(pytest.param(q, a, marks=pytest.mark.thorough) for q, a in (("none", 1e-4), ("bf16", 1e-3))), ("w4a8", 1e-2)],
 )
 def test_every_backend_is_close(quant: str, atol: float, tmp_path: Path) -> None:
     artifact = built(tmp_path / "built", quant=quant, batch_size=2)
