@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+NOT_THE_MODELS = (TimeoutError, MemoryError)
+"""What ends a run of the model's code and is no fault of it: a caller's alarm, no more memory."""
+
+
 class FastcarError(Exception):
     """Base of every error that fastcar_compile raises on purpose."""
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 from decoders import PlainDecoder, llama
 from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
 
 import fastcar_compile as fc
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import TargetError
+from fastcar_compile.frontend.capture import capture
 
 GATE = fc.ReplayConfig(threshold=[0.1, 0.2, 0.3], heads=[[0], [0], [0]])
 """As `TrainedGate.replay_config` gives it."""
@@ -115,9 +117,64 @@ def on_meta(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return made
 
 
+class Published(PreTrainedModel):
+    """Published code that derives from Transformers' class, with a forward of its own."""
+
+    config_class = LlamaConfig
+
+    def __init__(self) -> None:
+        super().__init__(LlamaConfig(max_position_embeddings=33))
+        self.inner = PlainDecoder(rows=33, batch=1)
+
+
+class Grown(Published):
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.inner(input_ids, position_ids)
+
+
+class Step(Published):
+    def forward(self, input_ids: Tensor, cache_position: Tensor) -> Any:
+        return self.inner(input_ids, cache_position)
+
+
+class Heads(Step):
+    def forward(self, input_ids: Tensor, cache_position: Tensor) -> Any:
+        logits = self.inner(input_ids, cache_position)
+        return {"codes": logits, "text": logits * 2}
+
+
+class Grid(Step):
+    def forward(self, input_ids: Tensor, cache_position: Tensor) -> Any:
+        return self.inner(input_ids[:, :, 0], cache_position)
+
+
+class Extra(Published):
+    def forward(self, input_ids: Tensor, cache_position: Tensor, mood: Tensor, **_others: Any) -> Any:
+        return self.inner(input_ids, cache_position)
+
+
+def test_a_published_class_with_a_step_compiles() -> None:
+    """Transformers' recipe is for forwards that take its caches."""
+    assert fc.compile(Step(), "cpu", tokens_per_frame=8, prefill_chunk=1, dry_run=True).layers
+
+
+def test_an_alarm_of_the_caller_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_arguments: object, **_named: object) -> Tensor:
+        raise TimeoutError("the caller's alarm")
+
+    for model in (PlainDecoder(rows=33, batch=1), llama(max_position_embeddings=33)):
+        monkeypatch.setattr(type(model), "forward", late)
+        with pytest.raises(TimeoutError, match="the caller's alarm"):
+            capture(model, batch_size=1, max_seq_len=33, tokens_per_frame=8, prefill_chunk=1)
+
+
 @pytest.mark.parametrize(
     ("make", "text", "hint"),
     [
+        (Grown, "Grown.forward takes (input_ids, position_ids), which is no decode step", "forward(input_ids [B, T]"),
+        (Heads, "the step returns 2 tensors\n", "of one head, or hidden states"),
+        (Grid, "traced with cache_position int64 [1], input_ids int64 [1, 1]: IndexError", "inputs_embeds [B, T, H]"),
+        (Extra, "Extra.forward needs mood, which a decode step does not have", "make other inputs buffers"),
         (lambda: nn.Linear(4, 4), "Linear.forward takes (input), which is no decode step", "cache_position"),
         (on_meta(llama), "tensors are on the device meta, such as model.embed_tokens.weight", "config.json only"),
         (on_meta(PlainDecoder), "tensors on the meta device have no values", "from_pretrained"),
@@ -127,7 +184,7 @@ def on_meta(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 def test_what_is_no_decoder_says_so(make: Callable[[], nn.Module], text: str, hint: str) -> None:
     """It is asked for no max_seq_len, which would not help."""
     with pytest.raises(fc.CompileError) as error:
-        fc.compile(make(), "cpu", tokens_per_frame=8, dry_run=True)
+        fc.compile(make(), "cpu", tokens_per_frame=8, prefill_chunk=1, dry_run=True)
     assert text in str(error.value)
     assert hint in str(error.value)
 

@@ -6,7 +6,7 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -18,7 +18,7 @@ from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.errors import NOT_THE_MODELS, CompileError, UserError
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, StaticCacheStep, is_huggingface, static_cache_step
 from fastcar_compile.frontend.importer import REASONS, check_exported, check_module_names, import_exported
@@ -58,17 +58,19 @@ def silenced(*names: str) -> Generator[None]:
         yield
 
 
-def export_error(step: nn.Module, error: Exception) -> CompileError:
-    """Return the error as one sentence; the caller raises it from the original."""
+def export_error(step: nn.Module, error: Exception, arguments: Mapping[str, Any]) -> CompileError:
+    """Return the error of a call with these tensors as one sentence; the caller raises it from the original."""
     place = _place(step, error.__traceback__)
     if depends_on_data(error):
         what = "Python control flow, a shape or an index depends on the value of a tensor"
         hint = "compute it with tensor operators (torch.where, a mask, index_select): each step is the same graph"
         return CompileError(what, where=place, hint=hint)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    what = f"the decode step cannot be traced: {type(error).__name__}: {lines[0][:_LONGEST]}"
+    given = ", ".join(f"{n} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for n, t in arguments.items())
+    what = f"the decode step cannot be traced with {given}: {type(error).__name__}: {lines[0][:_LONGEST]}"
     hint = "the forward must run on one token in each of batch_size rows, with static caches of as many; with rows= "
-    hint += "also on a chunk of one video, or give prefill_chunk=1; see "
+    hint += "also on a chunk of one video, or give prefill_chunk=1; "
+    hint += "codes of one position, [B, T, D], become embeddings before the step (inputs_embeds [B, T, H]); see "
     return CompileError(what, where=place, hint=hint + _PROTOCOL)
 
 
@@ -205,11 +207,11 @@ def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddi
     implicit = step if isinstance(step, StaticCacheStep) and step.can_be_explicit() else None
     try:
         exported = _exported(step, arguments)
-    except UserError:
+    except (UserError, *NOT_THE_MODELS):
         raise
     except Exception as error:
         if implicit is None or not depends_on_data(error):
-            raise export_error(step, error) from error
+            raise export_error(step, error, arguments) from error
     else:
         if implicit is None or not _counts_in_python(exported):
             return exported

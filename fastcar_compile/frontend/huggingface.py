@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
@@ -15,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fastcar_compile.errors import CompileError
+from fastcar_compile.errors import NOT_THE_MODELS, CompileError
 
 # Shapes of a Hugging Face decoder's key and value caches, where its config does not state them.
 
@@ -103,6 +104,13 @@ def _fix(module: Any, max_seq_len: int) -> None:
         options = {} if layers is None else {"layer_type": layers}
         length: Any = torch.tensor(max_seq_len)  # as in a forward, so that frequencies have the same bits
         new, _scaling = ROPE_INIT_FUNCTIONS[kind](module.config, torch.device("cpu"), seq_len=length, **options)
+        # A model that ran on a long sequence has its frequencies.
+        first: Tensor = getattr(module, name.replace("inv_freq", "original_inv_freq"), old)
+        if not torch.equal(new.to(first.dtype), first):
+            text = f"{kind} RoPE has the frequencies of max_seq_len={max_seq_len} at all positions. Transformers' "
+            text += "generate changes them where a sequence grows beyond the original length, so its tokens may "
+            text += "differ (docs/reference/models.md, Sequence lengths)"
+            warnings.warn(text, UserWarning, stacklevel=2)
         module.register_buffer(name, new.to(old.dtype), persistent=False)
         # Another kind would make the forward compute its frequencies anew from the positions.
         kinds[layers] = _FIXED
@@ -151,8 +159,15 @@ WRAPPED_MODEL = "model"
 
 
 def is_huggingface(model: object) -> TypeGuard[PreTrainedModel]:
-    """Whether the model is a transformers model."""
-    return isinstance(model, PreTrainedModel)
+    """Whether the model is a transformers model whose forward takes Transformers' caches.
+
+    Published code derives from PreTrainedModel for its files too, with a forward and caches of its own.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return False
+    taken = inspect.signature(model.forward).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in taken.values()) and "cache_position" not in taken
+    return anything or cache_argument(model) in taken
 
 
 @contextmanager
@@ -186,7 +201,7 @@ def _step(model: PreTrainedModel, batch_size: int, max_seq_len: int) -> StaticCa
         step = StaticCacheStep(model, batch_size, max_seq_len, torch.device("cpu"))
         step.length = max_seq_len
         fit_caches(step, model, batch_size)
-    except CompileError:
+    except (CompileError, *NOT_THE_MODELS):
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -208,9 +208,12 @@ class _Importer:
         # outputs. Writes in place are what normalize-state expects.
         user = [r for r, s in zip(results, kinds, strict=True) if s.kind.name == "USER_OUTPUT"]
         if len(user) != 1 or len(results) != 1:
-            what = f"the step returns {len(user)} tensors and {len(results) - len(user)} mutated buffers as outputs"
-            hint = "return logits [B, T, V] or hidden states [B, T, H] alone, and export without run_decompositions"
-            raise CompileError(what, where="outputs of the exported program", hint=hint)
+            what = f"the step returns {count_text(len(user), 'tensor')}"
+            hint = "return logits [B, T, V] of one head, or hidden states [B, T, H], from which all heads follow"
+            if len(results) != len(user):
+                what += f" and {count_text(len(results) - len(user), 'mutated buffer')} as outputs"
+                hint = "export without run_decompositions, and return logits [B, T, V] or hidden states [B, T, H] alone"
+            raise CompileError(what, where="outputs of the step", hint=hint)
         self.graph.output((user[0],))
 
     def _copy(self, owner: torch.nn.Module, node: fx.Node) -> Any:

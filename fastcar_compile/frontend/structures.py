@@ -201,12 +201,11 @@ def check_device(model: nn.Module) -> None:
 def check_signature(model: nn.Module) -> None:
     """Raise CompileError where a plain module's forward is no step over one token per row."""
     taken = inspect.signature(model.forward).parameters
-    # `**kwargs` may take anything, so a signature says nothing.
-    if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-        return
-    if "cache_position" in taken and {"input_ids", "inputs_embeds"} & set(taken):
+    named = {n: p for n, p in taken.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    if anything or ("cache_position" in taken and {"input_ids", "inputs_embeds"} & set(taken)):
         _check_context(model, taken)
-        _check_others(model, [p for n, p in taken.items() if n not in _STEP_INPUTS and p.kind is not p.VAR_POSITIONAL])
+        _check_others(model, [p for n, p in named.items() if n not in _STEP_INPUTS])
         return
     what = f"{type(model).__name__}.forward takes ({', '.join(taken)}), which is no decode step over one token per row"
     hint = (

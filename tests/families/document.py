@@ -30,7 +30,7 @@ RoPE tables are the tables of a sequence of `max_seq_len` tokens. Two kinds depe
 takes the frequencies of that length. *longrope* takes its long factors where `max_seq_len` is beyond the original
 length, else its short factors. Transformers decides anew at every call. So it changes the frequencies within a
 sequence that grows beyond the original length, and keeps the keys that it cached before. A compiled decoder equals
-Transformers on a whole sequence of `max_seq_len` tokens.
+Transformers on a whole sequence of `max_seq_len` tokens, and the compiler warns where a shorter one may differ.
 
 ## Cross-attention
 

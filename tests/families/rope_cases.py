@@ -34,7 +34,14 @@ ROPE = [
         "Llama",
         "dynamic RoPE, beyond the original length",
         _llama("dynamic", length=ORIGINAL, factor=2.0),
+        warned="dynamic RoPE has the frequencies of",
     ),
-    Case("phi3-longrope", "Phi-3", "longrope, long factors: beyond the original length", _longrope(ORIGINAL)),
+    Case(
+        "phi3-longrope",
+        "Phi-3",
+        "longrope, long factors: beyond the original length",
+        _longrope(ORIGINAL),
+        warned="longrope RoPE has the frequencies of",
+    ),
     Case("phi3-longrope-short", "Phi-3", "longrope, short factors: within the original length", _longrope(LENGTH)),
 ]

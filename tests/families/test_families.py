@@ -21,7 +21,7 @@ from .cases import CASES
 from .document import DOCUMENT, document
 from .reference import Run, dense, replayed
 from .rope_cases import ROPE
-from .runs import check, compiled, decode, inputs_of, rewritten
+from .runs import check, compiled, decode, inputs_of, rewritten, warned
 
 BACKENDS = ("eager", "cpu", "onnxruntime")
 RIGHT = [case for case in CASES if case.refused is None]
@@ -101,7 +101,7 @@ def test_frequencies_are_those_of_the_length(case: Case) -> None:
     x, last = torch.zeros(1, 1), torch.tensor([[case.length - 1]])
     used(x, last)
     before = used.inv_freq.clone(), used.rope_type
-    with fixed_frequencies(models[1], case.length):
+    with warned(case), fixed_frequencies(models[1], case.length):
         cosines = used(x, torch.arange(case.length)[None])[0]
         assert torch.equal(used(x, torch.arange(3)[None])[0], cosines[:, :3])
     assert torch.equal(cosines, original(x, torch.arange(case.length)[None])[0])
