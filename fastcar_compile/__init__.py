@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fastcar_compile.errors import SignatureError as SignatureError
     from fastcar_compile.errors import TargetError as TargetError
     from fastcar_compile.errors import UserError as UserError
+    from fastcar_compile.frontend.adapt import adapt as adapt
     from fastcar_compile.gates.draft import Draft as Draft
     from fastcar_compile.report.comparison import diff as diff
     from fastcar_compile.report.dry_run import DryRun as DryRun
@@ -55,6 +56,7 @@ __version__: str
 _MODULES = {
     "artifact.thresholds": ("Thresholds",),
     "tune.calibrate": ("calibrate",),
+    "frontend.adapt": ("adapt",),
     "gates.draft": ("Draft",),
     "report.comparison": ("diff",),
     "runtime.batcher": ("Batcher", "TokenStream"),

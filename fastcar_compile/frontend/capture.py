@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fastcar_compile.errors import NOT_THE_MODELS, CompileError, UserError
+from fastcar_compile.frontend.adapt import Adapted
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, StaticCacheStep, is_huggingface, static_cache_step
 from fastcar_compile.frontend.importer import REASONS, check_exported, check_module_names, import_exported
@@ -82,7 +83,8 @@ def _place(step: nn.Module, trace: TracebackType | None) -> str:
     for frame, line in reversed(frames):
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and paths.get(id(owner)):
-            inner = paths[id(owner)].removeprefix("model.") if hasattr(step, "static_cache") else paths[id(owner)]
+            wrapped = isinstance(step, StaticCacheStep | Adapted)
+            inner = paths[id(owner)].removeprefix(f"{WRAPPED_MODEL}.") if wrapped else paths[id(owner)]
             return f"{inner}, {importable_path(frame.f_code.co_filename)}:{line}"
     if frames:
         frame, line = frames[-1]
@@ -158,7 +160,8 @@ def capture(
         chunk = None
     else:
         prefill_chunk = min(prefill_chunk, max_seq_len)
-        facts, wrapper = ModelFacts.of(model), WRAPPED_MODEL if is_huggingface(model) else ""
+        facts = ModelFacts.of(model)
+        wrapper = WRAPPED_MODEL if is_huggingface(model) or isinstance(model, Adapted) else ""
         calls = [(batch_size * (rows or 1), 1)]
         calls += [(batch_size if rows is None else 1, prefill_chunk)] if prefill_chunk > 1 else []
         graphs: list[fx.GraphModule] = []

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.frontend.adapt import suggestion
 from fastcar_compile.ir.provenance import importable_path
 
 _REPLAY = "replay is defined for attention over a key/value cache and an MLP of two or three linears"
@@ -208,7 +209,9 @@ def check_signature(model: nn.Module) -> None:
         _check_others(model, [p for n, p in named.items() if n not in _STEP_INPUTS])
         return
     what = f"{type(model).__name__}.forward takes ({', '.join(taken)}), which is no decode step over one token per row"
-    hint = (
+    call = suggestion(model)
+    hint = "" if call is None else f"give {call}, or "
+    hint += (
         "write forward(input_ids [B, T] | inputs_embeds [B, T, H], cache_position [T]), as "
         "docs/reference/step_protocol.md has it. A model that makes several tokens per step, such as a next-scale or a "
         "masked one, has no such step"
@@ -218,10 +221,10 @@ def check_signature(model: nn.Module) -> None:
 
 def _check_others(model: nn.Module, others: list[inspect.Parameter]) -> None:
     """Raise CompileError where the forward needs what no decode step has; warn of a mask that it may take."""
-    if needed := [p.name for p in others if p.default is p.empty]:
-        what = f"{type(model).__name__}.forward needs {', '.join(needed)}, which a decode step does not have"
+    if missing := [p.name for p in others if p.default is p.empty]:
+        what = f"{type(model).__name__}.forward needs {', '.join(missing)}, which a decode step does not have"
         hint = "all rows share their positions and none has padding: work masks and positions out from cache_position, "
-        hint += "and make other inputs buffers"
+        hint += "and make other inputs buffers, or constants: fc.adapt"
         raise CompileError(what, where=_source(model), hint=hint)
     if padding := [p.name for p in others if p.name in _PADDING]:
         text = f"{type(model).__name__}.forward may take {', '.join(padding)}, which a decode step leaves out: "

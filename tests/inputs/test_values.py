@@ -189,6 +189,10 @@ CALLS: dict[str, dict[str, Call]] = {
         "videos": lambda v: FC.train_gate(MODEL, v, target_replay=0.5),
         **by_name(fc.train_gate, MODEL, VIDEOS, without=("model", "videos"), target_replay=0.5),
     },
+    "adapt": {
+        "model": lambda v: FC.adapt(v, tokens="input", position="input"),
+        **by_name(fc.adapt, MODEL, without=("model", "others"), tokens="input", position="input"),
+    },
     "fit_draft": {
         "model": lambda v: FC.fit_draft(v, VIDEOS, tokens_per_frame=1),
         "videos": lambda v: FC.fit_draft(MODEL, v, tokens_per_frame=1),
