@@ -2,8 +2,10 @@
 
     python benchmarks/sessions.py --artifact build/demo/artifact --sessions 1000 --json out.json
     python benchmarks/sessions.py --batcher 8 --sessions 1000
+    python benchmarks/sessions.py --algebra 64 --prompt 966 --model examples/doom/world/decoder
 
 The second command compares a batcher of 8 sequences with 8 sessions, and counts what sequences that have left leave.
+The third one times what takes a session back and copies it, behind a prompt, and steps with and without `keep`.
 
 Without --artifact a Llama of 8 layers of hidden size 512 is compiled first, float32. Each session has a thread of its
 own. Rounds of both ways alternate, and the least time of each counts. Run it on an idle machine.
@@ -16,7 +18,7 @@ import os
 import tempfile
 import time
 import timeit
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -165,6 +167,40 @@ def batched(model: Any, sequences: int, asked: argparse.Namespace, options: Mapp
             pool.shutdown()
 
 
+def algebra(model: Any, asked: argparse.Namespace, options: Mapping[str, Any]) -> None:
+    """Print the least milliseconds of opening, forking, saving and loading, and of a step with and without `keep`."""
+    with tempfile.TemporaryDirectory() as folder:
+        artifact, file = fc.compile(model, "cpu", output=Path(folder, "built"), **options), Path(folder, "saved")
+        keep, prompt = asked.algebra, np.zeros((1, asked.prompt), np.int64)
+        plain, kept = (artifact.session("cpu", threads=1, keep=n) for n in (0, keep))
+        for session in (plain, kept):
+            session.prefill(prompt)
+        found: dict[str, list[float]] = {}
+
+        def timed(name: str, run: Callable[[], object], per: int = 1) -> None:
+            begin = time.perf_counter()
+            run()
+            found.setdefault(name, []).append((time.perf_counter() - begin) / per * 1e3)
+
+        def steps(session: fc.Session) -> None:
+            for _ in range(keep):
+                session.step(prompt[:, 0])
+
+        for _ in range(asked.rounds):
+            timed("open", lambda: artifact.session("cpu", threads=1).close())
+            timed("fork", lambda: plain.fork().close())
+            timed("save", lambda: plain.save(file))
+            timed("load", lambda: plain.load(file))
+            timed("a step", lambda: steps(plain), keep)
+            timed(f"a step, keep={keep}", lambda: steps(kept), keep)
+            timed(f"rewind {keep}", lambda: kept.rewind(keep))
+            plain.load(file)
+        size = file.stat().st_size
+    print(f"{asked.prompt} positions, one thread; a file of {size / 1e6:.2f} MB\n\n| what | ms |\n|---|---|")
+    for name, times in found.items():
+        print(f"| {name} | {min(times):.3f} |")
+
+
 def guard_nanoseconds() -> float:
     """Return the CPU time of one entry and exit of the check that every call makes."""
     guard = Guard()
@@ -213,13 +249,17 @@ def main() -> None:
     parser.add_argument("--batcher", type=int, help="sequences")
     parser.add_argument("--places", type=int, help="batch_size of the batcher, more than --batcher: some stay free")
     parser.add_argument("--rows", type=int, default=1, help="of each: so many tokens of a prompt are read together")
-    parser.add_argument("--prompt", type=int, default=4, help="tokens of each of its prompts; 64 are decoded")
-    parser.add_argument("--model", help="folder of a decoder for --batcher; without it 8 layers of 2048 x 5504")
+    parser.add_argument("--prompt", type=int, default=4, help="tokens of each prompt; a batcher decodes 64")
+    parser.add_argument("--algebra", type=int, help="tokens that `keep` keeps")
+    parser.add_argument("--model", help="folder of a decoder for these two; without it 8 layers of 2048 x 5504")
     options = parser.parse_args()
-    if options.batcher:
+    if options.batcher or options.algebra:
         common: dict[str, Any] = {"quant": "w8a8", "replay": None}
         common |= {} if options.model else {"tokens_per_frame": 64, "max_seq_len": 256}
-        return batched(options.model or wide(), options.batcher, options, common)
+        model = options.model or wide()
+        if options.algebra:
+            return algebra(model, options, {**common, "replay": fc.ReplayConfig()})
+        return batched(model, options.batcher, options, common)
     with tempfile.TemporaryDirectory() as folder:
         artifact = fc.load(options.artifact) if options.artifact else compiled(Path(folder))
         pairs = [
