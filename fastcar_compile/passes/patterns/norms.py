@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fastcar_compile.ir.dataflow import ancestors
 from fastcar_compile.ir.query import bound, is_op, shape_of, value_of
 
 aten = torch.ops.aten
@@ -44,14 +45,18 @@ _POWERS = {aten.mul: (1, 1), aten.div: (1, -1), aten.reciprocal: (-1,), aten.sqr
 """Operator -> the power of each argument in the product that it computes."""
 
 
-def rms_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
-    """Return (x, weight, epsilon) where node is x * (mean(x^2, last axis) + epsilon)^-1/2 * weight, weight [K].
+def rms_norm(node: fx.Node) -> tuple[fx.Node, fx.Node | None, float] | None:
+    """Return (x, weight, epsilon) where node is x * (mean(x^2, last axis) + epsilon)^-1/2 * weight, weight [..., K].
 
-    The factors come in any order, by the operators of `_POWERS` and pow, or as `aten.rms_norm`. Both are float32.
+    The factors come in any order, by the operators of `_POWERS` and pow, or as `aten.rms_norm`. Both are float32. None
+    in the place of the weight: there is none, and no reader of the node multiplies by one.
     """
     if (given := arguments(node, aten.rms_norm)) is not None:
         x, weight, epsilon = given["input"], given["weight"], given["eps"]
         epsilon = torch.finfo(torch.float32).eps if epsilon is None else epsilon  # as torch.rms_norm has it
+        if weight is None:
+            last = list(given["normalized_shape"]) == [shape_of(x)[-1]] and value_of(x).dtype == torch.float32
+            return (x, None, float(epsilon)) if last else None
         return (x, weight, float(epsilon)) if _is_scale(weight, x) else None
     for root, power in _product(node, None):
         if power == -0.5 and (found := _mean_square(root)) is not None:
@@ -61,6 +66,9 @@ def rms_norm(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
             for weight, _ in product:
                 if _is_scale(weight, x) and Counter(product) == Counter([(x, 1), (root, -0.5), (weight, 1)]):
                     return x, weight, epsilon
+            bare = Counter(product) == Counter([(x, 1), (root, -0.5)]) and value_of(x).dtype == torch.float32
+            if bare and not any(_is_scale(w, x) for user in node.users for _, w in factors(user)):
+                return x, None, epsilon
     return None
 
 
@@ -78,7 +86,7 @@ def _product(node: Any, x: fx.Node | None, power: float = 1) -> list[tuple[Any, 
 def _mean_square(node: object) -> tuple[fx.Node, float] | None:
     """Return (x, epsilon) where node is mean(x^2, last axis, keepdim) + epsilon."""
     shifted = arguments(node, aten.add) or {}
-    mean = arguments(shifted.get("self"), aten.mean) or {}
+    mean = _mean(shifted.get("self"))
     squares = [arguments(mean.get("self"), packet) for packet in (aten.pow, aten.square, aten.mul)]
     square = squares[0] or squares[1] or squares[2] or {}
     x, epsilon = square.get("self"), shifted.get("other")
@@ -86,13 +94,34 @@ def _mean_square(node: object) -> tuple[fx.Node, float] | None:
     if x is None or not isinstance(epsilon, int | float) or mean["dtype"] not in (None, torch.float32):
         return None
     squared = square.get("exponent", 2) == 2 and square.get("other", x) is x and shifted["alpha"] == 1
-    last = mean.get("keepdim") and mean["dim"] in ([-1], [len(shape_of(x)) - 1])
-    return (x, float(epsilon)) if squared and last else None
+    last = mean["keepdim"] and mean["dim"] in ([-1], [len(shape_of(x)) - 1])
+    whole = mean["count"] in (None, shape_of(x)[-1])
+    return (x, float(epsilon)) if squared and last and whole else None
+
+
+def _mean(node: object) -> dict[str, Any]:
+    """Return the arguments of a mean, or of a sum that is divided by `count`; nothing where node is neither."""
+    apart = arguments(node, aten.unsqueeze)
+    if apart is not None and apart["dim"] in (-1, len(shape_of(apart["self"]))):
+        # The axis comes back behind the mean.
+        found = _mean(apart["self"])
+        return found | {"keepdim": True} if found and not found["keepdim"] else {}
+    quotient, product = arguments(node, aten.div), arguments(node, aten.mul)
+    for given, part in ((quotient, 1), (product, -1)):
+        total = arguments(given["self"], aten.sum) if given else None
+        if given and total and total.get("dim") and isinstance(given["other"], int | float):
+            return total | {"count": round(given["other"] ** part, 6)}
+    return (arguments(node, aten.mean) or {}) | {"count": None}
 
 
 def _is_scale(weight: object, x: fx.Node) -> bool:
     """Return whether the weight has one value for each of the last axis of x, both float32."""
-    if not isinstance(weight, fx.Node) or shape_of(weight) != shape_of(x)[-1:]:
+    if not isinstance(weight, fx.Node) or not shape_of(weight) or not shape_of(x):
+        return False
+    *others, last = shape_of(weight)
+    if last != shape_of(x)[-1] or len(others) >= len(shape_of(x)) or any(n != 1 for n in others):
+        return False
+    if others and any(n.op == "placeholder" for n in ancestors(weight)):
         return False
     return value_of(weight).dtype == value_of(x).dtype == torch.float32
 
