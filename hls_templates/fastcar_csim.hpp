@@ -48,7 +48,7 @@ static int32_t* run_product(const Product& product, const word_t* weights, int s
         mac_tile<S>(tile, q, 1, tile_words, tile_words, sum_words, product.channel_words, sums);
         scale_tile<S>(head, sums, row_scale, 1, product.sums * rows * S::PORT_BLOCKS, product.tile, rows, product.sums,
                       tile_sums, product.scale_words, product.bias, value);
-        finish_tile<C>(value, 1, chunk, t, chunk, product.channels, product.inner, values, results);
+        finish_tile<C>(value, 1, chunk, t, chunk, product.channels, product.inner, product.activated, values, results);
         for (int c = 0; c < chunk && c < product.channels - t * chunk; ++c) {
             memcpy(out, &sums[0][c % S::PORTS][c / S::PORTS * product.sums], sizeof(int32_t) * product.sums);
             out += product.sums;

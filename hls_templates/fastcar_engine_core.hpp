@@ -1,4 +1,4 @@
-// What a call of the engine computes: an MLP (two products) or a linear (one), all on one MAC array. Plain functions over
+// What a call of the engine computes: an MLP or a draft (two products) or a linear (one), all on one MAC array. Plain functions over
 // words and arrays, no streams. Loops run to the bounds of the product at hand; buffers have the sizes of the largest.
 //
 // In the first product of a gated MLP channel 2n is gate n and 2n + 1 is up n. tile * PORTS is a multiple of four, so that
@@ -15,6 +15,7 @@ namespace fastcar {
 static const uint32_t OP_MLP = 0;
 static const uint32_t OP_LINEAR = 1;
 static const uint32_t OP_LINEAR_BIAS = 2;
+static const uint32_t OP_DRAFT = 3;
 static const int MOST_CHANNELS = 1 << 18;
 
 // One matrix product: the bounds of its loops. `inner`: its values are activated and stay in the cores.
@@ -29,15 +30,18 @@ struct Product {
     int head_words;     // the same with biases
     bool inner;
     bool bias;
+    int activated;      // channels of an inner product that are neurons; a draft's linear features are behind them
 };
 
 // What one call computes, decoded once; products == 0 means that nothing is computed.
 struct Call {
     uint32_t computing;  // rows that compute
+    uint32_t last_rows;    // those that the last product computes: of a draft, the first half of them
     int products;
     int words;        // of every section
     int row_words;    // of x
     int result_words; // of a row of y
+    Product first;    // of two
     Product last;
 };
 
@@ -89,6 +93,7 @@ Product make_product(int inputs, int channels, int tile, int tiles, bool inner, 
     product.head_words = product.scale_words + (bias ? words_for(tile, FLOAT_LANES) : 0);
     product.inner = inner;
     product.bias = bias;
+    product.activated = inner ? channels : 0;
     return product;
 }
 
@@ -154,9 +159,75 @@ Call decode(uint32_t index_register, uint32_t op, int inputs, int channels, int 
     call.words = computes ? (products > 1 ? product_words(first_product<C>()) : 0) + product_words(last) : 0;
     call.row_words = words_for(products > 1 ? C::HIDDEN : last.inputs, FLOAT_LANES);
     call.result_words = words_for(op == OP_MLP ? C::HIDDEN : last.channels, FLOAT_LANES);
+    call.last_rows = call.computing;
+    call.first = first_product<C>();
     call.last = last;
     call.last.tiles = computes ? last.tiles : 0;
     return call;
+}
+
+// The first product of a draft: its neurons, then its linear features.
+template <class C>
+Product draft_product(int neurons, int rank, int tile, int tiles, bool bias) {
+    FASTCAR_INLINE
+    const int activated = (C::GATED ? 2 : 1) * neurons;
+    Product product = make_product<typename Shapes<C>::Format>(C::HIDDEN, activated + rank, tile, tiles, true, bias);
+    product.activated = activated;
+    return product;
+}
+
+template <class C>
+bool draft_fits(int neurons, int rank, int tile, int tiles, bool bias, int outer_tile, int outer_tiles) {
+    FASTCAR_INLINE
+    const bool small = C::DRAFTS && neurons >= 1 && rank >= 1 && neurons <= Shapes<C>::INPUTS && rank <= Shapes<C>::INPUTS;
+    const int channels = small ? (C::GATED ? 2 : 1) * neurons + rank : 1;
+    return small && linear_fits<C>(C::HIDDEN, channels, tile, tiles, bias) &&
+           linear_fits<C>(neurons + rank, C::HIDDEN, outer_tile, outer_tiles, false);
+}
+
+// A draft: rows b and b + BATCH / 2, x and the recalled x, through the first product; their difference through the second.
+template <class C>
+Call decode_draft(uint32_t replaying, int neurons, int rank, int tile, int tiles, bool bias, int outer_tile, int outer_tiles) {
+    FASTCAR_NO_INLINE
+    const bool computes = replaying != 0 && draft_fits<C>(neurons, rank, tile, tiles, bias, outer_tile, outer_tiles);
+    const int features = computes ? neurons + rank : 1;
+    Call call;
+    call.last_rows = computes ? replaying : 0u;
+    call.computing = call.last_rows | call.last_rows << (C::BATCH / 2);
+    call.products = computes ? 2 : 0;
+    call.first = draft_product<C>(computes ? neurons : 1, computes ? rank : 1, computes ? tile : 1, computes ? tiles : 0, bias);
+    call.last = make_product<typename Shapes<C>::Format>(features, C::HIDDEN, computes ? outer_tile : 1, computes ? outer_tiles : 0, false, false);
+    call.words = product_words(call.first) + product_words(call.last);
+    call.row_words = words_for(C::HIDDEN, FLOAT_LANES);
+    call.result_words = words_for(C::HIDDEN, FLOAT_LANES);
+    return call;
+}
+
+// Of a draft: what the gain leaves of the features of the recalled x goes away from those of x, before the second product.
+template <class C>
+void subtract_recalled(uint32_t last_rows, int features, const float gain[INDEX_REGISTER_BITS],
+                       const core_t core_of[INDEX_REGISTER_BITS], const pass_t pass_of[INDEX_REGISTER_BITS],
+                       float values[C::CORES][Shapes<C>::PASSES][Shapes<C>::INPUTS]) {
+    FASTCAR_NO_INLINE
+subtract_each_row:
+    for (int row = 0; row < C::BATCH / 2; ++row) {
+        const int core = core_of[row].to_int(), pass = pass_of[row].to_int();
+        const int other = core_of[row + C::BATCH / 2].to_int(), other_pass = pass_of[row + C::BATCH / 2].to_int();
+        const int count = row_computes(last_rows, row) ? features : 0;
+        // Both rows may be in one core, whose memory is read twice and written once.
+    subtract_values:
+        for (int k = 0; k < count; k += FLOAT_LANES) {
+            FASTCAR_PIPELINE(2)
+            FASTCAR_TRIPS(0, Shapes<C>::INPUTS / FLOAT_LANES + 1)
+            FASTCAR_INDEPENDENT(values)
+            FASTCAR_UNROLL
+            for (int i = 0; i < FLOAT_LANES; ++i) {
+                if (k + i < count) {
+                    values[core][pass][k + i] = values[core][pass][k + i] - gain[row] * values[other][other_pass][k + i];
+                }
+            }
+        }
+    }
 }
 
 // Rows of all cores -> int8 and their scales, pass by pass.
@@ -221,7 +292,7 @@ passes:
     }
 }
 
-// A channel's value, or the activated neuron of a gate and its up channel.
+// The activated neuron of a channel, or of a gate and its up channel.
 template <class C>
 float finish_step(float now, float previous) {
     FASTCAR_INLINE
@@ -229,18 +300,20 @@ float finish_step(float now, float previous) {
     return C::GATED ? act * now : act;
 }
 
-// Values of tile t -> activated neurons in `values` (the inner product of an MLP), or whole words of y in `results`.
+// Values of tile t -> activated neurons in `values` (an inner product; features of a draft are behind them as they are), or whole
+// words of y in `results`.
 // channels: `steps` = passes * chunk, all cores side by side, in the order in which scale_tile leaves them. Four channels
 // make a word of y; `previous` is the gate of an up channel.
 template <class C>
 void finish_tile(const float value[C::CORES][Shapes<C>::PORT_LANES][Shapes<C>::VALUES], uint64_t occupied, int steps,
-                 int t, int chunk, int channels, bool inner,
+                 int t, int chunk, int channels, bool inner, int activated,
                  float values[C::CORES][Shapes<C>::PASSES][Shapes<C>::INPUTS],
                  word_t results[C::CORES][Shapes<C>::PASSES * Shapes<C>::RESULT_WORDS]) {
     FASTCAR_NO_INLINE
     typedef Shapes<C> S;
     const int parts = C::GATED ? 2 : 1;
     const int first = t * chunk;
+    const int gates = activated - activated / parts;
     float lanes[S::CORES][FLOAT_LANES] = {};
     float previous[S::CORES] = {};
     FASTCAR_PARTITION(lanes, 0)
@@ -254,7 +327,9 @@ channels:
         FASTCAR_RECURRENCE(lanes, 1)
         FASTCAR_RECURRENCE(previous, 1)
         const bool real = first + channel < channels;
-        const bool pair = channel % parts == parts - 1;
+        const bool neuron = !C::DRAFTS || first + channel < activated;
+        const bool whole = !neuron || channel % parts == parts - 1;
+        const int feature = neuron ? (first + channel) / parts : first + channel - gates;
         FASTCAR_UNROLL
         for (int c = 0; c < S::CORES; ++c) {
             if (((busy >> c) & 1u) != 0) {
@@ -263,8 +338,8 @@ channels:
                 if (!inner && channel % FLOAT_LANES == FLOAT_LANES - 1) {
                     results[c][pass * S::RESULT_WORDS + channel / FLOAT_LANES] = pack_float(lanes[c]);
                 }
-                if (inner && real && pair) {
-                    values[c][pass][(first + channel) / parts] = finish_step<C>(now, previous[c]);
+                if (inner && real && whole) {
+                    values[c][pass][feature] = neuron ? finish_step<C>(now, previous[c]) : now;
                 }
                 previous[c] = now;
             }

@@ -136,7 +136,7 @@ void run_tiles(hls::stream<word_t> weights[C::PORTS],
                const float row_scale[C::CORES][Shapes<C>::PASSES], uint64_t occupied, uint32_t computing,
                const core_t core_of[INDEX_REGISTER_BITS],
                const pass_t pass_of[INDEX_REGISTER_BITS], int tiles, int tile_rows, int sums, int channel_words,
-               int scale_words, int head_words, int channels, bool inner, bool bias, int tile_words, int tile_sums,
+               int scale_words, int head_words, int channels, bool inner, int activated, bool bias, int tile_words, int tile_sums,
                int stream_words, int sum_words, int chunk, int scale_rows, int mac_steps, int scale_steps,
                int finish_steps, int whole, int result_words, float values[C::CORES][Shapes<C>::PASSES][Shapes<C>::INPUTS],
                hls::stream<word_t>& out) {
@@ -164,7 +164,7 @@ tiles:
         mac_tile<S>(tile, q, occupied, mac_steps, tile_words, sum_words, channel_words, acc);
         scale_tile<S>(head, acc, row_scale, occupied, scale_steps, tile_rows, scale_rows, sums, tile_sums, scale_words,
                       bias, value);
-        finish_tile<C>(value, occupied, finish_steps, t, chunk, channels, inner, values, results);
+        finish_tile<C>(value, occupied, finish_steps, t, chunk, channels, inner, activated, values, results);
         send_tile<C>(results, computing, core_of, pass_of, t, whole, result_words, out);
     }
 }
@@ -188,7 +188,7 @@ void run_product(hls::stream<word_t> weights[C::PORTS],
     const int result_words = product.inner ? 0 : words_for(product.channels, FLOAT_LANES);
     run_tiles<C>(weights, q, row_scale, occupied, computing, core_of, pass_of, product.tiles, product.tile, product.sums,
                  product.channel_words, product.scale_words, product.head_words, product.channels, product.inner,
-                 product.bias, tile_words, tile_sums, product.head_words + tile_words, sum_words, chunk, scale_rows,
+                 product.activated, product.bias, tile_words, tile_sums, product.head_words + tile_words, sum_words, chunk, scale_rows,
                  passes * tile_words, scale_steps, passes * chunk, chunk / FLOAT_LANES, result_words, values, out);
 }
 
@@ -220,16 +220,29 @@ rows:
 }
 
 // The array: its rows (if any) through the products of the call. One call site, so one MAC array: an MLP's second product
-// takes the activations that the first left in `values`.
+// takes the activations that the first left in `values`. first_: of a draft's first product. `last_rows`, `last_passes`: rows and
+// passes of the last product.
 template <class C>
 void compute(hls::stream<word_t>& in, hls::stream<word_t> weights[C::PORTS],
              const core_t core_of[INDEX_REGISTER_BITS], const pass_t pass_of[INDEX_REGISTER_BITS],
-             uint32_t computing, int passes, int products, int inputs, int channels, int tile, int tiles, int sums,
-             int channel_words, int scale_words, int head_words, bool bias, hls::stream<word_t>& out) {
+             uint32_t computing, uint32_t last_rows, int passes, int last_passes, int products, int first_channels, int first_tile,
+             int first_tiles, int first_scale_words, int first_head_words, int first_activated, bool first_bias, int inputs,
+             int channels, int tile, int tiles, int sums, int channel_words, int scale_words, int head_words, bool bias,
+             const float gain[INDEX_REGISTER_BITS], hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
     typedef Shapes<C> S;
-    const uint64_t occupied = occupied_places<C::CORES>(computing, C::BATCH, core_of, pass_of);
-    const Product last = {inputs, channels, tile, tiles, sums, channel_words, scale_words, head_words, false, bias};
+    const Occupied occupied = occupied_places<C::CORES>(computing, last_rows, C::BATCH, core_of, pass_of);
+    const Product last = {inputs, channels, tile, tiles, sums, channel_words, scale_words, head_words, false, bias, 0};
+    Product first = first_product<C>();
+    if (C::DRAFTS) {
+        first.channels = first_channels;
+        first.tile = first_tile;
+        first.tiles = first_tiles;
+        first.scale_words = first_scale_words;
+        first.head_words = first_head_words;
+        first.activated = first_activated;
+        first.bias = first_bias;
+    }
     float values[S::CORES][S::PASSES][S::INPUTS];
     FASTCAR_PARTITION(values, 1)
     FASTCAR_PARTITION_CYCLIC(values, 3, 4)
@@ -242,9 +255,15 @@ void compute(hls::stream<word_t>& in, hls::stream<word_t> weights[C::PORTS],
 products:
     for (int number = 0; number < products; ++number) {
         FASTCAR_TRIPS(0, 2)
-        const Product product = number + 1 < products ? first_product<C>() : last;
-        quantize_rows<C>(values, passes, product.inputs, product.channel_words, q, row_scale);
-        run_product<C>(weights, q, row_scale, occupied, computing, core_of, pass_of, passes, product, values, out);
+        const bool ends = number + 1 == products;
+        const Product product = ends ? last : first;
+        const int own_passes = ends ? last_passes : passes;
+        if (C::DRAFTS && ends && last_rows != computing) {
+            subtract_recalled<C>(last_rows, inputs, gain, core_of, pass_of, values);
+        }
+        quantize_rows<C>(values, own_passes, product.inputs, product.channel_words, q, row_scale);
+        run_product<C>(weights, q, row_scale, ends ? occupied.last_rows : occupied.computing, ends ? last_rows : computing, core_of,
+                       pass_of, own_passes, product, values, out);
     }
 }
 

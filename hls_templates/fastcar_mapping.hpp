@@ -63,18 +63,39 @@ rows:
 }
 #endif
 
+// Passes over the rows of a mask, which are the first of those that were placed.
+inline int passes_of(uint32_t mask, const pass_t pass_of[INDEX_REGISTER_BITS]) {
+    FASTCAR_INLINE
+    int passes = 0;
+passes:
+    for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
+        FASTCAR_PIPELINE(1)
+        const int own = row_computes(mask, row) ? pass_of[row].to_int() + 1 : 0;
+        passes = own > passes ? own : passes;
+    }
+    return passes;
+}
+
+// Places of the rows that compute, and of those of them that leave.
+struct Occupied {
+    uint64_t computing;
+    uint64_t last_rows;
+};
+
 // Bit pass * CORES + core is 1 where a row computes there: at most 32 rows + CORES - 1 places.
 template <int CORES, int BITS>
-uint64_t occupied_places(uint32_t index_register, int rows, const ap_uint<BITS> core_of[INDEX_REGISTER_BITS],
+Occupied occupied_places(uint32_t index_register, uint32_t last_rows, int rows, const ap_uint<BITS> core_of[INDEX_REGISTER_BITS],
                          const pass_t pass_of[INDEX_REGISTER_BITS]) {
     FASTCAR_INLINE
-    uint64_t occupied = 0;
+    Occupied occupied = {0, 0};
 places:
     for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
         FASTCAR_PIPELINE(1)
         const bool computes = row < rows && row_computes(index_register, row);
         const int place = pass_of[row].to_int() * CORES + core_of[row].to_int();
-        occupied |= computes ? 1ull << place : 0ull;
+        const uint64_t own = computes ? 1ull << place : 0ull;
+        occupied.computing |= own;
+        occupied.last_rows |= row_computes(last_rows, row) ? own : 0ull;
     }
     return occupied;
 }

@@ -41,6 +41,22 @@ add_words:
     }
 }
 
+// ---- draft
+
+// bias + gain * (cached - bias) + left: the output of a row that replays, each operation rounded once (docs/reference/numerics.md).
+inline word_t draft_step(const word_t& bias, const word_t& cached, const word_t& left, float gain) {
+    FASTCAR_INLINE
+    float sum[FLOAT_LANES];
+    FASTCAR_PARTITION(sum, 0)
+    FASTCAR_UNROLL
+    for (int lane = 0; lane < FLOAT_LANES; ++lane) {
+        const float own = unpack_float(bias, lane);
+        const float kept = gain * (unpack_float(cached, lane) - own);
+        sum[lane] = (own + kept) + unpack_float(left, lane);
+    }
+    return pack_float(sum);
+}
+
 // ---- rotary position embedding
 
 // Heads of a row in words, and the part of a head that rotates: its first 2 * half_words words. Element i of the first half

@@ -83,6 +83,20 @@ bool mlp_held(const Fields& f, const Sizes& sizes) {
            in_section(second, last_product<C>(OP_MLP, 0, 0, 0, 0), sizes);
 }
 
+template <class C, class D>
+bool draft_held(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    const int neurons = static_cast<int>(f.word[DRAFT_NEURONS]), rank = static_cast<int>(f.word[DRAFT_RANK]);
+    const int tile = static_cast<int>(f.word[DRAFT_TILE]), tiles = static_cast<int>(f.word[DRAFT_TILES]);
+    const int outer_tile = static_cast<int>(f.word[DRAFT_OUTER_TILE]), outer_tiles = static_cast<int>(f.word[DRAFT_OUTER_TILES]);
+    const bool bias = f.word[DRAFT_BIAS] != 0;
+    const bool fits = fastcar::draft_fits<C>(neurons, rank, tile, tiles, bias, outer_tile, outer_tiles);
+    const Call call = decode_draft<C>(fits ? 1u : 0u, neurons, rank, tile, tiles, bias, outer_tile, outer_tiles);
+    return fits && f.word[DRAFT_SOURCE] == A_ROWS && f.word[DRAFT_RECALLED] == K_ROWS && f.word[DRAFT_TARGET] == Y_ROWS &&
+           words_for(C::HIDDEN, FLOAT_LANES) <= static_cast<int>(sizes.row_words) &&
+           static_cast<uint64_t>(f.word[DRAFT_WEIGHTS]) + static_cast<uint64_t>(call.words) <= sizes.weight_words;
+}
+
 template <class D>
 bool attend_held(const Fields& f) {
     FASTCAR_INLINE
@@ -109,6 +123,8 @@ bool is_held(const Fields& f, const Sizes& sizes) {
             return has<D>(OP_LINEAR) && linear_held<C, D>(f, sizes);
         case OP_MLP:
             return has<D>(OP_MLP) && mlp_held<C, D>(f, sizes);
+        case OP_DRAFT:
+            return has<D>(OP_DRAFT) && draft_held<C, D>(f, sizes);
         case OP_ROTATE:
             return has<D>(OP_ROTATE) && 2 * f.word[ROTATE_HALF_WORDS] <= static_cast<uint32_t>(D::BLOCKS * cache::BLOCK_FLOAT_WORDS);
         case OP_APPEND_KEYS:
@@ -256,7 +272,14 @@ inline Outcome ended(const Outcome& before, uint32_t refused, uint32_t number) {
     return refused == drs::OK ? before : stopped;
 }
 
-// ---- rows of a cache
+// ---- rows of a cache, and slots
+
+// The place of row b's slot among those of a layer.
+template <class D>
+uint32_t slot_of(const Rows<D>& list, const Sizes& sizes, uint32_t slots, uint32_t b) {
+    FASTCAR_INLINE
+    return list.step[b] % slots * sizes.videos + list.video[b];
+}
 
 inline uint32_t row_of(uint32_t position, uint32_t sinks, uint32_t ring) {
     FASTCAR_INLINE

@@ -25,13 +25,6 @@ inline uint32_t key_words_of(const Fields& f) {
     return f.word[DECIDE_KEY_HEADS] * f.word[DECIDE_BLOCKS] * cache::BLOCK_FLOAT_WORDS + f.word[DECIDE_COUNT];
 }
 
-// The place of row b's slot among those of a layer.
-template <class D>
-uint32_t slot_of(const Rows<D>& list, const Sizes& sizes, uint32_t slots, uint32_t b) {
-    FASTCAR_INLINE
-    return list.step[b] % slots * sizes.videos + list.video[b];
-}
-
 // The x that the rows' slots keep.
 template <class D, class T>
 void gather_inputs(const Rows<D>& list, const Fields& f, const Sizes& sizes, const word_t* replay,

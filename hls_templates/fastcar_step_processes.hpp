@@ -11,18 +11,19 @@
 namespace fastcar {
 namespace step {
 
-// The rows that compute, in row order.
+// The rows that compute, in row order; of a draft then their recalled rows.
 template <class C, class D>
-void send_rows(const word_t x[D::ROWS][D::ROW_WORDS], uint32_t computing, int row_words, hls::stream<word_t>& out) {
+void send_rows(const word_t x[D::ROWS][D::ROW_WORDS], const word_t recalled[D::ROWS][D::ROW_WORDS], uint32_t computing,
+               int row_words, hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
 rows:
-    for (int row = 0; row < D::ROWS; ++row) {
+    for (int row = 0; row < C::BATCH; ++row) {
         const int count = row_computes(computing, row) ? row_words : 0;
     words:
         for (int i = 0; i < count; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, Shapes<C>::INPUTS)
-            out.write(x[row][i]);
+            out.write(row < D::ROWS ? x[row][i] : recalled[row - D::ROWS][i]);
         }
     }
 }

@@ -17,6 +17,8 @@ static const uint32_t MOST_STEP_CHANNELS = 1u << 18;
 static const uint32_t MOST_UNITS = 4096;
 static const uint32_t ROWS_ON_CHIP = 5;
 static const uint32_t INSTRUCTION_BEATS = INSTRUCTION_WORDS / FLOAT_LANES;
+static const int GAINS = 16;
+static const uint32_t GAIN_WORDS = 2 * GAINS / FLOAT_LANES;  // edges of a draft's gain and a zero, then its values
 
 // Every opcode, and rows on chip.
 struct WholeSteps {
@@ -245,6 +247,25 @@ inline bool replay_fits(const Fields& f, const Sizes& sizes) {
            inside(f.word[REPLAY_CACHE], slots * sizes.videos, f.word[REPLAY_COUNT], sizes.replay_words);
 }
 
+inline bool recall_fits(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    const uint64_t slots = f.word[RECALL_SLOTS];
+    return moves_on_chip(f.word[RECALL_SOURCE], f.word[RECALL_TARGET]) && counts(f.word[RECALL_COUNT]) &&
+           counts(f.word[RECALL_SLOTS]) && f.word[RECALL_COUNT] <= sizes.row_words &&
+           inside(f.word[RECALL_INPUTS], slots * sizes.videos, f.word[RECALL_COUNT], sizes.replay_words) &&
+           inside(f.word[RECALL_TABLE], 1, GAIN_WORDS, sizes.constant_words);
+}
+
+// Its sizes are those of the engine, which has its own checks (fastcar_step_control.hpp).
+inline bool draft_fits(const Fields& f, const Sizes& sizes) {
+    FASTCAR_INLINE
+    return moves_on_chip(f.word[DRAFT_SOURCE], f.word[DRAFT_RECALLED]) && moves_on_chip(f.word[DRAFT_SOURCE], f.word[DRAFT_TARGET]) &&
+           f.word[DRAFT_RECALLED] != f.word[DRAFT_TARGET] && counts(f.word[DRAFT_NEURONS]) && counts(f.word[DRAFT_RANK]) &&
+           counts(f.word[DRAFT_NEURONS] + f.word[DRAFT_RANK]) && counts(f.word[DRAFT_TILE]) && counts(f.word[DRAFT_TILES]) &&
+           counts(f.word[DRAFT_OUTER_TILE]) && counts(f.word[DRAFT_OUTER_TILES]) && f.word[DRAFT_BIAS] <= 1 &&
+           f.word[DRAFT_WEIGHTS] < sizes.weight_words;
+}
+
 inline bool rest_is_zero(const Fields& f, int used) {
     FASTCAR_INLINE
     uint32_t any = 0;
@@ -278,7 +299,7 @@ bool has(uint32_t opcode) {
 template <class D>
 bool instruction_fits(const Fields& f, const Sizes& sizes) {
     FASTCAR_NO_INLINE
-    if (f.opcode > OP_DECIDE_ROWS || !has<D>(f.opcode)) {
+    if (f.opcode > OP_REPLAY_DRAFT || !has<D>(f.opcode)) {
         return false;
     }
     switch (f.opcode) {
@@ -311,6 +332,13 @@ bool instruction_fits(const Fields& f, const Sizes& sizes) {
             return rest_is_zero(f, DECIDE_ROWS_WORDS) && decide_rows_fit(f, sizes);
         case OP_REPLAY:
             return rest_is_zero(f, REPLAY_WORDS) && replay_fits(f, sizes);
+        case OP_RECALL:
+            return rest_is_zero(f, RECALL_WORDS) && recall_fits(f, sizes);
+        case OP_DRAFT:
+            return rest_is_zero(f, DRAFT_WORDS) && draft_fits(f, sizes);
+        case OP_REPLAY_DRAFT:
+            return rest_is_zero(f, REPLAY_DRAFT_WORDS) && replay_fits(f, sizes) &&
+                   inside(f.word[REPLAY_DRAFT_BIAS], 1, f.word[REPLAY_DRAFT_COUNT], sizes.constant_words);
         case OP_END:
             return rest_is_zero(f, END_WORDS);
         default:

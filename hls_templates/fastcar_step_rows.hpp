@@ -3,6 +3,7 @@
 #ifndef FASTCAR_STEP_ROWS_HPP
 #define FASTCAR_STEP_ROWS_HPP
 
+#include "fastcar_gate_core.hpp"
 #include "fastcar_norm_core.hpp"
 #include "fastcar_row_core.hpp"
 #include "fastcar_step_control.hpp"
@@ -91,15 +92,18 @@ rotate_each_row:
 }
 
 // The source is added to the target. Of an MLP that may replay (its slots are in `replay`), a row of a decode forward that computed
-// is also kept in its slot, and of any other, what the slot holds is added.
+// is also kept in its slot, and of any other, what the slot holds is added; or its draft, and what the gain leaves of the slot.
 template <class D>
-void add_rows(const Fields& f, const Sizes& sizes, uint32_t computing, const Rows<D>& list, word_t* replay,
-              word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
+void add_rows(const Fields& f, const Sizes& sizes, uint32_t computing, const Rows<D>& list, const word_t* constants,
+              const float gain[INDEX_REGISTER_BITS], word_t* replay, word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
     FASTCAR_NO_INLINE
     static_assert(static_cast<int>(ADD_COUNT) == REPLAY_COUNT && static_cast<int>(ADD_SOURCE) == REPLAY_SOURCE &&
                       static_cast<int>(ADD_TARGET) == REPLAY_TARGET,
                   "ADD is REPLAY without slots");
-    const uint32_t keeping = f.opcode == OP_REPLAY ? list.deciding : 0;
+    static_assert(static_cast<int>(REPLAY_CACHE) == REPLAY_DRAFT_CACHE, "REPLAY_DRAFT is REPLAY with a draft's bias behind it");
+    const bool drafted = has<D>(OP_REPLAY_DRAFT) && f.opcode == OP_REPLAY_DRAFT;
+    const uint32_t bias = f.word[REPLAY_DRAFT_BIAS];
+    const uint32_t keeping = f.opcode == OP_REPLAY || drafted ? list.deciding : 0;
     const uint32_t source = f.word[REPLAY_SOURCE];
     const uint32_t words = f.word[REPLAY_COUNT];
 add_each_row:
@@ -122,10 +126,59 @@ add_each_row:
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, D::ROW_WORDS)
             FASTCAR_INDEPENDENT(rows)
-            rows[target][b][i] = row::add_step(rows[target][b][i], replay[first + i]);
+            const word_t slot = replay[first + i];
+            const word_t added = drafted ? row::draft_step(constants[bias + i], slot, rows[source][b][i], gain[b]) : slot;
+            rows[target][b][i] = row::add_step(rows[target][b][i], added);
         }
         const row::Pair at = {source, target, b};
         row::add_row<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS>(rows, at, words - read);
+    }
+}
+
+// The gain of a change: of as many gains as edges are at most the change; 0 where the change is not a number.
+inline float gain_of(float change, const float edges[GAINS], const float gains[GAINS]) {
+    FASTCAR_INLINE
+    float found = gains[0];
+    FASTCAR_UNROLL
+    for (int i = 1; i < GAINS; ++i) {
+        found = change >= edges[i - 1] ? gains[i] : found;
+    }
+    return change == change ? found : 0.0f;
+}
+
+// The x that the slots of the rows that replay keep, and the gains of their drafts.
+template <class D>
+void recall_rows(const Fields& f, const Sizes& sizes, uint32_t replaying, const Rows<D>& list, const word_t* constants,
+                 const word_t* replay, float gain[INDEX_REGISTER_BITS], word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
+    FASTCAR_NO_INLINE
+    float table[2 * GAINS];  // edges, then gains
+    FASTCAR_PARTITION(table, 0)
+    const uint32_t given = replaying != 0 ? GAIN_WORDS : 0, count = f.word[RECALL_COUNT];
+read_gains:
+    for (uint32_t i = 0; i < given; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(0, GAIN_WORDS)
+        const word_t word = constants[f.word[RECALL_TABLE] + i];
+        FASTCAR_UNROLL
+        for (int lane = 0; lane < FLOAT_LANES; ++lane) {
+            table[i * FLOAT_LANES + lane] = unpack_float(word, lane);
+        }
+    }
+recall_each_row:
+    for (uint32_t b = 0; b < sizes.rows; ++b) {
+        FASTCAR_TRIPS(1, D::ROWS)
+        const uint32_t words = row_computes(replaying, b) ? count : 0;
+        const uint32_t first = f.word[RECALL_INPUTS] + slot_of<D>(list, sizes, f.word[RECALL_SLOTS], b) * count;
+        gate::Change sum = {0, 0, 0};
+    recall_words:
+        for (uint32_t i = 0; i < words; ++i) {
+            FASTCAR_PIPELINE(1)
+            FASTCAR_TRIPS(0, D::ROW_WORDS)
+            const word_t kept = replay[first + i];
+            rows[f.word[RECALL_TARGET]][b][i] = kept;
+            sum = gate::change_step(sum, rows[f.word[RECALL_SOURCE]][b][i], kept);
+        }
+        gain[b] = gain_of(gate::change_score(sum), table, table + GAINS);
     }
 }
 

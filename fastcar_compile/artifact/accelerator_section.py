@@ -2,6 +2,8 @@
 
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from fastcar_compile.artifact.sections import Part, Section
 from fastcar_compile.errors import InternalError
 
@@ -57,12 +59,21 @@ class ProductPart(Part):
     bias: bool
 
 
+class DraftPart(Part):
+    """A layer's draft: its two products, neurons and rank."""
+
+    first: ProductPart
+    outer: ProductPart
+    neurons: int
+    rank: int
+
+
 class DesignPart(Part):
     """The engine: the compute kernel of a decoder.
 
     Args:
         spec: the MLP that all layers share. gate_up, down: its two products.
-        linears: name of every other call -> its product, in call order.
+        linears: name of every other call -> its product, in call order. drafts: the same of drafts.
         ports: logical weight ports of 128 bits. axi_words: weight ports that one AXI port carries, word by word.
         passes: passes over a tile when every row computes.
         group: query heads that a kernel of whole steps multiplies in parallel; 0: the kernel runs no whole steps.
@@ -86,6 +97,7 @@ class DesignPart(Part):
     cycles_estimate: int
     linear_cycles_estimate: dict[str, int]
     group: int = 0
+    drafts: dict[str, DraftPart] = Field(default_factory=dict[str, DraftPart])
 
 
 class ExplorationPart(Part):

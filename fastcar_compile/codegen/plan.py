@@ -292,8 +292,8 @@ def _drafts(program: DecoderProgram) -> Iterator[Fallback]:
     """Yield the drafts, which the host computes."""
     layers = tuple(s.layer for s in program.sites if s.replay is not None and s.replay.draft is not None)
     if layers:
-        reason = "the accelerator has no drafts, and predictions of its speed leave them out"
-        instead, hint = "the host computes it", "compile without the draft"
+        reason = "the accelerator computes drafts in whole steps only, and predictions of its speed leave them out"
+        instead, hint = "the host computes it", "choose offload='all', or compile without the draft"
         yield Fallback(kind="draft", what="draft", layers=layers, instead=instead, reason=reason, hint=hint)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
 from fastcar_compile.codegen.hls.design.product import Product
-from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.design.spec import BoardBudget, DraftSpec, LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear
 from fastcar_compile.codegen.hls.step_sample import activated
 from fastcar_compile.config.targets import load_target
@@ -48,11 +48,12 @@ def design(
     layers: int = 4,
     axi_bits: int = 128,
     linears: Sequence[tuple[str, int, int, bool]] = (),
+    drafts: Sequence[DraftSpec] = (),
     **kind: Any,
 ) -> Design:
     """A design for these sizes; `linears` are (name, inputs, channels, biased), `kind` further fields of MlpSpec."""
     spec = MlpSpec(hidden=hidden, intermediate=intermediate, batch=batch, layers=layers, cores=cores, **kind)
-    return best(designs(spec, zcu102(ports, axi_bits), [LinearSpec(*linear) for linear in linears]))
+    return best(designs(spec, zcu102(ports, axi_bits), [LinearSpec(*linear) for linear in linears], drafts))
 
 
 EXAMPLE = (

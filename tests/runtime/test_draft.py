@@ -112,10 +112,19 @@ CASES: dict[str, dict[str, Any]] = {
     "one pair": {"batch_size": 2, "replay": {"couple_cfg": True}},
     "other gate": {"batch_size": 2, "replay": {"gate": "input_delta", "threshold": 1.2}},
 }
+WHOLE: dict[str, Any] = {"target": "zcu102", "offload": "all"}
+STEPS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "pairs": ("w4a8", (0, 1)),
+    "one row": ("w8a8", (1,)),
+    "rows of their own": ("w8a8", (0, 1)),
+    "other gate": ("w4a8", (0, 1)),
+}
+"""Of them on the accelerator: quantisation, layers with a draft."""
 
 
-THOROUGH = ("one row", "three rows", "pairs", "one pair")
-"""Cases whose parts others have: rows alone and beside others are compared below; a pair is one decision."""
+THOROUGH = ("one row", "three rows", "pairs", "one pair", "other gate")
+"""Cases whose parts others have: rows alone and beside others are compared below; a pair is one decision, and pairs are
+compared with an accelerator's steps; no kernel of a draft knows the gate."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n in THOROUGH else n for n in CASES])
@@ -127,6 +136,22 @@ def test_eager_and_cpu_have_the_same_bits(name: str, tmp_path: Path) -> None:
     assert 0.1 < chosen.mean() < 0.9
     assert (decisions == chosen).all()
     assert torch.equal(cpu, eager)
+
+
+@pytest.mark.parametrize("name", [n if n == "pairs" else pytest.param(n, marks=pytest.mark.thorough) for n in STEPS])
+def test_the_accelerator_s_whole_steps_have_them_too(name: str, tmp_path: Path) -> None:
+    check_tool("g++")
+    check_module("hls4ml")
+    quant, layers = STEPS[name]
+    model, draft = llama(initializer_range=0.2, head_dim=32), random_draft(HIDDEN, layers)
+    artifact = built(tmp_path / "built", model, draft, **{**EXACT, **WHOLE, "quant": quant}, **CASES[name])
+    config = artifact.manifest.decoder.config
+    ids = token_ids(config.batch_size)
+    (eager, chosen), *others = (decoded(artifact, backend, ids) for backend in ("eager", "cpu", "hls-csim"))
+    assert 0.1 < chosen[:, list(layers)].mean() < 0.9
+    for found, decisions in others:
+        assert (decisions == chosen).all()
+        assert torch.equal(found, eager)
 
 
 def check_close(artifact: fc.Artifact, ids: Tensor, *backends: str, atol: float) -> None:
@@ -168,10 +193,11 @@ def test_the_accelerator_has_the_mlps_and_the_host_the_draft(tmp_path: Path) -> 
     check_module("hls4ml")
     artifact = built(tmp_path / "built", target="zcu102", quant="w8a8", offload="mlp", batch_size=2)
     check_close(artifact, token_ids(2), "cpu", "hls-csim", atol=1e-2)
-    with pytest.raises(CompileError, match="draft of layers 0, 1: the host computes it; the accelerator has no drafts"):
+    with pytest.raises(CompileError, match=r"draft of layers 0, 1: the host computes it; .* in whole steps only"):
         built(tmp_path / "strict", target="zcu102", quant="w8a8", offload="mlp", batch_size=2, strict=True)
 
 
-def test_an_accelerator_of_whole_steps_refuses_a_draft(tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match="no step program: the accelerator has no drafts, and 2 layers have one"):
-        built(tmp_path / "built", target="zcu102", **EXACT, offload="all")
+def test_rows_beyond_the_array_are_refused(tmp_path: Path) -> None:
+    """A draft takes two rows of it for each that replays."""
+    with pytest.raises(CompileError, match=r"drafts on the accel.*: 17 rows are more than 16\n.*at most 16 rows"):
+        built(tmp_path / "built", llama(head_dim=32), **EXACT, **WHOLE, batch_size=17)

@@ -1,8 +1,10 @@
 """A small decoder with random weights: its step program, its memory, and plain floating point to compare with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from gates.networks import networks
 from hls.library import design, linear, random_layer, random_linear, reference
 
@@ -10,12 +12,14 @@ from fastcar_compile.codegen.hls.control import network_stream
 from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
+from fastcar_compile.codegen.hls.design.spec import DraftSpec, MlpSpec
+from fastcar_compile.codegen.hls.packing import LinearWeights, pack_draft, pack_linear, pack_mlp
 from fastcar_compile.codegen.hls.step_program.builder import AttentionForm, CacheForm, ReplayForm, step_program
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES, CacheLayout
-from fastcar_compile.codegen.hls.step_program.instructions import Attend, Linear, Mlp
+from fastcar_compile.codegen.hls.step_program.instructions import Attend, DraftRows, Linear, Mlp
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.simulator import Memory, Product
+from fastcar_compile.codegen.hls.step_sample import activated
 from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.scores import float32
 from step.values import Array
@@ -25,7 +29,7 @@ HIDDEN, VOCAB, LAYERS, ROWS, FRAME = 64, 17, 2, 2, 5
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder on an engine. `weights`: by the word at which they begin, of a linear or of gate, up and down."""
+    """A decoder on an engine. By their first word: `weights` of a linear, or of gate, up and down; `drafts`."""
 
     made: Design
     program: StepProgram
@@ -33,6 +37,7 @@ class Decoder:
     weights: dict[int, list[LinearWeights]]
     constants: Array
     stream: Array
+    drafts: dict[int, list[LinearWeights]]
 
     @property
     def products(self) -> dict[int, Product]:
@@ -47,12 +52,23 @@ class Decoder:
     def _mlp(self, x: Array, parts: list[LinearWeights]) -> Array:
         return reference(x[:, :HIDDEN], parts, self.made.mlp).y
 
+    def _draft(self, parts: list[LinearWeights]) -> tuple[Product, Product]:
+        gate, up, inner, outer = parts
+        spec = self.made.mlp
+
+        def first(x: Array) -> Array:
+            a, b, features = (linear(x[:, :HIDDEN], own, spec)[1] for own in (gate, up, inner))
+            return np.concatenate([activated(torch.tensor(a), spec).numpy() * b, features], 1)
+
+        return first, lambda x: linear(x, outer, spec)[1]
+
     def memory(self) -> Memory:
         """Memory with empty caches."""
         sizes = self.program.sizes
         keys, values = (np.zeros((sizes.ports, n, LANES), np.int8) for n in (sizes.key_words, sizes.value_words))
         replay = np.zeros((sizes.replay_words, 4), np.uint32)
-        return Memory(self.constants, self.products, keys, values, replay, self.table.to_bytes())
+        drafts = {at: self._draft(parts) for at, parts in self.drafts.items()}
+        return Memory(self.constants, self.products, keys, values, replay, self.table.to_bytes(), drafts)
 
 
 @dataclass(frozen=True)
@@ -80,12 +96,12 @@ class Gates:
         heads = None if self.heads is None else (self.heads, *[None] * (LAYERS - 1))
         return GateScore(self.kind, reads, max(self.units, default=0), heads)
 
-    def table(self, attention: AttentionForm, rows: int) -> DrsTable:
+    def table(self, attention: AttentionForm, rows: int, cores: int = 1) -> DrsTable:
         """The control table."""
         shape = AttentionShape(attention.heads, attention.key_heads, attention.head_dim)
         sign = -1 if self.kind.at_most else 1
         return build_table(
-            *(LAYERS, rows, 1, FRAME, [sign * self.threshold] * LAYERS),
+            *(LAYERS, rows, cores, FRAME, [sign * self.threshold] * LAYERS),
             attention=shape if self.kind.reads_query else None,
             scales=[0.25 if gate else None for gate in self.gated],
             gate=self.score,
@@ -102,16 +118,25 @@ class Gates:
         return np.concatenate([np.zeros(0, np.float32), *found])
 
 
-def decoder(attention: AttentionForm, quant: str, gates: Gates, axi_bits: int = 128, rows: int = ROWS) -> Decoder:
+def decoder(
+    attention: AttentionForm,
+    quant: str,
+    gates: Gates,
+    axi_bits: int = 128,
+    rows: int = ROWS,
+    cores: int = 1,
+    drafts: Sequence[DraftSpec] = (),
+) -> Decoder:
     """A decoder of two layers. axi_bits: of an AXI port, which carries one weight port or two."""
     rng = np.random.default_rng(0)
     query, key = attention.heads * attention.head_dim, attention.key_heads * attention.head_dim
     layer = [(f"layer_{n}", place) for n in range(LAYERS) for place in ("qkv", "o")]
     sizes = {"qkv": (HIDDEN, query + 2 * key, False), "o": (query, HIDDEN, True)}
     linears = [*((f"{name}.{place}", *sizes[place]) for name, place in layer), ("head", HIDDEN, VOCAB, False)]
-    made = design(HIDDEN, 96, rows, 1, ports=4, layers=LAYERS, linears=linears, quant=quant, axi_bits=axi_bits)
+    kind = {"quant": quant, "axi_bits": axi_bits, "drafts": drafts}
+    made = design(HIDDEN, 96, rows, cores, ports=4, layers=LAYERS, linears=linears, **kind)
     program = step_program(made, attention, 1e-5, ReplayForm(FRAME, gates.gated, gates.kind, gates.units))
-    weights, sections = {}, []
+    weights, drafted, sections = {}, {}, []
     for instruction in program.instructions:
         if isinstance(instruction, Mlp):
             parts = [_scaled(part) for part in random_layer(made.mlp, rng)]
@@ -126,8 +151,28 @@ def decoder(attention: AttentionForm, quant: str, gates: Gates, axi_bits: int = 
         else:
             continue
         sections.append(packed.reshape(made.axi_weight_ports, -1, made.axi_words * LANES))
-    constants = _constants(program, attention, gates.networks, rng)
-    return Decoder(made, program, gates.table(attention, rows), weights, constants, np.concatenate(sections, 1))
+    for one in (i for i in program.instructions if isinstance(i, DraftRows)):
+        parts = [_scaled(part) for part in random_draft(made.mlp, one, rng)]
+        drafted[one.weights], packed = parts, pack_draft(parts, made.drafts[f"layer_{one.layer}.draft"], made.axi_words)
+        sections.append(packed.reshape(made.axi_weight_ports, -1, made.axi_words * LANES))
+    tables = [_draft_table(rng) for _ in drafts]
+    behind = np.concatenate([gates.networks, *tables])
+    constants = _constants(program, attention, behind, rng)
+    stream, table = np.concatenate(sections, 1), gates.table(attention, rows, cores)
+    return Decoder(made, program, table, weights, constants, stream, drafted)
+
+
+def random_draft(spec: MlpSpec, one: DraftRows, rng: np.random.Generator) -> list[LinearWeights]:
+    """Gate and up with biases, if the draft has any; inner; outer."""
+    neurons = [random_linear(spec, one.neurons, HIDDEN, bool(one.bias), rng) for _ in range(2)]
+    inner = random_linear(spec, one.rank, HIDDEN, False, rng)
+    return [*neurons, inner, random_linear(spec, HIDDEN, one.neurons + one.rank, False, rng)]
+
+
+def _draft_table(rng: np.random.Generator) -> Array:
+    """Bias, edges and gains, which fall with the change."""
+    edges, gains = np.linspace(0.2, 1.4, 15), np.linspace(1, 0, 16)
+    return np.concatenate([rng.normal(size=HIDDEN), edges, [0], gains]).astype(np.float32)
 
 
 def _scaled(weights: LinearWeights) -> LinearWeights:

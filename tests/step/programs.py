@@ -1,12 +1,15 @@
 """Step programs that the tests share."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from hls.library import zcu102
 
 from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import Product
-from fastcar_compile.codegen.hls.design.spec import MlpSpec
+from fastcar_compile.codegen.hls.design.spec import DraftSpec, MlpSpec
 from fastcar_compile.codegen.hls.step_program.builder import AttentionForm, CacheForm, ReplayForm, step_program
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 
@@ -14,7 +17,11 @@ HEADS = AttentionForm(4, 2, 32, rotary=32, table_rows=40, factor=0.25, cache=Cac
 
 
 def built(
-    attention: AttentionForm = HEADS, layers: int = 2, rows: int = 2, replay: ReplayForm | None = None
+    attention: AttentionForm = HEADS,
+    layers: int = 2,
+    rows: int = 2,
+    replay: ReplayForm | None = None,
+    drafts: Sequence[DraftSpec] = (),
 ) -> StepProgram:
     """The step program of a decoder on four weight ports."""
     query, key = attention.heads * attention.head_dim, attention.key_heads * attention.head_dim
@@ -24,6 +31,7 @@ def built(
         linears[f"layer_{n}.o"] = Product(query, 64, 4, tile=4, tiles=4)
     mlp = MlpSpec(64, 96, rows, layers, cores=1)
     design = Design(mlp, zcu102(), 4, Product(64, 192, 4).cut(64), Product(96, 64, 4).cut(64), linears)
+    design = replace(design, drafts={d.name: d.products(mlp, 4).cut(64) for d in drafts})
     return step_program(design, attention, 1e-5, replay)
 
 

@@ -12,6 +12,7 @@ from drs.tables import changed, repaired
 
 from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.control_table.table import HEADER_WORDS, Status
+from fastcar_compile.codegen.hls.design.spec import DraftSpec
 from fastcar_compile.codegen.hls.step_program.builder import CacheForm, ReplayForm
 from fastcar_compile.codegen.hls.step_program.instructions import (
     KINDS,
@@ -39,8 +40,11 @@ LEARNED = built(replay=ReplayForm(7, (False, True), GateKind.LEARNED, units=(0, 
 DELTA = built(replay=ReplayForm(7, (False, True), GateKind.INPUT_DELTA))
 
 
+DRAFTED = built(replay=ReplayForm(7, (False, True), GateKind.INPUT_DELTA), drafts=[DraftSpec(1, 12, 4)])
+
+
 PROGRAMS = {"rotated": PROGRAM, "normed": NORMED, "plain": PLAIN, "tas": GATED, "learned": LEARNED}
-PROGRAMS["input_delta"] = DELTA
+PROGRAMS |= {"input_delta": DELTA, "drafts": DRAFTED}
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
@@ -66,6 +70,8 @@ def test_a_layer() -> None:
     for program in (LEARNED, DELTA):
         replays = [i.opcode for i in program.instructions if i.layer == 1][6:]
         assert replays == [*common[1:-2], Opcode.DECIDE, Opcode.MLP, Opcode.REPLAY]
+    drafted = [i.opcode for i in DRAFTED.instructions if i.layer == 1][-3:]
+    assert drafted == [Opcode.RECALL, Opcode.DRAFT, Opcode.REPLAY_DRAFT]
     assert all(i.opcode not in (Opcode.DECIDE, Opcode.REPLAY) for i in GATED.instructions if i.layer == 0)
     first, *_, last = PROGRAM.instructions
     assert (first, last) == (Load(0, Place.X, 16), End(2))
@@ -128,7 +134,7 @@ def test_what_reaches_outside_of_a_buffer_is_refused(cores: Cores) -> None:
     """Every size of the header, one less than the program needs; no END at the end."""
     sizes = GATED.sizes
     every = ("row_words", "constant_words", "key_words", "value_words", "input_words", "output_words", "positions")
-    for program in (GATED, LEARNED, DELTA):
+    for program in (GATED, LEARNED, DELTA, DRAFTED):
         for name in ("replay_words", *every):
             smaller = replace(program, sizes=replace(program.sizes, **{name: getattr(program.sizes, name) - 1}))
             assert answer(cores, binary(smaller)) is Status.BAD_INSTRUCTION, name
@@ -167,7 +173,7 @@ def test_a_decision_of_another_gate_is_refused(cores: Cores) -> None:
 def test_damaged_programs_are_judged_alike(cores: Cores) -> None:
     """Words replaced by likely ones, in programs of all kinds."""
     rng, seen = np.random.default_rng(0), dict.fromkeys(Status, 0)
-    damaged = [binary(program) for program in (NORMED, PLAIN, GATED, LEARNED, DELTA)]
+    damaged = [binary(program) for program in (NORMED, PLAIN, GATED, LEARNED, DELTA, DRAFTED)]
     likely = [0, 1, 2, 3, 4, 5, 6, 10, 15, 16, 17, 32, 40, 64, 255, 65535, 65536, 1 << 30, 1 << 31, (1 << 32) - 1]
     for round_number in range(1500):
         data = damaged[round_number % len(damaged)]

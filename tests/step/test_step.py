@@ -7,8 +7,16 @@ import numpy as np
 import pytest
 
 from fastcar_compile.codegen.hls.control_table.table import Status
+from fastcar_compile.codegen.hls.design.spec import DraftSpec
 from fastcar_compile.codegen.hls.step_program.builder import CacheForm
-from fastcar_compile.codegen.hls.step_program.instructions import Attend, Decide, Instruction, Linear, Mlp, Place
+from fastcar_compile.codegen.hls.step_program.instructions import (
+    Attend,
+    Decide,
+    Instruction,
+    Linear,
+    Mlp,
+    Place,
+)
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepProgram, StepStatus
 from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.codegen.hls.step_program.simulator import StepSimulator
@@ -20,17 +28,21 @@ from step.values import Array, assert_same
 
 SHARED, THREE = (replace(form, cache=CacheForm(0, 50, shared=n)) for form, n in ((ROTATED, 2), (NORMED, 3)))
 HEADROOM = 50
+CHANGE = Gates(GateKind.INPUT_DELTA, 1.2, max_chain=2)
 
 DECODERS = {
     "tas": decoder(ROTATED, "w8a8", Gates(heads=((0, 1.0), (3, -0.5)))),
     "tas, normed": decoder(NORMED, "w4a8", Gates(threshold=-1.0, couple_cfg=True, max_chain=2), axi_bits=256),
     "learned": decoder(NORMED, "w4a8", Gates(GateKind.LEARNED, 0.0, refresh_every=3, units=(3, 7))),
-    "input_delta": decoder(ROTATED, "w8a8", Gates(GateKind.INPUT_DELTA, 1.2, gated=(True, False), max_chain=2)),
+    "input_delta": decoder(ROTATED, "w8a8", replace(CHANGE, gated=(True, False)), drafts=[DraftSpec(0, 13, 5)]),
     "tas, 2 of 2": decoder(SHARED, "w8a8", Gates(threshold=-1.0, couple_cfg=True), rows=4),
-    "input_delta, 3 of 1": decoder(THREE, "w4a8", Gates(GateKind.INPUT_DELTA, 1.2, max_chain=2), rows=3, axi_bits=256),
+    "input_delta, 3 of 1": decoder(
+        *(THREE, "w4a8", CHANGE), rows=3, axi_bits=256, cores=2, drafts=[DraftSpec(1, 6, 140, biased=True)]
+    ),
 }
 """Both quantisations. Gates that read q, x and a network, and x. The second has two weight ports on an
-AXI port, and three query heads per key head, in runs of two and one. The last ones have several rows of a video."""
+AXI port, and three query heads per key head, in runs of two and one. The last ones have several rows of a video. With
+`input_delta` a layer has a draft: of less than a group and more, without biases and with, on one core and two."""
 
 LAUNCHES = 40
 

@@ -17,9 +17,9 @@ STREAM_FILES = ("fastcar_engine_processes.hpp", "fastcar_step_processes.hpp", AT
 STEP_CORES = ("fastcar_cache_core.hpp", "fastcar_attention_core.hpp", "fastcar_norm_core.hpp", "fastcar_step_rows.hpp")
 
 
-@pytest.fixture(scope="module", params=["tas", "tas, normed"])
+@pytest.fixture(scope="module", params=["tas", "input_delta, 3 of 1"])
 def gate(request: pytest.FixtureRequest) -> str:
-    """Decoders in both quantisations; the second has two weight ports on an AXI port."""
+    """Decoders in both quantisations; the second has two weight ports on an AXI port, and a draft."""
     return str(request.param)
 
 

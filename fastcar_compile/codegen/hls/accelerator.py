@@ -122,7 +122,7 @@ def choose_accelerator(program: DecoderProgram, config: CompileConfig, board: Ta
     mlp = _mlp_spec(program, config)
     mlp.check()
     table = control_table(program, config, 1)
-    wanted = KernelSpec(mlp, table.limits, linears, step)
+    wanted = KernelSpec(mlp, table.limits, linears, step, () if work.step is None else work.step.drafts)
     # A memory that is too small for the decoder is reported elsewhere: its banks would refuse every design.
     found = explore(wanted, board, banks=footprint_of(program, config, board).total <= capacity(board))
     table = replace(table, cores=found.design.mlp.cores)

@@ -12,10 +12,11 @@ from torch import fx
 
 from fastcar_compile.codegen.hls.control import gate_kind, network_streams, networks_of
 from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.spec import DraftSpec
 from fastcar_compile.codegen.hls.step_program import builder
 from fastcar_compile.codegen.hls.step_program.builder import HEAD, AttentionForm, CacheForm, ReplayForm, only, refusal
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
-from fastcar_compile.errors import CompileError, attempt, count_text
+from fastcar_compile.errors import CompileError, attempt
 from fastcar_compile.gates import decided_on_accelerator
 from fastcar_compile.ir.exact import logit_factor
 from fastcar_compile.ir.layers import Role, parameter_of, role_nodes
@@ -51,19 +52,25 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """What a decode step is made of, whatever engine runs it. `last_norm`: weight of the norm in front of the head."""
+    """What a decode step is made of, whatever engine runs it.
+
+    Args:
+        last_norm: weight of the norm in front of the head. drafts: of its layers.
+    """
 
     layers: tuple[LayerParts, ...]
     last_norm: str
     attention: AttentionForm
     epsilon: float
     replay: ReplayForm | None
+    drafts: tuple[DraftSpec, ...] = ()
 
     @property
     def streams(self) -> tuple[str, ...]:
         """Names of the weight streams, in the order of a section."""
         numbers = range(len(self.layers))
-        return (*(name for n in numbers for name in (f"layer_{n}.qkv", f"layer_{n}.o", f"layer_{n}")), HEAD)
+        layers = (name for n in numbers for name in (f"layer_{n}.qkv", f"layer_{n}.o", f"layer_{n}"))
+        return (*layers, HEAD, *(own.name for own in self.drafts))
 
     def program(self, design: Design) -> StepProgram:
         """Return the step program for a design (`step_program`); values of parameters are not read."""
@@ -82,7 +89,14 @@ class DecodeStep:
         table = self.layers[0].table
         arrays = [a for layer in self.layers for a in of_layer(layer)]
         tables = [] if table is None else [tensor(table)]
-        return np.concatenate([*arrays, tensor(self.last_norm), *tables, network_streams(program)])
+        drafts = [_draft_table(program, own.layer) for own in self.drafts]
+        return np.concatenate([*arrays, tensor(self.last_norm), *tables, network_streams(program), *drafts])
+
+
+def _draft_table(program: DecoderProgram, layer: int) -> NDArray[Any]:
+    """Return what the step program reads of a draft besides its weights: bias, edges, a zero, gains."""
+    bias, edges, gains = (program.params[f"draft_{name}_{layer}"].numpy() for name in ("bias", "edges", "gains"))
+    return np.concatenate([bias, edges, np.zeros(1, np.float32), gains])
 
 
 @dataclass(frozen=True)
@@ -102,11 +116,6 @@ def decode_step(program: DecoderProgram, calls: Sequence[LinearCall], kept: Sequ
         CompileError: everything that a step program cannot express.
     """
     problems = [refusal(f"no step program: the host keeps {linear.path}: {linear.reason}") for linear in kept]
-    drafts = [s.layer for s in program.sites if s.replay is not None and s.replay.draft is not None]
-    if drafts:
-        raise refusal(
-            f"no step program: the accelerator has no drafts, and {count_text(len(drafts), 'layer')} have one"
-        )
     replay = attempt(problems, partial(_replay, program))
     parts = attempt(problems, _Reader(program, {call.name: call for call in calls}).parts)
     if parts is None:
@@ -120,7 +129,15 @@ def decode_step(program: DecoderProgram, calls: Sequence[LinearCall], kept: Sequ
         problems += [refusal(f"no step program: {text}") for text in (*attention.problems(), *wrong)]
     if problems or attention is None or epsilon is None:
         raise CompileError.collect(problems)
-    return DecodeStep(layers, last.weight, attention, epsilon, replay)
+    return DecodeStep(layers, last.weight, attention, epsilon, replay, drafts_of(program))
+
+
+def drafts_of(program: DecoderProgram) -> tuple[DraftSpec, ...]:
+    """Return the drafts of a decoder's layers."""
+    found = {s.layer: s.replay.draft for s in program.sites if s.replay is not None}
+    sizes = {layer: size for layer, size in found.items() if size is not None}
+    biases = {n for n in sizes if any(f"draft_{name}_{n}" in program.params for name in ("gate_bias", "up_bias"))}
+    return tuple(DraftSpec(n, size.neurons, size.rank, n in biases) for n, size in sizes.items())
 
 
 def _attention(program: DecoderProgram, layers: Sequence[LayerParts]) -> AttentionForm:

@@ -15,12 +15,14 @@ from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.accelerator import Accelerator
 from fastcar_compile.codegen.hls.control import controller_part
-from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
+from fastcar_compile.codegen.hls.design.product import DraftProducts
+from fastcar_compile.codegen.hls.packing import LinearWeights, pack_draft, pack_linear, pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.codegen.hls.step_program.instructions import AppendKeys, AppendValues, Decide, Instruction, Replay
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.errors import InternalError
+from fastcar_compile.gates.draft import PARTS
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.tensor_files import TensorSpec
 from fastcar_compile.ir.types import MlpSite, StateRole
@@ -148,7 +150,29 @@ def weight_streams(program: DecoderProgram, plan: Accelerator) -> dict[str, tupl
         product = design.linears[call.name]
         pack = partial(pack_linear, product=product, axi_words=design.axi_words)
         streams[call.name] = (product.stream_bytes, stream(pack, call))
+    for own in () if plan.step is None else plan.step.drafts:
+        products = design.drafts[own.name]
+
+        def packed(layer: int = own.layer, products: DraftProducts = products) -> NDArray[np.uint8]:
+            return pack_draft(draft_weights(program, layer), products, design.axi_words)
+
+        streams[own.name] = (products.stream_bytes, packed)
     return streams
+
+
+def draft_weights(program: DecoderProgram, layer: int) -> list[LinearWeights]:
+    """Return the quantised linears of a layer's draft, in the order of `pack_draft`."""
+    params = {
+        name: program.params[f"draft_{name}_{layer}"] for name in PARTS if f"draft_{name}_{layer}" in program.params
+    }
+    linears = list[LinearWeights]()
+    for name, bias in (("gate_proj", "gate_bias"), ("up_proj", "up_bias"), ("inner", ""), ("outer", "")):
+        if name in params:
+            scales = program.params[f"draft_{name}_scale_{layer}"].numpy()
+            linears.append(
+                LinearWeights(params[name].numpy(), scales, params[bias].numpy() if bias in params else None)
+            )
+    return linears
 
 
 def linear_weights(program: DecoderProgram, names: Sequence[str], biases: Sequence[str | None]) -> list[LinearWeights]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, section_words
+from fastcar_compile.codegen.hls.design.product import WORD_BYTES, DraftProducts, Product, section_words
 from fastcar_compile.config.formats import GROUP
 from fastcar_compile.errors import UserError
 from fastcar_compile.support.machine import at_once
@@ -84,6 +84,37 @@ def pack_linear(linears: Sequence[LinearWeights], product: Product, axi_words: i
         what = f"the linears have {total} channels in all; the design expects {product.channels}"
         raise UserError(what, hint="pass the weights of the call that the design was chosen for")
     return _stream([(_Channels(linears, product), product)], axi_words)
+
+
+def pack_draft(linears: Sequence[LinearWeights], products: DraftProducts, axi_words: int = 1) -> Array:
+    """Return a draft's stream, uint8 [products.stream_bytes].
+
+    Args:
+        linears: gate and up, or up alone; inner; outer. axi_words: weight ports that an AXI port of the design carries.
+
+    Raises:
+        UserError: an array has another shape or dtype than the products.
+    """
+    *neurons, inner, outer = linears
+    sizes = [*(("neurons", n, products.neurons, products.first) for n in neurons)]
+    sizes += [
+        ("inner", inner, products.rank, products.first),
+        ("outer", outer, products.outer.channels, products.outer),
+    ]
+    for name, linear, channels, product in sizes:
+        _check_linear(name, linear, channels, product)
+    # Neurons take turns, as those of an MLP do, and all linear features are behind them.
+    biases = [np.zeros(len(n.values), np.float32) if n.bias is None else n.bias for n in (*neurons, inner)]
+    parts = [[n.values for n in (*neurons, inner)], [n.scales for n in (*neurons, inner)], biases]
+    values, scales, bias = (_taking_turns(own[:-1], own[-1]) for own in parts)
+    first = LinearWeights(values, scales, bias if products.first.bias else None)
+    made = [(_Channels([one], product), product) for one, product in ((first, products.first), (outer, products.outer))]
+    return _stream(made, axi_words)
+
+
+def _taking_turns(arrays: Sequence[Array], last: Array) -> Array:
+    """Return rows of arrays by turns, then those of the last one."""
+    return np.concatenate([np.stack(arrays, 1).reshape(-1, *last.shape[1:]), last])
 
 
 def _check_linear(name: str, linear: LinearWeights, channels: int, product: Product) -> None:

@@ -72,7 +72,7 @@ class _Sample:
     def _moved(self, instruction: step.Instruction) -> Iterator[step.Instruction]:
         """Yield what stands for an instruction: a layer that replays computes all of its rows."""
         match instruction:
-            case step.Decide():
+            case step.Decide() | step.Recall() | step.DraftRows():
                 return
             case step.Replay(layer, source, target, count):
                 yield step.Add(layer, source, target, count)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from fastcar_compile.artifact.accelerator_section import DesignPart
 from fastcar_compile.codegen.hls.design.loops import Load, load_loop, product_cycles, scale_rows
-from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, section_words
+from fastcar_compile.codegen.hls.design.product import WORD_BYTES, DraftProducts, Product, section_words
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.design.usage import Buffers, Usage, engine_usage
 from fastcar_compile.errors import CompileError
@@ -25,6 +25,7 @@ class Design:
         tiles_in_uram: whether the weight tiles are in UltraRAM instead of block RAM.
         axi_words: logical ports that one AXI port carries, word by word: 1, 2 or 4.
         group: query heads that a kernel of whole steps multiplies side by side; 0: it is none.
+        drafts: name of a layer's draft -> its products.
     """
 
     mlp: MlpSpec
@@ -36,6 +37,12 @@ class Design:
     tiles_in_uram: bool = False
     axi_words: int = 1
     group: int = 0
+    drafts: dict[str, DraftProducts] = field(default_factory=dict)
+
+    @property
+    def array_rows(self) -> int:
+        """Rows that the array holds: a draft takes two for each of the batch."""
+        return (2 if self.drafts else 1) * self.mlp.batch
 
     @property
     def passes(self) -> int:
@@ -64,7 +71,8 @@ class Design:
     @property
     def products(self) -> list[Product]:
         """Every product of a forward."""
-        return [self.gate_up, self.down, *self.linears.values()]
+        drafts = (product for own in self.drafts.values() for product in (own.first, own.outer))
+        return [self.gate_up, self.down, *self.linears.values(), *drafts]
 
     @property
     def port_words(self) -> int:
@@ -84,7 +92,8 @@ class Design:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weight streams of the decoder."""
-        return self.mlp.layers * self.stream_bytes + sum(p.stream_bytes for p in self.linears.values())
+        others = (*self.linears.values(), *self.drafts.values())
+        return self.mlp.layers * self.stream_bytes + sum(p.stream_bytes for p in others)
 
     @property
     def rows_in_uram(self) -> bool:
@@ -96,8 +105,9 @@ class Design:
         """Sizes of the largest product; linears always have room for biases."""
         products = self.products
         # Biases are counted for every linear: a linear that `fit` adds later may have some.
-        biased = [self.gate_up, self.down, *(replace(p, bias=True) for p in self.linears.values())]
+        biased = [*products, *(replace(p, bias=True) for p in self.linears.values())]
         return Buffers(
+            rows=self.array_rows,
             inputs=max(p.inputs for p in products),
             tile=max(p.tile for p in products),
             tile_words=max(p.tile_words for p in products),
@@ -195,5 +205,9 @@ class Design:
             gate_up=Product(**vars(part.gate_up)),
             down=Product(**vars(part.down)),
             linears={name: Product(**vars(product)) for name, product in part.linears.items()},
+            drafts={
+                name: DraftProducts(Product(**vars(own.first)), Product(**vars(own.outer)), own.neurons, own.rank)
+                for name, own in part.drafts.items()
+            },
             **fields,
         )

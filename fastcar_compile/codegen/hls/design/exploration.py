@@ -12,7 +12,15 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.design.memory import bank_excess, memory_rate, require_banks
 from fastcar_compile.codegen.hls.design.product import WORD_BITS, WORD_BYTES, Product
-from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec, StepSpec, check_linears
+from fastcar_compile.codegen.hls.design.spec import (
+    BoardBudget,
+    DraftSpec,
+    LinearSpec,
+    MlpSpec,
+    StepSpec,
+    check_drafts,
+    check_linears,
+)
 from fastcar_compile.codegen.hls.design.step_usage import short_usage, step_usage
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS, Usage
 from fastcar_compile.codegen.hls.step_program.cache_layout import MAX_PORTS
@@ -74,13 +82,14 @@ class KernelSpec:
         mlp: that all layers share; its `cores` are chosen by the exploration.
         controller: what the gate's unit and the controller have to hold, on any number of cores; the engine leaves room for them.
         linears: every other linear of a step that the engine computes, in call order.
-        step: the rest of a step; None: the host computes it.
+        step: the rest of a step; None: the host computes it. drafts: of its layers.
     """
 
     mlp: MlpSpec
     controller: Limits
     linears: Sequence[LinearSpec] = ()
     step: StepSpec | None = None
+    drafts: Sequence[DraftSpec] = ()
 
 
 def explore(
@@ -103,15 +112,15 @@ def explore(
         CompileError: there is no kernel for this MLP or a linear, or nothing fits; the text has the numbers.
         TargetError: the target has no fabric.
     """
-    mlp, linears = wanted.mlp, wanted.linears
+    mlp, linears, drafts = wanted.mlp, wanted.linears, wanted.drafts
     short = Usage() if wanted.step else short_usage(mlp.layers, len(linears))
     budget = _beside(budget_of(target), controller_usage(wanted.controller) + short)
     numbers = cores or core_choices(mlp.batch)
     room = _Room(target, wanted.step, banks=banks)
     # One row on one core shows how many ports a single sequence can use.
-    alone = [(step_seconds(d, target), d) for d in designs(replace(mlp, batch=1, cores=1), budget, linears)]
+    alone = [(step_seconds(d, target), d) for d in designs(replace(mlp, batch=1, cores=1), budget, linears, drafts)]
     ports = min(((s, _share(d), d.ports) for s, d in alone if not room.excess(d)), default=(0.0, 0.0, 1))[2]
-    every = [d for n in numbers for d in designs(replace(mlp, cores=n), budget, linears)]
+    every = [d for n in numbers for d in designs(replace(mlp, cores=n), budget, linears, drafts)]
     fitting = [(step_seconds(d, target), d) for d in every if not room.excess(d)]
     if not fitting:
         # Where no design fits the banks, the banks are the reason; else the least design shows what the fabric lacks.
@@ -187,14 +196,17 @@ def _best(fitting: Sequence[tuple[float, Design]], ports: int, target: Target) -
     return min(as_fast, key=lambda item: (-item[1].mlp.cores, _share(item[1])))
 
 
-def designs(mlp: MlpSpec, budget: BoardBudget, linears: Sequence[LinearSpec] = ()) -> Iterator[Design]:
+def designs(
+    mlp: MlpSpec, budget: BoardBudget, linears: Sequence[LinearSpec] = (), drafts: Sequence[DraftSpec] = ()
+) -> Iterator[Design]:
     """Yield every design that the board has ports for, most ports and longest tiles first, whether or not it fits.
 
     Raises:
-        CompileError: there is no kernel for this MLP or a linear, or the board has too few ports.
+        CompileError: there is no kernel for this MLP, a linear or a draft, or the board has too few ports.
     """
     mlp.check()
     check_linears(linears)
+    check_drafts(mlp, drafts)
     if budget.axi_bits < WORD_BITS or budget.axi_ports < ROW_PORTS + 1:
         raise CompileError(
             f"{budget.part} has {budget.axi_ports} memory port(s) of {budget.axi_bits} bits; "
@@ -208,7 +220,10 @@ def designs(mlp: MlpSpec, budget: BoardBudget, linears: Sequence[LinearSpec] = (
         if axi_ports > EVERY_COUNT and axi_ports % 2:
             continue
         ports = axi_ports * budget.axi_words
-        yield from (_design(mlp, budget, linears, ports, words, uram) for words, uram in memories)
+        for words, uram in memories:
+            made = _design(mlp, budget, linears, ports, words, uram)
+            own = {d.name: d.products(mlp, ports).cut(words) for d in drafts}
+            yield replace(made, drafts=own) if own else made
 
 
 def _design(

@@ -109,6 +109,40 @@ class Product:
         return replace(self, tile=tile, tiles=ceil(per_port / tile))
 
 
+@dataclass(frozen=True)
+class DraftProducts:
+    """The two products of a layer's draft, one request of the array.
+
+    Args:
+        first: neurons, as in an MLP's first product, then linear features. outer: its inputs are both.
+        neurons, rank: of the draft.
+    """
+
+    first: Product
+    outer: Product
+    neurons: int
+    rank: int
+
+    def cut(self, words: int) -> DraftProducts:
+        """Cut both into tiles of about `words` words on one port."""
+        return replace(self, first=self.first.cut(words), outer=self.outer.cut(words))
+
+    @property
+    def port_words(self) -> int:
+        """128-bit words of the draft on one port."""
+        return self.first.port_words + self.outer.port_words
+
+    @property
+    def section_words(self) -> int:
+        """128-bit words from one port's section to the next."""
+        return section_words(self.port_words)
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of the stream, all ports."""
+        return self.first.ports * self.section_words * WORD_BYTES
+
+
 def section_words(words: int) -> int:
     """Return the length of a section that holds this many words."""
     # Sections begin at multiples of 4 KiB, so bursts of 4 KiB from there never cross such a boundary.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
+from fastcar_compile.codegen.hls.design.product import WORD_BYTES, DraftProducts, Product, float_words
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout
 from fastcar_compile.config.formats import ACCELERATED, QUANT_FORMATS
 from fastcar_compile.errors import CompileError
@@ -112,8 +112,48 @@ class LinearSpec:
         return Product(self.inputs, self.channels, ports, bits=bits, bias=self.biased)
 
 
+@dataclass(frozen=True)
+class DraftSpec:
+    """A layer's draft on the array: its neurons and rank, and whether a neuron has a bias."""
+
+    layer: int
+    neurons: int
+    rank: int
+    biased: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the weight stream."""
+        return f"layer_{self.layer}.draft"
+
+    def products(self, mlp: MlpSpec, ports: int) -> DraftProducts:
+        """Return its products, not cut yet."""
+        channels = (2 if mlp.gated else 1) * self.neurons + self.rank
+        first = Product(mlp.hidden, channels, ports, bits=mlp.weight_bits, bias=self.biased)
+        outer = Product(self.neurons + self.rank, mlp.hidden, ports, bits=mlp.weight_bits)
+        return DraftProducts(first, outer, self.neurons, self.rank)
+
+
+def check_drafts(mlp: MlpSpec, drafts: Sequence[DraftSpec]) -> None:
+    """Raise CompileError where the array has no rows or inputs for drafts: it takes two rows for each that replays."""
+    if not drafts:
+        return
+    wide = next((d for d in drafts if d.neurons + d.rank > MOST_INPUTS), None)
+    if 2 * mlp.batch > MAX_ROWS:
+        what = (
+            f"drafts on the accelerator take two rows of its array each: {mlp.batch} rows are more than {MAX_ROWS // 2}"
+        )
+        raise CompileError(what, hint=f"compile with at most {MAX_ROWS // 2} rows, or with offload='linears'")
+    if wide is not None:
+        what = f"the draft of layer {wide.layer} has {wide.neurons + wide.rank} features (at most {MOST_INPUTS})"
+        raise CompileError(what, hint="fit a smaller draft, or compile with offload='linears'")
+
+
 LAYER_INSTRUCTIONS, OTHER_INSTRUCTIONS = 14, 4
 """Instructions of a layer with norms of its heads, RoPE and replay (`step_program`), and those before and behind the layers."""
+
+DRAFT_INSTRUCTIONS = 2
+"""Further ones of a layer with a draft."""
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 
 from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS
 from fastcar_compile.codegen.hls.design import usage
+from fastcar_compile.codegen.hls.design.controller import PRODUCT as CHANGE
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS, WORD_BYTES
-from fastcar_compile.codegen.hls.design.spec import StepBuffers
+from fastcar_compile.codegen.hls.design.spec import DRAFT_INSTRUCTIONS, StepBuffers
 from fastcar_compile.codegen.hls.design.usage import FLOAT_ADD, STREAM, Usage, bram_blocks, memory
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, CacheLayout
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES as CACHE_LANES
 from fastcar_compile.codegen.hls.step_program.instructions import LANES, ROWS_ON_CHIP, Append, Attend, Decide, Opcode
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.gates.draft import GAINS
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,9 @@ POWERS = (32, 257)
 SUM = Usage(lut=64, ff=usage.STAGES * 64)
 """An adder of 64 bits: a LUT per bit."""
 
+COMPARE = Usage(lut=70, ff=usage.STAGES * 70)
+"""A comparison of two float32: a LUT for a bit of each, and the cases of signs and of NaN. Estimate."""
+
 SEQUENCER = Usage(lut=3_000, ff=3_000)
 """Fields of an instruction, counters and addresses of all vector loops. Estimate."""
 
@@ -147,7 +152,7 @@ def step_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
 
     Halves of a BRAM36 of different units are not put together.
     """
-    units = (_attention_units, _vector_units, _store_units)
+    units = (_attention_units, _vector_units, _draft_units, _store_units)
     return {name: used for own in units for name, used in own(design, buffers).items()}
 
 
@@ -194,6 +199,15 @@ def _vector_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
     }
 
 
+def _draft_units(design: Design, _buffers: StepBuffers) -> dict[str, Usage]:
+    """Return what drafts take beside the array's rows: their gain, the difference of features, and the sum of a row."""
+    if not design.drafts:
+        return {}
+    four, edges = FLOATS_PER_WORD, COMPARE * (GAINS - 1) + Usage(ff=2 * GAINS * 32)
+    change = (FLOAT_ADD + CHANGE * 2) * four + SUM * 2 + CONVERT * 2 + DIVIDE
+    return {"draft": change + edges + (MULTIPLY + FLOAT_ADD) * four + (MULTIPLY + FLOAT_ADD * 3) * four}
+
+
 def _store_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
     beat, axi, uram = design.axi_words * WORD_BITS, design.axi_weight_ports, design.rows_in_uram
     # A row at a place; q or x; the key or the kept x.
@@ -202,7 +216,8 @@ def _store_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
     rows = sum(operands, start=places * ROWS_ON_CHIP + memory(WORD_BITS, buffers.row_words, uram=uram))
     fifos = memory(beat, usage.STEP_FIFO_WORDS // design.axi_words, axi, uram=uram)
     short = bram_blocks(beat, usage.FIFO_WORDS // design.axi_words, axi)
-    program = memory(WORD_BITS, buffers.instructions * INSTRUCTION_WORDS // FLOATS_PER_WORD)
+    instructions = buffers.instructions + DRAFT_INSTRUCTIONS * len(design.drafts)
+    program = memory(WORD_BITS, instructions * INSTRUCTION_WORDS // FLOATS_PER_WORD)
     return {
         "cache writes": Usage(bram36=usage.WRITES.blocks(design.axi_words * WORD_BYTES, axi)),
         "rows": rows + Usage(lut=PLACE_USERS * WORD_BITS * PLACE_LUT),

@@ -137,12 +137,13 @@ class Buffers:
     """Sizes of the buffers, those of the largest product.
 
     Args:
-        inputs: floats of a row, and its int8 values. tile: rows of a tile on one port. tile_words: of their weights.
+        rows: that the array holds. inputs: floats of a row, and its int8 values. tile: rows of a tile on one port. tile_words: of their weights.
         tile_sums: int32 sums of a tile on one port. sums: of one channel.
         head_words: of a tile's scales and biases on one port. channel_words: of one channel's weights.
         uram: whether tiles are in UltraRAM.
     """
 
+    rows: int
     inputs: int
     tile: int
     tile_words: int
@@ -220,7 +221,7 @@ def _memories(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffers) 
 
     The cores share tiles and heads. Tiles, sums, values and results are there twice, heads three times, the rest once.
     """
-    ports, cores, passes = product.ports, mlp.cores, ceil(mlp.batch / mlp.cores)
+    ports, cores, passes = product.ports, mlp.cores, ceil(buffers.rows / mlp.cores)
     lanes, places = product.port_lanes, buffers.tile * product.port_blocks
     copies_bits_depth = [
         (3 * ports, WORD_BITS, buffers.head_words),

@@ -109,10 +109,10 @@ def step_program(
     A layer is norm, q/k/v, RoPE, attention, o, norm, MLP; behind the layers are a norm and the head.
 
     In `constants`, layer by layer: the weights of both norms, then those of q and k per head, if any; then the weight
-    of the last norm, then the RoPE table, then the networks of the layers with gate `learned`. In a section of
-    `weights`, layer by layer: q/k/v, o, the MLP; then the head. In a section of the caches: layer, video, key head. In
-    the replay buffer: chain counts by layer, slot and video, then MLP outputs alike, then MLP inputs alike, if the gate
-    reads them.
+    of the last norm, then the RoPE table, then the networks of the layers with gate `learned`, then of each draft its
+    bias, edges and gains. In a section of `weights`, layer by layer: q/k/v, o, the MLP; then the head, then the drafts.
+    In a section of the caches: layer, video, key head. In the replay buffer: chain counts by layer, slot and video,
+    then MLP outputs alike, then MLP inputs alike, if the gate reads them.
 
     Args:
         epsilon: of the norms. replay: of MLPs; None: there is none. head: name of the last linear.
@@ -166,10 +166,16 @@ class _Builder:
         self.layer_keys, self.layer_values = cached * layout.key_words, cached * layout.value_words
         self.last_norm = self.layers * self.norm_words
         self.table = self.last_norm + self.words
-        # Element n is the first word of layer n's network; the last element is the end of the constants.
+        # Element n is the first word of layer n's network; the last element is their end.
         units = (0,) * self.layers if replay is None or not replay.units else replay.units
         networks = (network_words(n, design.mlp.hidden) if n else 0 for n in units)
         self.networks = tuple(accumulate(networks, initial=self.table + heads.table_rows * heads.rotary // LANES))
+        # A draft has a bias like a row, and its table. Their last elements are the ends of constants and of weights.
+        drafts = design.drafts.values()
+        own = (self.words + step.GAIN_WORDS for _ in drafts)
+        self.draft_constants = tuple(accumulate(own, initial=self.networks[-1]))
+        sections = (p.section_words for p in (self.head, *drafts))
+        self.draft_weights = tuple(accumulate(sections, initial=self.layers * self.layer_weights))[1:]
         self.slots = 0 if replay is None else replay.stride
         self.layer_chains, self.layer_outputs = self.slots * self.videos, self.slots * self.videos * self.words
         # The replay buffer has the chain counts of all layers, then the MLP outputs, then the MLP inputs.
@@ -190,8 +196,8 @@ class _Builder:
             positions=heads.cache.positions,
             # A row on chip holds either the residual stream or q, k and v side by side.
             row_words=max(self.words, query_words + 2 * heads.key_heads * self.head_words),
-            constant_words=self.networks[-1],
-            weight_words=layers * self.layer_weights + self.head.section_words,
+            constant_words=self.draft_constants[-1],
+            weight_words=self.draft_weights[-1],
             key_words=layers * self.layer_keys,
             value_words=layers * self.layer_values,
             input_words=self.rows * self.words,  # behind the list of rows
@@ -225,8 +231,23 @@ class _Builder:
             yield step.Add(layer, Place.Y, Place.X, self.words)
         else:
             cache = self.outputs + layer * self.layer_outputs
+            yield from self._replayed(layer, (self.words, self.slots, cache))
+
+    def _replayed(self, layer: int, kept: tuple[int, int, int]) -> Iterator[step.Instruction]:
+        """Yield what adds the MLP's output. `kept`: words of a row, slots, and where they begin."""
+        name = f"layer_{layer}.draft"
+        if name not in self.design.drafts:
             # A row that replays has no new output in Y: Replay adds what its slot holds.
-            yield step.Replay(layer, Place.Y, Place.X, self.words, self.slots, cache)
+            yield step.Replay(layer, Place.Y, Place.X, *kept)
+            return
+        number, draft = list(self.design.drafts).index(name), self.design.drafts[name]
+        first, outer, bias = draft.first, draft.outer, self.draft_constants[number]
+        inputs = self.inputs + layer * self.layer_inputs
+        # Attention is done with its keys, so that K takes the x of the slot.
+        yield step.Recall(layer, Place.A, Place.K, *kept[:2], inputs, bias + self.words)
+        sizes = (draft.neurons, draft.rank, first.tile, first.tiles, int(first.bias), outer.tile, outer.tiles)
+        yield step.DraftRows(layer, Place.A, Place.K, Place.Y, *sizes, self.draft_weights[number])
+        yield step.ReplayDraft(layer, Place.Y, Place.X, *kept, bias)
 
     def _attention(self, layer: int, norms: int) -> Iterator[step.Instruction]:
         heads, head_words = self.heads, self.head_words

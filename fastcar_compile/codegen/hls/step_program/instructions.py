@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS, MAX_UNITS
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, MAX_WORDS, Sizes, counts
+from fastcar_compile.gates.draft import GAINS
 from fastcar_compile.gates.registry import GateKind
 
 LANES = 4
@@ -56,6 +57,9 @@ class Opcode(IntEnum):
     REPLAY = 11
     END = 12
     DECIDE_ROWS = 13
+    RECALL = 14
+    DRAFT = 15
+    REPLAY_DRAFT = 16
 
 
 @dataclass(frozen=True)
@@ -390,6 +394,84 @@ class Replay(Instruction):
 
 
 @dataclass(frozen=True)
+class ReplayDraft(Replay):
+    """Replay, but a row that replays adds its draft, which the source holds, and what the gain leaves of the slot.
+
+    Args:
+        bias: word of the constants at which the draft's bias begins.
+    """
+
+    opcode = Opcode.REPLAY_DRAFT
+    bias: int
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        return super().fits(room) and self.bias + self.count <= room.constant_words
+
+
+GAIN_WORDS = 2 * GAINS // LANES
+"""Memory words of a draft's table: its edges, padded with a zero, then its gains."""
+
+
+@dataclass(frozen=True)
+class Recall(Instruction):
+    """Of rows that replay: brings the x that the slot keeps to the target, and finds the gain of its draft.
+
+    Args:
+        source: where x is. count: its words. slots, inputs: the slots that keep x, as Decide's stride and inputs.
+        table: word of the constants at which edges and gains of the layer's draft begin.
+    """
+
+    opcode = Opcode.RECALL
+    source: Place
+    target: Place
+    count: int
+    slots: int
+    inputs: int
+    table: int
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        small = on_chip(self.source, self.target) and counts(self.count, self.slots) and self.count <= room.row_words
+        kept = self.inputs + self.slots * room.videos * self.count <= room.replay_words
+        return small and kept and self.table + GAIN_WORDS <= room.constant_words
+
+
+@dataclass(frozen=True)
+class DraftRows(Instruction):
+    """The draft of rows that replay: what its linears make of x and of the recalled x, which the gain leaves of it.
+
+    Both products are one request of the array, of two rows for each that replays: neurons and linear features of x and
+    of the recalled x; their difference; then the output of one row.
+
+    Args:
+        source, recalled: where x and the recalled x are.
+        neurons, rank: of the draft. tile, tiles, bias: of its first product. outer_tile, outer_tiles: of its second.
+        weights: its first word on every port.
+    """
+
+    opcode = Opcode.DRAFT
+    source: Place
+    recalled: Place
+    target: Place
+    neurons: int
+    rank: int
+    tile: int
+    tiles: int
+    bias: int
+    outer_tile: int
+    outer_tiles: int
+    weights: int
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        places = on_chip(self.source, self.recalled, self.target)
+        tiles = counts(self.tile, self.tiles, self.outer_tile, self.outer_tiles)
+        sizes = counts(self.neurons, self.rank, self.neurons + self.rank) and self.bias <= 1
+        return places and tiles and sizes and self.weights < room.weight_words
+
+
+@dataclass(frozen=True)
 class End(Instruction):
     """The launch is done. A program has several where it can begin behind one of them."""
 
@@ -400,7 +482,10 @@ class End(Instruction):
         return True
 
 
-_ALL = (Load, Norm, Linear, Mlp, Rotate, AppendKeys, AppendValues, Attend, Add, Decide, Replay, End, DecideRows)
+_ALL = (
+    *(Load, Norm, Linear, Mlp, Rotate, AppendKeys, AppendValues, Attend, Add, Decide, Replay, End, DecideRows),
+    *(Recall, DraftRows, ReplayDraft),
+)
 KINDS: dict[int, type[Instruction]] = {kind.opcode: kind for kind in _ALL}
 
 

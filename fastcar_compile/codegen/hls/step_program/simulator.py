@@ -1,7 +1,7 @@
 """A step program executed in numpy, on memory as the engine sees it."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import singledispatchmethod
 
 import numpy as np
@@ -15,7 +15,9 @@ from fastcar_compile.codegen.hls.step_program.instructions import LANES, Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.errors import InternalError
-from fastcar_compile.gates.base import GateInputs
+from fastcar_compile.gates.base import GateInputs, ScoreConstants
+from fastcar_compile.gates.draft import GAINS
+from fastcar_compile.gates.input_delta import InputDeltaGate
 from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.ir import exact
 
@@ -29,6 +31,7 @@ class Memory:
 
     Args:
         constants: float32 [constant_words * 4]. products: by the word at which their weights begin.
+        drafts: the two products of each, by the same.
         keys, values: int8 [ports, section words, 16].
         replay: uint32 [replay_words, 4]: chain counts, and float32 outputs and inputs of MLPs.
         table: the control table.
@@ -40,6 +43,7 @@ class Memory:
     values: Array
     replay: Array
     table: bytes = b""
+    drafts: Mapping[int, tuple[Product, Product]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class StepSimulator:
         self._output = np.zeros((0, 0), np.float32)
         self._list = Rows.at(sizes)
         self._computing = np.ones(sizes.rows, bool)
+        self._gain = np.zeros(sizes.rows, np.float32)
         self.decided: dict[int, Array] = {}
         """Which rows computed the MLP, bool [rows] per layer with a gate, in the last decode forward."""
 
@@ -240,15 +245,55 @@ class StepSimulator:
 
     @_execute.register
     def _(self, replay: step.Replay) -> None:
+        self._replay(replay, None)
+
+    @_execute.register
+    def _(self, replay: step.ReplayDraft) -> None:
+        self._replay(replay, self.memory.constants[LANES * replay.bias :][: LANES * replay.count])
+
+    def _replay(self, replay: step.Replay, bias: Array | None) -> None:
+        """Add what the MLP gave or the slot holds. `bias`: of a draft, which is in the source of rows that replay."""
         own, target = self._rows[replay.source, :, : LANES * replay.count], self._rows[replay.target]
         kept, deciding = self._slots(replay.cache, replay.slots, replay.count), self._list.deciding
         slots = np.maximum(self._list.step, 0) % replay.slots * self.program.sizes.videos + self._list.video
         # Rows that compute refresh their slot first, so every row of a decode forward then adds what its slot holds.
         changed = deciding & self._computing
         kept[slots[changed]] = own[changed]
-        target[:, : LANES * replay.count] += np.where(deciding[:, None], kept[slots], own)
+        replayed = kept[slots]
+        if bias is not None:
+            drafted = bias + self._gain[:, None] * (replayed - bias) + own
+            replayed = np.where(self._computing[:, None], replayed, drafted)
+        target[:, : LANES * replay.count] += np.where(deciding[:, None], replayed, own)
         # The next layer may have no gate, and then all of its rows compute.
         self._computing[:] = self._list.active
+
+    @property
+    def _replaying(self) -> Array:
+        """The rows that replay, bool [rows]."""
+        return self._list.deciding & ~self._computing
+
+    @_execute.register
+    def _(self, recall: step.Recall) -> None:
+        rows, size = self._replaying, LANES * recall.count
+        slots = np.maximum(self._list.step, 0) % recall.slots * self.program.sizes.videos + self._list.video
+        x, cached = (
+            self._rows[recall.source, rows, :size],
+            self._slots(recall.inputs, recall.slots, recall.count)[slots[rows]],
+        )
+        change = InputDeltaGate.exact_score(GateInputs(x=x, cached=cached), ScoreConstants())
+        edges, gains = self.memory.constants[LANES * recall.table :][: 2 * GAINS].reshape(2, GAINS)
+        found = gains[(change[:, None] >= edges[:-1]).sum(1)]
+        # No comparison with a NaN holds, so its row would get the first gain.
+        self._gain[rows] = np.where(np.isnan(change), np.float32(0), found)
+        self._rows[recall.target, rows, :size] = cached
+
+    @_execute.register
+    def _(self, draft: step.DraftRows) -> None:
+        (first, outer), rows = self.memory.drafts[draft.weights], self._replaying
+        if rows.any():
+            own, cached = (first(self._rows[place, rows]) for place in (draft.source, draft.recalled))
+            y = outer(own - self._gain[rows, None] * cached)
+            self._rows[draft.target, rows, : y.shape[1]] = y
 
     @_execute.register
     def _(self, end: step.End) -> None:
