@@ -214,10 +214,10 @@ subtract_each_row:
         const int core = core_of[row].to_int(), pass = pass_of[row].to_int();
         const int other = core_of[row + C::BATCH / 2].to_int(), other_pass = pass_of[row + C::BATCH / 2].to_int();
         const int count = row_computes(last_rows, row) ? features : 0;
-        // Both rows may be in one core, whose memory is read twice and written once.
+        // Four clocks for a word, as everywhere in a draft: one operator takes its values in turn.
     subtract_values:
         for (int k = 0; k < count; k += FLOAT_LANES) {
-            FASTCAR_PIPELINE(2)
+            FASTCAR_PIPELINE(4)
             FASTCAR_TRIPS(0, Shapes<C>::INPUTS / FLOAT_LANES + 1)
             FASTCAR_INDEPENDENT(values)
             FASTCAR_UNROLL

@@ -113,7 +113,9 @@ add_each_row:
         const uint32_t slot = kept ? list.step[b] % f.word[REPLAY_SLOTS] * sizes.videos + list.video[b] : 0;
         const uint32_t first = f.word[REPLAY_CACHE] + slot * words;
         const uint32_t stored = kept && computes ? words : 0;
-        const uint32_t read = kept && !computes ? words : 0;
+        const uint32_t replayed = kept && !computes ? words : 0;
+        const uint32_t summed = drafted ? replayed : 0;
+        const uint32_t read = replayed - summed;
         const uint32_t target = f.word[REPLAY_TARGET];
     keep_words:
         for (uint32_t i = 0; i < stored; ++i) {
@@ -126,9 +128,14 @@ add_each_row:
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, D::ROW_WORDS)
             FASTCAR_INDEPENDENT(rows)
-            const word_t slot = replay[first + i];
-            const word_t added = drafted ? row::draft_step(constants[bias + i], slot, rows[source][b][i], gain[b]) : slot;
-            rows[target][b][i] = row::add_step(rows[target][b][i], added);
+            rows[target][b][i] = row::add_step(rows[target][b][i], replay[first + i]);
+        }
+    draft_words:
+        for (uint32_t i = 0; i < summed; ++i) {
+            FASTCAR_PIPELINE(4)
+            FASTCAR_TRIPS(0, D::ROW_WORDS)
+            FASTCAR_INDEPENDENT(rows)
+            rows[source][b][i] = row::draft_step(constants[bias + i], replay[first + i], rows[source][b][i], gain[b]);
         }
         const row::Pair at = {source, target, b};
         row::add_row<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS>(rows, at, words - read);
@@ -136,12 +143,13 @@ add_each_row:
 }
 
 // The gain of a change: of as many gains as edges are at most the change; 0 where the change is not a number.
-inline float gain_of(float change, const float edges[GAINS], const float gains[GAINS]) {
-    FASTCAR_INLINE
-    float found = gains[0];
-    FASTCAR_UNROLL
+inline float gain_of(float change, const float table[2 * GAINS]) {
+    FASTCAR_NO_INLINE
+    float found = table[GAINS];
+find_gain:
     for (int i = 1; i < GAINS; ++i) {
-        found = change >= edges[i - 1] ? gains[i] : found;
+        FASTCAR_PIPELINE(1)
+        found = change >= table[i - 1] ? table[GAINS + i] : found;
     }
     return change == change ? found : 0.0f;
 }
@@ -152,7 +160,7 @@ void recall_rows(const Fields& f, const Sizes& sizes, uint32_t replaying, const 
                  const word_t* replay, float gain[INDEX_REGISTER_BITS], word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
     FASTCAR_NO_INLINE
     float table[2 * GAINS];  // edges, then gains
-    FASTCAR_PARTITION(table, 0)
+    FASTCAR_PARTITION_CYCLIC(table, 1, 4)
     const uint32_t given = replaying != 0 ? GAIN_WORDS : 0, count = f.word[RECALL_COUNT];
 read_gains:
     for (uint32_t i = 0; i < given; ++i) {
@@ -172,13 +180,13 @@ recall_each_row:
         gate::Change sum = {0, 0, 0};
     recall_words:
         for (uint32_t i = 0; i < words; ++i) {
-            FASTCAR_PIPELINE(1)
+            FASTCAR_PIPELINE(4)
             FASTCAR_TRIPS(0, D::ROW_WORDS)
             const word_t kept = replay[first + i];
             rows[f.word[RECALL_TARGET]][b][i] = kept;
             sum = gate::change_step(sum, rows[f.word[RECALL_SOURCE]][b][i], kept);
         }
-        gain[b] = gain_of(gate::change_score(sum), table, table + GAINS);
+        gain[b] = gain_of(gate::change_score(sum), table);
     }
 }
 

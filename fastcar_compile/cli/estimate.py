@@ -39,6 +39,7 @@ def estimate_command(
     sink_window: str | None = None,
     gate: str | None = None,
     gate_units: Annotated[int | None, Option(min=1)] = None,
+    draft_share: Annotated[float | None, Option(min=0, max=1)] = None,
     what_if: bool = False,
     plot: Annotated[Path | None, Writes("plot")] = None,
     time_line: Annotated[Path | None, Writes("time line")] = None,
@@ -63,11 +64,11 @@ def estimate_command(
         sink_window: Sparse attention as SINKS,WINDOW tokens.
         gate: What decides; default: the artifact's, or tas.
         gate_units: Hidden units of gate learned; default: 16.
+        draft_share: Weights of a draft in each layer, as a share of the MLP's; 0: none. Default: the artifact's.
         what_if: Predict also a board without artifacts, and what does not fit the memory.
         plot: Draw the time line of one token into this file.
         time_line: Write it in Chrome's trace format, call by call.
     """
-    from fastcar_compile.codegen.hls.model.gate import GateModel
     from fastcar_compile.codegen.hls.model.rows import load_trace
     from fastcar_compile.codegen.hls.model.system import default_offload, estimate
     from fastcar_compile.codegen.hls.model.time_line import plot_time_line, write_time_line
@@ -83,12 +84,12 @@ def estimate_command(
     window = None if sink_window is None else parse_sink_window(sink_window)
     wishes = {"quant": quant, "context": context, "batch": batch, "rows": rows, "replay": replay, "offload": offload}
     chosen = with_options(work, wishes | {"kv": kv, "sink_window": window})
-    if gate is not None or gate_units is not None:
-        chosen = replace(chosen, gate=GateModel.named(gate or chosen.gate.name, gate_units))
+    chosen = with_gate(chosen, gate, gate_units, draft_share)
     if free and board.kind == "fpga":
-        own = chosen.rows > 1  # only whole steps have them
+        own = chosen.rows > 1 or bool(chosen.drafts)  # only whole steps have them
         chosen = replace(chosen, offload="all" if own else default_offload(chosen, board, what_if=what_if))
-    if (chosen.quant, chosen.batch, chosen.rows, chosen.offload) != (work.quant, work.batch, work.rows, work.offload):
+    made = ("quant", "batch", "rows", "offload", "drafts")
+    if any(getattr(chosen, name) != getattr(work, name) for name in made):
         design = None
     if replace(chosen, context=work.context, replay=work.replay, memory=work.memory) != work:
         program = None
@@ -178,6 +179,21 @@ def with_options(work: Workload, wishes: dict[str, Any]) -> Workload:
     return replace(work, **given)
 
 
+def with_gate(work: Workload, gate: str | None, units: int | None, draft_share: float | None) -> Workload:
+    """Return the workload with another gate and other drafts; None: as the workload has them.
+
+    Raises:
+        InputError: an unknown gate, units without a network, or a draft that is no smaller than the MLP.
+    """
+    from fastcar_compile.codegen.hls.model.gate import GateModel
+
+    if draft_share and gate is None and not work.gate.kind.reads_input:
+        gate = "learned"  # that of a draft's file
+    if gate is not None or units is not None:
+        work = replace(work, gate=GateModel.named(gate or work.gate.name, units))
+    return work if draft_share is None else work.with_drafts(draft_share)
+
+
 def parse_sink_window(text: str) -> tuple[int, int]:
     """Return sinks and window from "4,256".
 
@@ -213,6 +229,7 @@ def _cost_fields(result: Estimate) -> dict[str, str]:
         "attention": f"reads {result.attended} of {result.context} positions; "
         f"keys and values {memory['kv_cache'] / 1e6:.2f} MB",
         "gate": _gate_text(result.gate),
+        **_draft_fields(result.draft),
         "memory": f"{memory['total'] / 1e9:.2f} of {memory['capacity'] / 1e9:.2f} GB",
         "engine": f"{count_text(design['ports'], 'weight port')}, {count_text(design['lanes'], 'lane')}, "
         f"{count_text(design['spec']['cores'], 'core')}",
@@ -228,6 +245,14 @@ def _cost_fields(result: Estimate) -> dict[str, str]:
             f"{count_text(found['tried'], 'design')}, {found['rejected']} too large; bound by {found['bound_by']}{why}"
         )
     return fields
+
+
+def _draft_fields(draft: dict[str, Any]) -> dict[str, str]:
+    """Return the size of the drafts; nothing where there is none."""
+    if not draft:
+        return {}
+    size = f"{draft['neurons']} neurons and rank {draft['rank']} in {count_text(draft['layers'], 'layer')}"
+    return {"draft": f"{size}, {draft['share']:.1%} of the MLPs' weights, {draft['bytes'] / 1e6:.2f} MB"}
 
 
 def _gate_text(gate: dict[str, Any]) -> str:

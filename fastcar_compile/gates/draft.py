@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT = "fastcar-draft"
+MULTIPLE = 32
+"""Neurons and ranks are multiples of this, which fill the vectors of every kernel."""
+
 GAINS = 16
 """Values of the gain's table, one for each bin of the input's change."""
 
@@ -36,6 +39,11 @@ class DraftSize:
 
     def __str__(self) -> str:
         return f"{self.neurons} neurons, rank {self.rank}" if self.neurons else "plain replay"
+
+    @classmethod
+    def of_part(cls, part: float, intermediate: int, hidden: int) -> DraftSize:
+        """Return neurons as a part of an MLP's, and the rank as that part of the hidden size; multiples of MULTIPLE."""
+        return cls(*(max(MULTIPLE, round(part * n / MULTIPLE) * MULTIPLE) for n in (intermediate, hidden)))
 
     def share(self, intermediate: int, gated: bool) -> float:
         """Return the draft's weights as a share of those of an MLP with this many neurons, with a gate or without."""

@@ -106,6 +106,9 @@ def test_text_of_a_shape_and_its_plot(fastcar: Fastcar, tmp_path: Path) -> None:
     assert "tas, decided on the accelerator; no cache of its own" in result.stdout
     learned = fastcar(*KV260, "--replay", 0.5, "--gate", "learned", "--gate-units", 8).stdout
     assert "learned, decided on the accelerator; 134.22 MB of gate cache, 4.196 MB of weights (8 units)" in learned
+    drafted = fastcar(*KV260, "--replay", 0.5, "--draft-share", 0.1).stdout
+    assert "learned, decided on the accelerator" in drafted
+    assert re.search(r"draft +896 neurons and rank 320 in 32 layers, 10\.\d% of the MLPs' weights, .* MB", drafted)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -26,7 +26,6 @@ from fastcar_compile.codegen.hls.design.loops import (
     Loop,
     load_loop,
     places_loop,
-    quantize_loops,
     tile_loops,
 )
 from fastcar_compile.codegen.hls.design.product import float_words
@@ -153,8 +152,8 @@ def _share_weights(call: EngineCall) -> list[Action]:
 def _compute(call: EngineCall) -> Iterator[Action]:
     yield from _run(places_loop(), "places")
     yield from _run(load_loop(call.products[0].product.inputs, call.load), "load rows", reads=("rows_in",))
-    for named in call.products:
-        for loop in quantize_loops(named.product, call.load):
+    for number in range(len(call.products)):
+        for loop in call.before(number):
             yield from _run(loop, "quantise")
         yield Claim("start of a product")
         yield Post("start of a product")
@@ -163,8 +162,8 @@ def _compute(call: EngineCall) -> Iterator[Action]:
 
 
 def _fetch(call: EngineCall) -> Iterator[Action]:
-    for named in call.products:
-        loop = tile_loops(named.product, call.load, inner=named.inner).fetch
+    for place, named in enumerate(call.products):
+        loop = tile_loops(named.product, call.load_of(place), inner=named.inner).fetch
         yield Take("start of a product")
         yield Free("start of a product")
         for _tile in range(named.product.tiles):
@@ -177,8 +176,8 @@ def _fetch(call: EngineCall) -> Iterator[Action]:
 
 def _stage(call: EngineCall, number: int, taken: tuple[str, ...], filled: tuple[str, ...]) -> Iterator[Action]:
     """Yield the actions of a process between fetching and sending."""
-    for named in call.products:
-        loop = tile_loops(named.product, call.load, inner=named.inner).stages[number]
+    for place, named in enumerate(call.products):
+        loop = tile_loops(named.product, call.load_of(place), inner=named.inner).stages[number]
         for _tile in range(named.product.tiles):
             yield from (Take(name) for name in taken)
             yield from (Claim(name) for name in filled)
@@ -188,8 +187,8 @@ def _stage(call: EngineCall, number: int, taken: tuple[str, ...], filled: tuple[
 
 
 def _send(call: EngineCall) -> Iterator[Action]:
-    for named in call.products:
-        loop = tile_loops(named.product, call.load, inner=named.inner).send
+    for place, named in enumerate(call.products):
+        loop = tile_loops(named.product, call.load_of(place), inner=named.inner).send
         yield Claim("end of a product")
         for _tile in range(named.product.tiles):
             yield Take("results")
@@ -200,7 +199,7 @@ def _send(call: EngineCall) -> Iterator[Action]:
 
 def _write_rows(call: EngineCall) -> Iterator[Action]:
     last = call.products[-1]
-    loop = tile_loops(last.product, call.load).send
+    loop = tile_loops(last.product, call.load_of(len(call.products) - 1)).send
     for _tile in range(last.product.tiles):
         if loop.trips:
             memory_of_rows = None if call.results_on_chip else MEMORY

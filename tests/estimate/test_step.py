@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from fastcar_compile.codegen.hls.design.exploration import explore
+from fastcar_compile.codegen.hls.design.product import Product
+from fastcar_compile.codegen.hls.design.spec import StepSpec
 from fastcar_compile.codegen.hls.design.step_usage import step_units
 from fastcar_compile.codegen.hls.model import Estimate, Workload, estimate, load_shape
 from fastcar_compile.codegen.hls.model.gate import GateModel
@@ -13,7 +15,7 @@ from fastcar_compile.codegen.hls.model.question import program_of_shape
 from fastcar_compile.codegen.hls.model.step import without_replay
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.config.targets import load_target
-from fastcar_compile.errors import CompileError, InputError
+from fastcar_compile.errors import CompileError, InputError, UserError
 
 TINY = load_shape("tinyllama-1.1b").model_copy(update={"layers": 3})
 ZCU102 = load_target("zcu102")
@@ -88,6 +90,42 @@ def test_the_program_is_what_the_compiler_builds() -> None:
     headless = replace(work, shape=TINY.model_copy(update={"vocab": 0}))
     bare = program_of_shape(headless, explore(headless.kernel_spec(), ZCU102).design)
     assert len(bare.instructions) == len(program.instructions) - 1
+
+
+def test_a_draft_takes_its_weights_where_a_row_replays() -> None:
+    """Of the mean step of one row; and a second core for the recalled row, and units of its own."""
+    plain = Workload(TINY, "w8a8", 128, offload="all", replay=0.5, gate=GateModel.named("learned"))
+    work = plain.with_drafts(0.2)
+    without, found = (estimate(own, ZCU102) for own in (plain, work))
+    parts = (own[name] for own in found.design["drafts"].values() for name in ("first", "outer"))
+    moved = sum(Product(**part).port_words for part in parts) * found.design["ports"] * 16
+    # Beside the weights: x and the bias of a row, and the table of the gain.
+    assert found.bytes_per_step - without.bytes_per_step == pytest.approx(0.5 * moved, rel=0.05)
+    assert moved == pytest.approx(found.draft["bytes"], rel=0.03)
+    assert (found.draft["layers"], found.draft["share"]) == (TINY.layers, pytest.approx(0.2, abs=0.01))
+    assert without.draft == {}
+    assert found.comparison["dense"] == pytest.approx(without.comparison["dense"], rel=0.01)
+    assert without.tokens_per_second > found.tokens_per_second > found.comparison["dense"]
+    assert (found.design["spec"]["cores"], without.design["spec"]["cores"]) == (2, 1)
+    units = step_units(explore(work.kernel_spec(), ZCU102).design, StepSpec(4, 4, 64, 128).buffers(work.mlp_spec(), 1))
+    assert units["draft"].lut > 0
+    extra = found.macs_per_step - without.macs_per_step
+    linears = [TINY.draft_linears(own) for own in work.drafts if own is not None]
+    assert extra == pytest.approx(0.5 * sum(2 * x.macs + y.macs for x, y in linears))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"offload": "linears"}, 'drafts with offload = "linears"'),
+        ({"gate": GateModel()}, "drafts with gate tas"),
+        ({"batch": 17}, "17 rows are more than 16"),
+    ],
+)
+def test_drafts_that_no_kernel_has(options: dict[str, Any], text: str) -> None:
+    work = Workload(TINY, "w8a8", 128, offload="all", replay=0.5, gate=GateModel.named("learned")).with_drafts(0.2)
+    with pytest.raises(UserError, match=text):
+        estimate(replace(work, **options), ZCU102)
 
 
 def test_a_step_is_one_launch() -> None:

@@ -14,7 +14,8 @@ from cycle_model.network import Fifo, Network, Run
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork
 from fastcar_compile.codegen.hls.design.step_usage import VALUE_FIFO_WORDS
 from fastcar_compile.codegen.hls.model import Workload, load_shape
-from fastcar_compile.codegen.hls.model.engine import Memory, attend_clocks
+from fastcar_compile.codegen.hls.model.engine import EngineCall, Memory, attend_clocks
+from fastcar_compile.codegen.hls.model.gate import GateModel
 from fastcar_compile.codegen.hls.model.question import ask
 from fastcar_compile.codegen.hls.model.system import estimate_question
 from fastcar_compile.config.targets import load_target
@@ -32,18 +33,19 @@ ATTENTIONS = (
 
 
 @pytest.mark.parametrize(
-    ("board", "shape", "quant", "batch", "replay", "context"),
+    ("board", "shape", "quant", "batch", "replay", "context", "share"),
     [
-        ("zcu102", LARGE, "w4a8", 1, 0.0, 512),
-        ("kv260", LARGE, "w4a8", 1, 0.5, 256),
-        ("zcu102", TINY, "w8a8", 2, 0.5, 128),
-        ("u280", TINY, "w4a8", 1, 0.0, 64),
+        ("zcu102", LARGE, "w4a8", 1, 0.0, 512, 0.0),
+        ("kv260", LARGE, "w4a8", 1, 0.5, 256, 0.156),
+        ("zcu102", TINY, "w8a8", 2, 0.5, 128, 0.2),
+        ("u280", TINY, "w4a8", 1, 0.0, 64, 0.0),
     ],
 )
 def test_the_closed_form_is_within_five_per_cent(
-    board: str, shape: object, quant: str, batch: int, replay: float, context: int
+    board: str, shape: object, quant: str, batch: int, replay: float, context: int, share: float
 ) -> None:
-    work = Workload(shape, quant, context, batch, "all", replay=replay)  # pyright: ignore[reportArgumentType]
+    plain = Workload(shape, quant, context, batch, "all", replay=replay)  # pyright: ignore[reportArgumentType]
+    work = replace(plain.with_drafts(share), gate=GateModel.named("learned" if share else "tas"))
     target = load_target(board)
     question = ask(work, target, what_if=True)
     run, cycles = simulated(question)
@@ -52,6 +54,13 @@ def test_the_closed_form_is_within_five_per_cent(
     assert run.busy["vector"] > 0
     processes = {name for result in cycles.results.values() for name in result.processes}
     assert {"read_cache", "multiply_keys", "vector", "mac_tile"} <= processes
+    drafts = [call for call in cycles.results if isinstance(call, EngineCall) and call.last_load is not None]
+    assert {call.load.rows for call in drafts} == ({2 * n for n in range(1, batch + 1)} if share else set())
+    for call in drafts:
+        (own,) = set(cycles.design.drafts.values())
+        words = cycles.results[call].words["memory"]
+        assert words == pytest.approx(own.port_words * cycles.design.ports, rel=1e-3)
+        assert sum(map(call.product_bytes, range(2))) == own.port_words * cycles.design.ports * 16
 
 
 @pytest.mark.parametrize("work", ATTENTIONS)

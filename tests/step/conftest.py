@@ -77,7 +77,7 @@ def build_cores(tmp_path_factory: pytest.TempPathFactory) -> Build:
 class BuildKernel(Protocol):
     """`build(made, group)`: a kernel for the test's decoder with runs of so many query heads, and fresh memory."""
 
-    def __call__(self, made: Decoder, group: int) -> Kernel: ...
+    def __call__(self, made: Decoder, group: int, defines: tuple[str, ...] = ()) -> Kernel: ...
 
 
 @pytest.fixture(scope="session")
@@ -86,11 +86,11 @@ def build_kernel(tmp_path_factory: pytest.TempPathFactory) -> BuildKernel:
     folder = shared_folder(tmp_path_factory) / "step_kernels"
     folder.mkdir(exist_ok=True)
 
-    def build(made: Decoder, group: int) -> Kernel:
+    def build(made: Decoder, group: int, defines: tuple[str, ...] = ()) -> Kernel:
         step, project = StepDesign.of(made.program, group), tmp_path_factory.mktemp("step_project")
         emit_hls(made.made, project, made.table, step=step)
         with FileLock(folder / "lock"):
-            return Kernel(open_library(folder_sources(project), folder), made, step)
+            return Kernel(open_library(folder_sources(project), folder, defines), made, step)
 
     return build
 

@@ -1,17 +1,23 @@
 """A small decoder whole by its step program: C simulation, the simulator bit for bit, and plain floats."""
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hls.test_work import COUNTERS, read_counters
 
 from fastcar_compile.codegen.hls.control_table.table import Status
+from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.design.spec import DraftSpec
+from fastcar_compile.codegen.hls.model.engine import Engine, EngineCall
+from fastcar_compile.codegen.hls.model.shapes import LinearShape
 from fastcar_compile.codegen.hls.step_program.builder import CacheForm
 from fastcar_compile.codegen.hls.step_program.instructions import (
     Attend,
     Decide,
+    DraftRows,
     Instruction,
     Linear,
     Mlp,
@@ -20,6 +26,7 @@ from fastcar_compile.codegen.hls.step_program.instructions import (
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepProgram, StepStatus
 from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.codegen.hls.step_program.simulator import StepSimulator
+from fastcar_compile.config.targets import load_target
 from fastcar_compile.gates.registry import GateKind
 from step.conftest import BuildKernel
 from step.decoder import HIDDEN, LAYERS, NORMED, ROTATED, ROWS, Decoder, Gates, cached, decoder
@@ -34,7 +41,9 @@ DECODERS = {
     "tas": decoder(ROTATED, "w8a8", Gates(heads=((0, 1.0), (3, -0.5)))),
     "tas, normed": decoder(NORMED, "w4a8", Gates(threshold=-1.0, couple_cfg=True, max_chain=2), axi_bits=256),
     "learned": decoder(NORMED, "w4a8", Gates(GateKind.LEARNED, 0.0, refresh_every=3, units=(3, 7))),
-    "input_delta": decoder(ROTATED, "w8a8", replace(CHANGE, gated=(True, False)), drafts=[DraftSpec(0, 13, 5)]),
+    "input_delta": decoder(
+        *(ROTATED, "w8a8", replace(CHANGE, gated=(True, False))), rows=1, cores=2, drafts=[DraftSpec(0, 13, 5)]
+    ),
     "tas, 2 of 2": decoder(SHARED, "w8a8", Gates(threshold=-1.0, couple_cfg=True), rows=4),
     "input_delta, 3 of 1": decoder(
         *(THREE, "w4a8", CHANGE), rows=3, axi_bits=256, cores=2, drafts=[DraftSpec(1, 6, 140, biased=True)]
@@ -105,6 +114,45 @@ def test_a_decoder_decodes_alike(kernel: Kernel, gate: str) -> None:
             assert kernel.decided(layer) == computed.tolist()
             decisions += computed[rows.deciding].tolist()
     assert 0.2 < np.mean(decisions) < 0.9
+
+
+def requests(made: Decoder, engine: Engine, rows: Rows, decided: dict[int, Array]) -> Iterator[EngineCall]:
+    """The array's requests of a launch, as the estimate has them."""
+    spec, design = made.made.mlp, made.made
+    mlp = LinearShape("", HIDDEN, 2 * spec.intermediate), LinearShape("", spec.intermediate, HIDDEN)
+    for one in made.program.instructions:
+        computing = decided[one.layer] if rows.deciding.any() and one.layer in decided else rows.active
+        if isinstance(one, Linear):
+            shape = LinearShape("", one.inputs, one.channels)
+            yield engine.array_call([shape], design.load(int(rows.active.sum())), on_chip=True)
+        elif isinstance(one, Mlp):
+            yield engine.array_call(mlp, design.load(int(computing.sum())), on_chip=True)
+        elif isinstance(one, DraftRows):
+            replaying = int((rows.deciding & ~computing).sum())
+            yield engine.draft_call(design.drafts[f"layer_{one.layer}.draft"], design.load(2 * replaying))
+
+
+@pytest.mark.thorough
+def test_the_estimate_counts_what_a_kernel_with_drafts_does(csim_tools: None, build_kernel: BuildKernel) -> None:
+    """Bytes of weights and iterations of the array, launch by launch: a draft's once for all rows that replay."""
+    made, rng = DECODERS["input_delta, 3 of 1"], np.random.default_rng(5)
+    kernel, simulator = build_kernel(made, 2, (COUNTERS,)), StepSimulator(made.program, made.memory())
+    engine, videos, drafts = Engine(made.made, load_target("zcu102"), made.table), Videos(made, rng), 0
+    assert kernel.load(made.program.to_bytes(made.table)) == Status.OK
+    for _ in range(LAUNCHES):
+        rows, x = videos.rows(), rng.normal(size=(made.made.mlp.batch, HIDDEN)).astype(np.float32)
+        read_counters(kernel.library)
+        for runner in (kernel, simulator):
+            runner.run(x, rows)
+        work, size, steps = read_counters(kernel.library), 0, 0
+        for call in requests(made, engine, rows, simulator.decided):
+            drafts += call.last_load is not None and call.load.rows > 0
+            for number, named in enumerate(call.products if call.load.rows else ()):
+                loops = tile_loops(named.product, call.load_of(number), inner=named.inner)
+                steps += named.product.tiles * loops.multiply.trips
+                size += call.product_bytes(number)
+        assert (work.weight_beats * made.made.axi_words * 16, work.mac) == (size, steps)
+    assert drafts > 5
 
 
 def test_the_simulator_follows_plain_floats() -> None:

@@ -23,9 +23,6 @@ from fastcar_compile.tune.training.relaxed import RelaxedDecoder
 SIZES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8)
 """Sizes that are tried: neurons as a share of the MLP's, and the rank as the same share of the hidden size."""
 
-MULTIPLE = 32
-"""Neurons and ranks are multiples of this, which fill the vectors of every kernel."""
-
 AGES = (1, 1, 2, 3, 5)
 """Frames between the visits of a pair, drawn alike: a slot is computed some frames before it replays."""
 
@@ -114,7 +111,7 @@ def sizes_of(mlp: Mlp) -> list[DraftSize]:
     """Return the sizes that are tried for an MLP, from none on; no draft is as large as the MLP."""
     found = [DraftSize(0, 0)]
     for part in SIZES:
-        size = DraftSize(*(max(MULTIPLE, round(part * n / MULTIPLE) * MULTIPLE) for n in mlp.up.shape))
+        size = DraftSize.of_part(part, *mlp.up.shape)
         if size != found[-1] and size.neurons <= len(mlp.up) and mlp.share(size) < 1:
             found.append(size)
     return found

@@ -115,7 +115,7 @@ def explore(
     mlp, linears, drafts = wanted.mlp, wanted.linears, wanted.drafts
     short = Usage() if wanted.step else short_usage(mlp.layers, len(linears))
     budget = _beside(budget_of(target), controller_usage(wanted.controller) + short)
-    numbers = cores or core_choices(mlp.batch)
+    numbers = cores or core_choices((2 if drafts else 1) * mlp.batch)
     room = _Room(target, wanted.step, banks=banks)
     # One row on one core shows how many ports a single sequence can use.
     alone = [(step_seconds(d, target), d) for d in designs(replace(mlp, batch=1, cores=1), budget, linears, drafts)]
@@ -204,7 +204,7 @@ def designs(
     Raises:
         CompileError: there is no kernel for this MLP, a linear or a draft, or the board has too few ports.
     """
-    mlp.check()
+    mlp.check(drafts=bool(drafts))
     check_linears(linears)
     check_drafts(mlp, drafts)
     if budget.axi_bits < WORD_BITS or budget.axi_ports < ROW_PORTS + 1:

@@ -66,6 +66,9 @@ STREAM_DEPTH = 2
 """Clocks in which a word passes through a loop that only moves it. Estimate."""
 
 QUANTIZE_DEPTH = READ + MULTIPLY + 2 * COMPARE + ROUND_DEPTH + WRITE
+SUBTRACT_DEPTH = READ + MULTIPLY + ADD_CLOCKS + WRITE
+DRAFT_INTERVAL = 4
+"""Clocks for a word in the loops of a draft besides its products: one operator takes the four values in turn."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,12 @@ def quantize_loops(product: Product, load: Load) -> tuple[Loop, ...]:
         Loop("quantize_rows", "values", padded, QUANTIZE_DEPTH),
     )
     return once * load.passes
+
+
+def subtract_loops(features: int, rows: int) -> tuple[Loop, ...]:
+    """Return the loops that take the features of the recalled rows from those of so many rows of a draft."""
+    own = Loop("subtract_recalled", "subtract_values", float_words(features), SUBTRACT_DEPTH, DRAFT_INTERVAL)
+    return (own,) * rows
 
 
 @lru_cache(maxsize=65536)

@@ -69,8 +69,8 @@ class MlpSpec:
         kind = _NAMES[self.activation] if self.gated else f"plain {self.activation}"
         return f"{self.quant} {kind} MLP"
 
-    def check(self) -> None:
-        """Raise CompileError when no kernel exists for this MLP."""
+    def check(self, *, drafts: bool = False) -> None:
+        """Raise CompileError when no kernel exists for this MLP; `drafts` take two rows of the array for each row."""
         if self.activation not in ACTIVATIONS or self.quant not in WEIGHT_BITS:
             kind = f"{'gated' if self.gated else 'plain'} {self.quant} MLP with activation {self.activation!r}"
             raise CompileError(
@@ -85,7 +85,7 @@ class MlpSpec:
                 wrong.append(f"{name} = {value} (1 to {MAX_ROWS}: the Index Register has {MAX_ROWS} bits)")
         if max(self.hidden, self.intermediate) > MOST_INPUTS:
             wrong.append(f"hidden = {self.hidden}, intermediate = {self.intermediate} (at most 65536: int32 sums)")
-        if self.cores > self.batch >= 1:
+        if self.cores > (2 if drafts else 1) * self.batch >= 1:
             wrong.append(f"cores = {self.cores} for {self.batch} row(s): a core without a row is never used")
         if wrong:
             what = f"the MLP cannot be built: {'; '.join(wrong)}"

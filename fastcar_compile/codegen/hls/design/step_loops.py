@@ -10,11 +10,12 @@ from math import ceil
 
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, DrsTable
-from fastcar_compile.codegen.hls.design.control_loops import SHIFT, ControlOp, ControlWork, control_loops
+from fastcar_compile.codegen.hls.design.control_loops import CHANGE_DEPTH, SHIFT, ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.loops import (
     ADD_CLOCKS,
     COMPARE,
     DIVIDE,
+    DRAFT_INTERVAL,
     INTEGER,
     MAC_DEPTH,
     MULTIPLY,
@@ -26,6 +27,7 @@ from fastcar_compile.codegen.hls.design.loops import (
 )
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, LANES, CacheLayout
+from fastcar_compile.gates.draft import GAINS
 
 BLOCK_FLOATS = BLOCK // FLOATS_PER_WORD
 """128-bit words of a block of float32 values."""
@@ -39,6 +41,9 @@ NORM_ROOT_DEPTH = TO_FLOAT + 3 * MULTIPLY + ADD_CLOCKS + COMPARE + ROOT_DEPTH + 
 NORM_DEPTH = READ + 2 * MULTIPLY + WRITE
 ROTATE_DEPTH = READ + MULTIPLY + ADD_CLOCKS + WRITE
 ADD_DEPTH = READ + ADD_CLOCKS + WRITE
+DRAFT_DEPTH = READ + MULTIPLY + 3 * ADD_CLOCKS + WRITE
+"""The sum of a draft and of what the gain leaves of the slot."""
+
 MANTISSA_DEPTH = READ + MULTIPLY + ROUND_DEPTH + WRITE
 EXPAND_DEPTH = READ + TO_FLOAT + MULTIPLY + WRITE
 COPY_DEPTH = READ + WRITE
@@ -211,6 +216,8 @@ def _loops_of(instruction: step.Instruction, work: VectorWork) -> tuple[Repeated
             return _decide(instruction, work)
         case step.Replay():
             return _replay(instruction, work)
+        case step.Recall():
+            return _recall(instruction, work)
         case _:
             return ()
 
@@ -307,5 +314,16 @@ def _gather(decide: step.Decide, work: VectorWork) -> tuple[Repeated, ...]:
 def _replay(replay: step.Replay, work: VectorWork) -> tuple[Repeated, ...]:
     add = Loop("add_row", "add_words", replay.count, ADD_DEPTH)
     kept = Loop("add_rows", "keep_words", replay.count, READ, moves=True)
-    read = Loop("add_rows", "replay_words", replay.count, ADD_DEPTH, moves=True)
-    return Repeated((kept, add), work.computing), Repeated((read,), work.rows - work.computing)
+    read = (Loop("add_rows", "replay_words", replay.count, ADD_DEPTH, moves=True),)
+    if isinstance(replay, step.ReplayDraft):
+        read = (Loop("add_rows", "draft_words", replay.count, DRAFT_DEPTH, DRAFT_INTERVAL, moves=True), add)
+    return Repeated((kept, add), work.computing), Repeated(read, work.rows - work.computing)
+
+
+def _recall(recall: step.Recall, work: VectorWork) -> tuple[Repeated, ...]:
+    table = Loop("recall_rows", "read_gains", step.GAIN_WORDS, WRITE, moves=True)
+    words = Loop("recall_rows", "recall_words", recall.count, CHANGE_DEPTH, DRAFT_INTERVAL, moves=True)
+    change = Loop("recall_rows", "change", 1, TO_FLOAT + COMPARE + DIVIDE)
+    gain = Loop("gain_of", "find_gain", GAINS - 1, COMPARE)
+    replaying = work.rows - work.computing
+    return Repeated((table,), min(replaying, 1)), Repeated((words, change, gain), replaying)

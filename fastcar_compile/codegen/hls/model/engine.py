@@ -12,7 +12,7 @@ from fastcar_compile.codegen.hls.design import loops
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.memory import memory_rate, timing_of
-from fastcar_compile.codegen.hls.design.product import WORD_BYTES, Product, float_words
+from fastcar_compile.codegen.hls.design.product import WORD_BYTES, DraftProducts, Product, float_words
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork, Repeated, attend_loops
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, READS, STEP_FIFO_WORDS
@@ -42,7 +42,8 @@ class EngineCall:
 
     Args:
         control: what the controller does. products: one, or the two of an MLP; none: the array has nothing to do.
-        load: of the array. ports: weight ports, 128 bits each.
+        load: of the array. last_load: of its last product, where that has fewer rows: a draft, which has two for each
+            that replays. ports: weight ports, 128 bits each.
         rows_on_chip, results_on_chip: whether rows come from the chip and stay there.
     """
 
@@ -52,6 +53,17 @@ class EngineCall:
     ports: int
     rows_on_chip: bool = False
     results_on_chip: bool = False
+    last_load: loops.Load | None = None
+
+    def load_of(self, number: int) -> loops.Load:
+        """Return what the array does in a product."""
+        return self.last_load if self.last_load is not None and number == len(self.products) - 1 else self.load
+
+    def before(self, number: int) -> tuple[loops.Loop, ...]:
+        """Return the loops before a product's tiles: quantisation, and of a draft the difference of its rows."""
+        product, load = self.products[number].product, self.load_of(number)
+        drafted = loops.subtract_loops(product.inputs, load.rows) if load is not self.load else ()
+        return (*drafted, *loops.quantize_loops(product, load))
 
     @property
     def title(self) -> str:
@@ -59,6 +71,8 @@ class EngineCall:
         products = [named.name for named in self.products]
         if not products:
             return self.control_name
+        if self.last_load is not None:
+            return f"draft, {count_text(self.last_load.rows, 'row')}"
         return f"{'MLP' if len(products) > 1 else products[0]}, {count_text(self.load.rows, 'row')}"
 
     @property
@@ -230,6 +244,13 @@ class Engine:
         work = ControlWork(ControlOp.PLACE, self.control)
         return EngineCall(work, products, load, self.design.ports, on_chip, stays)
 
+    def draft_call(self, products: DraftProducts, load: loops.Load) -> EngineCall:
+        """Return the request of a draft. `load`: of its first product, of x and of the recalled x."""
+        named = NamedProduct("draft", products.first, inner=True), NamedProduct("outer", products.outer)
+        last = self.design.load(load.rows // 2)
+        work = ControlWork(ControlOp.PLACE, self.control)
+        return EngineCall(work, named, load, self.design.ports, True, True, last)
+
     def control_call(self, op: ControlOp) -> EngineCall:
         """Return one start for a decision, or the one that loads the control table."""
         return EngineCall(ControlWork(op, self.control), (), self.load(0, 0), self.design.ports)
@@ -261,8 +282,8 @@ class Engine:
         parts, gap = list[CallPart](), _load_clocks(call, self.memory)
         left = _write_clocks(call)
         for number, named in enumerate(call.products):
-            gap += sum(loop.cycles for loop in loops.quantize_loops(named.product, call.load))
-            clocks, unit = _product_clocks(call, named, self.memory, gap)
+            gap += sum(loop.cycles for loop in call.before(number))
+            clocks, unit = _product_clocks(call, number, self.memory, gap)
             parts.append(CallPart(f"{named.name} rows", "edge", gap / self.clock_hz))
             parts.append(CallPart(named.name, unit, clocks / self.clock_hz, call.product_bytes(number)))
             left, gap = left - gap - clocks, 0.0
@@ -292,18 +313,20 @@ def _load_clocks(call: EngineCall, memory: Memory) -> float:
 def _write_clocks(call: EngineCall) -> float:
     """Return the clocks that the process works that writes the rows of every tile."""
     last = call.products[-1]
-    return float(last.product.tiles * loops.tile_loops(last.product, call.load).send.trips)
+    load = call.load_of(len(call.products) - 1)
+    return float(last.product.tiles * loops.tile_loops(last.product, load).send.trips)
 
 
-def _product_clocks(call: EngineCall, named: NamedProduct, memory: Memory, gap: float) -> tuple[float, str]:
+def _product_clocks(call: EngineCall, number: int, memory: Memory, gap: float) -> tuple[float, str]:
     """Return the clocks of a product's tiles, and what bounds them.
 
     Args:
         gap: clocks before the first tile, in which the FIFOs fill.
     """
+    named, load = call.products[number], call.load_of(number)
     product = named.product
     rate = min(1 - memory.refreshing, memory.rate / call.ports)
-    stages = [loop.cycles for loop in loops.tile_loops(product, call.load, inner=named.inner).stages]
+    stages = [loop.cycles for loop in loops.tile_loops(product, load, inner=named.inner).stages]
     pace, tail = max(stages), float(sum(stages[1:]))
     ahead = min(gap * rate, call.fifo_words + memory.window)
     streamed = max(0.0, product.port_words - ahead) / rate + tail

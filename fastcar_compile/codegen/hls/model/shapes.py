@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from fastcar_compile.config.formats import quant_format
-from fastcar_compile.errors import UserError
+from fastcar_compile.errors import InputError, UserError
+from fastcar_compile.gates.draft import DraftSize
 from fastcar_compile.ir.types import DecoderConfig, LayerSite
 from fastcar_compile.support import limits
 
@@ -72,6 +73,26 @@ class DecoderShape(BaseModel):
         """Gate and up as one product, then down."""
         first = LinearShape("gate_up", self.hidden, self.intermediate * (2 if self.gated else 1))
         return first, LinearShape("down", self.intermediate, self.hidden)
+
+    def drafts(self, share: float) -> tuple[DraftSize, ...]:
+        """Return drafts of all layers with about this share of an MLP's weights, sized as `fastcar fit-draft` does; () for 0.
+
+        Raises:
+            InputError: the least draft is larger than the MLP.
+        """
+        if not share:
+            return ()
+        # Neurons are the same part of the MLP's as the rank is of the hidden size.
+        parts = (3 if self.gated else 2) * self.intermediate
+        size = DraftSize.of_part(share * parts / (parts + 2 * self.hidden), self.intermediate, self.hidden)
+        if size.share(self.intermediate, self.gated) >= 1:
+            raise InputError(f"a draft with {share} of the MLP's weights is no smaller than the MLP", hint="give less")
+        return (size,) * self.layers
+
+    def draft_linears(self, size: DraftSize) -> tuple[LinearShape, LinearShape]:
+        """Return the two products of a draft: its neurons and linear features, then its output."""
+        first = LinearShape("draft", self.hidden, size.neurons * (2 if self.gated else 1) + size.rank)
+        return first, LinearShape("outer", size.neurons + size.rank, self.hidden)
 
     @property
     def unit(self) -> str:

@@ -104,7 +104,7 @@ def without_replay(program: StepProgram) -> StepProgram:
     for one in program.instructions:
         if isinstance(one, step.Replay):
             found.append(step.Add(one.layer, one.source, one.target, one.count))
-        elif not isinstance(one, step.Decide):
+        elif not isinstance(one, step.Decide | step.Recall | step.DraftRows):
             found.append(one)
     return replace(program, instructions=tuple(found))
 
@@ -266,12 +266,14 @@ SAMPLE_FLOPS = 16
 """Operations of sampling per logit, most of them a power. Estimate."""
 
 
-def run_program(board: Board, times: ProgramTimes, loads: Sequence[Load], attended: float) -> Step:
+def run_program(
+    board: Board, times: ProgramTimes, loads: Sequence[Load], attended: float, drafts: Sequence[Load]
+) -> Step:
     """Return the time line of one forward: the host embeds, launches once and samples.
 
     Args:
         times: of the board's program. loads: per layer the rows that compute in the MLP. attended: rows of the cache
-            that are filled.
+            that are filled. drafts: per layer the array's rows in a draft, two for each row that replays.
     """
     run, host, shape, batch = Step(), board.host, board.work.shape, board.work.batch
     moved = 2 * 4 * shape.hidden * batch
@@ -282,6 +284,7 @@ def run_program(board: Board, times: ProgramTimes, loads: Sequence[Load], attend
         decided = decided or isinstance(instruction, step.Decide)
         load = loads[instruction.layer] if decided or isinstance(instruction, step.Mlp) else board.every
         decided = decided and not isinstance(instruction, step.Replay)
+        load = drafts[instruction.layer] if isinstance(instruction, step.DraftRows) else load
         timed = times.of(number, load, positions)
         if timed is not None:
             run.instruction(instruction.layer, *timed)
@@ -329,6 +332,9 @@ class ProgramTimes:
             case step.Mlp():
                 linears = self.board.work.shape.mlp_linears
                 return engine.array_call(linears, load, on_chip=True, stays=True) if load.rows else None
+            case step.DraftRows():
+                own = engine.design.drafts[f"layer_{instruction.layer}.draft"]
+                return engine.draft_call(own, load) if load.rows else None
             case step.Attend():
                 return AttendCall(self._attend(instruction, positions))
             case _:

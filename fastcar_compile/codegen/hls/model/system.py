@@ -46,6 +46,8 @@ class Estimate:
             what takes the largest share of the step.
         shares: unit -> share of the step.
         gate: name, what decides, units of its network, bytes of its cache and of its weights, all layers.
+        draft: layers that have one, the most neurons and the highest rank, the weights as a share of those of all MLPs, and
+            their bytes; empty: none has one.
         exploration: what was compared to find the design; empty for a given design.
     """
 
@@ -80,6 +82,7 @@ class Estimate:
     shares: dict[str, float]
     memory: dict[str, int]
     gate: dict[str, Any]
+    draft: dict[str, Any]
     resources: dict[str, Any]
     design: dict[str, Any]
     exploration: dict[str, Any] = field(default_factory=dict)
@@ -191,6 +194,7 @@ def estimate_question(question: Question) -> Estimate:
         bound_by=max(run.busy, key=lambda unit: run.busy[unit]),
         shares={unit: value / run.seconds for unit, value in run.busy.items()},
         gate=work.gate.to_json(work.shape, work.batch),
+        draft=_draft(work),
         memory={**asdict(footprint), "total": footprint.total, "capacity": capacity(target)},
         resources=resources_of(design, work.kernel_spec(), target),
         design=design.part.model_dump(mode="json"),
@@ -198,12 +202,36 @@ def estimate_question(question: Question) -> Estimate:
     )
 
 
+def _draft(work: Workload) -> dict[str, Any]:
+    """Return plain values of the drafts, for a result."""
+    own, shape = [size for size in work.drafts if size is not None], work.shape
+    shares = [size.share(shape.intermediate, shape.gated) for size in own]
+    return (
+        {}
+        if not own
+        else {
+            "layers": len(own),
+            "neurons": max(size.neurons for size in own),
+            "rank": max(size.rank for size in own),
+            "share": sum(shares) / shape.layers,
+            "bytes": work.draft_bytes,
+        }
+    )
+
+
 def _macs(work: Workload, trace: Decisions) -> float:
-    """Return the multiply-accumulates of a mean step: every linear for every row, the MLP for the rows that compute."""
+    """Return the multiply-accumulates of a mean step: every linear for every row, the MLP for the rows that compute.
+
+    A draft has two rows in its first product, and one in its second, for each row that replays.
+    """
     shape = work.shape
     mlp = sum(x.macs for x in shape.mlp_linears) * float((~trace).sum(axis=(1, 2)).mean())
     others = shape.layers * sum(x.macs for x in shape.attention_linears) + (shape.head.macs if shape.head else 0)
-    return mlp + others * work.batch
+    replayed = trace.sum(axis=2).mean(axis=0) if work.drafts else ()
+    sizes = (
+        (rows, shape.draft_linears(own)) for rows, own in zip(replayed, work.drafts, strict=True) if own is not None
+    )
+    return mlp + others * work.batch + sum(float(rows) * (2 * x.macs + y.macs) for rows, (x, y) in sizes)
 
 
 @dataclass(frozen=True)
@@ -224,7 +252,10 @@ class Run:
     @classmethod
     def of(cls, board: Board, trace: Decisions, attended: NDArray[np.integer], mapping: Mapping = Mapping.DRS) -> Run:
         """Return the means; forwards of equal load are simulated once, at their mean of attended positions."""
-        loads = np.stack([(~trace).sum(-1), passes_of(trace, board.engine.cores, mapping)], axis=-1)
+        cores, twice = board.engine.cores, np.concatenate([trace, trace], -1)
+        # A draft takes two rows of the array for each row that replays.
+        drafted = passes_of(~twice, cores, mapping) * bool(board.engine.design.drafts)
+        loads = np.stack([(~trace).sum(-1), passes_of(trace, cores, mapping), drafted], axis=-1)
         keys = loads.reshape(len(trace), -1)
         kinds, kind_of, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
         means = np.bincount(kind_of.reshape(-1), attended) / counts
@@ -248,8 +279,9 @@ class Run:
 
 
 def _forward(board: Board, times: ProgramTimes | None, kind: list[int], attended: float) -> Step:
-    """Return one forward. kind: per layer the computing rows and the passes of the busiest core."""
-    loads = tuple(map(board.engine.load, kind[::2], kind[1::2]))
+    """Return one forward. kind: per layer the computing rows, the passes of the busiest core, and those of a draft."""
+    loads = tuple(map(board.engine.load, kind[::3], kind[1::3]))
     if times is not None:
-        return run_program(board, times, loads, attended)
+        rows = (2 * (board.work.batch - load.rows) for load in loads)
+        return run_program(board, times, loads, attended, tuple(map(board.engine.load, rows, kind[2::3])))
     return simulate_step(board, loads, attended)

@@ -1,7 +1,9 @@
 """What is decoded and how: the question that the hardware model answers."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fastcar_compile.artifact.manifest import Manifest
@@ -12,7 +14,7 @@ from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsT
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import KernelSpec
 from fastcar_compile.codegen.hls.design.memory import Footprint, held
-from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec, StepSpec
+from fastcar_compile.codegen.hls.design.spec import DraftSpec, LinearSpec, MlpSpec, StepSpec
 from fastcar_compile.codegen.hls.model.gate import TAS, GateModel
 from fastcar_compile.codegen.hls.model.shapes import DecoderShape, shape_of_sections
 from fastcar_compile.codegen.hls.step_program.program import StepProgram, read_program
@@ -20,6 +22,7 @@ from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, kv_type
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import InputError
+from fastcar_compile.gates.draft import DraftSize
 from fastcar_compile.ir.types import LayerSite
 
 Offload = Literal["mlp", "linears", "all"]
@@ -40,6 +43,7 @@ class Workload:
         gate: what decides, where something replays.
         couple_cfg: rows b and b + batch / 2 are a guidance pair, which replays only together.
         memory: of the compiled decoder; None: that of the shape.
+        drafts: of each layer, with offload "all"; None: a layer without one. (): no layer has one.
     """
 
     shape: DecoderShape
@@ -55,6 +59,7 @@ class Workload:
     couple_cfg: bool = False
     memory: Footprint | None = None
     rows: int = 1
+    drafts: tuple[DraftSize | None, ...] = ()
 
     def check(self) -> None:
         """Raise InputError when a figure is out of range."""
@@ -70,10 +75,23 @@ class Workload:
             (self.rows < 1 or self.batch % self.rows > 0, f"batch = {self.batch} with rows = {self.rows} (a multiple)"),
             (self.rows > 1 and not whole, f'rows = {self.rows} with offload = "{self.offload}" (all)'),
             (self.couple_cfg and self.batch % 2, f"guidance pairs of batch = {self.batch} (an even number of rows)"),
+            (self.drafts and not whole, f'drafts with offload = "{self.offload}" (all: else the host computes them)'),
+            (
+                self.drafts and not gate.kind.reads_input,
+                f"drafts with gate {gate.name} (one that keeps the MLP's input)",
+            ),
         ]
         wrong = [text for refused, text in problems if refused]
         if wrong:
             raise InputError(f"the estimate cannot be made: {'; '.join(wrong)}", hint="change the values named")
+
+    def with_drafts(self, share: float) -> Workload:
+        """Return the same with a draft of about this share of the MLP's weights in each layer; 0: without drafts.
+
+        Raises:
+            InputError: the least draft is larger than the MLP.
+        """
+        return replace(self, drafts=self.shape.drafts(share), memory=None)
 
     @property
     def attended(self) -> int:
@@ -92,7 +110,8 @@ class Workload:
 
     def kernel_spec(self) -> KernelSpec:
         """Return what the kernel has to do."""
-        return KernelSpec(self.mlp_spec(), self.control_table(1).limits, self.linear_specs(), self.step_spec())
+        drafts = [DraftSpec(n, own.neurons, own.rank) for n, own in enumerate(self.drafts) if own is not None]
+        return KernelSpec(self.mlp_spec(), self.control_table(1).limits, self.linear_specs(), self.step_spec(), drafts)
 
     def control_table(self, cores: int) -> DrsTable:
         """Return a control table of these sizes, every layer with a gate."""
@@ -136,9 +155,15 @@ class Workload:
         """Return what the weight memories of a board hold of it."""
         return held(self.memory or self._memory_of_shape(), target, attends=self.offload == "all")
 
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the weights of all drafts."""
+        linears = (x for own in self.drafts if own is not None for x in self.shape.draft_linears(own))
+        return sum(x.weight_bytes(self.quant) for x in linears)
+
     def _memory_of_shape(self) -> Footprint:
         """Return the memory of the shape, without embeddings and norms."""
-        weights = self.shape.weight_bytes(self.quant) + self.gate.weight_bytes(self.shape)
+        weights = self.shape.weight_bytes(self.quant) + self.gate.weight_bytes(self.shape) + self.draft_bytes
         videos = self.batch // self.rows
         outputs, inputs = self.shape.mlp_cache_bytes(videos), self.gate.cache_bytes(self.shape, videos)
         return Footprint(weights, self.kv_bytes(self.cached_rows) // self.rows, outputs, inputs)
@@ -174,7 +199,14 @@ def workload_of_sections(options: CompileConfig, decoder: DecoderSection, layers
         gate=GateModel.of_sections(options.replay, layers),
         couple_cfg=options.replay is not None and options.replay.couple_cfg,
         memory=Footprint.of(decoder.weight_bytes, decoder.state) if accelerated else None,
+        drafts=_drafts(layers) if options.offload == "all" else (),
     )
+
+
+def _drafts(layers: Sequence[LayerSite]) -> tuple[DraftSize | None, ...]:
+    """Return the drafts of all layers; () where none has one."""
+    found = tuple(None if s.replay is None else s.replay.draft for s in layers)
+    return found if any(found) else ()
 
 
 def _sink_window(layers: Sequence[LayerSite], context: int) -> tuple[int, int] | None:
