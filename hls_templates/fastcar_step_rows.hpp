@@ -186,7 +186,9 @@ recall_each_row:
             rows[f.word[RECALL_TARGET]][b][i] = kept;
             sum = gate::change_step(sum, rows[f.word[RECALL_SOURCE]][b][i], kept);
         }
-        gain[b] = gain_of(gate::change_score(sum), table);
+        if (words > 0) {
+            gain[b] = gain_of(gate::change_score(sum), table);
+        }
     }
 }
 

@@ -178,6 +178,8 @@ def _offload(accelerator: AcceleratorSection | None, layer: int | None, mlp: str
         if call.layer == layer:
             channels = " + ".join(str(n) for n in call.channels)
             lines.append(f"  offload  {call.name}: {', '.join(call.paths)}; {call.inputs} -> {channels}, {one}, {rows}")
+    if f"layer_{layer}.draft" in accelerator.design.drafts:
+        lines.append(f"  offload  layer_{layer}.draft: the draft, {one}, two rows of the array for each that replays")
     lines += [f"  on host  {item.path}: {item.reason}" for item in accelerator.on_host if item.layer == layer]
     return "".join(f"{line}\n" for line in lines)
 

@@ -152,6 +152,7 @@ def test_the_accelerator_s_whole_steps_have_them_too(name: str, tmp_path: Path) 
     for found, decisions in others:
         assert (decisions == chosen).all()
         assert torch.equal(found, eager)
+    assert f"offload  layer_{layers[-1]}.draft: the draft, one instruction" in artifact.explain()
 
 
 def check_close(artifact: fc.Artifact, ids: Tensor, *backends: str, atol: float) -> None:
@@ -201,3 +202,7 @@ def test_rows_beyond_the_array_are_refused(tmp_path: Path) -> None:
     """A draft takes two rows of it for each that replays."""
     with pytest.raises(CompileError, match=r"drafts on the accel.*: 17 rows are more than 16\n.*at most 16 rows"):
         built(tmp_path / "built", llama(head_dim=32), **EXACT, **WHOLE, batch_size=17)
+    free: dict[str, Any] = OPTIONS | {"target": "zcu102", "quant": "w8a8", "batch_size": 17, "dry_run": True}
+    with pytest.warns(UserWarning, match="offload is 'mlp'.*17 rows are more than 16"):
+        report = fc.compile(llama(head_dim=32), replay=fc.ReplayConfig(draft=random_draft(HIDDEN)), **free)
+    assert {p.unit for p in report.placements if p.what == "draft"} == {"host"}

@@ -12,7 +12,7 @@ from torch import fx
 
 from fastcar_compile.codegen.hls.control import gate_kind, network_streams, networks_of
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.spec import DraftSpec
+from fastcar_compile.codegen.hls.design.spec import DraftSpec, check_drafts
 from fastcar_compile.codegen.hls.step_program import builder
 from fastcar_compile.codegen.hls.step_program.builder import HEAD, AttentionForm, CacheForm, ReplayForm, only, refusal
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
@@ -116,6 +116,8 @@ def decode_step(program: DecoderProgram, calls: Sequence[LinearCall], kept: Sequ
         CompileError: everything that a step program cannot express.
     """
     problems = [refusal(f"no step program: the host keeps {linear.path}: {linear.reason}") for linear in kept]
+    drafts = drafts_of(program)
+    attempt(problems, partial(check_drafts, program.config.decode_rows, drafts))
     replay = attempt(problems, partial(_replay, program))
     parts = attempt(problems, _Reader(program, {call.name: call for call in calls}).parts)
     if parts is None:
@@ -129,7 +131,7 @@ def decode_step(program: DecoderProgram, calls: Sequence[LinearCall], kept: Sequ
         problems += [refusal(f"no step program: {text}") for text in (*attention.problems(), *wrong)]
     if problems or attention is None or epsilon is None:
         raise CompileError.collect(problems)
-    return DecodeStep(layers, last.weight, attention, epsilon, replay, drafts_of(program))
+    return DecodeStep(layers, last.weight, attention, epsilon, replay, drafts)
 
 
 def drafts_of(program: DecoderProgram) -> tuple[DraftSpec, ...]:

@@ -206,7 +206,7 @@ def designs(
     """
     mlp.check(drafts=bool(drafts))
     check_linears(linears)
-    check_drafts(mlp, drafts)
+    check_drafts(mlp.batch, drafts)
     if budget.axi_bits < WORD_BITS or budget.axi_ports < ROW_PORTS + 1:
         raise CompileError(
             f"{budget.part} has {budget.axi_ports} memory port(s) of {budget.axi_bits} bits; "

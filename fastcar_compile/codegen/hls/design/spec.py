@@ -134,15 +134,13 @@ class DraftSpec:
         return DraftProducts(first, outer, self.neurons, self.rank)
 
 
-def check_drafts(mlp: MlpSpec, drafts: Sequence[DraftSpec]) -> None:
-    """Raise CompileError where the array has no rows or inputs for drafts: it takes two rows for each that replays."""
+def check_drafts(rows: int, drafts: Sequence[DraftSpec]) -> None:
+    """Raise CompileError where the array has no rows or inputs for drafts: it takes two rows for each of the batch."""
     if not drafts:
         return
     wide = next((d for d in drafts if d.neurons + d.rank > MOST_INPUTS), None)
-    if 2 * mlp.batch > MAX_ROWS:
-        what = (
-            f"drafts on the accelerator take two rows of its array each: {mlp.batch} rows are more than {MAX_ROWS // 2}"
-        )
+    if 2 * rows > MAX_ROWS:
+        what = f"drafts on the accelerator take two rows of its array each: {rows} rows are more than {MAX_ROWS // 2}"
         raise CompileError(what, hint=f"compile with at most {MAX_ROWS // 2} rows, or with offload='linears'")
     if wide is not None:
         what = f"the draft of layer {wide.layer} has {wide.neurons + wide.rank} features (at most {MOST_INPUTS})"
