@@ -101,6 +101,11 @@ def fit_draft_command(
     videos: options.VideosOption,
     output: Annotated[Path, options.OUTPUT, Writes("draft")],
     share: Annotated[float, Option(help="Weights of all drafts, as a share of those of all MLPs.")] = 0.25,
+    distill_steps: Annotated[int, Option(help="Steps that then train the drafts through the decoder.")] = 0,
+    distill_replay: Annotated[float, Option(help="Share of the forwards t >= F that replay in these steps.")] = 0.8,
+    distill_rate: Annotated[
+        float, Option(help="Peak learning rate, as a share of a tensor's root mean square.")
+    ] = 0.01,
     seed: Seed = 0,
     tokens_per_frame: options.TokensPerFrameOption = None,
     prompt: options.PromptOption = 1,

@@ -14,6 +14,10 @@ from transformers import LlamaForCausalLM
 import fastcar_compile as fc
 from fastcar_compile.errors import CompileError, InputError
 from fastcar_compile.gates.draft import LayerDraft
+from fastcar_compile.tune.calibrate import program_of, search_of
+from fastcar_compile.tune.training.distill import Distillation, DraftScorer
+from fastcar_compile.tune.training.relaxed import RelaxedDecoder
+from fastcar_compile.tune.training.train import Options
 
 from .test_evaluator import check_against_the_session, rewritten
 
@@ -114,6 +118,8 @@ def test_same_seed_same_bytes(
     [
         ({"share": 0}, "share is 0"),
         ({"share": 1.0}, "share is 1"),
+        ({"distill_replay": 1.0}, "distill_replay is 1"),
+        ({"distill_rate": 0.0}, "distill_rate is 0"),
         ({"tokens_per_frame": 11}, "videos of 33 tokens have less than three frames behind the prompt"),
         ({"prompt": 9}, "videos of 33 tokens have less than three frames behind the prompt"),
     ],
@@ -156,3 +162,56 @@ def test_calibration_of_a_model_and_of_its_artifact(
     assert again.spared == found.spared == pytest.approx(spared)
     plain = fc.ReplayConfig(gate="learned", gate_weights=draft.gate)
     assert found.nll < fc.calibrate(wide, some[32:], replay=plain, target_replay=0.5).nll
+
+
+def divergence(model: LlamaForCausalLM, draft: fc.Draft, tokens: np.ndarray[Any, Any], threshold: float) -> float:
+    """Mean divergence from the dense decoder behind the first frame. Replay and NLL are those of the evaluator."""
+    decoder, given = RelaxedDecoder(model, len(tokens), LENGTH, FRAME), torch.from_numpy(tokens)
+    options = Options("learned", 0.8, 1, 1, len(tokens), 0)
+    scorers = Distillation(decoder, given, options, draft, 0.01, threshold, "").scorers
+    with torch.no_grad():
+        logits, shares = decoder.replayed(given[:, :-1], [s for s in scorers if isinstance(s, DraftScorer)])
+        now, dense = (v[:, FRAME:].log_softmax(-1) for v in (logits, decoder.dense(given[:, :-1])))
+    search = search_of(program_of(model, tokens.shape), fc.ReplayConfig(draft=draft), tokens)[0]
+    outcome, wanted = search.outcome((threshold,) * LAYERS), given[:, FRAME + 1 :, None]
+    nll, nll_dense = (float(-v.gather(-1, wanted).mean()) for v in (now, dense))
+    assert outcome.loss == pytest.approx(np.log(nll / nll_dense), abs=1e-5)
+    assert outcome.ratios == pytest.approx(shares.tolist(), abs=1e-6)
+    assert 0.3 < outcome.replay < 0.95
+    return float((dense.exp() * (dense - now)).sum(-1).mean())
+
+
+@pytest.mark.thorough
+def test_distilled_drafts_predict_better(
+    wide: LlamaForCausalLM, some: np.ndarray[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On other videos, after a fit to two of many. The decoder stays; a resumed training ends the same."""
+    monkeypatch.setattr("fastcar_compile.tune.training.draft.FIT_TOKENS", 2 * (LENGTH + 1))
+    before, held_out = {name: weight.clone() for name, weight in wide.named_parameters()}, some[40:]
+    options: dict[str, Any] = {"share": 0.3, "checkpoint": tmp_path / "checkpoint"}
+    fitted, steps = fit(wide, some, **options), {"distill_steps": 13, "distill_rate": 2e-3}
+    found = fit(wide, some, **options, **steps)
+    assert all(torch.equal(weight, before[name]) for name, weight in wide.named_parameters())
+    search = search_of(program_of(wide, held_out.shape), fc.ReplayConfig(draft=fitted), held_out)[0]
+    (level, *_) = search.level(0.8)
+    assert level is not None
+    # The level is a score itself, which either rule may round to another side.
+    was, now = (divergence(wide, draft, held_out, level + 1e-3) for draft in (fitted, found))
+    assert now < 0.7 * was
+    assert found.gate == fitted.gate
+    for layer, own in found.layers.items():
+        assert own.size == fitted.layers[layer].size
+        assert torch.equal(own.edges, fitted.layers[layer].edges)
+        assert ((own.gains >= 0) & (own.gains <= 1)).all()
+    state = tmp_path / "checkpoint-0.3"
+    state.unlink()
+
+    def stop(line: str) -> None:
+        if line.startswith("step 13 of 13"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(wide, some, **options, **steps, progress=stop)
+    lines = list[str]()
+    assert fit(wide, some, **options, **steps, progress=lines.append) == found
+    assert next(line for line in lines if line.startswith("step")).startswith("step 12 of 13")

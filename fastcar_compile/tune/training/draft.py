@@ -1,4 +1,4 @@
-"""Drafts fitted to recorded videos: no labels, and no gradient through the decoder (docs/explanation/drafts.md)."""
+"""Drafts fitted to recorded videos, without labels (docs/explanation/drafts.md). `distill.py` trains them further."""
 
 from __future__ import annotations
 
@@ -21,8 +21,19 @@ from fastcar_compile.tune.calibrate import program_key
 from fastcar_compile.tune.curves import Point, allocate
 from fastcar_compile.tune.rule import counts
 from fastcar_compile.tune.search import Say
+from fastcar_compile.tune.training.distill import STEP_TOKENS, distilled
 from fastcar_compile.tune.training.relaxed import RelaxedDecoder
-from fastcar_compile.tune.training.surrogate import PAIR_VALUES, PAIRS, Mlp, Moments, candidates, sizes_of, surrogate
+from fastcar_compile.tune.training.surrogate import (
+    PAIR_VALUES,
+    PAIRS,
+    UNITS,
+    Mlp,
+    Moments,
+    candidates,
+    sizes_of,
+    surrogate,
+)
+from fastcar_compile.tune.training.train import Options, Setup
 
 _PRICED = 2
 """The size whose error gives a layer's price: an eighth."""
@@ -33,6 +44,9 @@ CHECKPOINT = "fastcar-draft-checkpoint"
 ROWS = 8
 """Most videos that run together, and on which a layer's price is measured."""
 
+FIT_TOKENS = 100_000
+"""The first videos, of at most so many tokens, are fitted to; all of them serve the steps of a distillation."""
+
 MEMORY = 2 << 30
 """Most bytes of moments that are kept at a time. Layers beyond them take another pass over the videos."""
 
@@ -42,6 +56,9 @@ def fit_draft(
     videos: Any,
     *,
     share: float = 0.25,
+    distill_steps: int = 0,
+    distill_replay: float = 0.8,
+    distill_rate: float = 0.01,
     seed: int = 0,
     tokens_per_frame: int | None = None,
     prompt: int = 1,
@@ -56,12 +73,19 @@ def fit_draft(
 
     Args:
         model: a decoder, as `compile` takes it, float32.
-        videos: int64 [N, T], prompt included, with three whole frames behind it; not those that judge the result.
+        videos: int64 [N, T], prompt included, with three whole frames behind it; not those that judge the result. The
+            fit reads the first FIT_TOKENS tokens of them.
         share: weights of all drafts together, as a share of those of all MLPs; the layers share them by what they cost.
-        seed: of the pairs that are drawn, and of the gate's first weights.
+        distill_steps: steps that then train the drafts through the decoder, against the dense one. Each takes videos of
+            about STEP_TOKENS tokens; none is drawn again before all were. A few videos would be learnt by heart.
+        distill_replay: share of the forwards t >= F that replay in these steps.
+        distill_rate: peak learning rate (Adam) of a tensor, as a share of its root mean square. Where fitted drafts err
+            little, or videos are few, less is better.
+        seed: of the pairs that are drawn, of the gate's first weights, and of order and noise in the steps.
         tokens_per_frame: default: the model's own. prompt: tokens before decoding starts.
         counted: the ids first .. end - 1 of the tokens that the decoder predicts; None: all.
-        checkpoint: a file that keeps finished layers. An interrupted fit continues from it.
+        checkpoint: a file that keeps finished layers; one of its name, `-` and the share keeps the state of the steps.
+            An interrupted fit continues from them.
         progress: called with one line after every part. The logger `fastcar_compile` has it too, at INFO.
 
     Raises:
@@ -80,13 +104,26 @@ def fit_draft(
     if tokens.shape[1] - 1 - prompt < 3 * frame:
         hint = f"give at least {prompt + 3 * frame + 1} tokens, or a shorter prompt"
         raise InputError(f"videos of {tokens.shape[1]} tokens have less than three frames behind the prompt", hint=hint)
-    rows = next(n for n in range(min(ROWS, len(tokens)), 0, -1) if len(tokens) % n == 0)
+    steps, say = values.whole("distill_steps", distill_steps, 0), values.reporter(progress)
+    replay, rate = values.number("distill_replay", distill_replay), values.number("distill_rate", distill_rate)
+    if not 0 < replay < 1:
+        raise InputError(f"distill_replay is {replay:g}", hint="give a share between 0 and 1, such as 0.8")
+    if not 0 < rate < 1:
+        raise InputError(f"distill_rate is {rate:g}", hint="give a share between 0 and 1, such as 0.01")
+    place = None if checkpoint is None else values.path_of("checkpoint", checkpoint)
+    some = tokens[: max(1, FIT_TOKENS // tokens.shape[1])]
+    rows = next(n for n in range(min(ROWS, len(some)), 0, -1) if len(some) % n == 0)
     decoder = RelaxedDecoder(model, rows, tokens.shape[1] - 1, frame, prompt)
     # The share is no part of the key: candidates of all sizes are kept.
-    key = program_key(decoder.program, {"prompt": prompt, "seed": seed}, tokens)
-    kept = Kept(None if checkpoint is None else values.path_of("checkpoint", checkpoint), key)
+    kept = Kept(place, program_key(decoder.program, {"prompt": prompt, "seed": seed}, some))
     with torch.no_grad():
-        return Fit(decoder, torch.from_numpy(tokens), counted, seed, values.reporter(progress)).run(share, kept)
+        draft = Fit(decoder, torch.from_numpy(some), counted, seed, say).run(share, kept)
+    if not steps:
+        return draft
+    batch = max(1, round(STEP_TOKENS / tokens.shape[1]))
+    options = Options("learned", replay, UNITS, steps, batch, seed, start=draft.digest, counted=counted)
+    state = None if place is None else place.with_name(f"{place.name}-{share:g}")
+    return distilled(model, tokens, draft, options, Setup(frame, prompt, checkpoint=state, progress=say), rate)
 
 
 class Fit:

@@ -45,6 +45,14 @@ class Scorer(nn.Module, ABC):
                 visit.
         """
 
+    def surrogate(self, x: Tensor) -> Tensor | float:
+        """Return what stands in for the MLP of x [..., H] where a row replays, [..., H]; 0: only the cached output."""
+        return 0.0
+
+    def gain(self, x: Tensor, cached: Tensor) -> Tensor | float:
+        """Return the factor, [N, F, 1], of what the surrogate left of the cached output; arguments as for `score`."""
+        return 1.0
+
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """Return the gate's weights, float32, by their names in its file."""
@@ -221,17 +229,22 @@ class _Replay:
         inputs = decoder.framed(x.reshape(rows, decoder.length, -1).float())
         fresh = decoder.framed(flat)
         sample = _sample(decoder, query, key_cache, x, output)
-        prepared = self._scorer.prepare(sample.query, sample.earlier, sample.x)
-        y, cached = fresh[:, 0], inputs[:, 0]
-        outputs, decisions = [y], []
+        scorer = self._scorer
+        prepared, surrogate = scorer.prepare(sample.query, sample.earlier, sample.x), scorer.surrogate(inputs)
+        left = fresh - surrogate
+        kept, cached = left[:, 0], inputs[:, 0]
+        outputs, decisions = [fresh[:, 0]], []
         for frame in range(1, decoder.frames):
-            replay = self._relaxation.decide(self._scorer.score(prepared[:, frame - 1], inputs[:, frame], cached))
+            now = inputs[:, frame]
+            replay = self._relaxation.decide(scorer.score(prepared[:, frame - 1], now, cached))
             decisions.append(replay)
             # A blend instead of `where`: the gradient reaches the decision through the difference of both outcomes.
-            computed = 1 - replay[..., None]
-            y = y + computed.to(y.dtype) * (fresh[:, frame] - y)
-            cached = cached + computed * (inputs[:, frame] - cached)
-            outputs.append(y)
+            computed = (1 - replay[..., None]).to(fresh.dtype)
+            y = scorer.gain(now, cached) * kept
+            y = y + surrogate[:, frame] if isinstance(surrogate, Tensor) else y
+            outputs.append(y + computed * (fresh[:, frame] - y))
+            kept = kept + computed * (left[:, frame] - kept)
+            cached = cached + computed * (now - cached)
         self.share = decoder.share(torch.stack(decisions, 1))
         decoded = torch.stack(outputs, 1).flatten(1, 2)[:, : decoder.length - decoder.prompt]
         return torch.cat([flat[:, : decoder.prompt], decoded], 1).reshape(output.shape)

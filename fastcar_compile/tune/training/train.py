@@ -282,8 +282,7 @@ class Training:
         random = torch.Generator().manual_seed(options.seed)
         # The first batch sets the scale of the inputs, and so the first weights.
         samples = decoder.samples(self._batch(0)[:, :-1])
-        inputs = zip(samples, decoder.scales, strict=True)
-        self.scorers = nn.ModuleList(SCORERS[options.gate](*pair, options.units, random) for pair in inputs)
+        self.scorers = nn.ModuleList(self._made(samples, random))
         self._price, rate, self._soft = FIRST_PRICE, RATES[options.gate], start is not None
         if start is not None:
             self._go_on_from(start)
@@ -291,10 +290,19 @@ class Training:
         self.weights = decoder.own_weights() if options.decoder_rate else {}
         weights = nn.ParameterList(self.weights.values())
         self._trained = nn.ModuleList([self.scorers, weights])
-        parts = ((self.scorers, rate), (weights, options.decoder_rate))
+        parts = (*self._rates(rate), (weights, options.decoder_rate))
         self._groups = [{"params": list(part.parameters()), "peak": peak} for part, peak in parts if len(part)]
         self._optimizer = torch.optim.Adam(self._groups, betas=(0.9, 0.95))
         self.log: list[Step] = []
+
+    def _made(self, samples: Sequence[Sample], random: torch.Generator) -> list[Scorer]:
+        """Return the scorers of all layers with their first weights."""
+        make, units = SCORERS[self._options.gate], self._options.units
+        return [make(*pair, units, random) for pair in zip(samples, self._decoder.scales, strict=True)]
+
+    def _rates(self, rate: float) -> list[tuple[nn.ModuleList | nn.ParameterList, float]]:
+        """Return the parts of the scorers with their peak learning rates."""
+        return [(self.scorers, rate)]
 
     def _go_on_from(self, start: TrainedGate) -> None:
         """Start from a trained gate. Raise InputError when its kind, units or decoder differ."""
