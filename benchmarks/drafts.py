@@ -1,14 +1,21 @@
 """What a draft of the MLPs spares, and what it costs: docs/explanation/drafts.md.
 
     python benchmarks/drafts.py quality --data build/doom/data --json quality.json
-    python benchmarks/drafts.py shapes
+    python benchmarks/drafts.py rollouts --quality quality.json
+    python benchmarks/drafts.py precisions --quality quality.json
     python benchmarks/drafts.py speed --quality quality.json
+    python benchmarks/drafts.py shapes
+    python benchmarks/drafts.py layer
     python benchmarks/drafts.py wide
 
 quality: the game decoder of examples/doom, with drafts fitted to calibration play and measured on the held-out
-sequences of docs/measurements/doom.md, beside the plain gates with their thresholds of examples/doom/cases.json.
+sequences of docs/measurements/doom.md, beside the plain gates with their thresholds of examples/doom/cases.json. Two
+drafts are distilled. So are narrower MLPs, which every row uses.
+rollouts: frames that are generated one after the other, by the rules of docs/measurements/doom.md.
+precisions: the held-out sequences with quantised decoders and drafts.
+layer: time and memory of the fit of one layer of 4096 x 11008 with random weights and inputs.
 shapes: the decoders of drawn videos as they were trained, with a draft of a fifth and gate `learned` as it is shipped.
-speed: frames/s of the game decoder, dense, with gate `learned` and with each draft, at thresholds within 1.10x.
+speed: frames/s of the game decoder, dense, with gate `learned` and with two drafts, at thresholds within 1.10x.
 wide: the same of 8 layers of 2048 x 5504 with random weights and a draft of an eighth. Four of five visits replay.
 """
 
@@ -24,105 +31,123 @@ from typing import Any
 import numpy as np
 import torch
 from replay_doom.curves import Point, most_replay
+from replay_doom.rollouts import likenesses, rolled, start_of
 from replay_doom.sequences import RICH, groups_of, spaced
 from replay_doom.setup import COUNTED, DOOM, LIMITS, TOKENS_PER_FRAME, Counts, Setup
 from replay_doom.weighting import natural_shares
+from replay_drafts.layer import layer
+from replay_drafts.methods import (
+    DISTILLED,
+    SEQUENCES,
+    STEPS,
+    TARGETS,
+    Method,
+    by_chance,
+    cost_at,
+    file_of,
+    means,
+    methods,
+    most,
+    sizes_of,
+)
 from replay_quality.decoders import DECODERS, TRAINING_SEED
 from speed.wide import wide
 
 import fastcar_compile as fc
-from fastcar_compile.tune.calibrate import program_of, search_of
-from fastcar_compile.tune.evaluate import Case, Study, load_cases
+from fastcar_compile.tune.calibrate import PRECISIONS, program_of, search_of
+from fastcar_compile.tune.evaluate import Case, Study
 
-SHARES = (0.28, 0.2, 0.14)
-TARGETS = (0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
-SEQUENCES, SEED = 96, 5
-PLAIN = ("input_delta", "learned")
+NETS = (0.5, 0.6, 0.66, 0.7)
+"""Net bytes at which costs are compared."""
 
-
-def spared(row: dict[str, Any], sizes: list[float], shares: dict[str, float]) -> tuple[float, float, float]:
-    """Return replay, MLP bytes spared net of the drafts', and NLL over dense, with kinds of motion as in all play."""
-    kinds = [(shares[name], row["groups"][name]) for name in shares if name in row["groups"]]
-    weights = np.array([weight for weight, _ in kinds]) / sum(weight for weight, _ in kinds)
-    layers = weights @ np.array([group["replay_by_layer"] for _, group in kinds])
-    nll, dense = (float(weights @ [float(group[name]) for _, group in kinds]) for name in ("nll", "nll_dense"))
-    return float(layers.mean()), float((layers * (1 - np.array(sizes))).mean()), nll / dense
+ROUNDS = 3
+DRIFT_FRAMES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def fitted(setup: Setup, share: float) -> fc.Draft:
-    """Return the draft of a share, fitted to sequences of the calibration's play."""
-    split, frames = setup.tokens("calibration"), setup.counts.frames
-    random = np.random.default_rng(SEED)
-    starts = np.sort(random.choice(split.sequences(frames), SEQUENCES, replace=False))
-    began = time.perf_counter()
-    found = fc.fit_draft(
-        setup.dense.model(),
-        split.take(starts, frames),
-        share=share,
-        prompt=TOKENS_PER_FRAME,
-        counted=COUNTED,
-        checkpoint=setup.work / "draft.checkpoint",
-    )
-    print(f"share {share}: fitted in {time.perf_counter() - began:.0f} s", flush=True)
-    found.save(setup.work / f"draft-{share}.safetensors")
-    return found
-
-
-def sizes_of(draft: fc.Draft | None, layers: int, intermediate: int) -> list[float]:
-    """Return each layer's draft as a share of its MLP's weights."""
-    drafts = {} if draft is None else draft.layers
-    return [drafts[i].size.share(intermediate, gated=True) if i in drafts else 0.0 for i in range(layers)]
-
-
-def cases_of(setup: Setup, draft: fc.Draft) -> list[Case]:
-    """Return cases of a draft: one threshold for all layers, near every target on calibration sequences."""
-    split, counts = setup.tokens("calibration"), setup.counts
-    videos = split.take(spaced(split, counts.calibration, counts.frames), counts.frames)
-    config = fc.ReplayConfig(draft=draft)
-    program = program_of(setup.dense.model(), videos.shape)
-    search = search_of(program, config, videos, setup.setting)[0]
-    return [Case("draft", config.model_copy(update={"threshold": values}), t)
-            for values, t in zip(search.path(TARGETS), TARGETS, strict=True)]  # fmt: skip
-
-
-def quality(setup: Setup, output: Path | None) -> None:
-    """Print replay and bytes spared within each limit."""
+def held_out(setup: Setup, quant: str = "none") -> Study:
+    """Return a study on the held-out sequences of docs/measurements/doom.md."""
     split, counts = setup.tokens("held_out"), setup.counts
     starts = spaced(split, counts.held_out, counts.frames, RICH)
-    study = Study(
-        program_of(setup.dense.model(), (len(starts), counts.frames * TOKENS_PER_FRAME)),
+    return Study(
+        program_of(setup.dense.model(), (len(starts), counts.frames * TOKENS_PER_FRAME), quant=quant),
         split.take(starts, counts.frames),
         decoder="trained",
         prompt=setup.setting.prompt,
         counted=COUNTED,
         groups=groups_of(split, starts, counts.frames, counts.prompt),
     )
-    shares, config = natural_shares(split), setup.dense.model().config
-    kinds = {"all": shares, "turning": {"turning": 1.0}}
-    plain = load_cases(DOOM / "cases.json", setup.dense.gate_weights())
-    methods: dict[str, tuple[list[float], list[Case]]] = {
-        gate: (sizes_of(None, 5, 1), [c for c in plain if c.gate == gate]) for gate in PLAIN
-    }
-    for share in SHARES:
-        draft = fitted(setup, share)
-        sizes = sizes_of(draft, config.num_hidden_layers, config.intermediate_size)
-        methods[f"draft, {sum(sizes) / len(sizes):.0%}"] = sizes, cases_of(setup, draft)
+
+
+def quality(setup: Setup, output: Path | None) -> None:
+    """Print replay and bytes spared within each limit, and what each method costs at the same bytes."""
+    study = held_out(setup)
+    shares, compared = natural_shares(setup.tokens("held_out")), methods(setup)
+    rows = {name: study.rows(method.cases) for name, method in compared.items()}
+    for share in DISTILLED:
+        name, other = f"distilled, share {share}", f"by chance, share {share}"
+        method = compared[name]
+        cases = [by_chance(case, row) for case, row in zip(method.cases, rows[name], strict=True)]
+        compared[other], rows[other] = Method(method.sizes, cases), study.rows(cases)
     found = dict[str, Any]()
-    for name, (sizes, cases) in methods.items():
-        rows = study.rows(cases)
-        for kind, own in kinds.items():
-            points = sorted(spared(row, sizes, own) for row in rows)
-            replays = [Point(0.0, 1.0), *(Point(r, cost) for r, _, cost in points)]
-            nets = [Point(0.0, 1.0), *sorted((Point(n, cost) for _, n, cost in points), key=lambda p: p.replay)]
-            most = {limit: (most_replay(replays, limit), most_replay(nets, limit)) for limit in LIMITS}
-            found[f"{name}, {kind}"] = [list(point) for point in points]
-            text = "; ".join(f"{limit:.2f}x: replay {r:.1%}, net bytes {n:.1%}" for limit, (r, n) in most.items())
-            print(f"{name}, {kind}: {text}", flush=True)
-        within = [c for c, r in zip(cases, rows, strict=True) if spared(r, sizes, shares)[2] <= LIMITS[-1]]
-        best = max(within, key=lambda case: spared(rows[cases.index(case)], sizes, shares)[0])
-        found[f"{name}, thresholds"] = best.to_json()
+    for kind, own in {"all": shares, **{name: {name: 1.0} for name in shares}}.items():
+        points = {name: [method.spared(row, own) for row in rows[name]] for name, method in compared.items()}
+        for name, measured in points.items():
+            found[f"{name}, {kind}"] = sorted(measured)
+            text = "; ".join(
+                f"{limit:.2f}x: replay {r:.1%}, net bytes {n:.1%}"
+                for limit in LIMITS
+                for r, n in [most(measured, limit)]
+            )
+            costs = ", ".join(f"{net:.0%} {cost_at(measured, net):.3f}x" for net in NETS)
+            print(
+                f"{name}, {kind}: {text}; at net bytes {costs}; most {max(n for _, n, _ in measured):.1%}", flush=True
+            )
+    for name, method in compared.items():
+        within = [
+            (replay, case)
+            for case, row in zip(method.cases, rows[name], strict=True)
+            for replay, _, cost in [method.spared(row, shares)]
+            if cost <= LIMITS[-1]
+        ]
+        if within:
+            found[f"{name}, thresholds"] = max(within, key=lambda pair: pair[0])[1].to_json()
     if output is not None:
         output.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+
+
+def rollouts(setup: Setup, found: dict[str, Any]) -> None:
+    """Print PSNR by generated frame of gate `learned` and of drafts within the greater limit, beside other draws."""
+    start = start_of(setup)
+    made = rolled(setup, setup.dense, chosen(setup, found), start)
+    for name, result in likenesses(setup, start, made).items():
+        for against in ("dense", "true"):
+            errors = result["errors"][against]
+            psnr = " ".join(f"{-10 * math.log10(max(errors[n - 1], 1e-6)):.1f}" for n in DRIFT_FRAMES)
+            print(f"{name}, replay {result['replay_ratio']:.1%}, PSNR against {against}: {psnr}", flush=True)
+
+
+def precisions(setup: Setup, found: dict[str, Any]) -> None:
+    """Print NLL and replay of quantised decoders, dense and with the thresholds of float32."""
+    shares, cases = natural_shares(setup.tokens("held_out")), chosen(setup, found)
+    for quant in PRECISIONS:
+        for name, row in zip(cases, held_out(setup, quant).rows(list(cases.values())), strict=True):
+            layers, nll, dense = means(row, shares)
+            print(
+                f"{quant}, {name}: replay {layers.mean():.1%}, NLL {nll:.4f}, {nll / dense:.3f}x of dense {dense:.4f}"
+            )
+
+
+def chosen(setup: Setup, found: dict[str, Any]) -> dict[str, Case]:
+    """Return the cases within the greater limit that `quality` found, of gate `learned` and of drafts of one share."""
+    learned = Case.from_json(found["learned, thresholds"])
+    assert learned.replay is not None
+    plain = learned.replay.model_copy(update={"gate_weights": setup.dense.gate_weights()})
+    cases, share = {"learned": Case("learned", plain)}, DISTILLED[-1]
+    for name, steps in ((f"draft, share {share}", 0), (f"distilled, share {share}", STEPS)):
+        draft = fc.Draft.load(file_of(setup, share, steps))
+        thresholds = found[f"{name}, thresholds"]["replay"]["threshold"]
+        cases[name] = Case(name, fc.ReplayConfig(draft=draft, threshold=thresholds))
+    return cases
 
 
 def shapes() -> None:
@@ -130,7 +155,7 @@ def shapes() -> None:
     for decoder in (d for d in DECODERS if not d.tuned):
         model, videos = decoder.model(), decoder.videos(SEQUENCES, TRAINING_SEED)
         began = time.perf_counter()
-        draft = fc.fit_draft(model, videos, share=SHARES[1])
+        draft = fc.fit_draft(model, videos, share=DISTILLED[-1])
         print(f"{decoder.name}: fitted in {time.perf_counter() - began:.0f} s", flush=True)
         held_out, config = decoder.held_out(), model.config
         study = Study(program_of(model, held_out.shape), held_out, decoder=decoder.name)
@@ -157,12 +182,10 @@ def shapes() -> None:
                 )
 
 
-def turns(
-    sessions: dict[str, fc.Session], tokens: np.ndarray, prompt: int, frame: int, rounds: int
-) -> dict[str, float]:
+def turns(sessions: dict[str, fc.Session], tokens: np.ndarray, prompt: int, frame: int) -> dict[str, float]:
     """Return the least seconds of a frame of each session; the first frame behind the prompt never replays."""
     seconds = dict.fromkeys(sessions, math.inf)
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for name, session in sessions.items():
             session.reset()
             began = 0.0
@@ -191,18 +214,11 @@ def opened(artifacts: dict[str, fc.Artifact], threads: int) -> Iterator[tuple[st
         yield name, artifact.session("cpu", threads=threads)
 
 
-def speed(setup: Setup, found: dict[str, Any], rounds: int) -> None:
+def speed(setup: Setup, found: dict[str, Any]) -> None:
     """Print frames/s of the game decoder at the thresholds within the greater limit."""
     common: dict[str, Any] = {"target": "cpu", "quant": "w8a8", "kv": "float16", "max_seq_len": 1040}
     configs: dict[str, Any] = {"dense": None}
-    learned = fc.ReplayConfig.from_json(found["learned, thresholds"]["replay"])
-    configs["learned"] = learned.model_copy(update={"gate_weights": setup.dense.gate_weights()})
-    for share in SHARES:
-        draft = fc.Draft.load(setup.work / f"draft-{share}.safetensors")
-        name = next(n for n in found if n.startswith("draft") and n.endswith("thresholds") and _is(found[n], draft))
-        configs[name.removesuffix(", thresholds")] = fc.ReplayConfig(
-            draft=draft, threshold=found[name]["replay"]["threshold"]
-        )
+    configs |= {name: case.replay for name, case in chosen(setup, found).items()}
     split = setup.tokens("held_out")
     tokens = split.take(spaced(split, 1, setup.counts.frames)[:1], setup.counts.frames)
     with tempfile.TemporaryDirectory() as folder:
@@ -210,14 +226,10 @@ def speed(setup: Setup, found: dict[str, Any], rounds: int) -> None:
         artifacts = {n: fc.compile(model, output=Path(folder, n), replay=r, **common) for n, r in configs.items()}
         for threads in (1, 2):
             sessions = dict(opened(artifacts, threads))
-            show(turns(sessions, tokens, setup.setting.prompt, TOKENS_PER_FRAME, rounds), sessions, threads)
+            show(turns(sessions, tokens, setup.setting.prompt, TOKENS_PER_FRAME), sessions, threads)
 
 
-def _is(case: dict[str, Any], draft: fc.Draft) -> bool:
-    return case["replay"].get("draft") == draft.name
-
-
-def wide_speed(rounds: int) -> None:
+def wide_speed() -> None:
     """Print frames/s of the wide decoder: four of five visits of a slot replay."""
     frame, model = 16, wide()
     hidden, inner, layers = (
@@ -246,32 +258,33 @@ def wide_speed(rounds: int) -> None:
         artifacts = {n: fc.compile(model, output=Path(folder, n), replay=r, **common) for n, r in configs.items()}
         for threads in (1, 2):
             sessions = dict(opened(artifacts, threads))
-            show(turns(sessions, tokens, 1, frame, rounds), sessions, threads)
+            show(turns(sessions, tokens, 1, frame), sessions, threads)
 
 
 def main() -> None:
     """Run the requested measurement."""
+    alone = {"shapes": shapes, "layer": layer, "wide": wide_speed}
+    read = {"rollouts": rollouts, "precisions": precisions, "speed": speed}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("quality", "shapes", "speed", "wide"))
+    parser.add_argument("what", choices=[*alone, *read, "quality"])
     parser.add_argument(
         "--data", type=Path, default=DOOM.parents[1] / "build" / "doom" / "data", help="recorded if missing"
     )
     parser.add_argument("--work", type=Path, default=DOOM.parents[1] / "build" / "doom" / "drafts")
     parser.add_argument("--quality", type=Path, help="what quality wrote with --json")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    if options.what in alone:
+        alone[options.what]()
+        return
     options.work.mkdir(parents=True, exist_ok=True)
     setup = Setup(options.data, DOOM / "world", DOOM, options.work, Counts(), print)
-    if options.what in ("shapes", "wide"):
-        shapes() if options.what == "shapes" else wide_speed(options.rounds)
-        return
     for split in ("calibration", "held_out"):
         setup.record(split)
     if options.what == "quality":
         quality(setup, options.json)
     else:
-        speed(setup, json.loads(options.quality.read_text("utf-8")), options.rounds)
+        read[options.what](setup, json.loads(options.quality.read_text("utf-8")))
 
 
 if __name__ == "__main__":

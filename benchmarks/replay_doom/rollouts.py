@@ -1,6 +1,7 @@
 """Drift: frames that are generated one after the other, dense and with replay, under the same actions and draws."""
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ CONTEXT = 16
 TOP_K = 40
 SEEDS = {"dense": 0, "dense, other draws": 1}
 """Replay has the draws of seed 0. Other draws show how far apart two dense rollouts are."""
+
+
+Made = tuple[np.ndarray, float]
+"""A rollout: tokens int64 [N, frames * 65], and the replayed share of t >= F."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,8 @@ def _inner(each: int, scenarios: int) -> np.ndarray:
     return np.concatenate([np.arange(1, each + 1) + s * (each + 2) for s in range(scenarios)])
 
 
-def roll(artifact: Artifact, start: Start, thresholds: Any, seed: int) -> tuple[np.ndarray, float]:
-    """Return the tokens int64 [N, frames * 65] that a session generates, and the replayed share of t >= F."""
+def roll(artifact: Artifact, start: Start, thresholds: Any, seed: int) -> Made:
+    """Return what a session generates."""
     rows = len(start.context)
     choose = fc.Sampling(top_k=TOP_K, seed=seed).start(np.zeros((rows, 0), np.int64))
     frames: list[np.ndarray] = []
@@ -67,25 +72,29 @@ def roll(artifact: Artifact, start: Start, thresholds: Any, seed: int) -> tuple[
 
 
 def rollouts(setup: Setup, decoder: Decoder) -> dict[str, Any]:
-    """Return for dense, other draws and gates within the greater limit: share replayed, and likeness by frame.
-
-    Frames are compared with the dense rollout and with the recorded game. The tokens are kept for pictures.
-    """
+    """Return `rolled` of two gates within the greater limit, and keep the tokens for pictures."""
     cases = {case.calibration: case for case in load_cases(decoder.folder / "cases.json", decoder.gate_weights())}
-    start, made = start_of(setup), dict[str, tuple[np.ndarray, float]]()
-    for variant in (LEARNED, MEAN):
-        case: Case = cases[within(variant, LIMITS[-1])]
+    chosen = {variant.name: cases[within(variant, LIMITS[-1])] for variant in (LEARNED, MEAN)}
+    start = start_of(setup)
+    made = rolled(setup, decoder, chosen, start)
+    kept: dict[str, Any] = {"true": start.true} | {name: tokens for name, (tokens, _) in made.items()}
+    np.savez(setup.work / decoder.name / "rollouts.npz", **kept)
+    return likenesses(setup, start, made)
+
+
+def rolled(setup: Setup, decoder: Decoder, cases: Mapping[str, Case], start: Start) -> dict[str, Made]:
+    """Return what dense, other draws of it, and every case generate."""
+    made = dict[str, Made]()
+    for name, case in cases.items():
         with tempfile.TemporaryDirectory() as scratch:
             artifact = _compiled(decoder, case, start, Path(scratch) / "artifact")
             if not made:
                 made |= {name: roll(artifact, start, None, seed) for name, seed in SEEDS.items()}
             assert case.replay is not None
             thresholds = list(case.replay.thresholds(artifact.manifest.decoder.config.num_layers))
-            made[variant.name] = roll(artifact, start, thresholds, SEEDS["dense"])
-            setup.say(f"rollouts of {variant.name}")
-    kept: dict[str, Any] = {"true": start.true} | {name: tokens for name, (tokens, _) in made.items()}
-    np.savez(setup.work / decoder.name / "rollouts.npz", **kept)
-    return _likeness(setup, start, made)
+            made[name] = roll(artifact, start, thresholds, SEEDS["dense"])
+            setup.say(f"rollouts of {name}")
+    return made
 
 
 def _compiled(decoder: Decoder, case: Case, start: Start, folder: Path) -> Artifact:
@@ -96,7 +105,8 @@ def _compiled(decoder: Decoder, case: Case, start: Start, folder: Path) -> Artif
     return fc.compile(decoder.model(), target="cpu", replay=case.replay, tokens_per_frame=TOKENS_PER_FRAME, **options)
 
 
-def _likeness(setup: Setup, start: Start, made: dict[str, tuple[np.ndarray, float]]) -> dict[str, Any]:
+def likenesses(setup: Setup, start: Start, made: Mapping[str, Made]) -> dict[str, Any]:
+    """Return for each rollout the share replayed, and by frame its likeness to the dense one and to the game."""
     frames = setup.pixels()
     pictures = {name: frames(tokens) / 255.0 for name, (tokens, _) in made.items()}
     true = frames(start.true) / 255.0

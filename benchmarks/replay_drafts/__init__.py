@@ -1,0 +1,1 @@
+"""The methods that benchmarks/drafts.py compares."""
