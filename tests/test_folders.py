@@ -109,6 +109,7 @@ def check_folder(checkpoint: Checkpoint, model: hf.PreTrainedModel) -> None:
         (longrope, "model.layers.0.mlp.gate_up_proj.weight"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:longrope RoPE has the frequencies of")
 def test_a_folder_is_the_decoder_of_its_model(make: Make, name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = make().eval()

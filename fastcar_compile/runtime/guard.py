@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, SupportsIndex
 
-from fastcar_compile.errors import BackendError, InputError, shown
+from fastcar_compile.errors import BackendError, InputError, count_text, shown
 from fastcar_compile.runtime.tvm_runtime import global_function
 from fastcar_compile.support.machine import usable_cores
 from fastcar_compile.support.values import plain
@@ -50,15 +50,17 @@ def use_threads(count: int) -> None:
 
     Raises:
         BackendError: the pool of this thread was made for fewer threads.
-        InputError: this thread had a pool in the parent process, before a fork.
+        InputError: this thread had a pool of several threads in the parent process, before a fork.
     """
-    # Threads do not survive a fork. The pool of the forking thread is copied without its workers.
-    inherited = getattr(_pool, "forks", forks()) != forks()
-    if inherited and count > 1:
-        what = f"{count} threads are asked for in a thread that had TVM's threads before a fork, which ended them"
-        hint = "open the session with threads=1, or in another thread of this process, or start children with "
-        raise InputError(what, hint=f"{hint}multiprocessing's 'spawn'")
-    if getattr(_pool, "size", None) == count:
+    # Threads do not survive a fork. The pool of the forking thread is copied without its workers, and TVM would set the
+    # affinity of threads that are gone even to use one of them, which at times crashes.
+    inherited, size = getattr(_pool, "forks", forks()) != forks(), getattr(_pool, "size", None)
+    if inherited and (size, count) != (1, 1):
+        what = f"{count_text(count, 'thread')} asked for in a thread that had TVM's threads before a fork, "
+        what += "which ended them"
+        hint = "open the session in another thread of this process, or start children with multiprocessing's 'spawn'"
+        raise InputError(what, hint=hint)
+    if size == count:
         return
     # The pool is made at its first use, as large as the list of cores is long; later it can only use fewer.
     os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", SPIN_COUNT)
