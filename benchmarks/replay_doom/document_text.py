@@ -4,7 +4,7 @@ HEAD = """# The game decoder
 
 This page measures what replay costs the decoder of `examples/doom` in quality. Its
 videos are real camera motion, not drawn shapes. `python benchmarks/doom_quality.py docs` writes the page; do not edit
-it by hand.
+it by hand. [Drafts](../explanation/drafts.md#what-it-gives) are measured on the same sequences.
 
 A sequence has {frames} frames of held-out play. The first {prompt} are a prompt. The other {decoded} are decoded, each
 token from the true past (teacher-forced). Figures are of the last {measured} frames, because the first decoded frame

@@ -19,7 +19,7 @@ _NEAR = 0.06
 _HEAD = """# Quality
 
 This page measures what replay costs the shipped decoders in likelihood. `python benchmarks/quality.py --docs` writes
-it; do not edit it by hand.
+it; do not edit it by hand. [Drafts](../explanation/drafts.md#what-it-gives) are measured on the same videos.
 
 The decoders (`examples/moving_shapes`, `examples/bouncing_digits`) are float32. Each was trained for its videos
 alone. The decoders in `tuned/` were [fine-tuned for replay](../explanation/gates.md#fine-tuning-for-replay) together
