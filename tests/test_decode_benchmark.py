@@ -95,6 +95,7 @@ def test_the_schedule_replays_the_ratio_evenly(ratio: float, groups: int, layers
     assert (chosen == schedule(ratio, groups * GROUP, layers)).all()
 
 
+@pytest.mark.thorough  # a process for every engine
 def test_an_engine_that_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
     """The exception's own text, and a line below the table."""
     job = Job("pytorch eager", "float8", QUICK, str(tmp_path / "nothing"), str(tmp_path / "job"), max_seq_len=0)

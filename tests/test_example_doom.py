@@ -88,6 +88,7 @@ def test_an_episode_repeats_and_its_frames_show_what_they_are_called(
     assert loaded.scenario == "my_way_home"
 
 
+@pytest.mark.thorough  # an export that is done once, for the shipped file
 def test_pixels_onnx_is_the_tokenizers_decoder(example: SimpleNamespace, tmp_path: Path) -> None:
     onnxruntime: Any = importlib.import_module("onnxruntime")  # it has no types
     torch.manual_seed(0)
@@ -149,6 +150,7 @@ def player(example: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -
         yield session
 
 
+@pytest.mark.thorough  # the server's tests play the same world
 def test_imagined_frames_follow_the_decoder(example: SimpleNamespace, player: fc.Session) -> None:
     """With top_k 1 each token is the most likely image code after all tokens before it."""
     model, split = tiny(), tiny_split(example)

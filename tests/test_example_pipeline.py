@@ -51,6 +51,7 @@ def test_the_script_releases_the_shipped_decoder(tmp_path: Path) -> None:
     assert PASSPHRASE not in done.stdout + done.stderr + json.dumps(reports)
 
 
+@pytest.mark.thorough  # what it calls is tested by itself
 def test_the_script_stops_where_a_step_fails(tmp_path: Path) -> None:
     write_key(tmp_path / "key.pem", PASSPHRASE.encode())
     done = release(tmp_path, model=tmp_path / "nothing")

@@ -104,7 +104,7 @@ def check_folder(checkpoint: Checkpoint, model: hf.PreTrainedModel) -> None:
     [
         (lambda: llama(num_hidden_layers=LAYERS), "model.layers.2.mlp.up_proj.weight"),
         (neox, "embed_out.weight"),
-        (emu3, "text_model.lm_head.weight"),
+        pytest.param(emu3, "text_model.lm_head.weight", marks=pytest.mark.thorough),
         (janus, "model.language_model.norm.weight"),
         (longrope, "model.layers.0.mlp.gate_up_proj.weight"),
     ],
@@ -129,7 +129,9 @@ def every_second_with_a_window() -> hf.PreTrainedModel:
     return hf.Gemma2ForCausalLM(hf.Gemma2Config(**_TEXT | kinds))
 
 
-@pytest.mark.parametrize("make", [every_second_without_rope, every_second_with_a_window])
+@pytest.mark.parametrize(
+    "make", [every_second_without_rope, pytest.param(every_second_with_a_window, marks=pytest.mark.thorough)]
+)
 def test_layers_of_two_kinds_in_turn_are_captured_twice_and_repeated(make: Make, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = make().eval()

@@ -59,6 +59,7 @@ def test_float32_is_alike(ids: Tensor, tmp_path: Path) -> None:
         torch.testing.assert_close(logits[backend], logits["cpu"], atol=1e-4, rtol=0)
 
 
+@pytest.mark.thorough  # one more decoder in w8a8
 def test_w8a8_is_alike_and_in_simulation_the_same(ids: Tensor, tmp_path: Path) -> None:
     """Backends that round at other places differ by steps of int8, which the layers and caches behind them spread."""
     check_tool("g++")

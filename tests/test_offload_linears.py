@@ -41,6 +41,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(artifact=artifact, ids=ids, report=report)
 
 
+@pytest.mark.thorough  # the whole video of test_full_video.py runs on the engine too
 def test_a_video_segment_has_the_same_logits_on_cpu_and_on_the_engine(example: SimpleNamespace) -> None:
     cpu, hls = (example.artifact.session(b, record=True) for b in ("cpu", "hls-csim"))
     counts = dict.fromkeys(CALLS, 0)

@@ -62,6 +62,7 @@ def test_target_replay_is_met_deterministically_and_resumes(artifact: fc.Artifac
     assert len(again) == 2 * len(lines)
 
 
+@pytest.mark.thorough  # rows and calibration are each tested by themselves
 def test_rows_of_their_own_positions_change_nothing(artifact: fc.Artifact, tmp_path: Path) -> None:
     """The prefill graph of such an artifact reads one video."""
     options: dict[str, Any] = {**SIZES, "batch_size": 2, "rows": 1}

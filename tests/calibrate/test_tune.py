@@ -38,6 +38,7 @@ def tuned(decoder: LlamaForCausalLM, some: np.ndarray) -> fc.TunedDecoder:
     return tune(decoder, some[64:], steps=48, rate=3e-3)
 
 
+@pytest.mark.thorough  # a result of training; the mechanics are tested beside it
 def test_a_tuned_decoder_loses_less_by_replay(
     decoder: LlamaForCausalLM, some: np.ndarray, tuned: fc.TunedDecoder
 ) -> None:

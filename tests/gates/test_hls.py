@@ -179,6 +179,7 @@ def test_the_fabric_decides_as_cpu(decided: fc.Artifact) -> None:
 
 
 @pytest.mark.usefixtures("cache")
+@pytest.mark.thorough  # a study's gate; other gates of the host are tested on the board
 def test_the_host_decides_a_study(tmp_path: Path) -> None:
     """The controller has no unit for it: the host's mask is the Index Register."""
     made = built(fc.ReplayConfig(gate="random"), tmp_path / "random")

@@ -1,7 +1,7 @@
 """Compile one kernel and call it."""
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,11 @@ from fastcar_compile.ir.ops.linear import quantize_rows
 
 few = settings(max_examples=12, deadline=None, derandomize=True)
 HERE = runnable(INSTRUCTION_SETS, platform.machine(), cpu_flags())
+
+
+def first_often(isas: Sequence[InstructionSet]) -> list[Any]:
+    """The first one in every run, such as this machine's best, the others in `make thorough`."""
+    return [isas[0], *(pytest.param(isa, marks=pytest.mark.thorough) for isa in isas[1:])]
 
 
 def needs(isa: InstructionSet) -> None:

@@ -23,7 +23,7 @@ from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import INT8_DOTS
 from fastcar_compile.codegen.tvm.target import host_target
 
 from .integer_cases import CASES, KINDS, TOGETHER, IntegerCase, TogetherCase, module
-from .kernel_runs import needs
+from .kernel_runs import HERE, needs
 
 EVEX = replace(instruction_set("avx512-vnni"), name="vpdpbusd on 256 bits", int8="vnni256")
 """The kernels of avx2-vnni, in the encoding of AVX-512."""
@@ -44,7 +44,15 @@ def check(
         np.testing.assert_array_equal(y.numpy(), expected, err_msg=case.name)
 
 
-@pytest.mark.parametrize("isa", X86, ids=lambda isa: isa.name)
+OFTEN = (HERE[0].name, X86[-2].name)
+"""This machine's best and the least."""
+
+
+@pytest.mark.parametrize(
+    "isa",
+    [i if i.name in OFTEN else pytest.param(i, marks=pytest.mark.thorough) for i in X86],
+    ids=lambda isa: isa.name,
+)
 def test_kernels_are_exact(isa: InstructionSet) -> None:
     needs(isa)
     cases = (*CASES, *TOGETHER)

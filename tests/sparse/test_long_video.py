@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import check_module
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAMES, FRAME, HEADS, DIM, LAYERS = 3, 256, 4, 32, 4
 
 
+@pytest.mark.thorough  # a benchmark of several processes
 def test_rows_and_plot(tmp_path: Path) -> None:
     check_module("matplotlib")
     script, out, plot = ROOT / "benchmarks" / "long_video.py", tmp_path / "rows.json", tmp_path / "plots" / "long.png"
