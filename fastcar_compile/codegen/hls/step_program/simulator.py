@@ -11,7 +11,7 @@ from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, run_l
 from fastcar_compile.codegen.hls.control_table.table import Status as TableStatus
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, Array, CacheLayout
-from fastcar_compile.codegen.hls.step_program.instructions import LANES, Place
+from fastcar_compile.codegen.hls.step_program.instruction import LANES, ROWS_ON_CHIP, Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.errors import InternalError
@@ -72,7 +72,7 @@ class StepSimulator:
     def __init__(self, program: StepProgram, memory: Memory) -> None:
         self.program, self.memory = program, memory
         sizes = program.sizes
-        self._rows = np.zeros((step.ROWS_ON_CHIP, sizes.rows, sizes.row_words * LANES), np.float32)
+        self._rows = np.zeros((ROWS_ON_CHIP, sizes.rows, sizes.row_words * LANES), np.float32)
         self._input = np.zeros((0, 0), np.float32)
         self._output = np.zeros((0, 0), np.float32)
         self._list = Rows.at(sizes)
