@@ -25,10 +25,10 @@ def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).eval()
 
 
-def headless_llama(seed: int = 0) -> LlamaModel:
+def headless_llama(seed: int = 0, **changes: Any) -> LlamaModel:
     """Backbone without a head: embeddings in, hidden states out; its token embedding is never called."""
     torch.manual_seed(seed)
-    return LlamaModel(LlamaConfig(**SIZES)).eval()
+    return LlamaModel(LlamaConfig(**{**SIZES, **changes})).eval()
 
 
 class PlainBlock(nn.Module):

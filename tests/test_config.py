@@ -59,7 +59,7 @@ def test_a_removed_gate_names_its_successor() -> None:
     [
         ({"gate": "cosine"}, ["unknown gate 'cosine'; known gates: tas"]),
         ({"threshold": math.nan}, ["threshold: a threshold cannot be NaN"]),
-        ({"threshold": "high"}, ["threshold: a threshold is a number, 'inf' or '-inf', not 'high'"]),
+        ({"threshold": "high"}, ["threshold: a threshold is a number, 'inf', '-inf' or '>' and a number, not 'high'"]),
         ({"threshold": [1.0, "x"]}, ["not 'x'"]),
         ({"max_chain": 0}, ["max_chain: Input should be greater than or equal to 1 (given: 0)"]),
         ({"couple_cfg": "yes"}, ["couple_cfg: Input should be a valid boolean"]),

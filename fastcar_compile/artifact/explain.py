@@ -214,7 +214,7 @@ def _layer(part: LayerSite, state: Sequence[State], stride: int) -> str:
 
 
 def _replay_lines(part: LayerSite, replay: ReplayFacts, stride: int) -> list[str]:
-    layer, gate = part.layer, gate_named(replay.gate, replay.heads)
+    layer, gate = part.layer, gate_named(replay.gate, replay.heads, rotary=replay.rotary)
     around = "MLP, and its norm where attention reads another" if part.parallel else "norm and MLP"
     if gate.caches_input:
         around = "MLP (the gate reads the norm before it)"

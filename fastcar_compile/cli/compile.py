@@ -167,6 +167,7 @@ def compile_command(
     gate: Annotated[str | None, Option(autocompletion=names_of("fastcar_compile.gates:GATES.keys"))] = None,
     gate_weights: Path | None = None,
     draft: Path | None = None,
+    rotary: str | None = None,
     threshold: str | None = None,
     heads: str | None = None,
     refresh_every: int | None = None,
@@ -200,7 +201,8 @@ def compile_command(
         gate: What decides: tas, input_delta, learned; always, never, random. Default: tas.
         gate_weights: Weights of gate learned, .safetensors.
         draft: What a replay computes instead of the MLP, .safetensors of `fastcar fit-draft`; it brings gate learned.
-        threshold: A number, inf, -inf, or one per layer; default: the gate's.
+        rotary: both, or key: gate tas as in the authors' code, with the query from before its rotary embedding.
+        threshold: A number, inf, -inf, ">-4" (score > -4), or one per layer; default: the gate's.
         heads: Query heads of gate tas: 0,2; or 0,2/all/3:1,1:-1 per layer.
         refresh_every: Every n-th frame computes everything.
         offload: What the accelerator computes: mlp; linears (also projections and head); all (the step).

@@ -48,7 +48,7 @@ ThresholdOption = Annotated[str | None, Option(help="Overrides the compiled thre
 def parse_thresholds(text: str) -> float | list[float | None]:
     """Return a threshold option: one number, or one per layer separated by commas; inf, -inf and none are allowed.
 
-    `none` (never replay) alone is inf.
+    `none` (never replay) alone is inf; ">-4" is the next float32 above -4.
 
     Raises:
         UserError: a part is not a number.
@@ -60,12 +60,13 @@ def parse_thresholds(text: str) -> float | list[float | None]:
 
 
 def _threshold(part: str, whole: str) -> float | None:
+    from fastcar_compile.config import parse_threshold
+
     if part == "none":
         return None
     with suppress(ValueError):
-        if not math.isnan(value := float(part)):
-            return value
-    hint = "give a number, inf, -inf, or one of these per layer, separated by commas ('none': never replay)"
+        return parse_threshold(part if part.startswith(">") else float(part))
+    hint = "give a number, inf, -inf, '>' and a number, or one per layer, separated by commas ('none': never replay)"
     raise UserError(f"{part!r} is not a threshold", where=f"--threshold {whole}", hint=hint)
 
 

@@ -7,11 +7,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
+import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, QUANT_FORMATS, quant_format
 from fastcar_compile.errors import CompileError, InputError, UserError, count_text
 from fastcar_compile.gates import GATES, GateWeights, gate_class, gate_named
+from fastcar_compile.gates.base import Rotary
 from fastcar_compile.gates.draft import Draft
 from fastcar_compile.gates.registry import weights_problem
 from fastcar_compile.gates.weights import DIGEST
@@ -26,18 +28,24 @@ Heads = tuple[tuple[int, float], ...]
 
 
 def parse_threshold(value: object) -> float:
-    """Return a threshold; JSON writes infinity as "inf" and "-inf".
+    """Return a threshold; JSON writes infinity as "inf" and "-inf"; ">-4" is the next float32 above -4.
 
     Raises:
         ValueError: the value is a boolean, a different string, or NaN.
     """
-    if isinstance(value, str) and value.strip().lower() in ("inf", "+inf", "-inf"):
-        return float(value)
+    text = value.strip().lower() if isinstance(value, str) else ""
     try:
+        if text.startswith(">"):
+            # A score is float32, so "more than" is "at least the next float32".
+            return float(np.nextafter(np.float32(text[1:]), np.float32(np.inf)))
+        if text in ("inf", "+inf", "-inf"):
+            return float(text)
         return number("a threshold", value)
-    except InputError as error:
-        what = "a threshold cannot be NaN" if error.what.endswith("NaN") else None
-        raise ValueError(what or f"a threshold is a number, 'inf' or '-inf', not {shown(value)}") from error
+    except (InputError, ValueError) as error:
+        if isinstance(error, InputError) and error.what.endswith("NaN"):
+            raise ValueError("a threshold cannot be NaN") from error
+        what = f"a threshold is a number, 'inf', '-inf' or '>' and a number, not {shown(value)}"
+        raise ValueError(what) from error
 
 
 def _dump_threshold(value: float) -> float | str:
@@ -181,8 +189,9 @@ class ReplayConfig(Config):
     Args:
         gate: name of the gate; one of `fastcar_compile.gates.GATES`.
         threshold: what the gate compares its score with (docs/explanation/gates.md; TAS: replay iff score >= threshold,
-            so that `inf` never passes; a change: replay iff score <= threshold). One number for all layers, or one per
-            layer; None means "never replay" (here, or in that layer). Default: the gate's own.
+            so that `inf` never passes, and ">-4", the next float32, means score > -4; a change: replay iff
+            score <= threshold). One number for all layers, or one per layer; None means "never replay" (here, or in
+            that layer). Default: the gate's own.
         max_chain: at most this many replays in a row at one (layer, row, slot); None is unlimited.
         couple_cfg: rows b and b + B/2 (a classifier-free-guidance pair) replay only together.
         refresh_every: all rows compute in every frame whose number t // F is a multiple of this; None: no limit.
@@ -190,6 +199,9 @@ class ReplayConfig(Config):
             weight; or a list with one of these per layer (None: all heads there). Weights are used as given.
         gate_weights: for gate "learned", the safetensors file of its weights (docs/reference/gates.md), or a
             GateWeights. JSON keeps their digest, never the file's name.
+        rotary: for gate "tas": "both": query and key are rotated, as attention uses them and as the paper describes;
+            "key": the query is that from before its rotary embedding, as in the code that the authors published
+            (docs/reference/gates.md#the-authors-rule).
         draft: what a row that replays gets instead of the cached output: the safetensors file of `fit_draft`, or a
             Draft. Its own gate is the default then: "learned" with the file's weights. A gate of another name has to
             keep the MLP's input.
@@ -205,6 +217,7 @@ class ReplayConfig(Config):
     refresh_every: int | None = Field(default=None, ge=2, strict=True)
     heads: Annotated[tuple[Heads | None, ...] | None, BeforeValidator(parse_layers_of_heads)] = None
     gate_weights: Weights = None
+    rotary: Rotary = "both"
     draft: Drafts = None
 
     def __init__(self, **data: Any) -> None:
@@ -220,8 +233,7 @@ class ReplayConfig(Config):
 
     @model_validator(mode="after")
     def _heads_and_weights_fit_the_gate(self) -> Self:
-        if self.heads is not None:
-            gate_named(self.gate, ())
+        gate_named(self.gate, None if self.heads is None else (), rotary=self.rotary)
         problem = weights_problem(self.gate, self.gate_weights is not None)
         if problem is not None:
             raise ValueError(problem)
@@ -230,9 +242,9 @@ class ReplayConfig(Config):
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-safe dict. It has files only where they are given, so that older journals stay valid."""
-        data = super().to_json()
-        return {k: v for k, v in data.items() if v is not None or k not in ("gate_weights", "draft")}
+        """Return a JSON-safe dict. It has files and `rotary` only where they are given: older journals stay valid."""
+        left_out = (("gate_weights", None), ("draft", None), ("rotary", "both"))
+        return {name: value for name, value in super().to_json().items() if (name, value) not in left_out}
 
     def heads_of(self, num_layers: int) -> tuple[Heads | None, ...]:
         """Return the (head, weight) pairs of every layer; empty: all heads everywhere.

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Array = NDArray[Any]
+
+Rotary = Literal["both", "key"]
 
 
 class Comparison(Enum):
@@ -46,7 +48,7 @@ class GateValues(Generic[T]):
     """Operands of a score: graph nodes while a pass builds the score, tensors where it is evaluated.
 
     Attributes:
-        query: float32 [B, Hq, 1, D], as attention uses it.
+        query: float32 [B, Hq, 1, D], as attention uses it; with rotary "key" as it is before its rotation.
         key_cache: float32 [B, Hkv, S, D], this token's key written.
         position: int64 [1], sequence position.
         step: int64 [n], decode forward numbers; n = 1 in a decode step.
@@ -101,6 +103,7 @@ class Gate(ABC):
         flops_per_query_element: operations of the score for each of the Hq x D elements of a query.
         heads: (head, weight) pairs of a gate that averages over heads; None: all heads alike.
         weights: weights of a trained gate; None: the caller needs only the gate's facts.
+        rotary: of a gate that compares the query with a key, what is rotated: "both", or the "key" alone.
     """
 
     name: ClassVar[str]
@@ -116,6 +119,7 @@ class Gate(ABC):
 
     heads: tuple[tuple[int, float], ...] | None = None
     weights: LayerWeights | None = None
+    rotary: Rotary = "both"
 
     def params(self) -> dict[str, Tensor]:
         """Return the parameters of the score; the program names them `gate_{name}_{layer}`."""

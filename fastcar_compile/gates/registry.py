@@ -7,7 +7,7 @@ from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.gates.base import Comparison, FabricGate, Gate
+from fastcar_compile.gates.base import Comparison, FabricGate, Gate, Rotary
 from fastcar_compile.gates.input_delta import InputDeltaGate
 from fastcar_compile.gates.learned import LearnedGate
 from fastcar_compile.gates.study import AlwaysGate, NeverGate, RandomGate
@@ -120,16 +120,20 @@ def gate_class(name: str) -> type[Gate]:
 
 
 def gate_named(
-    name: str, heads: tuple[tuple[int, float], ...] | None = None, weights: LayerWeights | None = None
+    name: str,
+    heads: tuple[tuple[int, float], ...] | None = None,
+    weights: LayerWeights | None = None,
+    rotary: Rotary = "both",
 ) -> Gate:
     """Return the gate of that name with its options.
 
     Args:
         heads: (query head, weight) pairs, for a gate that averages over heads.
         weights: weights of this layer, for a trained gate.
+        rotary: "key" for a gate that compares the query with a key.
 
     Raises:
-        CompileError: the name is unknown, or the gate does not take heads or weights.
+        CompileError: the name is unknown, or the gate does not take heads, weights or `rotary`.
     """
     kind = gate_class(name)
     if heads is not None and not kind.takes_heads:
@@ -138,7 +142,10 @@ def gate_named(
     if weights is not None and not kind.takes_weights:
         hint = f"leave the weights out, or use {_those('takes_weights')}"
         raise CompileError(f"gate {name!r} has no weights", hint=hint)
-    return kind(heads=heads, weights=weights)
+    if rotary == "key" and not kind.reads_query:
+        hint = f"leave rotary out, or use {_those('reads_query')}"
+        raise CompileError(f"gate {name!r} compares no query with a key", hint=hint)
+    return kind(heads=heads, weights=weights, rotary=rotary)
 
 
 def weights_problem(name: str, given: bool) -> str | None:

@@ -36,11 +36,12 @@ class TasGate(base.FabricGate):
             return tas_sums(query, key).astype(np.float32) * np.float32(constants.factor)
 
     def describe(self) -> str:
-        """Return the mean, with its heads where they are chosen."""
+        """Return the mean, with its heads where they are chosen, and the query where it is another."""
+        rotated = "" if self.rotary == "both" else ", with the query from before its rotation"
         if self.heads is None:
-            return "TAS, mean over query heads"
+            return f"TAS, mean over query heads{rotated}"
         chosen = ", ".join(f"{head} (weight {weight:g})" for head, weight in self.heads)
-        return f"TAS over query heads {chosen}"
+        return f"TAS over query heads {chosen}{rotated}"
 
 
 def tas_sums(query: base.Array, key: base.Array) -> base.Array:

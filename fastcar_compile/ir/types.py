@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, PlainSerializer
 from pydantic.dataclasses import dataclass
 
+from fastcar_compile.gates.base import Rotary
 from fastcar_compile.gates.draft import DraftSize
 
 
@@ -152,6 +153,7 @@ class ReplayFacts:
         heads: (query head, weight) pairs of a gate that averages over heads; None: all of them alike.
         gate_units: hidden units of a gate that is a network, else None.
         draft: what a replay computes; None: it takes the cached output.
+        rotary: what is rotated where the gate compares the query with a key: "both", or the "key" alone.
     """
 
     threshold: Float
@@ -159,6 +161,7 @@ class ReplayFacts:
     heads: tuple[tuple[int, float], ...] | None = None
     gate_units: int | None = None
     draft: DraftSize | None = None
+    rotary: Rotary = "both"
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

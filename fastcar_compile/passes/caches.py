@@ -9,13 +9,14 @@ from torch import Tensor, fx
 
 from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.dataflow import ancestors, descendants, evaluate
+from fastcar_compile.ir.dataflow import evaluate
 from fastcar_compile.ir.layers import RingRows, layer_of, mark, ring_of, role_nodes, softcap_of, window_of
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import argument_names, bound, index_of, is_op, node_arg, placeholder, shape_of, value_of
 from fastcar_compile.ir.rewrite import after, fake_like, fake_value, replace_call, set_origin
+from fastcar_compile.ir.rotation import Rotations
 from fastcar_compile.ir.types import ATTENTION_ROLES, DecoderConfig, Ring
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
@@ -141,10 +142,7 @@ class SinkQueries:
         self.module, self.graph, self.limit, self.made_by = module, module.graph, limit, made_by
         self.position = placeholder(module.graph, "position")
         self._limited: dict[fx.Node, fx.Node] = {}
-        # What follows from the position and from constants alone.
-        others = [n for n in self.graph.find_nodes(op="placeholder") if n is not self.position]
-        self._by_position = descendants(self.position) - descendants(*others)
-        self._ends = self._by_position | {n for n in self.graph.nodes if n.op != "call_function" or _is_projection(n)}
+        self._rotations = Rotations(module.graph)
 
     def of(self, attention: fx.Node) -> fx.Node:
         """The second query of an attention.
@@ -154,7 +152,7 @@ class SinkQueries:
                 than their distance.
         """
         query, write = node_arg(attention, 0), node_arg(attention, 1)
-        rotated = self._rotated(query)
+        rotated = self._rotations.of(query)
         if not rotated:
             what = "positions='cache' needs rotary embeddings: this query does not depend on the position by itself"
             raise error_at(attention, what, _HINT)
@@ -166,18 +164,9 @@ class SinkQueries:
                 copies[node] = self._copy(node, lambda n: copies[n] if n in copies else self._limit(n))
         return copies[query]
 
-    def _rotated(self, value: fx.Node) -> set[fx.Node]:
-        """The nodes between a projection and `value` that depend on the position by themselves."""
-        rotated = set[fx.Node]()
-        # Nodes compare by their place in the graph, so an input is looked at before its reader.
-        for node in sorted(ancestors(value, until=self._ends) - self._ends):
-            if any(n in rotated or n in self._by_position for n in node.all_input_nodes):
-                rotated.add(node)
-        return rotated
-
     def _limit(self, node: fx.Node) -> fx.Node:
         """A node that follows from the position, with the position limited; any other as it is."""
-        if node not in self._by_position:
+        if node not in self._rotations.by_position:
             return node
         if node not in self._limited:
             self._limited[node] = self._limited_copy(node)
@@ -241,26 +230,16 @@ class SinkQueries:
 
     def _value_at(self, value: fx.Node, start: int) -> Tensor | None:
         """`value` with fixed numbers for what is rotated, at a position."""
-        rotated = self._rotated(value)
-        inside = rotated | self._by_position
-        free = {n for r in rotated for n in r.all_input_nodes if n not in inside and n.op == "call_function"}
         # Only the first of the inputs get numbers. What follows from another input is computed.
-        sources = [n for n in free if not (ancestors(n) - {n}) & free]
+        sources = self._rotations.sources(value)
         known: dict[fx.Node, Tensor] = {n: _numbers(n) for n in sources} | {self.position: torch.tensor([start])}
-        return evaluate(self.module, value, known) if rotated else None
+        return evaluate(self.module, value, known) if sources else None
 
 
 def _numbers(node: fx.Node) -> Tensor:
     """Fixed numbers of a node's shape, the same along the batch and the tokens, whose axes are not last."""
     shape = tuple(node.meta["val"].shape)
     return torch.sin(torch.arange(shape[-1], dtype=torch.float32) * 1.7 + 0.3).expand(shape).clone()
-
-
-def _is_projection(node: fx.Node) -> bool:
-    """A linear of any precision, an embedding, or an attention: what lies behind it is not this layer's rotation."""
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    named = name.startswith(("linear", "offloaded", "embedding", "attention", "window_attention"))
-    return named or is_op(node, aten.addmm, aten.mm, aten.matmul)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import fx
 
 from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.gates import GATES, Comparison, Gate, GateValues, GateWeights, gate_named
+from fastcar_compile.gates.base import Rotary
 from fastcar_compile.gates.weights import gate_parameter
 from fastcar_compile.ir.dataflow import between
 from fastcar_compile.ir.layers import REPLAY, Role, mark, ring_of, role_nodes
@@ -26,6 +27,7 @@ from fastcar_compile.ir.rewrite import (
     conditional,
     set_outputs,
 )
+from fastcar_compile.ir.rotation import Rotations
 from fastcar_compile.ir.sites import attention_site, entry_of, mlp_output, mlp_start
 from fastcar_compile.ir.types import AttentionSite, ReplayFacts, StateRole
 from fastcar_compile.passes.caches import earlier_key, reads_earlier_key
@@ -130,7 +132,7 @@ class ReplayLayer:
     def facts(self) -> ReplayFacts:
         """What the node of role GATE keeps."""
         units = None if self.gate.weights is None else self.gate.weights.units
-        return ReplayFacts(self.threshold, self.gate.name, self.gate.heads, units)
+        return ReplayFacts(self.threshold, self.gate.name, self.gate.heads, units, rotary=self.gate.rotary)
 
 
 class ReplayInserter:
@@ -140,6 +142,7 @@ class ReplayInserter:
         self.program, self.options, self.made_by, self.config = program, options, options.name, program.config
         self.module, self.graph = program.graph_module, program.graph_module.graph
         layers = self.config.num_layers
+        self.rotations = Rotations(self.graph)
         self.step = add_placeholder(self.graph, "step", (1,), torch.int64, self.made_by)
         self.thresholds = add_placeholder(self.graph, "thresholds", (layers,), torch.float32, self.made_by)
         self.origin = output_nodes(self.graph)[0]
@@ -202,7 +205,7 @@ class ReplayInserter:
         attention = layer.nodes[Role.ATTENTION]
         position, stride = earlier_key(self.config, node_arg(attention, 1), self.origin, self.made_by)
         return GateValues(
-            query=node_arg(attention, 0),
+            query=self._query(layer.gate, attention),
             key_cache=node_arg(attention, 1),
             position=position,
             step=self.step,
@@ -217,6 +220,14 @@ class ReplayInserter:
                 for name, value in layer.gate.params().items()
             },
         )
+
+    def _query(self, gate: Gate, attention: fx.Node) -> fx.Node:
+        """The query that the gate compares, float32 [B, Hq, 1, D]."""
+        query = node_arg(attention, 0)
+        if not gate.reads_query or gate.rotary == "both":
+            return query
+        found, swapped = self.rotations.unrotated(attention)
+        return self.call(aten.view.default, found, list(shape_of(query))) if swapped else found
 
     def _check_key(self, layer: ReplayLayer, score: fx.Node) -> None:
         """Raise CompileError where a ring came first and drops the key that the score reads."""
@@ -296,6 +307,7 @@ class InsertReplay(Pass):
         gate: name of the gate.
         refresh_every: every row computes in frames that are a multiple of this; None: no such frame.
         heads: per layer (query head, weight) pairs, for a gate that averages over heads; None, or (): all alike.
+        rotary: "key": a gate that compares the query with a key takes the query from before its rotary embedding.
         gate_weights: of a gate that was trained. As text they are their digest, and a pass from text needs them again.
     """
 
@@ -308,11 +320,12 @@ class InsertReplay(Pass):
     refresh_every: int | None = None
     heads: Heads = ()
     gate_weights: GateWeights | None = None
+    rotary: Rotary = "both"
 
     def gate_of(self, layer: int) -> Gate:
         """Return the layer's gate."""
         weights = None if self.gate_weights is None else self.gate_weights.layer(layer)
-        return gate_named(self.gate, self.heads[layer] if self.heads else None, weights)
+        return gate_named(self.gate, self.heads[layer] if self.heads else None, weights, self.rotary)
 
     def apply(self, program: DecoderProgram) -> bool:
         """Raise CompileError when the options do not fit the program, or when replay is there already."""

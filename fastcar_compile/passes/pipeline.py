@@ -110,6 +110,7 @@ def _replay(replay: ReplayConfig, num_layers: int) -> InsertReplay:
         refresh_every=replay.refresh_every,
         heads=replay.heads_of(num_layers),
         gate_weights=replay.gate_weights,
+        rotary=replay.rotary,
     )
 
 

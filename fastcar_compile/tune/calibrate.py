@@ -324,7 +324,7 @@ def _gate(replay: ReplayConfig, layer: int, heads: tuple[tuple[int, float], ...]
     """Return one layer's gate. An artifact holds no gate weights for a layer that never replays."""
     weights = replay.gate_weights
     if weights is None:
-        return gate_named(replay.gate, heads)
+        return gate_named(replay.gate, heads, rotary=replay.rotary)
     if weights.layers and layer not in weights.layers and replay.thresholds(layers)[layer] is None:
         return gate_named("never")
     return gate_named(replay.gate, heads, weights.layer(layer))

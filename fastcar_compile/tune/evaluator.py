@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.gates import Gate
+from fastcar_compile.gates.base import Rotary
 from fastcar_compile.ir.layers import ring_of
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_drafts import drafts_of, spared_of
@@ -157,7 +158,8 @@ class Evaluator:
             what = "this decoder was compiled with sparse attention, for which no other attention can stand in"
             raise InputError(what, hint="evaluate it as it is, or a decoder compiled without sparse attention")
         assert program.prefill is not None
-        self._stages = Stages(program.prefill, program.prefill_outputs, attend or MaskedAttention(), in_place=True)
+        attention = attend or MaskedAttention()
+        self._stages = Stages(program.prefill, program.prefill_outputs, attention, in_place=True, rotary=self.rotary)
         self._drafts = drafts_of(program, rules.draft) if rules.draft else [None] * program.config.num_layers
         self.spared = spared_of(program, rules.draft)
         self._state = [s for s in program.state if s.name in self._stages.placeholders]
@@ -237,6 +239,11 @@ class Evaluator:
     def layers(self) -> int:
         """Number of decoder layers."""
         return len(self._stages.layers)
+
+    @property
+    def rotary(self) -> Rotary:
+        """What is rotated where a gate compares the query with a key: alike in all layers."""
+        return "key" if any(gate.rotary == "key" for gate in self._rules.gates) else "both"
 
     def set_gate(self, layer: int, gate: Gate) -> None:
         """Replace the gate of one layer. Its decisions and later layers will be computed again."""

@@ -45,7 +45,7 @@ def _layer(evaluator: Evaluator, layer: int, count: int, say: Say) -> Heads:
 
 def _nll(evaluator: Evaluator, layer: int, heads: Heads) -> float:
     """Return the NLL with SHARE of the layer's dense scores above the threshold."""
-    evaluator.set_gate(layer, gate_named("tas", heads))
+    evaluator.set_gate(layer, gate_named("tas", heads, rotary=evaluator.rotary))
     scores = evaluator.scores(layer)
     # TAS replays large scores: the share below the threshold computes.
     threshold = float(scores.kthvalue(max(1, round((1 - SHARE) * len(scores)))).values)

@@ -11,12 +11,14 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from fastcar_compile.gates import Comparison, Draft, Gate, GateValues
+from fastcar_compile.gates.base import Rotary
 from fastcar_compile.ir.dataflow import descendants
 from fastcar_compile.ir.layers import Role, ring_of, role_nodes, schedule
 from fastcar_compile.ir.ops.attention import row_of
 from fastcar_compile.ir.ops.gates import ReplayRule, decide
 from fastcar_compile.ir.ops.operator import loaded, stored
 from fastcar_compile.ir.query import get_attribute, is_op, node_arg, output_nodes
+from fastcar_compile.ir.rotation import Rotations
 from fastcar_compile.ir.sites import attention_site, mlp_output
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.passes.insert_drafts import DraftBranch
@@ -36,7 +38,11 @@ Attend = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Layer:
-    """The nodes of one layer that replay reads and replaces."""
+    """The nodes of one layer that replay reads and replaces.
+
+    Attributes:
+        query: what the gate compares. swapped: it is [B, T, Hq, D] and not [B, Hq, T, D].
+    """
 
     query: fx.Node
     key_cache: fx.Node
@@ -44,6 +50,7 @@ class Layer:
     output: fx.Node
     exit: fx.Node
     scale: float
+    swapped: bool = False
 
 
 class Stages:
@@ -58,15 +65,21 @@ class Stages:
     """
 
     def __init__(
-        self, module: fx.GraphModule, outputs: list[str], attend: Attend | None = None, in_place: bool = False
+        self,
+        module: fx.GraphModule,
+        outputs: list[str],
+        attend: Attend | None = None,
+        in_place: bool = False,
+        rotary: Rotary = "both",
     ) -> None:
         """Cut the graph.
 
         Args:
             attend: replaces attention. in_place: `body` writes keys and values into the caches that it is given.
+            rotary: of the gates.
         """
         self._attend, self._in_place = attend or torch.ops.fastcar.attention.default, in_place
-        self.layers = _layers(module)
+        self.layers = _layers(module, rotary)
         cut = schedule(module.graph)
         first, *later = cut.layers
         self.nodes = [[*cut.before, *first], *map(list, later), list(cut.behind)]
@@ -138,13 +151,15 @@ def _write(cache: Tensor, value: Tensor, position: Tensor) -> Tensor:
     return cache
 
 
-def _layers(module: fx.GraphModule) -> list[Layer]:
+def _layers(module: fx.GraphModule, rotary: Rotary) -> list[Layer]:
     """Return where replay acts, by the roles that find-sites gave to the nodes."""
     layers: list[Layer] = []
+    rotations = Rotations(module.graph) if rotary == "key" else None
     for nodes in role_nodes(module).values():
         attention, added, leave = nodes[Role.ATTENTION], mlp_output(nodes), nodes[Role.EXIT]
-        query, keys, x = node_arg(attention, 0), node_arg(attention, 1), node_arg(nodes[Role.UP_PROJ], 0)
-        layers.append(Layer(query, keys, x, added, leave, attention_site(attention).scale))
+        keys, x = node_arg(attention, 1), node_arg(nodes[Role.UP_PROJ], 0)
+        query, swapped = (node_arg(attention, 0), False) if rotations is None else rotations.unrotated(attention)
+        layers.append(Layer(query, keys, x, added, leave, attention_site(attention).scale, swapped))
     return layers
 
 
@@ -226,7 +241,7 @@ class Fresh:
         """Return these values out of those of `Stages.body`. earlier: positions one frame before the tokens."""
         layer, count = stages.layers[stage], len(steps)
         query, x, output = found[layer.query], found[layer.x], found[layer.output]
-        rows = len(query)
+        rows, query = len(query), query.transpose(1, 2) if layer.swapped else query
         return cls(
             steps=steps,
             query=query[:, :, :count].permute(2, 0, 1, 3).flatten(0, 1)[:, :, None],

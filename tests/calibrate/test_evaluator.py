@@ -40,6 +40,7 @@ def windowed() -> Qwen2ForCausalLM:
 
 CASES: list[tuple[str, dict[str, Any], int]] = [
     ("tas", {"heads": [[1, 2], {0: 1.0, 3: -0.5}], "couple_cfg": True}, 1),
+    ("tas", {"rotary": "key"}, 3),
     ("input_delta", {"max_chain": 2}, 3),
     ("learned", {"gate_weights": networks(64, 5, 3), "refresh_every": 3}, 1),
     ("random", {"refresh_every": 2}, 1),
@@ -103,7 +104,7 @@ def middle_thresholds(evaluator: Evaluator) -> list[float]:
     return chosen  # pyright: ignore[reportReturnType]
 
 
-@pytest.mark.parametrize(("gate", "options", "prompt"), CASES, ids=[c[0] for c in CASES])
+@pytest.mark.parametrize(("gate", "options", "prompt"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES])
 def test_evaluator_equals_the_session(gate: str, options: dict[str, Any], prompt: int) -> None:
     replay = fc.ReplayConfig(gate=gate, **options)
     check_against_the_session(replay, rewritten(replay), prompt)

@@ -68,7 +68,7 @@ def test_round_trip_of_one_fixed_pipeline() -> None:
         "normalize-state,canonicalize,legalize-norms,legalize-linears,unfold-rows,merge-adapters,fuse-activations,"
         "split-gate-up,parallel-blocks,find-sites,"
         'insert-replay{"couple_cfg": false, "gate": "tas", "gate_weights": null, "heads": [], "max_chain": 2, '
-        '"refresh_every": null, "thresholds": [1.5, null, "-inf", "inf"]},'
+        '"refresh_every": null, "rotary": "both", "thresholds": [1.5, null, "-inf", "inf"]},'
         f'insert-drafts{{"draft": "sha256:{"0f" * 32}"}}'
     )
     assert pipeline_from_string(text, PASSES) == [*analysis_pipeline(), item, draft]

@@ -18,6 +18,7 @@ from fastcar_compile.codegen.hls.step_program.builder import HEAD, AttentionForm
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.errors import CompileError, attempt
 from fastcar_compile.gates import decided_on_accelerator
+from fastcar_compile.gates.base import Rotary
 from fastcar_compile.ir.exact import logit_factor
 from fastcar_compile.ir.layers import Role, parameter_of, role_nodes
 from fastcar_compile.ir.ops.linear import INTEGER_LINEARS
@@ -170,7 +171,10 @@ def _replay(program: DecoderProgram) -> ReplayForm | None:
     networks, layers = networks_of(program), range(len(program.sites))
     units = tuple(len(networks[layer].b1) if layer in networks else 0 for layer in layers if networks)
     gated = tuple(site.replay is not None for site in program.sites)
-    return ReplayForm(program.config.tokens_per_frame, gated, gate_kind(program), units) if any(gated) else None
+    if not any(gated):
+        return None
+    rotary: Rotary = "key" if any(s.replay is not None and s.replay.rotary == "key" for s in program.sites) else "both"
+    return ReplayForm(program.config.tokens_per_frame, gated, gate_kind(program), units, rotary)
 
 
 class _Reader:
@@ -258,7 +262,10 @@ class _Reader:
         if score is None:
             return
         attention = self.node(site.attention.node)
-        wanted = {"query": node_arg(attention, 0), "key_cache": node_arg(attention, 1), "x": x}
+        query = node_arg(attention, 0)
+        if site.replay is not None and site.replay.rotary == "key":
+            query = node_arg(self.resolved(query), 0)  # what exact_rotary rotates
+        wanted = {"query": query, "key_cache": node_arg(attention, 1), "x": x}
         for name, value in zip(argument_names(score), score.args, strict=False):
             if name in wanted and isinstance(value, fx.Node):
                 what = f"{name} of the gate of layer {site.layer}"

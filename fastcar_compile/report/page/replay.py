@@ -81,7 +81,7 @@ def _facts(manifest: Manifest, heat: HeatMap | None) -> tuple[Fact, ...]:
     options, stride = manifest.options.replay, manifest.decoder.config.tokens_per_frame
     if options is None:
         return facts_of({"replay": "none: this is the dense decoder"})
-    gate = gate_named(options.gate)
+    gate = gate_named(options.gate, rotary=options.rotary)
     facts = {
         "gate": f"{gate.name}: {gate.describe()}",
         "a row replays": f"where its score is {gate.comparison.value} the layer's threshold",

@@ -14,6 +14,7 @@ from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLa
 from fastcar_compile.codegen.hls.step_program.instructions import LANES, Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.errors import CompileError
+from fastcar_compile.gates.base import Rotary
 from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.scores import float32
 
@@ -84,12 +85,14 @@ class ReplayForm:
     Args:
         stride: forwards from one frame to the next. gated: per layer, whether its gate is in the control table.
         gate: of the table. units: per layer the hidden units of its network, for gate `learned`; else ().
+        rotary: "key": the gate compares the query from before its rotation.
     """
 
     stride: int
     gated: tuple[bool, ...]
     gate: GateKind = GateKind.TAS
     units: tuple[int, ...] = ()
+    rotary: Rotary = "both"
 
     def problems(self, layers: int) -> list[str]:
         """Return what no step program has, as texts."""
@@ -264,9 +267,8 @@ class _Builder:
             yield step.Norm(layer, Place.Y, normed[0], 0, head_words, heads.heads, norms, *sizes)
             yield step.Norm(layer, Place.Y, normed[1], query, head_words, heads.key_heads, norms + head_words, *sizes)
         if heads.rotary:
-            given = Place.A if heads.head_norm else Place.Y
-            yield self._rotation(layer, (given, q), 0, heads.heads)
-            yield self._rotation(layer, (given, k), query, heads.key_heads)
+            yield self._rotation(layer, (self._unrotated, q), 0, heads.heads)
+            yield self._rotation(layer, (self._unrotated, k), query, heads.key_heads)
         yield step.AppendKeys(layer, k, query, heads.key_heads, blocks, keys, *ring)
         replay = self._replay_of(layer)
         # Gate `tas` reads q and an earlier key alone. It decides now, while q is still in its place.
@@ -280,9 +282,16 @@ class _Builder:
         """Where q and k are when attention reads them."""
         return (Place.Q, Place.K) if self.heads.rotary or self.heads.head_norm else (Place.Y, Place.Y)
 
+    @property
+    def _unrotated(self) -> Place:
+        """Where q and k are before they rotate, until attention writes."""
+        return Place.A if self.heads.head_norm else Place.Y
+
     def _decision(self, layer: int, form: ReplayForm) -> step.Decide:
         # The norm has put x into A.
         source = self._places[0] if form.gate.reads_query else Place.A
+        if form.gate.reads_query and form.rotary == "key":
+            source = self._unrotated
         decide = step.Decide(layer, form.gate, self.slots, layer * self.layer_chains, source)
         heads, cache = self.heads, self.heads.cache
         if form.gate.reads_query:
