@@ -1,6 +1,7 @@
 """What callers give to a session, checked: tokens or embeddings, and a context."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -43,6 +44,12 @@ def to_numpy(value: Any) -> NDArray[Any]:
 def like(example: Any, array: NDArray[Any]) -> Any:
     """Return the array, as a torch tensor where the example is one."""
     return sys.modules["torch"].from_numpy(array) if _is_torch(example) else array
+
+
+def first_of(given: Any) -> Any:
+    """Return the first of several arrays, or the value itself: the kind that a caller gets back."""
+    first: Any = given
+    return first[0] if isinstance(given, list | tuple) and len(first) else first
 
 
 def check_ids(ids: NDArray[Any], vocab_size: int) -> None:
@@ -136,6 +143,25 @@ class Inputs:
         self.require_room(0, array.shape[1], "the prompt has")  # before the ids are read
         return self._known(array)
 
+    def prompts(self, given: Sequence[Any]) -> list[Array]:
+        """Return a prompt of each video, int64 [P] or float32 [P, H] each, of any lengths.
+
+        Raises:
+            InputError: their number, a dtype or a shape is wrong, a prompt does not fit, or the rows share a position.
+        """
+        count = self._config.batch_size
+        if len(given) != count:
+            hint = f"give {count_text(count, 'prompt')}, or an array of prompts of one length"
+            raise InputError(f"there are {count_text(len(given), 'prompt')}", hint=hint)
+        found = [to_numpy(prompt) for prompt in given]
+        for prompt in found:
+            self._check(prompt[None], "P is the length of the prompt", "P", rows=1)
+            self.require_room(0, len(prompt), "the prompt has")
+        if self._config.rows is None and len({len(prompt) for prompt in found}) > 1:
+            what = "the prompts have different lengths, and all rows of this decoder share one position"
+            raise InputError(what, hint="compile with rows=1: then every row has a position of its own")
+        return [self._known(prompt) for prompt in found]
+
     def require_room(self, position: int, count: int, who: str) -> None:
         """Raise InputError unless `count` tokens from a position on fit the cache."""
         capacity = self._config.max_seq_len
@@ -148,12 +174,12 @@ class Inputs:
             check_ids(array, self._config.token_ids)
         return np.ascontiguousarray(array)
 
-    def _check(self, array: Array, hint: str, *time: str) -> None:
+    def _check(self, array: Array, hint: str, *time: str, rows: int | None = None) -> None:
         config, dtype = self._config, self._dtype
         if array.dtype != dtype:
             what = f"{config.input_name} are {array.dtype}, expected {dtype}"
             raise InputError(what, hint=f"convert them to {dtype}")
-        expected = (config.batch_size, *time, *self._tail)
+        expected = (config.batch_size if rows is None else rows, *time, *self._tail)
         fits = array.ndim == len(expected) and all(e in ("P", g) for e, g in zip(expected, array.shape, strict=True))
         if not fits or 0 in array.shape:
             what = f"{config.input_name} have shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]"

@@ -222,11 +222,12 @@ class Progress:
         record: keep every decision. keep: tokens that can be taken back.
 
     Attributes:
-        position: of the next token.
+        position: of the next token; of the row whose prompt was longest, where prompts have different lengths.
+        behind: int64 [B], how many positions each row is behind that.
     """
 
     def __init__(self, config: DecoderConfig, record: bool, keep: int) -> None:
-        self.position = 0
+        self.position, self.behind = 0, np.zeros(config.batch_size, np.int64)
         self.slots, self.journal = Slots(config.tokens_per_frame), Journal(keep)
         self.stats = Stats(config.num_layers, config.batch_size, config.tokens_per_frame, record)
 
@@ -267,12 +268,13 @@ class Progress:
         """Return what `restore` takes, numbers and arrays."""
         numbers = {"position": self.position, "first": self.slots.first}
         numbers |= {"forwards": self.stats.forwards, "eligible": self.stats.eligible}
-        return numbers, self.stats.saved() | {"last": self.slots.last}
+        return numbers, self.stats.saved() | {"last": self.slots.last, "behind": self.behind}
 
     def restore(
         self, position: int, first: int | None, forwards: int, eligible: int, arrays: Mapping[str, Array]
     ) -> None:
         """Stand where another session stood. Nothing before can be taken back."""
         self.position = self.journal.start = position
+        self.behind = arrays.get("behind", self.behind)  # files of earlier versions have none
         self.slots.first, self.slots.last = first, arrays["last"]
         self.stats.restore(forwards, eligible, arrays)

@@ -6,22 +6,24 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 
 from fastcar_compile.artifact.explain import Described, Description, gate_text
 from fastcar_compile.artifact.thresholds import LayerThresholds, Thresholds
 from fastcar_compile.errors import InputError, count_text
-from fastcar_compile.ir.types import PROMPT, DecoderConfig
+from fastcar_compile.ir.types import INACTIVE, PROMPT, DecoderConfig
 from fastcar_compile.runtime.backends.base import Array, Stepper, alone
 from fastcar_compile.runtime.guard import Guard
-from fastcar_compile.runtime.inputs import Inputs, checked_context, like, to_numpy
+from fastcar_compile.runtime.inputs import Inputs, checked_context, first_of, like, to_numpy
 from fastcar_compile.runtime.progress import Progress, Stats
 from fastcar_compile.runtime.sampling import Sampler, Sampling, chooser
 from fastcar_compile.runtime.saved import SavedSession, read_session, write_session
 from fastcar_compile.runtime.wavefront import Wavefront, launch
 from fastcar_compile.support.values import check_function, check_kind, path_of, whole
+
+T = TypeVar("T")
 
 
 class Session(Described):
@@ -219,17 +221,20 @@ class Session(Described):
     def prefill(self, inputs: Any) -> Any:
         """Read a prompt. Prefill never replays.
 
-        All rows have one length: padding would be read as a part of the prompt.
+        Padding would be read as a part of the prompt. A decoder with rows (`compile(rows=1)`) takes prompts of
+        different lengths as a list, and every row counts its own positions from then on.
 
         Args:
-            inputs: int64 [B, P], or embeddings float32 [B, P, H] of a headless decoder.
+            inputs: int64 [B, P], or embeddings float32 [B, P, H] of a headless decoder; or a list of a prompt for each
+                row, int64 [P] or float32 [P, H].
 
         Returns:
             Logits of the last token, float32 [B, V] (or hidden states [B, H]).
 
         Raises:
-            InputError: dtype or shape are wrong, the prompt is longer than the cache, or the session already holds
-                tokens or belongs to another thread.
+            InputError: dtype or shape are wrong, the prompt is longer than the cache, prompts of different lengths are
+                given to rows that share a position or to `session(keep=…)`, or the session already holds tokens or
+                belongs to another thread.
         """
         with self._guard:
             if self._at.position:
@@ -257,9 +262,18 @@ class Session(Described):
             return self._extend(inputs)
 
     def _extend(self, inputs: Any) -> Any:
+        if isinstance(inputs, list | tuple) and not self._at.position:
+            kind, prompts = first_of(inputs), self._checked(self._inputs.prompts, inputs)
+            longest = max(map(len, prompts))
+            self._at.behind = np.array([longest - len(prompt) for prompt in prompts])
+            if self._at.behind.any():
+                return like(kind, self._read_rows(prompts))
+            inputs = like(kind, np.stack(prompts))
         array, begin = self._checked(self._inputs.tokens, inputs), self._at.position
         length = array.shape[1]
         self._inputs.require_room(begin, length, f"after {count_text(begin, 'token')} the extension adds")
+        if self._at.behind.any():
+            return like(inputs, self._read_rows(list(array)))
         chunk = self._stepper.prefill_chunk or length
         logits = np.empty(0, np.float32)
         for start in range(0, length, chunk):
@@ -267,6 +281,30 @@ class Session(Described):
         self._at.move(length)
         # The logits are a view of memory that the next forward writes, so the caller gets a copy.
         return like(inputs, np.array(logits))
+
+    def _read_rows(self, given: list[Array]) -> Array:
+        """Read tokens of each row, [n] or [n, H], at its own position; return the logits of the last ones, [B, V]."""
+        if self._keep:
+            what = "the rows stand at different positions, and their tokens cannot be taken back"
+            raise InputError(what, hint="open the session without keep, or give prompts of one length")
+        begins = self._at.position - self._at.behind if self._at.position else np.zeros(len(given), np.int64)
+        found, chunk = list[Array](given), self._stepper.video_chunk
+        most = max(map(len, given))
+        for video, tokens in enumerate(given) if chunk else ():
+            for start in range(0, len(tokens), chunk):
+                part = tokens[start : start + chunk]
+                padded = np.pad(part, [(0, chunk - len(part))] + [(0, 0)] * (part.ndim - 1))[None]
+                logits = self._stepper.prefill_video(padded, int(begins[video]) + start, video)
+                found[video] = np.array(logits[0, len(part) - 1])
+        for at in range(0 if chunk else most):
+            here = np.array([at < len(tokens) for tokens in given])
+            token = np.stack([tokens[min(at, len(tokens) - 1)] for tokens in given])[:, None]
+            row = alone(self._config, token, np.where(here, begins + at, -1), np.where(here, PROMPT, INACTIVE))
+            logits = self._stepper.decode(**row, thresholds=self.thresholds).logits[:: self._config.rows, 0]
+            for video in np.flatnonzero(here):
+                found[video] = np.array(logits[video])
+        self._at.move(most)
+        return np.stack(found)
 
     def _read_chunk(self, part: Array, start: int, chunk: int) -> Array:
         """Read at most `chunk` tokens from position `start` on; return the logits of the last one, [B, V]."""
@@ -306,7 +344,7 @@ class Session(Described):
         if position >= self._config.max_seq_len:
             self._inputs.require_room(position, 1, f"after {count_text(position, 'token')} the step adds")
         step, eligible = self._next(position)
-        row = alone(self._config, array, position, step)
+        row = alone(self._config, array, position - self._at.behind if self._at.behind.any() else position, step)
         result, every = self._stepper.decode(**row, thresholds=self.thresholds), slice(None, None, self._config.rows)
         self._at.decided(position, result.decisions[:, every], eligible)
         self._at.move(1)
@@ -331,7 +369,8 @@ class Session(Described):
         """Reset, read the prompt, sample one token from it and decode the other tokens: num_tokens - 1 decode forwards.
 
         Args:
-            prompt: int64 [B, P]; with guidance, the unconditional prompts are its second half.
+            prompt: int64 [B, P], or a list of prompts as `prefill` takes it; with guidance, the unconditional prompts
+                are its second half.
             num_tokens: tokens to generate.
             sample: `Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)`, or a function of
                 logits of the prompt's kind, numpy or torch; None is greedy.
@@ -356,7 +395,8 @@ class Session(Described):
             raise InputError("a headless decoder has no tokens to sample", hint=hint)
         num_tokens = whole("num_tokens", num_tokens, 1)
         check_function("on_token", on_token)
-        ids = self._checked(self._inputs.tokens, prompt)
+        kind = first_of(prompt)
+        ids, prompt = self._prompt(prompt)
         held = 0 if reset else self._at.position
         if held + ids.shape[1] + num_tokens - 1 > self._config.max_seq_len:
             given = f"{count_text(ids.shape[1], 'prompt token')} and {num_tokens} new ones"
@@ -366,12 +406,14 @@ class Session(Described):
         if wavefront is not None:
             check_kind("wavefront", wavefront, Wavefront, "Wavefront(grid=(rows, columns), lag=2)")
             wavefront.check(self._config)
-        choose = chooser(sample, prompt, ids)
+            if isinstance(prompt, list):
+                raise InputError("a wavefront needs prompts of one length", hint="decode in raster order")
+        choose = chooser(sample, kind, ids)
         tokens: list[Array] = []
         with self._guard.begun() if reset else self._guard:
             if reset:
                 self._reset()
-            source = self._generated(ids, num_tokens, partial(self._ask, choose), wavefront)
+            source = self._generated(prompt, num_tokens, partial(self._ask, choose), wavefront)
             if progress:
                 from rich.progress import track
 
@@ -379,8 +421,21 @@ class Session(Described):
             for token in source:
                 tokens.append(token)
                 if on_token is not None:
-                    self._ask(on_token, like(prompt, token))
-        return like(prompt, np.stack(tokens, 1))
+                    self._ask(on_token, like(kind, token))
+        return like(kind, np.stack(tokens, 1))
+
+    def _prompt(self, given: Any) -> tuple[Array, Any]:
+        """Return prompts as an array int64 [B, P], and what `_extend` takes: itself, or prompts of different lengths.
+
+        The array pads a shorter prompt on the left with its first token, which it holds in any case.
+        """
+        if not isinstance(given, list | tuple):
+            ids = self._checked(self._inputs.tokens, given)
+            return ids, ids
+        prompts = self._checked(self._inputs.prompts, given)
+        longest = max(map(len, prompts))
+        padded = [np.pad(ids, (longest - len(ids), 0), mode="edge") for ids in prompts]
+        return np.stack(padded), prompts
 
     def _ask(self, function: Callable[[Any], Any], value: Any) -> Any:
         """Call a function of the caller's. The guard refuses calls of this session while it runs."""
@@ -391,7 +446,7 @@ class Session(Described):
             self._guard.calling = False
 
     def _generated(
-        self, prompt: Array, count: int, choose: Callable[[Array], Array], wavefront: Wavefront | None
+        self, prompt: Any, count: int, choose: Callable[[Array], Array], wavefront: Wavefront | None
     ) -> Iterator[Array]:
         """Yield `count` token ids int64 [B]."""
         token = choose(self._extend(prompt))
@@ -431,8 +486,8 @@ class Session(Described):
         self._at.move(wavefront.size - last)
         return tokens
 
-    def _checked(self, check: Callable[[Any], Array], inputs: Any) -> Array:
-        """Return what the caller gives as an array, checked."""
+    def _checked(self, check: Callable[[Any], T], inputs: Any) -> T:
+        """Return what the caller gives as arrays, checked."""
         context = self._config.context
         if context is not None and not self._has_context:
             shape = f"[{self._config.batch_size}, {context.length}, {context.size}]"

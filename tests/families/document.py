@@ -40,12 +40,18 @@ bytes, for a context of C features and Hkv heads of D, instead of 2 * C * Hkv * 
 
 ## Prompts of different lengths
 
-All rows of a session share one position, and every token of a prompt is read. So rows with padding, with an attention
-mask or positions of their own, are not possible. Masks, `position_ids` and decode steps that need them are refused.
-Padding in embeddings cannot be told from a prompt, and a row with such padding decodes wrongly.
+A decoder that was compiled with [rows](../explanation/rows.md), `compile(rows=1, batch_size=B)`, takes prompts of any
+lengths as a list. Each row counts its own positions then, as left-padded prompts with a mask do in Transformers and in
+FastCar's own program for VILA-U:
 
-FastCar's own program for VILA-U decodes left-padded prompts of different lengths in one batch. With a compiled
-decoder, give prompts of one length, or each prompt a session of its own from an artifact of batch size 1.
+```
+hidden = session.prefill([prompt, blank])         # float32 [P, H] or int64 [P] each
+tokens = session.generate([prompt, blank], 1024, fc.Sampling(guidance=3.0))
+```
+
+Otherwise all rows of a session share one position, and every token of a prompt is read. Padding, masks and
+`position_ids` are refused; padding in embeddings cannot be told from a prompt, and a row with such padding decodes
+wrongly.
 
 ## What compiles
 

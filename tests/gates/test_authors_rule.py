@@ -15,7 +15,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli.options import parse_thresholds
 from fastcar_compile.errors import CompileError
 
-FRAME, PROMPT, STEPS, WIDTH, BATCH = 8, 3, 24, 64, 2
+FRAME, PROMPT, STEPS, WIDTH, BATCH = 8, 5, 24, 64, 2
 WIDE: dict[str, Any] = {"initializer_range": 0.2}
 """So that scores are of the order of 1."""
 
@@ -28,29 +28,31 @@ def videos() -> torch.Tensor:
 
 
 def compiled(model: torch.nn.Module, output: Path, **options: Any) -> fc.Artifact:
-    sizes = {"tokens_per_frame": FRAME, "max_seq_len": PROMPT + STEPS, "batch_size": BATCH, "prefill_chunk": 1}
+    sizes = {"tokens_per_frame": FRAME, "max_seq_len": PROMPT + STEPS, "batch_size": BATCH}
     replay = fc.ReplayConfig(rotary="key", threshold=options.pop("threshold"))
     return fc.compile(model, output=output, replay=replay, **sizes, **options)
 
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    return compiled(headless_llama(**WIDE), tmp_path_factory.mktemp("a"), target="cpu", quant="none", threshold=">-4")
+    options = {"target": "cpu", "quant": "none", "rows": 1, "prefill_chunk": 4}
+    return compiled(headless_llama(**WIDE), tmp_path_factory.mktemp("a"), threshold=">-4", **options)
 
 
 @pytest.mark.parametrize("threshold", [-4.0, 0.0, 0.02])
 @pytest.mark.parametrize("backend", ["eager", "cpu", "onnxruntime"])
 def test_decisions_are_those_of_the_published_loop(artifact: fc.Artifact, backend: str, threshold: float) -> None:
+    """The prompts of a pair have different lengths, and each row has positions of its own."""
     given, flow = videos(), Flow(headless_llama(**WIDE), FRAME, threshold)
-    rows = [flow.row() for _ in range(BATCH)]
-    wanted = decoded(flow, rows, list(given[:, :PROMPT]), given[:, PROMPT:])
+    rows, prompts = [flow.row() for _ in range(BATCH)], [given[0, :PROMPT], given[1, :2]]
+    wanted = decoded(flow, rows, prompts, given[:, PROMPT:])
     replays = np.array([row.replays for row in rows]).transpose(1, 2, 0)
     scores = np.array([row.scores for row in rows]).transpose(1, 2, 0)
     assert abs(scores[FRAME:] - threshold).min() > 1e-5, "rounding would decide"
     assert replays[FRAME:].all() if threshold < -1 else 0.1 < replays[FRAME:].mean() < 0.9
     with artifact.session(backend, record=True) as session:
         session.set_threshold(parse_thresholds(f">{threshold}"))
-        found = [session.prefill(given[:, :PROMPT]), *(session.step(x) for x in given[:, PROMPT:].unbind(1))]
+        found = [session.prefill(prompts), *(session.step(x) for x in given[:, PROMPT:].unbind(1))]
         assert (session.stats.decisions == replays).all()
         torch.testing.assert_close(torch.stack(found, 1), wanted, atol=2e-5, rtol=1e-4)
 

@@ -215,6 +215,41 @@ def test_a_saved_session_goes_to_the_accelerator_and_back(
         same(run(after, then, number), run(never, then, number))
 
 
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("exact rows", "cpu"), ("exact rows", "eager"), ("kernel rows", "hls-csim")]
+)
+def test_prompts_of_different_lengths_decode_as_each_alone(
+    kind: str, backend: str, tmp_path: Path, artifacts: Compiled
+) -> None:
+    """Row b is what both rows are where both have its prompt; copied, saved and extended on the way."""
+    ids = np.random.default_rng(5).integers(0, 3, (ROWS, LENGTH))
+    prompts = [ids[0, :9], ids[1, :2]]
+
+    def story(session: fc.Session, given: Any, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        found, more = [session.prefill(given)], ids[rows, 9:]
+        found += [session.step(more[:, t]) for t in range(8)]
+        session.save(tmp_path / "half")
+        session.reset()
+        session.load(tmp_path / "half")
+        found.append(session.extend(more[:, 8:14]))
+        with session.fork() as other:
+            found += [other.step(more[:, t]) for t in range(14, 27)]
+            return np.stack(found), other.stats.decisions
+
+    with artifacts[kind].session(backend, record=True) as session:
+        logits, decisions = story(session, prompts, [0, 1])
+        for row, prompt in enumerate(prompts):
+            session.reset()
+            alone, decided = story(session, np.stack([prompt] * ROWS), [row] * ROWS)
+            assert (logits[:, row] == alone[:, row]).all()
+            assert (decisions[:, :, row] == decided[:, :, row]).all()
+            assert 0.1 < decided.mean() < 0.9
+        found = session.generate([ids[0, :9], ids[1, :2]], 6)
+        assert (found[1] == session.generate(np.stack([ids[1, :2]] * ROWS), 6)[1]).all()
+    with artifacts[kind].session(backend, keep=3) as session, pytest.raises(InputError, match="different positions"):
+        session.prefill(prompts)
+
+
 def test_only_what_was_kept_is_taken_back(artifacts: Compiled) -> None:
     with artifacts["exact ring"].session("cpu", record=True, keep=4) as session:
         run(session, [("extend", 6), ("step", 10)], 1)

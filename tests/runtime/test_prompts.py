@@ -60,6 +60,15 @@ def test_few_tokens_are_read_one_by_one(length: int, calls: list[tuple[int, int]
     assert session.position == length
 
 
+def test_prompts_of_their_own_lengths_need_rows() -> None:
+    tokens = np.arange(8) % VOCABULARY
+    assert opened().prefill([tokens, tokens + 1]).shape == (2, VOCABULARY)
+    with pytest.raises(InputError, match="all rows of this decoder share one position"):
+        opened().prefill([tokens, tokens[:3]])
+    with pytest.raises(InputError, match="there are 3 prompts"):
+        opened().generate([tokens] * 3, 2)
+
+
 @pytest.mark.parametrize(
     ("frame", "chunk"), [(1, 64), (64, 64), (100, 100), (256, 256), (257, 129), (576, 192), (1024, 256)]
 )

@@ -154,8 +154,8 @@ class Stepper(ABC):
         return BackendError(what, hint="use another backend: fastcar_compile's own read and write their states")
 
 
-def alone(config: DecoderConfig, inputs: Array, position: int, step: int) -> dict[str, Any]:
-    """Return what `decode` takes for one row of each video at one position: the other rows are not there."""
+def alone(config: DecoderConfig, inputs: Array, position: Numbers, step: Numbers) -> dict[str, Any]:
+    """Return what `decode` takes for one row of each video, all at one position or each at its own."""
     if config.rows is None:
         return {"inputs": inputs, "position": position, "step": step}
     given = np.zeros((config.decode_rows, *inputs.shape[1:]), inputs.dtype)
