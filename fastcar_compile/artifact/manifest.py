@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import json
+import math
 import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -183,7 +184,7 @@ def _sizes(config: DecoderConfig) -> Iterator[str]:
     if config.prefill_chunk > config.max_seq_len:
         yield f"decoder.config.prefill_chunk is {config.prefill_chunk}, max_seq_len is {config.max_seq_len}"
     # An embedding row has float32 values, a token is one int64.
-    row = 4 * config.hidden_size if config.takes_embeddings else 8
+    row = 4 * math.prod(config.input_shape) if config.takes_embeddings else 8
     if config.batch_size * config.prefill_chunk * row > limits.ARRAYS_BYTES:
         yield "the input of a prefill call is larger than 1 GiB"
     ring = config.ring

@@ -157,7 +157,7 @@ def random_inputs(sizes: DecoderConfig, steps: int, seed: int) -> NDArray[Any]:
     """
     generator, shape = np.random.default_rng(seed), (sizes.batch_size, 1 + steps)
     if sizes.takes_embeddings:
-        return generator.standard_normal((*shape, sizes.hidden_size), np.float32)
+        return generator.standard_normal((*shape, *sizes.input_shape), np.float32)
     if sizes.vocab_size is None:
         what = "the manifest states no vocab_size, so no tokens can be drawn"
         raise UserError(what, hint="compile the model again")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fastcar_compile.errors import CompileError
 from fastcar_compile.support.values import check_kind
 
-_CARRIED = ("config", "max_seq_len", "tokens_per_frame", "hidden_size")
+_CARRIED = ("config", "max_seq_len", "tokens_per_frame", "hidden_size", "input_size")
 _TOKENS = ("input_ids", "idx", "tokens", "ids", "inputs_embeds", "embeddings", "x")
 _POSITIONS = ("input_pos", "position_ids", "positions", "position", "pos", "cache_position")
 
@@ -61,7 +61,7 @@ def adapt(
     """Return the decode step of a module whose forward calls its inputs something else; `compile` takes it.
 
     The module keeps its weights, and its key and value caches are buffers of its own
-    (docs/reference/step_protocol.md). `config`, `max_seq_len`, `tokens_per_frame` and `hidden_size` are taken over.
+    (docs/reference/step_protocol.md). `config`, `max_seq_len`, `tokens_per_frame` and sizes are taken over.
 
     Args:
         tokens: what its forward calls the token ids int64 [B, T], or with `embeddings` the inputs float32 [B, T, H].

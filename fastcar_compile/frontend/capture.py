@@ -198,7 +198,7 @@ def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddi
     with detect_fake_mode(list(step.parameters())) or nullcontext():
         arguments: dict[str, Any] = {"cache_position": torch.arange(tokens)}
         if embeddings:
-            arguments["inputs_embeds"] = torch.zeros(batch, tokens, facts.require_hidden_size())
+            arguments["inputs_embeds"] = torch.zeros(batch, tokens, facts.require_input_size())
         else:
             arguments["input_ids"] = torch.zeros(batch, tokens, dtype=torch.int64)
         if facts.context_length is not None and facts.context_size is not None:
@@ -251,14 +251,16 @@ def _config(graph: Any, chunk: Any, max_seq_len: int, tokens_per_frame: int, pre
         batch_size=int(tokens.meta["val"].shape[0]),
         max_seq_len=max_seq_len,
         tokens_per_frame=tokens_per_frame,
-        # find-sites counts the layers, and reads the hidden size off the residual stream.
+        # find-sites counts the layers, and reads the hidden size off the residual stream. Then it is known, too,
+        # whether a decoder that takes embeddings has a head.
         num_layers=0,
-        hidden_size=int(tokens.meta["val"].shape[-1]) if embeddings else 0,
-        vocab_size=None if embeddings else int(output.shape[-1]),
+        hidden_size=0,
+        vocab_size=int(output.shape[-1]),
         takes_embeddings=embeddings,
         prefill_chunk=prefill_chunk if chunk is not None else 0,
         embedding_rows=_embedding_rows(tokens),
         context=_context(graph.graph),
+        input_size=int(tokens.meta["val"].shape[-1]) if embeddings else None,
     )
 
 

@@ -19,7 +19,7 @@ class ModelFacts:
     """Facts read from a model's config and signature; None where the model does not say.
 
     Attributes:
-        tokens_per_frame: tokens. max_seq_len: tokens. hidden_size: H.
+        tokens_per_frame: tokens. max_seq_len: tokens. input_size: W of the embeddings that it takes.
         takes_embeddings: the decoder has no token embedding and no head of its own.
         context_length, context_size: of the context that a plain module's forward takes; None: it takes none.
         takes_context_mask: its forward takes a mask of the context too.
@@ -27,7 +27,7 @@ class ModelFacts:
 
     tokens_per_frame: int | None
     max_seq_len: int | None
-    hidden_size: int | None
+    input_size: int | None
     takes_embeddings: bool
     context_length: int | None = None
     context_size: int | None = None
@@ -48,19 +48,19 @@ class ModelFacts:
         return cls(
             tokens_per_frame=ask("tokens_per_frame"),
             max_seq_len=ask("max_position_embeddings", "max_seq_len"),
-            hidden_size=ask("hidden_size"),
+            input_size=ask("input_size", "hidden_size"),
             takes_embeddings=headless or "inputs_embeds" in taken,
             context_length=ask("context_length") if "context" in taken else None,
             context_size=ask("context_size") if "context" in taken else None,
             takes_context_mask="context_mask" in taken,
         )
 
-    def require_hidden_size(self) -> int:
-        """The hidden size; CompileError where the model does not give it."""
-        if self.hidden_size is None:
-            hint = "set `hidden_size` on the module or on its config"
+    def require_input_size(self) -> int:
+        """The width of its embeddings; CompileError where the model does not give it."""
+        if self.input_size is None:
+            hint = "set `hidden_size` on the module or on its config, or `input_size` where embeddings are wider"
             raise CompileError("a decoder that takes embeddings must give its hidden size", hint=hint)
-        return self.hidden_size
+        return self.input_size
 
 
 def _arguments(model: object) -> Collection[str]:

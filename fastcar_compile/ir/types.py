@@ -89,7 +89,7 @@ class DecoderConfig:
         tokens_per_frame: stride F between a token and the same place in the previous frame, in tokens.
         hidden_size: H.
         vocab_size: V; None: the decoder has no head.
-        takes_embeddings: the input is float32 [B, T, H], not token ids.
+        takes_embeddings: the input is float32 [B, T, W], not token ids.
         prefill_chunk: tokens of one prefill call; 0: there is no prefill graph.
         ring: sparse attention; None: attention to all positions, over caches of S rows.
         embedding_rows: token ids that the embedding has, where their number is known: more than V where a prefix of
@@ -97,6 +97,7 @@ class DecoderConfig:
         context: what cross-attention reads; None: there is no cross-attention.
         rows: rows of each video in a decode step, each with a position and a forward number of its own; None: one
             row of each, and all share both numbers.
+        input_size: W; None: it is H.
     """
 
     batch_size: int
@@ -111,6 +112,12 @@ class DecoderConfig:
     embedding_rows: int | None = None
     context: ContextInput | None = None
     rows: int | None = None
+    input_size: int | None = None
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of the input of one token: (W,) for embeddings, () for a token id."""
+        return (self.input_size or self.hidden_size,) if self.takes_embeddings else ()
 
     @property
     def decode_rows(self) -> int:

@@ -301,6 +301,11 @@ class FindSites(Pass):
         _, layers = matches[0]
         hidden = shape_of(layers[0].roles[Role.RESIDUAL])[-1]
         config = replace(program.config, num_layers=len(layers), hidden_size=hidden)
+        if config.takes_embeddings:
+            # Hidden states are as wide as the residual stream; a head gives another number of logits.
+            plain, headless = config.input_size == hidden, config.vocab_size == hidden
+            input_size, vocab_size = None if plain else config.input_size, None if headless else config.vocab_size
+            config = replace(config, input_size=input_size, vocab_size=vocab_size)
         modified = config != program.config or before != [_marks(graph) for graph, _ in matches]
         program.config = config
         return modified

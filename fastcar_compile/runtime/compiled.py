@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastcar_compile.artifact.digest import Digests, UserDigests
 from fastcar_compile.artifact.explain import Described, Description, decoder_fields, explain, gate_text
@@ -17,6 +17,7 @@ from fastcar_compile.artifact.writer import store_thresholds
 from fastcar_compile.errors import InputError, SignatureError
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.runtime.backends.base import OpenStepper, opened
+from fastcar_compile.runtime.depth import DepthHead
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.support.packages import needs
 from fastcar_compile.support.values import check_kind, path_of, whole
@@ -203,6 +204,7 @@ class Artifact(Described, StoredArtifact):
         threads: int | None = None,
         thresholds: Thresholds | str | Path | None = None,
         keep: int = 0,
+        depth: Artifact | None = None,
     ) -> Session:
         """Open a session.
 
@@ -214,11 +216,13 @@ class Artifact(Described, StoredArtifact):
             thresholds: calibrated thresholds, or their file; default: the stored thresholds, else the compiled ones.
             keep: tokens that `Session.rewind` can take back. What they overwrite is kept: their rows of rings and slots
                 of replay (`fastcar inspect` gives the bytes of a token).
+            depth: the artifact of a depth head, for a decoder whose positions have several codes. It runs on the same
+                backend with as many threads.
 
         Raises:
             ArtifactError: the thresholds belong to another gate or number of layers.
             BackendError: the backend is unknown, cannot run here, or takes no tokens back.
-            InputError: `threads` or `keep` is not a whole number, or is too large.
+            InputError: `threads` or `keep` is not a whole number, or is too large; or the depth head does not fit.
         """
         check_kind("thresholds", thresholds, (Thresholds, str, Path, type(None)), "Thresholds, or their file")
         given = Thresholds.load(thresholds) if isinstance(thresholds, str | Path) else thresholds
@@ -227,7 +231,10 @@ class Artifact(Described, StoredArtifact):
         place = {"artifact": str(self.path), "digest": self.digest}
         origin = {"backend": name, **place, **decoder_fields(self.manifest)}
         layers, config = self.manifest.layers, self.manifest.decoder.config
-        session = Session(stepper, config, layers.thresholds, record=record, gate=layers.gate, keep=keep, origin=origin)
+        check_kind("depth", depth, (Artifact, type(None)), "the artifact of a depth head, or None")
+        head = None if depth is None else DepthHead(opened(depth, backend, threads), depth.config, config)
+        options: dict[str, Any] = {"record": record, "keep": keep, "origin": origin, "depth": head}
+        session = Session(stepper, config, layers.thresholds, gate=layers.gate, **options)
         if (values := given or self.thresholds) is not None:
             session.set_threshold(values)
         return session

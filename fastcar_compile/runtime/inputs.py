@@ -118,7 +118,7 @@ class Inputs:
     def __init__(self, config: DecoderConfig) -> None:
         self._config = config
         self._dtype = np.dtype(np.float32 if config.takes_embeddings else np.int64)
-        self._tail = (config.hidden_size,) if config.takes_embeddings else ()
+        self._tail = config.input_shape
 
     def token(self, given: Any) -> Array:
         """Return a token of each video, int64 [B] or float32 [B, H], as [B, 1] or [B, 1, H].

@@ -15,6 +15,7 @@ from fastcar_compile.artifact.thresholds import LayerThresholds, Thresholds
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.ir.types import INACTIVE, PROMPT, DecoderConfig
 from fastcar_compile.runtime.backends.base import Array, Stepper, alone
+from fastcar_compile.runtime.depth import DepthHead
 from fastcar_compile.runtime.guard import Guard
 from fastcar_compile.runtime.inputs import Inputs, checked_context, first_of, like, to_numpy
 from fastcar_compile.runtime.progress import Progress, Stats
@@ -53,11 +54,12 @@ class Session(Described):
         gate: str | None = None,
         keep: int = 0,
         origin: Mapping[str, str] | None = None,
+        depth: DepthHead | None = None,
     ) -> None:
         self._stepper, self._config, self._record, self._keep = stepper, config, record, keep
         self._inputs, self._guard, self._limits = Inputs(config), Guard(), LayerThresholds(thresholds, gate)
         self.thresholds = self._limits.values.copy()
-        self._has_context, self.origin = False, origin or {}
+        self._has_context, self.origin, self._depth = False, origin or {}, depth
         self._at = Progress(config, record, keep)
         if keep:
             stepper.states()  # a backend that cannot keep what tokens overwrite says so now
@@ -87,6 +89,7 @@ class Session(Described):
         """
         if self._guard.close():
             vars(self).pop("_stepper", None)
+            self._depth = None
 
     def reset(self) -> None:
         """Clear everything: caches, chains, position and statistics. Thresholds and the context stay.
@@ -134,7 +137,14 @@ class Session(Described):
         """
         with self._guard:
             stepper = self._stepper.fork(self._at.filled(self._stepper.states()))
-            other = Session(stepper, self._config, [], record=self._record, keep=self._keep, origin=self.origin)
+            depth = None if self._depth is None else self._depth.again()
+            options: dict[str, Any] = {
+                "record": self._record,
+                "keep": self._keep,
+                "origin": self.origin,
+                "depth": depth,
+            }
+            other = Session(stepper, self._config, [], keep=self._keep, **options)
             other._limits, other.thresholds = self._limits, self.thresholds.copy()
             other._at, other._has_context = copy.deepcopy(self._at), self._has_context
         return other
@@ -368,9 +378,11 @@ class Session(Described):
     ) -> Any:
         """Reset, read the prompt, sample one token from it and decode the other tokens: num_tokens - 1 decode forwards.
 
+        With a depth head (`Artifact.session(depth=…)`) a token is D codes. They are sampled one after the other.
+
         Args:
-            prompt: int64 [B, P], or a list of prompts as `prefill` takes it; with guidance, the unconditional prompts
-                are its second half.
+            prompt: int64 [B, P]; with a depth head float32 [B, P, W - D], without the columns of codes; or a list of
+                prompts, as `prefill` takes it. With guidance, the unconditional prompts are its second half.
             num_tokens: tokens to generate.
             sample: `Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)`, or a function of
                 logits of the prompt's kind, numpy or torch; None is greedy.
@@ -384,14 +396,14 @@ class Session(Described):
                 as much lag as columns, the tokens are those of raster order.
 
         Returns:
-            int64 [B, num_tokens].
+            int64 [B, num_tokens], or [B, num_tokens, D] with a depth head.
 
         Raises:
-            InputError: the decoder is headless, prompt and tokens do not fit the cache, guidance has no pairs, or the
-                decoder has no such frames or rows.
+            InputError: the decoder is headless and has no depth head, prompt and tokens do not fit the cache, guidance
+                has no pairs, or the decoder has no such frames or rows.
         """
-        if self._config.takes_embeddings:
-            hint = "use prefill() and step() with embeddings"
+        if self._config.takes_embeddings and self._depth is None:
+            hint = "use prefill() and step() with embeddings, or open the session with a depth head"
             raise InputError("a headless decoder has no tokens to sample", hint=hint)
         num_tokens = whole("num_tokens", num_tokens, 1)
         check_function("on_token", on_token)
@@ -406,9 +418,11 @@ class Session(Described):
         if wavefront is not None:
             check_kind("wavefront", wavefront, Wavefront, "Wavefront(grid=(rows, columns), lag=2)")
             wavefront.check(self._config)
-            if isinstance(prompt, list):
-                raise InputError("a wavefront needs prompts of one length", hint="decode in raster order")
-        choose = chooser(sample, kind, ids)
+            if isinstance(prompt, list) or self._depth is not None:
+                what = "a wavefront needs prompts of one length and one code a token"
+                raise InputError(what, hint="decode in raster order")
+        # No prompt holds codes.
+        choose = chooser(sample, kind, ids if self._depth is None else np.zeros((len(ids), 0), np.int64))
         tokens: list[Array] = []
         with self._guard.begun() if reset else self._guard:
             if reset:
@@ -429,13 +443,14 @@ class Session(Described):
 
         The array pads a shorter prompt on the left with its first token, which it holds in any case.
         """
+        if self._depth is not None:
+            given = self._depth.prompt(given)
         if not isinstance(given, list | tuple):
             ids = self._checked(self._inputs.tokens, given)
             return ids, ids
         prompts = self._checked(self._inputs.prompts, given)
         longest = max(map(len, prompts))
-        padded = [np.pad(ids, (longest - len(ids), 0), mode="edge") for ids in prompts]
-        return np.stack(padded), prompts
+        return np.stack([np.concatenate([ids[:1].repeat(longest - len(ids), 0), ids]) for ids in prompts]), prompts
 
     def _ask(self, function: Callable[[Any], Any], value: Any) -> Any:
         """Call a function of the caller's. The guard refuses calls of this session while it runs."""
@@ -448,15 +463,17 @@ class Session(Described):
     def _generated(
         self, prompt: Any, count: int, choose: Callable[[Array], Array], wavefront: Wavefront | None
     ) -> Iterator[Array]:
-        """Yield `count` token ids int64 [B]."""
-        token = choose(self._extend(prompt))
+        """Yield `count` token ids int64 [B], or their codes int64 [B, D]."""
+        depth = self._depth
+        pick = choose if depth is None else partial(depth.choose, choose=choose)
+        token = pick(self._extend(prompt))
         while True:
             yield token
             count -= 1
             if count == 0:
                 return
             if wavefront is None or not wavefront.begins(self._at.position) or count < wavefront.size - 1:
-                token = choose(self._decode(token))
+                token = pick(self._decode(token if depth is None else depth.next_input(token)))
                 continue
             frame = self._decode_frame(wavefront, token, choose, last=count < wavefront.size)
             # The token behind the frame goes on; where there is none, the frame's last one does.

@@ -74,6 +74,18 @@ def _masked_fill(call: Call) -> Value:
     return call.emit(relax.op.where(call.tensor("mask").value, filling, call.tensor("self").value))
 
 
+@converts(aten.clamp.default)
+def _clamp(call: Call) -> Value:
+    """Emit maximum and minimum for whole numbers: TVM's own fills a bound that is left out with an infinity."""
+    if not call.dtype.startswith("int"):
+        return call.stock()
+    value = call.tensor("self").value
+    for name, bound in (("min", relax.op.maximum), ("max", relax.op.minimum)):
+        if call.has(name):
+            value = call.emit(bound(value, relax.const(call.integer(name), call.dtype)))
+    return value
+
+
 @converts(aten.select.int)
 def _select(call: Call) -> Value:
     """Emit a clipping lookup, as for the embedding: TVM's own does not check the index."""

@@ -182,8 +182,8 @@ class _Feeds:
 def _forward_feeds(config: DecoderConfig, length: int) -> _Feeds:
     """Return memory for what a forward of `length` tokens takes."""
     rows = config.decode_rows if length == 1 else config.batch_size if config.rows is None else 1
-    embeds = np.zeros((rows, length, config.hidden_size), np.float32)
-    given: Array = embeds if config.takes_embeddings else np.zeros(embeds.shape[:2], np.int64)
+    kind = np.float32 if config.takes_embeddings else np.int64
+    given: Array = np.zeros((rows, length, *config.input_shape), kind)
     count = 1 if config.rows is None or length > 1 else rows
     numbers: dict[str, Array] = {name: np.zeros(count, np.int64) for name in ("position", "step")}
     if count > 1 and config.rows != 1:
