@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from fastcar_compile.runtime.generation import TransformersDecoder as TransformersDecoder
     from fastcar_compile.runtime.sampling import Sampling as Sampling
     from fastcar_compile.runtime.session import Session as Session
+    from fastcar_compile.runtime.video import Video as Video
+    from fastcar_compile.runtime.video import VideoPipeline as VideoPipeline
     from fastcar_compile.runtime.wavefront import Wavefront as Wavefront
     from fastcar_compile.tune.calibrate import calibrate as calibrate
     from fastcar_compile.tune.training.draft import fit_draft as fit_draft
@@ -73,6 +75,7 @@ _MODULES = {
     "report.page.page": ("inspect",),
     "runtime.sampling": ("Sampling",),
     "runtime.session": ("Session",),
+    "runtime.video": ("Video", "VideoPipeline"),
     "runtime.wavefront": ("Wavefront",),
     "config.targets": ("Target", "available_targets", "load_target"),
     "tune.training.draft": ("fit_draft",),

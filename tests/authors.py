@@ -1,14 +1,15 @@
-"""An independent reference of the loop of FastCar's published code: plain PyTorch, one row at a time.
+"""An independent reference of the loops of FastCar's published code: plain PyTorch, one row at a time.
 
 It knows nothing of the package: rows have lists of keys, values and MLP outputs. Each row counts its own tokens, as
 left-padded prompts with a mask and positions do.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -106,3 +107,76 @@ def decoded(flow: Flow, rows: Sequence[Row], prompts: Sequence[Tensor], videos: 
         first = [flow.read(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
         steps = [[flow.step(row, x) for x in video] for row, video in zip(rows, videos, strict=True)]
         return torch.stack([torch.stack([h, *later]) for h, later in zip(first, steps, strict=True)])
+
+
+Pick = Callable[[Tensor], int]
+"""From the guided logits [V] of a code to the code."""
+
+
+@dataclass
+class Pairs:
+    """Prompts beside blank ones, with D codes a position: the unconditional rows get the codes of the conditional ones.
+
+    Args:
+        flow: of the body. body, head: modules of examples/vila_u, for their weights. guidance: scale.
+    """
+
+    flow: Flow
+    body: Any
+    head: Any
+    guidance: float
+
+    def generate(self, prompts: Sequence[Tensor], count: int, pick: Pick) -> tuple[Tensor, list[Row]]:
+        """The codes int64 [B, count, D], and the rows; prompts [P, H], the second half blank."""
+        rows, found = [self.flow.row() for _ in prompts], list[Tensor]()
+        with torch.inference_mode():
+            hidden = [self.flow.read(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+            while True:
+                found.append(self._codes(hidden, pick))
+                if len(found) == count:
+                    return torch.stack(found, 1), rows
+                inputs = [self.body.projector(self.body.codebook[own].sum(0)) for own in found[-1]]
+                hidden = [self.flow.step(row, x) for row, x in zip(rows, inputs, strict=True)]
+
+    def _codes(self, hidden: Sequence[Tensor], pick: Pick) -> Tensor:
+        """The codes [B, D] of one position; all that came before is computed again for each."""
+        codes, half = [list[int]() for _ in hidden], len(hidden) // 2
+        for _ in range(self.body.codes):
+            logits = [self._head(h, own) for h, own in zip(hidden, codes, strict=True)]
+            for b in range(half):
+                code = pick(logits[b + half] + self.guidance * (logits[b] - logits[b + half]))
+                codes[b].append(code)
+                codes[b + half].append(code)
+        return torch.tensor(codes)
+
+    def _head(self, hidden: Tensor, codes: Sequence[int]) -> Tensor:
+        """The logits [V] of the next code: the hidden state, then the features summed up to each code."""
+        features = [self.head.from_codes(t) for t in self.body.codebook[list(codes)].cumsum(0)]
+        x = torch.stack([self.head.from_hidden(hidden), *features]) + self.head.positions[: len(codes) + 1]
+        for block in self.head.blocks:
+            h = block.norm_1(x)
+            query, key, value = (
+                p(h).view(len(x), block.heads, -1).transpose(0, 1) for p in (block.query, block.key, block.value)
+            )
+            logits = query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])
+            logits = logits.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -math.inf)
+            x = x + block.proj((logits.softmax(-1) @ value).transpose(0, 1).flatten(1))
+            x = x + block.mlp(block.norm_2(x))
+        return self.head.classifier(self.head.norm(x))[-1]
+
+
+def drawn(seed: int, top_k: int, top_p: float) -> Pick:
+    """Draw among the top_k codes, then among those whose probabilities reach top_p; one uniform number a code."""
+    random = np.random.default_rng(seed)
+
+    def pick(logits: Tensor) -> int:
+        chances = torch.zeros(len(logits), dtype=torch.float64)
+        best = logits.double().topk(top_k)
+        chances[best.indices] = best.values.softmax(0)
+        ordered = chances.sort(descending=True)
+        kept = ordered.indices[ordered.values.cumsum(0) - ordered.values < top_p]
+        mass = torch.zeros_like(chances)
+        mass[kept] = chances[kept]
+        return int((mass.cumsum(0) > random.random() * mass.sum()).nonzero()[0])
+
+    return pick

@@ -138,12 +138,7 @@ class Session(Described):
         with self._guard:
             stepper = self._stepper.fork(self._at.filled(self._stepper.states()))
             depth = None if self._depth is None else self._depth.again()
-            options: dict[str, Any] = {
-                "record": self._record,
-                "keep": self._keep,
-                "origin": self.origin,
-                "depth": depth,
-            }
+            options: dict[str, Any] = {"record": self._record, "origin": self.origin, "depth": depth}
             other = Session(stepper, self._config, [], keep=self._keep, **options)
             other._limits, other.thresholds = self._limits, self.thresholds.copy()
             other._at, other._has_context = copy.deepcopy(self._at), self._has_context

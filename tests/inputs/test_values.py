@@ -155,6 +155,7 @@ CALLS: dict[str, dict[str, Call]] = {
         "load": lambda v: session().load(v),
         "keep": lambda v: fc.Artifact.session(STORED, open_fake, keep=v),
         "threads": lambda v: fc.Artifact.session(STORED, open_fake, threads=v),
+        "depth": lambda v: fc.Artifact.session(STORED, open_fake, depth=v),
     },
     "Thresholds": {
         "load a file": lambda v: fc.Thresholds.load(v),
@@ -211,6 +212,11 @@ CALLS: dict[str, dict[str, Call]] = {
         "save a tensor": lambda v: FC.TrainedGate(**TRAINED | {"layers": ({"heads": v},)}).save("gate.safetensors"),
     },
     "Batcher": {"artifact": lambda v: fc.Batcher(v)},
+    "VideoPipeline": {
+        "artifact": lambda v: fc.VideoPipeline(v, list, list),
+        "encode": lambda v: fc.VideoPipeline(STORED, v, list),
+        "decode": lambda v: fc.VideoPipeline(STORED, list, v),
+    },
     "TransformersDecoder": {"session": lambda v: fc.TransformersDecoder(v)},
 }
 """Public name -> argument -> the call with a hostile value for it."""
@@ -218,6 +224,7 @@ CALLS: dict[str, dict[str, Call]] = {
 FUNCTIONS = ("sample", "on_token", "progress", "backend")
 OTHERS: dict[str, str] = {
     "available_targets": "takes nothing", "doctor": "takes nothing", "TokenStream": "a batcher makes it",
+    "Video": "a pipeline makes it",
 }  # fmt: skip
 """Public names that take no value of a user."""
 

@@ -39,8 +39,8 @@ class Sizes:
 
 
 SMALL = Sizes(
-    hidden=256, intermediate=688, layers=18, heads=4, words=512, positions=96, side=4, codes=4, entries=1024, features=64,
-    head=256, head_layers=6, head_heads=4,
+    hidden=256, intermediate=688, layers=18, heads=4, words=512, positions=96, side=4, codes=4, entries=1024,
+    features=64, head=256, head_layers=6, head_heads=4,
 )  # fmt: skip
 """20 million parameters."""
 
@@ -72,7 +72,7 @@ class Body(LlamaModel):
             nn.Linear(sizes.features, sizes.hidden), nn.GELU(), nn.Linear(sizes.hidden, sizes.hidden)
         )
 
-    def forward(self, inputs_embeds: Tensor, **options: Any) -> Any:
+    def forward(self, inputs_embeds: Tensor, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run the layers over words and frames."""
         words, codes = inputs_embeds[..., : -self.codes], inputs_embeds[..., -self.codes :].long()
         frames = self.projector(code_features(self.codebook, codes))
