@@ -210,6 +210,10 @@ def _speed_fields(result: Estimate) -> dict[str, str]:
     shares = ", ".join(f"{unit} {share:.1%}" for unit, share in sorted(result.shares.items(), key=lambda s: -s[1]))
     versus, speed = result.comparison, f"{result.unit}s/s"
     asked = {"what if": f"NOT EMITTED by this compiler: {'; '.join(result.what_if)}"} if result.what_if else {}
+    if head := result.depth:
+        both = f"{head['positions_per_second']:.2f} positions/s, dense {head['dense']:.2f}"
+        each = f"{head['codes']} codes in {head['seconds'] * 1e3:.1f} ms by a kernel of its own"
+        asked["with depth head"] = f"{both}; {each}"
     return asked | {
         "predicted": f"{result.tokens_per_second:.2f} {speed}, {result.seconds_per_step * 1e3:.2f} ms per step",
         "workload": f"{result.shape} {result.quant}, {count_text(result.batch, 'row')}, context {result.context}, "

@@ -42,6 +42,7 @@ class DecoderShape(BaseModel):
         vocab: outputs of the head; 0 for a headless decoder.
         tokens_per_frame: replay stride F in tokens.
         frames: frames of one video; with F they give the share of forwards that may replay.
+        depth: name of the shape of its depth head, which makes a code of a position in each of its `frames` steps.
         source: where the figures come from.
     """
 
@@ -59,6 +60,7 @@ class DecoderShape(BaseModel):
     activation: str = "silu"
     tokens_per_frame: int = Field(default=256, ge=1, le=limits.SIZE)
     frames: int = Field(default=8, ge=1, le=limits.SIZE)
+    depth: str | None = None
     source: str
 
     @property

@@ -14,6 +14,7 @@ from fastcar_compile.codegen.hls.design.exploration import resources_of
 from fastcar_compile.codegen.hls.design.memory import capacity, measured_cap, peak_bandwidth
 from fastcar_compile.codegen.hls.model.question import Question, ask
 from fastcar_compile.codegen.hls.model.rows import Decisions, Mapping, passes_of
+from fastcar_compile.codegen.hls.model.shapes import load_shape
 from fastcar_compile.codegen.hls.model.step import STREAMING, Board, ProgramTimes, Step, run_program, simulate_step
 from fastcar_compile.codegen.hls.model.workload import Offload, Workload
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
@@ -48,6 +49,8 @@ class Estimate:
         gate: name, what decides, units of its network, bytes of its cache and of its weights, all layers.
         draft: layers that have one, the most neurons and the highest rank, the weights as a share of those of all MLPs, and
             their bytes; empty: none has one.
+        depth: codes of a position, seconds that the depth head takes for them, and positions/s of both decoders by turns,
+            with and without replay; empty: the decoder has no such head.
         exploration: what was compared to find the design; empty for a given design.
     """
 
@@ -85,6 +88,7 @@ class Estimate:
     draft: dict[str, Any]
     resources: dict[str, Any]
     design: dict[str, Any]
+    depth: dict[str, Any]
     exploration: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -198,8 +202,20 @@ def estimate_question(question: Question) -> Estimate:
         memory={**asdict(footprint), "total": footprint.total, "capacity": capacity(target)},
         resources=resources_of(design, work.kernel_spec(), target),
         design=design.part.model_dump(mode="json"),
+        depth=_depth(work, target, run.seconds, dense.seconds),
         exploration=question.found.part.model_dump(mode="json") if question.found else {},
     )
+
+
+def _depth(work: Workload, target: Target, seconds: float, dense: float) -> dict[str, Any]:
+    """Return plain values of the depth head, whose linears are in the fabric; seconds: of the body's steps."""
+    if work.shape.depth is None:
+        return {}
+    shape = load_shape(work.shape.depth)
+    head = Workload(shape, work.quant, shape.frames, batch=work.batch, offload="linears")
+    own = shape.frames * estimate(head, target, what_if=target.estimate_only is not None).seconds_per_step
+    speeds = {"positions_per_second": work.batch / (seconds + own), "dense": work.batch / (dense + own)}
+    return {"shape": shape.name, "codes": shape.frames, "seconds": own, **speeds}
 
 
 def _draft(work: Workload) -> dict[str, Any]:
