@@ -60,17 +60,18 @@ def reads_earlier_key(node: fx.Node) -> bool:
 # Full caches become rings: placeholders, writes, and where scores find the key of one frame earlier.
 
 
-def rows_needed(config: DecoderConfig, window: int, *, scored: bool) -> int:
+def rows_needed(config: DecoderConfig, window: int, *, scored: bool, rows: int = 1) -> int:
     """Return the positions past the sinks that a ring holds.
 
     A chunk is written before it is attended to, and may be padded: its other tokens come on top of what the first
-    one, and the token after it, still read.
+    one, and the token after it, still read. So do the rows of a video in a decode step: those of a wavefront are in
+    one frame.
 
     Args:
-        scored: a score reads the key of one frame earlier.
+        scored: a score reads the key of one frame earlier. rows: of each video.
     """
     kept = max(window, config.tokens_per_frame + 1) if scored else window
-    return kept + max(config.prefill_chunk, 1) - 1
+    return kept + max(config.prefill_chunk, config.tokens_per_frame if rows > 1 else 1) - 1
 
 
 class RingRewriter:
@@ -313,6 +314,7 @@ def _make_sparse(module: fx.GraphModule, ring: Ring, config: DecoderConfig) -> N
 # Caches of layers with a sliding window of their own: rings that hold what is still read.
 
 
+@dataclass(frozen=True)
 class WindowCaches(Pass):
     """Keep of keys and values only the rows that a window of the model's own still reads, in both graphs.
 
@@ -320,10 +322,14 @@ class WindowCaches(Pass):
     2. The caches become rings of the window's rows, and those that a chunk adds (`rows_needed`). Where a score reads
        the key of one frame earlier, the ring holds at least a frame and a token.
     3. A cache of no more positions than that stays as it is.
+
+    Options:
+        rows: rows of each video in a decode step.
     """
 
     name = "window-caches"
     reason = "The model's own window reads the last tokens only, so keys and values are kept in a ring."
+    rows: int = 1
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a cache to shorten."""
@@ -346,7 +352,7 @@ class WindowCaches(Pass):
             return None
         # A cache that sparse-attention made a ring is written by `ring_write`, and was left out above.
         cache = node_arg(write, 0)
-        rows = rows_needed(program.config, window.window, scored=str(cache.target) in scored)
+        rows = rows_needed(program.config, window.window, scored=str(cache.target) in scored, rows=self.rows)
         return RingRows(window.sinks, rows) if window.sinks + rows < shape_of(cache)[2] else None
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.dataflow import evaluate
-from fastcar_compile.ir.layers import mark
+from fastcar_compile.ir.layers import ATTENTIONS, mark, window_of
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.provenance import error_at
@@ -33,6 +33,7 @@ class DecodeRows(Pass):
     2. With more rows than one for each video, the caches of keys and values become [V, ...] and those of a frame
        [F, V, ...]: row b reads and writes those of video b // rows. Rows of one video have different positions. The
        input `spans`, int64 [B, rows, 2], says which positions each row sees: not every earlier one has to be there yet.
+       A window of the model's own shows of these the last ones. Attention with sinks sees all positions up to a row's.
     3. A row that is not there is zero from the embedding on, and kernels do not multiply rows of zeros.
     4. A study's random score hashes the video, not the row.
 
@@ -95,8 +96,8 @@ def _spread_thresholds(graph: fx.Graph, layers: int, batch: int) -> None:
 
 
 def _see_spans(graph: fx.Graph, batch: int, rows: int, made_by: str) -> None:
-    """Let attention to all positions see what each row is told to see."""
-    attentions = [n for n in graph.nodes if is_op(n, fastcar.attention, fastcar.exact_attention)]
+    """Let attention see what each row is told to see."""
+    attentions = [n for n in graph.nodes if is_op(n, *ATTENTIONS) and ((w := window_of(n)) is None or not w.sinks)]
     if attentions:
         spans = add_placeholder(graph, "spans", (batch, rows, 2), torch.int64, made_by)
         for node in attentions:

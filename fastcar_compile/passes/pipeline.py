@@ -89,7 +89,7 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
         sparse = config.sparse_attention
         passes.append(SparsifyAttention(sparse.sinks, sparse.window, sparse.positions))
     # Rings come behind replay: a score that reads the key of one frame earlier makes its ring longer.
-    passes.append(WindowCaches())
+    passes.append(WindowCaches(config.rows or 1))
     if config.kv != "float32":
         passes.append(QuantizeKvCache(config.kv))
     # It judges every operator that is left.

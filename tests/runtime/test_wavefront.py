@@ -1,5 +1,7 @@
 """Wavefront decoding against PyTorch: one forward over the whole sequence, with a mask made from first principles."""
 
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import check_module
-from decoders import llama
+from decoders import SIZES, llama
 from torch import Tensor
+from transformers import MistralConfig, MistralForCausalLM
 
 import fastcar_compile as fc
 from fastcar_compile.errors import CompileError, InputError
@@ -18,12 +21,16 @@ SIZE, FRAME = GRID[0] * GRID[1], GRID[0] * GRID[1] + LEAD
 LENGTH = FRAME * FRAMES + 1
 EXACT: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "offload": "all"}
 NATIVE: dict[str, Any] = {}
+EXACT_HOST: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
 BACKENDS = [("eager", "native"), ("cpu", "native"), ("onnxruntime", "native"), ("eager", "exact"), ("cpu", "exact")]
 BACKENDS.append(("hls-csim", "exact"))
 
 
-def decoder() -> Any:
-    return llama(head_dim=32)
+def decoder(window: int | None = None) -> Any:
+    if window is None:
+        return llama(head_dim=32)
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**SIZES, head_dim=32, sliding_window=window)).eval()
 
 
 def check_tools(backend: str) -> None:
@@ -31,10 +38,12 @@ def check_tools(backend: str) -> None:
         check_module("hls4ml")
 
 
-def build(folder: Path, options: dict[str, Any], rows: int | None = 4, **others: Any) -> fc.Artifact:
+def build(
+    folder: Path, options: dict[str, Any], rows: int | None = 4, window: int | None = None, **others: Any
+) -> fc.Artifact:
     return fc.compile(
-        decoder(), **{"target": "cpu", **options}, tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=2, rows=rows,
-        prefill_chunk=6, replay=fc.ReplayConfig(threshold=0.0), output=folder, **others,
+        decoder(window), **{"target": "cpu", **options}, tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=2,
+        rows=rows, prefill_chunk=6, replay=fc.ReplayConfig(threshold=0.0), output=folder, **others,
     )  # fmt: skip
 
 
@@ -60,16 +69,19 @@ class Reference:
         tokens: prompt and what follows. logits: of every token that was chosen, in the order of the choices.
     """
 
-    def __init__(self, ids: np.ndarray, count: int, lag: int) -> None:
-        self.model, self.lag, self.logits = decoder(), lag, list[Tensor]()
+    def __init__(self, ids: np.ndarray, count: int, lag: int, window: int | None = None) -> None:
+        self.model, self.lag, self.logits, self.window = decoder(window), lag, list[Tensor](), window or LENGTH
         self.tokens = [int(i) for i in ids]
         wanted = len(ids) + count
         while len(self.tokens) < wanted:
             if (len(self.tokens) - 1) % FRAME == LEAD and len(self.tokens) > len(ids):
                 self._grid()
             if len(self.tokens) < wanted:
-                self.tokens.append(self._choose(forward(self.model, self.tokens, lag, [])[-1]))
+                self.tokens.append(self._choose(self._forward(self.tokens, [])[-1]))
         self.new = self.tokens[len(ids) : wanted]
+
+    def _forward(self, ids: list[int], queries: list[tuple[int, int]], places: list[int] | None = None) -> Tensor:
+        return forward(self.model, ids, self.lag, queries, places, self.window)
 
     def _choose(self, logits: Tensor) -> int:
         self.logits.append(logits)
@@ -82,7 +94,7 @@ class Reference:
         for n in range(lag * (height - 1) + width):
             read = [p for p in sorted(tokens) if p % width + lag * (p // width) <= n]
             places, ids = [start + p for p in read], before + [tokens[p] for p in read]
-            plain = forward(self.model, ids, lag, [], places)[len(before) :]
+            plain = self._forward(ids, [], places)[len(before) :]
             for y in range(height):
                 place = y * width + n - lag * y
                 inside = 0 <= n - lag * y < width and place + 1 < SIZE
@@ -90,8 +102,14 @@ class Reference:
                     tokens[place + 1] = self._choose(plain[read.index(place)])
                 if n == lag * (y + 1) - 1 and lag < width and y < height - 1:
                     query = [(y * width + lag - 1, (y + 1) * width - 1)]
-                    tokens[(y + 1) * width] = self._choose(forward(self.model, ids, lag, query, places)[-1])
+                    tokens[(y + 1) * width] = self._choose(self._forward(ids, query, places)[-1])
         self.tokens = before + [tokens[p] for p in range(SIZE)]
+
+
+def keep(chosen: list[np.ndarray], logits: np.ndarray) -> np.ndarray:
+    """Choose greedily."""
+    chosen.append(logits)
+    return logits.argmax(-1)
 
 
 def launch_of(position: int, lag: int) -> tuple[int, int]:
@@ -102,7 +120,12 @@ def launch_of(position: int, lag: int) -> tuple[int, int]:
 
 
 def forward(
-    model: Any, tokens: list[int], lag: int, queries: list[tuple[int, int]], places: list[int] | None = None
+    model: Any,
+    tokens: list[int],
+    lag: int,
+    queries: list[tuple[int, int]],
+    places: list[int] | None = None,
+    window: int = LENGTH,
 ) -> Tensor:
     """Logits [T, V] of tokens at positions 0, 1, 2, …, but for the last ones, which are at `places`, and of queries."""
     places = places or []
@@ -117,7 +140,7 @@ def forward(
         mine = launch_of(p, lag) if i < len(positions) else max(launch_of(start + t, lag) for t, _ in queries)
         for j, q in enumerate(positions):
             earlier = launch_of(q, lag) <= mine or raster[j]
-            seen[i, j] = q <= p and (earlier or (i < len(positions) and raster[i]))
+            seen[i, j] = p - window < q <= p and (earlier or (i < len(positions) and raster[i]))
         seen[i, i] = True
     mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
     with torch.inference_mode():
@@ -129,19 +152,33 @@ def forward(
 def test_tokens_are_those_of_pytorch(artifacts: dict[str, fc.Artifact], backend: str, lag: int) -> None:
     session, chosen = artifacts["native"].session(backend), list[np.ndarray]()
     session.set_threshold(None)
-
-    def greedy(logits: np.ndarray) -> np.ndarray:
-        chosen.append(logits)
-        return logits.argmax(-1)
-
     # The last frame ends with its last token: what follows it is not asked for.
     count = 2 * FRAME - LEAD
-    got = session.generate(prompt(), count, greedy, wavefront=fc.Wavefront(GRID, lag, LEAD))
+    got = session.generate(prompt(), count, partial(keep, chosen), wavefront=fc.Wavefront(GRID, lag, LEAD))
     for row, ids in enumerate(prompt()):
         expected = Reference(ids, count, lag)
         assert got[row].tolist() == expected.new
         actual = torch.from_numpy(np.stack(chosen)[:, row])
         torch.testing.assert_close(actual, torch.stack(expected.logits), atol=1e-4, rtol=0)
+
+
+@pytest.mark.thorough
+def test_a_window_shows_what_is_known(tmp_path: Path) -> None:
+    """The cache is a ring, which turns within the frames that are decoded."""
+    window, count, found = 14, 2 * FRAME - LEAD, list[np.ndarray]()
+    for options, backends in ((NATIVE, ("cpu", "onnxruntime", "eager")), (EXACT_HOST, ("cpu", "eager"))):
+        artifact = build(tmp_path / str(len(found)), options, window=window)
+        assert {s.shape[2] for s in artifact.manifest.decoder.state if s.role == "key_cache"} == {window + FRAME - 1}
+        for backend, lag in product(backends, (1, 2)):
+            session, chosen = artifact.session(backend), list[np.ndarray]()
+            session.set_threshold(None)
+            got = session.generate(prompt(), count, partial(keep, chosen), wavefront=fc.Wavefront(GRID, lag, LEAD))
+            if options is NATIVE:
+                assert [row.tolist() for row in got] == [Reference(ids, count, lag, window).new for ids in prompt()]
+            else:
+                found.append(np.stack(chosen))
+    assert np.array_equal(found[0], found[2])
+    assert np.array_equal(found[1], found[3])
 
 
 @pytest.mark.parametrize(("backend", "numerics"), BACKENDS)

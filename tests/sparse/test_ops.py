@@ -42,6 +42,23 @@ def filled(ring: int, sinks: int, position: int, count: int) -> tuple[Tensor, Te
     return cache, keys, torch.randn(2, 4, count, DIM)
 
 
+@pytest.mark.parametrize("position", [3, 9, 20, 33])
+def test_of_a_window_a_row_sees_its_spans(position: int) -> None:
+    """In two rings, of which the second one has turned; eager and by rows of the ring, as the kernels see them."""
+    window, ring = 7, 11
+    cache, keys, query = filled(ring, 0, position, 1)
+    spans = torch.tensor([[[0, position - 4], [position - 2, position - 1], [position, position + 1]], [[0, 0]] * 3])
+    spans = spans.clamp(min=0)
+    places = torch.arange(position + 1)
+    mask = ((places < position - 4) | (places == position - 2) | (places == position)) & (places > position - window)
+    both = torch.tensor([position, -1])
+    actual = fastcar.window_attention(query, cache, cache, both, 0.3, 0, window, spans=spans)
+    expected = masked(query, keys, keys, mask[None], 0.3)
+    torch.testing.assert_close(actual, torch.stack([expected[0], torch.zeros_like(expected[1])]))
+    ranges = run(kernels.ring_spans(2, 3, window, ring), spans, both, torch.zeros(2, 4, 2, dtype=torch.int64))[-1]
+    torch.testing.assert_close(fastcar.attention(query, cache, cache, both, 0.3, None, ranges), actual)
+
+
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     sinks=st.integers(0, 7),

@@ -361,6 +361,7 @@ def window_attention(
     window: int,
     sink_query: Value | None = None,
     softcap: float | None = None,
+    spans: Value | None = None,
 ) -> Value:
     """Return softmax attention over the sinks that are there and the window's rows, which are gathered."""
     batch, heads, _, dim = shape(query)
@@ -373,7 +374,10 @@ def window_attention(
         held = op.Add(op.Sub(last, op.Mod(op.Sub(last, op.Sub(row, ints(sinks))), ring)), ints(sinks))
         recent = op.And(op.GreaterOrEqual(held, ints(sinks)), op.Greater(held, op.Sub(place, ints(window))))
         sink = op.Less(row, ints(sinks))
-        seen = op.Where(sink, op.LessOrEqual(row, place), recent)
+        if spans is not None:
+            recent = op.And(recent, _in(held, spans))
+        # onnxruntime has no `Where` of bools.
+        seen = op.Or(op.And(sink, op.LessOrEqual(row, place)), op.And(op.Not(sink), recent))
         other = None if sink_query is None else (sink_query, sink)
         return _masked(query, key_cache, value_cache, seen, scale, softcap, other)
     end = op.Add(op.Reshape(position, ints()), scalar(1))

@@ -141,9 +141,11 @@ class Call:
         """Bind a value to a variable."""
         return self._builder.emit(value)
 
-    def kernel(self, function: PrimFunc, args: Sequence[relax.Expr], shape: Shape | None = None) -> relax.Var:
-        """Emit a kernel of one result with the call's own dtype, and by default its shape."""
-        out = tensor_type(self.shape if shape is None else shape, self.dtype)
+    def kernel(
+        self, function: PrimFunc, args: Sequence[relax.Expr], shape: Shape | None = None, dtype: str | None = None
+    ) -> relax.Var:
+        """Emit a kernel of one result, by default with the call's own shape and dtype."""
+        out = tensor_type(self.shape if shape is None else shape, dtype or self.dtype)
         return self.emit(untyped.call_tir(add_kernel(self._builder, function), list(args), out))
 
     def kernels(

@@ -39,10 +39,8 @@ def _softcap_and_positions(call: Call) -> tuple[Any, ...]:
 @converts(fastcar.attention.default)
 def _attention(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
-    if (spans := call.optional("spans")) is not None:
-        options = (call.number("scale"), keys.dtype, *(_softcap(call) or (None,)), spans.shape[1])
-        kernel = call.dispatch("spans_attention", query.shape, keys.shape, *options)
-        return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache"), spans.value])
+    if call.has("spans"):
+        return _spans_attention(call)
     # One row reads each key once; a chunk is tiled, so that keys are reused by its rows.
     kind = "attention" if query.shape[2] == 1 else "attention_chunk"
     last = _softcap_and_positions(call) if kind == "attention" else _softcap(call)
@@ -50,8 +48,28 @@ def _attention(call: Call) -> Value:
     return call.kernel(kernel, call.values("query", "key_cache", "value_cache", "position"))
 
 
+def _spans_attention(call: Call) -> Value:
+    query, keys, (ranges, count) = call.tensor("query"), call.tensor("key_cache"), _ranges(call)
+    options = (call.number("scale"), keys.dtype, *(_softcap(call) or (None,)), count)
+    kernel = call.dispatch("spans_attention", query.shape, keys.shape, *options)
+    return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache"), ranges])
+
+
+def _ranges(call: Call) -> tuple[relax.Expr, int]:
+    """Return the ranges of cached rows that each row sees, int64 [B, N, 2], and N."""
+    spans = call.tensor("spans")
+    if not call.has("window"):
+        return spans.value, spans.shape[1]
+    rows, count, _ = spans.shape
+    kernel = decode.ring_spans(rows, count, call.integer("window"), call.tensor("key_cache").shape[2])
+    made = call.kernel(kernel, [spans.value, *call.values("position")], (rows, count + 1, 2), "int64")
+    return made, count + 1
+
+
 @converts(fastcar.window_attention.default)
 def _window_attention(call: Call) -> Value:
+    if call.has("spans"):
+        return _spans_attention(call)
     query, keys = call.tensor("query"), call.tensor("key_cache")
     options = (call.number("scale"), call.integer("sinks"), call.integer("window"), keys.dtype)
     kernel = call.dispatch("window_attention", query.shape, keys.shape, *options, *_softcap_and_positions(call))
@@ -62,14 +80,16 @@ def _window_attention(call: Call) -> Value:
 @converts(fastcar.exact_attention.default, fastcar.exact_window_attention.default)
 def _exact_attention(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
-    window = ((call.integer("sinks"), call.integer("window")),) if call.has("window") else ()
-    spans = None if window else call.optional("spans")
-    last = positions(call, *(() if window else (None,))) if spans is None else (None, spans.shape)
-    where = call.tensor("position") if spans is None else spans
-    kernel = call.dispatch("exact_attention", query.shape, keys.shape, call.number("scale"), *window, *last)
+    where, window, last = call.values("position")[0], None, positions(call)
+    if call.has("spans"):
+        where, count = _ranges(call)
+        last = ((query.shape[0], count, 2),)
+    elif call.has("window"):
+        window = call.integer("sinks"), call.integer("window")
+    kernel = call.dispatch("exact_attention", query.shape, keys.shape, call.number("scale"), window, *last)
     # Powers of two between whole exponents come from a table, because libraries round `exp2` in different ways.
     table = call.constant(EXP_TABLE.astype(np.int32))
-    return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache"), where.value, table])
+    return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache"), where, table])
 
 
 @converts(fastcar.context_attention.default)

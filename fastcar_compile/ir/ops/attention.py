@@ -69,9 +69,9 @@ def attention(
     return each_row(position, [query, spans], [key_cache, value_cache], call)
 
 
-def spanned(spans: Tensor) -> Tensor:
-    """Return which positions a row sees, bool [1, end], of spans int64 [1, N, 2]."""
-    columns = torch.arange(int(spans.max()), device=spans.device)[:, None]
+def spanned(spans: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Return which positions a row sees, bool [1, P], of spans int64 [1, N, 2]; default: all up to their end."""
+    columns = (torch.arange(int(spans.max()), device=spans.device) if positions is None else positions)[:, None]
     return ((columns >= spans[0, :, 0]) & (columns < spans[0, :, 1])).any(1)[None]
 
 
@@ -207,6 +207,7 @@ def window_attention(
     window: int,
     sink_query: Tensor | None = None,
     softcap: float | None = None,
+    spans: Tensor | None = None,
 ) -> Tensor:
     """Return causal grouped-query attention to the sinks and to a sliding window.
 
@@ -219,17 +220,19 @@ def window_attention(
         sinks, window: query row i at p = position + i sees keys 0 .. sinks - 1 and p - window + 1 .. p, none after p.
         sink_query: float32 [B, Hq, T, D], the query for the sinks; None: `query`.
         softcap: as in `fastcar::attention`.
+        spans: as of `fastcar::attention`, without sinks: of the window, a row sees what they contain.
 
     Returns:
         float32 [B, Hq, T, D].
     """
     call = partial(_attend_window, scale=scale, sinks=sinks, window=window, softcap=softcap)
-    return each_row(position, [query, sink_query], [key_cache, value_cache], call)
+    return each_row(position, [query, sink_query, spans], [key_cache, value_cache], call)
 
 
 def _attend_window(
     query: Tensor,
     sink_query: Tensor | None,
+    spans: Tensor | None,
     key_cache: Tensor,
     value_cache: Tensor,
     position: Tensor,
@@ -253,6 +256,8 @@ def _attend_window(
     # Gathered in the order of positions, so the columns below are those of `columns`.
     keys, values = (loaded(c[:, :, rows], dim).repeat_interleave(group, 1) for c in (key_cache, value_cache))
     seen = (columns <= here[:, None]) & ((columns < sinks) | (columns > here[:, None] - window))
+    if spans is not None:
+        seen &= spanned(spans, columns)
     logits = query @ keys.transpose(-1, -2)
     if sink_query is not None:
         # Sinks come first among the columns, so theirs are replaced as one slice.

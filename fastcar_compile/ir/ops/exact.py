@@ -117,7 +117,14 @@ def _attend_full(
 
 @operator("Attention in integers over a ring cache, the same on every backend.")
 def exact_window_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float, sinks: int, window: int
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    position: Tensor,
+    scale: float,
+    sinks: int,
+    window: int,
+    spans: Tensor | None = None,
 ) -> Tensor:
     """Return causal grouped-query attention to the sinks and to a sliding window of an int8 ring cache.
 
@@ -126,17 +133,24 @@ def exact_window_attention(
         key_cache, value_cache: int8 [B, Hkv, sinks + R, D + ceil(D / 32)], rings written up to position + T - 1.
         position: int64 [1], sequence position of query row 0.
         scale: factor on the logits.
-        sinks, window: as in `fastcar::window_attention`.
+        sinks, window, spans: as in `fastcar::window_attention`.
 
     Returns:
         float32 [B, Hq, T, D]. Rows of the cache are added in the order of the memory, not of their positions.
     """
     call = partial(_attend_window, scale=scale, sinks=sinks, window=window)
-    return each_row(position, [query], [key_cache, value_cache], call)
+    return each_row(position, [query, spans], [key_cache, value_cache], call)
 
 
 def _attend_window(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float, sinks: int, window: int
+    query: Tensor,
+    spans: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    position: Tensor,
+    scale: float,
+    sinks: int,
+    window: int,
 ) -> Tensor:
     """Return `exact_window_attention` of rows that share one position."""
     start, end = int(position), int(position) + query.shape[2]
@@ -145,6 +159,8 @@ def _attend_window(
     held = _held(rows, end - 1, sinks, key_cache.shape[2] - sinks)
     here = torch.arange(start, end)[:, None]
     seen = (held >= 0) & (held <= here) & ((held < sinks) | (held > here - window))
+    if spans is not None:
+        seen &= spanned(spans, held)
     keys, values = (cache[:, :, :rows] for cache in (key_cache, value_cache))
     return _attend(query, keys, values, seen.to(query.device), scale)
 
