@@ -172,6 +172,8 @@ def spans_attention(
                 mine: T.let = ((total + width - 1) // width - part + parts - 1) // parts
                 for slot in range(mine):
                     begin(shape, q, y, state, tile(slot))
+                if mine == 0:
+                    end[0] = 0  # no block is converted for a part without tiles
                 # block: keys in order. slot: tiles of query rows, which share the block.
                 for block in range((T.min(end[0], s) + CHUNK_KEYS - 1) // CHUNK_KEYS):
                     filled = T.meta_var(
