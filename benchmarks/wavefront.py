@@ -9,14 +9,22 @@ sampling of the game and the actions of the recording; other draws of raster ord
     python benchmarks/wavefront.py --wide
 
 measures frames/s of a decoder whose weights come from memory: 8 layers of 2048 x 5504, random weights.
+
+    python benchmarks/wavefront.py --parts --threads 2
+
+says where the time of a dense frame goes, in raster order and with lag 2, with one thread and with so many, and what
+bytes and products of weights would take alone: at the speed at which this machine reads as many bytes, again and again,
+and at its peak of int8 products.
 """
 
 import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,9 +33,16 @@ import numpy as np
 import onnxruntime
 from safetensors.numpy import load_file
 from scipy import linalg
+from speed.bandwidth import ReadBandwidth
+from speed.doom_report import parts_table
+from speed.parts import parts_of
+from speed.peak import Peak
 from speed.wide import wide
 
 import fastcar_compile as fc
+from fastcar_compile.runtime.backends.cpu import CpuStepper
+from fastcar_compile.runtime.guard import use_threads
+from fastcar_compile.runtime.session import Session
 
 ROOT = Path(__file__).parents[1] / "examples" / "doom"
 PROMPT_FRAMES = 4
@@ -220,6 +235,55 @@ def measure_wide(rounds: int, threads: int) -> None:
         print(f"| {lag} | {fronts[lag].rows} | {1 / least:.2f} | {min(seconds[LAGS[0]][1:]) / least:.2f}x |")
 
 
+PARTS_LAGS = {"raster": 8, "lag 2": 2}
+FRAMES_OF_PARTS = (12, 13, 14)
+"""The frames of each sequence that are timed."""
+
+
+def _frames(
+    artifact: fc.Artifact, lag: int, stepper: CpuStepper, counted: AbstractContextManager[object]
+) -> list[float]:
+    """Decode frames greedily, their actions too; return the seconds of each."""
+    sequences, frame = load_file(ROOT / "world" / "starts.safetensors")["tokens"], GRID[0] * GRID[1] + LEAD
+    session = Session(stepper, artifact.manifest.decoder.config, artifact.manifest.layers.thresholds)
+    wavefront, seconds = fc.Wavefront(GRID, lag, LEAD), []
+    for sequence in sequences.reshape(6, 1, -1).astype(np.int64):
+        session.generate(sequence[:, : FRAMES_OF_PARTS[0] * frame], 1)
+        for number in FRAMES_OF_PARTS:
+            with counted:
+                begin = time.perf_counter()
+                action = sequence[:, number * frame : number * frame + LEAD]
+                session.generate(action, frame, wavefront=wavefront, reset=False)
+                seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def _bounds(artifact: fc.Artifact, lag: int, threads: int) -> tuple[float, float]:
+    """Return the milliseconds of a frame's bytes and of its products, of all int8 weights."""
+    use_threads(threads)
+    size = sum(a.size for a in artifact.arrays().values() if a.dtype == np.int8 and a.ndim == 2)
+    launches = [range(1), *fc.Wavefront(GRID, lag, LEAD).launches]  # the action comes first, alone
+    # Whole MiB, which threads and the loop of the read kernel divide.
+    speed = max(ReadBandwidth(threads, -(-size >> 20) << 20).gigabytes_per_second(50)) * 1e6
+    peak = max(Peak("int8", threads).gigamacs_per_second(3)) * 1e6
+    return len(launches) * size / speed, sum(map(len, launches)) * size / peak
+
+
+def measure_parts(every: Sequence[int]) -> None:
+    """Print milliseconds by part of a frame, for each number of threads, and what bounds its linears."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        artifacts = {name: compiled(lag, gate=False, folder=Path(folder)) for name, lag in PARTS_LAGS.items()}
+        for threads in every:
+            found[str(threads)] = {}
+            for name, artifact in artifacts.items():
+                run = partial(_frames, artifact, PARTS_LAGS[name])
+                found[str(threads)] |= parts_of(artifact, threads, {name: run})
+                bounds = _bounds(artifact, PARTS_LAGS[name], threads)
+                print(f"{threads} threads, {name}: bytes {bounds[0]:.2f} ms, products {bounds[1]:.2f} ms")
+    print(parts_table(found))
+
+
 def measure(artifacts: dict[tuple[int, bool], fc.Artifact], rounds: int, threads: int) -> list[Result]:
     """Return the results of all lags, dense and with replay, timed by turns."""
     sequences = load_file(ROOT / "world" / "starts.safetensors")["tokens"].reshape(6, -1).astype(np.int64)
@@ -265,10 +329,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--draws", type=int, default=0, help="rollouts of each sequence")
     parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--parts", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.wide:
         return measure_wide(options.rounds, options.threads)
+    if options.parts:
+        return measure_parts(sorted({1, options.threads}))
     with tempfile.TemporaryDirectory() as folder:
         artifacts = {(lag, gate): compiled(lag, gate, Path(folder)) for gate in (False, True) for lag in LAGS}
         results = measure(artifacts, options.rounds, options.threads)

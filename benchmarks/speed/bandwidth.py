@@ -46,14 +46,15 @@ def _read_kernel(size: int, parts: int) -> object:
 
 
 class ReadBandwidth:
-    """Reads READ_BYTES per call through TVM's thread pool. Configure the pool before."""
+    """Reads `size` bytes per call through TVM's thread pool. Configure the pool before."""
 
-    def __init__(self, threads: int) -> None:
-        kernel = _read_kernel(READ_BYTES, threads)
+    def __init__(self, threads: int, size: int = READ_BYTES) -> None:
+        self._size = size
+        kernel = _read_kernel(size, threads)
         self._run = tvm.compile(tvm.IRModule({"read": kernel}), target=host_target())["read"]
-        memory = np.ones(READ_BYTES // 4 + 16, np.int32)
+        memory = np.ones(size // 4 + 16, np.int32)
         begin = -(memory.ctypes.data // 4) % 16  # TVM wants 64-byte alignment
-        self._x = tvm.runtime.from_dlpack(memory[begin:][: READ_BYTES // 4].reshape(threads, -1))
+        self._x = tvm.runtime.from_dlpack(memory[begin:][: size // 4].reshape(threads, -1))
         self._y = tvm.runtime.tensor(np.zeros((threads, _STREAM // 4), np.int32))
 
     def gigabytes_per_second(self, repeats: int) -> list[float]:
@@ -62,7 +63,7 @@ class ReadBandwidth:
         for _ in range(repeats + 1):
             start = time.perf_counter()
             self._run(self._x, self._y)
-            found.append(READ_BYTES / (time.perf_counter() - start) / 1e9)
-        if int(self._y.numpy().sum()) != READ_BYTES // 4:
+            found.append(self._size / (time.perf_counter() - start) / 1e9)
+        if int(self._y.numpy().sum()) != self._size // 4:
             raise RuntimeError("the read kernel did not read everything")
         return found[1:]

@@ -10,8 +10,10 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +77,21 @@ class _Call:
     seconds: list[float]
 
 
-class _Hook:
-    """What the virtual machine calls: times the kernels of a step in their order, which is the same in every step."""
+class _Hook(AbstractContextManager[None]):
+    """What the virtual machine calls: times the kernels that run within it, whose order is the same each time."""
 
     def __init__(self, names: dict[int, str]) -> None:
-        self._names, self.calls, self._at, self._began = names, list[_Call](), 0, 0.0
+        self._names, self.calls, self._at, self._began = names, list[_Call](), -1, 0.0
 
-    def begin(self) -> None:
-        """Begin a step."""
+    def __enter__(self) -> None:
         self._at = 0
+
+    def __exit__(self, *_: object) -> None:
+        self._at = -1
 
     def __call__(self, _function: Any, name: str, before: bool, _result: Any, *arguments: Any) -> int:
         """Time one kernel; the builtins of the virtual machine are no kernels."""
-        if name.startswith("vm."):
+        if name.startswith("vm.") or self._at < 0:
             return 0
         if before:
             if self._at == len(self.calls):
@@ -115,56 +119,53 @@ class _OpenedLibrary(Library):
         return self.machines[-1]
 
 
-class _Steps:
-    """Dense steps, or steps that replay every layer, at the end of a full window."""
-
-    def __init__(self, stepper: CpuStepper, sizes: Sizes) -> None:
-        self._stepper, self._sizes = stepper, sizes
-        self._token = np.zeros((1, 1), np.int64)
-
-    def run(self, threshold: float, begin: Callable[[], None]) -> list[float]:
-        """Return the seconds of each of STEPS steps. `begin` is called before each."""
-        thresholds = np.full(self._sizes.layers, threshold, np.float32)
-        first, seconds = self._sizes.context - self._sizes.block, []
-        for number in range(STEPS):
-            at = first + number % self._sizes.block
-            self._token[...] = number % self._sizes.vocab
-            begin()
-            start = time.perf_counter()
-            self._stepper.decode(self._token, at, self._sizes.tokens_per_frame + number, thresholds)
-            seconds.append(time.perf_counter() - start)
-        return seconds
+Run = Callable[[CpuStepper, AbstractContextManager[object]], list[float]]
+"""Decodes several times alike, each within the context, and returns the seconds of each."""
 
 
-DENSE, REPLAYED = "dense", "all replayed"
-
-
-def _threshold(gate: str, mode: str) -> float:
-    comparison = gate_class(gate).comparison
-    return comparison.never if mode == DENSE else comparison.always
-
-
-def measure(job: Job, threads: int, modes: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return milliseconds by part, of a dense step and of one that replays every layer."""
-    artifact = fc.load(Path(job.folder) / "artifact")
+def parts_of(artifact: fc.Artifact, threads: int, runs: Mapping[str, Run]) -> dict[str, dict[str, float]]:
+    """Return for each run milliseconds by part of what it repeats."""
     found = library_of(artifact)
     library = _OpenedLibrary(found.content, found.programs)
     stepper = CpuStepper(library, artifact.manifest.decoder, artifact.arrays(), threads)
     program = stepper._decode
     names = {a.data_ptr(): name for name, a in zip(program.names, program.arguments, strict=True)}
-    steps = _Steps(stepper, job.sizes)
-    (gate,) = {name for name in artifact.manifest.layers.gates if name is not None}
     whole: dict[str, float] = {}
-    for mode in modes:
-        steps.run(_threshold(gate, mode), lambda: None)
-        whole[mode] = statistics.median(steps.run(_threshold(gate, mode), lambda: None))
+    for name, run in runs.items():
+        run(stepper, nullcontext())
+        whole[name] = statistics.median(run(stepper, nullcontext()))
     result = {}
-    for mode in modes:
+    for name, run in runs.items():
         hook = _Hook(names)
         library.machines[0].function("set_instrument")(hook)
-        steps.run(_threshold(gate, mode), hook.begin)
-        result[mode] = _by_part(hook.calls, whole[mode])
+        run(stepper, hook)
+        result[name] = _by_part(hook.calls, whole[name])
     return result
+
+
+def _steps(sizes: Sizes, threshold: float, stepper: CpuStepper, counted: AbstractContextManager[object]) -> list[float]:
+    """Return the seconds of each of STEPS steps at the end of a full window."""
+    thresholds, token = np.full(sizes.layers, threshold, np.float32), np.zeros((1, 1), np.int64)
+    first, seconds = sizes.context - sizes.block, []
+    for number in range(STEPS):
+        token[...] = number % sizes.vocab
+        with counted:
+            start = time.perf_counter()
+            stepper.decode(token, first + number % sizes.block, sizes.tokens_per_frame + number, thresholds)
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+DENSE, REPLAYED = "dense", "all replayed"
+
+
+def measure(job: Job, threads: int, modes: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return milliseconds by part, of a dense step and of one that replays every layer."""
+    artifact = fc.load(Path(job.folder) / "artifact")
+    (gate,) = {name for name in artifact.manifest.layers.gates if name is not None}
+    rule = gate_class(gate).comparison
+    limits = {DENSE: rule.never, REPLAYED: rule.always}
+    return parts_of(artifact, threads, {mode: partial(_steps, job.sizes, limits[mode]) for mode in modes})
 
 
 def _by_part(calls: list[_Call], whole: float) -> dict[str, float]:
