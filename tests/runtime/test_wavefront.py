@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import CompileError, InputError
+from fastcar_compile.report.page.speed import speed_page
 
 GRID, LEAD, FRAMES = (3, 4), 1, 3
 SIZE, FRAME = GRID[0] * GRID[1], GRID[0] * GRID[1] + LEAD
@@ -224,3 +226,14 @@ def test_what_does_not_fit_is_refused(artifacts: dict[str, fc.Artifact], tmp_pat
         fc.Wavefront(GRID, 5)
     with pytest.raises(CompileError, match="batch_size 2 and rows 20 are 40 rows"):
         build(tmp_path / "a", NATIVE, rows=20)
+
+
+def test_the_page_predicts_a_decode_step_of_all_rows(artifacts: dict[str, fc.Artifact]) -> None:
+    check_tools("hls-csim")
+    session = artifacts["exact"].session("cpu", record=True)
+    session.generate(prompt(), 2 * FRAME - LEAD, wavefront=fc.Wavefront(GRID, 1, LEAD))
+    recorded, stored = session.stats.decisions, StoredArtifact(artifacts["exact"].path)
+    facts = {fact.label: fact.value for fact in speed_page(stored, recorded).facts}
+    assert facts["workload"].startswith("w8a8, 2 videos of 4 rows with a position each, attention reads")
+    assert facts["replay"].endswith("of all MLPs (drawn for the shares of the recorded decisions)")
+    assert abs(float(facts["replay"].partition("%")[0]) / 100 - recorded.mean()) < 0.01

@@ -12,6 +12,7 @@ from string import Template
 
 import numpy as np
 
+from fastcar_compile.artifact.explain import rows_text
 from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE, HLS
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.reader import StoredArtifact
@@ -138,7 +139,7 @@ def _facts(manifest: Manifest) -> Iterator[Fact]:
             "target": target.name,
             "layers": config.num_layers,
             "hidden size": config.hidden_size,
-            "rows": config.batch_size,
+            "a decode step": rows_text(config.batch_size, config.rows),
             "positions": config.max_seq_len,
             "tokens per frame": config.tokens_per_frame,
         },

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastcar_compile.artifact.explain import rows_text
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.codegen.hls.model.question import SYNTHETIC_FORWARDS, ask
@@ -27,17 +28,25 @@ class Replays:
 
 
 def replays_of(manifest: Manifest, recorded: Decisions | None) -> Replays:
-    """Return recorded decisions; else decisions drawn for the shares of the calibration; else no decisions."""
-    if recorded is not None:
+    """Return recorded decisions; else decisions drawn for the shares of the calibration; else no decisions.
+
+    A session records decisions of tokens. Where a video has several rows, which tokens shared a decode step is not
+    known, so each row is drawn by itself for the recorded shares.
+    """
+    stored, config = manifest.thresholds, manifest.decoder.config
+    if recorded is not None and config.decode_rows == config.batch_size:
         return Replays(recorded, True, "recorded decisions")
-    stored, rows = manifest.thresholds, manifest.decoder.config.batch_size
-    if stored is None:
+    if recorded is not None:
+        origin, shares = "the recorded decisions", [float(share) for share in recorded.mean((0, 2))]
+    elif stored is not None:
+        origin, shares = "the calibration", [*stored.per_layer]
+    else:
         return Replays(None, False, "nothing replays")
     options = manifest.options.replay
     kind = Draw.PAIRS if options is not None and options.couple_cfg else Draw.INDEPENDENT
-    shape = (SYNTHETIC_FORWARDS, 1, rows)
-    layers = [draw_decisions(shape, share, kind, seed=layer) for layer, share in enumerate(stored.per_layer)]
-    return Replays(np.concatenate(layers, 1), False, "drawn for the shares of the calibration")
+    shape = (SYNTHETIC_FORWARDS, 1, config.decode_rows)
+    layers = [draw_decisions(shape, share, kind, seed=layer) for layer, share in enumerate(shares)]
+    return Replays(np.concatenate(layers, 1), False, f"drawn for the shares of {origin}")
 
 
 def speed_page(artifact: StoredArtifact, decisions: Decisions | None) -> SpeedPage:
@@ -46,7 +55,7 @@ def speed_page(artifact: StoredArtifact, decisions: Decisions | None) -> SpeedPa
     Args:
         decisions: recorded decisions, bool [forwards, layers, rows]; None: the shares of the calibration, if any.
     """
-    manifest, target = artifact.manifest, artifact.manifest.target
+    manifest, target, config = artifact.manifest, artifact.manifest.target, artifact.manifest.decoder.config
     offload = tuple(offload_lines(manifest))
     if target.kind == "cpu":
         what = f"The target {target.name} is a CPU, and the hardware model predicts boards"
@@ -61,7 +70,7 @@ def speed_page(artifact: StoredArtifact, decisions: Decisions | None) -> SpeedPa
     except UserError as error:
         return SpeedPage(missing=f"There is no prediction: {error.what}.", offload=offload)
     return SpeedPage(
-        facts=tuple(_facts(result, replays.text)),
+        facts=tuple(_facts(result, replays.text, rows_text(config.batch_size, config.rows))),
         seconds=result.seconds_per_step,
         shares=result.shares,
         resources={name: (float(r["used"]), float(r["limit"])) for name, r in result.resources.items()},
@@ -112,7 +121,7 @@ def offload_lines(manifest: Manifest) -> list[OffloadLine]:
     return [mlp, *calls, *kept]
 
 
-def _facts(result: Estimate, decided: str) -> Iterator[Fact]:
+def _facts(result: Estimate, decided: str, rows: str) -> Iterator[Fact]:
     design = result.design
     key = {
         "predicted": f"{result.tokens_per_second:,.1f} {result.unit}s/s",
@@ -121,7 +130,7 @@ def _facts(result: Estimate, decided: str) -> Iterator[Fact]:
         "over dense": f"{result.speedup_over_dense:.2f}x",
     }
     further = {
-        "workload": f"{result.quant}, batch {result.batch}, attention reads {result.attended} positions",
+        "workload": f"{result.quant}, {rows}, attention reads {result.attended} positions",
         "replay": f"{result.replay_ratio:.1%} of all MLPs ({decided})",
         "in the fabric": result.offload,
         "engine": f"{count_text(design['ports'], 'weight port')}, {count_text(design['lanes'], 'lane')}, "
