@@ -1,6 +1,7 @@
-"""Root-mean-square norms get the one spelling that backends, exact numerics and the accelerator are tested with."""
+"""Norms get the one spelling that backends, exact numerics and the accelerator are tested with."""
 
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import fx
@@ -9,8 +10,8 @@ from fastcar_compile.ir.dataflow import between, evaluate
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import shape_of
-from fastcar_compile.ir.rewrite import attribute, before, replace, rewrite_each
-from fastcar_compile.passes.patterns.norms import rms_norm
+from fastcar_compile.ir.rewrite import Inserter, attribute, before, replace, rewrite_each
+from fastcar_compile.passes.patterns.norms import rms_norm, written_layer_norm
 
 aten = torch.ops.aten
 
@@ -18,17 +19,20 @@ _SPELLING = Counter((aten.pow, aten.mean, aten.add, aten.rsqrt, aten.mul, aten.m
 
 
 class LegalizeNorms(Pass):
-    """Write every root-mean-square norm with the same operators, in all graphs.
+    """Write every root-mean-square norm, and every layer norm, with the same operators, in all graphs.
 
     1. Matches `aten.rms_norm`, and the product of float32 x, (mean(x^2, last axis) + epsilon)^-1/2 and a weight, if
-       there is one, in any order, by mul, div, sqrt, rsqrt, reciprocal and pow. The mean may be a sum over K.
+       there is one, in any order, by mul, div, sqrt, rsqrt, reciprocal and pow. The mean may be a sum over K, and the
+       whole may be written by the norm of x, as `sqrt(K) * normalize(x)`.
     2. Makes `x * rsqrt(mean(x^2) + epsilon) * weight`, with a weight [K], of ones where there is none.
+    3. Matches a layer norm that is written by mean and variance (`mean`, `var`, `var_mean`), and makes
+       `aten.layer_norm`.
     The order of operations may differ from the model's, so results differ by float32 rounding. A norm with a cast to
     another type inside stays as it is.
     """
 
     name = "legalize-norms"
-    reason = "A root-mean-square norm is written with the same operators in every model, so that later passes know it."
+    reason = "A norm is written with the same operators in every model, so that later passes know it."
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether a norm had other operators."""
@@ -37,6 +41,8 @@ class LegalizeNorms(Pass):
 
 def _is_other(node: fx.Node) -> bool:
     """Return whether the node is a norm with other operators between x and itself than `_SPELLING`."""
+    if written_layer_norm(node) is not None:
+        return True
     if (norm := rms_norm(node)) is None:
         return False
     if norm[1] is None or len(shape_of(norm[1])) > 1:
@@ -45,19 +51,39 @@ def _is_other(node: fx.Node) -> bool:
 
 
 def _rewrite(module: fx.GraphModule, node: fx.Node) -> None:
-    norm = rms_norm(node)
-    assert norm is not None
-    x, weight, epsilon = norm
+    layer_norm, norm = written_layer_norm(node), rms_norm(node)
     with before(node, LegalizeNorms.name) as emit:
-        width = shape_of(x)[-1]
-        if weight is None:
-            weight = attribute(module, f"no_weight_{width}", torch.ones(width), node, LegalizeNorms.name)
-        elif len(shape_of(weight)) > 1:
-            # It follows from parameters alone. Later passes read the weight of a norm as a parameter.
-            value = evaluate(module, weight, {})
-            assert value is not None
-            weight = attribute(module, f"{weight.name}_row", value.reshape(width), node, LegalizeNorms.name)
-        mean = emit(aten.mean.dim, emit(aten.pow.Tensor_Scalar, x, 2), [-1], True)
-        inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, mean, epsilon))
-        new = emit(aten.mul.Tensor, emit(aten.mul.Tensor, x, inverse), weight)
+        if layer_norm is not None:
+            new = _write_layer_norm(emit, module, node, *layer_norm)
+        else:
+            assert norm is not None
+            new = _write_rms_norm(emit, module, node, *norm)
     replace(node, new)
+
+
+def _write_layer_norm(
+    emit: Inserter, module: fx.GraphModule, node: fx.Node, x: fx.Node, *scales_and_epsilon: Any
+) -> fx.Node:
+    *scales, epsilon = scales_and_epsilon
+    rows = [None if v is None else _row(module, v, node) for v in scales]
+    return emit(aten.layer_norm.default, x, [shape_of(x)[-1]], *rows, epsilon)
+
+
+def _write_rms_norm(
+    emit: Inserter, module: fx.GraphModule, node: fx.Node, x: fx.Node, weight: fx.Node | None, epsilon: float
+) -> fx.Node:
+    width = shape_of(x)[-1]
+    if weight is None:
+        weight = attribute(module, f"no_weight_{width}", torch.ones(width), node, LegalizeNorms.name)
+    mean = emit(aten.mean.dim, emit(aten.pow.Tensor_Scalar, x, 2), [-1], True)
+    inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, mean, epsilon))
+    return emit(aten.mul.Tensor, emit(aten.mul.Tensor, x, inverse), _row(module, weight, node))
+
+
+def _row(module: fx.GraphModule, value: fx.Node, node: fx.Node) -> fx.Node:
+    """Return a weight or bias [..., K] as [K]. Later passes read that of a norm as a parameter."""
+    if len(shape_of(value)) == 1:
+        return value
+    known = evaluate(module, value, {})  # it follows from parameters alone
+    assert known is not None
+    return attribute(module, f"{value.name}_row", known.reshape(-1), node, LegalizeNorms.name)

@@ -100,8 +100,31 @@ class Spelled(TinyBlock):
         self.norm_1, self.norm_2 = Divided(), nn.RMSNorm(WIDTH, eps=1e-5)
 
 
+class Moments(nn.LayerNorm):
+    """A layer norm by mean and variance."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(input, -1, correction=0, keepdim=True)
+        return (input - mean) / torch.sqrt(variance + 1e-5) * self.weight + self.bias
+
+
+class Lengths(RootMeanSquare):
+    """The norm by the length of a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(x, dim=-1) * WIDTH**0.5 * self.weight
+
+
+class Measured(TinyBlock):
+    """Norms by moments and by lengths."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.norm_1, self.norm_2 = Moments(WIDTH), Lengths()
+
+
 DECODERS: dict[str, tuple[type[TinyBlock], ...]] = {
-    "spelled": (Spelled,),
+    "spelled": (Spelled,), "measured": (Measured,),
     "tiny": (TinyBlock,), "window": (Windowed,), "rotated": (Rotated,), "two-layers": (TinyBlock, TinyBlock),
     "written-out": (WrittenOut,), "products": (Products,), "fused": (Fused,), "parallel": (Parallel,),
     "folded": (Folded,), "adapted": (Adapted,),

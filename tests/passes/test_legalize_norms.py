@@ -7,6 +7,7 @@ import pytest
 import torch
 from decoders import llama, rewritten
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from fastcar_compile.errors import CompileError
@@ -34,7 +35,29 @@ SPELLINGS: dict[str, Spelling] = {
     "rms_norm, no weight": lambda _, x: F.rms_norm(x, x.shape[-1:], None, E),
     "gemma": lambda w, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + E) * (1.0 + w.float()),
 }
+SPELLINGS |= {
+    "normalize": lambda w, x: F.normalize(x, dim=-1) * x.shape[-1] ** 0.5 * w,
+    "normalize, weight first": lambda w, x: w * F.normalize(x, dim=-1) * x.shape[-1] ** 0.5,
+    "norm over width": lambda w, x: x / (x.norm(dim=-1, keepdim=True) * x.shape[-1] ** -0.5) * w,
+    "norm over width, limited": lambda w, x: (
+        x / (torch.norm(x, dim=-1, keepdim=True) * x.shape[-1] ** -0.5).clamp(min=1e-8) * w
+    ),
+    "linalg norm": lambda w, x: x / torch.linalg.norm(x, dim=-1, keepdim=True) * x.shape[-1] ** 0.5 * w,
+}
+LAYER_NORMS: dict[str, Spelling] = {
+    "written out": lambda w, x: (
+        w * ((x - x.mean(-1, True)) / torch.sqrt((x - x.mean(-1, True)).pow(2).mean(-1, True) + E)) + w
+    ),
+    "var": lambda w, x: (x - x.mean(-1, True)) * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + E) * w + w,
+    "var, no bias": lambda w, x: (x - x.mean(-1, True)) / (x.var(-1, correction=0, keepdim=True) + E) ** 0.5 * w,
+    "var_mean": lambda w, x: by_var_mean(x) * w + w.view(1, 1, -1),
+    "no weight": lambda _, x: by_var_mean(x),
+}
 OTHERS: dict[str, Spelling] = {
+    "normalize alone": lambda w, x: F.normalize(x, dim=-1) * w,
+    "norm of another axis": lambda w, x: x / x.norm(dim=-2, keepdim=True) * x.shape[-1] ** 0.5 * w,
+    "norm of powers of one": lambda w, x: x / x.norm(p=1, dim=-1, keepdim=True) * x.shape[-1] ** 0.5 * w,
+    "variance of a sample": lambda w, x: (x - x.mean(-1, True)) * torch.rsqrt(x.var(-1, keepdim=True) + E) * w,
     "bfloat16 inside": lambda w, x: w * (x * torch.rsqrt(x.bfloat16().pow(2).mean(-1, True).float() + E)),
     "sum over another number": lambda w, x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) / 63 + E) * w,
     "axis lost": lambda w, x: x * torch.rsqrt(x.pow(2).mean(-1) + E)[..., 0, None, None] * w,
@@ -45,6 +68,13 @@ OTHERS: dict[str, Spelling] = {
         (x - x.mean(-1, True)) * torch.rsqrt((x - x.mean(-1, True)).pow(2).mean(-1, True) + E) * w
     ),
 }
+
+
+def by_var_mean(x: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+    return (x - mean) * torch.rsqrt(variance + E)
+
+
 OPTIONS: dict[str, Any] = {"max_seq_len": 17, "tokens_per_frame": 8}
 EXACT: dict[str, Any] = {**OPTIONS, "quant": "w8a8", "kv": "int8", "numerics": "exact"}
 
@@ -73,16 +103,31 @@ def model(norm: Spelling) -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize("name", some(SPELLINGS, "llamagen", "quotient"))
-def test_a_spelling_is_known_and_computes_the_same(name: str) -> None:
-    made, ids = model(SPELLINGS[name]), torch.arange(12)[None] % 17
-    graph = rewritten(made, 12, **OPTIONS).prefill
+def prefill(made: nn.Module) -> GraphModule:
+    """The rewritten prefill graph, after its logits were compared with the model's."""
+    ids, graph = torch.arange(12)[None] % 17, rewritten(made, 12, **OPTIONS).prefill
     assert graph is not None
     given = [torch.zeros_like(n.meta["val"], device="cpu") for n in graph.graph.find_nodes(op="placeholder")]
     with torch.inference_mode():
         values = [torch.zeros(tuple(g.shape), dtype=g.dtype) for g in given]
         logits = graph(ids, *values[1:])[0]
         torch.testing.assert_close(logits, made(ids).logits, atol=2e-5, rtol=0)
+    return graph
+
+
+@pytest.mark.parametrize("name", some(LAYER_NORMS, "var_mean"))
+def test_a_written_layer_norm_is_one_operator(name: str) -> None:
+    graph = prefill(model(LAYER_NORMS[name])).graph
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.layer_norm.default)) == 5
+    assert not graph.find_nodes(op="call_function", target=torch.ops.aten.rsqrt.default)
+    with pytest.raises(CompileError, match="only root-mean-square norms"):
+        rewritten(model(LAYER_NORMS[name]), 4, **EXACT)
+
+
+@pytest.mark.parametrize("name", some(SPELLINGS, "llamagen", "normalize"))
+def test_a_spelling_is_known_and_computes_the_same(name: str) -> None:
+    made = model(SPELLINGS[name])
+    prefill(made)
     exact = rewritten(made, 4, **EXACT).graph_module.graph
     assert len(exact.find_nodes(op="call_function", target=torch.ops.fastcar.exact_norm.default)) == 5
 

@@ -1,5 +1,7 @@
-"""A root-mean-square norm in any spelling, and a layer norm over the last axis."""
+"""A root-mean-square norm and a layer norm over the last axis, in any spelling."""
 
+import math
+import operator
 from collections import Counter
 from typing import Any
 
@@ -50,6 +52,9 @@ def rms_norm(node: fx.Node) -> tuple[fx.Node, fx.Node | None, float] | None:
 
     The factors come in any order, by the operators of `_POWERS` and pow, or as `aten.rms_norm`. Both are float32. None
     in the place of the weight: there is none, and no reader of the node multiplies by one.
+
+    In the place of the power there may be sqrt(K) / max(norm(x), least), as torch.nn.functional.normalize has it. The
+    epsilon is least^2 / K then: for norms above 4096 least that is the same float32, and a row of zeros stays zero.
     """
     if (given := arguments(node, aten.rms_norm)) is not None:
         x, weight, epsilon = given["input"], given["weight"], given["eps"]
@@ -59,17 +64,27 @@ def rms_norm(node: fx.Node) -> tuple[fx.Node, fx.Node | None, float] | None:
             return (x, None, float(epsilon)) if last else None
         return (x, weight, float(epsilon)) if _is_scale(weight, x) else None
     for root, power in _product(node, None):
-        if power == -0.5 and (found := _mean_square(root)) is not None:
-            x, epsilon = found
+        found = _mean_square(root) if power == -0.5 else _length(root) if power == -1 else None
+        if found is not None:
+            x, epsilon, scale = found
             # Once more with x as one factor, because x may be a product itself.
-            product = _product(node, x)
+            whole = _product(node, x)
+            number = math.prod(float(f) ** p for f, p in whole if not isinstance(f, fx.Node))
+            product = Counter((f, p) for f, p in whole if isinstance(f, fx.Node))
+            if not math.isclose(number, scale, rel_tol=1e-6):
+                continue
             for weight, _ in product:
-                if _is_scale(weight, x) and Counter(product) == Counter([(x, 1), (root, -0.5), (weight, 1)]):
+                if _is_scale(weight, x) and product == Counter([(x, 1), (root, power), (weight, 1)]):
                     return x, weight, epsilon
-            bare = Counter(product) == Counter([(x, 1), (root, -0.5)]) and value_of(x).dtype == torch.float32
-            if bare and not any(_is_scale(w, x) for user in node.users for _, w in factors(user)):
+            bare = product == Counter([(x, 1), (root, power)]) and value_of(x).dtype == torch.float32
+            if bare and not _scaled_behind(node, x):
                 return x, None, epsilon
     return None
+
+
+def _scaled_behind(node: fx.Node, x: fx.Node) -> bool:
+    """Return whether a reader multiplies by a weight of x's last axis."""
+    return any(_is_scale(w, x) for user in node.users for _, w in factors(user))
 
 
 def _product(node: Any, x: fx.Node | None, power: float = 1) -> list[tuple[Any, float]]:
@@ -83,20 +98,48 @@ def _product(node: Any, x: fx.Node | None, power: float = 1) -> list[tuple[Any, 
     return [factor for a, p in zip(node.args, powers, strict=False) for factor in _product(a, x, power * p)]
 
 
-def _mean_square(node: object) -> tuple[fx.Node, float] | None:
-    """Return (x, epsilon) where node is mean(x^2, last axis, keepdim) + epsilon."""
+def _length(node: object) -> tuple[fx.Node, float, float] | None:
+    """Return (x, epsilon, scale) where node is max(norm(x, last axis, keepdim) * a number, least).
+
+    scale / node is (mean(x^2) + epsilon)^-1/2 then.
+    """
+    least, number = 0.0, 1.0
+    if (spread := arguments(node, aten.expand_as)) is not None:
+        node = spread["self"]
+    limited = arguments(node, aten.clamp_min) or arguments(node, aten.clamp)
+    if limited is not None:
+        if limited.get("max") is not None or not isinstance(limited["min"], int | float) or limited["min"] < 0:
+            return None
+        node, least = limited["self"], float(limited["min"])
+    product = arguments(node, aten.mul)
+    if product is not None and isinstance(product["other"], int | float) and product["other"] > 0:
+        node, number = product["self"], float(product["other"])
+    norm = arguments(node, aten.linalg_vector_norm) or arguments(node, aten.linalg_norm)
+    if norm is None or norm["ord"] not in (2, None) or not _is_last(norm, norm["self"]):
+        return None
+    scale = number * shape_of(norm["self"])[-1] ** 0.5
+    return norm["self"], (least / scale) ** 2, scale
+
+
+def _is_last(given: dict[str, Any], x: fx.Node) -> bool:
+    """Return whether a reduction is over the last axis of x alone, which stays, in float32."""
+    last = given["keepdim"] and given["dim"] in ([-1], [len(shape_of(x)) - 1])
+    # A sum in another type would round otherwise.
+    return bool(last) and given.get("dtype") in (None, torch.float32)
+
+
+def _mean_square(node: object) -> tuple[fx.Node, float, float] | None:
+    """Return (x, epsilon, 1) where node is mean(x^2, last axis, keepdim) + epsilon."""
     shifted = arguments(node, aten.add) or {}
     mean = _mean(shifted.get("self"))
     squares = [arguments(mean.get("self"), packet) for packet in (aten.pow, aten.square, aten.mul)]
     square = squares[0] or squares[1] or squares[2] or {}
     x, epsilon = square.get("self"), shifted.get("other")
-    # A mean in another type would round otherwise.
-    if x is None or not isinstance(epsilon, int | float) or mean["dtype"] not in (None, torch.float32):
+    if x is None or not isinstance(epsilon, int | float):
         return None
     squared = square.get("exponent", 2) == 2 and square.get("other", x) is x and shifted["alpha"] == 1
-    last = mean["keepdim"] and mean["dim"] in ([-1], [len(shape_of(x)) - 1])
     whole = mean["count"] in (None, shape_of(x)[-1])
-    return (x, float(epsilon)) if squared and last and whole else None
+    return (x, float(epsilon), 1.0) if squared and _is_last(mean, x) and whole else None
 
 
 def _mean(node: object) -> dict[str, Any]:
@@ -135,6 +178,57 @@ def layer_norm(node: fx.Node) -> tuple[Any, ...] | None:
     if list(norm["normalized_shape"]) != [shape_of(x)[-1]] or value_of(x).dtype != torch.float32:
         return None
     return x, norm["weight"], norm["bias"], float(norm["eps"])
+
+
+def written_layer_norm(node: fx.Node) -> tuple[Any, ...] | None:
+    """Return the same where node is (x - mean) * (variance + epsilon)^-1/2 * weight + bias, of operators of its own.
+
+    Mean and variance are of the last axis; the variance is not that of a sample. Weight and bias may be None: there is
+    none, and no reader of the node brings it.
+    """
+    for product, bias in [*terms(node), (node, None)]:
+        parts = _product(product, None)
+        for root, _ in [part for part in parts if part[1] == -0.5]:
+            x, epsilon = _variance(root) or (None, 0.0)
+            rest = [f for f, p in parts if f is not root and p == 1]
+            weights = [f for f in rest if _centred(f) is not x]
+            scales = [v for v in (*weights, bias) if v is not None]
+            if x is None or len(rest) - len(weights) != 1 or len(weights) > 1 or len(rest) + 1 != len(parts):
+                continue
+            if not all(_is_scale(v, x) for v in scales) or value_of(x).dtype != torch.float32:
+                continue
+            more = bias is None and any(_is_scale(b, x) for user in node.users for _, b in terms(user))
+            if not more and not (not weights and _scaled_behind(node, x)):
+                return x, next(iter(weights), None), bias, epsilon
+    return None
+
+
+def _variance(node: object) -> tuple[fx.Node, float] | None:
+    """Return (x, epsilon) where node is the variance of x over the last axis + epsilon."""
+    if (found := _mean_square(node)) is not None:
+        x = _centred(found[0])
+        return None if x is None else (x, found[1])
+    shifted = arguments(node, aten.add) or {}
+    epsilon, variance = shifted.get("other"), _item(shifted.get("self"), 0) or arguments(shifted.get("self"), aten.var)
+    if variance is None or not isinstance(epsilon, int | float) or shifted["alpha"] != 1:
+        return None
+    x, of_sample = variance["self"], variance.get("correction", variance.get("unbiased"))
+    return (x, float(epsilon)) if of_sample in (0, False) and _is_last(variance, x) else None
+
+
+def _centred(node: object) -> fx.Node | None:
+    """Return x where node is x minus its mean over the last axis."""
+    difference = arguments(node, aten.sub)
+    if difference is None or difference["alpha"] != 1:
+        return None
+    x, mean = difference["self"], _item(difference["other"], 1) or arguments(difference["other"], aten.mean)
+    return x if mean is not None and mean["self"] is x and _is_last(mean, x) else None
+
+
+def _item(node: object, index: int) -> dict[str, Any] | None:
+    """Return the arguments of `aten.var_mean` where node is its result of that number."""
+    taken = isinstance(node, fx.Node) and node.target is operator.getitem and node.args[1] == index
+    return arguments(node.args[0], aten.var_mean) if isinstance(node, fx.Node) and taken else None
 
 
 # A rotary position embedding that is written out.
