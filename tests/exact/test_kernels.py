@@ -10,6 +10,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
 from fastcar_compile.codegen.tvm.kernels.attention.exact import exact_attention
+from fastcar_compile.codegen.tvm.kernels.attention.exact_rows import exact_spans_attention
 from fastcar_compile.codegen.tvm.kernels.norm import exact_norm, exact_norm_quantize, exact_rotary
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ir import exact
@@ -86,3 +87,29 @@ def test_attention(
         operands = [*(torch.from_numpy(a) for a in (q, keys, held)), torch.tensor([position]), 0.3]
         operator = fastcar.exact_attention if window is None else fastcar.exact_window_attention
         assert same(y, operator(*operands, *(window or ())).numpy()), (kind, other, position)
+
+
+@pytest.mark.parametrize(
+    ("query", "rows", "isa"),
+    [((5, 4, 1, 64), (1, 1, 70), None), ((4, 4, 1, 40), (2, 2, 45), LEAST), ((3, 1, 1, 8), (1, 1, 12), None)],
+)
+def test_attention_of_rows_of_a_video(
+    query: tuple[int, int, int, int], rows: tuple[int, int, int], isa: InstructionSet | None
+) -> None:
+    """Ranges of their own, a row that is not there, and NaNs that some rows see; two tiles, whole blocks and not."""
+    batch, dim = query[0], query[3]
+    library = Library(exact_spans_attention(query, (*rows, dim), 0.3, 2), isa)
+    for seed, kind in enumerate([*KINDS, *KINDS]):
+        random = np.random.default_rng(seed)
+        q, other = values(kind, query, random), str(random.choice(KINDS))
+        keys, held = cache(other, rows, dim, random), cache(kind, rows, dim, random)
+        spans = np.sort(random.integers(0, rows[2] + 1, (batch, 4))).reshape(batch, 2, 2)
+        spans[1], spans[2, 0] = 0, (0, 1)
+        places = np.where(np.arange(batch) == 1, -1, rows[2] - 1)
+        operands = [torch.from_numpy(a) for a in (q, keys, held, places)]
+        expected = fastcar.exact_attention(*operands, 0.3, torch.from_numpy(spans)).numpy()
+        # A range that is empty gives no maximum, which a decode step never has: a row sees itself.
+        there = (spans[..., 1] > spans[..., 0]).any(1)
+        (y,) = library(q, keys, held, spans, exact.EXP_TABLE.astype(np.int32), np.zeros_like(q))
+        assert same(y[there], expected[there]), (kind, other)
+        assert not y[~there].any()

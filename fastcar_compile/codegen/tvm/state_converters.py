@@ -80,16 +80,16 @@ def _window_attention(call: Call) -> Value:
 @converts(fastcar.exact_attention.default, fastcar.exact_window_attention.default)
 def _exact_attention(call: Call) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
-    where, window, last = call.values("position")[0], None, positions(call)
-    if call.has("spans"):
-        where, count = _ranges(call)
-        last = ((query.shape[0], count, 2),)
-    elif call.has("window"):
-        window = call.integer("sinks"), call.integer("window")
-    kernel = call.dispatch("exact_attention", query.shape, keys.shape, call.number("scale"), window, *last)
     # Powers of two between whole exponents come from a table, because libraries round `exp2` in different ways.
-    table = call.constant(EXP_TABLE.astype(np.int32))
-    return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache"), where, table])
+    table, own = call.constant(EXP_TABLE.astype(np.int32)), call.values("query", "key_cache", "value_cache")
+    if call.has("spans"):
+        ranges, count = _ranges(call)
+        kernel = call.dispatch("exact_spans_attention", query.shape, keys.shape, call.number("scale"), count)
+        return call.kernel(kernel, [*own, ranges, table])
+    window = (call.integer("sinks"), call.integer("window")) if call.has("window") else None
+    options = (call.number("scale"), window, *positions(call))
+    kernel = call.dispatch("exact_attention", query.shape, keys.shape, *options)
+    return call.kernel(kernel, [*own, *call.values("position"), table])
 
 
 @converts(fastcar.context_attention.default)

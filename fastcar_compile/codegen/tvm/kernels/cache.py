@@ -237,16 +237,18 @@ def _write_blocks(d, lanes, keys, target, value, source):
         _write_mantissas(size, lanes, keys, target, value, source, e, inverse)
 
 
-def exponent_of(bits: Expr, mantissa_bits: int) -> Expr:
+def exponent_of(bits: Expr, mantissa_bits: int, lanes: int = 1) -> Expr:
     """Return the exponent of the least scale with which a float32 of these bits rounds to a mantissa of so many."""
     # The addition carries into the exponent field just where a mantissa would round up past its largest value.
-    field = T.shift_right(bits + T.int32(cached.rounds_up(mantissa_bits)), T.int32(MANTISSA_BITS))
-    return field - T.int32(cached.excess(mantissa_bits))
+    carried = bits + broadcast(T.int32(cached.rounds_up(mantissa_bits)), lanes)
+    field = T.shift_right(carried, broadcast(T.int32(MANTISSA_BITS), lanes))
+    return field - broadcast(T.int32(cached.excess(mantissa_bits)), lanes)
 
 
-def bounded(value: Expr) -> Expr:
+def bounded(value: Expr, lanes: int = 1) -> Expr:
     """Return the value within what an int8 cache keeps. T.min gives its second operand where the first is a NaN."""
-    return T.max(T.min(value, T.float32(cached.INT8_MAX)), T.float32(-cached.INT8_MAX))
+    least, most = (broadcast(T.float32(limit), lanes) for limit in (-cached.INT8_MAX, cached.INT8_MAX))
+    return T.max(T.min(value, most), least)
 
 
 # Vectors, one per layer, concatenated and split a few at a time: a kernel of many arguments compiles slowly.

@@ -18,7 +18,7 @@ from tvm.tirx import Bind, DeclBuffer, For, ForKind, IfThenElse, IntImm, PrimFun
 
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import cache, draft, tas
-from fastcar_compile.codegen.tvm.kernels.attention import chunk, decode, exact, rows
+from fastcar_compile.codegen.tvm.kernels.attention import chunk, decode, exact, exact_rows, rows
 from fastcar_compile.codegen.tvm.kernels.linear import activations, floats, gemm_w4a8, w4a8, w8a8
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH, WeightType, holds
 from fastcar_compile.errors import InternalError
@@ -158,6 +158,7 @@ KERNELS: dict[str, Kernel] = {
     "attention_chunk": chunk.chunk_attention,
     "cache_write": cache.cache_write,
     "exact_attention": exact.exact_attention,
+    "exact_spans_attention": exact_rows.exact_spans_attention,
     "linears": combined_linears,
     "ring_write": cache.ring_write,
     "spans_attention": rows.spans_attention,

@@ -14,6 +14,7 @@ from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script, vectors
 from fastcar_compile.codegen.tvm.kernels.attention.decode import PARALLEL_CACHE_ELEMENTS
 from fastcar_compile.codegen.tvm.kernels.cache import bounded, exponent_of, number_of, power_of_two
+from fastcar_compile.codegen.tvm.kernels.linear.activations import read_knots
 from fastcar_compile.codegen.tvm.kernels.tas import INFINITY, NOT_A_NUMBER
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, broadcast, cast, fence, magnitude_bits, ramp
 from fastcar_compile.ir import exact
@@ -22,6 +23,9 @@ from fastcar_compile.ir.ops.operator import NOT_A_NUMBER as NAN_EXPONENT
 
 # What the parts of exact attention share: the shape, the operands, and the temporaries of one query row.
 
+
+LANES = 16
+"""Numerators of a vector."""
 
 UNSEEN = -1
 """Numerator of a cache row that the query does not see."""
@@ -86,13 +90,18 @@ def row_buffers(shape: ExactShape) -> Any:
         # out: the weighted values in whole blocks. columns: 1 where a block of columns is NaN.
         out=(n * BLOCK, "float32"),
         columns=(n, "int32"),
+        # 16 numerators: their exponents in base 2, what the table has around them, and the numerators.
+        units=(LANES, "int32"),
+        low=(LANES, "int32"),
+        high=(LANES, "int32"),
+        power=(LANES, "int32"),
     )
 
 
-def wide_exponent(bits: Expr) -> Expr:
+def wide_exponent(bits: Expr, lanes: int = 1) -> Expr:
     """Return the exponent of a wide block whose largest magnitude has these bits."""
     # The carry is where the largest mantissa would round up to 2^14.
-    return T.max(exponent_of(bits, exact.WIDE_BITS), T.int32(LEAST_EXPONENT))
+    return T.max(exponent_of(bits, exact.WIDE_BITS, lanes), broadcast(T.int32(LEAST_EXPONENT), lanes))
 
 
 def not_a_number() -> Expr:
@@ -160,21 +169,6 @@ def _multiply_row(shape, lanes, loop, o, query, sums, j):
 
 
 @script.inlined
-def _multiply_spans(shape, count, o, query, sums, rows):
-    """Write the logits of rows in `count` ranges, as `_multiply_keys` those of the rows that it sees."""
-    sums.stat[0] = T.reinterpret("float32", T.int32(MINUS_INFINITY))
-    for j in range(tiles_of(rows) * BLOCK):
-        sums.logits[j] = not_a_number()
-    for n in range(count):
-        for k in range(T.Cast("int32", o.position[o.at[0], n, 1] - o.position[o.at[0], n, 0])):
-            j: T.let = T.Cast("int32", o.position[o.at[0], n, 0]) + k
-            _multiply_row(shape, shape.lanes, T.unroll if shape.d % BLOCK == 0 else T.serial, o, query, sums, j)
-            if magnitude_bits(sums.logits[j], 1) > T.int32(INFINITY):
-                query.unknown[0] = 1
-            sums.stat[0] = T.max(sums.stat[0], sums.logits[j])
-
-
-@script.inlined
 def _multiply_keys(shape, o, query, sums, rows, position, newest):
     """Write the logits, and their maximum to sums.stat[0].
 
@@ -196,13 +190,11 @@ def _multiply_keys(shape, o, query, sums, rows, position, newest):
 # Exact attention: the numerators of the softmax, and the values of an int8 cache that they weigh.
 
 
-LANES = 16
-"""Numerators of a vector."""
-
-
-def _knot(units: Expr) -> Expr:
+def _knot(units: Expr, lanes: int = 1) -> Expr:
     # Bits 8 to 15 of the fraction choose one of 256 knots. The lower 8 bits interpolate behind it.
-    return T.bitwise_and(T.shift_right(units, 8), exact.EXP_KNOTS - 1)
+    return T.bitwise_and(
+        T.shift_right(units, broadcast(T.int32(8), lanes)), broadcast(T.int32(exact.EXP_KNOTS - 1), lanes)
+    )
 
 
 def _power(low: Expr, high: Expr, units: Expr) -> Expr:
@@ -220,36 +212,36 @@ def _power(low: Expr, high: Expr, units: Expr) -> Expr:
 
 
 @script.inlined
-def weigh(o, sums, rows):
+def numerators(read, table, sums, logits, most):
+    """Write the numerators of 16 logits, UNSEEN where a logit is NaN, to sums.power."""
+    # T.max gives its second operand where the first is a NaN.
+    sums.units[ramp(0, LANES)] = cast(
+        "int32",
+        T.nearbyint(
+            T.max(logits - most, T.Broadcast(T.float32(exact.EXP_LIMIT), LANES))
+            * T.Broadcast(T.float32(1 << exact.EXP_INPUT_BITS), LANES)
+        ),
+        LANES,
+    )
+    read(table, sums.units, sums.low, sums.high, _knot)
+    sums.power[ramp(0, LANES)] = T.Select(
+        magnitude_bits(logits, LANES) <= T.Broadcast(T.int32(INFINITY), LANES),
+        _power(sums.low[ramp(0, LANES)], sums.high[ramp(0, LANES)], sums.units[ramp(0, LANES)]),
+        T.Broadcast(T.int32(UNSEEN), LANES),
+    )
+
+
+@script.inlined
+def weigh(read, o, sums, rows):
     """Write the numerators of whole tiles, UNSEEN where the logit is NaN, and their sum to sums.count[0]."""
-    units, low, high = script.buffers(3, LANES, "int32")
     sums.count[0] = T.int64(0)
-    # part: 16 logits. The arithmetic is in vectors, and only the table is read one lane at a time.
     for part in range(tiles_of(rows) * (BLOCK // LANES)):
-        # T.max gives its second operand where the first is a NaN.
-        units[ramp(0, LANES)] = cast(
-            "int32",
-            T.nearbyint(
-                T.max(
-                    sums.logits[ramp(part * LANES, LANES)] - T.Broadcast(sums.stat[0], LANES),
-                    T.Broadcast(T.float32(exact.EXP_LIMIT), LANES),
-                )
-                * T.Broadcast(T.float32(1 << exact.EXP_INPUT_BITS), LANES)
-            ),
-            LANES,
-        )
-        for v in T.unroll(LANES):
-            low[v] = o.table[_knot(units[v])]
-            high[v] = o.table[_knot(units[v]) + 1]
-        sums.weights[ramp(part * LANES, LANES)] = T.Select(
-            magnitude_bits(sums.logits[ramp(part * LANES, LANES)], LANES) <= T.Broadcast(T.int32(INFINITY), LANES),
-            _power(low[ramp(0, LANES)], high[ramp(0, LANES)], units[ramp(0, LANES)]),
-            T.Broadcast(T.int32(UNSEEN), LANES),
-        )
+        numerators(read, o.table, sums, sums.logits[ramp(part * LANES, LANES)], T.Broadcast(sums.stat[0], LANES))
+        sums.weights[ramp(part * LANES, LANES)] = sums.power[ramp(0, LANES)]
         # The maximum with 0 takes UNSEEN out of the sum. 16 numerators of at most 2^24 fit int32.
         sums.count[0] = sums.count[0] + T.Cast(
             "int64",
-            vectors.reduce_add(T.max(sums.weights[ramp(part * LANES, LANES)], T.Broadcast(T.int32(0), LANES)), LANES),
+            vectors.reduce_add(T.max(sums.power[ramp(0, LANES)], T.Broadcast(T.int32(0), LANES)), LANES),
         )
 
 
@@ -325,37 +317,24 @@ def _add_values(shape, o, sums, rows):
 # pyright: reportInvalidTypeForm=false
 
 
-def _last(position: Any, row: Expr) -> Expr:
-    """Return the position of a row of the batch; of ranges, the last position that it sees."""
-    if len(position.shape) == 1:
-        return number_of(position, row)
-    last = position[row, 0, 1]
-    for n in range(1, int(position.shape[1])):
-        last = T.max(last, position[row, n, 1])
-    return last - 1
-
-
 @script.kernel
 def exact_attention(
     query: HeadShape,
     cache: HeadShape,
     scale: float,
     window: tuple[int, int] | None = None,
-    positions: int | tuple[int, int, int] = 1,
+    positions: int = 1,
     isa: InstructionSet = PORTABLE,
 ) -> PrimFunc:
     """Return attention of query rows [B, Hq, T, D] to the int8 rows [V, Hkv, S, .] that they see: float32 as query.
 
     `window` is (sinks, window) of a ring cache; None: all rows up to the query's. Parallel over heads and query rows.
-    With `positions` (B, N, 2) ranges of rows come in the place of the position.
     """
-    # One kernel serves all instruction sets: its integer lanes are plain TIR.
-    del isa
+    # All instruction sets have the same integer lanes, in plain TIR; some gather from the table.
+    read = read_knots(isa)
     b, hq, t, d = query
     videos, hkv, s, _ = cache
     share = b // videos
-    given = positions if isinstance(positions, tuple) else (positions,)
-    spans = given[1] if len(given) > 1 else 0
     shape = ExactShape(d, s, window, float(exact.logit_factor(scale)))
     n, size, knots = shape.blocks, d + shape.blocks, exact.EXP_KNOTS + 1
     items = b * hq * t
@@ -366,7 +345,7 @@ def exact_attention(
         q: T.Buffer((b, hq, t, d), "float32"),
         keys: T.Buffer((videos, hkv, s, size), "int8"),
         values: T.Buffer((videos, hkv, s, size), "int8"),
-        position: T.Buffer(given, "int64"),
+        position: T.Buffer((positions,), "int64"),
         table: T.Buffer((knots,), "int32"),
         y: T.Buffer((b, hq, t, d), "float32"),
     ):
@@ -379,7 +358,7 @@ def exact_attention(
                 bi: T.let = item // (hq * t)
                 head: T.let = item // t % hq
                 i: T.let = item % t
-                last: T.let = T.Cast("int32", _last(position, bi))
+                last: T.let = T.Cast("int32", number_of(position, bi))
                 first: T.let = T.max(last, 0)
                 place: T.let = first + i
                 newest: T.let = first + t - 1
@@ -389,18 +368,15 @@ def exact_attention(
                 at = T.meta_var((bi, head, head // (hq // hkv), i, bi // share))
                 o = script.temporaries(q=q, keys=keys, values=values, position=position, table=table, at=at)
                 _round_query(shape, o, own)
-                if spans > 0:
-                    _multiply_spans(shape, spans, o, own, sums, rows)
-                else:
-                    _multiply_keys(shape, o, own, sums, rows, place, newest)
-                weigh(o, sums, rows)
+                _multiply_keys(shape, o, own, sums, rows, place, newest)
+                weigh(read, o, sums, rows)
                 _add_values(shape, o, sums, rows)
                 sums.stat[1] = T.float32(1) / (T.Cast("float32", sums.count[0]) * T.float32(2.0**-exact.EXP_BITS))
                 # A maximum that is not finite makes the whole row NaN.
                 if magnitude_bits(sums.stat[0], 1) >= T.int32(INFINITY):
                     own.unknown[0] = 1
                 # A NaN in a block of values makes the 32 columns of that block NaN, no others. A row that is not there
-                # has position -1, or empty ranges, and is zero.
+                # has position -1, and is zero.
                 for c in range(d):
                     y[bi, head, i, c] = T.Select(
                         last < 0,

@@ -78,7 +78,7 @@ def _from(place: Expr) -> Expr:
 
 
 @script.inlined
-def _find_active(active, ranges, y, first, head, group, end):
+def find_active(active, ranges, y, first, head, group, end):
     """List the rows that see something, and write zeros for the others; end[0] becomes the end of what is seen."""
     active.count[0] = 0
     end[0] = 0
@@ -97,7 +97,7 @@ def _find_active(active, ranges, y, first, head, group, end):
 
 
 @script.inlined
-def _see(active, ranges, first, start, bits):
+def see(active, ranges, first, start, bits):
     """Write what each active row sees of the 32 positions from `start` on to bits; what any sees behind them."""
     every = T.meta_var(bits.shape[0] - 1)
     bits[every] = 0
@@ -166,7 +166,7 @@ def spans_attention(
                 video: T.let = item // (hkv * parts)
                 h: T.let = item // parts % hkv
                 part: T.let = item % parts
-                _find_active(active, ranges, y, video * share, h * group, group, end)
+                find_active(active, ranges, y, video * share, h * group, group, end)
                 total: T.let = active.count[0] * group
                 tile = T.meta_var(partial(_tile, video, h, total, part * width, parts * width))
                 mine: T.let = ((total + width - 1) // width - part + parts - 1) // parts
@@ -179,7 +179,7 @@ def spans_attention(
                     filled = T.meta_var(
                         KeyBlock(block * CHUNK_KEYS, T.min(T.min(end[0], s) - block * CHUNK_KEYS, CHUNK_KEYS))
                     )
-                    _see(active, ranges, video * share, block * CHUNK_KEYS, bits)
+                    see(active, ranges, video * share, block * CHUNK_KEYS, bits)
                     if bits[share] != 0:
                         convert(rows_of, vector_lanes(d), keys, state.keys, (video, h), filled)
                         convert(rows_of, vector_lanes(d), values, state.values, (video, h), filled)

@@ -102,10 +102,10 @@ def fixed_input(x: Any, activation: str) -> Any:
     return T.Cast("int32", T.nearbyint(clamped * T.float32(kind.input_scale))) + INPUT_STEPS
 
 
-def _knot(u: Any) -> Any:
+def _knot(u: Any, lanes: int = 1) -> Any:
     # i of the definition: the table entry at or before u.
     # The last interval takes the upper limit too, where u has no next entry.
-    return T.min(T.shift_right(u, 6), KNOTS - 2)
+    return T.min(T.shift_right(u, broadcast(T.int32(6), lanes)), broadcast(T.int32(KNOTS - 2), lanes))
 
 
 def blend(low: Any, high: Any, u: Any) -> Any:
@@ -121,17 +121,16 @@ def table_factor(table: Any, u: Any) -> Any:
     return blend(table[_knot(u)], table[_knot(u) + 1], u)
 
 
-def _pairs(table: Any, u: Any, half: int) -> Expr:
+def _pairs(knot: Callable[..., Expr], table: Any, u: Any, half: int) -> Expr:
     """Return eight entries with the next one beside each: int32x16. AVX-512 gathers them as eight int64."""
     lanes = TABLE_LANES // 2
-    at = T.shift_right(u[ramp(half * lanes, lanes)], broadcast(T.int32(6), lanes))
     # A gather of int64 at a scale of 4 bytes: the element at i holds the entries i and i + 1.
     loaded = intrinsic(
         f"int64x{lanes}",
         "llvm.x86.avx512.mask.gather.dpq.512",
         broadcast(T.int64(0), lanes),
         T.address_of(table[0]),
-        T.min(at, broadcast(T.int32(KNOTS - 2), lanes)),
+        knot(u[ramp(half * lanes, lanes)], lanes),
         broadcast(T.bool(True), lanes),
         T.int32(4),
     )
@@ -145,25 +144,25 @@ def _every_second(pairs: Any, first: int) -> Expr:
 
 
 @script.inlined
-def _load_knots(table, u, low, high):
+def _load_knots(table, u, low, high, knot=_knot):
     # v: unrolled, one scalar load per entry. The table has 2 KiB and stays in the first-level cache.
     for v in T.unroll(TABLE_LANES):
-        low[v] = table[_knot(u[v])]
-        high[v] = table[_knot(u[v]) + 1]
+        low[v] = table[knot(u[v])]
+        high[v] = table[knot(u[v]) + 1]
 
 
 @script.inlined
-def _gather_knots(table, u, low, high):
+def _gather_knots(table, u, low, high, knot=_knot):
     # Two gathers of eight int64 read 32 entries. With one entry per element they would be two of 16.
     pairs = T.alloc_buffer((2 * TABLE_LANES,), "int32")
-    pairs[ramp(0, TABLE_LANES)] = _pairs(table, u, 0)
-    pairs[ramp(TABLE_LANES, TABLE_LANES)] = _pairs(table, u, 1)
+    pairs[ramp(0, TABLE_LANES)] = _pairs(knot, table, u, 0)
+    pairs[ramp(TABLE_LANES, TABLE_LANES)] = _pairs(knot, table, u, 1)
     low[ramp(0, TABLE_LANES)] = _every_second(pairs, 0)
     high[ramp(0, TABLE_LANES)] = _every_second(pairs, 1)
 
 
 def read_knots(isa: InstructionSet) -> Callable[..., None]:
-    """Return the macro (table, u, low, high): the table entries around u int32 [16]."""
+    """Return the macro (table, u, low, high, knot): the table entries around u int32 [16], knot(u) and the next one."""
     return _gather_knots if isa.float_lanes == TABLE_LANES else _load_knots
 
 
