@@ -26,13 +26,16 @@ from fastcar_compile.codegen.tvm.kernels.cache import bounded, power_of_two
 from fastcar_compile.codegen.tvm.kernels.linear.activations import read_knots
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import active_rows
 from fastcar_compile.codegen.tvm.kernels.tas import INFINITY, NOT_A_NUMBER
-from fastcar_compile.codegen.tvm.kernels.vectors import Expr, cast, fence, magnitude_bits
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, cast, fence, magnitude_bits, ramp, vector
 from fastcar_compile.ir import exact
 from fastcar_compile.ir.ops.operator import BLOCK, INT8_MAX
 from fastcar_compile.ir.ops.operator import NOT_A_NUMBER as NAN_EXPONENT
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
 # pyright: reportInvalidTypeForm=false
+
+EVERY = ramp(0, LANES)
+"""All lanes of a vector."""
 
 KEYS = 4
 """Keys that meet a vector of the query together."""
@@ -82,26 +85,21 @@ def _round_queries(tile, q, own):
     for r in range(LANES):
         for c in range(tile.shape.d):
             own.query[c, r] = q[(*tile.query_row(r), c)]
-    own.unknown[T.Ramp(0, 1, LANES)] = _all(T.int32(0))
+    own.unknown[EVERY] = _all(T.int32(0))
     for e in range(tile.shape.blocks):
-        own.top[T.Ramp(0, 1, LANES)] = _all(T.int32(0))
+        own.top[EVERY] = _all(T.int32(0))
         for c in range(tile.width(e)):
-            own.top[T.Ramp(0, 1, LANES)] = T.max(
-                own.top[T.Ramp(0, 1, LANES)], magnitude_bits(own.query[e * BLOCK + c, T.Ramp(0, 1, LANES)], LANES)
-            )
-        own.unknown[T.Ramp(0, 1, LANES)] = T.max(
-            own.unknown[T.Ramp(0, 1, LANES)],
-            cast("int32", own.top[T.Ramp(0, 1, LANES)] > _all(T.int32(INFINITY)), LANES),
-        )
-        own.exponents[e, T.Ramp(0, 1, LANES)] = wide_exponent(
-            T.min(own.top[T.Ramp(0, 1, LANES)], _all(T.reinterpret("int32", T.float32(INT8_MAX)))), LANES
+            own.top[EVERY] = T.max(own.top[EVERY], magnitude_bits(own.query[e * BLOCK + c, EVERY], LANES))
+        own.unknown[EVERY] = T.max(own.unknown[EVERY], cast("int32", own.top[EVERY] > _all(T.int32(INFINITY)), LANES))
+        own.exponents[e, EVERY] = wide_exponent(
+            T.min(own.top[EVERY], _all(T.reinterpret("int32", T.float32(INT8_MAX)))), LANES
         )
         for c in range(tile.width(e)):
-            own.mantissas[e * BLOCK + c, T.Ramp(0, 1, LANES)] = cast(
+            own.mantissas[e * BLOCK + c, EVERY] = cast(
                 "int32",
                 T.nearbyint(
-                    bounded(own.query[e * BLOCK + c, T.Ramp(0, 1, LANES)], LANES)
-                    * power_of_two(_all(T.int32(0)) - own.exponents[e, T.Ramp(0, 1, LANES)], LANES)
+                    bounded(own.query[e * BLOCK + c, EVERY], LANES)
+                    * power_of_two(_all(T.int32(0)) - own.exponents[e, EVERY], LANES)
                 ),
                 LANES,
             )
@@ -119,53 +117,44 @@ def _widen(tile, cache, own, start, count):
 def _multiply_four(tile, keys, own, start, k):
     """Write the sums of four keys of the block with all lanes to own.totals."""
     for u in T.unroll(KEYS):
-        own.totals[T.Ramp(u * LANES, 1, LANES)] = _all(T.float32(0))
+        own.totals[vector(u, LANES)] = _all(T.float32(0))
     for e in range(tile.shape.blocks):
         for u in T.unroll(KEYS):
-            own.acc[T.Ramp(u * LANES, 1, LANES)] = _all(T.int32(0))
+            own.acc[vector(u, LANES)] = _all(T.int32(0))
         for c in range(tile.width(e)):
             for u in T.unroll(KEYS):
-                own.acc[T.Ramp(u * LANES, 1, LANES)] = own.acc[T.Ramp(u * LANES, 1, LANES)] + own.mantissas[
-                    e * BLOCK + c, T.Ramp(0, 1, LANES)
-                ] * _all(own.cached[k + u, e * BLOCK + c])
+                own.acc[vector(u, LANES)] = own.acc[vector(u, LANES)] + own.mantissas[e * BLOCK + c, EVERY] * _all(
+                    own.cached[k + u, e * BLOCK + c]
+                )
         for u in T.unroll(KEYS):
             exponent: T.let = T.Cast(
                 "int32", keys[tile.video, tile.h, T.min(start + k + u, tile.shape.s - 1), tile.shape.d + e]
             )
-            own.power[T.Ramp(0, 1, LANES)] = T.max(
-                T.min(own.exponents[e, T.Ramp(0, 1, LANES)] + _all(exponent), _all(T.int32(127))), _all(T.int32(-126))
+            own.power[EVERY] = T.max(
+                T.min(own.exponents[e, EVERY] + _all(exponent), _all(T.int32(127))), _all(T.int32(-126))
             )
-            own.totals[T.Ramp(u * LANES, 1, LANES)] = own.totals[T.Ramp(u * LANES, 1, LANES)] + fence(
+            own.totals[vector(u, LANES)] = own.totals[vector(u, LANES)] + fence(
                 f"float32x{LANES}",
-                cast("float32", own.acc[T.Ramp(u * LANES, 1, LANES)], LANES)
-                * power_of_two(own.power[T.Ramp(0, 1, LANES)], LANES),
+                cast("float32", own.acc[vector(u, LANES)], LANES) * power_of_two(own.power[EVERY], LANES),
             )
             # A key's block with a NaN has zero mantissas, so its product does not show the NaN.
             if exponent == NAN_EXPONENT:
-                own.totals[T.Ramp(u * LANES, 1, LANES)] = _all(T.reinterpret("float32", T.int32(NOT_A_NUMBER)))
+                own.totals[vector(u, LANES)] = _all(T.reinterpret("float32", T.int32(NOT_A_NUMBER)))
 
 
 @script.inlined
 def _keep_logits(tile, own, j, k, u):
     """Keep the logits of a key: NaN where a lane does not see it."""
-    seen = T.meta_var(
-        T.bitwise_and(T.shift_right(own.seen[T.Ramp(0, 1, LANES)], _all(k + u)), _all(T.int32(1))) != _all(T.int32(0))
-    )
-    own.totals[T.Ramp(u * LANES, 1, LANES)] = own.totals[T.Ramp(u * LANES, 1, LANES)] * _all(
-        T.float32(tile.shape.factor)
-    )
-    own.unknown[T.Ramp(0, 1, LANES)] = T.Select(
-        T.And(seen, magnitude_bits(own.totals[T.Ramp(u * LANES, 1, LANES)], LANES) > _all(T.int32(INFINITY))),
+    seen = T.meta_var(T.bitwise_and(T.shift_right(own.seen[EVERY], _all(k + u)), _all(T.int32(1))) != _all(T.int32(0)))
+    own.totals[vector(u, LANES)] = own.totals[vector(u, LANES)] * _all(T.float32(tile.shape.factor))
+    own.unknown[EVERY] = T.Select(
+        T.And(seen, magnitude_bits(own.totals[vector(u, LANES)], LANES) > _all(T.int32(INFINITY))),
         _all(T.int32(1)),
-        own.unknown[T.Ramp(0, 1, LANES)],
+        own.unknown[EVERY],
     )
-    own.most[T.Ramp(0, 1, LANES)] = T.Select(
-        seen,
-        T.max(own.most[T.Ramp(0, 1, LANES)], own.totals[T.Ramp(u * LANES, 1, LANES)]),
-        own.most[T.Ramp(0, 1, LANES)],
-    )
-    own.logits[j, T.Ramp(0, 1, LANES)] = T.Select(
-        seen, own.totals[T.Ramp(u * LANES, 1, LANES)], _all(T.reinterpret("float32", T.int32(NOT_A_NUMBER)))
+    own.most[EVERY] = T.Select(seen, T.max(own.most[EVERY], own.totals[vector(u, LANES)]), own.most[EVERY])
+    own.logits[j, EVERY] = T.Select(
+        seen, own.totals[vector(u, LANES)], _all(T.reinterpret("float32", T.int32(NOT_A_NUMBER)))
     )
 
 
@@ -185,41 +174,30 @@ def _multiply_block(tile, keys, ranges, own, bits, start, count):
 @script.inlined
 def _weigh(read, own, table, rows):
     """Write the numerators of whole blocks, UNSEEN where the logit is NaN, and their sums."""
-    own.count[T.Ramp(0, 1, LANES)] = T.Broadcast(T.int64(0), LANES)
+    own.count[EVERY] = T.Broadcast(T.int64(0), LANES)
     for j in range((rows + BLOCK - 1) // BLOCK * BLOCK):
-        numerators(read, table, own, own.logits[j, T.Ramp(0, 1, LANES)], own.most[T.Ramp(0, 1, LANES)])
-        own.weights[j, T.Ramp(0, 1, LANES)] = own.power[T.Ramp(0, 1, LANES)]
-        own.count[T.Ramp(0, 1, LANES)] = own.count[T.Ramp(0, 1, LANES)] + cast(
-            "int64", T.max(own.power[T.Ramp(0, 1, LANES)], _all(T.int32(0))), LANES
-        )
+        numerators(read, table, own, own.logits[j, EVERY], own.most[EVERY])
+        own.weights[j, EVERY] = own.power[EVERY]
+        own.count[EVERY] = own.count[EVERY] + cast("int64", T.max(own.power[EVERY], _all(T.int32(0))), LANES)
 
 
 @script.inlined
 def _scale_weights(tile, values, own, start, count, e):
     """Round a block's numerators, times the powers of two of the values' exponents, to a wide block of each lane."""
-    own.top[T.Ramp(0, 1, LANES)] = _all(T.int32(0))
+    own.top[EVERY] = _all(T.int32(0))
     for k in range(count):
         exponent: T.let = T.Cast("int32", values[tile.video, tile.h, start + k, tile.shape.d + e])
         if exponent == NAN_EXPONENT:
             # weight - UNSEEN is 0 for a row that is not seen and positive for one that is.
-            own.columns[e, T.Ramp(0, 1, LANES)] = T.max(
-                own.columns[e, T.Ramp(0, 1, LANES)], own.weights[start + k, T.Ramp(0, 1, LANES)] - _all(T.int32(UNSEEN))
-            )
-        own.scaled[k, T.Ramp(0, 1, LANES)] = cast(
-            "float32", T.max(own.weights[start + k, T.Ramp(0, 1, LANES)], _all(T.int32(0))), LANES
-        ) * _all(power_of_two(T.max(exponent - exact.EXP_BITS, -126)))
-        own.top[T.Ramp(0, 1, LANES)] = T.max(
-            own.top[T.Ramp(0, 1, LANES)], magnitude_bits(own.scaled[k, T.Ramp(0, 1, LANES)], LANES)
+            own.columns[e, EVERY] = T.max(own.columns[e, EVERY], own.weights[start + k, EVERY] - _all(T.int32(UNSEEN)))
+        own.scaled[k, EVERY] = cast("float32", T.max(own.weights[start + k, EVERY], _all(T.int32(0))), LANES) * _all(
+            power_of_two(T.max(exponent - exact.EXP_BITS, -126))
         )
-    own.power[T.Ramp(0, 1, LANES)] = wide_exponent(own.top[T.Ramp(0, 1, LANES)], LANES)
+        own.top[EVERY] = T.max(own.top[EVERY], magnitude_bits(own.scaled[k, EVERY], LANES))
+    own.power[EVERY] = wide_exponent(own.top[EVERY], LANES)
     for k in range(count):
-        own.integers[k, T.Ramp(0, 1, LANES)] = cast(
-            "int32",
-            T.nearbyint(
-                own.scaled[k, T.Ramp(0, 1, LANES)]
-                * power_of_two(_all(T.int32(0)) - own.power[T.Ramp(0, 1, LANES)], LANES)
-            ),
-            LANES,
+        own.integers[k, EVERY] = cast(
+            "int32", T.nearbyint(own.scaled[k, EVERY] * power_of_two(_all(T.int32(0)) - own.power[EVERY], LANES)), LANES
         )
 
 
@@ -231,40 +209,35 @@ def _add_values(tile, values, own, start, count):
         _scale_weights(tile, values, own, start, count, e)
         for piece in range(tile.width(e) // tile.run):
             for u in T.unroll(tile.run):
-                own.sums[T.Ramp(u * LANES, 1, LANES)] = _all(T.int32(0))
+                own.sums[vector(u, LANES)] = _all(T.int32(0))
             for k in range(count):
                 for u in T.unroll(tile.run):
-                    own.sums[T.Ramp(u * LANES, 1, LANES)] = own.sums[T.Ramp(u * LANES, 1, LANES)] + own.integers[
-                        k, T.Ramp(0, 1, LANES)
-                    ] * _all(own.cached[k, e * BLOCK + piece * tile.run + u])
+                    own.sums[vector(u, LANES)] = own.sums[vector(u, LANES)] + own.integers[k, EVERY] * _all(
+                        own.cached[k, e * BLOCK + piece * tile.run + u]
+                    )
             # Blocks are added in float32 in the order of the cache. The fence rounds the product before the addition.
             for u in T.unroll(tile.run):
-                own.out[e * BLOCK + piece * tile.run + u, T.Ramp(0, 1, LANES)] = own.out[
-                    e * BLOCK + piece * tile.run + u, T.Ramp(0, 1, LANES)
+                own.out[e * BLOCK + piece * tile.run + u, EVERY] = own.out[
+                    e * BLOCK + piece * tile.run + u, EVERY
                 ] + fence(
                     f"float32x{LANES}",
-                    cast("float32", own.sums[T.Ramp(u * LANES, 1, LANES)], LANES)
-                    * power_of_two(own.power[T.Ramp(0, 1, LANES)], LANES),
+                    cast("float32", own.sums[vector(u, LANES)], LANES) * power_of_two(own.power[EVERY], LANES),
                 )
 
 
 @script.inlined
 def _finish(tile, y, own):
     """Write the results. A maximum that is not finite makes all of a row NaN, a NaN of a value its block of columns."""
-    own.most[T.Ramp(0, 1, LANES)] = T.Select(
-        T.Or(
-            own.unknown[T.Ramp(0, 1, LANES)] > _all(T.int32(0)),
-            magnitude_bits(own.most[T.Ramp(0, 1, LANES)], LANES) >= _all(T.int32(INFINITY)),
-        ),
+    own.most[EVERY] = T.Select(
+        T.Or(own.unknown[EVERY] > _all(T.int32(0)), magnitude_bits(own.most[EVERY], LANES) >= _all(T.int32(INFINITY))),
         _all(T.reinterpret("float32", T.int32(NOT_A_NUMBER))),
-        _all(T.float32(1))
-        / (cast("float32", own.count[T.Ramp(0, 1, LANES)], LANES) * _all(T.float32(2.0**-exact.EXP_BITS))),
+        _all(T.float32(1)) / (cast("float32", own.count[EVERY], LANES) * _all(T.float32(2.0**-exact.EXP_BITS))),
     )
     for c in range(tile.shape.d):
-        own.out[c, T.Ramp(0, 1, LANES)] = T.Select(
-            own.columns[c // BLOCK, T.Ramp(0, 1, LANES)] > _all(T.int32(0)),
+        own.out[c, EVERY] = T.Select(
+            own.columns[c // BLOCK, EVERY] > _all(T.int32(0)),
             _all(T.reinterpret("float32", T.int32(NOT_A_NUMBER))),
-            own.out[c, T.Ramp(0, 1, LANES)] * own.most[T.Ramp(0, 1, LANES)],
+            own.out[c, EVERY] * own.most[EVERY],
         )
     for r in range(T.min(LANES, tile.total - tile.first)):
         for c in range(tile.shape.d):
@@ -349,15 +322,15 @@ def exact_spans_attention(
                     tile = T.meta_var(_Tile(shape, active, video, video * share, h, group, first, total))
                     rows: T.let = T.min(end[0], s)
                     _round_queries(tile, q, own)
-                    own.most[T.Ramp(0, 1, LANES)] = _all(T.reinterpret("float32", T.int32(MINUS_INFINITY)))
+                    own.most[EVERY] = _all(T.reinterpret("float32", T.int32(MINUS_INFINITY)))
                     for block in range((rows + BLOCK - 1) // BLOCK):
                         count = T.meta_var(T.min(rows - block * BLOCK, BLOCK))
                         _multiply_block(tile, keys, ranges, own, bits, block * BLOCK, count)
                     _weigh(read, own, table, rows)
                     for c in range(d):
-                        own.out[c, T.Ramp(0, 1, LANES)] = _all(T.float32(0))
+                        own.out[c, EVERY] = _all(T.float32(0))
                     for e in range(shape.blocks):
-                        own.columns[e, T.Ramp(0, 1, LANES)] = _all(T.int32(0))
+                        own.columns[e, EVERY] = _all(T.int32(0))
                     for block in range((rows + BLOCK - 1) // BLOCK):
                         count = T.meta_var(T.min(rows - block * BLOCK, BLOCK))
                         _add_values(tile, values, own, block * BLOCK, count)
