@@ -71,6 +71,30 @@ def test_tokens_and_decisions_are_those_of_the_published_flow(whole: Whole, back
             assert len(found.unique()) > 5
 
 
+@pytest.mark.thorough
+def test_the_accelerator_gives_the_same_codes(tmp_path: Path) -> None:
+    """The linears of body and head in C simulation; as many codes as the head is wide, which still are logits."""
+    check_module("hls4ml")
+    with imported([EXAMPLE], ["structure"]) as example:
+        sizes = replace(
+            example.structure.SMALL, hidden=128, intermediate=256, layers=2, words=64, positions=32, side=2,
+            entries=64, features=32, head=64, head_layers=2, head_heads=2,
+        )  # fmt: skip
+        body, head = example.structure.build(sizes, ROWS)
+        options: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "batch_size": ROWS, "offload": "linears"}
+        replay = fc.ReplayConfig(rotary="key", threshold=">0")
+        artifact = fc.compile(body, **options, replay=replay, output=tmp_path / "body")
+        depth = fc.compile(head, **options, replay=None, prefill_chunk=1, output=tmp_path / "head")
+    given = [prompts(body)[0], prompts(body)[0].flip(0)]
+    sampling, found = fc.Sampling(temperature=0, guidance=GUIDANCE), list[Any]()
+    for backend in ("cpu", "hls-csim"):
+        with artifact.session(backend, record=True, depth=depth) as session:
+            found.append((session.generate(given, 12, sampling), session.stats.decisions))
+    assert torch.equal(found[0][0], found[1][0])
+    assert (found[0][1] == found[1][1]).all()
+    assert 0.1 < found[0][1].mean() < 0.9
+
+
 def test_a_copy_goes_on_alone(whole: Whole) -> None:
     """A head of the copy's own; what is decoded beside it does not change it."""
     given = torch.stack([prompts(whole.body)[0]] * ROWS)

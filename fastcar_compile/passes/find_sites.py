@@ -13,8 +13,8 @@ from fastcar_compile.ir.layers import LAYER, PROJECTIONS, ROLE, Role, assign_lay
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import error_at
-from fastcar_compile.ir.query import activation_of, is_op, node_arg, shape_of, squared_relu, value_of
-from fastcar_compile.ir.sites import mlp_start
+from fastcar_compile.ir.query import activation_of, is_op, node_arg, output_nodes, shape_of, squared_relu, value_of
+from fastcar_compile.ir.sites import LINEARS, mlp_start
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
@@ -302,10 +302,10 @@ class FindSites(Pass):
         hidden = shape_of(layers[0].roles[Role.RESIDUAL])[-1]
         config = replace(program.config, num_layers=len(layers), hidden_size=hidden)
         if config.takes_embeddings:
-            # Hidden states are as wide as the residual stream; a head gives another number of logits.
-            plain, headless = config.input_size == hidden, config.vocab_size == hidden
-            input_size, vocab_size = None if plain else config.input_size, None if headless else config.vocab_size
-            config = replace(config, input_size=input_size, vocab_size=vocab_size)
+            # Hidden states come out of a norm, logits out of a linear.
+            headed = is_op(output_nodes(program.graph_module.graph)[0], *LINEARS)
+            input_size = None if config.input_size == hidden else config.input_size
+            config = replace(config, input_size=input_size, vocab_size=config.vocab_size if headed else None)
         modified = config != program.config or before != [_marks(graph) for graph, _ in matches]
         program.config = config
         return modified
