@@ -53,6 +53,18 @@ Otherwise all rows of a session share one position, and every token of a prompt 
 `position_ids` are refused; padding in embeddings cannot be told from a prompt, and a row with such padding decodes
 wrongly.
 
+## Published repositories
+
+What a user writes around the decoder of a repository; weights are the repository's own. `tests/test_adapt.py` has the
+signatures, `tests/families/` the structures.
+
+- FoundationVision/LlamaGen: `model.setup_caches(B, S, torch.float32)`, then `fc.adapt(model, tokens="idx",
+  position="input_pos", output=0, cond_idx=None)`.
+- microsoft/mineworld: `fc.adapt(model, tokens="input_ids", position="position_ids", rows=True)`.
+- NVIDIA/Cosmos, autoregressive: caches and tables become buffers of the module (`tests/families/cosmos.py`).
+- mit-han-lab/vila-u and FastCar's own shawnricecake/fast-car: a subclass of Transformers' `LlamaModel` that reads
+  words and codes, and a [depth head](step_protocol.md#a-depth-head) with a cache (`examples/vila_u`).
+
 ## What compiles
 
 | family | model | its structure | backends in every run |
