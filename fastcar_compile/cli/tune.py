@@ -67,17 +67,18 @@ def _trained(title: str, train: Callable[..., T], given: Mapping[str, Any], save
     """Return what `train` makes of a command's options, saved.
 
     Raises:
-        UserError: the decoder is an artifact.
+        UserError: the decoder is an artifact, and `train` takes none.
     """
     decoder = options.existing(given["decoder"], "decoder")
-    if (decoder / MANIFEST).is_file():
+    compiled = (decoder / MANIFEST).is_file()
+    if compiled and train is not fc.fit_draft:
         hint = "give the decoder's Hugging Face folder, then compile with the gate"
         raise UserError("gates are trained before a decoder is compiled", where=str(decoder), hint=hint)
     arguments = options.arguments_of(train, given)
     if given.get("start") is not None:
         arguments["start"] = fc.TrainedGate.load(options.existing(given["start"], "gate"))
     with stages(given["as_json"], title, "reading the decoder"):
-        found = train(read_module(decoder), **arguments)
+        found = train(fc.load(decoder) if compiled else read_module(decoder), **arguments)
         save(found)
     return found
 
@@ -97,7 +98,7 @@ def show_gate(found: fc.TrainedGate, output: Path) -> None:
 
 @command
 def fit_draft_command(
-    decoder: Decoder,
+    decoder: Annotated[Path, Argument(help="Folder of a Hugging Face decoder, or of an artifact.")],
     videos: options.VideosOption,
     output: Annotated[Path, options.OUTPUT, Writes("draft")],
     share: Annotated[float, Option(help="Weights of all drafts, as a share of those of all MLPs.")] = 0.25,

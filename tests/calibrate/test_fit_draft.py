@@ -17,7 +17,9 @@ from fastcar_compile.gates.draft import LayerDraft
 from fastcar_compile.tune.calibrate import program_of, search_of
 from fastcar_compile.tune.training.distill import Distillation, DraftScorer
 from fastcar_compile.tune.training.relaxed import RelaxedDecoder
+from fastcar_compile.tune.training.surrogate import Mlp
 from fastcar_compile.tune.training.train import Options
+from fastcar_compile.tune.training.whole import CompiledDecoder
 
 from .test_evaluator import check_against_the_session, rewritten
 
@@ -141,6 +143,22 @@ def test_the_evaluator_equals_the_session(wide: LlamaForCausalLM, fitted: dict[f
     check_against_the_session(replay, rewritten(replay, build=lambda: wide), prompt=3)
 
 
+def check_whole_videos(model: LlamaForCausalLM, artifact: fc.Artifact, tokens: np.ndarray[Any, Any]) -> None:
+    """Logits with every MLP's output changed: of the model in one chunk, and of the artifact in several."""
+    given = torch.from_numpy(tokens[:, :-2])
+    decoders = (RelaxedDecoder(model, len(tokens), LENGTH - 1, FRAME), CompiledDecoder(artifact, 3, LENGTH - 1, 1))
+
+    def changed(_query: Tensor, _keys: Tensor, x: Tensor, output: Tensor) -> Tensor:
+        place = torch.arange(LENGTH - 1)[:, None] % 3
+        return (output.reshape(3, LENGTH - 1, -1) * place + x.reshape(3, LENGTH - 1, -1)).reshape(output.shape)
+
+    with torch.no_grad():
+        one, other = (decoder.run(given, [changed] * LAYERS) for decoder in decoders)
+    assert torch.allclose(one, other, atol=1e-4)
+    for own, compiled in zip(*(Mlp.all_of(decoder) for decoder in decoders), strict=True):
+        assert torch.equal(own.down, compiled.down)
+
+
 def test_calibration_of_a_model_and_of_its_artifact(
     wide: LlamaForCausalLM, some: np.ndarray[Any, Any], fitted: dict[float, fc.Draft], tmp_path: Path
 ) -> None:
@@ -160,8 +178,55 @@ def test_calibration_of_a_model_and_of_its_artifact(
     left = [1 - draft.layers[i].size.share(NEURONS, gated=True) for i in range(LAYERS)]
     spared = sum(r * part for r, part in zip(found.per_layer, left, strict=True)) / LAYERS
     assert again.spared == found.spared == pytest.approx(spared)
+    check_whole_videos(wide, artifact, some[:3])
     plain = fc.ReplayConfig(gate="learned", gate_weights=draft.gate)
     assert found.nll < fc.calibrate(wide, some[32:], replay=plain, target_replay=0.5).nll
+
+
+@pytest.mark.thorough
+def test_a_layer_whose_draft_does_not_pay_never_replays(
+    wide: LlamaForCausalLM, some: np.ndarray[Any, Any], fitted: dict[float, fc.Draft]
+) -> None:
+    """A limit on the NLL chooses each layer for itself. A layer that the draft leaves out replays plainly."""
+    good = fitted[0.7]
+    assert good.gate is not None
+    gates = [good.gate.layer(layer).params() for layer in range(LAYERS)]
+    first, second = (good.layers[layer].params() for layer in range(LAYERS))
+    wrong = second | {"outer": 30 * second["outer"].flip(0), "gains": torch.zeros_like(second["gains"])}
+    found = list[fc.Thresholds]()
+    for own in (wrong, dict[str, Tensor]()):
+        draft = fc.Draft.of({0: first | gates[0], 1: own | gates[1]})
+        found.append(fc.calibrate(wide, some[32:], replay=fc.ReplayConfig(draft=draft), max_nll_increase=0.02))
+    assert found[0].values[1] is None
+    assert found[1].values[1] is not None
+    assert found[1].per_layer[1] > 0.05
+    assert all(own.per_layer[0] > 0.1 and own.nll <= 1.02 * own.nll_dense for own in found)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("quant", ["none", "w8a8"])
+def test_a_draft_of_an_artifact(
+    wide: LlamaForCausalLM, some: np.ndarray[Any, Any], fitted: dict[float, fc.Draft], tmp_path: Path, quant: str
+) -> None:
+    """It imitates the MLPs as the artifact computes them."""
+    options: dict[str, Any] = {"max_seq_len": LENGTH, "tokens_per_frame": FRAME, "quant": quant, "prefill_chunk": 5}
+    built = fc.compile(wide, "cpu", output=tmp_path / "built", batch_size=4, **options)
+    artifact, own = fc.load(built.path), fitted[0.7]
+    found = fc.fit_draft(artifact, some[:32], share=0.7)
+    assert [d.size for d in found.layers.values()] == [d.size for d in own.layers.values()]
+    allowed = {"none": 1.01, "w8a8": 1.1}[quant] * sum(errors(wide, own, some[32:]))
+    assert sum(errors(wide, found, some[32:])) < allowed
+    for layer, draft in found.layers.items():
+        rows = wide.get_parameter(f"model.layers.{layer}.mlp.up_proj.weight").detach()
+        assert torch.cdist(draft.up_proj, rows).min(1).values.max() < 0.02 * rows.norm(dim=1).mean()
+    refused: list[tuple[np.ndarray[Any, Any], dict[str, Any], str]] = [
+        (some, {"distill_steps": 1}, "an artifact has no gradients"),
+        (some[:3], {}, "the artifact reads 4 videos together, and there are 3"),
+        (np.pad(some, ((0, 0), (0, 1))), {}, "the artifact was compiled for 32 tokens, and the videos have 34"),
+    ]
+    for tokens, given, text in refused:
+        with pytest.raises(InputError, match=text):
+            fc.fit_draft(artifact, tokens, **given)
 
 
 def divergence(model: LlamaForCausalLM, draft: fc.Draft, tokens: np.ndarray[Any, Any], threshold: float) -> float:

@@ -224,7 +224,7 @@ def test_the_options_of_compile_are_the_fields_of_its_config() -> None:
         ("evaluate", Study, {"source", "groups", "progress"}, set()),
         ("run", fc.Sampling, set(), {"temperature"}),
         ("train-gate", fc.train_gate, {"model", "softness", "progress"}, set()),
-        ("fit-draft", fc.fit_draft, {"model", "progress"}, set()),
+        ("fit-draft", fc.fit_draft, {"source", "progress"}, set()),
         ("tune-decoder", fc.tune_decoder, {"model", "softness", "progress"}, set()),
     ],
 )

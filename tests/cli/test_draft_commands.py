@@ -1,6 +1,7 @@
 """fit-draft, compile --draft and what inspect says of it, on a real model."""
 
 import json
+from functools import wraps
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_draft_is_fitted_compiled_and_explained(folder: Path) -> None:
+def test_a_draft_is_fitted_compiled_and_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given, file = ("--videos", folder / "videos.npy"), folder / "draft.safetensors"
     words = ("fit-draft", folder / "model", *given, "--share", 0.7, "-o", file)
     report = json.loads(fastcar(*words, "--json").stdout)
@@ -58,6 +59,14 @@ def test_a_draft_is_fitted_compiled_and_explained(folder: Path) -> None:
     gate = json.loads((folder / "built" / "report.json").read_text())["gate"]
     assert gate["draft"] == draft.name
     assert 0 < gate["draft_share"] <= 0.7
+
+    @wraps(fc.fit_draft)
+    def fitted(source: fc.Artifact, *_others: object, **_options: object) -> fc.Draft:
+        assert source.digest == artifact.digest
+        return draft
+
+    monkeypatch.setattr(fc, "fit_draft", fitted)
+    assert draft.name in fastcar("fit-draft", artifact.path, *given, "-o", file).stdout
 
 
 def test_gate_tas_has_no_draft(folder: Path) -> None:

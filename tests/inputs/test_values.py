@@ -195,9 +195,9 @@ CALLS: dict[str, dict[str, Call]] = {
         **by_name(fc.adapt, MODEL, without=("model", "others"), tokens="input", position="input"),
     },
     "fit_draft": {
-        "model": lambda v: FC.fit_draft(v, VIDEOS, tokens_per_frame=1),
+        "source": lambda v: FC.fit_draft(v, VIDEOS, tokens_per_frame=1),
         "videos": lambda v: FC.fit_draft(MODEL, v, tokens_per_frame=1),
-        **by_name(fc.fit_draft, MODEL, VIDEOS, without=("model", "videos"), tokens_per_frame=1),
+        **by_name(fc.fit_draft, MODEL, VIDEOS, without=("source", "videos"), tokens_per_frame=1),
     },
     "tune_decoder": by_name(fc.tune_decoder, MODEL, VIDEOS, without=("model", "videos"), target_replay=0.5),
     "sign": {"path": lambda v: fc.sign(v, "/nowhere"), "private_key": lambda v: fc.sign("/nowhere", v)},

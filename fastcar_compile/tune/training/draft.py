@@ -9,13 +9,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastcar_compile.errors import CompileError, InputError
-from fastcar_compile.frontend.model_facts import ModelFacts
+from fastcar_compile.errors import CompileError, InputError, count_text
 from fastcar_compile.gates.draft import Draft
 from fastcar_compile.gates.tensors import read_gate_file, write_gate_file
+from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support import values
 from fastcar_compile.tune.calibrate import program_key
 from fastcar_compile.tune.curves import Point, allocate
@@ -33,7 +34,8 @@ from fastcar_compile.tune.training.surrogate import (
     sizes_of,
     surrogate,
 )
-from fastcar_compile.tune.training.train import Options, Setup
+from fastcar_compile.tune.training.train import Options, Setup, frame_of
+from fastcar_compile.tune.training.whole import CompiledDecoder, WholeVideos
 
 _PRICED = 2
 """The size whose error gives a layer's price: an eighth."""
@@ -52,7 +54,7 @@ MEMORY = 2 << 30
 
 
 def fit_draft(
-    model: nn.Module,
+    source: Artifact | nn.Module,
     videos: Any,
     *,
     share: float = 0.25,
@@ -72,17 +74,18 @@ def fit_draft(
     seed, a PyTorch version and a number of threads. docs/explanation/drafts.md describes the method.
 
     Args:
-        model: a decoder, as `compile` takes it, float32.
+        source: a decoder, as `compile` takes it, float32. Or an artifact with a head and a prefill graph: its drafts
+            imitate the MLPs in its number format.
         videos: int64 [N, T], prompt included, with three whole frames behind it; not those that judge the result. The
             fit reads the first FIT_TOKENS tokens of them.
         share: weights of all drafts together, as a share of those of all MLPs; the layers share them by what they cost.
-        distill_steps: steps that then train the drafts through the decoder, against the dense one. Each takes videos of
+        distill_steps: steps that then train the drafts through a decoder, against the dense one. Each takes videos of
             about STEP_TOKENS tokens; none is drawn again before all were. A few videos would be learnt by heart.
         distill_replay: share of the forwards t >= F that replay in these steps.
         distill_rate: peak learning rate (Adam) of a tensor, as a share of its root mean square. Where fitted drafts err
             little, or videos are few, less is better.
         seed: of the pairs that are drawn, of the gate's first weights, and of order and noise in the steps.
-        tokens_per_frame: default: the model's own. prompt: tokens before decoding starts.
+        tokens_per_frame: of a decoder; default: its own. prompt: tokens before decoding starts.
         counted: the ids first .. end - 1 of the tokens that the decoder predicts; None: all.
         checkpoint: a file that keeps finished layers; one of its name, `-` and the share keeps the state of the steps.
             An interrupted fit continues from them.
@@ -91,16 +94,14 @@ def fit_draft(
     Raises:
         InputError: bad arguments or videos. CompileError: the model cannot be captured, or has an MLP of another form.
     """
-    values.check_kind("model", model, nn.Module, "a decoder as `compile` takes it")
+    values.check_kind("source", source, (Artifact, nn.Module), "an artifact, or a decoder as `compile` takes it")
     share = values.number("share", share)
     if not 0 < share < 1:
         raise InputError(f"share is {share:g}", hint="give a share between 0 and 1, such as 0.25")
     tokens, prompt = values.token_table("the videos", videos), values.whole("prompt", prompt, 1)
     counted, seed = values.token_range("counted", counted), values.whole("seed", seed, 0)
-    frame = ModelFacts.of(model).tokens_per_frame if tokens_per_frame is None else tokens_per_frame
-    if frame is None:
-        raise InputError("the model does not say its tokens_per_frame", hint="give tokens_per_frame")
-    frame = values.whole("tokens_per_frame", frame, 1)
+    compiled = isinstance(source, Artifact)
+    frame = source.program.config.tokens_per_frame if compiled else frame_of(source, tokens_per_frame)
     if tokens.shape[1] - 1 - prompt < 3 * frame:
         hint = f"give at least {prompt + 3 * frame + 1} tokens, or a shorter prompt"
         raise InputError(f"videos of {tokens.shape[1]} tokens have less than three frames behind the prompt", hint=hint)
@@ -110,20 +111,36 @@ def fit_draft(
         raise InputError(f"distill_replay is {replay:g}", hint="give a share between 0 and 1, such as 0.8")
     if not 0 < rate < 1:
         raise InputError(f"distill_rate is {rate:g}", hint="give a share between 0 and 1, such as 0.01")
+    if steps and compiled:
+        what = "drafts are distilled through a decoder, and an artifact has no gradients"
+        raise InputError(what, hint="give the decoder, or no distill_steps")
     place = None if checkpoint is None else values.path_of("checkpoint", checkpoint)
     some = tokens[: max(1, FIT_TOKENS // tokens.shape[1])]
-    rows = next(n for n in range(min(ROWS, len(some)), 0, -1) if len(some) % n == 0)
-    decoder = RelaxedDecoder(model, rows, tokens.shape[1] - 1, frame, prompt)
+    decoder = _decoder_of(source, some, frame, prompt)
+    some = some[: len(some) // decoder.rows * decoder.rows]
     # The share is no part of the key: candidates of all sizes are kept.
     kept = Kept(place, program_key(decoder.program, {"prompt": prompt, "seed": seed}, some))
     with torch.no_grad():
         draft = Fit(decoder, torch.from_numpy(some), counted, seed, say).run(share, kept)
-    if not steps:
+    if compiled or not steps:
         return draft
     batch = max(1, round(STEP_TOKENS / tokens.shape[1]))
     options = Options("learned", replay, UNITS, steps, batch, seed, start=draft.digest, counted=counted)
     state = None if place is None else place.with_name(f"{place.name}-{share:g}")
-    return distilled(model, tokens, draft, options, Setup(frame, prompt, checkpoint=state, progress=say), rate)
+    return distilled(source, tokens, draft, options, Setup(frame, prompt, checkpoint=state, progress=say), rate)
+
+
+def _decoder_of(source: Artifact | nn.Module, videos: np.ndarray, frame: int, prompt: int) -> WholeVideos:
+    """Return the decoder that reads the videos int64 [N, T] in equal batches."""
+    rows = next(n for n in range(min(ROWS, len(videos)), 0, -1) if len(videos) % n == 0)
+    if not isinstance(source, Artifact):
+        return RelaxedDecoder(source, rows, videos.shape[1] - 1, frame, prompt)
+    decoder = CompiledDecoder(source, rows, videos.shape[1] - 1, prompt)
+    # It may have been compiled for more rows. Videos that fill no batch are left out.
+    if decoder.rows > len(videos):
+        what = f"the artifact reads {count_text(decoder.rows, 'video')} together, and there are {len(videos)}"
+        raise InputError(what, hint=f"give at least {decoder.rows}, or the decoder")
+    return decoder
 
 
 class Fit:
@@ -134,7 +151,7 @@ class Fit:
     """
 
     def __init__(
-        self, decoder: RelaxedDecoder, videos: Tensor, counted: tuple[int, int] | None, seed: int, say: Say
+        self, decoder: WholeVideos, videos: Tensor, counted: tuple[int, int] | None, seed: int, say: Say
     ) -> None:
         self._decoder, self._videos, self._counted, self._seed, self._say = decoder, videos, counted, seed, say
         self._mlps = Mlp.all_of(decoder)

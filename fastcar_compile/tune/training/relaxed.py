@@ -18,6 +18,7 @@ from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.tune.rule import Stages
+from fastcar_compile.tune.training.whole import WholeVideos
 
 UNIFORM_EDGE = 1e-6
 """Random numbers keep this distance from 0 and 1, where the logistic quantile is infinite."""
@@ -111,15 +112,12 @@ class Sample:
     y: Tensor
 
 
-class RelaxedDecoder:
+class RelaxedDecoder(WholeVideos):
     """A decoder on whole videos of one length. Its weights are frozen unless `own_weights` was called.
 
     Args:
         model: as `fastcar_compile.compile` takes it. rows: videos per batch. length: input tokens, prompt included.
         tokens_per_frame: F. prompt: tokens before decoding starts.
-
-    Attributes:
-        frames: number of frames of decoded tokens. The last one may be incomplete.
 
     Raises:
         CompileError: the model cannot be captured. InputError: a decoder without head, or fewer than two frames.
@@ -131,27 +129,14 @@ class RelaxedDecoder:
             raise InputError(f"videos of {length + 1} tokens have nothing to replay", hint=hint)
         sizes = {"batch_size": rows, "max_seq_len": length, "tokens_per_frame": tokens_per_frame}
         program = run_pipeline(capture(model, prefill_chunk=length, **sizes), analysis_pipeline())
-        if program.prefill is None or program.config.takes_embeddings or program.config.vocab_size is None:
-            raise InputError("a headless decoder has no likelihood to train on", hint="train with its head")
-        if program.config.context is not None:
-            raise InputError("the decoder has cross-attention, and training reads videos without their contexts")
+        super().__init__(program, length, prompt)
         self._parameters = list(model.named_parameters())
-        self.rows, self.length, self.frame, self.prompt = rows, length, tokens_per_frame, prompt
-        self.program = program
-        _without_custom_writes(program.prefill)
-        self._stages = Stages(program.prefill, program.prefill_outputs, _attend)
-        self.layers, self.hidden = len(self._stages.layers), program.config.hidden_size
+        _without_custom_writes(self.prefill)
+        self._stages = Stages(self.prefill, program.prefill_outputs, _attend)
         self.scales = [layer.scale for layer in self._stages.layers]
-        used = length - prompt
-        self.frames = -(-used // tokens_per_frame)
-        self._padding = self.frames * tokens_per_frame - used
         # The last frame may be incomplete. Its padding counts neither as replayed nor as computed.
-        able = torch.arange(self.frames * tokens_per_frame) < used
+        able = torch.arange(self.frames * tokens_per_frame) < length - prompt
         self._able = able.view(self.frames, tokens_per_frame)[1:].float()
-
-    def dense(self, tokens: Tensor) -> Tensor:
-        """Return the logits float32 [rows, length, V] of tokens int64 [rows, length], without replay."""
-        return self.run(tokens, [None] * self.layers)
 
     def own_weights(self) -> dict[str, nn.Parameter]:
         """Replace the decoder's parameters by trainable copies and return these by their names in the model.
@@ -204,12 +189,6 @@ class RelaxedDecoder:
             found = self._stages.run(stage, known, hook)
             known |= {node: found[node] for node in self._stages.crossing[stage]}
         return self._stages.run(self.layers, known, None)[self._stages.results["logits"]].float()
-
-    def framed(self, flat: Tensor) -> Tensor:
-        """Return [rows, length, …] as [rows, frames, F, …] without the prompt. Zeros fill the last frame."""
-        flat = flat[:, self.prompt :]
-        filled = torch.nn.functional.pad(flat, (0, 0) * (flat.dim() - 2) + (0, self._padding))
-        return filled.view(flat.shape[0], self.frames, self.frame, *flat.shape[2:])
 
     def share(self, replay: Tensor) -> Tensor:
         """Return the replayed share of the forwards t >= F, of decisions [rows, frames - 1, F]."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,8 +18,8 @@ from torch import Tensor, fx, nn
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates.draft import GAINS, DraftSize
 from fastcar_compile.ir.layers import Role, role_nodes
-from fastcar_compile.ir.query import bound, get_attribute
-from fastcar_compile.tune.training.relaxed import RelaxedDecoder
+from fastcar_compile.ir.query import bound, node_arg, tensor_attribute
+from fastcar_compile.tune.training.whole import WholeVideos
 
 SIZES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8)
 """Sizes that are tried: neurons as a share of the MLP's, and the rank as the same share of the hidden size."""
@@ -58,14 +59,13 @@ class Mlp:
     gate_bias: Tensor | None = None
 
     @classmethod
-    def all_of(cls, decoder: RelaxedDecoder) -> list[Mlp]:
+    def all_of(cls, decoder: WholeVideos) -> list[Mlp]:
         """Return the MLPs of a decoder.
 
         Raises:
             CompileError: an MLP is of another form than `LayerDraft`.
         """
-        module, sites = decoder.program.prefill, decoder.program.sites
-        assert module is not None
+        module, sites = decoder.prefill, decoder.program.sites
         found = list[Mlp]()
         for site, nodes in zip(sites, role_nodes(module).values(), strict=True):
             if site.mlp.activation not in _ACTIVATIONS:
@@ -75,8 +75,6 @@ class Mlp:
             parts = {role: _linear(module, nodes[role]) for role in (Role.UP_PROJ, Role.DOWN_PROJ)}
             gate = _linear(module, nodes[Role.GATE_PROJ]) if Role.GATE_PROJ in nodes else (None, None)
             (up, up_bias), (down, _) = parts[Role.UP_PROJ], parts[Role.DOWN_PROJ]
-            assert up is not None
-            assert down is not None
             found.append(cls(_ACTIVATIONS[site.mlp.activation], up, up_bias, down, *gate))
         return found
 
@@ -99,12 +97,19 @@ class Mlp:
         return {name: weight[of].clone() for name, weight in named.items() if weight is not None}
 
 
-def _linear(module: fx.GraphModule, node: fx.Node) -> tuple[Tensor | None, Tensor | None]:
-    given = bound(node)
-    found = [given[name] for name in ("weight", "bias")]
-    read = [None if n is None else get_attribute(module, str(n.target)) for n in found]
-    weight, bias = (t.detach().float() if isinstance(t, Tensor) else None for t in read)
-    return weight, bias
+def _linear(module: fx.GraphModule, node: fx.Node) -> tuple[Tensor, Tensor | None]:
+    read = {
+        name: tensor_attribute(module, str(n.target)).detach()
+        for name, n in bound(node).items()
+        if isinstance(n, fx.Node) and n.op == "get_attr"
+    }
+    bias = read.get("bias")
+    if "weight" in read:
+        return read["weight"].float(), None if bias is None else bias.float()
+    # A row with a single one is exact in int8, so the operator of quantised weights shows what they stand for.
+    ones = torch.eye(node_arg(node, 0).meta["val"].shape[-1])
+    operator = cast("Callable[..., Tensor]", node.target)
+    return operator(ones, read["qweight"], read["wscale"], None).T.contiguous(), bias
 
 
 def sizes_of(mlp: Mlp) -> list[DraftSize]:

@@ -227,11 +227,7 @@ def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Traini
     options = dataclasses.replace(_checked(options), start=setup.start and setup.start.inputs)
     tokens = values.token_table("the videos", videos)
     prompt = values.whole("prompt", setup.prompt, 1)
-    given = setup.tokens_per_frame
-    frame = ModelFacts.of(model).tokens_per_frame if given is None else given
-    if frame is None:
-        raise InputError("the model does not say its tokens_per_frame", hint="give tokens_per_frame")
-    frame = values.whole("tokens_per_frame", frame, 1)
+    frame = frame_of(model, setup.tokens_per_frame)
     decoder = RelaxedDecoder(model, min(options.batch, len(tokens)), tokens.shape[1] - 1, frame, prompt)
     facts = {name: value for name, value in dataclasses.asdict(options).items() if name != "counted" or value}
     key = program_key(decoder.program, facts | {"prompt": prompt}, tokens)
@@ -242,6 +238,18 @@ def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Traini
     checkpoint = None if setup.checkpoint is None else values.path_of("checkpoint", setup.checkpoint)
     training.run(TrainingState(checkpoint, key), say)
     return training
+
+
+def frame_of(model: nn.Module, given: int | None) -> int:
+    """Return the tokens of a frame: those that were given, or the model's own.
+
+    Raises:
+        InputError: the model does not say, or what was given is no number from 1 on.
+    """
+    frame = ModelFacts.of(model).tokens_per_frame if given is None else given
+    if frame is None:
+        raise InputError("the model does not say its tokens_per_frame", hint="give tokens_per_frame")
+    return values.whole("tokens_per_frame", frame, 1)
 
 
 def _checked(options: Options) -> Options:
