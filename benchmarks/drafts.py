@@ -14,7 +14,8 @@ drafts are distilled. So are narrower MLPs, which every row uses.
 rollouts: frames that are generated one after the other, by the rules of docs/measurements/doom.md.
 precisions: the held-out sequences with quantised decoders and drafts.
 layer: time and memory of the fit of one layer of 4096 x 11008 with random weights and inputs.
-shapes: the decoders of drawn videos as they were trained, with a draft of a fifth and gate `learned` as it is shipped.
+shapes: the decoders of drawn videos as they were trained, with gate `learned` as it is shipped and a draft of a fifth,
+fitted and distilled.
 speed: frames/s of the game decoder, dense, with gate `learned` and with two drafts, at thresholds within 1.10x.
 wide: the same of 8 layers of 2048 x 5504 with random weights and a draft of an eighth. Four of five visits replay.
 """
@@ -30,7 +31,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from replay_doom.curves import Point, most_replay
 from replay_doom.rollouts import likenesses, rolled, start_of
 from replay_doom.sequences import RICH, groups_of, spaced
 from replay_doom.setup import COUNTED, DOOM, LIMITS, TOKENS_PER_FRAME, Counts, Setup
@@ -38,19 +38,18 @@ from replay_doom.weighting import natural_shares
 from replay_drafts.layer import layer
 from replay_drafts.methods import (
     DISTILLED,
-    SEQUENCES,
+    REPLAY,
     STEPS,
     TARGETS,
-    Method,
     by_chance,
     cost_at,
     file_of,
     means,
     methods,
     most,
-    sizes_of,
+    point_of,
 )
-from replay_quality.decoders import DECODERS, TRAINING_SEED
+from replay_quality.decoders import DECODERS, TRAINING_SEED, Decoder
 from speed.wide import wide
 
 import fastcar_compile as fc
@@ -82,15 +81,14 @@ def quality(setup: Setup, output: Path | None) -> None:
     """Print replay and bytes spared within each limit, and what each method costs at the same bytes."""
     study = held_out(setup)
     shares, compared = natural_shares(setup.tokens("held_out")), methods(setup)
-    rows = {name: study.rows(method.cases) for name, method in compared.items()}
+    rows = {name: study.rows(cases) for name, cases in compared.items()}
     for share in DISTILLED:
         name, other = f"distilled, share {share}", f"by chance, share {share}"
-        method = compared[name]
-        cases = [by_chance(case, row) for case, row in zip(method.cases, rows[name], strict=True)]
-        compared[other], rows[other] = Method(method.sizes, cases), study.rows(cases)
+        compared[other] = [by_chance(case, row) for case, row in zip(compared[name], rows[name], strict=True)]
+        rows[other] = study.rows(compared[other])
     found = dict[str, Any]()
     for kind, own in {"all": shares, **{name: {name: 1.0} for name in shares}}.items():
-        points = {name: [method.spared(row, own) for row in rows[name]] for name, method in compared.items()}
+        points = {name: [point_of(row, own) for row in rows[name]] for name in compared}
         for name, measured in points.items():
             found[f"{name}, {kind}"] = sorted(measured)
             text = "; ".join(
@@ -102,13 +100,9 @@ def quality(setup: Setup, output: Path | None) -> None:
             print(
                 f"{name}, {kind}: {text}; at net bytes {costs}; most {max(n for _, n, _ in measured):.1%}", flush=True
             )
-    for name, method in compared.items():
-        within = [
-            (replay, case)
-            for case, row in zip(method.cases, rows[name], strict=True)
-            for replay, _, cost in [method.spared(row, shares)]
-            if cost <= LIMITS[-1]
-        ]
+    for name, cases in compared.items():
+        measured = [(*point_of(row, shares), case) for case, row in zip(cases, rows[name], strict=True)]
+        within = [(replay, case) for replay, _, cost, case in measured if cost <= LIMITS[-1]]
         if within:
             found[f"{name}, thresholds"] = max(within, key=lambda pair: pair[0])[1].to_json()
     if output is not None:
@@ -131,10 +125,8 @@ def precisions(setup: Setup, found: dict[str, Any]) -> None:
     shares, cases = natural_shares(setup.tokens("held_out")), chosen(setup, found)
     for quant in PRECISIONS:
         for name, row in zip(cases, held_out(setup, quant).rows(list(cases.values())), strict=True):
-            layers, nll, dense = means(row, shares)
-            print(
-                f"{quant}, {name}: replay {layers.mean():.1%}, NLL {nll:.4f}, {nll / dense:.3f}x of dense {dense:.4f}"
-            )
+            replay, _, nll, dense = means(row, shares)
+            print(f"{quant}, {name}: replay {replay:.1%}, NLL {nll:.4f}, {nll / dense:.3f}x of dense {dense:.4f}")
 
 
 def chosen(setup: Setup, found: dict[str, Any]) -> dict[str, Case]:
@@ -153,33 +145,38 @@ def chosen(setup: Setup, found: dict[str, Any]) -> dict[str, Case]:
 def shapes() -> None:
     """Print replay and bytes spared of the drawn decoders, and the fit's time."""
     for decoder in (d for d in DECODERS if not d.tuned):
-        model, videos = decoder.model(), decoder.videos(SEQUENCES, TRAINING_SEED)
-        began = time.perf_counter()
-        draft = fc.fit_draft(model, videos, share=DISTILLED[-1])
-        print(f"{decoder.name}: fitted in {time.perf_counter() - began:.0f} s", flush=True)
-        held_out, config = decoder.held_out(), model.config
-        study = Study(program_of(model, held_out.shape), held_out, decoder=decoder.name)
-        sizes = sizes_of(draft, config.num_hidden_layers, config.intermediate_size)
-        learned = fc.TrainedGate.load(decoder.folder / "gates" / "learned.safetensors").replay_config()
-        for replay, own in ((learned, [0.0] * len(sizes)), (fc.ReplayConfig(draft=draft), sizes)):
-            calibration = decoder.calibration(decoder.calibration_videos)
-            search = search_of(program_of(model, calibration.shape), replay, calibration)[0]
+        held_out = decoder.held_out()
+        study = Study(program_of(decoder.model(), held_out.shape), held_out, decoder=decoder.name)
+        calibration = decoder.calibration(decoder.calibration_videos)
+        for name, replay in drawn(decoder):
+            search = search_of(program_of(decoder.model(), calibration.shape), replay, calibration)[0]
             cases = [Case("path", replay.model_copy(update={"threshold": v}), t)
                      for v, t in zip(search.path(TARGETS), TARGETS, strict=True)]  # fmt: skip
-            rows = study.rows(cases)
-            costs = [row["nll"] / row["nll_dense"] for row in rows]
-            nets = [
-                sum(r * (1 - s) for r, s in zip(row["replay_by_layer"], own, strict=True)) / len(own) for row in rows
+            points = [
+                (row["replay_ratio"], row["mlp_weights_spared"], row["nll"] / row["nll_dense"])
+                for row in study.rows(cases)
             ]
-            name = "learned" if replay is learned else f"draft, {sum(sizes) / len(sizes):.0%}"
             for limit in LIMITS:
-                found = [
-                    most_replay([Point(0.0, 1.0), *sorted(map(Point, shares, costs), key=lambda p: p.replay)], limit)
-                    for shares in ([row["replay_ratio"] for row in rows], nets)
-                ]
+                replayed, net = most(points, limit)
                 print(
-                    f"{decoder.name}, {name}, {limit:.2f}x: replay {found[0]:.1%}, net bytes {found[1]:.1%}", flush=True
+                    f"{decoder.name}, {name}, {limit:.2f}x: replay {replayed:.1%}, net bytes {net:.1%} of at most "
+                    f"{max(n for _, n, _ in points):.1%}",
+                    flush=True,
                 )
+
+
+def drawn(decoder: Decoder) -> Iterator[tuple[str, fc.ReplayConfig]]:
+    """Yield what is compared for a decoder of drawn videos."""
+    model, videos, share = decoder.model(), decoder.videos(STEPS, TRAINING_SEED), DISTILLED[-1]
+    yield "learned", decoder.config("learned")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, steps in (("draft", 0), ("distilled", STEPS)):
+            began = time.perf_counter()
+            draft = fc.fit_draft(
+                model, videos, share=share, distill_steps=steps, distill_replay=REPLAY, checkpoint=Path(folder, "fit")
+            )
+            print(f"{decoder.name}, {name}: {time.perf_counter() - began:.0f} s", flush=True)
+            yield name, fc.ReplayConfig(draft=draft)
 
 
 def turns(sessions: dict[str, fc.Session], tokens: np.ndarray, prompt: int, frame: int) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Drafts of the game decoder, fitted and distilled, and what they have to beat."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,26 +26,25 @@ OPEN = 1e3
 """A threshold that every score passes."""
 
 
-@dataclass(frozen=True)
-class Method:
-    """What is measured: each layer's draft as a share of its MLP's weights, and cases of more and more replay."""
+def means(row: dict[str, Any], shares: dict[str, float]) -> tuple[float, float, float, float]:
+    """Return replay, MLP bytes spared net of the drafts', and the NLL with replay and dense.
 
-    sizes: list[float]
-    cases: list[Case]
-
-    def spared(self, row: dict[str, Any], shares: dict[str, float]) -> tuple[float, float, float]:
-        """Return replay, MLP bytes spared net of the drafts', and NLL over dense, of kinds with these shares."""
-        layers, nll, dense = means(row, shares)
-        return float(layers.mean()), float((layers * (1 - np.array(self.sizes))).mean()), nll / dense
-
-
-def means(row: dict[str, Any], shares: dict[str, float]) -> tuple[np.ndarray, float, float]:
-    """Return each layer's replay, and the NLL with replay and dense, of kinds of motion with these shares."""
+    Args:
+        shares: of kinds of motion, of which those that the row has are taken.
+    """
     kinds = [(shares[name], row["groups"][name]) for name in shares if name in row["groups"]]
     weights = np.array([weight for weight, _ in kinds]) / sum(weight for weight, _ in kinds)
-    layers = weights @ np.array([group["replay_by_layer"] for _, group in kinds])
-    nll, dense = (float(weights @ [float(group[name]) for _, group in kinds]) for name in ("nll", "nll_dense"))
-    return layers, nll, dense
+    replay, net, nll, dense = (
+        float(weights @ [float(group[name]) for _, group in kinds])
+        for name in ("replay_ratio", "mlp_weights_spared", "nll", "nll_dense")
+    )
+    return replay, net, nll, dense
+
+
+def point_of(row: dict[str, Any], shares: dict[str, float]) -> tuple[float, float, float]:
+    """Return replay, net bytes spared, and NLL over dense; arguments as for `means`."""
+    replay, net, nll, dense = means(row, shares)
+    return replay, net, nll / dense
 
 
 def sequences(setup: Setup, steps: int = 0) -> np.ndarray:
@@ -101,12 +100,6 @@ def gate_of(draft: fc.Draft, layer: int) -> dict[str, torch.Tensor]:
     return {name: t.float() for name, t in draft.gate.layer(layer).params().items()}
 
 
-def sizes_of(draft: fc.Draft | None, layers: int, intermediate: int) -> list[float]:
-    """Return each layer's draft as a share of its MLP's weights."""
-    drafts = {} if draft is None else draft.layers
-    return [drafts[i].size.share(intermediate, gated=True) if i in drafts else 0.0 for i in range(layers)]
-
-
 def cases_of(setup: Setup, draft: fc.Draft) -> list[Case]:
     """Return cases of a draft: one threshold for all layers, near every target on calibration sequences."""
     split, counts = setup.tokens("calibration"), setup.counts
@@ -126,22 +119,16 @@ def by_chance(case: Case, row: dict[str, Any]) -> Case:
     return replace(case, replay=case.replay.model_copy(update=changes))
 
 
-def methods(setup: Setup) -> dict[str, Method]:
-    """Return what is compared, by its name in tables."""
-    config = setup.dense.model().config
-    layers, intermediate = config.num_hidden_layers, config.intermediate_size
-
-    def of(draft: fc.Draft) -> Method:
-        return Method(sizes_of(draft, layers, intermediate), cases_of(setup, draft))
-
+def methods(setup: Setup) -> dict[str, list[Case]]:
+    """Return what is compared, by its name in tables: cases of more and more replay."""
     plain = load_cases(DOOM / "cases.json", setup.dense.gate_weights())
-    found = {gate: Method([0.0] * layers, [c for c in plain if c.gate == gate]) for gate in PLAIN}
+    found = {gate: [case for case in plain if case.gate == gate] for gate in PLAIN}
     drafts = {share: fitted(setup, share) for share in SHARES}
-    found |= {f"draft, share {share}": of(draft) for share, draft in drafts.items()}
-    found |= {f"distilled, share {share}": of(fitted(setup, share, STEPS)) for share in DISTILLED}
-    found["without cache"] = of(narrow(setup, drafts[DISTILLED[0]]))
+    found |= {f"draft, share {share}": cases_of(setup, draft) for share, draft in drafts.items()}
+    found |= {f"distilled, share {share}": cases_of(setup, fitted(setup, share, STEPS)) for share in DISTILLED}
+    found["without cache"] = cases_of(setup, narrow(setup, drafts[DISTILLED[0]]))
     # The last case replays every row.
-    found["narrower MLPs"] = replace(found["without cache"], cases=found["without cache"].cases[-1:])
+    found["narrower MLPs"] = found["without cache"][-1:]
     return found
 
 
