@@ -24,9 +24,9 @@ import torch
 from replay_quality.decoders import BY_NAME, CALIBRATION_SEED, ROOT, Decoder
 
 import fastcar_compile as fc
-from fastcar_compile.tune.calibrate import program_of, rules_of, search_of
+from fastcar_compile.tune.calibrate import interval, program_of, rules_of, search_of
 from fastcar_compile.tune.evaluator import Evaluator
-from fastcar_compile.tune.search import Values
+from fastcar_compile.tune.search import BESIDE, Values
 
 if TYPE_CHECKING:
     from replay_doom.played import Played
@@ -164,17 +164,23 @@ def shares_of_videos(decoder: Decoder, gate: str) -> np.ndarray:
     return np.array([search.outcome(search.moved(values, shift)).shares for shift in SHIFTS])
 
 
-def errors(shares: np.ndarray, count: int, target: float) -> np.ndarray:
-    """Return how much more than the target the other videos replay, for DRAWS calibrations on `count` videos.
+def errors(shares: np.ndarray, count: int, target: float) -> tuple[np.ndarray, float]:
+    """Return how much more than the target all videos replay, for DRAWS calibrations on `count` videos drawn of them.
 
-    A calibration shifts all thresholds alike until its videos meet the target.
+    A calibration shifts all thresholds alike until its videos meet the target. Second: how often what all videos replay
+    is within the interval that the calibration gives.
     """
-    random, found = np.random.default_rng(0), []
+    random, found, within = np.random.default_rng(0), [], 0
     for _ in range(DRAWS):
-        order = random.permutation(shares.shape[1])
-        own, others = shares[:, order[:count]].mean(1), shares[:, order[count:]].mean(1)
-        found.append(np.interp(np.interp(target, own, SHIFTS), SHIFTS, others) - target)
-    return np.array(found)
+        # Drawn with replacement: all videos stand for what there is, and so judge without an error of their own.
+        own = shares[:, random.integers(shares.shape[1], size=count)]
+        shift = float(np.interp(target, own.mean(1), SHIFTS))
+        share = float(np.interp(shift, SHIFTS, shares.mean(1)))
+        near = [[np.interp(s, SHIFTS, video) for video in own.T] for s in (shift, shift + BESIDE[1])]
+        given = interval(np.array(near), BESIDE[1])
+        found.append(share - target)
+        within += given.low <= share <= given.high
+    return np.array(found), within / DRAWS
 
 
 def videos(decoder: Decoder, gate: str) -> None:
@@ -183,8 +189,8 @@ def videos(decoder: Decoder, gate: str) -> None:
     middle = len(SHIFTS) // 2
     cells = [f"{decoder.name}", f"`{gate}` {target:.0%}", f"{shares[middle].std(ddof=1):.1%}"]
     for count in COUNTS:
-        found = errors(shares, count, target)
-        cells.append(f"{found.mean():+.1%} ± {found.std():.1%}, {(abs(found) <= 0.02).mean():.0%}")
+        found, within = errors(shares, count, target)
+        cells.append(f"{found.mean():+.1%} ± {found.std():.1%}, {(abs(found) <= 0.02).mean():.0%}, {within:.0%}")
     print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -244,6 +244,7 @@ def _measured(found: Expected) -> str:
 def _expected(found: Expected) -> str:
     """Return what other videos will replay, in words."""
     text = f"{found.replay:.1%} expected, {found.low:.1%} to {found.high:.1%} with {found.confidence:.0%} probability"
+    text += " over many of them"
     if found.videos_needed <= found.videos:
         return text
     return f"{text}; two points to either side would take about {count_text(found.videos_needed, 'video')}"

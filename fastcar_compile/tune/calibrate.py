@@ -50,9 +50,17 @@ def expected(search: Search, values: Values) -> Expected | None:
     """
     distance, other = search.beside(values)
     shares = np.array([search.outcome(chosen).shares for chosen in (values, other)])
+    return interval(shares, distance, search.searched) if shares.shape[1] > 1 else None
+
+
+def interval(shares: np.ndarray, distance: float, searched: int = 0) -> Expected:
+    """Return what other videos will replay.
+
+    Args:
+        shares: float64 [2, n], n >= 2: of each video, at the thresholds and at those shifted by `distance`.
+        searched: videos that found the layers' shares; 0: all.
+    """
     count = shares.shape[1]
-    if count < 2:
-        return None
     left = np.array([_left_out(shares, video, distance) for video in range(count)])
     # A video's own share moves the thresholds of the fold that it judges, so it deviates by n / (n - 1) too much.
     error = float(left.std(ddof=1)) * (count - 1) / count / math.sqrt(count)
@@ -60,7 +68,7 @@ def expected(search: Search, values: Values) -> Expected | None:
     half, middle = error * student(count - 1), float(left.mean())
     replay, low, high = np.clip((middle, middle - half, middle + half), 0.0, 1.0).tolist()
     needed = _needed(error * math.sqrt(count))
-    videos = {"videos": count, "searched": search.searched or count, "videos_needed": needed}
+    videos = {"videos": count, "searched": searched or count, "videos_needed": needed}
     return Expected(replay=replay, low=low, high=high, confidence=CONFIDENCE, **videos)
 
 

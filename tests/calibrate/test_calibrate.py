@@ -225,7 +225,7 @@ def test_command_line(artifact: fc.Artifact, tmp_path: Path) -> None:
     assert re.search(r"^measured on +4 videos, of which 3 found the layers' shares$", text, re.MULTILINE)
     assert re.search(r"^gate +input_delta$", text, re.MULTILINE)
     words = " ".join(text.split())
-    assert re.search(r"on other videos [\d.]+% expected, [\d.]+% to [\d.]+% with 90% probability", words)
+    assert re.search(r"on other videos [\d.]+% expected, [\d.]+% to [\d.]+% with 90% probability over many", words)
     found = fc.Thresholds.load(tmp_path / "t.json")
     assert found.replay >= 0.4
     run = ["run", artifact.path, "--prompt", "16", "--num-tokens", 12, "--backend", "eager", "--json"]
