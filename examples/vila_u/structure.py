@@ -39,10 +39,10 @@ class Sizes:
 
 
 SMALL = Sizes(
-    hidden=256, intermediate=688, layers=18, heads=4, words=512, positions=96, side=4, codes=4, entries=1024,
+    hidden=512, intermediate=1376, layers=5, heads=8, words=512, positions=96, side=4, codes=4, entries=1024,
     features=64, head=256, head_layers=6, head_heads=4,
 )  # fmt: skip
-"""20 million parameters."""
+"""22 million parameters."""
 
 FULL = Sizes(
     hidden=4096, intermediate=11008, layers=32, heads=32, words=32000, positions=2304, side=16, codes=4, entries=16384,

@@ -94,6 +94,7 @@ def test_the_share_is_kept_and_more_of_it_errs_less(
     assert sum(small) < LAYERS
 
 
+@pytest.mark.thorough
 def test_same_seed_same_bytes(
     wide: LlamaForCausalLM, some: np.ndarray[Any, Any], fitted: dict[float, fc.Draft], tmp_path: Path
 ) -> None:

@@ -147,7 +147,7 @@ def test_an_interrupted_training_goes_on(decoder: LlamaForCausalLM, some: np.nda
     assert resumed.facts() == whole.facts()
 
 
-@pytest.mark.parametrize("gate", ["learned", "tas"])
+@pytest.mark.parametrize("gate", ["learned", pytest.param("tas", marks=pytest.mark.thorough)])
 def test_going_on_begins_where_the_gate_was(decoder: LlamaForCausalLM, some: np.ndarray, gate: str) -> None:
     trained = train(decoder, some[:32], gate, steps=3)
     one = training(decoder, some[:16], gate)

@@ -67,6 +67,7 @@ def test_an_equal_score_does_not_replay() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_the_accelerator_decides_alike(tmp_path: Path) -> None:
     check_module("hls4ml")
     artifact = compiled(

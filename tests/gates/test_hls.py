@@ -83,6 +83,7 @@ def decoded(session: fc.Session, thresholds: np.ndarray) -> tuple[np.ndarray, np
     return np.stack(logits), session.stats.decisions
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("cache")
 def test_learned_gate_from_a_saved_artifact(artifact: fc.Artifact, tmp_path: Path) -> None:
     """In a fresh process too: the weights are among the artifact's own, and the file that they came from is not asked

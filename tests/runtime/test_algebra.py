@@ -179,6 +179,7 @@ def test_a_saved_session_goes_on(
             same(run(other, then, 2), run(session, then, 2))
 
 
+@pytest.mark.thorough
 def test_a_saved_session_goes_on_elsewhere(tmp_path: Path, artifacts: Compiled) -> None:
     """In a fresh process, and on another backend."""
     file, out = tmp_path / "session", tmp_path / "out.npy"
