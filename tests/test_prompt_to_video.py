@@ -114,6 +114,8 @@ def test_a_head_that_does_not_fit_is_refused(whole: Whole) -> None:
         session.generate(prompts(whole.body), 2)
     with whole.artifact.session(depth=whole.depth) as session, pytest.raises(InputError, match="one code a token"):
         session.generate(prompts(whole.body), 8, wavefront=fc.Wavefront(grid=(2, 2)))
+    with whole.artifact.session(depth=whole.depth) as session, pytest.raises(InputError, match="is not continued"):
+        session.generate(prompts(whole.body), 8, reset=False)
 
 
 def test_a_pipeline_makes_a_file_of_each_prompt(whole: Whole, tmp_path: Path) -> None:

@@ -270,8 +270,12 @@ class Session(Described):
         if isinstance(inputs, list | tuple) and not self._at.position:
             kind, prompts = first_of(inputs), self._checked(self._inputs.prompts, inputs)
             longest = max(map(len, prompts))
-            self._at.behind = np.array([longest - len(prompt) for prompt in prompts])
-            if self._at.behind.any():
+            behind = np.array([longest - len(prompt) for prompt in prompts])
+            if behind.any():
+                if self._keep:
+                    what = "prompts of different lengths put rows at different positions, whose tokens stay"
+                    raise InputError(what, hint="open the session without keep, or give prompts of one length")
+                self._at.behind = behind
                 return like(kind, self._read_rows(prompts))
             inputs = like(kind, np.stack(prompts))
         array, begin = self._checked(self._inputs.tokens, inputs), self._at.position
@@ -289,9 +293,6 @@ class Session(Described):
 
     def _read_rows(self, given: list[Array]) -> Array:
         """Read tokens of each row, [n] or [n, H], at its own position; return the logits of the last ones, [B, V]."""
-        if self._keep:
-            what = "the rows stand at different positions, and their tokens cannot be taken back"
-            raise InputError(what, hint="open the session without keep, or give prompts of one length")
         begins = self._at.position - self._at.behind if self._at.position else np.zeros(len(given), np.int64)
         found, chunk = list[Array](given), self._stepper.video_chunk
         most = max(map(len, given))
@@ -400,6 +401,9 @@ class Session(Described):
         if self._config.takes_embeddings and self._depth is None:
             hint = "use prefill() and step() with embeddings, or open the session with a depth head"
             raise InputError("a headless decoder has no tokens to sample", hint=hint)
+        if self._depth is not None and not reset:
+            hint = "generate the whole video in one call: a prompt has no columns for the codes of the call before"
+            raise InputError("a video with a depth head is not continued", where="reset=False", hint=hint)
         num_tokens = whole("num_tokens", num_tokens, 1)
         check_function("on_token", on_token)
         kind = first_of(prompt)
@@ -413,7 +417,7 @@ class Session(Described):
         if wavefront is not None:
             check_kind("wavefront", wavefront, Wavefront, "Wavefront(grid=(rows, columns), lag=2)")
             wavefront.check(self._config)
-            if isinstance(prompt, list) or self._depth is not None:
+            if isinstance(prompt, list) or self._depth is not None or (not reset and self._at.behind.any()):
                 what = "a wavefront needs prompts of one length and one code a token"
                 raise InputError(what, hint="decode in raster order")
         # No prompt holds codes.

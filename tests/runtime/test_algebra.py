@@ -247,8 +247,15 @@ def test_prompts_of_different_lengths_decode_as_each_alone(
             assert 0.1 < decided.mean() < 0.9
         found = session.generate([ids[0, :9], ids[1, :2]], 6)
         assert (found[1] == session.generate(np.stack([ids[1, :2]] * ROWS), 6)[1]).all()
-    with artifacts[kind].session(backend, keep=3) as session, pytest.raises(InputError, match="different positions"):
-        session.prefill(prompts)
+        session.generate([ids[0, :9], ids[1, :2]], 1)
+        raster = fc.Wavefront(grid=(2, 2), lag=2, lead=1)
+        with pytest.raises(InputError, match="prompts of one length"):
+            session.generate(ids[:, :1], 9, wavefront=raster, reset=False)
+    with artifacts[kind].session(backend, keep=3) as session:
+        with pytest.raises(InputError, match="different positions"):
+            session.prefill(prompts)
+        session.prefill(ids[:, :3])  # what was refused leaves nothing behind
+        session.rewind(1)
 
 
 def test_only_what_was_kept_is_taken_back(artifacts: Compiled) -> None:
