@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastcar_compile.config.targets import Target as Target
     from fastcar_compile.config.targets import available_targets as available_targets
     from fastcar_compile.config.targets import load_target as load_target
+    from fastcar_compile.config.wavefront import Wavefront as Wavefront
     from fastcar_compile.errors import ArtifactError as ArtifactError
     from fastcar_compile.errors import BackendError as BackendError
     from fastcar_compile.errors import CompileError as CompileError
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from fastcar_compile.runtime.session import Session as Session
     from fastcar_compile.runtime.video import Video as Video
     from fastcar_compile.runtime.video import VideoPipeline as VideoPipeline
-    from fastcar_compile.runtime.wavefront import Wavefront as Wavefront
     from fastcar_compile.tune.calibrate import calibrate as calibrate
     from fastcar_compile.tune.training.draft import fit_draft as fit_draft
     from fastcar_compile.tune.training.train import TrainedGate as TrainedGate
@@ -65,6 +65,7 @@ _MODULES = {
     "runtime.compiled": ("Artifact", "load"),
     "compiler": ("compile",),
     "config": ("CompileConfig", "ReplayConfig", "SparseAttention"),
+    "config.wavefront": ("Wavefront",),
     "report.environment": ("Check", "doctor"),
     "report.dry_run": ("DryRun",),
     "errors": (
@@ -76,7 +77,6 @@ _MODULES = {
     "runtime.sampling": ("Sampling",),
     "runtime.session": ("Session",),
     "runtime.video": ("Video", "VideoPipeline"),
-    "runtime.wavefront": ("Wavefront",),
     "config.targets": ("Target", "available_targets", "load_target"),
     "tune.training.draft": ("fit_draft",),
     "tune.training.train": ("TrainedGate", "TunedDecoder", "train_gate", "tune_decoder"),

@@ -19,6 +19,7 @@ from fastcar_compile.codegen.tvm.emit import host_variants
 from fastcar_compile.codegen.tvm.isa import NATIVE
 from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
 from fastcar_compile.config.targets import Target, load_target, require_buildable, whole_step
+from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import CompileError, count_text
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint, open_folder
@@ -50,6 +51,7 @@ class CompileOptions(TypedDict, total=False):
     max_seq_len: int | None
     batch_size: int
     rows: int | None
+    wavefront: Wavefront | None
     quant: str | None
     replay: ReplayConfig | None
     prefill_chunk: int | None
@@ -91,6 +93,7 @@ def compile(
     max_seq_len: int | None = None,
     batch_size: int = 1,
     rows: int | None = None,
+    wavefront: Wavefront | None = None,
     quant: str | None = None,
     replay: ReplayConfig | None = ReplayConfig(),  # noqa: B008  (frozen)
     prefill_chunk: int | None = None,
@@ -117,6 +120,8 @@ def compile(
         batch_size: videos of one session, at most 32.
         rows: rows of each video in a decode step, each with a position of its own, for `Wavefront` and `Batcher`; None:
             a row of each video, all at one position. On a board, offload is "all" with them.
+        wavefront: the order in which `Session.generate` decodes: several image rows of a frame at once; None: raster
+            order. `rows` is what it needs, by default.
         quant: "none" (float32), "bf16" (bfloat16 weights), "fp16" (float16 weights), "w8a8" or "w4a8"; default: w8a8
             where the target has an accelerator, else none.
         replay: when MLPs replay; None compiles a dense decoder. Without thresholds, the gate's default holds, with
@@ -167,11 +172,14 @@ def compile(
         model = open_folder(path_of("the model", model), weights=not dry_run)
     if isinstance(model, nn.Module):
         model = unwrapped(model)
+    if rows is None and isinstance(wavefront, Wavefront) and wavefront.rows > 1:
+        rows = wavefront.rows
     sizes, assumed = _sizes(model, plain(tokens_per_frame), plain(max_seq_len))
     options: dict[str, Any] = {
         **sizes,
         "batch_size": batch_size,
         "rows": rows,
+        "wavefront": wavefront,
         "replay": replay,
         "prefill_chunk": prefill_chunk,
     }

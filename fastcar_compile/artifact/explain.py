@@ -56,11 +56,13 @@ def rows_text(batch_size: int, rows: int | None) -> str:
 def decoder_fields(sections: Sections) -> dict[str, str]:
     """Return what an artifact was compiled for and from, by name."""
     options, config = sections.options, sections.decoder.config
+    order = {} if options.wavefront is None else {"order": f"wavefront over {options.wavefront}"}
     return {
         "target": f"{options.target}, offload {options.offload}" if sections.accelerator else options.target,
         "decoder": f"{config.num_layers} layers of {config.hidden_size}, {config.tokens_per_frame} tokens per frame, "
         f"{config.max_seq_len} positions, {rows_text(config.batch_size, config.rows)}",
         "numbers": f"weights {options.quant}, KV cache {options.kv}, numerics {options.numerics}",
+        **order,
     }
 
 
@@ -88,6 +90,8 @@ def explain(sections: Sections, layer: int | None = None) -> str:
     rows = rows_text(config.batch_size, config.rows)
     sizes = f"hidden {config.hidden_size}, {rows}, {config.max_seq_len} positions"
     head = f"decoder of {count_text(config.num_layers, 'layer')}, {sizes}, {config.tokens_per_frame} tokens per frame\n"
+    if sections.options.wavefront is not None:
+        head += f"wavefront: {sections.options.wavefront}\n"
     head += f"pipeline: {sections.pipeline.passes}\n"
     texts: list[str] = []
     for part in layers if layer is None else [layers[layer]]:

@@ -69,6 +69,7 @@ def _summary(report: fc.DryRun) -> dict[str, str]:
         "decoder": f"{count_text(decoder.num_layers, 'layer')}, hidden {decoder.hidden_size}, "
         f"{decoder.vocab_size or 'no'} vocabulary entries, {decoder.max_seq_len} positions, "
         f"{count_text(decoder.tokens_per_frame, 'token')} per frame, {rows_text(decoder.batch_size, decoder.rows)}",
+        **({} if options.wavefront is None else {"wavefront": str(options.wavefront)}),
         "options": f"target {report.target}, quant {options.quant}, kv {options.kv}, numerics {options.numerics}, "
         f"offload {options.offload}",
         "replay": f"{able} of {count_text(len(report.layers), 'layer')} may replay",
@@ -162,6 +163,10 @@ def compile_command(
     max_seq_len: int | None = None,
     batch_size: int = 1,
     rows: int | None = None,
+    grid: str | None = None,
+    lag: Annotated[int, Option(min=1)] = 2,
+    lead: Annotated[int, Option(min=0)] = 0,
+    prefix: Annotated[int, Option(min=0)] = 0,
     prefill_chunk: int | None = None,
     quant: Annotated[str | None, Option(autocompletion=names_of(f"{FORMATS}:QUANT_FORMATS.keys"))] = None,
     gate: Annotated[str | None, Option(autocompletion=names_of("fastcar_compile.gates:GATES.keys"))] = None,
@@ -195,7 +200,11 @@ def compile_command(
         target: Target name or .toml file; see `fastcar targets`.
         max_seq_len: Positions of the KV cache; default: the model's.
         batch_size: Videos decoded together.
-        rows: Rows of each video, with positions of their own; default: one, at one position for all.
+        rows: Rows of each video, with positions of their own; default: as --grid needs them, else one position for all.
+        grid: Image rows and columns of a frame, such as 8x8: decode several image rows at once.
+        lag: With --grid: columns that an image row is behind the one above it.
+        lead: With --grid: tokens of a frame in front of its grid, such as an action.
+        prefix: With --grid: tokens in front of the first frame, such as a text.
         prefill_chunk: Tokens per call of the prefill; default: 64, or an equal part of a frame.
         quant: none, bf16, fp16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.
         gate: What decides: tas, input_delta, learned; always, never, random. Default: tas.
@@ -226,6 +235,7 @@ def compile_command(
     given["threshold"] = None if threshold is None else parse_thresholds(threshold)
     given["heads"] = None if heads is None else parse_heads(heads)
     given["positions"] = window_positions
+    given["wavefront"] = None if grid is None else fc.Wavefront(_sides(grid), lag, lead, prefix)
     options = _of(fc.CompileConfig, given) | {"sparse_attention": _sparse(given), "strict": strict}
     options["replay"] = None if no_replay else fc.ReplayConfig(**_of(fc.ReplayConfig, given))
     options["host_cpus"] = [name.strip() for name in host_cpus.split(",")]
@@ -244,6 +254,14 @@ def compile_command(
 def _of(config: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
     """Return the options that are fields of a configuration. Those that were left out are None, and left to it."""
     return {name: given[name] for name in config.model_fields if given.get(name) is not None}
+
+
+def _sides(grid: str) -> tuple[int, int]:
+    """Return rows and columns of "8x8"."""
+    rows, _, columns = grid.partition("x")
+    if not all(side.isdecimal() and len(side) < 10 for side in (rows, columns)):
+        raise UserError(f"{grid!r} is not a grid", where="--grid", hint="give image rows and columns, for example 8x8")
+    return int(rows), int(columns)
 
 
 def _sparse(given: dict[str, Any]) -> fc.SparseAttention | None:

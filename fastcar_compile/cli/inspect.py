@@ -146,6 +146,7 @@ def config_fields(config: Mapping[str, Any]) -> dict[str, str]:
         "sizes": f"{config['tokens_per_frame']} tokens per frame, {config['max_seq_len']} positions, {rows}",
         "numbers": f"quant {config['quant']}, KV cache {config['kv']}, {config['numerics']} numerics",
         "attention": _attention_text(config["sparse_attention"]),
+        **({"order": f"wavefront over {fc.Wavefront(**order)}"} if (order := config.get("wavefront")) else {}),
         **_replay_fields(config["replay"]),
     }
 

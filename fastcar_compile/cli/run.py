@@ -43,9 +43,6 @@ def run_command(
     prompt: str | None = None,
     prompt_file: Path | None = None,
     num_tokens: Annotated[int, Option(min=1)] = 256,
-    grid: str | None = None,
-    lag: Annotated[int, Option(min=1)] = 2,
-    prefix: Annotated[int, Option(min=0)] = 0,
     backend: Annotated[str, Option(autocompletion=options.BACKENDS)] = "cpu",
     threshold: options.ThresholdOption = None,
     thresholds: Path | None = None,
@@ -73,9 +70,6 @@ def run_command(
         prompt: Token ids, separated by commas or blanks.
         prompt_file: .npy, .npz or .safetensors, int64 [P] or [B, P].
         num_tokens: Tokens to generate.
-        grid: Image rows and columns of a frame, such as 8x8: decode several image rows at once.
-        lag: With --grid: columns that an image row is behind the one above it.
-        prefix: With --grid: tokens in front of the first frame, such as a text.
         backend: cpu, onnxruntime, hls-csim, eager or board.
         thresholds: File of `fastcar calibrate`.
         seed: Of the sampling.
@@ -114,10 +108,9 @@ def run_command(
         if context is not None:
             seen = None if context_mask is None else options.read_context(context_mask, mask=True)
             session.set_context(options.read_context(context, mask=False), seen)
-        front = None if grid is None else _wavefront(grid, loaded.config.tokens_per_frame, lag, prefix)
         clock = Clock(num_tokens, show)
         start = time.perf_counter()
-        tokens = session.generate(ids, num_tokens, sample=sampling, on_token=clock, wavefront=front)
+        tokens = session.generate(ids, num_tokens, sample=sampling, on_token=clock)
         end = time.perf_counter()
     rows: list[list[int]] = np.asarray(tokens).tolist()
     report = summary(session, rows, start, clock.first or end, end)
@@ -125,15 +118,6 @@ def run_command(
     _write(tokens, output)
     _write(session.stats.decisions if trace else None, trace)
     print_result(as_json, report | {"tokens": rows}, lambda: _show(report, rows))
-
-
-def _wavefront(grid: str, frame: int, lag: int, prefix: int) -> fc.Wavefront:
-    """Return the wavefront of a grid "8x8". What else a frame of `frame` tokens has stands in front of it."""
-    sides = grid.split("x")
-    if len(sides) != 2 or not all(side.isdecimal() and len(side) < 10 for side in sides):
-        raise UserError(f"{grid!r} is not a grid", where="--grid", hint="give image rows and columns, for example 8x8")
-    rows, columns = map(int, sides)
-    return fc.Wavefront((rows, columns), lag, max(0, frame - rows * columns), prefix)
 
 
 def _write(array: Any, path: Path | None) -> None:

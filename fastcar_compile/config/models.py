@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
@@ -11,6 +12,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, QUANT_FORMATS, quant_format
+from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import CompileError, InputError, UserError, count_text
 from fastcar_compile.gates import GATES, GateWeights, gate_class, gate_named
 from fastcar_compile.gates.base import Rotary
@@ -141,6 +143,22 @@ Threshold = Annotated[float, BeforeValidator(parse_threshold), PlainSerializer(_
 _NAMED = PlainSerializer(lambda weights: None if weights is None else weights.name, when_used="json")
 Weights = Annotated[Any, BeforeValidator(_parse_weights), _NAMED]
 """A GateWeights or None; pydantic knows it as Any, because a GateWeights is not a model."""
+
+
+def _parse_wavefront(value: object) -> Wavefront | None:
+    """Return a wavefront from itself, or from its fields as JSON has them."""
+    if value is None or isinstance(value, Wavefront):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"a wavefront is fc.Wavefront(grid=(rows, columns), lag=2), not {shown(value)}")
+    try:
+        return Wavefront(**cast("Mapping[str, Any]", value))
+    except InputError as error:
+        raise ValueError(error.what) from error
+
+
+Order = Annotated[Any, BeforeValidator(_parse_wavefront), PlainSerializer(lambda w: w and asdict(w), when_used="json")]
+"""A Wavefront or None."""
 Drafts = Annotated[Any, BeforeValidator(_parse_draft), _NAMED]
 """A Draft or None."""
 
@@ -329,6 +347,7 @@ class CompileConfig(Config):
             weights in groups of 128).
         rows: rows of each video in a decode step, each with a position of its own; batch_size x rows is at most 32.
             None: one row of each, and all share one position.
+        wavefront: the order in which `generate` decodes; None: raster order.
         replay: None compiles the dense decoder.
         prefill_chunk: tokens per call of the prefill graph; None: 64, or where a frame has more, an equal part of a
             frame of at most 256.
@@ -351,6 +370,7 @@ class CompileConfig(Config):
     batch_size: int = Field(default=1, ge=1, le=32, strict=True)
     quant: Annotated[str, _one_of(QUANT_FORMATS, "quantisation")] = "none"
     rows: int | None = Field(default=None, ge=1, le=32, strict=True)
+    wavefront: Order = None
     replay: ReplayConfig | None = None
     prefill_chunk: int | None = Field(default=None, ge=1, le=limits.SIZE, strict=True)
     offload: Literal["mlp", "linears", "all"] = "mlp"
@@ -379,6 +399,9 @@ class CompileConfig(Config):
             hint += f"({2 * self.tokens_per_frame})"
             raise CompileError(f"{what}: no token would have a previous frame to replay", hint=hint)
         CompileError.raise_all(self._not_a_whole_step())
+        if isinstance(front := self.wavefront, Wavefront):
+            found = front.problems(self.tokens_per_frame, self.rows, self.sparse_attention is not None)
+            CompileError.raise_all([CompileError(p.what, where="wavefront", hint=p.hint) for p in found])
         if self.numerics == "exact" and not (quant_format(self.quant).integer and self.kv == "int8"):
             what = f"numerics='exact' is defined for integers, not for quant {self.quant!r} and kv {self.kv!r}"
             hint = "use quant w8a8 or w4a8 with kv='int8', or numerics='native'"

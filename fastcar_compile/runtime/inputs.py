@@ -130,7 +130,7 @@ class Inputs:
         # Most decode steps pass this comparison. The full check has the error texts.
         if array.shape != (self._config.batch_size, *self._tail) or array.dtype != self._dtype:
             self._check(array, "give one token per row")
-        return self._known(array)[:, None]
+        return self.known(array)[:, None]
 
     def tokens(self, given: Any) -> Array:
         """Return tokens int64 [B, P] or embeddings float32 [B, P, H].
@@ -141,7 +141,7 @@ class Inputs:
         array = to_numpy(given)
         self._check(array, "P is the length of the prompt", "P")
         self.require_room(0, array.shape[1], "the prompt has")  # before the ids are read
-        return self._known(array)
+        return self.known(array)
 
     def prompts(self, given: Sequence[Any]) -> list[Array]:
         """Return a prompt of each video, int64 [P] or float32 [P, H] each, of any lengths.
@@ -160,7 +160,7 @@ class Inputs:
         if self._config.rows is None and len({len(prompt) for prompt in found}) > 1:
             what = "the prompts have different lengths, and all rows of this decoder share one position"
             raise InputError(what, hint="compile with rows=1: then every row has a position of its own")
-        return [self._known(prompt) for prompt in found]
+        return [self.known(prompt) for prompt in found]
 
     def require_room(self, position: int, count: int, who: str) -> None:
         """Raise InputError unless `count` tokens from a position on fit the cache."""
@@ -169,7 +169,7 @@ class Inputs:
             hint = "shorten it, reset() the session, or compile with a larger max_seq_len"
             raise InputError(f"{who} {count_text(count, 'token')}, but max_seq_len is {capacity}", hint=hint)
 
-    def _known(self, array: Array) -> Array:
+    def known(self, array: Array) -> Array:
         if self._config.token_ids is not None:
             check_ids(array, self._config.token_ids)
         return np.ascontiguousarray(array)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
@@ -12,16 +11,17 @@ import numpy as np
 
 from fastcar_compile.artifact.explain import Described, Description, gate_text
 from fastcar_compile.artifact.thresholds import LayerThresholds, Thresholds
+from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import InputError, count_text
-from fastcar_compile.ir.types import INACTIVE, PROMPT, DecoderConfig
-from fastcar_compile.runtime.backends.base import Array, Stepper, alone
+from fastcar_compile.ir.types import DecoderConfig
+from fastcar_compile.runtime.backends.base import Array, Stepper
 from fastcar_compile.runtime.depth import DepthHead
+from fastcar_compile.runtime.forwards import Forwards
 from fastcar_compile.runtime.guard import Guard
 from fastcar_compile.runtime.inputs import Inputs, checked_context, first_of, like, to_numpy
-from fastcar_compile.runtime.progress import Progress, Stats
+from fastcar_compile.runtime.progress import Stats
 from fastcar_compile.runtime.sampling import Sampler, Sampling, chooser
 from fastcar_compile.runtime.saved import SavedSession, read_session, write_session
-from fastcar_compile.runtime.wavefront import Wavefront, launch
 from fastcar_compile.support.values import check_function, check_kind, path_of, whole
 
 T = TypeVar("T")
@@ -40,7 +40,6 @@ class Session(Described):
     A session is a context manager that closes itself.
 
     Attributes:
-        thresholds: float32 [L]; where the layer never replays, the value that no score passes (inf for TAS).
         origin: backend and artifact, as printing shows them.
     """
 
@@ -55,12 +54,12 @@ class Session(Described):
         keep: int = 0,
         origin: Mapping[str, str] | None = None,
         depth: DepthHead | None = None,
+        wavefront: Wavefront | None = None,
     ) -> None:
-        self._stepper, self._config, self._record, self._keep = stepper, config, record, keep
+        self._config, self._wavefront, self.origin = config, wavefront, origin or {}
         self._inputs, self._guard, self._limits = Inputs(config), Guard(), LayerThresholds(thresholds, gate)
-        self.thresholds = self._limits.values.copy()
-        self._has_context, self.origin, self._depth = False, origin or {}, depth
-        self._at = Progress(config, record, keep)
+        self._has_context = False
+        self._run = Forwards(stepper, config, self._limits.values.copy(), record, keep, depth)
         if keep:
             stepper.states()  # a backend that cannot keep what tokens overwrite says so now
 
@@ -76,8 +75,8 @@ class Session(Described):
 
     def _description(self) -> Description:
         replayed = f"{self.stats.replay_ratio:.1%} of the MLPs replayed"
-        position = f"{self._at.position} of {self._config.max_seq_len} positions, {replayed}"
-        closed = "" if hasattr(self, "_stepper") else ", closed"
+        position = f"{self.position} of {self._config.max_seq_len} positions, {replayed}"
+        closed = "" if hasattr(self, "_run") else ", closed"
         gates = gate_text(self._limits.gates, self._limits.given(self.thresholds))
         return f"Session{closed}", {**self.origin, "gate": gates, "state": position}
 
@@ -88,8 +87,7 @@ class Session(Described):
             InputError: a call is running, in another thread or around this one.
         """
         if self._guard.close():
-            vars(self).pop("_stepper", None)
-            self._depth = None
+            vars(self).pop("_run", None)
 
     def reset(self) -> None:
         """Clear everything: caches, chains, position and statistics. Thresholds and the context stay.
@@ -100,16 +98,17 @@ class Session(Described):
             InputError: a call is running, the session is closed, or it was opened before a fork.
         """
         with self._guard.begun():
-            self._reset()
+            self._run.reset()
 
-    def _reset(self) -> None:
-        self._stepper.reset()
-        self._at = Progress(self._config, self._record, self._keep)
+    @property
+    def thresholds(self) -> Array:
+        """Thresholds, float32 [L]; where the layer never replays, the value that no score passes (inf for TAS)."""
+        return self._run.thresholds
 
     @property
     def stats(self) -> Stats:
         """Replay statistics since the last reset."""
-        return self._at.stats
+        return self._run.at.stats
 
     def rewind(self, count: int) -> None:
         """Take the last tokens back, whether read or decoded: the session is as it was before them.
@@ -122,11 +121,12 @@ class Session(Described):
                 another thread.
         """
         with self._guard:
-            room = min(self._keep, self._at.position - self._at.journal.start)
+            at, kept = self._run.at, self._run.keep
+            room = min(kept, at.position - at.journal.start)
             if whole("the number of tokens", count, 0) > room:
-                hint = f"the session keeps {self._keep}; open it with session(keep=…) for as many as you take back"
+                hint = f"the session keeps {kept}; open it with session(keep=…) for as many as you take back"
                 raise InputError(f"{count_text(count, 'token')} cannot be taken back, only {room}", hint=hint)
-            self._stepper.write(self._at.back(count))
+            self._run.stepper.write(at.back(count))
 
     def fork(self) -> Session:
         """Return a session that goes on from here on its own. It shares the weights, and has copies of the states.
@@ -136,12 +136,8 @@ class Session(Described):
             InputError: the session belongs to another thread.
         """
         with self._guard:
-            stepper = self._stepper.fork(self._at.filled(self._stepper.states()))
-            depth = None if self._depth is None else self._depth.again()
-            options: dict[str, Any] = {"record": self._record, "origin": self.origin, "depth": depth}
-            other = Session(stepper, self._config, [], keep=self._keep, **options)
-            other._limits, other.thresholds = self._limits, self.thresholds.copy()
-            other._at, other._has_context = copy.deepcopy(self._at), self._has_context
+            other, run = object.__new__(Session), self._run.fork()
+            vars(other).update(vars(self), _run=run, _guard=Guard())
         return other
 
     def save(self, path: str | Path) -> None:
@@ -156,9 +152,10 @@ class Session(Described):
         """
         file = path_of("the file", path)
         with self._guard:
-            parts, digest = self._at.filled(self._stepper.states()), self.origin.get("digest", "")
-            tensors = {f"state.{name}": self._stepper.read(name, part) for name, part in parts.items()}
-            counts, arrays = self._at.saved()
+            at, stepper, digest = self._run.at, self._run.stepper, self.origin.get("digest", "")
+            parts = at.filled(stepper.states())
+            tensors = {f"state.{name}": stepper.read(name, part) for name, part in parts.items()}
+            counts, arrays = at.saved()
             about = SavedSession(digest=digest, context=self._has_context, **counts)
             write_session(file, about, tensors | arrays | {"thresholds": self.thresholds})
 
@@ -174,14 +171,15 @@ class Session(Described):
         """
         file = path_of("the file", path)
         with self._guard.begun():
-            states = self._stepper.states()
+            run = self._run
+            states = run.stepper.states()
             most = sum(state.nbytes for state in states)
             about, tensors = read_session(file, self.origin.get("digest", ""), most)
-            self._reset()
-            self._at.restore(about.position, about.first, about.forwards, about.eligible, tensors)
-            self.thresholds, self._has_context = tensors["thresholds"], about.context
-            parts = self._at.filled(states)
-            self._stepper.write((name, part, tensors[f"state.{name}"]) for name, part in parts.items())
+            run.reset()
+            run.at.restore(about.position, about.first, about.forwards, about.eligible, tensors)
+            run.thresholds, self._has_context = tensors["thresholds"], about.context
+            parts = run.at.filled(states)
+            run.stepper.write((name, part, tensors[f"state.{name}"]) for name, part in parts.items())
 
     @property
     def config(self) -> DecoderConfig:
@@ -191,7 +189,7 @@ class Session(Described):
     @property
     def position(self) -> int:
         """Tokens seen since the last reset."""
-        return self._at.position
+        return self._run.at.position
 
     def set_threshold(self, threshold: float | Sequence[float | None] | Thresholds | None) -> None:
         """Set one threshold for every layer that may replay, one per layer, or calibrated thresholds.
@@ -202,7 +200,7 @@ class Session(Described):
             InputError: the length is wrong, a threshold is NaN, or a layer was compiled without replay.
             ArtifactError: the calibrated thresholds belong to another gate or number of layers.
         """
-        self.thresholds = self._limits.of(threshold)
+        self._run.thresholds = self._limits.of(threshold)
 
     def set_context(self, context: Any, mask: Any = None) -> None:
         """Set the context of cross-attention, from the next prompt on. Its keys and values are computed here, once.
@@ -217,10 +215,10 @@ class Session(Described):
                 session already holds tokens or belongs to another thread.
         """
         with self._guard:
-            if self._at.position:
+            if self.position:
                 raise InputError("the session already holds tokens", hint="call reset() before the next context")
             given = checked_context(self._config, to_numpy(context), None if mask is None else to_numpy(mask))
-            self._stepper.set_context(*given)
+            self._run.stepper.set_context(*given)
             self._has_context = True
 
     def prefill(self, inputs: Any) -> Any:
@@ -242,7 +240,7 @@ class Session(Described):
                 belongs to another thread.
         """
         with self._guard:
-            if self._at.position:
+            if self.position:
                 hint = "call reset() before the next prompt, or extend() to go on with known tokens"
                 raise InputError("the session already holds tokens", hint=hint)
             return self._extend(inputs)
@@ -267,67 +265,21 @@ class Session(Described):
             return self._extend(inputs)
 
     def _extend(self, inputs: Any) -> Any:
-        if isinstance(inputs, list | tuple) and not self._at.position:
+        run = self._run
+        if isinstance(inputs, list | tuple) and not self.position:
             kind, prompts = first_of(inputs), self._checked(self._inputs.prompts, inputs)
             longest = max(map(len, prompts))
             behind = np.array([longest - len(prompt) for prompt in prompts])
             if behind.any():
-                if self._keep:
+                if run.keep:
                     what = "prompts of different lengths put rows at different positions, whose tokens stay"
                     raise InputError(what, hint="open the session without keep, or give prompts of one length")
-                self._at.behind = behind
-                return like(kind, self._read_rows(prompts))
+                run.at.behind = behind
+                return like(kind, run.read_rows(prompts))
             inputs = like(kind, np.stack(prompts))
-        array, begin = self._checked(self._inputs.tokens, inputs), self._at.position
-        length = array.shape[1]
-        self._inputs.require_room(begin, length, f"after {count_text(begin, 'token')} the extension adds")
-        if self._at.behind.any():
-            return like(inputs, self._read_rows(list(array)))
-        chunk = self._stepper.prefill_chunk or length
-        logits = np.empty(0, np.float32)
-        for start in range(0, length, chunk):
-            logits = self._read_chunk(array[:, start : start + chunk], begin + start, chunk)
-        self._at.move(length)
-        # The logits are a view of memory that the next forward writes, so the caller gets a copy.
-        return like(inputs, np.array(logits))
-
-    def _read_rows(self, given: list[Array]) -> Array:
-        """Read tokens of each row, [n] or [n, H], at its own position; return the logits of the last ones, [B, V]."""
-        begins = self._at.position - self._at.behind if self._at.position else np.zeros(len(given), np.int64)
-        found, chunk = list[Array](given), self._stepper.video_chunk
-        most = max(map(len, given))
-        for video, tokens in enumerate(given) if chunk else ():
-            for start in range(0, len(tokens), chunk):
-                part = tokens[start : start + chunk]
-                padded = np.pad(part, [(0, chunk - len(part))] + [(0, 0)] * (part.ndim - 1))[None]
-                logits = self._stepper.prefill_video(padded, int(begins[video]) + start, video)
-                found[video] = np.array(logits[0, len(part) - 1])
-        for at in range(0 if chunk else most):
-            here = np.array([at < len(tokens) for tokens in given])
-            token = np.stack([tokens[min(at, len(tokens) - 1)] for tokens in given])[:, None]
-            row = alone(self._config, token, np.where(here, begins + at, -1), np.where(here, PROMPT, INACTIVE))
-            logits = self._stepper.decode(**row, thresholds=self.thresholds).logits[:: self._config.rows, 0]
-            for video in np.flatnonzero(here):
-                found[video] = np.array(logits[video])
-        self._at.move(most)
-        return np.stack(found)
-
-    def _read_chunk(self, part: Array, start: int, chunk: int) -> Array:
-        """Read at most `chunk` tokens from position `start` on; return the logits of the last one, [B, V]."""
-        count = part.shape[1]
-        alone = count <= self._stepper.single_tokens
-        if self._keep:
-            for place in range(start, start + (count if alone else chunk)):
-                self._at.journal.note(self._stepper, place)
-        if alone:
-            # The last token is read alone: of the earlier tokens only keys and values are wanted.
-            for i in range(count - 1):
-                self._stepper.prefill(part[:, i : i + 1], start + i)
-            return self._stepper.prefill(part[:, count - 1 :], start + count - 1)[:, 0]
-        # The logits of padded tokens are dropped.
-        short = chunk - count
-        padded = np.pad(part, [(0, 0), (0, short)] + [(0, 0)] * (part.ndim - 2)) if short else part
-        return self._stepper.prefill(padded, start)[:, count - 1]
+        array, begin = self._checked(self._inputs.tokens, inputs), self.position
+        self._inputs.require_room(begin, array.shape[1], f"after {count_text(begin, 'token')} the extension adds")
+        return like(inputs, run.read(array))
 
     def step(self, inputs: Any) -> Any:
         """Run one decode forward and return its logits.
@@ -342,25 +294,10 @@ class Session(Described):
             InputError: dtype or shape are wrong, the cache is full, or the session belongs to another thread.
         """
         with self._guard:
-            return self._decode(inputs)
-
-    def _decode(self, inputs: Any) -> Any:
-        array = self._checked(self._inputs.token, inputs)
-        position = self._at.position
-        if position >= self._config.max_seq_len:
-            self._inputs.require_room(position, 1, f"after {count_text(position, 'token')} the step adds")
-        step, eligible = self._next(position)
-        row = alone(self._config, array, position - self._at.behind if self._at.behind.any() else position, step)
-        result, every = self._stepper.decode(**row, thresholds=self.thresholds), slice(None, None, self._config.rows)
-        self._at.decided(position, result.decisions[:, every], eligible)
-        self._at.move(1)
-        return like(inputs, np.array(result.logits[every, 0]))
-
-    def _next(self, place: int) -> tuple[int, bool]:
-        """Return number and eligibility of the decode forward at a position, which comes next."""
-        if self._keep:
-            self._at.note(self._stepper, place)
-        return self._at.slots.step(place)
+            array, position = self._checked(self._inputs.token, inputs), self.position
+            if position >= self._config.max_seq_len:
+                self._inputs.require_room(position, 1, f"after {count_text(position, 'token')} the step adds")
+            return like(inputs, self._run.decode(array))
 
     def generate(
         self,
@@ -388,8 +325,8 @@ class Session(Described):
                 With a wavefront it is called in the order of the positions, once all tokens before are chosen.
             reset: whether to begin a new video. False: the prompt extends what the session holds. It begins with the
                 last token of the call before, which that call chose and did not read.
-            wavefront: decode several image rows of a frame at once; needs `compile(rows=…)`. Without replay and with
-                as much lag as columns, the tokens are those of raster order.
+            wavefront: decode several image rows of a frame at once; default: as the decoder was compiled to. With as
+                much lag as columns it is raster order.
 
         Returns:
             int64 [B, num_tokens], or [B, num_tokens, D] with a depth head.
@@ -398,35 +335,35 @@ class Session(Described):
             InputError: the decoder is headless and has no depth head, prompt and tokens do not fit the cache, guidance
                 has no pairs, or the decoder has no such frames or rows.
         """
-        if self._config.takes_embeddings and self._depth is None:
-            hint = "use prefill() and step() with embeddings, or open the session with a depth head"
-            raise InputError("a headless decoder has no tokens to sample", hint=hint)
-        if self._depth is not None and not reset:
-            hint = "generate the whole video in one call: a prompt has no columns for the codes of the call before"
-            raise InputError("a video with a depth head is not continued", where="reset=False", hint=hint)
-        num_tokens = whole("num_tokens", num_tokens, 1)
+        num_tokens, depth = whole("num_tokens", num_tokens, 1), self._run.depth
         check_function("on_token", on_token)
+        front = self._wavefront if wavefront is None else wavefront
+        check_kind("wavefront", front, (Wavefront, type(None)), "Wavefront(grid=(rows, columns), lag=2)")
+        self._check_generation(reset)
         kind = first_of(prompt)
         ids, prompt = self._prompt(prompt)
-        held = 0 if reset else self._at.position
+        held = 0 if reset else self.position
         if held + ids.shape[1] + num_tokens - 1 > self._config.max_seq_len:
             given = f"{count_text(ids.shape[1], 'prompt token')} and {num_tokens} new ones"
             given += f" after {held}" if held else ""
             hint = "ask for fewer tokens, or compile with a larger max_seq_len"
             raise InputError(f"{given} do not fit max_seq_len {self._config.max_seq_len}", hint=hint)
-        if wavefront is not None:
-            check_kind("wavefront", wavefront, Wavefront, "Wavefront(grid=(rows, columns), lag=2)")
-            wavefront.check(self._config)
-            if isinstance(prompt, list) or self._depth is not None or (not reset and self._at.behind.any()):
+        if front is not None:
+            ragged = isinstance(prompt, list) or (not reset and self._run.at.behind.any())
+            if front.rows > 1 and (ragged or depth is not None):
                 what = "a wavefront needs prompts of one length and one code a token"
-                raise InputError(what, hint="decode in raster order")
+                raise InputError(what, hint="decode in raster order: Wavefront with as much lag as columns")
+            config = self._config
+            for problem in front.problems(config.tokens_per_frame, config.rows, config.ring is not None):
+                raise problem
         # No prompt holds codes.
-        choose = chooser(sample, kind, ids if self._depth is None else np.zeros((len(ids), 0), np.int64))
-        tokens: list[Array] = []
+        choose = chooser(sample, kind, ids if depth is None else np.zeros((len(ids), 0), np.int64))
+        front, tokens = None if front is None or front.rows == 1 else front, list[Array]()
         with self._guard.begun() if reset else self._guard:
             if reset:
-                self._reset()
-            source = self._generated(prompt, num_tokens, partial(self._ask, choose), wavefront)
+                self._run.reset()
+            logits = to_numpy(self._extend(prompt))
+            source = self._run.generate(logits, num_tokens, partial(self._chosen, choose), front)
             if progress:
                 from rich.progress import track
 
@@ -437,19 +374,35 @@ class Session(Described):
                     self._ask(on_token, like(kind, token))
         return like(kind, np.stack(tokens, 1))
 
+    def _check_generation(self, reset: bool) -> None:
+        """Raise InputError unless the decoder has tokens to sample, and a video that goes on has one code a token."""
+        if self._config.takes_embeddings and self._run.depth is None:
+            hint = "use prefill() and step() with embeddings, or open the session with a depth head"
+            raise InputError("a headless decoder has no tokens to sample", hint=hint)
+        if self._run.depth is not None and not reset:
+            hint = "generate the whole video in one call: a prompt has no columns for the codes of the call before"
+            raise InputError("a video with a depth head is not continued", where="reset=False", hint=hint)
+
     def _prompt(self, given: Any) -> tuple[Array, Any]:
         """Return prompts as an array int64 [B, P], and what `_extend` takes: itself, or prompts of different lengths.
 
         The array pads a shorter prompt on the left with its first token, which it holds in any case.
         """
-        if self._depth is not None:
-            given = self._depth.prompt(given)
+        if self._run.depth is not None:
+            given = self._run.depth.prompt(given)
         if not isinstance(given, list | tuple):
             ids = self._checked(self._inputs.tokens, given)
             return ids, ids
         prompts = self._checked(self._inputs.prompts, given)
         longest = max(map(len, prompts))
+        if all(len(ids) == longest for ids in prompts):
+            return np.stack(prompts), np.stack(prompts)
         return np.stack([np.concatenate([ids[:1].repeat(longest - len(ids), 0), ids]) for ids in prompts]), prompts
+
+    def _chosen(self, choose: Callable[[Array], Array], logits: Array) -> Array:
+        """Return chosen tokens int64 [B]. A caller's sampler may choose ids that the decoder does not have."""
+        tokens = self._ask(choose, logits)
+        return tokens if self._config.takes_embeddings else self._inputs.known(tokens)
 
     def _ask(self, function: Callable[[Any], Any], value: Any) -> Any:
         """Call a function of the caller's. The guard refuses calls of this session while it runs."""
@@ -458,49 +411,6 @@ class Session(Described):
             return function(value)
         finally:
             self._guard.calling = False
-
-    def _generated(
-        self, prompt: Any, count: int, choose: Callable[[Array], Array], wavefront: Wavefront | None
-    ) -> Iterator[Array]:
-        """Yield `count` token ids int64 [B], or their codes int64 [B, D]."""
-        depth = self._depth
-        pick = choose if depth is None else partial(depth.choose, choose=choose)
-        token = pick(self._extend(prompt))
-        while True:
-            yield token
-            count -= 1
-            if count == 0:
-                return
-            if wavefront is None or not wavefront.begins(self._at.position) or count < wavefront.size - 1:
-                token = pick(self._decode(token if depth is None else depth.next_input(token)))
-                continue
-            frame = self._decode_frame(wavefront, token, choose, last=count < wavefront.size)
-            # The token behind the frame goes on; where there is none, the frame's last one does.
-            *others, token = frame[:, 1 : count + 1].T
-            yield from others
-            count -= len(others)
-
-    def _decode_frame(
-        self, wavefront: Wavefront, first: Array, choose: Callable[[Array], Array], *, last: bool
-    ) -> Array:
-        """Decode a frame's grid from its first token on; return its tokens and the one behind, int64 [V, size + 1].
-
-        Args:
-            last: no token behind the frame is asked for, so its last token is not read.
-        """
-        per, tokens = self._config.rows or 1, np.zeros((len(first), wavefront.size + 1), np.int64)
-        tokens[:, 0] = first
-        for rows in wavefront.launches[: -1 if last else None]:
-            steps = [(PROMPT, False) if r.extra else self._next(self._at.position + r.place) for r in rows]
-            given = launch(self._config, rows, tokens, self._at.position, [step for step, _ in steps])
-            result = self._stepper.decode(**given, thresholds=self.thresholds)
-            for k, (row, (_, eligible)) in enumerate(zip(rows, steps, strict=True)):
-                if not row.extra:
-                    self._at.decided(self._at.position + row.place, result.decisions[:, k::per], eligible)
-                if row.predicts is not None:
-                    tokens[:, row.predicts] = choose(np.array(result.logits[k::per, 0]))
-        self._at.move(wavefront.size - last)
-        return tokens
 
     def _checked(self, check: Callable[[Any], T], inputs: Any) -> T:
         """Return what the caller gives as arrays, checked."""

@@ -21,7 +21,6 @@ from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.runtime.sampling import Sampling
-from fastcar_compile.runtime.wavefront import Wavefront
 
 Fastcar = Callable[..., Result]
 """Runs a command line, given word by word."""
@@ -35,7 +34,6 @@ class FakeSession:
     def __init__(self, error: float = 0.0, flip: bool = False, at: int = 5) -> None:
         self.error, self.flip, self.at = error, flip, at
         self.thresholds: float | Sequence[float | None] | None = None
-        self.wavefront: Wavefront | None = None
         self.stats = SimpleNamespace(replay_ratio=0.0, per_layer=[0.0] * LAYERS, forwards=0, decisions=None)
         self._trace: list[NDArray[np.bool_]] = []
 
@@ -64,9 +62,7 @@ class FakeSession:
         num_tokens: int,
         sample: Sampling,
         on_token: Callable[[Any], object],
-        wavefront: Wavefront | None,
     ) -> NDArray[np.int64]:
-        self.wavefront = wavefront
         choose = sample.start(prompt)
         tokens: list[NDArray[np.int64]] = []
         while len(tokens) < num_tokens:

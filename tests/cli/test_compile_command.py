@@ -48,6 +48,15 @@ def save_llama(folder: Path) -> Path:
     return folder
 
 
+def test_a_grid_makes_a_wavefront(fastcar: Fastcar, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+    words = ("compile", save_llama(tmp_path / "model"), "--tokens-per-frame", "4", "-o", tmp_path / "out", "--grid")
+    assert fastcar(*words, "1x3", "--lag", "3", "--lead", "1", "--prefix", "5").exit_code == 0
+    assert calls[-1]["wavefront"] == fc.Wavefront((1, 3), 3, lead=1, prefix=5)
+    refused(fastcar(*words, "1x3", "--lag", "4"), "lag is 4", "at most 3")
+    for text in ("8", "8x", "x8", "-1x4", "2x2x1", "9" * 5000 + "x1"):
+        refused(fastcar(*words, text), "is not a grid", "for example 8x8")
+
+
 def test_huggingface_folder(fastcar: Fastcar, calls: list[dict[str, Any]], tmp_path: Path) -> None:
     folder = save_llama(tmp_path / "model")
     options = ["--target", "kv260", "--tokens-per-frame", "4", "--max-seq-len", "32", "--batch-size", "2"]
@@ -196,8 +205,8 @@ def test_the_options_of_compile_are_the_fields_of_its_config() -> None:
     assert there.keys() == CompileOptions.__annotations__.keys() | {"model", "target", "dry_run"}
     assert there.keys() - config.keys() == {"model", "host_cpus", "output", "dry_run", "strict", "progress"}
     sparse = {"window", "sinks", "window_positions"}
-    given = (there.keys() | replay.keys()) - {"replay", "sparse_attention", "progress"}
-    assert here.keys() == given | sparse | {"no_replay", "as_json"}
+    given = (there.keys() | replay.keys()) - {"replay", "sparse_attention", "wavefront", "progress"}
+    assert here.keys() == given | sparse | {"grid", "lag", "lead", "prefix"} | {"no_replay", "as_json"}
 
     for name in (config.keys() & there.keys()) - {"target", "replay"}:
         assert there[name].default in (None, config[name].default), name  # None: `compile` chooses, or the config does

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import fastcar_compile as fc
 from fastcar_compile.ir.tensor_files import save_tensors
 
 from .conftest import VOCAB, FakeArtifact, Fastcar, refused
@@ -56,16 +55,6 @@ def test_guidance_pairs_the_rows(fastcar: Fastcar) -> None:
     words = ("run", "x", "--prompt", "3", "--negative-prompt", "7", "--num-tokens", "3", "--json", "--guidance")
     assert json.loads(fastcar(*words, "2").stdout)["tokens"] == [[4, 5, 6]] * 2
     assert json.loads(fastcar(*words, "-2").stdout)["tokens"] == [[8, 9, 10]] * 2
-
-
-def test_a_grid_makes_a_wavefront(fastcar: Fastcar, fake: FakeArtifact) -> None:
-    """A frame of the fake has four tokens, so one stands in front of 1 x 3."""
-    words = ("run", "x", "--prompt", "3", "--num-tokens", "3", "--grid")
-    assert fastcar(*words, "1x3", "--lag", "3", "--prefix", "5").exit_code == 0
-    assert fake.sessions[-1].wavefront == fc.Wavefront((1, 3), 3, lead=1, prefix=5)
-    refused(fastcar(*words, "1x3", "--lag", "4"), "lag is 4", "at most 3")
-    for text in ("8", "8x", "x8", "-1x4", "2x2x1", "9" * 5000 + "x1"):
-        refused(fastcar(*words, text), "is not a grid", "for example 8x8")
 
 
 def test_threshold_reaches_the_session(fastcar: Fastcar, fake: FakeArtifact) -> None:

@@ -140,6 +140,7 @@ def _facts(manifest: Manifest) -> Iterator[Fact]:
             "layers": config.num_layers,
             "hidden size": config.hidden_size,
             "a decode step": rows_text(config.batch_size, config.rows),
+            "order": "raster" if options.wavefront is None else f"wavefront over {options.wavefront}",
             "positions": config.max_seq_len,
             "tokens per frame": config.tokens_per_frame,
         },

@@ -4,19 +4,13 @@ The order is that of DiagD (arXiv 2503.14070) and of MineWorld (arXiv 2504.08388
 every token that comes before it in raster order and is known by then.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fastcar_compile.errors import InputError
-from fastcar_compile.ir.types import INACTIVE, DecoderConfig
 from fastcar_compile.support.values import checked, shown, whole
-
-Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -75,6 +69,11 @@ class Wavefront:
             hint = f"give at most {self.grid[1]}, the columns of the grid, which is raster order"
             raise InputError(f"lag is {self.lag}", where="Wavefront", hint=hint)
 
+    def __str__(self) -> str:
+        height, width = self.grid
+        steps, raster = len(self.launches) + self.lead, self.frame
+        return f"{height} x {width} tokens, lag {self.lag}: {steps} decode steps a frame, {raster} in raster order"
+
     @property
     def size(self) -> int:
         """Tokens of the grid."""
@@ -128,34 +127,20 @@ class Wavefront:
                 spans.append((begin, end))
         return tuple(spans)
 
-    def check(self, config: DecoderConfig) -> None:
-        """Raise InputError unless a decoder can decode in this order."""
-        if self.frame != config.tokens_per_frame:
+    def problems(self, frame: int, rows: int | None, sparse: bool) -> list[InputError]:
+        """Return why a decoder cannot decode in this order.
+
+        Args:
+            frame: its tokens per frame. rows: its rows of each video. sparse: whether its caches are rings.
+        """
+        found: list[InputError] = []
+        if self.frame != frame:
             what = f"a frame of {self.grid[0]} x {self.grid[1]} tokens and {self.lead} in front has {self.frame}"
-            raise InputError(f"{what}, the decoder's has {config.tokens_per_frame}", hint="give another grid, or lead")
-        if self.rows > (config.rows or 1):
-            what = f"lag {self.lag} needs {self.rows} rows of each video, the decoder has {config.rows or 1}"
-            raise InputError(what, hint=f"compile with rows={self.rows}")
-        if self.rows > 1 and config.ring is not None:
-            raise InputError("a wavefront needs every position in the cache", hint="compile without sparse attention")
-
-
-def launch(
-    config: DecoderConfig, rows: tuple[WaveRow, ...], tokens: Array, start: int, numbers: Sequence[int]
-) -> dict[str, Array]:
-    """Return what `Stepper.decode` takes for a decode step of a wavefront.
-
-    Args:
-        tokens: int64 [V, grid], those of the frame that are known. start: position of the grid's first token.
-        numbers: forward number of each row.
-    """
-    per, videos = config.rows or 1, config.batch_size
-    inputs, spans = np.zeros((videos, per, 1), np.int64), np.zeros((per, per, 2), np.int64)
-    places, steps = np.full(per, -1), np.full(per, INACTIVE)
-    for k, row in enumerate(rows):
-        inputs[:, k, 0] = tokens[:, row.token]
-        places[k], steps[k] = start + row.place, numbers[k]
-        spans[k, : len(row.spans)] = np.array(row.spans) + start
-        spans[k, 0, 0] = 0
-    given = {"inputs": inputs.reshape(-1, 1), "position": np.tile(places, videos), "step": np.tile(steps, videos)}
-    return given if per == 1 else given | {"spans": np.tile(spans, (videos, 1, 1))}
+            found.append(InputError(f"{what}, the decoder's has {frame}", hint="give another grid, or lead"))
+        if self.rows > (rows or 1):
+            what = f"lag {self.lag} needs {self.rows} rows of each video, the decoder has {rows or 1}"
+            found.append(InputError(what, hint=f"compile with rows={self.rows}"))
+        if self.rows > 1 and sparse:
+            what = "a wavefront needs every position in the cache"
+            found.append(InputError(what, hint="compile without sparse attention"))
+        return found

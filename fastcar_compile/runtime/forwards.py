@@ -1,0 +1,191 @@
+"""The forwards of a session: prompts are read, tokens are decoded, one by one or as a wavefront, and all are counted.
+
+What a caller gives has been checked before it comes here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from fastcar_compile.config.wavefront import Wavefront, WaveRow
+from fastcar_compile.ir.types import INACTIVE, PROMPT, DecoderConfig
+from fastcar_compile.runtime.backends.base import Array, Stepper, alone
+from fastcar_compile.runtime.depth import DepthHead
+from fastcar_compile.runtime.progress import Progress
+
+Choose = Callable[[Array], Array]
+"""Token ids int64 [B] of logits float32 [B, V]."""
+
+
+class Forwards:
+    """Forwards on one stepper, and where they stand.
+
+    Args:
+        thresholds: float32 [L], of the decode steps to come. record: keep every decision. keep: tokens that can be
+            taken back.
+
+    Attributes:
+        at: position, replay slots, counts, and what the last tokens overwrote.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        config: DecoderConfig,
+        thresholds: Array,
+        record: bool,
+        keep: int,
+        depth: DepthHead | None,
+    ) -> None:
+        self.stepper, self.thresholds, self.depth, self.keep = stepper, thresholds, depth, keep
+        self._config, self._record = config, record
+        self.at = Progress(config, record, keep)
+
+    def reset(self) -> None:
+        """Clear states and counts."""
+        self.stepper.reset()
+        self.at = Progress(self._config, self._record, self.keep)
+
+    def fork(self) -> Forwards:
+        """Return forwards that go on from here on their own."""
+        depth = None if self.depth is None else self.depth.again()
+        stepper = self.stepper.fork(self.at.filled(self.stepper.states()))
+        other = Forwards(stepper, self._config, self.thresholds.copy(), self._record, self.keep, depth)
+        other.at = copy.deepcopy(self.at)
+        return other
+
+    def read(self, tokens: Array) -> Array:
+        """Read known tokens, [B, n] or [B, n, H]; return the logits of the last ones, [B, V]."""
+        if self.at.behind.any():
+            return self.read_rows(list(tokens))
+        begin, length = self.at.position, tokens.shape[1]
+        chunk = self.stepper.prefill_chunk or length
+        logits = np.empty(0, np.float32)
+        for start in range(0, length, chunk):
+            logits = self._read_chunk(tokens[:, start : start + chunk], begin + start, chunk)
+        self.at.move(length)
+        # The logits are a view of memory that the next forward writes, so the caller gets a copy.
+        return np.array(logits)
+
+    def read_rows(self, given: Sequence[Array]) -> Array:
+        """Read tokens of each row, [n] or [n, H], at its own position; return the logits of the last ones, [B, V]."""
+        begins = self.at.position - self.at.behind if self.at.position else np.zeros(len(given), np.int64)
+        found, chunk = list[Array](given), self.stepper.video_chunk
+        most = max(map(len, given))
+        for video, tokens in enumerate(given) if chunk else ():
+            for start in range(0, len(tokens), chunk):
+                part = tokens[start : start + chunk]
+                padded = np.pad(part, [(0, chunk - len(part))] + [(0, 0)] * (part.ndim - 1))[None]
+                logits = self.stepper.prefill_video(padded, int(begins[video]) + start, video)
+                found[video] = np.array(logits[0, len(part) - 1])
+        for at in range(0 if chunk else most):
+            here = np.array([at < len(tokens) for tokens in given])
+            token = np.stack([tokens[min(at, len(tokens) - 1)] for tokens in given])[:, None]
+            row = alone(self._config, token, np.where(here, begins + at, -1), np.where(here, PROMPT, INACTIVE))
+            logits = self.stepper.decode(**row, thresholds=self.thresholds).logits[:: self._config.rows, 0]
+            for video in np.flatnonzero(here):
+                found[video] = np.array(logits[video])
+        self.at.move(most)
+        return np.stack(found)
+
+    def _read_chunk(self, part: Array, start: int, chunk: int) -> Array:
+        """Read at most `chunk` tokens from position `start` on; return the logits of the last one, [B, V]."""
+        count = part.shape[1]
+        alone = count <= self.stepper.single_tokens
+        if self.keep:
+            for place in range(start, start + (count if alone else chunk)):
+                self.at.journal.note(self.stepper, place)
+        if alone:
+            # The last token is read alone: of the earlier tokens only keys and values are wanted.
+            for i in range(count - 1):
+                self.stepper.prefill(part[:, i : i + 1], start + i)
+            return self.stepper.prefill(part[:, count - 1 :], start + count - 1)[:, 0]
+        # The logits of padded tokens are dropped.
+        short = chunk - count
+        padded = np.pad(part, [(0, 0), (0, short)] + [(0, 0)] * (part.ndim - 2)) if short else part
+        return self.stepper.prefill(padded, start)[:, count - 1]
+
+    def decode(self, inputs: Array) -> Array:
+        """Run one decode forward of int64 [B, 1] or float32 [B, 1, H]; return its logits [B, V]."""
+        at = self.at
+        step, eligible = self._next(at.position)
+        row = alone(self._config, inputs, at.position - at.behind if at.behind.any() else at.position, step)
+        result, every = self.stepper.decode(**row, thresholds=self.thresholds), slice(None, None, self._config.rows)
+        at.decided(at.position, result.decisions[:, every], eligible)
+        at.move(1)
+        return np.array(result.logits[every, 0])
+
+    def _next(self, place: int) -> tuple[int, bool]:
+        """Return number and eligibility of the decode forward at a position, which comes next."""
+        if self.keep:
+            self.at.note(self.stepper, place)
+        return self.at.slots.step(place)
+
+    def generate(self, logits: Array, count: int, choose: Choose, wavefront: Wavefront | None) -> Iterator[Array]:
+        """Yield `count` token ids int64 [B], or their codes int64 [B, D].
+
+        Args:
+            logits: of the prompt's last token, [B, V].
+        """
+        depth = self.depth
+        pick = choose if depth is None else partial(depth.choose, choose=choose)
+        token = pick(logits)
+        while True:
+            yield token
+            count -= 1
+            if count == 0:
+                return
+            if wavefront is None or not wavefront.begins(self.at.position) or count < wavefront.size - 1:
+                inputs = token if depth is None else depth.next_input(token)
+                token = pick(self.decode(inputs[:, None]))
+                continue
+            frame = self._decode_frame(wavefront, token, choose, last=count < wavefront.size)
+            # The token behind the frame goes on; where there is none, the frame's last one does.
+            *others, token = frame[:, 1 : count + 1].T
+            yield from others
+            count -= len(others)
+
+    def _decode_frame(self, wavefront: Wavefront, first: Array, choose: Choose, *, last: bool) -> Array:
+        """Decode a frame's grid from its first token on; return its tokens and the one behind, int64 [V, size + 1].
+
+        Args:
+            last: no token behind the frame is asked for, so its last token is not read.
+        """
+        per, tokens = self._config.rows or 1, np.zeros((len(first), wavefront.size + 1), np.int64)
+        tokens[:, 0] = first
+        for rows in wavefront.launches[: -1 if last else None]:
+            steps = [(PROMPT, False) if r.extra else self._next(self.at.position + r.place) for r in rows]
+            given = launch(self._config, rows, tokens, self.at.position, [step for step, _ in steps])
+            result = self.stepper.decode(**given, thresholds=self.thresholds)
+            for k, (row, (_, eligible)) in enumerate(zip(rows, steps, strict=True)):
+                if not row.extra:
+                    self.at.decided(self.at.position + row.place, result.decisions[:, k::per], eligible)
+                if row.predicts is not None:
+                    tokens[:, row.predicts] = choose(np.array(result.logits[k::per, 0]))
+        self.at.move(wavefront.size - last)
+        return tokens
+
+
+def launch(
+    config: DecoderConfig, rows: tuple[WaveRow, ...], tokens: Array, start: int, numbers: Sequence[int]
+) -> dict[str, Array]:
+    """Return what `Stepper.decode` takes for a decode step of a wavefront.
+
+    Args:
+        tokens: int64 [V, grid], those of the frame that are known. start: position of the grid's first token.
+        numbers: forward number of each row.
+    """
+    per, videos = config.rows or 1, config.batch_size
+    inputs, spans = np.zeros((videos, per, 1), np.int64), np.zeros((per, per, 2), np.int64)
+    places, steps = np.full(per, -1), np.full(per, INACTIVE)
+    for k, row in enumerate(rows):
+        inputs[:, k, 0] = tokens[:, row.token]
+        places[k], steps[k] = start + row.place, numbers[k]
+        spans[k, : len(row.spans)] = np.array(row.spans) + start
+        spans[k, 0, 0] = 0
+    given = {"inputs": inputs.reshape(-1, 1), "position": np.tile(places, videos), "step": np.tile(steps, videos)}
+    return given if per == 1 else given | {"spans": np.tile(spans, (videos, 1, 1))}
