@@ -14,9 +14,6 @@ from fastcar_compile.codegen.hls.design.step_loops import QUADS, AttendWork, att
 from fastcar_compile.codegen.hls.design.step_usage import VALUE_FIFO_WORDS
 from fastcar_compile.codegen.hls.model.engine import Memory
 
-ATTENTION = "multiply_keys"
-"""The process whose waiting is followed to its root."""
-
 MEMORY = "memory"
 SMALL_FIFO = 16
 KEY_SUMS, LOGITS, WEIGHTS, LIMBS, VALUE_SUMS, TURNS = 4, 16, 32, 16, 4, 2

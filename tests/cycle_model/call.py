@@ -32,7 +32,7 @@ from fastcar_compile.codegen.hls.design.product import float_words
 from fastcar_compile.codegen.hls.model.engine import EngineCall, LoopCall, Memory
 
 ARRAY = "mac_tile"
-"""The process whose waiting is followed to its root: the multipliers."""
+"""The process with the multipliers."""
 
 VECTOR = "vector"
 """The sequencer with the loops of an instruction that has no product."""

@@ -1,6 +1,6 @@
 """The engine's calls by the cycle model."""
 
-from cycle_model.attend import ATTENTION, attend_network
+from cycle_model.attend import attend_network
 from cycle_model.call import ARRAY, CONTROL, engine_network, loop_network
 from cycle_model.kernel import simulate_network
 from cycle_model.network import Result
@@ -26,12 +26,11 @@ class CycleModel(Engine):
     def parts(self, call: Call) -> tuple[CallPart, ...]:
         """Return the spans of a call: the controller; then until the first tile of each product, and from then on."""
         if isinstance(call, AttendCall):
-            result = simulate_network(attend_network(call.work, self.memory), watch=ATTENTION, spans=True)
+            result = simulate_network(attend_network(call.work, self.memory))
             return self._whole(call, result, "attend", call.work.rows)
         if isinstance(call, LoopCall):
-            return self._whole(call, simulate_network(loop_network(call, self.memory), spans=True), "vector")
-        network = engine_network(call, self.memory)
-        result = simulate_network(network, watch=ARRAY if call.products else None, spans=True)
+            return self._whole(call, simulate_network(loop_network(call, self.memory)), "vector")
+        result = simulate_network(engine_network(call, self.memory))
         self.results[call] = result
         decided = result.processes[CONTROL].end
         parts = [CallPart(call.control_name, "drs", decided / self.clock_hz)]

@@ -31,17 +31,13 @@ MOST_EVENTS = 50_000_000
 """More than any step has: a network that never ends would otherwise not end here either."""
 
 
-def simulate_network(network: Network, *, watch: str | None = None, spans: bool = False) -> Result:
+def simulate_network(network: Network) -> Result:
     """Return what a network does until every process is done.
-
-    Args:
-        watch: process whose waiting is followed to its root.
-        spans: whether time lines are kept.
 
     Raises:
         InternalError: processes wait on each other; the text names them.
     """
-    return _Simulator(network, watch, spans).run()
+    return _Simulator(network).run()
 
 
 Flow = tuple[ProcessState, Run]
@@ -49,16 +45,15 @@ Flow = tuple[ProcessState, Run]
 
 
 class _Simulator:
-    def __init__(self, network: Network, watch: str | None, spans: bool) -> None:
+    def __init__(self, network: Network) -> None:
         self.now = 0.0
         self.fifos = {name: FifoState(name, fifo) for name, fifo in network.fifos.items()}
         self.free = {name: blocks.copies for name, blocks in network.blocks.items()}
         self.full = dict.fromkeys(network.blocks, 0)
         self.memories = {name: MemoryState(name, memory) for name, memory in network.memories.items()}
-        self.processes = {name: ProcessState(name, actions, spans) for name, actions in network.processes.items()}
+        self.processes = {name: ProcessState(name, actions) for name, actions in network.processes.items()}
         self._live = list(self.processes.values())
-        self.network, self.watch = network, watch
-        self.roots: dict[str, float] = {}
+        self.network = network
         self._later: list[Showing] = []
         self._count = 0
 
@@ -77,11 +72,10 @@ class _Simulator:
         else:
             raise InternalError(f"a network did not end in {MOST_EVENTS} events")
         results = {
-            name: ProcessResult(p.busy, dict(p.stalls), dict(p.starts), p.end, tuple(p.spans))
-            for name, p in self.processes.items()
+            name: ProcessResult(p.busy, dict(p.stalls), dict(p.starts), p.end) for name, p in self.processes.items()
         }
         words = {name: memory.moved for name, memory in self.memories.items()}
-        return Result(max((p.end for p in self.processes.values()), default=0.0), results, self.roots, words)
+        return Result(max((p.end for p in self.processes.values()), default=0.0), results, words)
 
     # What happens at one moment.
 
@@ -250,12 +244,10 @@ class _Simulator:
         return self._capacity(name, writer.run or writer.wanted_run)
 
     def _advance(self, step: float) -> None:
-        if self.watch is not None:
-            self._count_root(self.watch, step)
         for process in self._live:
             if process.asleep is not None:
                 continue
-            process.advance(self.now, step)
+            process.advance(step)
             if process.run is not None and process.run.memory is not None:
                 self.memories[process.run.memory].moved += process.rate * process.run.words * step
         for fifo in self.fifos.values():
@@ -265,28 +257,6 @@ class _Simulator:
             memory.at(self.now)
 
     # Who waits for whom.
-
-    def _count_root(self, name: str, step: float) -> None:
-        process = self.processes[name]
-        lost = 0.0 if process.done else step * (1 - process.state[1])
-        if lost > 0:
-            root = self._root(name)
-            self.roots[root] = self.roots.get(root, 0.0) + lost
-
-    def _root(self, name: str) -> str:
-        """Return what a process's waiting goes back to."""
-        seen = set[str]()
-        while name not in seen:
-            seen.add(name)
-            process = self.processes[name]
-            if process.pause is not None:
-                return process.pause
-            if process.draining or process.wait is None:
-                return f"busy: {name}"
-            if process.wait.on is None:
-                return f"{process.wait.cause}: {process.wait.what}"
-            name = process.wait.on
-        return f"each other: {name}"
 
     def _deadlock(self) -> InternalError:
         """Return the error that names a circle of processes that wait on each other."""

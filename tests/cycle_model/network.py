@@ -62,15 +62,7 @@ class Free:
     blocks: str
 
 
-@dataclass(frozen=True)
-class Pause:
-    """Nothing for some clocks, for a cause: launch, barrier, control."""
-
-    clocks: float
-    cause: str
-
-
-Action = Run | Claim | Post | Take | Free | Pause
+Action = Run | Claim | Post | Take | Free
 
 
 @dataclass(frozen=True)
@@ -102,15 +94,6 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Span:
-    """A span of a process's time line, clocks; `state` is a loop's name, or why it waits."""
-
-    start: float
-    end: float
-    state: str
-
-
-@dataclass(frozen=True)
 class ProcessResult:
     """What one process did: clocks of work and, by cause, of waiting; `end`: when it was done; `starts`: the first
     start of every loop by name."""
@@ -119,7 +102,6 @@ class ProcessResult:
     stalls: dict[str, float]
     starts: dict[str, float]
     end: float
-    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
@@ -128,12 +110,9 @@ class Result:
 
     Attributes:
         clocks: until the last process was done.
-        roots: of the process watched: what its waiting goes back to -> clocks. A process that works at its full rate is
-            a root ("busy: NAME"), as are a memory ("memory: NAME"), and a pause's cause.
         words: moved by each memory.
     """
 
     clocks: float
     processes: dict[str, ProcessResult]
-    roots: dict[str, float]
     words: dict[str, float]

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from math import inf
 from typing import TYPE_CHECKING
 
-from cycle_model.network import Action, Claim, Fifo, Free, Pause, Post, Run, Span, Take
+from cycle_model.network import Action, Claim, Fifo, Free, Post, Run, Take
 from fastcar_compile.codegen.hls.model.engine import Memory
 
 if TYPE_CHECKING:
@@ -117,10 +117,9 @@ class MemoryState:
 class ProcessState:
     """A process: its action, what it waits for, and what it did so far."""
 
-    def __init__(self, name: str, actions: Iterable[Action], spans: bool) -> None:
+    def __init__(self, name: str, actions: Iterable[Action]) -> None:
         self.name = name
         self._actions = iter(actions)
-        self._keep = spans
         self.action: Action | None = next(self._actions, None)
         self.run: Run | None = None
         self.last_run: Run | None = None
@@ -132,7 +131,6 @@ class ProcessState:
         self.busy = self.end = self._since = 0.0
         self.stalls: dict[str, float] = {}
         self.starts: dict[str, float] = {}
-        self.spans: list[Span] = []
 
     @property
     def done(self) -> bool:
@@ -151,11 +149,6 @@ class ProcessState:
         assert run is not None, "a process without a loop is asked for it"
         return run
 
-    @property
-    def pause(self) -> str | None:
-        """The cause of the pause under way."""
-        return self.action.cause if isinstance(self.action, Pause) else None
-
     def next_action(self, now: float) -> None:
         """Go to the next action."""
         if isinstance(self.action, Run):
@@ -171,9 +164,6 @@ class ProcessState:
         match action:
             case Run():
                 return simulator.start_run(self)
-            case Pause():
-                self.until = simulator.now + action.clocks
-                return None
             case Claim(name) if simulator.free[name] == 0:
                 self.asleep, self._since = (simulator.free, name), simulator.now
                 return wait_for("blocks full", name, blocks[name].reader)
@@ -201,12 +191,10 @@ class ProcessState:
         state, slept = self.state[0], now - self._since
         if slept > 0:
             self.stalls[state] = self.stalls.get(state, 0.0) + slept
-            if self._keep:
-                self._extend(self._since, now, state)
         self.asleep = None
         return False
 
-    def advance(self, now: float, step: float) -> None:
+    def advance(self, step: float) -> None:
         """Count some clocks as work or as waiting."""
         if self.asleep is not None:
             return
@@ -216,8 +204,6 @@ class ProcessState:
             self.stalls[state] = self.stalls.get(state, 0.0) + (1 - share) * step
         if self.run is not None:
             self.left = max(0.0, self.left - self.rate * step)
-        if self._keep and step > 0:
-            self._extend(now, now + step, state if share < 0.5 or self.wait is None else self.wanted_run.loop)
 
     @property
     def state(self) -> tuple[str, float]:
@@ -228,16 +214,7 @@ class ProcessState:
             return self.wait.text, min(1.0, self.rate * self.run.ii)
         if self.draining:
             return self.wanted_run.loop, 1.0
-        if self.pause is not None:
-            return self.pause, 0.0
         return (self.wait.text, 0.0) if self.wait is not None else ("control", 0.0)
-
-    def _extend(self, start: float, end: float, state: str) -> None:
-        last = self.spans[-1] if self.spans else None
-        if last is not None and last.state == state and start - last.end < MOMENT:
-            self.spans[-1] = Span(last.start, end, state)
-        else:
-            self.spans.append(Span(start, end, state))
 
 
 def water_fill(wishes: Sequence[float], supply: float) -> list[float]:

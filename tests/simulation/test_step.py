@@ -65,7 +65,7 @@ def test_the_closed_form_is_within_five_per_cent(
 
 @pytest.mark.parametrize("work", ATTENTIONS)
 def test_attention_reads_every_word_once(work: AttendWork) -> None:
-    result = simulate_network(attend_network(work, MEMORY), watch="multiply_keys")
+    result = simulate_network(attend_network(work, MEMORY))
     assert work.rows * result.words["memory"] == pytest.approx(work.words * work.ports)
     assert attend_clocks(work, MEMORY) == pytest.approx(work.rows * result.clocks, rel=0.1)
     ends = {name: process.end for name, process in result.processes.items()}
