@@ -1,10 +1,10 @@
 // The DRS controller's reader of a table: the bytes as they are, then with the magic, version, length and CRC-32 that fit.
-// Both buffers are exactly as long as the controller may touch.
+// A table that is taken decides its layers. All buffers are exactly as long as the controller may touch.
 #include <cstdlib>
 #include <cstring>
 #include <vector>
 
-#include "fastcar_drs_table.hpp"
+#include "fastcar_drs.hpp"
 
 namespace {
 
@@ -13,9 +13,26 @@ using namespace fastcar::drs;
 template <uint32_t KIND>
 struct Limits {
     static const uint32_t CORES = 2, ROWS = 32, QUERY_WORDS = 1024, KEY_WORDS = 64, UNITS = 64, HEADS = 16;
-    static const int TABLE_WORDS = 4096, INSTRUCTIONS = 64;
+    static const int TABLE_WORDS = 4096, INSTRUCTIONS = 64, HEAD_ROOM = 16;
     static const uint32_t GATE = KIND;
 };
+
+// The first and the last layer, and one that is not there. A network is no part of the table, so its gate is left out.
+template <uint32_t KIND>
+void decide(const uint32_t header[HEADER_WORDS], const uint32_t words[Limits<KIND>::TABLE_WORDS]) {
+    const uint32_t layers = header[F_LAYERS];
+    const std::vector<fastcar::word_t> query(header[F_QUERY_WORDS], fastcar::word_of_bits(0x7FC00000u, 1, 2, 0x7F800000u));
+    const std::vector<fastcar::word_t> key(header[F_KEY_WORDS], query.empty() ? fastcar::word_t(0) : query[0]);
+    for (const uint32_t layer : {0u, layers - 1, layers}) {
+        const uint32_t counts[fastcar::INDEX_REGISTER_BITS] = {};
+        uint32_t answer[ANSWER_WORDS];
+        const Call call = {header[F_CRC], layer, 0xFFFFFFFFu, 0, header[F_QUERY_WORDS], header[F_KEY_WORDS], 0, 0};
+        const Status status = decide_layer<Limits<KIND>>(header, words, call, query.data(), key.data(), nullptr, counts, answer);
+        if (status != (layer < layers ? OK : BAD_LAYER)) {
+            std::abort();
+        }
+    }
+}
 
 // A status that is none, or a table that is taken and whose layers lie outside of it, is a finding.
 template <uint32_t KIND>
@@ -31,6 +48,9 @@ void load(const std::vector<uint32_t>& table, uint32_t bytes) {
     }
     if (status == OK && (HEADER_WORDS + 2 * header[F_LAYERS] > bytes / 4 || header[F_GATE] != KIND)) {
         std::abort();
+    }
+    if (status == OK && KIND != GATE_LEARNED) {
+        decide<KIND>(header.data(), words.data());
     }
 }
 
