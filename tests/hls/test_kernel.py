@@ -1,4 +1,4 @@
-"""The MLP kernel in C simulation against numpy, bit for bit; test_parity.py has the PyTorch operators."""
+"""The MLP kernel in C simulation against the PyTorch operators that define it, bit for bit."""
 
 import numpy as np
 import pytest
