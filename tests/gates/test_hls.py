@@ -1,8 +1,6 @@
 """Gates on an accelerator: its controller decides, and equals cpu."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,52 +60,11 @@ def cache(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTCAR_CACHE", str(artifact.path.parent / "cache"))
 
 
-SCRIPT = """
-import sys
-import numpy as np
-import torch
-import fastcar_compile as fc
-
-path, backend, thresholds, tokens, out = sys.argv[1:]
-session = fc.load(path).session(backend, record=True, threads=1)
-session.set_threshold(np.load(thresholds).tolist())
-logits = [session.step(torch.from_numpy(ids[:, 0])).numpy() for ids in np.load(tokens)]
-np.savez(out, logits=np.stack(logits), decisions=session.stats.decisions)
-"""
-
-
 def decoded(session: fc.Session, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     session.reset()
     session.set_threshold(thresholds.tolist())
     logits = [session.step(torch.from_numpy(ids[:, 0])).numpy() for ids in tokens()]
     return np.stack(logits), session.stats.decisions
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("cache")
-def test_learned_gate_from_a_saved_artifact(artifact: fc.Artifact, tmp_path: Path) -> None:
-    """In a fresh process too: the weights are among the artifact's own, and the file that they came from is not asked
-    for again."""
-    thresholds = middle(EagerStepper(replace(artifact.program, prefill=None)))
-    logits, decisions = decoded(artifact.session("cpu", record=True, threads=1), thresholds)
-    assert 0 < decisions[FRAME:].mean() < 1
-    section = artifact.manifest.accelerator
-    assert section is not None
-    assert (section.controller.gate, section.controller.gated_layers) == ("learned", (0, 1))
-    names = {"thresholds": thresholds, "tokens": tokens()}
-    for name, array in names.items():
-        np.save(tmp_path / f"{name}.npy", array)
-    files = [str(tmp_path / f"{name}.npy") for name in names]
-    out = tmp_path / "out.npz"
-    arguments = [sys.executable, "-c", SCRIPT, str(artifact.path), "hls-csim", *files, str(out)]
-    subprocess.run(arguments, check=True, timeout=300)
-    fresh = np.load(out)
-    np.testing.assert_array_equal(fresh["decisions"], decisions)
-    np.testing.assert_array_equal(fresh["logits"], logits)
-    for backend in ("eager", "onnxruntime"):
-        close, same = decoded(artifact.session(backend, record=True), thresholds)
-        np.testing.assert_array_equal(same, decisions, err_msg=backend)
-        np.testing.assert_allclose(close, logits, atol=1e-4, err_msg=backend)
 
 
 def test_weights_of_the_gate_are_shown(artifact: fc.Artifact) -> None:
@@ -177,22 +134,6 @@ def test_the_fabric_decides_as_cpu(decided: fc.Artifact) -> None:
     if replay.refresh_every:
         assert decisions[FRAME : 2 * FRAME].any()
         assert not decisions[2 * FRAME :].any()
-
-
-@pytest.mark.usefixtures("cache")
-@pytest.mark.thorough  # a study's gate; other gates of the host are tested on the board
-def test_the_host_decides_a_study(tmp_path: Path) -> None:
-    """The controller has no unit for it: the host's mask is the Index Register."""
-    made = built(fc.ReplayConfig(gate="random"), tmp_path / "random")
-    section = made.manifest.accelerator
-    assert section is not None
-    assert section.controller.gated_layers == ()
-    cpu, simulated = (made.session(backend, record=True, threads=1) for backend in ("cpu", "hls-csim"))
-    logits, decisions = decoded(cpu, np.full(LAYERS, 0.5))
-    found, same = decoded(simulated, np.full(LAYERS, 0.5))
-    assert 0 < decisions[FRAME:].mean() < 1
-    np.testing.assert_array_equal(same, decisions)
-    np.testing.assert_array_equal(found, logits)
 
 
 @pytest.mark.usefixtures("cache")
