@@ -138,15 +138,6 @@ def test_gate(step: int, max_chain: int, couple: bool, seed: int) -> None:
     assert torch.equal(counted, expected[1])
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), 1.0])
-def test_gate_at_the_threshold(value: float) -> None:
-    """Equality replays; +inf never passes a finite score, -inf always does."""
-    score, chain = torch.tensor([1.0, 0.9]), torch.zeros(4, 2, dtype=torch.int32)
-    arguments = (score, torch.tensor([value]), torch.tensor([9]), chain)
-    y = run(gate(2, 4, 4, -1, False), *arguments, torch.zeros(2, dtype=torch.bool))[-1]
-    assert torch.equal(y, fastcar.gate(*arguments, 4, -1, False))
-
-
 @few
 @given(st.integers(0, 20), st.integers(0, 9))
 def test_slots(step: int, seed: int) -> None:

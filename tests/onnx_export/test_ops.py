@@ -153,14 +153,6 @@ def test_tas_of_values_that_are_not_finite(path: Path) -> None:
     assert actual.tolist() == [0.0, 2.0**21, -(2.0**21), -(2.0**21)]
 
 
-@pytest.mark.parametrize(("max_chain", "couple"), [(-1, False), (2, False), (0, False), (-1, True), (1, True)])
-def test_gate(path: Path, max_chain: int, couple: bool) -> None:
-    scores = torch.tensor([0.5, 0.7, 0.5, -1.0])
-    chains = torch.randint(0, 4, (3, 4, 4), dtype=torch.int32)
-    calls = [(scores, torch.tensor([0.5]), at(step), chain) for step, chain in zip((3, 4, 9), chains, strict=True)]
-    same(path, fastcar.gate, calls, 4, max_chain, couple)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
 def test_slots(path: Path, dtype: torch.dtype) -> None:
     shape = (5, 2, 3) if dtype == torch.float32 else (5, 2)
