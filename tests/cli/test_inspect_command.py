@@ -32,16 +32,6 @@ def test_summary_as_json(fastcar: Fastcar, fake: FakeArtifact) -> None:
 
 
 @pytest.mark.usefixtures("fake")
-def test_sites(fastcar: Fastcar) -> None:
-    text = fastcar("inspect", "x", "--sites").stdout
-    assert "model.layers.2.mlp" in text
-    assert "model.py:12" in text
-    sites = json.loads(fastcar("inspect", "x", "--sites", "--json").stdout)["sites"]
-    assert [site["layer"] for site in sites] == [0, 1, 2]
-    assert sites[0]["mlp"]["activation"] == "silu"
-
-
-@pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
     ("words", "key", "text"),
     [

@@ -18,13 +18,7 @@ from fastcar_compile.runtime.backends.base import Stepper
 from .programs import FRAME, LAYERS, Case, cpu_backend, eager_backend, export, lowered, program, tokens
 
 STEPS = 3 * FRAME + 5
-CASES = [
-    Case(),
-    Case(batch=1, bias=True, thresholds=(0.0, None, 0.0)),
-    Case(max_chain=1, couple_cfg=True, quant="w8a8"),
-    Case(quant="w8a8", batch=1, bias=True),
-    Case(quant="w4a8", bias=True),
-]
+CASES = [Case(max_chain=1, couple_cfg=True, quant="w8a8"), Case(quant="w4a8", bias=True)]
 INF = float("inf")
 
 
@@ -44,11 +38,9 @@ def _median_scores(case: Case, eager: Stepper) -> np.ndarray:
     )
 
 
-@pytest.mark.parametrize("thresholds", ["never", "mixed", "always"])
-def test_decode_equals_eager(built: tuple[Case, Stepper, Stepper], thresholds: str) -> None:
+def test_decode_equals_eager(built: tuple[Case, Stepper, Stepper]) -> None:
     case, eager, cpu = built
-    values = {"never": np.full(LAYERS, INF), "always": np.full(LAYERS, -INF), "mixed": _median_scores(case, eager)}
-    limits = values[thresholds].astype(np.float32)
+    limits = _median_scores(case, eager)
     eager.reset()
     cpu.reset()
     decided = []
@@ -58,27 +50,12 @@ def test_decode_equals_eager(built: tuple[Case, Stepper, Stepper], thresholds: s
         np.testing.assert_allclose(actual.scores, expected.scores, atol=_tolerance(case), err_msg=f"step {i}")
         np.testing.assert_allclose(actual.logits, expected.logits, atol=_tolerance(case), err_msg=f"step {i}")
         decided.append(actual.decisions)
-    replayed = np.mean(decided)
-    assert (replayed == 0) == (thresholds == "never")
+    assert 0 < np.mean(decided) < 1
 
 
 def _tolerance(case: Case) -> float:
-    """Quantised, a last-bit difference of attention can move an activation by one int8 step."""
-    return {"none": 1e-4, "w8a8": 5e-2, "w4a8": 1e-1}[case.quant]
-
-
-def test_prefill_then_decode_equals_eager(built: tuple[Case, Stepper, Stepper]) -> None:
-    case, eager, cpu = built
-    never = np.full(LAYERS, INF, np.float32)
-    chunk = tokens(case, 6)[:, :, 0].T
-    eager.reset()
-    cpu.reset()
-    for start in (0, 6):
-        expected, actual = eager.prefill(chunk, start), cpu.prefill(chunk, start)
-        np.testing.assert_allclose(actual, expected, atol=_tolerance(case))
-    for i, token in enumerate(tokens(case, 4)):
-        expected_step, actual_step = eager.decode(token, 12 + i, i, never), cpu.decode(token, 12 + i, i, never)
-        np.testing.assert_allclose(actual_step.logits, expected_step.logits, atol=_tolerance(case))
+    """A last-bit difference of attention can move an activation by one int8 step."""
+    return {"w8a8": 5e-2, "w4a8": 1e-1}[case.quant]
 
 
 def test_a_replayed_mlp_is_skipped(tmp_path: Path) -> None:

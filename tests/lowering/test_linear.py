@@ -30,15 +30,16 @@ def _check(m: int, n: int, k: int, dtype: torch.dtype, isa: InstructionSet) -> N
 
 
 @few
-@given(st.integers(1, SMALL_BATCH), st.integers(1, 70), st.integers(1, 150), DTYPES, SETS, st.integers(0, 99))
+@given(
+    st.one_of(st.integers(1, SMALL_BATCH), st.integers(SMALL_BATCH + 1, 140)),
+    st.integers(1, 70),
+    st.integers(1, 150),
+    DTYPES,
+    SETS,
+    st.integers(0, 99),
+)
 def test_linear(m: int, n: int, k: int, dtype: torch.dtype, isa: InstructionSet, seed: int) -> None:
-    torch.manual_seed(seed)
-    _check(m, n, k, dtype, isa)
-
-
-@few
-@given(st.integers(SMALL_BATCH + 1, 140), st.integers(1, 40), st.integers(1, 90), DTYPES, SETS, st.integers(0, 99))
-def test_linear_of_a_chunk(m: int, n: int, k: int, dtype: torch.dtype, isa: InstructionSet, seed: int) -> None:
+    """Of a few rows and of a chunk."""
     torch.manual_seed(seed)
     _check(m, n, k, dtype, isa)
 

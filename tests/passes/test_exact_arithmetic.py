@@ -1,18 +1,16 @@
 """exact-arithmetic: what it rewrites, the same bits in both graphs, and everything it refuses at once."""
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.passes.caches import QuantizeKvCache, SparsifyAttention
+from fastcar_compile.passes.caches import QuantizeKvCache
 from fastcar_compile.passes.exact_arithmetic import ExactArithmetic
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.quantize import QuantizeW8A8
 
-from .laws import nodes_of
-from .tiny import CHUNK, ROWS, Rotated, TinyBlock, after, logits, prefill_logits
+from .tiny import Rotated, TinyBlock, after
 
 NARROW = (*analysis_pipeline(), QuantizeW8A8(), QuantizeKvCache("int8"))
 
@@ -26,25 +24,6 @@ class Capped(Rotated):
 
     def rotated(self, x: Tensor, angles: Tensor) -> Tensor:
         return super().rotated(x, angles + x.mean() * 0)
-
-
-def test_steps_and_chunks_have_the_same_bits() -> None:
-    program = after(*NARROW, ExactArithmetic(), blocks=[Rotated])
-    steps, chunks = logits(program), prefill_logits(program)
-    whole = ROWS // CHUNK * CHUNK
-    assert np.array_equal(steps[:whole].transpose(1, 0, 2), chunks[:, :whole])
-    near = logits(after(*NARROW, blocks=[Rotated]))
-    np.testing.assert_allclose(steps, near, atol=0.05)
-
-
-def test_a_window_of_sparse_attention() -> None:
-    sparse = SparsifyAttention(2, 6)
-    program = after(
-        *analysis_pipeline(), QuantizeW8A8(), sparse, QuantizeKvCache("int8"), ExactArithmetic(), blocks=[Rotated]
-    )
-    targets = [str(n.target) for n in nodes_of(program)]
-    assert targets.count("fastcar.exact_window_attention.default") == 2
-    assert np.isfinite(logits(program)).all()
 
 
 def test_everything_is_refused_at_once() -> None:

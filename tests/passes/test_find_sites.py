@@ -13,17 +13,9 @@ from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.normalize_state import NormalizeState
 
 from .laws import program_text
-from .tiny import FRAME, ROWS, VOCAB, WIDTH, TinyBlock, after
+from .tiny import WIDTH, TinyBlock, after
 
 BEFORE = (NormalizeState(), Canonicalize())
-
-
-def test_config_learns_layers_and_width() -> None:
-    program = after(*BEFORE, FindSites(), blocks=(TinyBlock, TinyBlock))
-    assert (program.config.num_layers, program.config.hidden_size) == (2, WIDTH)
-    assert (program.config.tokens_per_frame, program.config.max_seq_len) == (FRAME, ROWS)
-    assert program.config.vocab_size == VOCAB
-    assert [s.module_path for s in program.sites] == ["blocks.0.mlp", "blocks.1.mlp"]
 
 
 def test_sites_do_not_depend_on_metadata_or_names() -> None:

@@ -12,13 +12,10 @@ from torch.nn import functional as F
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.normalize_state import NormalizeState
-from fastcar_compile.passes.pipeline import analysis_pipeline
 
-from .laws import nodes_of
-from .tiny import BATCH, FRAME, ROWS, WIDTH, TinyBlock, backend_of, captured, logits, prefill_logits, token_ids
+from .tiny import BATCH, FRAME, ROWS, WIDTH, TinyBlock, backend_of, captured, logits, token_ids
 
 
 class NotCausal(TinyBlock):
@@ -30,14 +27,6 @@ class Biased(TinyBlock):
     def mask(self, position: Tensor) -> Tensor:
         seen = torch.arange(ROWS)[None, :] <= position[:, None]
         return torch.where(seen, -0.5, float("-inf"))
-
-
-class Additive(TinyBlock):
-    """Causal, written as an additive mask: this one is fine."""
-
-    def mask(self, position: Tensor) -> Tensor:
-        seen = torch.arange(ROWS)[None, :] <= position[:, None]
-        return torch.where(seen, 0.0, torch.finfo(torch.float32).min)
 
 
 class Shared(TinyBlock):
@@ -76,27 +65,6 @@ class Written(TinyBlock):
     def masked(self, logits: Tensor, position: Tensor) -> Tensor:
         seen = torch.arange(ROWS)[None, :] <= position[:, None]
         return logits + torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
-
-
-class Filled(Written):
-    """As nanoGPT writes it."""
-
-    def logits(self, q: Tensor, keys: Tensor) -> Tensor:
-        return (q @ keys.transpose(-2, -1)) * 0.3
-
-    def masked(self, logits: Tensor, position: Tensor) -> Tensor:
-        seen = torch.arange(ROWS)[None, :] <= position[:, None]
-        return logits.masked_fill((seen[None, None] == 0) | (torch.arange(ROWS) < position[:, None] - 3), float("-inf"))
-
-
-class Selected(Written):
-    """The query is scaled, and the mask selects."""
-
-    def logits(self, q: Tensor, keys: Tensor) -> Tensor:
-        return (q / 2) @ keys.mT
-
-    def masked(self, logits: Tensor, position: Tensor) -> Tensor:
-        return torch.where(torch.arange(ROWS)[None, :] <= position[:, None], logits, float("-inf"))
 
 
 class Sloped(Written):
@@ -277,25 +245,6 @@ def test_fakes_have_the_layout_of_what_is_computed() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):
             fake = operator(*arguments)
         assert operator(*arguments).stride() == fake.stride()
-
-
-@pytest.mark.parametrize(
-    ("block", "scale", "softcap", "window"),
-    [(Additive, 0.5, None, None), (Written, 0.5, 0.2, None), (Filled, 0.3, None, 4), (Selected, 1.0, None, None)],
-)
-def test_other_spellings_of_attention(
-    block: type[TinyBlock], scale: float, softcap: float | None, window: int | None
-) -> None:
-    program = captured(block)
-    before, before_prefill = logits(program), prefill_logits(program)
-    run_pipeline(program, analysis_pipeline())
-    (site,) = program.sites
-    assert (site.attention.scale, site.attention.window) == (pytest.approx(scale), window)
-    assert site.attention.softcap == (None if softcap is None else pytest.approx(softcap))
-    assert program.state[0].shape == (BATCH, 1, ROWS, 4)
-    assert not any(is_op(n, torch.ops.aten.softmax) for n in nodes_of(program))
-    np.testing.assert_allclose(logits(program), before, atol=1e-6, rtol=0)
-    np.testing.assert_allclose(prefill_logits(program), before_prefill, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
