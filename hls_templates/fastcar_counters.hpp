@@ -1,5 +1,5 @@
 // Work that C simulation counts where it is done, with FASTCAR_COUNTERS: iterations of the MAC array and beats on the AXI
-// ports. Without the macro, and in hardware, nothing is left of it.
+// ports of weights. Without the macro, and in hardware, nothing is left of it.
 #ifndef FASTCAR_COUNTERS_HPP
 #define FASTCAR_COUNTERS_HPP
 
@@ -7,7 +7,7 @@
 
 namespace fastcar {
 
-enum Counter { COUNT_MAC, COUNT_WEIGHT_BEATS, COUNT_ROW_BEATS, COUNTERS };
+enum Counter { COUNT_MAC, COUNT_WEIGHT_BEATS, COUNTERS };
 
 }  // namespace fastcar
 

@@ -23,7 +23,6 @@ rows:
         for (int i = 0; i < count; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, Shapes<C>::INPUTS)
-            FASTCAR_COUNT(COUNT_ROW_BEATS)
             out.write(x[row * row_words + i]);
         }
     }
@@ -79,7 +78,6 @@ tiles:
             for (int i = 0; i < count; ++i) {
                 FASTCAR_PIPELINE(1)
                 FASTCAR_TRIPS(0, Shapes<C>::RESULT_WORDS)
-                FASTCAR_COUNT(COUNT_ROW_BEATS)
                 y[first + i] = in.read();
             }
         }

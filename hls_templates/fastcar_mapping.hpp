@@ -23,25 +23,6 @@ inline bool row_computes(uint32_t index_register, int row) {
 }
 
 // Core and pass of every row; those of a replayed row are 0. Returns how many passes there are.
-#if defined(FASTCAR_STATIC_MAPPING)
-// For comparison in C simulation only: row b belongs to core b mod C, whatever the other rows do.
-template <int BITS>
-int place_rows(uint32_t index_register, int rows, int cores, ap_uint<BITS> core_of[INDEX_REGISTER_BITS],
-             pass_t pass_of[INDEX_REGISTER_BITS]) {
-    int used[INDEX_REGISTER_BITS] = {};
-    int passes = 0;
-rows:
-    for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
-        const int core = row % cores;
-        const bool computes = row < rows && row_computes(index_register, row);
-        core_of[row] = computes ? core : 0;
-        pass_of[row] = computes ? used[core] : 0;
-        used[core] += computes ? 1 : 0;
-        passes = used[core] > passes ? used[core] : passes;
-    }
-    return passes;
-}
-#else
 // The i-th computing row goes to core i mod C in pass i div C.
 template <int BITS>
 int place_rows(uint32_t index_register, int rows, int cores, ap_uint<BITS> core_of[INDEX_REGISTER_BITS],
@@ -61,7 +42,6 @@ rows:
     }
     return core == 0 ? pass : pass + 1;
 }
-#endif
 
 // Passes over the rows of a mask, which are the first of those that were placed.
 inline int passes_of(uint32_t mask, const pass_t pass_of[INDEX_REGISTER_BITS]) {
