@@ -69,15 +69,15 @@ def number(what: str, value: Any, hint: str = "give a number", error: type[UserE
     return result
 
 
-def path_of(what: str, value: Any, error: type[UserError] = InputError) -> Path:
+def path_of(what: str, value: Any) -> Path:
     """Return a path.
 
     Raises:
-        UserError: of the given type: the value is not a path, or no file can have this path.
+        InputError: the value is not a path, or no file can have this path.
     """
     text = str(cast("Any", os.fspath(value))) if isinstance(value, str | os.PathLike) else ""
     if not text or "\0" in text:
-        raise error(f"{what} is {shown(text or value)}", hint="give a path, as a text or a pathlib.Path")
+        raise InputError(f"{what} is {shown(text or value)}", hint="give a path, as a text or a pathlib.Path")
     return Path(text)
 
 
