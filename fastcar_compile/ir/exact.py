@@ -29,8 +29,8 @@ LARGEST_VALUE = np.float32(127 * 2.0**121)
 """Values of a block are limited to this magnitude."""
 
 EXPONENT_BITS, MANTISSA_BITS = 0xFF, 23
-NORM_BITS, NORM_FIELD = 18, 94
-"""Bits of a norm's integers, and the least exponent field that scales a row: its squares times the scale are normal."""
+NORM_BITS, MEAN_BITS, NORM_FIELD = 18, 23, 94
+"""Bits of a norm's integers, of a mean's, and the least exponent field that scales a row: its squares stay normal."""
 
 EXP_KNOTS = 256
 EXP_BITS, EXP_INPUT_BITS = 24, 16
@@ -51,21 +51,35 @@ def logit_factor(scale: float) -> np.float32:
     return np.float32(scale * math.log2(math.e))
 
 
-def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
-    """Return the root-mean-square norm of rows [..., H], weight [H]."""
-    width = x.shape[-1]
+def _integers(x: Floats, bits: int) -> tuple[Integers, Floats, Flags]:
+    """Return rows [..., H] as integers of at most 2^bits, the scale of each row, and whether it is finite."""
     top = np.abs(x).max(-1, keepdims=True)
     # The floor keeps the scale of the squares above float32's subnormal numbers.
     field = np.maximum(top.view(np.int32) >> MANTISSA_BITS, NORM_FIELD)
     finite = field < EXPONENT_BITS
-    # The largest magnitude of a row becomes an integer of at most 2^18, so 2^36 bounds its square.
-    shift = np.where(finite, field - 126 - NORM_BITS, 0)
+    shift = np.where(finite, field - 126 - bits, 0)
     with np.errstate(all="ignore"):
         integers = np.where(finite, np.rint(x * power_of_two(-shift)), np.float32(0)).astype(np.int64)
+    return integers, power_of_two(shift), finite
+
+
+def layer_norm(x: Floats, weight: Floats, bias: Floats, epsilon: float) -> Floats:
+    """Return the layer norm of rows [..., H], weight and bias [H]."""
+    integers, scale, finite = _integers(x, MEAN_BITS)
+    with np.errstate(all="ignore"):
+        mean = (integers.sum(-1, keepdims=True).astype(np.float32) * np.float32(1 / x.shape[-1])) * scale
+        y = rms_norm(x - mean, weight, epsilon) + bias
+    return np.where(finite, y, np.float32(np.nan)).astype(np.float32)
+
+
+def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
+    """Return the root-mean-square norm of rows [..., H], weight [H]."""
+    # The largest magnitude of a row becomes an integer of at most 2^18, so 2^36 bounds its square.
+    integers, scale, finite = _integers(x, NORM_BITS)
+    with np.errstate(all="ignore"):
         squares = integers * integers
         # The integer sum is exact in any order. It rounds to float32 once, here.
-        mean = squares.sum(-1, keepdims=True).astype(np.float32) * np.float32(1 / width)
-        scale = power_of_two(shift)
+        mean = squares.sum(-1, keepdims=True).astype(np.float32) * np.float32(1 / x.shape[-1])
         # The scale multiplies twice: its square alone may leave the range of float32.
         root = np.sqrt((mean * scale) * scale + np.float32(epsilon))
         y = (x * (np.float32(1) / root)) * weight

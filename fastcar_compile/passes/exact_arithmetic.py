@@ -16,7 +16,7 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import bound, is_op, node_arg, placeholder, shape_of, value_of, with_branches
 from fastcar_compile.ir.rewrite import attribute, replace_call, rewrite_each
-from fastcar_compile.passes.patterns.norms import rms_norm, rotary
+from fastcar_compile.passes.patterns.norms import layer_norm, rms_norm, rotary
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
@@ -35,12 +35,9 @@ MOVES = (
 """What moves, selects or widens values; none of it rounds."""
 SUMS = (aten.add, aten.sub)
 _HINT = 'compile with numerics="native", which offload="mlp" and "linears" have'
-_LAYER_NORM = "only root-mean-square norms are defined bit for bit"
 _ANGLES = "rotary positions are defined for half-rotation by a table of positions"
 _REASONS: dict[Any, str] = {
     aten.linear: "its weight is not quantised, and a float32 sum has no order",
-    aten.layer_norm: _LAYER_NORM,
-    aten.native_layer_norm: _LAYER_NORM,
     aten.cos: _ANGLES,
     aten.sin: _ANGLES,
     fastcar.context_attention: "cross-attention is not defined bit for bit",
@@ -167,9 +164,11 @@ class ExactArithmetic(Pass):
     """Replace what backends round in their own order, in both graphs and in the branches of replay.
 
     1. `x * rsqrt(mean(x^2) + epsilon) * weight` becomes `fastcar.exact_norm`.
-    2. A rotary embedding becomes `fastcar.exact_rotary` with a table of all positions, computed here.
-    3. `fastcar.attention` and `fastcar.window_attention` over an int8 cache become their exact forms.
-    4. What is left must be exact: integers, moves, single products and sums.
+    2. `aten.layer_norm` over the last axis becomes `fastcar.exact_layer_norm`; ones and zeros stand for a weight and a
+       bias that it has not.
+    3. A rotary embedding becomes `fastcar.exact_rotary` with a table of all positions, computed here.
+    4. `fastcar.attention` and `fastcar.window_attention` over an int8 cache become their exact forms.
+    5. What is left must be exact: integers, moves, single products and sums.
     """
 
     name = "exact-arithmetic"
@@ -182,6 +181,7 @@ class ExactArithmetic(Pass):
         problems = list(_rotate(program))
         parts = [part for module in program.graphs() for part in with_branches(module)]
         modified |= rewrite_each(parts, rms_norm, _replace_norm)
+        modified |= rewrite_each(parts, layer_norm, _replace_layer_norm)
         # An attention without an exact form stays, and `inexact` reports it with its reason.
         modified |= rewrite_each(parts, _has_exact_form, _replace_attention)
         for module in program.graphs():
@@ -195,6 +195,19 @@ class ExactArithmetic(Pass):
 
 def _replace_norm(_module: fx.GraphModule, node: fx.Node) -> None:
     replace_call(node, ExactArithmetic.name, fastcar.exact_norm.default, *(rms_norm(node) or ()))
+
+
+def _replace_layer_norm(module: fx.GraphModule, node: fx.Node) -> None:
+    found = layer_norm(node)
+    assert found is not None
+    x, weight, bias, epsilon = found
+    made_by, width = ExactArithmetic.name, shape_of(x)[-1]
+    with module.graph.inserting_before(node):
+        if weight is None:
+            weight = attribute(module, f"no_weight_{width}", torch.ones(width), node, made_by)
+        if bias is None:
+            bias = attribute(module, f"no_bias_{width}", torch.zeros(width), node, made_by)
+    replace_call(node, made_by, fastcar.exact_layer_norm.default, x, weight, bias, epsilon)
 
 
 def _replace_attention(_module: fx.GraphModule, node: fx.Node) -> None:

@@ -11,7 +11,13 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
 from fastcar_compile.codegen.tvm.kernels.attention.exact import exact_attention
 from fastcar_compile.codegen.tvm.kernels.attention.exact_rows import exact_spans_attention
-from fastcar_compile.codegen.tvm.kernels.norm import exact_norm, exact_norm_quantize, exact_rotary
+from fastcar_compile.codegen.tvm.kernels.norm import (
+    exact_layer_norm,
+    exact_layer_norm_quantize,
+    exact_norm,
+    exact_norm_quantize,
+    exact_rotary,
+)
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ir import exact
 from fastcar_compile.ir.ops.linear import quantize_rows
@@ -37,17 +43,20 @@ class Library:
         return [t.numpy() for t in tensors[-results:]]
 
 
+@pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize("width", [5, 64, 129])
-def test_norm(width: int) -> None:
-    plain, quantized = Library(exact_norm(4, width, 1e-6)), Library(exact_norm_quantize(4, width, 1e-6))
+def test_norm(width: int, layer: bool) -> None:
+    made = (exact_layer_norm, exact_layer_norm_quantize) if layer else (exact_norm, exact_norm_quantize)
+    plain, quantized = (Library(kernel(4, width, 1e-6)) for kernel in made)
     for seed, kind in enumerate(KINDS):
         random = np.random.default_rng(seed)
-        x, weight = values(kind, (4, width), random), values("normal", (width,), random)
-        (y,) = plain(x, weight, np.zeros_like(x))
-        expected = exact.rms_norm(x, weight, 1e-6)
+        x, own = values(kind, (4, width), random), values("normal", (1 + layer, width), random)
+        x[1] += np.float32(64 * layer)
+        (y,) = plain(x, *own, np.zeros_like(x))
+        expected = (exact.layer_norm if layer else exact.rms_norm)(x, *own, 1e-6)
         assert same(y, expected), kind
         if np.isfinite(expected).all():
-            rows, scales = quantized(x, weight, np.zeros(x.shape, np.int8), np.zeros(4, np.float32), results=2)
+            rows, scales = quantized(x, *own, np.zeros(x.shape, np.int8), np.zeros(4, np.float32), results=2)
             own = [t.numpy() for t in quantize_rows(torch.from_numpy(expected))]
             assert all(np.array_equal(*pair) for pair in zip((rows, scales), own, strict=True)), kind
 

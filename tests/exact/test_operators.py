@@ -32,6 +32,21 @@ def test_norm(kind: str, width: int, epsilon: float, seed: int) -> None:
 
 
 @many
+@given(st.sampled_from(KINDS), st.integers(1, 200), st.sampled_from([1e-12, 1e-6, 1e-5]), SEEDS)
+def test_layer_norm(kind: str, width: int, epsilon: float, seed: int) -> None:
+    """Values far from zero among them: what is left without their mean is small."""
+    random = np.random.default_rng(seed)
+    x, (weight, bias) = values(kind, (3, width), random), values("normal", (2, width), random)
+    x[1] += np.float32(64)
+    y = fastcar.exact_layer_norm(*map(torch.from_numpy, (x, weight, bias)), epsilon).numpy()
+    assert same(y, exact.layer_norm(x, weight, bias, epsilon))
+    if kind in ("normal", "outlier") and width > 1:
+        wide = x.astype(np.float64)
+        close = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + epsilon) * weight + bias
+        np.testing.assert_allclose(y, close, rtol=1e-4, atol=1e-4)
+
+
+@many
 @given(st.sampled_from(KINDS), DIMS, SEEDS)
 def test_cached_rows(kind: str, dim: int, seed: int) -> None:
     x = values(kind, (7, dim), np.random.default_rng(seed))

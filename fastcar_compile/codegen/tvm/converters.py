@@ -261,6 +261,10 @@ CONVERTERS |= {
     fastcar.rms_norm_quantize.default: partial(_norm_quantize, norm.rms_norm_quantize, _rows_and_weight),
     fastcar.exact_norm.default: partial(_norm, norm.exact_norm, _rows_and_weight),
     fastcar.exact_norm_quantize.default: partial(_norm_quantize, norm.exact_norm_quantize, _rows_and_weight),
+    fastcar.exact_layer_norm.default: partial(_norm, norm.exact_layer_norm, _rows_weight_and_bias),
+    fastcar.exact_layer_norm_quantize.default: partial(
+        _norm_quantize, norm.exact_layer_norm_quantize, _rows_weight_and_bias
+    ),
     fastcar.layer_norm.default: partial(_norm, norm.layer_norm, _rows_weight_and_bias),
     fastcar.layer_norm_quantize.default: partial(_norm_quantize, norm.layer_norm_quantize, _rows_weight_and_bias),
 }

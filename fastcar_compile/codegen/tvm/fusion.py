@@ -70,6 +70,12 @@ def exact_norm_quantize(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tens
 
 
 @_fused
+def exact_layer_norm_quantize(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return `quantize_rows` of `exact_layer_norm`."""
+    return quant.quantize_rows(exact.exact_layer_norm(x, weight, bias, epsilon))
+
+
+@_fused
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
     """Return the layer norm of float32 rows over the last axis; weight and bias [K], None: ones, zeros."""
     return torch.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
@@ -193,6 +199,7 @@ QUANTIZE = "fuse-quantize"
 _QUANTIZED_NORMS = {
     fastcar.rms_norm.default: fastcar.rms_norm_quantize.default,
     fastcar.exact_norm.default: fastcar.exact_norm_quantize.default,
+    fastcar.exact_layer_norm.default: fastcar.exact_layer_norm_quantize.default,
     fastcar.layer_norm.default: fastcar.layer_norm_quantize.default,
 }
 

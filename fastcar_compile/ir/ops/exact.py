@@ -1,4 +1,4 @@
-"""The operators of `numerics="exact"`: exact_norm, exact_rotary, exact_attention, exact_window_attention.
+"""The operators of `numerics="exact"`: norms, rotary positions and attention, whose names begin with `exact_`.
 
 Their results are functions of exact sums, of correctly rounded operations and of float32 sums in a stated order. So all
 backends that have them have the same bits, and a row does not depend on the other rows of its call.
@@ -39,20 +39,42 @@ def exact_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     Returns:
         float32 [..., H].
     """
-    top = x.abs().amax(-1, keepdim=True)
-    # The sign is 0, so the bits above the mantissa are the exponent field of the row's largest magnitude.
-    field = (top.view(torch.int32) >> MANTISSA_BITS).clamp(min=exact.NORM_FIELD)
-    finite = field < exact.EXPONENT_BITS
-    shift = torch.where(finite, field - (126 + exact.NORM_BITS), 0)
-    whole = torch.round(x * power_of_two(-shift)).double()
+    whole, scale, finite = _integers(x, exact.NORM_BITS)
     # At most 65,536 squares of at most 2^36: the sum stays below 2^53, where float64 is exact.
     mean = whole.square().sum(-1, keepdim=True).float() * torch.tensor(1 / x.shape[-1], dtype=torch.float32)
-    scale = power_of_two(shift)
     # Twice, because scale^2 alone may overflow or underflow.
     variance = (mean * scale) * scale + torch.tensor(epsilon, dtype=torch.float32)
     root = variance.double().sqrt().float()  # that of MKL for float32 is not rounded to nearest
     y = (x * (torch.ones_like(root) / root)) * weight
     return torch.where(finite, y, torch.nan)
+
+
+def _integers(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows as integers of at most 2^bits in float64 and the scale of each row, and whether it is finite."""
+    top = x.abs().amax(-1, keepdim=True)
+    # The sign is 0, so the bits above the mantissa are the exponent field of the row's largest magnitude.
+    field = (top.view(torch.int32) >> MANTISSA_BITS).clamp(min=exact.NORM_FIELD)
+    finite = field < exact.EXPONENT_BITS
+    shift = torch.where(finite, field - (126 + bits), 0)
+    return torch.round(x * power_of_two(-shift)).double(), power_of_two(shift), finite
+
+
+@operator("Layer norm whose sums are exact: the mean is subtracted, and `exact_norm` follows.")
+def exact_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """Return exact_norm(x - mean(x), weight, epsilon) + bias, the mean over the last axis.
+
+    The mean is that of a row's values as integers of at most 2^23 with one exponent, that of its largest magnitude.
+
+    Args:
+        x: float32 [..., H], H at most 65,536. weight, bias: float32 [H]. epsilon: above 0.
+
+    Returns:
+        float32 [..., H].
+    """
+    whole, scale, _ = _integers(x, exact.MEAN_BITS)
+    mean = whole.sum(-1, keepdim=True).float() * torch.tensor(1 / x.shape[-1], dtype=torch.float32)
+    # A value that is not finite stays so without the mean, and its row becomes NaN.
+    return exact_norm(x - mean * scale, weight, epsilon) + bias
 
 
 @operator("Rotary positions from a table, so that no backend computes a sine of its own.")

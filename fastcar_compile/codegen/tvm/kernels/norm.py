@@ -16,7 +16,7 @@ from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.cache import number_of, power_of_two
 from fastcar_compile.codegen.tvm.kernels.linear.activations import quantize_row, row_loop
 from fastcar_compile.codegen.tvm.kernels.tas import INFINITY, finite_or_nan
-from fastcar_compile.codegen.tvm.kernels.vectors import Expr, cast, fence, magnitude_bits, ramp, vector_lanes
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, broadcast, cast, fence, magnitude_bits, ramp, vector_lanes
 from fastcar_compile.ir import exact
 from fastcar_compile.ir.ops.operator import MANTISSA_BITS
 
@@ -85,13 +85,19 @@ def _layer_row(o, i, at, k, epsilon):
     mean[0] = mean[0] / T.float32(k)
     _sum_row(squares, k, partial(_squared_deviation, o.x, mean, i))
     squares[0] = T.float32(1) / T.sqrt(squares[0] / T.float32(k) + T.float32(epsilon))
+    _scale_deviations(o, i, at, k, mean, squares)
+
+
+@script.inlined
+def _scale_deviations(o, i, at, k, mean, root):
+    """Write y[at] = (x[i] - mean[0]) * root[0] * w + b."""
     # The fence takes all 32 lanes of a vector, so the index is a ramp and not a T.vectorized loop.
     for c in range(k // SUM_LANES):
         o.y[at, ramp(c * SUM_LANES, SUM_LANES)] = (
             fence(
                 f"float32x{SUM_LANES}",
                 (o.x[i, ramp(c * SUM_LANES, SUM_LANES)] - T.Broadcast(mean[0], SUM_LANES))
-                * T.Broadcast(squares[0], SUM_LANES)
+                * T.Broadcast(root[0], SUM_LANES)
                 * o.w[ramp(c * SUM_LANES, SUM_LANES)],
             )
             + o.b[ramp(c * SUM_LANES, SUM_LANES)]
@@ -99,66 +105,117 @@ def _layer_row(o, i, at, k, epsilon):
     # The remainder: the same three roundings, one element at a time.
     for t in range(k % SUM_LANES):
         c: T.let = k // SUM_LANES * SUM_LANES + t
-        o.y[at, c] = fence("float32", (o.x[i, c] - mean[0]) * squares[0] * o.w[c]) + o.b[c]
+        o.y[at, c] = fence("float32", (o.x[i, c] - mean[0]) * root[0] * o.w[c]) + o.b[c]
 
 
 EXACT_SUM_LANES = 16
 """Partial sums of a row. They are exact, so any number gives the same bits."""
 
+_EXACT = {
+    "top": (EXACT_SUM_LANES, "int32"),
+    "acc": (EXACT_SUM_LANES, "float64"),
+    "scale": (2, "float32"),
+    "root": (1, "float32"),
+}
+"""Temporaries of a row's exact norm."""
 
-def _whole_square(value: Expr, lanes: int) -> Expr:
-    """Return the square of the nearest integers as float64."""
+
+# The terms of exact sums: element c of row i, or `lanes` elements from there on.
+
+
+def _values(x: Any, i: Expr, c: Expr, lanes: int) -> Expr:
+    return x[i, ramp(c, lanes)]
+
+
+def _deviations(x: Any, mean: Any, i: Expr, c: Expr, lanes: int) -> Expr:
+    return x[i, ramp(c, lanes)] - broadcast(mean[0], lanes)
+
+
+def _whole(term: Callable[[Expr, int], Expr], scale: Any, c: Expr, lanes: int) -> Expr:
+    """Return the nearest integers as float64."""
+    return cast("float64", T.nearbyint(term(c, lanes) * scale[1]), lanes)
+
+
+def _whole_square(term: Callable[[Expr, int], Expr], scale: Any, c: Expr, lanes: int) -> Expr:
     # Both factors are one value, which TIR has to repeat.
-    whole = cast("float64", T.nearbyint(value), lanes)
+    whole = _whole(term, scale, c, lanes)
     return whole * whole
+
+
+@script.inlined
+def _find_scale(top, scale, k, bits, term: Callable[[Expr, int], Expr]):
+    """Write the bits of the row's largest magnitude to top[0], and to scale what makes it an integer of at most 2^bits.
+
+    scale[0] is the factor of the integers, scale[1] its reciprocal.
+    """
+    # 16 maxima in int32 stay in registers.
+    for v in T.vectorized(EXACT_SUM_LANES):
+        top[v] = 0
+    # Bits of magnitudes compare as integers.
+    for c in range(k // EXACT_SUM_LANES):
+        for v in T.vectorized(EXACT_SUM_LANES):
+            top[v] = T.max(top[v], magnitude_bits(term(c * EXACT_SUM_LANES + v, 1), 1))
+    # A maximum is exact in any order, so the remainder may meet lane 0.
+    for t in range(k % EXACT_SUM_LANES):
+        top[0] = T.max(top[0], magnitude_bits(term(k // EXACT_SUM_LANES * EXACT_SUM_LANES + t, 1), 1))
+    for v in range(1, EXACT_SUM_LANES):
+        top[0] = T.max(top[0], top[v])
+    # A row that is not finite gets any scale, because it is NaN whatever its sum is.
+    top[1] = T.Select(
+        top[0] < T.int32(INFINITY),
+        T.max(T.shift_right(top[0], MANTISSA_BITS), exact.NORM_FIELD) - (126 + bits),
+        0,
+    )
+    scale[0] = power_of_two(top[1])
+    scale[1] = power_of_two(0 - top[1])
+
+
+@script.inlined
+def _add_exactly(acc, k, term: Callable[[Expr, int], Expr]):
+    """Write the sum of term(c), c < k, to acc[0]; its 16 partial sums in float64 are exact, so their order is free."""
+    for v in T.vectorized(EXACT_SUM_LANES):
+        acc[v] = T.float64(0)
+    # A ramp instead of T.vectorized, because TVM scalarises a loop that holds T.nearbyint.
+    for c in range(k // EXACT_SUM_LANES):
+        acc[ramp(0, EXACT_SUM_LANES)] += term(c * EXACT_SUM_LANES, EXACT_SUM_LANES)
+    for t in range(k % EXACT_SUM_LANES):
+        acc[0] += term(k // EXACT_SUM_LANES * EXACT_SUM_LANES + t, 1)
+    for v in range(1, EXACT_SUM_LANES):
+        acc[0] += acc[v]
+
+
+@script.inlined
+def _find_exact_root(s, k, epsilon, term: Callable[[Expr, int], Expr]):
+    """Write 1 / sqrt(mean(term(c)^2) + epsilon) to s.root[0], NaN where a term is not finite; s: of `_EXACT`."""
+    # The row becomes integers of at most 2^18. Their squares are at most 2^36, and float64 adds 2^17 of them exactly.
+    _find_scale(s.top, s.scale, k, exact.NORM_BITS, term)
+    _add_exactly(s.acc, k, partial(_whole_square, term, s.scale))
+    # The products with the scale are exact, so that they may be contracted.
+    s.root[0] = T.Cast("float32", s.acc[0]) * T.float32(np.float32(1 / k))
+    s.root[0] = T.float32(1) / T.sqrt(fence("float32", s.root[0] * s.scale[0] * s.scale[0]) + T.float32(epsilon))
+    s.root[0] = finite_or_nan(s.top[0], s.root[0])
 
 
 @script.inlined
 def _exact_row(o, i, at, k, epsilon):
     """Write what `_rms_row` does, bit for bit as fastcar_compile.ir.ops.exact defines it."""
-    top = T.alloc_buffer((EXACT_SUM_LANES,), "int32")
-    acc = T.alloc_buffer((EXACT_SUM_LANES,), "float64")
-    scale = T.alloc_buffer((2,), "float32")
-    root = T.alloc_buffer((1,), "float32")
-    # top and acc stay in registers: 16 maxima in int32, 16 partial sums in float64.
-    for v in T.vectorized(EXACT_SUM_LANES):
-        top[v] = 0
-        acc[v] = T.float64(0)
-    # First pass, over vectors c of the row: the largest magnitude. Bits of magnitudes compare as integers.
-    for c in range(k // EXACT_SUM_LANES):
-        for v in T.vectorized(EXACT_SUM_LANES):
-            top[v] = T.max(top[v], magnitude_bits(o.x[i, c * EXACT_SUM_LANES + v], 1))
-    # A maximum is exact in any order, so the remainder may meet lane 0.
-    for t in range(k % EXACT_SUM_LANES):
-        top[0] = T.max(top[0], magnitude_bits(o.x[i, k // EXACT_SUM_LANES * EXACT_SUM_LANES + t], 1))
-    for v in range(1, EXACT_SUM_LANES):
-        top[0] = T.max(top[0], top[v])
-    # The sign of a shift; a row that is not finite gets any, because it is NaN whatever its sum is.
-    # The row becomes integers of at most 2^18. Their squares are at most 2^36, and float64 adds 2^17 of them exactly.
-    top[1] = T.Select(
-        top[0] < T.int32(INFINITY),
-        T.max(T.shift_right(top[0], MANTISSA_BITS), exact.NORM_FIELD) - (126 + exact.NORM_BITS),
-        0,
-    )
-    scale[0] = power_of_two(top[1])
-    scale[1] = power_of_two(0 - top[1])
-    # Second pass, over vectors c of the row: squares.
-    # A ramp instead of T.vectorized, because TVM scalarises a loop that holds T.nearbyint.
-    for c in range(k // EXACT_SUM_LANES):
-        acc[ramp(0, EXACT_SUM_LANES)] += _whole_square(
-            o.x[i, ramp(c * EXACT_SUM_LANES, EXACT_SUM_LANES)] * scale[1], EXACT_SUM_LANES
-        )
-    for t in range(k % EXACT_SUM_LANES):
-        acc[0] += _whole_square(o.x[i, k // EXACT_SUM_LANES * EXACT_SUM_LANES + t] * scale[1], 1)
-    # The partial sums are exact, so their order is free.
-    for v in range(1, EXACT_SUM_LANES):
-        acc[0] += acc[v]
-    # The products with the scale are exact, so that they may be contracted.
-    root[0] = T.Cast("float32", acc[0]) * T.float32(np.float32(1 / k))
-    root[0] = T.float32(1) / T.sqrt(fence("float32", root[0] * scale[0] * scale[0]) + T.float32(epsilon))
-    # Third pass: the order of the definition, (x * root) * w, each product rounded.
+    s = script.temporaries(**_EXACT)
+    _find_exact_root(s, k, epsilon, partial(_values, o.x, i))
+    # The order of the definition, (x * root) * w, each product rounded.
     for c in range(k):
-        o.y[at, c] = finite_or_nan(top[0], (o.x[i, c] * root[0]) * o.w[c])
+        o.y[at, c] = (o.x[i, c] * s.root[0]) * o.w[c]
+
+
+@script.inlined
+def _exact_layer_row(o, i, at, k, epsilon):
+    """Write what `_layer_row` does, bit for bit as fastcar_compile.ir.ops.exact defines it."""
+    s = script.temporaries(mean=(1, "float32"), **_EXACT)
+    _find_scale(s.top, s.scale, k, exact.MEAN_BITS, partial(_values, o.x, i))
+    _add_exactly(s.acc, k, partial(_whole, partial(_values, o.x, i), s.scale))
+    # The second product is exact, so that the difference may be contracted with it.
+    s.mean[0] = T.Cast("float32", s.acc[0]) * T.float32(np.float32(1 / k)) * s.scale[0]
+    _find_exact_root(s, k, epsilon, partial(_deviations, o.x, s.mean, i))
+    _scale_deviations(o, i, at, k, s.mean, s.root)
 
 
 @script.kernel
@@ -214,6 +271,10 @@ rms_norm, rms_norm_quantize = partial(_norm, _rms_row, False), partial(_norm_qua
 
 exact_norm, exact_norm_quantize = partial(_norm, _exact_row, False), partial(_norm_quantize, _exact_row, False)
 """The same with the bits of `numerics="exact"`."""
+
+exact_layer_norm = partial(_norm, _exact_layer_row, True)
+exact_layer_norm_quantize = partial(_norm_quantize, _exact_layer_row, True)
+"""The layer norm of `numerics="exact"`."""
 
 layer_norm, layer_norm_quantize = partial(_norm, _layer_row, True), partial(_norm_quantize, _layer_row, True)
 """(x - mean) / sqrt(variance + epsilon) * w + b of rows (m, k, epsilon), and these rows quantised."""
