@@ -1,4 +1,4 @@
-// RMSNorm of a float32 row on chip (docs/reference/numerics.md): plain functions over words, no streams, four values per
+// RMSNorm and layer norm of a float32 row on chip (docs/reference/numerics.md): plain functions over words, no streams, four values per
 // clock. The row is rounded to integers of at most 2^18 in magnitude first, so one 64-bit addition per clock closes the loop,
 // and a square takes one multiplier of 27 by 18 bits and a few LUT.
 #ifndef FASTCAR_NORM_CORE_HPP
@@ -14,6 +14,8 @@ namespace norm {
 static const uint32_t LEAST_FIELD = 94;  // exponent field that scales a row of small values
 static const int SCALE_FIELD = 144;      // a row is divided by 2^(field - SCALE_FIELD)
 static const int DROPPED_BITS = 6;       // of the 24 bits of the largest value
+static const int MEAN_FIELD = 149;       // as SCALE_FIELD, of a mean
+static const int MEAN_DROPPED_BITS = 1;
 
 inline uint32_t field_of(uint32_t largest) {
     FASTCAR_INLINE
@@ -21,11 +23,11 @@ inline uint32_t field_of(uint32_t largest) {
     return field > LEAST_FIELD ? field : LEAST_FIELD;
 }
 
-// The magnitude of a value in units of 2^(field - SCALE_FIELD), rounded half to even: at most 2^18.
-inline uint32_t whole_magnitude(uint32_t bits, uint32_t field) {
+// The magnitude of a value whose row's largest one keeps all but `dropped` of its bits, rounded half to even: at most 2^18 of 6.
+inline uint32_t whole_magnitude(uint32_t bits, uint32_t field, int dropped) {
     FASTCAR_INLINE
     const uint32_t own = tas::exponent_of(bits);
-    const int shift = static_cast<int>(field) + DROPPED_BITS - static_cast<int>(own != 0 ? own : 1u);
+    const int shift = static_cast<int>(field) + dropped - static_cast<int>(own != 0 ? own : 1u);
     return static_cast<uint32_t>(tas::scaled_down(tas::mantissa_of(bits), shift));
 }
 
@@ -35,10 +37,64 @@ inline uint64_t squares_step(uint64_t sum, const word_t& word, uint32_t field) {
     FASTCAR_PARTITION(square, 0)
     FASTCAR_UNROLL
     for (int lane = 0; lane < FLOAT_LANES; ++lane) {
-        const uint64_t size = whole_magnitude(lane_bits(word, lane), field);
+        const uint64_t size = whole_magnitude(lane_bits(word, lane), field, DROPPED_BITS);
         square[lane] = size * size;
     }
     return sum + ((square[0] + square[1]) + (square[2] + square[3]));
+}
+
+inline int64_t values_step(int64_t sum, const word_t& word, uint32_t field) {
+    FASTCAR_INLINE
+    int64_t value[FLOAT_LANES];
+    FASTCAR_PARTITION(value, 0)
+    FASTCAR_UNROLL
+    for (int lane = 0; lane < FLOAT_LANES; ++lane) {
+        const uint32_t bits = lane_bits(word, lane);
+        const int64_t size = whole_magnitude(bits, field, MEAN_DROPPED_BITS);
+        value[lane] = bits >> 31 != 0 ? -size : size;
+    }
+    return sum + ((value[0] + value[1]) + (value[2] + value[3]));
+}
+
+inline word_t subtract_from(const word_t& x, float mean) {
+    FASTCAR_INLINE
+    float y[FLOAT_LANES];
+    FASTCAR_PARTITION(y, 0)
+    FASTCAR_UNROLL
+    for (int lane = 0; lane < FLOAT_LANES; ++lane) {
+        y[lane] = unpack_float(x, lane) - mean;
+    }
+    return pack_float(y);
+}
+
+// A row or a head without its mean -> another place. inverse_size: float32(1 / values). A row with a value that is not finite
+// keeps it, whatever the mean.
+template <int PLACES, int ROWS, int WORDS>
+void center(word_t rows[PLACES][ROWS][WORDS], const row::Pair& at, uint32_t first, uint32_t words, float inverse_size) {
+    FASTCAR_NO_INLINE
+    uint32_t largest = 0;
+find_largest_value:
+    for (uint32_t i = 0; i < words; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, WORDS)
+        largest = gate::larger(largest, gate::largest_lane(rows[at.source][at.row][first + i]));
+    }
+    const uint32_t field = field_of(largest);
+    int64_t sum = 0;
+add_values:
+    for (uint32_t i = 0; i < words; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, WORDS)
+        sum = values_step(sum, rows[at.source][at.row][first + i], field);
+    }
+    const float mean = static_cast<float>(sum) * inverse_size * gate::power_of_two(static_cast<int>(field) - MEAN_FIELD);
+subtract_mean:
+    for (uint32_t i = 0; i < words; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, WORDS)
+        FASTCAR_INDEPENDENT(rows)
+        rows[at.target][at.row][first + i] = subtract_from(rows[at.source][at.row][first + i], mean);
+    }
 }
 
 // 1 / sqrt(mean + epsilon). A NaN where the row has a value that is not finite; 0 where the mean is infinite.
@@ -63,7 +119,7 @@ inline word_t scale_word(const word_t& x, const word_t& weight, float inverse) {
     return pack_float(y);
 }
 
-// `words` words of a row from `first` on -> the same words of another place: a whole row, or one head of it. `given`: words of
+// `words` words of a row from `first` on -> the same words of another place, or of this one: a whole row, or one head of it. `given`: words of
 // `memory` that become the weight meanwhile: all words or no word. inverse_size: float32(1 / values).
 template <int PLACES, int ROWS, int WORDS>
 void normalize(word_t rows[PLACES][ROWS][WORDS], const row::Pair& at, uint32_t first, uint32_t words, const word_t* memory,

@@ -299,7 +299,7 @@ bool has(uint32_t opcode) {
 template <class D>
 bool instruction_fits(const Fields& f, const Sizes& sizes) {
     FASTCAR_NO_INLINE
-    if (f.opcode > OP_REPLAY_DRAFT || !has<D>(f.opcode)) {
+    if (f.opcode > OP_STORE || !has<D>(f.opcode)) {
         return false;
     }
     switch (f.opcode) {
@@ -339,6 +339,12 @@ bool instruction_fits(const Fields& f, const Sizes& sizes) {
         case OP_REPLAY_DRAFT:
             return rest_is_zero(f, REPLAY_DRAFT_WORDS) && replay_fits(f, sizes) &&
                    inside(f.word[REPLAY_DRAFT_BIAS], 1, f.word[REPLAY_DRAFT_COUNT], sizes.constant_words);
+        case OP_LAYER_NORM:
+            return rest_is_zero(f, LAYER_NORM_WORDS) && norm_fits(f, sizes) &&
+                   inside(f.word[LAYER_NORM_WEIGHT], 2, f.word[LAYER_NORM_COUNT], sizes.constant_words);
+        case OP_STORE:
+            return rest_is_zero(f, STORE_WORDS) && on_chip(f.word[STORE_SOURCE]) && counts(f.word[STORE_COUNT]) &&
+                   f.word[STORE_COUNT] <= sizes.row_words && inside(0, sizes.rows, f.word[STORE_COUNT], sizes.output_words);
         case OP_END:
             return rest_is_zero(f, END_WORDS);
         default:

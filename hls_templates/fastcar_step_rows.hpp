@@ -29,28 +29,62 @@ load_each_row:
     }
 }
 
+// The opposite: rows that are there, from word 0 of the output on.
+template <class D>
+void store_output(const Fields& f, uint32_t count, uint32_t active, const word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS],
+                  word_t* output) {
+    FASTCAR_NO_INLINE
+    const uint32_t source = f.word[STORE_SOURCE];
+store_each_row:
+    for (uint32_t b = 0; b < count; ++b) {
+        FASTCAR_TRIPS(1, D::ROWS)
+        const uint32_t words = row_computes(active, b) ? f.word[STORE_COUNT] : 0;
+    store_words:
+        for (uint32_t i = 0; i < words; ++i) {
+            FASTCAR_PIPELINE(1)
+            FASTCAR_TRIPS(0, D::ROW_WORDS)
+            output[b * f.word[STORE_COUNT] + i] = rows[source][b][i];
+        }
+    }
+}
+
 // The weight is read once for all rows and pieces, in the first pass over the first of them. Behind a decision, only the MLP reads
-// what a norm gives, and of rows that compute: others keep what they are.
+// what a norm gives, and of rows that compute: others keep what they are. A layer norm is the norm of what the mean leaves, which
+// waits in the target; its bias is read for every row and piece.
 template <class D>
 void norm_rows(const Fields& f, uint32_t count, uint32_t computing, const word_t* constants,
                word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
     FASTCAR_NO_INLINE
     word_t weight[D::ROW_WORDS];
     FASTCAR_ROW_MEMORY(weight)
+    static_assert(static_cast<int>(NORM_EPSILON) == LAYER_NORM_EPSILON, "LAYER_NORM has the fields of NORM");
+    const bool centered = has<D>(OP_LAYER_NORM) && f.opcode == OP_LAYER_NORM;
+    const float inverse_size = float_of_bits(f.word[NORM_INVERSE_SIZE]);
     const uint32_t words = f.word[NORM_COUNT];
+    const uint32_t biases = centered ? words : 0;
     uint32_t given = words;
 norm_each_row:
     for (uint32_t b = 0; b < count; ++b) {
         FASTCAR_TRIPS(1, D::ROWS)
         const row::Pair at = {f.word[NORM_SOURCE], f.word[NORM_TARGET], b};
+        const row::Pair from = {centered ? at.target : at.source, at.target, b};
         const uint32_t pieces = ((computing >> b) & 1u) != 0 ? f.word[NORM_PIECES] : 0;
         uint32_t first = f.word[NORM_FIRST];
     norm_pieces:
         for (uint32_t piece = 0; piece < pieces; ++piece) {
             FASTCAR_TRIPS(0, D::ROW_WORDS)
-            norm::normalize<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS>(rows, at, first, words, constants, f.word[NORM_WEIGHT], given,
-                                                                 weight, float_of_bits(f.word[NORM_INVERSE_SIZE]),
-                                                                 float_of_bits(f.word[NORM_EPSILON]));
+            if (centered) {
+                norm::center<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS>(rows, at, first, words, inverse_size);
+            }
+            norm::normalize<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS>(rows, from, first, words, constants, f.word[NORM_WEIGHT], given,
+                                                                 weight, inverse_size, float_of_bits(f.word[NORM_EPSILON]));
+        add_bias:
+            for (uint32_t i = 0; i < biases; ++i) {
+                FASTCAR_PIPELINE(1)
+                FASTCAR_TRIPS(0, D::ROW_WORDS)
+                FASTCAR_INDEPENDENT(rows)
+                rows[at.target][b][first + i] = row::add_step(rows[at.target][b][first + i], constants[f.word[NORM_WEIGHT] + words + i]);
+            }
             given = 0;
             first += words;
         }

@@ -72,20 +72,22 @@ def test_tokens_and_decisions_are_those_of_the_published_flow(whole: Whole, back
 
 
 @pytest.mark.thorough
-def test_the_accelerator_gives_the_same_codes(tmp_path: Path) -> None:
-    """The linears of body and head in C simulation; as many codes as the head is wide, which still are logits."""
+@pytest.mark.parametrize("offload", ["linears", "all"])
+def test_the_accelerator_gives_the_same_codes(tmp_path: Path, offload: str) -> None:
+    """Linears, or whole steps with a prompt of each length, in C simulation; as many codes as the head is wide."""
     check_module("hls4ml")
     with imported([EXAMPLE], ["structure"]) as example:
         sizes = replace(
-            example.structure.SMALL, hidden=128, intermediate=256, layers=2, words=64, positions=32, side=2,
+            example.structure.SMALL, hidden=128, intermediate=256, layers=2, heads=4, words=64, positions=32, side=2,
             entries=64, features=32, head=64, head_layers=2, head_heads=2,
         )  # fmt: skip
         body, head = example.structure.build(sizes, ROWS)
-        options: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "batch_size": ROWS, "offload": "linears"}
+        options: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "batch_size": ROWS, "offload": offload}
         replay = fc.ReplayConfig(rotary="key", threshold=">0")
-        artifact = fc.compile(body, **options, replay=replay, output=tmp_path / "body")
+        rows = 1 if offload == "all" else None
+        artifact = fc.compile(body, **options, rows=rows, replay=replay, output=tmp_path / "body")
         depth = fc.compile(head, **options, replay=None, prefill_chunk=1, output=tmp_path / "head")
-    given = [prompts(body)[0], prompts(body)[0].flip(0)]
+    given = prompts(body) if offload == "all" else [prompts(body)[0], prompts(body)[0].flip(0)]
     sampling, found = fc.Sampling(temperature=0, guidance=GUIDANCE), list[Any]()
     for backend in ("cpu", "hls-csim"):
         with artifact.session(backend, record=True, depth=depth) as session:

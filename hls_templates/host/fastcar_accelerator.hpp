@@ -112,7 +112,7 @@ public:
         launch(words_[INPUT_WORDS] * WORD, 0, static_cast<uint32_t>(position), step, ALL_ROWS, nullptr);
     }
 
-    // The output of the last launch, float32 [B, output_stride()]: the logits, and what fills the last word.
+    // The output of the last launch, float32 [B, output_stride()]: the logits, and what fills the last word; or hidden states.
     const float* output() {
         output_.from_device(words_[OUTPUT_WORDS] * WORD);
         return output_.as<float>();
@@ -236,7 +236,7 @@ private:
                             where, "use the files of one artifact together");
             }
         }
-        const uint64_t logits = padded(decoder.vocab) / WORD, row = padded(hidden_) / WORD;
+        const uint64_t logits = padded(decoder.vocab != 0 ? decoder.vocab : hidden_) / WORD, row = padded(hidden_) / WORD;
         const bool step = words_[INPUT_WORDS] == words_[ROWS] * (1 + row) && words_[OUTPUT_WORDS] == words_[ROWS] * logits;
         if (words_[ROWS] != rows() || words_[VIDEOS] != rows() || (spec_.whole && !step) || words_[PORTS] % ports != 0 ||
             words_.size() < HEADER_WORDS + static_cast<uint64_t>(INSTRUCTION_WORDS) * words_[COUNT]) {

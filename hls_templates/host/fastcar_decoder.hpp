@@ -81,10 +81,10 @@ public:
 private:
     // State and inputs: positions start .. start + used of `count`, padded with zeros to `width`.
     Tensors feeds(const void* inputs, int64_t start, int64_t used, int64_t count, int64_t width) const {
-        const size_t element = spec_.takes_embeddings ? sizeof(float) * static_cast<size_t>(spec_.hidden) : sizeof(int64_t);
+        const size_t element = spec_.takes_embeddings ? sizeof(float) * static_cast<size_t>(spec_.width) : sizeof(int64_t);
         std::vector<int64_t> shape = {spec_.batch, width};
         if (spec_.takes_embeddings) {
-            shape.push_back(spec_.hidden);
+            shape.push_back(spec_.width);
         }
         const tvm::ffi::Tensor value = make_tensor(shape, spec_.takes_embeddings ? "F32" : "I64");
         for (int64_t row = 0; row < spec_.batch; ++row) {

@@ -20,15 +20,15 @@ class Embedding {
 public:
     // Throws Error: the library or its weights do not fit, or it has no such program.
     Embedding(const Artifact& artifact, const DecoderSpec& spec)
-        : tokens_(make_tensor({spec.batch, 1}, "I64")), position_(make_tensor({1}, "I64")),
+        : given_(spec.takes_embeddings ? make_tensor({spec.batch, 1, spec.width}, "F32") : make_tensor({spec.batch, 1}, "I64")), position_(make_tensor({1}, "I64")),
           bytes_(sizeof(float) * static_cast<size_t>(spec.batch * spec.hidden)), program_(open(artifact, spec)) {
-        program_.set({{"tokens", tokens_}, {"position", position_}});
+        program_.set({{spec.takes_embeddings ? "inputs_embeds" : "tokens", given_}, {"position", position_}});
     }
 
-    // The tokens of every row, int64 [B], go here.
-    int64_t* tokens() const { return data_of<int64_t>(tokens_); }
+    // The inputs of every row go here: tokens int64 [B], or embeddings float32 [B, W].
+    char* input() const { return data_of<char>(given_); }
 
-    // Their rows at `position`: float32 [B, H].
+    // What the first layer reads of them at `position`: float32 [B, H].
     void embed(int64_t position, float* rows) {
         *data_of<int64_t>(position_) = position;
         const tvm::ffi::Array<tvm::ffi::Tensor> results = program_.run();
@@ -43,19 +43,19 @@ private:
         return Program(load_machine(artifact, spec), spec.embed, load_params(artifact, spec, {spec.embed}));
     }
 
-    tvm::ffi::Tensor tokens_, position_;
+    tvm::ffi::Tensor given_, position_;
     size_t bytes_;
     Program program_;
 };
 
-// One video at a time. Inputs are int64 [B, T] tokens, or float32 [B, T, H] of a headless decoder.
+// One video at a time. Inputs are int64 [B, T] tokens, or float32 [B, T, W] embeddings.
 class StepDecoder {
 public:
     // `artifact`: check_files was called; it and `accelerator` have to outlive the decoder.
     // Throws Error: a file does not fit the decoder.
     StepDecoder(const Artifact& artifact, const DecoderSpec& spec, Accelerator& accelerator)
         : spec_(spec), accelerator_(accelerator) {
-        if (!spec.takes_embeddings) {
+        if (!spec.takes_embeddings || !spec.embed.function.empty()) {
             embedding_.emplace(artifact, spec);
         }
     }
@@ -97,14 +97,11 @@ private:
 
     // The accelerator's input: position `i` of `count` of every row.
     void give(const void* inputs, int64_t i, int64_t count) {
-        for (int64_t row = 0; row < spec_.batch; ++row) {
-            const int64_t place = row * count + i;
-            if (embedding_.has_value()) {
-                embedding_->tokens()[row] = static_cast<const int64_t*>(inputs)[place];
-            } else {
-                std::memcpy(accelerator_.input() + row * spec_.hidden, static_cast<const float*>(inputs) + place * spec_.hidden,
-                            sizeof(float) * static_cast<size_t>(spec_.hidden));
-            }
+        const size_t bytes = spec_.takes_embeddings ? sizeof(float) * static_cast<size_t>(spec_.width) : sizeof(int64_t);
+        char* given = embedding_.has_value() ? embedding_->input() : reinterpret_cast<char*>(accelerator_.input());
+        for (size_t row = 0; row < static_cast<size_t>(spec_.batch); ++row) {
+            const size_t place = row * static_cast<size_t>(count) + static_cast<size_t>(i);
+            std::memcpy(given + row * bytes, static_cast<const char*>(inputs) + place * bytes, bytes);
         }
         if (embedding_.has_value()) {
             embedding_->embed(progress_.position, accelerator_.input());

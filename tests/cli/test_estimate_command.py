@@ -13,7 +13,6 @@ import pytest
 from conftest import check_module
 from decoders import llama
 from manifests import layer_part
-from torch import nn
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
@@ -39,14 +38,6 @@ KV260 = ("estimate", "--shape", "llama2-7b", "--quant", "w4a8", "--target", "kv2
 def heads_of_32() -> LlamaForCausalLM:
     """A Llama whose whole steps the accelerator can run."""
     return llama(head_dim=32)
-
-
-def layer_norms() -> LlamaForCausalLM:
-    """A Llama with LayerNorm, which the accelerator does not have."""
-    model = heads_of_32()
-    for layer in model.model.layers:
-        layer.input_layernorm = nn.LayerNorm(model.config.hidden_size)
-    return model
 
 
 @pytest.fixture
@@ -131,11 +122,11 @@ def test_a_shape_is_offloaded_as_compile_does_it(fastcar: Fastcar, board: str, k
     assert report.options.offload == found["offload"] == offload
 
 
-@pytest.mark.parametrize(("model", "offload"), [(heads_of_32, "all"), (layer_norms, "mlp")])
+@pytest.mark.parametrize(("model", "offload"), [(heads_of_32, "all"), (llama, "mlp")])
 def test_an_artifact_for_a_cpu_is_offloaded_as_compile_does_it(
     model: Callable[[], Any], offload: str, compiled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole steps; with LayerNorm the MLPs."""
+    """Whole steps; with heads of 16 the MLPs."""
     artifact = fc.load(compiled)
     config = CompileConfig(target="cpu", tokens_per_frame=8, max_seq_len=64, replay=ReplayConfig())
     manifest = artifact.manifest.model_copy(update={"accelerator": None, "options": config})

@@ -89,7 +89,7 @@ def test_the_program_is_what_the_compiler_builds() -> None:
     assert found.count(step.Add) == 2 * TINY.layers
     headless = replace(work, shape=TINY.model_copy(update={"vocab": 0}))
     bare = program_of_shape(headless, explore(headless.kernel_spec(), ZCU102).design)
-    assert len(bare.instructions) == len(program.instructions) - 1
+    assert [type(i) for i in bare.instructions] == [*kinds[:-2], step.Store, step.End]
 
 
 def test_a_draft_takes_its_weights_where_a_row_replays() -> None:

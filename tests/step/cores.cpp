@@ -58,6 +58,11 @@ void step_normalize(word_t rows[2][1][WORDS], uint32_t first, uint32_t words, co
     fastcar::norm::normalize<2, 1, WORDS>(rows, at, first, words, weight, 0, words, kept, inverse_size, epsilon);
 }
 
+void step_center(word_t rows[2][1][WORDS], uint32_t first, uint32_t words, float inverse_size) {
+    const fastcar::row::Pair at = {0, 1, 0};
+    fastcar::norm::center<2, 1, WORDS>(rows, at, first, words, inverse_size);
+}
+
 // A table with a program of at most 64 instructions; returns the status.
 uint32_t step_load(const word_t* memory, uint32_t bytes) {
     static fastcar::step::Program<64> program;

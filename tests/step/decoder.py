@@ -14,7 +14,13 @@ from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsT
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.spec import DraftSpec, MlpSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_draft, pack_linear, pack_mlp
-from fastcar_compile.codegen.hls.step_program.builder import AttentionForm, CacheForm, ReplayForm, step_program
+from fastcar_compile.codegen.hls.step_program.builder import (
+    AttentionForm,
+    CacheForm,
+    NormForm,
+    ReplayForm,
+    step_program,
+)
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES, CacheLayout
 from fastcar_compile.codegen.hls.step_program.instructions import Attend, DraftRows, Linear, Mlp
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
@@ -126,16 +132,21 @@ def decoder(
     rows: int = ROWS,
     cores: int = 1,
     drafts: Sequence[DraftSpec] = (),
+    *,
+    layer_norms: bool = False,
+    headed: bool = True,
 ) -> Decoder:
     """A decoder of two layers. axi_bits: of an AXI port, which carries one weight port or two."""
     rng = np.random.default_rng(0)
     query, key = attention.heads * attention.head_dim, attention.key_heads * attention.head_dim
     layer = [(f"layer_{n}", place) for n in range(LAYERS) for place in ("qkv", "o")]
     sizes = {"qkv": (HIDDEN, query + 2 * key, False), "o": (query, HIDDEN, True)}
-    linears = [*((f"{name}.{place}", *sizes[place]) for name, place in layer), ("head", HIDDEN, VOCAB, False)]
+    head = [("head", HIDDEN, VOCAB, False)] if headed else []
+    linears = [*((f"{name}.{place}", *sizes[place]) for name, place in layer), *head]
     kind = {"quant": quant, "axi_bits": axi_bits, "drafts": drafts}
     made = design(HIDDEN, 96, rows, cores, ports=4, layers=LAYERS, linears=linears, **kind)
-    program = step_program(made, attention, 1e-5, ReplayForm(FRAME, gates.gated, gates.kind, gates.units))
+    norm = NormForm(1e-5, layer=layer_norms)
+    program = step_program(made, attention, norm, ReplayForm(FRAME, gates.gated, gates.kind, gates.units))
     weights, drafted, sections = {}, {}, []
     for instruction in program.instructions:
         if isinstance(instruction, Mlp):

@@ -10,7 +10,7 @@ from fastcar_compile.codegen.hls.interface import REPORT_LAYER_WORDS, KernelInte
 from fastcar_compile.codegen.hls.step_program.program import StepOp
 from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.runtime.backends.hls_csim import aligned
-from step.decoder import VOCAB, Decoder
+from step.decoder import HIDDEN, Decoder
 from step.values import Array
 
 
@@ -76,7 +76,8 @@ class Kernel:
         """Run one step; return its output, float32 [rows, channels]."""
         self.give(x, rows)
         assert self.launch(StepOp.RUN) == (0, 0)
-        return self.memory["output"].view(np.float32).reshape(len(x), -1)[:, :VOCAB]
+        head = self.made.made.linears.get("head")
+        return self.memory["output"].view(np.float32).reshape(len(x), -1)[:, : head.channels if head else HIDDEN]
 
     def caches(self) -> tuple[Array, Array]:
         """Keys and values, int8 [ports, words, 16]."""

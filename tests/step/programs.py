@@ -10,7 +10,13 @@ from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.spec import DraftSpec, MlpSpec
-from fastcar_compile.codegen.hls.step_program.builder import AttentionForm, CacheForm, ReplayForm, step_program
+from fastcar_compile.codegen.hls.step_program.builder import (
+    AttentionForm,
+    CacheForm,
+    NormForm,
+    ReplayForm,
+    step_program,
+)
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 
 HEADS = AttentionForm(4, 2, 32, rotary=32, table_rows=40, factor=0.25, cache=CacheForm(0, 40))
@@ -22,17 +28,20 @@ def built(
     rows: int = 2,
     replay: ReplayForm | None = None,
     drafts: Sequence[DraftSpec] = (),
+    *,
+    layer_norms: bool = False,
+    headed: bool = True,
 ) -> StepProgram:
     """The step program of a decoder on four weight ports."""
     query, key = attention.heads * attention.head_dim, attention.key_heads * attention.head_dim
-    linears = {"head": Product(64, 17, 4, tile=1, tiles=5)}
+    linears = {"head": Product(64, 17, 4, tile=1, tiles=5)} if headed else {}
     for n in range(layers):
         linears[f"layer_{n}.qkv"] = Product(64, query + 2 * key, 4, tile=4, tiles=-(-(query + 2 * key) // 16))
         linears[f"layer_{n}.o"] = Product(query, 64, 4, tile=4, tiles=4)
     mlp = MlpSpec(64, 96, rows, layers, cores=1)
     design = Design(mlp, zcu102(), 4, Product(64, 192, 4).cut(64), Product(96, 64, 4).cut(64), linears)
     design = replace(design, drafts={d.name: d.products(mlp, 4).cut(64) for d in drafts})
-    return step_program(design, attention, 1e-5, replay)
+    return step_program(design, attention, NormForm(1e-5, layer=layer_norms), replay)
 
 
 LIMITS = Limits(cores=1, table_words=64, query_words=1, key_words=1, instructions=64)

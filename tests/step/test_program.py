@@ -40,11 +40,12 @@ LEARNED = built(replay=ReplayForm(7, (False, True), GateKind.LEARNED, units=(0, 
 DELTA = built(replay=ReplayForm(7, (False, True), GateKind.INPUT_DELTA))
 
 
+CENTERED = built(replace(HEADS, head_norm=True), layer_norms=True, headed=False)
 DRAFTED = built(replay=ReplayForm(7, (False, True), GateKind.INPUT_DELTA), drafts=[DraftSpec(1, 12, 4)])
 
 
 PROGRAMS = {"rotated": PROGRAM, "normed": NORMED, "plain": PLAIN, "tas": GATED, "learned": LEARNED}
-PROGRAMS |= {"input_delta": DELTA, "drafts": DRAFTED}
+PROGRAMS |= {"input_delta": DELTA, "drafts": DRAFTED, "layer norms": CENTERED}
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
@@ -70,6 +71,8 @@ def test_a_layer() -> None:
     for program in (LEARNED, DELTA):
         replays = [i.opcode for i in program.instructions if i.layer == 1][6:]
         assert replays == [*common[1:-2], Opcode.DECIDE, Opcode.MLP, Opcode.REPLAY]
+    assert next(i.opcode for i in CENTERED.instructions if i.layer == 1) is Opcode.LAYER_NORM
+    assert [i.opcode for i in CENTERED.instructions[-3:]] == [Opcode.LAYER_NORM, Opcode.STORE, Opcode.END]
     drafted = [i.opcode for i in DRAFTED.instructions if i.layer == 1][-3:]
     assert drafted == [Opcode.RECALL, Opcode.DRAFT, Opcode.REPLAY_DRAFT]
     assert all(i.opcode not in (Opcode.DECIDE, Opcode.REPLAY) for i in GATED.instructions if i.layer == 0)
@@ -173,7 +176,7 @@ def test_a_decision_of_another_gate_is_refused(cores: Cores) -> None:
 def test_damaged_programs_are_judged_alike(cores: Cores) -> None:
     """Words replaced by likely ones, in programs of all kinds."""
     rng, seen = np.random.default_rng(0), dict.fromkeys(Status, 0)
-    damaged = [binary(program) for program in (NORMED, PLAIN, GATED, LEARNED, DELTA, DRAFTED)]
+    damaged = [binary(program) for program in (NORMED, PLAIN, GATED, LEARNED, DELTA, DRAFTED, CENTERED)]
     likely = [0, 1, 2, 3, 4, 5, 6, 10, 15, 16, 17, 32, 40, 64, 255, 65535, 65536, 1 << 30, 1 << 31, (1 << 32) - 1]
     for round_number in range(1500):
         data = damaged[round_number % len(damaged)]
@@ -206,6 +209,8 @@ def test_offsets_of_layers_and_caches_do_not_overlap() -> None:
     assert 3 * stride == NORMED.sizes.key_words
     weights = [i for i in NORMED.instructions if isinstance(i, Norm)]
     assert len({i.weight for i in weights}) == 3 * 4 + 1
+    ends = [(i.weight, i.weight + 2 * i.count) for i in CENTERED.instructions if isinstance(i, Norm)]
+    assert [a for a, _ in sorted(ends)[1:]] == [b for _, b in sorted(ends)[:-1]]
 
 
 def test_the_reference_names_every_instruction() -> None:

@@ -1,4 +1,4 @@
-"""Rows on chip against numpy, bit for bit: residual, rotary position embedding and RMSNorm."""
+"""Rows on chip against numpy, bit for bit: residual, rotary position embedding, RMSNorm and what a mean leaves."""
 
 import numpy as np
 import pytest
@@ -68,3 +68,31 @@ def test_root_mean_square(cores: Cores, count: int, epsilon: float, size: int) -
             got = cores("normalize", places(x), before, words, weight, float(np.float32(1 / count)), epsilon)[0]
             want = normalized(row, weight, epsilon)
         assert_same(got, np.stack([x, places(np.concatenate([np.zeros(4 * before, np.float32), want]))[0]]))
+
+
+def centered(x: Array) -> Array:
+    """docs/reference/numerics.md in numpy, one row of finite values."""
+    place = max(int(np.abs(x).max().view(np.uint32) >> 23), 94) - 149
+    whole = [int(f) for f in np.rint(np.ldexp(x.astype(np.float64), -place))]
+    return x - np.float32(sum(whole)) * np.float32(1 / x.size) * np.float32(2.0**place)
+
+
+@pytest.mark.parametrize("size", [-30, -8, 0, 3, 33])
+@pytest.mark.parametrize("count", [256, 12, 4, 132])
+def test_what_the_mean_leaves(cores: Cores, count: int, size: int) -> None:
+    """Rows of all magnitudes, far from zero, an outlier; a value that is not finite stays so."""
+    rng = np.random.default_rng(count)
+    rows = (rng.normal(size=(5, count)) * 10.0**size).astype(np.float32)
+    rows[1] += 100 * rows[1, 0]
+    rows[2, -1] *= np.float32(1e4)
+    rows[3] = rows[3, 0]
+    rows[4] *= np.exp2(rng.integers(-24, 1, count)).astype(np.float32)
+    words, before = count // 4, 64 - count // 4
+    own = float(np.float32(1 / count))
+    x = np.ones(256, np.float32)
+    for row in rows:
+        x[4 * before :] = row
+        got = cores("center", places(x), before, words, own)[0]
+        assert_same(got[1, 4 * before :], centered(row))
+    for x[-1] in (np.nan, np.inf):
+        assert not np.isfinite(cores("center", places(x), before, words, own)[0][1, -1])

@@ -40,7 +40,9 @@ CHANGE = Gates(GateKind.INPUT_DELTA, 1.2, max_chain=2)
 DECODERS = {
     "tas": decoder(ROTATED, "w8a8", Gates(heads=((0, 1.0), (3, -0.5)))),
     "tas, normed": decoder(NORMED, "w4a8", Gates(threshold=-1.0, couple_cfg=True, max_chain=2), axi_bits=256),
-    "learned": decoder(NORMED, "w4a8", Gates(GateKind.LEARNED, 0.0, refresh_every=3, units=(3, 7))),
+    "learned": decoder(
+        *(NORMED, "w4a8", Gates(GateKind.LEARNED, 0.0, refresh_every=3, units=(3, 7))), layer_norms=True, headed=False
+    ),
     "input_delta": decoder(
         *(ROTATED, "w8a8", replace(CHANGE, gated=(True, False))), rows=1, cores=2, drafts=[DraftSpec(0, 13, 5)]
     ),
@@ -50,8 +52,9 @@ DECODERS = {
     ),
 }
 """Both quantisations. Gates that read q, x and a network, and x. The second has two weight ports on an
-AXI port, and three query heads per key head, in runs of two and one. The last ones have several rows of a video. With
-`input_delta` a layer has a draft: of less than a group and more, without biases and with, on one core and two."""
+AXI port, and three query heads per key head, in runs of two and one. The third has layer norms and no head. The last
+ones have several rows of a video. With `input_delta` a layer has a draft: of less than a group and more, without biases
+and with, on one core and two."""
 
 LAUNCHES = 40
 

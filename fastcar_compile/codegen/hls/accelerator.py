@@ -118,7 +118,7 @@ def choose_accelerator(program: DecoderProgram, config: CompileConfig, board: Ta
     _check_equal(program.sites)
     _check_quantised(program, config)
     linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in work.calls]
-    step = _step_spec(program) if work.step is not None else None
+    step = None if work.step is None else _step_spec(program, work.step)
     mlp = _mlp_spec(program, config)
     mlp.check()
     table = control_table(program, config, 1)
@@ -145,10 +145,10 @@ def footprint_of(program: DecoderProgram, config: CompileConfig, board: Target) 
     return held(Footprint.of(program.params.nbytes(), program.state), board, attends=config.offload == "all")
 
 
-def _step_spec(program: DecoderProgram) -> StepSpec:
+def _step_spec(program: DecoderProgram, step: DecodeStep) -> StepSpec:
     """Return what the kernel of whole steps has beside MLPs and linears: the attention of the first layer."""
     own = program.sites[0].attention
-    return StepSpec(own.num_heads, own.num_kv_heads, own.head_dim, own.cache_rows)
+    return StepSpec(own.num_heads, own.num_kv_heads, own.head_dim, own.cache_rows, step.norm.layer)
 
 
 def _mlp_spec(program: DecoderProgram, config: CompileConfig) -> MlpSpec:

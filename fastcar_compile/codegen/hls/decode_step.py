@@ -14,7 +14,15 @@ from fastcar_compile.codegen.hls.control import gate_kind, network_streams, netw
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.spec import DraftSpec, check_drafts
 from fastcar_compile.codegen.hls.step_program import builder
-from fastcar_compile.codegen.hls.step_program.builder import HEAD, AttentionForm, CacheForm, ReplayForm, only, refusal
+from fastcar_compile.codegen.hls.step_program.builder import (
+    HEAD,
+    AttentionForm,
+    CacheForm,
+    NormForm,
+    ReplayForm,
+    only,
+    refusal,
+)
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.errors import CompileError, attempt
 from fastcar_compile.gates import decided_on_accelerator
@@ -32,23 +40,20 @@ from fastcar_compile.passes.offload import HostLinear, LinearCall
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 HINT = 'use offload="linears"'
 ATTENTIONS = (fastcar.exact_attention, fastcar.exact_window_attention)
-MOVES = (aten.view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.transpose, aten.permute)
+NORMS = (fastcar.exact_norm, fastcar.exact_layer_norm)
+MOVES = (aten.view, aten.reshape, aten.flatten, aten.unsqueeze, aten.squeeze, aten.transpose, aten.permute)
 
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Parameters of a layer by name; None where it has none.
+    """Parameters of a layer by name.
 
     Args:
-        attention_norm, mlp_norm, query_norm, key_norm: weights. table: of RoPE. epsilons: of the norms, in this order.
+        norms: before attention, before the MLP, then those of q and k, if they have any. table: of RoPE; None: none.
     """
 
-    attention_norm: str
-    mlp_norm: str
-    query_norm: str | None
-    key_norm: str | None
+    norms: tuple["Norm", ...]
     table: str | None
-    epsilons: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -56,13 +61,14 @@ class DecodeStep:
     """What a decode step is made of, whatever engine runs it.
 
     Args:
-        last_norm: weight of the norm in front of the head. drafts: of its layers.
+        last_norm: behind the layers. headed: a head follows it. drafts: of its layers.
     """
 
     layers: tuple[LayerParts, ...]
-    last_norm: str
+    last_norm: "Norm"
+    headed: bool
     attention: AttentionForm
-    epsilon: float
+    norm: NormForm
     replay: ReplayForm | None
     drafts: tuple[DraftSpec, ...] = ()
 
@@ -71,11 +77,11 @@ class DecodeStep:
         """Names of the weight streams, in the order of a section."""
         numbers = range(len(self.layers))
         layers = (name for n in numbers for name in (f"layer_{n}.qkv", f"layer_{n}.o", f"layer_{n}"))
-        return (*layers, HEAD, *(own.name for own in self.drafts))
+        return (*layers, *([HEAD] if self.headed else []), *(own.name for own in self.drafts))
 
     def program(self, design: Design) -> StepProgram:
         """Return the step program for a design (`step_program`); values of parameters are not read."""
-        return builder.step_program(design, self.attention, self.epsilon, self.replay)
+        return builder.step_program(design, self.attention, self.norm, self.replay)
 
     def constants(self, program: DecoderProgram) -> NDArray[Any]:
         """Return what the step program reads besides weights and caches, float32 words in the order of `step_program`."""
@@ -83,15 +89,12 @@ class DecodeStep:
         def tensor(name: str) -> NDArray[Any]:
             return program.params[name].float().numpy().reshape(-1)
 
-        def of_layer(layer: LayerParts) -> list[NDArray[Any]]:
-            names = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
-            return [tensor(name) for name in names if name is not None]
-
         table = self.layers[0].table
-        arrays = [a for layer in self.layers for a in of_layer(layer)]
+        norms = (*(norm for layer in self.layers for norm in layer.norms), self.last_norm)
+        arrays = [tensor(name) for norm in norms for name in norm.parameters]
         tables = [] if table is None else [tensor(table)]
         drafts = [_draft_table(program, own.layer) for own in self.drafts]
-        return np.concatenate([*arrays, tensor(self.last_norm), *tables, network_streams(program), *drafts])
+        return np.concatenate([*arrays, *tables, network_streams(program), *drafts])
 
 
 def _draft_table(program: DecoderProgram, layer: int) -> NDArray[Any]:
@@ -101,10 +104,17 @@ def _draft_table(program: DecoderProgram, layer: int) -> NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class _Norm:
+class Norm:
+    """A norm of `x`. parameters: its weight; of a layer norm, weight and bias."""
+
     x: fx.Node
-    weight: str
+    parameters: tuple[str, ...]
     epsilon: float
+
+    @property
+    def form(self) -> NormForm:
+        """What all norms of a step program have in common."""
+        return NormForm(self.epsilon, layer=len(self.parameters) > 1)
 
 
 def decode_step(program: DecoderProgram, calls: Sequence[LinearCall], kept: Sequence[HostLinear]) -> DecodeStep:
@@ -125,14 +135,15 @@ def decode_step(program: DecoderProgram, calls: Sequence[LinearCall], kept: Sequ
         raise CompileError.collect(problems)
     layers, last = parts
     attention = attempt(problems, partial(_attention, program, layers))
-    epsilons = {*(e for layer in layers for e in layer.epsilons), last.epsilon}
-    epsilon = attempt(problems, partial(only, epsilons, "the norms' epsilons"))
+    forms = {norm.form for norm in (*(n for layer in layers for n in layer.norms), last)}
+    norm = attempt(problems, partial(only, forms, "the norms"))
     if attention is not None:
         wrong = [] if replay is None else replay.problems(len(program.sites))
         problems += [refusal(f"no step program: {text}") for text in (*attention.problems(), *wrong)]
-    if problems or attention is None or epsilon is None:
+    if problems or attention is None or norm is None:
         raise CompileError.collect(problems)
-    return DecodeStep(layers, last.weight, attention, epsilon, replay, drafts)
+    headed = program.config.vocab_size is not None
+    return DecodeStep(layers, last, headed, attention, norm, replay, drafts)
 
 
 def drafts_of(program: DecoderProgram) -> tuple[DraftSpec, ...]:
@@ -153,7 +164,7 @@ def _attention(program: DecoderProgram, layers: Sequence[LayerParts]) -> Attenti
         cache = CacheForm(own.sinks, own.cache_rows - own.sinks, window, program.config.rows or 1)
         factor = float(logit_factor(own.scale))
         heads = (own.num_heads, own.num_kv_heads, own.head_dim)
-        found.add(AttentionForm(*heads, rotary, rows, factor, cache, head_norm=layer.query_norm is not None))
+        found.add(AttentionForm(*heads, rotary, rows, factor, cache, head_norm=len(layer.norms) > 2))
     return only(found, "the attentions of the layers")
 
 
@@ -190,8 +201,8 @@ class _Reader:
         modules = with_branches(program.graph_module)  # names are unique in a graph, those of linears in all of them
         self.linears = {n.name: n for module in modules for n in module.graph.nodes if is_op(n, *INTEGER_LINEARS)}
 
-    def parts(self) -> tuple[tuple[LayerParts, ...], _Norm]:
-        """Return all layers, and the norm in front of the head. Layers are alike, and so is what is wrong with them: one of them is reported."""
+    def parts(self) -> tuple[tuple[LayerParts, ...], Norm]:
+        """Return all layers, and the norm behind them. Layers are alike, and so is what is wrong with them: one of them is reported."""
         sites, found, problems = self.program.sites, list[LayerParts](), list[CompileError]()
         last = attempt(problems, self.last)
         for site, before in zip(sites, [None, *sites], strict=False):
@@ -203,12 +214,12 @@ class _Reader:
             raise CompileError.collect(problems)
         return tuple(found), last
 
-    def last(self) -> _Norm:
-        """Return the norm between the last layer and the head."""
-        if HEAD not in self.calls:
-            raise refusal("a step program ends with a head, and this decoder has none that is quantised")
-        head = self.expect(self.resolved(output_nodes(self.graph)[0]), self.linear(HEAD, 0), "the head")
-        last = self.norm(self.resolved(node_arg(head, 0)))
+    def last(self) -> Norm:
+        """Return the norm between the last layer and the head, or the output of a decoder without one."""
+        out = self.resolved(output_nodes(self.graph)[0])
+        if self.program.config.vocab_size is not None:
+            out = self.resolved(node_arg(self.expect(out, self.linear(HEAD, 0), "the head"), 0))
+        last = self.norm(out)
         self.expect(self.resolved(last.x), self.node(self.program.sites[-1].exit), "the input of the last norm")
         return last
 
@@ -236,11 +247,9 @@ class _Reader:
         if table != key_table or (query_norm is None) != (key_norm is None):
             raise self.refused(attention, "q and k that have a norm and rotate alike")
         own = tuple(n for n in (query_norm, key_norm) if n is not None)
-        names = tuple(n.weight for n in own) or (None, None)
-        epsilons = tuple(n.epsilon for n in (first, second, *own))
-        return LayerParts(first.weight, second.weight, names[0], names[1], table, epsilons)
+        return LayerParts((first, second, *own), table)
 
-    def mlp_norm(self, site: LayerSite, residual: fx.Node) -> _Norm:
+    def mlp_norm(self, site: LayerSite, residual: fx.Node) -> Norm:
         """Return the norm between the residual and the MLP, inside of the branch that computes it or before."""
         x = self.computed(node_arg(self.linears[site.mlp.linears[0]], 0))
         found = self.norm(x)
@@ -271,22 +280,24 @@ class _Reader:
                 what = f"{name} of the gate of layer {site.layer}"
                 self.expect(self.resolved(value), self.resolved(wanted[name]), what)
 
-    def head(self, node: fx.Node) -> tuple[fx.Node, _Norm | None, str | None]:
+    def head(self, node: fx.Node) -> tuple[fx.Node, Norm | None, str | None]:
         """Return what q or k is made of, its norm and its RoPE table."""
         node, table, norm = self.resolved(node), None, None
         if is_op(node, fastcar.exact_rotary):
             table, node = self.parameter(node_arg(node, 1)), self.resolved(node_arg(node, 0))
-        if is_op(node, fastcar.exact_norm):
+        if is_op(node, *NORMS):
             norm = self.norm(node)
             node = self.resolved(norm.x)
         return node, norm, table
 
-    def norm(self, node: fx.Node) -> _Norm:
-        """Return the parts of an RMSNorm."""
-        if not is_op(node, fastcar.exact_norm):
-            raise self.refused(node, "an RMSNorm")
-        epsilon = node.args[2] if isinstance(node.args[2], float) else 0.0
-        return _Norm(node_arg(node, 0), self.parameter(node_arg(node, 1)), epsilon)
+    def norm(self, node: fx.Node) -> Norm:
+        """Return the parts of a norm."""
+        if not is_op(node, *NORMS):
+            raise self.refused(node, "a norm")
+        x, *parameters, epsilon = node.args
+        own = tuple(self.parameter(p) for p in parameters if isinstance(p, fx.Node))
+        assert isinstance(x, fx.Node)
+        return Norm(x, own, epsilon if isinstance(epsilon, float) else 0.0)
 
     def written(self, cache: fx.Node) -> fx.Node:
         """Return the rows that are written to a cache."""

@@ -85,7 +85,7 @@ class _Sample:
                 self._weights += self._design.section_words
             case step.Norm() as norm:
                 yield replace(norm, weight=self._constants)
-                self._constants += norm.count
+                self._constants += norm.count * (2 if isinstance(norm, step.LayerNorm) else 1)
             case step.Rotate() as rotate:
                 yield replace(rotate, table=self._table(rotate))
             case _:

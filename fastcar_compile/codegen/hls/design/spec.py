@@ -160,12 +160,14 @@ class StepSpec:
 
     Args:
         heads, key_heads, head_dim: of attention. positions: rows of a key/value cache.
+        layer_norms: the norms are layer norms.
     """
 
     heads: int
     key_heads: int
     head_dim: int
     positions: int
+    layer_norms: bool = False
 
     @property
     def queries(self) -> int:
@@ -195,6 +197,7 @@ class StepSpec:
             instructions=LAYER_INSTRUCTIONS * mlp.layers + OTHER_INSTRUCTIONS,
             query_words=float_words(max(self.heads * self.head_dim, mlp.hidden)),
             key_words=float_words(max(self.key_heads * self.head_dim, mlp.hidden)),
+            layer_norms=self.layer_norms,
         )
 
 
@@ -206,6 +209,7 @@ class StepBuffers:
         rows: of the batch. row_words: 128-bit words of one at a place. group: query heads side by side.
         blocks: of 32 elements in a head. positions: of a head's logits. instructions: of the step program.
         query_words, key_words: 128-bit words of a row of q, and of the cached key, or of the MLP's input, for the gate.
+        layer_norms: the norms are layer norms.
     """
 
     rows: int
@@ -216,6 +220,7 @@ class StepBuffers:
     instructions: int
     query_words: int
     key_words: int
+    layer_norms: bool = False
 
 
 def check_linears(linears: Sequence[LinearSpec]) -> None:

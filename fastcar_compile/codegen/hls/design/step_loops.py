@@ -39,6 +39,8 @@ LARGEST_DEPTH = READ + 3 * INTEGER
 SQUARES_DEPTH = READ + SHIFT + MULTIPLY + 3 * INTEGER
 NORM_ROOT_DEPTH = TO_FLOAT + 3 * MULTIPLY + ADD_CLOCKS + COMPARE + ROOT_DEPTH + DIVIDE
 NORM_DEPTH = READ + 2 * MULTIPLY + WRITE
+SUM_DEPTH = READ + SHIFT + 3 * INTEGER
+MEAN_DEPTH = TO_FLOAT + 2 * MULTIPLY
 ROTATE_DEPTH = READ + MULTIPLY + ADD_CLOCKS + WRITE
 ADD_DEPTH = READ + ADD_CLOCKS + WRITE
 DRAFT_DEPTH = READ + MULTIPLY + 3 * ADD_CLOCKS + WRITE
@@ -202,8 +204,8 @@ def vector_loops(instruction: step.Instruction, work: VectorWork) -> tuple[Repea
 
 def _loops_of(instruction: step.Instruction, work: VectorWork) -> tuple[Repeated, ...]:
     match instruction:
-        case step.Load(count=count):
-            return (Repeated((Loop("load", "load_words", count, WRITE, moves=True),), work.rows),)
+        case step.Load(count=count) | step.Store(count=count):
+            return (Repeated((Loop("rows", "move_words", count, WRITE, moves=True),), work.rows),)
         case step.Norm():
             return _norm(instruction, work)
         case step.Rotate():
@@ -231,6 +233,14 @@ def _norm(norm: step.Norm, work: VectorWork) -> tuple[Repeated, ...]:
         Loop("normalize", "inverse_root", 1, NORM_ROOT_DEPTH),
         Loop("normalize", "scale_words", norm.count, NORM_DEPTH),
     )
+    if isinstance(norm, step.LayerNorm):
+        centred = (
+            Loop("center", "find_largest_value", norm.count, LARGEST_DEPTH),
+            Loop("center", "add_values", norm.count, SUM_DEPTH),
+            Loop("center", "mean", 1, MEAN_DEPTH),
+            Loop("center", "subtract_mean", norm.count, ADD_DEPTH),
+        )
+        rest = (*centred, *rest, Loop("norm_rows", "add_bias", norm.count, ADD_DEPTH, moves=True))
     # The first pass reads the norm's weight from memory. It stays on chip for the other rows and pieces.
     done = work.computing * norm.pieces
     return Repeated((weight, *rest), min(done, 1)), Repeated((largest, *rest), done - 1)

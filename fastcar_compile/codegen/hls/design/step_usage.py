@@ -153,7 +153,7 @@ def step_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
 
     Halves of a BRAM36 of different units are not put together.
     """
-    units = (_attention_units, _vector_units, _draft_units, _store_units)
+    units = (_attention_units, _vector_units, _layer_norm_units, _draft_units, _store_units)
     return {name: used for own in units for name, used in own(design, buffers).items()}
 
 
@@ -198,6 +198,13 @@ def _vector_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
         "gather": (MULTIPLY + CONVERT) * four,
         "add": FLOAT_ADD * (2 * four),  # of two rows, or of a row and a slot of the replay buffer
     }
+
+
+def _layer_norm_units(_design: Design, buffers: StepBuffers) -> dict[str, Usage]:
+    """Return what layer norms take beside root-mean-square norms: sum and mean of a row, the difference, and the bias."""
+    if not buffers.layer_norms:
+        return {}
+    return {"layer norm": FLOAT_ADD * (2 * FLOATS_PER_WORD) + (MULTIPLY * 2 + CONVERT + SUM)}
 
 
 def _draft_units(design: Design, _buffers: StepBuffers) -> dict[str, Usage]:

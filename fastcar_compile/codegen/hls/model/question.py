@@ -1,6 +1,6 @@
 """What a model is asked: a workload on a board, its design, and the decisions of its forwards."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,6 @@ from fastcar_compile.codegen.hls.model.workload import Workload
 from fastcar_compile.codegen.hls.step_program import builder
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.builder import AttentionForm, CacheForm, ReplayForm
-from fastcar_compile.codegen.hls.step_program.instructions import Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import InputError
@@ -141,18 +140,13 @@ def _checked(decisions: Decisions, workload: Workload) -> Decisions:
 def program_of_shape(work: Workload, design: Design) -> StepProgram:
     """Return the step program of a workload on a design.
 
-    Of a decoder without a head, the head is a module of its own: its linear is left out.
-
     Raises:
         UserError: sizes that no step program has.
     """
     shape, gate = work.shape, work.gate
     units = (gate.units,) * shape.layers if gate.units else ()
     replay = ReplayForm(shape.tokens_per_frame, (True,) * shape.layers, gate.kind, units)
-    head = builder.HEAD if shape.head else "layer_0.o"
-    program = builder.step_program(design, _attention(work), EPSILON, replay, head)
-    kept = (i for i in program.instructions if not (isinstance(i, step.Linear) and i.target is Place.OUTPUT))
-    return program if shape.head else replace(program, instructions=tuple(kept))
+    return builder.step_program(design, _attention(work), builder.NormForm(EPSILON), replay)
 
 
 def _attention(work: Workload) -> AttentionForm:

@@ -79,6 +79,14 @@ class AttentionForm:
 
 
 @dataclass(frozen=True)
+class NormForm:
+    """The norms of a decoder: root-mean-square norms, or layer norms with weight and bias."""
+
+    epsilon: float
+    layer: bool = False
+
+
+@dataclass(frozen=True)
 class ReplayForm:
     """Replay of MLP outputs.
 
@@ -104,21 +112,20 @@ class ReplayForm:
         return found
 
 
-def step_program(
-    design: Design, attention: AttentionForm, epsilon: float, replay: ReplayForm | None, head: str = HEAD
-) -> StepProgram:
+def step_program(design: Design, attention: AttentionForm, norm: NormForm, replay: ReplayForm | None) -> StepProgram:
     """Return the step program of a decoder whose layers are alike, on a design that has its linears.
 
-    A layer is norm, q/k/v, RoPE, attention, o, norm, MLP; behind the layers are a norm and the head.
+    A layer is norm, q/k/v, RoPE, attention, o, norm, MLP; behind the layers are a norm and the head. Without a head the
+    output has the hidden states.
 
     In `constants`, layer by layer: the weights of both norms, then those of q and k per head, if any; then the weight
-    of the last norm, then the RoPE table, then the networks of the layers with gate `learned`, then of each draft its
+    of the last norm; a layer norm's bias is behind its weight. Then the RoPE table, then the networks of the layers with gate `learned`, then of each draft its
     bias, edges and gains. In a section of `weights`, layer by layer: q/k/v, o, the MLP; then the head, then the drafts.
     In a section of the caches: layer, video, key head. In the replay buffer: chain counts by layer, slot and video,
     then MLP outputs alike, then MLP inputs alike, if the gate reads them.
 
     Args:
-        epsilon: of the norms. replay: of MLPs; None: there is none. head: name of the last linear.
+        replay: of MLPs; None: there is none.
 
     Raises:
         CompileError: what a step program cannot express.
@@ -127,7 +134,7 @@ def step_program(
     if design.mlp.hidden % LANES:
         wrong.append(f"a hidden size of {design.mlp.hidden} (a multiple of {LANES})")
     if not wrong:
-        program = _Builder(design, attention, float32(epsilon), replay, head).program()
+        program = _Builder(design, attention, norm, replay).program()
         wrong += [f"{i.opcode.name} of layer {i.layer}" for i in program.instructions if not i.fits(program.sizes)]
         if len(program.instructions) <= MAX_INSTRUCTIONS and program.sizes.is_valid() and not wrong:
             return program
@@ -151,16 +158,15 @@ def only(found: set[T], what: str) -> T:
 
 
 class _Builder:
-    def __init__(
-        self, design: Design, heads: AttentionForm, epsilon: float, replay: ReplayForm | None, head: str
-    ) -> None:
-        self.design, self.heads, self.epsilon, self.replay = design, heads, epsilon, replay
+    def __init__(self, design: Design, heads: AttentionForm, norm: NormForm, replay: ReplayForm | None) -> None:
+        self.design, self.heads, self.norm, self.replay = design, heads, norm, replay
         self.layers, self.rows = design.mlp.layers, design.mlp.batch
         self.qkv, self.o = map(self._of_layers, ("qkv", "o"))
-        self.head = design.linears[head]
+        self.head = design.linears.get(HEAD)
         self.words = design.mlp.hidden // LANES
         self.head_words = heads.head_dim // LANES
-        self.norm_words = 2 * self.words + (2 * self.head_words if heads.head_norm else 0)
+        self.vectors = 2 if norm.layer else 1  # of a norm: its weight, and its bias
+        self.norm_words = self.vectors * (2 * self.words + (2 * self.head_words if heads.head_norm else 0))
         self.mlp_at = self.qkv.section_words + self.o.section_words
         self.layer_weights = self.mlp_at + design.section_words
         layout = CacheLayout(design.ports, heads.head_dim, heads.cache.positions)
@@ -168,7 +174,7 @@ class _Builder:
         cached = self.videos * heads.key_heads
         self.layer_keys, self.layer_values = cached * layout.key_words, cached * layout.value_words
         self.last_norm = self.layers * self.norm_words
-        self.table = self.last_norm + self.words
+        self.table = self.last_norm + self.vectors * self.words
         # Element n is the first word of layer n's network; the last element is their end.
         units = (0,) * self.layers if replay is None or not replay.units else replay.units
         networks = (network_words(n, design.mlp.hidden) if n else 0 for n in units)
@@ -177,8 +183,8 @@ class _Builder:
         drafts = design.drafts.values()
         own = (self.words + step.GAIN_WORDS for _ in drafts)
         self.draft_constants = tuple(accumulate(own, initial=self.networks[-1]))
-        sections = (p.section_words for p in (self.head, *drafts))
-        self.draft_weights = tuple(accumulate(sections, initial=self.layers * self.layer_weights))[1:]
+        behind = self.layers * self.layer_weights + (0 if self.head is None else self.head.section_words)
+        self.draft_weights = tuple(accumulate((p.section_words for p in drafts), initial=behind))
         self.slots = 0 if replay is None else replay.stride
         self.layer_chains, self.layer_outputs = self.slots * self.videos, self.slots * self.videos * self.words
         # The replay buffer has the chain counts of all layers, then the MLP outputs, then the MLP inputs.
@@ -205,7 +211,7 @@ class _Builder:
             value_words=layers * self.layer_values,
             input_words=self.rows * self.words,  # behind the list of rows
             # A row of logits fills whole memory words: it may be up to three values wider than the vocabulary.
-            output_words=self.rows * float_words(self.head.channels),
+            output_words=self.rows * (self.words if self.head is None else float_words(self.head.channels)),
             replay_words=self.inputs + layers * self.layer_inputs,
             videos=self.videos,
         )
@@ -219,12 +225,13 @@ class _Builder:
 
     def _layer(self, layer: int) -> Iterator[step.Instruction]:
         norms, weights = layer * self.norm_words, layer * self.layer_weights
+        second = norms + self.vectors * self.words
         yield self._norm(layer, norms)
         yield _linear(layer, Place.A, Place.Y, self.qkv, weights)
-        yield from self._attention(layer, norms + 2 * self.words)
+        yield from self._attention(layer, second + self.vectors * self.words)
         yield _linear(layer, Place.A, Place.Y, self.o, weights + self.qkv.section_words)
         yield step.Add(layer, Place.Y, Place.X, self.words)
-        yield self._norm(layer, norms + self.words)
+        yield self._norm(layer, second)
         replay = self._replay_of(layer)
         # The norm has just put the MLP's input into A, and Decide needs it there before the MLP runs.
         if replay is not None and replay.gate.reads_input:
@@ -263,9 +270,9 @@ class _Builder:
         # An instruction never writes the place that it reads. A is free here, because q/k/v is its last reader.
         normed = (Place.A, Place.A) if heads.rotary else (q, k)
         if heads.head_norm:
-            sizes = (float32(1 / heads.head_dim), self.epsilon)
-            yield step.Norm(layer, Place.Y, normed[0], 0, head_words, heads.heads, norms, *sizes)
-            yield step.Norm(layer, Place.Y, normed[1], query, head_words, heads.key_heads, norms + head_words, *sizes)
+            key_norm = norms + self.vectors * head_words
+            yield self._normed(layer, (Place.Y, normed[0]), (0, head_words, heads.heads), norms)
+            yield self._normed(layer, (Place.Y, normed[1]), (query, head_words, heads.key_heads), key_norm)
         if heads.rotary:
             yield self._rotation(layer, (self._unrotated, q), 0, heads.heads)
             yield self._rotation(layer, (self._unrotated, k), query, heads.key_heads)
@@ -309,12 +316,19 @@ class _Builder:
         return step.Rotate(layer, *places, first, heads, self.head_words, half, self.table, self.heads.table_rows)
 
     def _norm(self, layer: int, weight: int) -> step.Norm:
-        size = float32(1 / self.design.mlp.hidden)
-        return step.Norm(layer, Place.X, Place.A, 0, self.words, 1, weight, size, self.epsilon)
+        return self._normed(layer, (Place.X, Place.A), (0, self.words, 1), weight)
+
+    def _normed(self, layer: int, places: tuple[Place, Place], pieces: tuple[int, int, int], weight: int) -> step.Norm:
+        """Return a norm; `pieces`: the first word, the words of a piece and how many there are."""
+        kind = step.LayerNorm if self.norm.layer else step.Norm
+        return kind(layer, *places, *pieces, weight, float32(1 / (LANES * pieces[1])), float32(self.norm.epsilon))
 
     def _last(self) -> Iterator[step.Instruction]:
         yield self._norm(self.layers, self.last_norm)
-        yield _linear(self.layers, Place.A, Place.OUTPUT, self.head, self.layers * self.layer_weights)
+        if self.head is None:
+            yield step.Store(self.layers, Place.A, self.words)
+        else:
+            yield _linear(self.layers, Place.A, Place.OUTPUT, self.head, self.layers * self.layer_weights)
         yield step.End(self.layers)
 
 

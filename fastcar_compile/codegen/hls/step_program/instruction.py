@@ -52,6 +52,8 @@ class Opcode(IntEnum):
     RECALL = 14
     DRAFT = 15
     REPLAY_DRAFT = 16
+    LAYER_NORM = 17
+    STORE = 18
 
 
 @dataclass(frozen=True)

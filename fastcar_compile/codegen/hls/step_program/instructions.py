@@ -31,6 +31,20 @@ class Load(Instruction):
 
 
 @dataclass(frozen=True)
+class Store(Instruction):
+    """The rows of the source -> the output."""
+
+    opcode = Opcode.STORE
+    source: Place
+    count: int
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        small = on_chip(self.source) and counts(self.count) and self.count <= room.row_words
+        return small and room.rows * self.count <= room.output_words
+
+
+@dataclass(frozen=True)
 class Norm(Instruction):
     """RMSNorm of `pieces` times `count` words from `first` on; `inverse_size`: 1 / values of a piece."""
 
@@ -49,6 +63,17 @@ class Norm(Instruction):
         small = on_chip(self.source, self.target) and counts(self.count, self.pieces)
         inside = self.first + self.count * self.pieces <= room.row_words
         return small and inside and self.weight + self.count <= room.constant_words
+
+
+@dataclass(frozen=True)
+class LayerNorm(Norm):
+    """The same of layer norms: the mean is subtracted first; the bias, behind the weight, is added last."""
+
+    opcode = Opcode.LAYER_NORM
+
+    def fits(self, room: Sizes) -> bool:
+        """See Instruction.fits."""
+        return super().fits(room) and self.weight + 2 * self.count <= room.constant_words
 
 
 @dataclass(frozen=True)
@@ -398,7 +423,7 @@ class End(Instruction):
 
 _ALL = (
     *(Load, Norm, Linear, Mlp, Rotate, AppendKeys, AppendValues, Attend, Add, Decide, Replay, End, DecideRows),
-    *(Recall, DraftRows, ReplayDraft),
+    *(Recall, DraftRows, ReplayDraft, LayerNorm, Store),
 )
 KINDS: dict[int, type[Instruction]] = {kind.opcode: kind for kind in _ALL}
 

@@ -100,12 +100,20 @@ class StepSimulator:
         self._rows[load.target, :, : LANES * load.count] = self._input
 
     @_execute.register
+    def _(self, store: step.Store) -> None:
+        self._output = self._rows[store.source, :, : LANES * store.count].copy()
+
+    @_execute.register
     def _(self, norm: step.Norm) -> None:
         size, at = LANES * norm.count, LANES * norm.first
         weight = self.memory.constants[LANES * norm.weight :][:size]
         place = slice(at, at + norm.pieces * size)
         pieces = self._rows[norm.source, :, place].reshape(-1, norm.pieces, size)
-        normed = exact.rms_norm(pieces, weight, norm.epsilon)
+        if isinstance(norm, step.LayerNorm):
+            bias = self.memory.constants[LANES * (norm.weight + norm.count) :][:size]
+            normed = exact.layer_norm(pieces, weight, bias, norm.epsilon)
+        else:
+            normed = exact.rms_norm(pieces, weight, norm.epsilon)
         self._rows[norm.target, :, place] = normed.reshape(len(pieces), -1)
 
     @_execute.register

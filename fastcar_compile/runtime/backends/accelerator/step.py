@@ -155,7 +155,7 @@ class StepStepper(Stepper):
         # A decoder whose rows share their numbers has one position for all of them.
         position = rows.position if self._config.rows is not None else rows.position[:1]
         x = self._embed(inputs, position)[:, 0]
-        return self._kernel.step(x, rows)[:, : self._config.vocab_size]
+        return self._kernel.step(x, rows)[:, : self._config.vocab_size or self._config.hidden_size]
 
     def _check(self, program: StepProgram, file: str) -> None:
         """Raise ArtifactError where a program belongs to another decoder."""
@@ -163,7 +163,7 @@ class StepStepper(Stepper):
         # A row of the hidden size is whole memory words: the builder refuses other sizes.
         rows = config.decode_rows
         words = sizes.row_list_words + rows * config.hidden_size * 4 // WORD_BYTES
-        logits = rows * -(-(config.vocab_size or 0) * 4 // WORD_BYTES)
+        logits = rows * -(-(config.vocab_size or config.hidden_size) * 4 // WORD_BYTES)
         own = (sizes.rows, sizes.videos, sizes.input_words, sizes.output_words)
         if own != (rows, config.batch_size, words, logits):
             what = "the program is of another decoder than the manifest"
