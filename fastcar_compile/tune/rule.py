@@ -16,12 +16,13 @@ from fastcar_compile.ir.dataflow import descendants
 from fastcar_compile.ir.layers import Role, ring_of, role_nodes, schedule
 from fastcar_compile.ir.ops.attention import row_of
 from fastcar_compile.ir.ops.gates import ReplayRule, decide
-from fastcar_compile.ir.ops.operator import loaded, stored
+from fastcar_compile.ir.ops.operator import stored
 from fastcar_compile.ir.query import get_attribute, is_op, node_arg, output_nodes
 from fastcar_compile.ir.rotation import Rotations
 from fastcar_compile.ir.sites import attention_site, mlp_output
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.passes.insert_drafts import DraftBranch
+from fastcar_compile.tune.attention import Attend
 
 fastcar = torch.ops.fastcar
 
@@ -31,9 +32,6 @@ fastcar = torch.ops.fastcar
 
 Replace = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(query, written key cache, MLP input, MLP output) -> the value for the residual add in place of the MLP output."""
-
-Attend = Callable[..., Tensor]
-"""(query, key cache, value cache, position, scale) -> result, like `fastcar::attention`."""
 
 
 @dataclass(frozen=True)
@@ -161,43 +159,6 @@ def _layers(module: fx.GraphModule, rotary: Rotary) -> list[Layer]:
         query, swapped = (node_arg(attention, 0), False) if rotations is None else rotations.unrotated(attention)
         layers.append(Layer(query, keys, x, added, leave, attention_site(attention).scale, swapped))
     return layers
-
-
-# `fastcar::attention` that builds a causal mask once for all layers, videos and candidates.
-
-MASK_BYTES = 1 << 26
-"""Most bytes of kept masks. A mask beyond them is built again at every call."""
-
-
-class MaskedAttention:
-    """Attention of chunks with the same result as the operator, bit for bit."""
-
-    def __init__(self) -> None:
-        self._masks: dict[tuple[int, int, int], Tensor] = {}
-
-    def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float, softcap: float | None = None
-    ) -> Tensor:
-        """Return what `fastcar::attention` returns for caches of keys and values."""
-        steps = query.shape[2]
-        if softcap is not None or steps == 1:
-            return fastcar.attention(query, keys, values, position, scale, softcap)
-        start = int(position)
-        filled, grouped = min(start + steps, keys.shape[2]), query.shape[1] != keys.shape[1]
-        seen = [loaded(c[:, :, :filled], query.shape[3]) for c in (keys, values)]
-        mask = self._mask(start, steps, filled)
-        attend = torch.nn.functional.scaled_dot_product_attention
-        return attend(query, *seen, attn_mask=mask, scale=scale, enable_gqa=grouped).contiguous()
-
-    def _mask(self, start: int, steps: int, filled: int) -> Tensor:
-        """Return float32 [steps, filled]: 0 where a row sees a column, -inf elsewhere."""
-        found = self._masks.get((start, steps, filled))
-        if found is None:
-            hidden = torch.arange(filled) > torch.arange(start, start + steps)[:, None]
-            found = torch.zeros(steps, filled).masked_fill(hidden, -torch.inf)
-            if sum(mask.nbytes for mask in self._masks.values()) + found.nbytes <= MASK_BYTES:
-                self._masks[start, steps, filled] = found
-        return found
 
 
 # The rule itself.

@@ -166,7 +166,7 @@ class Search:
         entry = self._journal.find(name)
         if entry is None:
             self.count += 1
-            found = self._evaluator.measure(values)
+            found = self._evaluator.measure(values, with_scores=False)
             entry = [found.nll, *found.ratios, *found.shares]
             self._journal.add(name, entry)
             self._say(f"{len(self._journal.entries)} measured, last: replay {found.replay:.1%}, NLL {found.nll:.4g}")

@@ -25,9 +25,10 @@ from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.tune.calibrate import rules_of
-from fastcar_compile.tune.evaluator import Evaluator, _groups
+from fastcar_compile.tune.evaluator import Evaluator
 from fastcar_compile.tune.heads import choose_heads
 from fastcar_compile.tune.rows import with_rows
+from fastcar_compile.tune.slices import slices_of
 
 FRAME, LENGTH, LAYERS, ROWS, VIDEOS = 8, 33, 2, 2, 3
 
@@ -230,8 +231,8 @@ def test_bad_videos(plain: DecoderProgram) -> None:
 
 
 def test_coupled_videos_are_two_halves() -> None:
-    assert _groups(4, 6, True) == ([[0, 1, 3, 4], [2, 2, 5, 5]], [[True] * 4, [True, False] * 2])
-    assert _groups(2, 3, False) == ([[0, 1], [2, 2]], [[True, True], [True, False]])
+    assert slices_of(4, 6, True) == ([[0, 1, 3, 4], [2, 2, 5, 5]], [[True] * 4, [True, False] * 2])
+    assert slices_of(2, 3, False) == ([[0, 1], [2, 2]], [[True, True], [True, False]])
 
 
 def test_heads_are_chosen_by_the_nll_of_their_replay() -> None:

@@ -22,7 +22,7 @@ class Numbers:
     def __init__(self, cost: float, at_most: bool) -> None:
         self.cost, self.at_most = cost, at_most
 
-    def measure(self, thresholds: tuple[float | None, ...]) -> Measurement:
+    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measurement:
         ratios = tuple(self.ratio(s, t) for s, t in zip(SCORES, thresholds, strict=True))
         return Measurement(math.exp(self.cost * sum(max(0.0, r - 0.3) for r in ratios)), ratios, SCORES)
 
@@ -86,7 +86,7 @@ def test_one_threshold_for_every_layer() -> None:
 class Lumps(Numbers):
     """Half of the first layer's scores are equal, and the second layer's replay costs ten times as much."""
 
-    def measure(self, thresholds: tuple[float | None, ...]) -> Measurement:
+    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measurement:
         scores = (torch.linspace(0, 1, 1001).clamp(min=0.5), SCORES[1])
         first, second = (self.ratio(s, t) for s, t in zip(scores, thresholds, strict=True))
         return Measurement(math.exp(self.cost * (first**2 + 10 * second**2)), (first, second), scores)
@@ -115,7 +115,7 @@ class Smooth(Numbers):
 
     best = (0.43, 0.77)
 
-    def measure(self, thresholds: tuple[float | None, ...]) -> Measurement:
+    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measurement:
         ratios = tuple(self.ratio(s, t) for s, t in zip(SCORES, thresholds, strict=True))
         loss = sum((r - b) ** 2 for r, b in zip(ratios, self.best, strict=True))
         return Measurement(math.exp(self.cost * loss), ratios, SCORES, ratios)
@@ -159,7 +159,7 @@ class Population:
     def __init__(self, amounts: np.ndarray) -> None:
         self.amounts = amounts
 
-    def measure(self, thresholds: tuple[float | None, ...]) -> Measurement:
+    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measurement:
         (value,) = thresholds
         level = -math.inf if value is None else value
         shares = np.clip(level + self.amounts, 0, 1)
