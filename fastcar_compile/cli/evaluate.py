@@ -42,6 +42,8 @@ def evaluate_command(
     journal: Annotated[Path | None, Writes("journal", folder=True)] = None,
     output: Annotated[Path | None, options.OUTPUT, Writes()] = None,
     plots: Annotated[Path | None, Writes("pictures", folder=True)] = None,
+    executor: options.ExecutorOption = None,
+    scratch: options.ScratchOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure replay against the dense decoder.
@@ -81,9 +83,10 @@ def evaluate_command(
     wanted = parse_ratios(ratios)
     if journal is not None:
         journal.mkdir(parents=True, exist_ok=True)
-    with stages(as_json, "evaluate", "reading the decoder") as show:
+    with stages(as_json, "evaluate", "reading the decoder") as show, options.executor_of(executor) as workers:
         source = read_decoder(decoder)
         weights = read_gate_weights(gate_weights, source)
+        arguments["executor"] = workers
         study = evaluate.Study(source, **arguments)
         if cases is not None:
             planned = evaluate.load_cases(cases, weights)

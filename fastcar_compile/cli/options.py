@@ -1,8 +1,10 @@
 """Options that several commands have, parsers of options, and the check that excludes options from each other."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import multiprocessing
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from inspect import signature
 from operator import attrgetter
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from typer import Argument, Option
 
 from fastcar_compile.errors import UserError
+from fastcar_compile.support.packages import needs
 from fastcar_compile.support.values import read_arrays, refuse_pipe
 
 Tokens = NDArray[np.int64]
@@ -42,6 +45,10 @@ CountedOption = Annotated[
     str | None, Option(help="Token ids that the decoder predicts, FIRST:END; others are given. Default: all.")
 ]
 TokensPerFrameOption = Annotated[int | None, Option(help="Tokens of one frame; default: the model's config.")]
+ExecutorOption = Annotated[
+    str | None, Option(help="Who measures: processes:N, dask:ADDRESS, or module:factory of an Executor.")
+]
+ScratchOption = Annotated[str | None, Option(help="Folder or URL that all workers see; default: temporary files.")]
 ThresholdOption = Annotated[str | None, Option(help="Overrides the compiled threshold(s).")]
 
 
@@ -97,6 +104,48 @@ def arguments_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict
     """Return the options of a command that a function takes under the same names; the videos are read."""
     found = {name: given[name] for name in signature(function).parameters if name in given}
     return found | {"counted": parse_ids(given["counted"]), "videos": read_videos(given["videos"])}
+
+
+@contextmanager
+def executor_of(text: str | None) -> Generator[Executor | None]:
+    """Open the executor of "processes:4", "dask:tcp://host:8786" or "module:factory", and close it; None for None.
+
+    Raises:
+        UserError: the text is none of these, the factory makes no Executor, or nothing answers at the address.
+        BackendError: Dask is not installed.
+    """
+    kind, _, rest = (text or "").partition(":")
+    if text is None:
+        yield None
+    elif kind == "processes":
+        if not rest.isdecimal() or not int(rest):
+            raise UserError(f"{rest!r} is not a number of processes", where="--executor", hint="give processes:2")
+        # A fork would copy threads of PyTorch that do not run in the child.
+        with ProcessPoolExecutor(int(rest), multiprocessing.get_context("spawn")) as pool:
+            yield pool
+    elif kind == "dask":
+        with _dask(rest) as client:
+            yield client.get_executor()
+    else:
+        from fastcar_compile.tune.evaluate import entry_point
+
+        factory: Any = entry_point(text)
+        made: object = factory()
+        if not isinstance(made, Executor):
+            what = f"{text} makes a {type(made).__name__}, and no concurrent.futures.Executor"
+            raise UserError(what, where="--executor", hint="give a function that returns an Executor")
+        with made:
+            yield made
+
+
+def _dask(address: str) -> Any:
+    with needs("cluster"):
+        from distributed import Client
+    try:
+        return Client(address)
+    except (OSError, ValueError) as error:
+        hint = "start `dask scheduler`, and give the address that it prints"
+        raise UserError(f"no scheduler answers: {error}", where=f"--executor dask:{address}", hint=hint) from error
 
 
 def require_one(options: Mapping[str, object]) -> None:

@@ -184,6 +184,8 @@ def calibrate_command(
     store: bool = False,
     drop_signature: bool = False,
     journal: Annotated[Path | None, Writes("journal")] = None,
+    executor: options.ExecutorOption = None,
+    scratch: options.ScratchOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Choose the thresholds of an artifact on some videos.
@@ -205,8 +207,9 @@ def calibrate_command(
         hint = "give --output FILE instead, or --drop-signature and sign again"
         raise UserError(what, where=str(artifact), hint=hint)
     arguments = options.arguments_of(fc.calibrate, locals())
-    with stages(as_json, "calibrate", "checking the files"):
+    with stages(as_json, "calibrate", "checking the files"), options.executor_of(executor) as workers:
         loaded = fc.load(artifact)
+        arguments["executor"] = workers
         found = fc.calibrate(loaded, **arguments)
         if output is not None:
             found.save(output)

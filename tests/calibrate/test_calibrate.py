@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fastcar_compile.artifact.thresholds import Expected
 from fastcar_compile.cli import app
 from fastcar_compile.compiler import _warn_of_defaults
 from fastcar_compile.tune import calibrate, search
+from fastcar_compile.tune.workers import Setting, Subject, Workers
 
 FRAME, LENGTH = 8, 33
 SIZES: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "prefill_chunk": 8}
@@ -60,6 +62,16 @@ def test_target_replay_is_met_deterministically_and_resumes(artifact: fc.Artifac
     journal.write_text(json.dumps(data))
     calibrated(target_replay=0.5, journal=journal, progress=again.append)
     assert len(again) == 2 * len(lines)
+
+
+def test_an_artifact_travels_to_workers_as_its_folder(artifact: fc.Artifact, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asked = Workers(pool, tmp_path)
+        asked.knows(artifact.program, artifact)
+        (folder,) = asked.job(Subject(artifact.program, REPLAY, videos(), Setting())).decoder
+        assert (folder.uri, folder.sha256) == (str(artifact.path.resolve()), artifact.digest)
+        found = fc.calibrate(artifact, videos(), target_replay=0.5, executor=pool, scratch=tmp_path)
+    assert found == fc.calibrate(artifact, videos(), target_replay=0.5)
 
 
 @pytest.mark.thorough  # rows and calibration are each tested by themselves

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,16 +20,18 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support.values import reporter, token_range
-from fastcar_compile.tune.calibrate import Setting, program_key, program_of, rules_of, search_of
+from fastcar_compile.tune.attention import SinkWindow as SinkWindow
+from fastcar_compile.tune.calibrate import program_key, program_of, search_of
 from fastcar_compile.tune.evaluate.cases import CALIBRATIONS, Case, grid
-from fastcar_compile.tune.evaluate.cases import SinkWindow as SinkWindow
 from fastcar_compile.tune.evaluate.cases import load_cases as load_cases
 from fastcar_compile.tune.evaluate.cases import save_cases as save_cases
 from fastcar_compile.tune.evaluate.frames import Detokenize, Likeness, likeness, to_frames
 from fastcar_compile.tune.evaluate.frames import entry_point as entry_point
 from fastcar_compile.tune.evaluator import Evaluator
+from fastcar_compile.tune.rows import of_prefill
 from fastcar_compile.tune.rule import Details
 from fastcar_compile.tune.search import Journal, Say
+from fastcar_compile.tune.workers import Setting, Subject, Workers
 
 
 @dataclass(frozen=True)
@@ -108,13 +111,19 @@ class Judge:
         # The dense decoder is a gate that never replays.
         replay = ReplayConfig(gate="never", threshold=None) if case.replay is None else case.replay
         # Thresholds are no part of the key: the evaluator shares prompts between thresholds of one gate.
-        kept = (replay.model_copy(update={"threshold": None}), case.attention)
+        kept = (replay.model_copy(update={"threshold": self._closed(replay)}), case.attention)
         if self._evaluator is None or self._evaluator[0] != kept:
-            study, rules = self._study, rules_of(replay, self._layers)
-            options: dict[str, Any] = {"attend": case.attention, "counted": study.setting.counted}
-            made = Evaluator(study.program, study.videos, rules, study.setting.prompt, **options)
-            self._evaluator = kept, made
+            study = self._study
+            subject = Subject(study.program, kept[0], study.videos, study.setting, attention=case.attention)
+            self._evaluator = kept, subject.evaluator(study.workers)
         return self._evaluator[1].details(replay.thresholds(self._layers))
+
+    def _closed(self, replay: ReplayConfig) -> tuple[float | None, ...] | None:
+        """Return which layers are closed, where gate weights lack some of them, which an evaluator has to know."""
+        weights = replay.gate_weights
+        if weights is None or len(weights.layers) == self._layers:
+            return None
+        return tuple(None if value is None else 1.0 for value in replay.thresholds(self._layers))
 
     def _mask(self, name: str, frames: np.ndarray) -> Tensor:
         """Return which tokens of whole frames a group has, bool [N, n], without the first frame."""
@@ -201,6 +210,7 @@ class Study:
         detokenize: gives the frames for PSNR, SSIM and pictures; None leaves these out.
         journal: a JSON file that keeps every row. An interrupted study continues from it.
         progress: called with one line per step. The logger `fastcar_compile` has it too, at INFO.
+        executor, scratch: as `calibrate` takes them.
 
     Raises:
         InputError: the videos do not fit the decoder, or the detokeniser does not fit the videos.
@@ -220,14 +230,19 @@ class Study:
         detokenize: Detokenize | None = None,
         journal: str | Path | None = None,
         progress: Say | None = None,
+        executor: Executor | None = None,
+        scratch: str | Path | None = None,
     ) -> None:
         self.videos, self.decoder, self.detokenize = np.ascontiguousarray(np.asarray(videos)), decoder, detokenize
         self.setting, self._say = Setting(prompt, token_range("counted", counted)), reporter(progress)
+        self.workers = Workers.of(executor, scratch)
         self.groups = {name: np.asarray(frames, bool) for name, frames in (groups or {}).items()}
         if isinstance(source, DecoderProgram):
             self.program = source
         elif isinstance(source, Artifact):
-            self.program = source.program
+            self.program = of_prefill(source.program)
+            if self.workers is not None:
+                self.workers.knows(self.program, source)
         else:
             self.program = program_of(source, self.videos.shape, tokens_per_frame, quant)
         grouped = {name: frames.tolist() for name, frames in self.groups.items()}
@@ -263,7 +278,7 @@ class Study:
         searches = {}
         for gate in gates:
             book = None if journals is None else Path(journals) / f"{gate.gate}.json"
-            searches[gate] = search_of(self.program, gate, tokens, self.setting, book, self._say)[0]
+            searches[gate] = search_of(self.program, gate, tokens, self.setting, book, self._say, self.workers)[0]
         return grid(searches, ratios, calibrations, self._say)
 
     def rows(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
