@@ -34,6 +34,7 @@ COMMANDS = {
     "verify-signature": "fastcar_compile.cli.trust:verify_signature_command",
     "estimate": "fastcar_compile.cli.estimate:estimate_command",
     "targets": "fastcar_compile.cli.targets:targets_command",
+    "explore": "fastcar_compile.cli.explore:explore_command",
     "doctor": "fastcar_compile.cli.targets:doctor_command",
 }
 REGISTRY = Registry("command", "fastcar_compile.commands", COMMANDS, UserError)

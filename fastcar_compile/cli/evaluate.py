@@ -127,27 +127,11 @@ def read_decoder(path: Path) -> fc.Artifact | nn.Module:
         UserError: the folder is neither of them.
     """
     options.existing(path, "decoder")
-    return fc.load(path) if (path / "manifest.json").is_file() else read_module(path)
+    if (path / "manifest.json").is_file():
+        return fc.load(path)
+    from fastcar_compile.frontend.huggingface import read_module
 
-
-def read_module(path: Path) -> nn.Module:
-    """Return the module of a Hugging Face folder.
-
-    Raises:
-        UserError: there is none.
-    """
-    if not (path / "config.json").is_file():
-        hint = "give a folder with manifest.json (an artifact) or config.json (a Hugging Face decoder)"
-        raise UserError("neither an artifact nor a Hugging Face decoder", where=str(path), hint=hint)
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM  # its members are typed in part
-    try:
-        return auto.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
-    except (OSError, ValueError) as error:
-        hint = "give a folder that save_pretrained wrote"
-        raise UserError(f"the decoder cannot be read: {error}", where=str(path), hint=hint) from error
+    return read_module(path)
 
 
 def read_gate_weights(path: Path | None, source: fc.Artifact | nn.Module) -> GateWeights | None:

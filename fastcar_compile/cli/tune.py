@@ -15,7 +15,7 @@ import fastcar_compile as fc
 from fastcar_compile.artifact.layout import MANIFEST, SIGNATURE
 from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
-from fastcar_compile.cli.evaluate import read_module
+from fastcar_compile.cli.evaluate import read_decoder
 from fastcar_compile.cli.output import print_fields, print_result, print_text
 from fastcar_compile.errors import UserError, count_text
 
@@ -78,7 +78,7 @@ def _trained(title: str, train: Callable[..., T], given: Mapping[str, Any], save
     if given.get("start") is not None:
         arguments["start"] = fc.TrainedGate.load(options.existing(given["start"], "gate"))
     with stages(given["as_json"], title, "reading the decoder"):
-        found = train(fc.load(decoder) if compiled else read_module(decoder), **arguments)
+        found = train(read_decoder(decoder), **arguments)
         save(found)
     return found
 

@@ -5,18 +5,37 @@ import inspect
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fastcar_compile.errors import NOT_THE_MODELS, CompileError
+from fastcar_compile.errors import NOT_THE_MODELS, CompileError, UserError
+
+
+def read_module(path: Path) -> nn.Module:
+    """Return the module of a Hugging Face folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not (path / "config.json").is_file():
+        hint = "give a folder with manifest.json (an artifact) or config.json (a Hugging Face decoder)"
+        raise UserError("neither an artifact nor a Hugging Face decoder", where=str(path), hint=hint)
+    auto: Any = AutoModelForCausalLM  # its members are typed in part
+    try:
+        return auto.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
+    except (OSError, ValueError) as error:
+        hint = "give a folder that save_pretrained wrote"
+        raise UserError(f"the decoder cannot be read: {error}", where=str(path), hint=hint) from error
+
 
 # Shapes of a Hugging Face decoder's key and value caches, where its config does not state them.
 

@@ -1,9 +1,11 @@
 """A dry run of `compile`: a typed report of everything that is decided before code generation."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from pydantic import PrivateAttr
 
 from fastcar_compile.artifact.accelerator_section import ControllerPart, DesignPart, ExplorationPart
 from fastcar_compile.artifact.programs import decoder_section, layers_section
@@ -14,9 +16,9 @@ from fastcar_compile.codegen.hls.model.system import estimate
 from fastcar_compile.codegen.hls.model.workload import workload_of_sections
 from fastcar_compile.codegen.plan import BuildPlan, Fallback, Memory, Placement
 from fastcar_compile.config import CompileConfig
-from fastcar_compile.errors import CompileError
+from fastcar_compile.errors import CompileError, InputError
 from fastcar_compile.ir.types import DecoderConfig, LayerSite
-from fastcar_compile.support.values import checked
+from fastcar_compile.support.values import checked, number
 
 
 class Problem(Part):
@@ -72,6 +74,19 @@ class DryRun(Part):
     exploration: ExplorationPart | None = None
     controller: ControllerPart | None = None
     speed: tuple[Speed, ...] = ()
+    _plan: Any = PrivateAttr(None)
+
+    def predict(self, replay: float) -> Speed:
+        """Return the prediction where this share of the forwards t >= F replays, in the process of the dry run.
+
+        Raises:
+            InputError: the share is none that the gate allows, or there is no engine to model.
+        """
+        ceiling = replay_ceiling(self.options, layers_section(self._plan.program)) if self._plan else 0.0
+        if not self.speed or not 0 <= number("replay", replay) <= 1 or (replay and not ceiling):
+            what = f"a replay of {replay:g} cannot be predicted"
+            raise InputError(what, hint="give a share from 0 to 1, and compile for a board with a gate")
+        return next(_speed(self._plan, self._plan.accelerator, {"asked": replay * ceiling}))
 
     @property
     def ok(self) -> bool:
@@ -87,7 +102,10 @@ def dry_run_of(plan: BuildPlan) -> DryRun:
     """Return the input of code generation, and the predictions of the hardware model."""
     engine = plan.accelerator
     decoder, layers = decoder_section(plan.program), layers_section(plan.program)
-    return DryRun(
+    most, cases = replay_ceiling(plan.config, layers), {"dense": 0.0}
+    if most > 0:
+        cases |= {"half of what may replay": most / 2, "all that may replay": most}
+    report = DryRun(
         options=plan.config,
         target=plan.board.name,
         decoder=decoder.config,
@@ -101,8 +119,10 @@ def dry_run_of(plan: BuildPlan) -> DryRun:
         design=None if engine is None else engine.design.part,
         exploration=None if engine is None else engine.found.part,
         controller=None if engine is None else controller_part(engine.table),
-        speed=() if engine is None else tuple(_speed(plan, engine)),
+        speed=() if engine is None else tuple(_speed(plan, engine, cases)),
     )
+    report._plan = plan
+    return report
 
 
 def _problems(errors: Sequence[CompileError]) -> Iterator[Problem]:
@@ -111,14 +131,10 @@ def _problems(errors: Sequence[CompileError]) -> Iterator[Problem]:
         yield Problem(what=each.what, where=each.where, hint=each.hint)
 
 
-def _speed(plan: BuildPlan, engine: Accelerator) -> Iterator[Speed]:
-    """Yield the predictions, dense first; a decoder that does not fit is predicted as if it did."""
-    config, layers = plan.config, layers_section(plan.program)
-    work = workload_of_sections(config, decoder_section(plan.program), layers.layers)
-    most = replay_ceiling(config, layers)
-    cases = {"dense": 0.0}
-    if most > 0:
-        cases |= {"half of what may replay": most / 2, "all that may replay": most}
+def _speed(plan: BuildPlan, engine: Accelerator, cases: Mapping[str, float]) -> Iterator[Speed]:
+    """Yield the predictions of shares of all MLPs; a decoder that does not fit is predicted as if it did."""
+    layers = layers_section(plan.program).layers
+    work = workload_of_sections(plan.config, decoder_section(plan.program), layers)
     for case, ratio in cases.items():
         asked = replace(work, replay=ratio)
         result = estimate(asked, plan.board, design=engine.design, program=engine.whole, what_if=bool(plan.problems))

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import quant_format
-from fastcar_compile.errors import CompileError, TargetError, count_text, describe_validation
+from fastcar_compile.errors import CompileError, TargetError, UserError, count_text, describe_validation
 from fastcar_compile.support import limits
 from fastcar_compile.support.values import checked
 
@@ -283,22 +283,27 @@ def _unknown(name: str) -> TargetError:
     return TargetError(f"unknown target {name!r}", hint=f"{hint}; {own}")
 
 
-def _read_file(path: Path) -> Target:
+def read_toml(path: Path, what: str, error: type[UserError], hint: str) -> dict[str, Any]:
+    """Return the data of a TOML file, `what` by name; raise `error` where it cannot be read."""
     try:
         with path.open("rb") as file:
             content = file.read(limits.TOML_BYTES + 1)
         if len(content) > limits.TOML_BYTES:
-            raise TargetError(f"the target file has more than {limits.TOML_BYTES} bytes", where=str(path), hint=_HINT)
-        data = tomllib.loads(content.decode("utf-8"))
+            raise error(f"the {what} has more than {limits.TOML_BYTES} bytes", where=str(path), hint=hint)
+        return tomllib.loads(content.decode("utf-8"))
     except FileNotFoundError:
-        raise TargetError("the target file does not exist", where=str(path), hint="correct the path") from None
-    except OSError as error:
-        what = f"the target file cannot be read: {error.strerror or error}"
-        raise TargetError(what, where=str(path), hint="correct the path") from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise TargetError(f"the target file is not valid TOML: {error}", where=str(path), hint=_HINT) from error
-    except ValueError as error:  # no UTF-8, a path with a NUL, or a number of too many digits
-        raise TargetError(f"the target file cannot be read: {error}", where=repr(str(path)), hint=_HINT) from error
+        raise error(f"the {what} does not exist", where=str(path), hint="correct the path") from None
+    except OSError as found:
+        text = f"the {what} cannot be read: {found.strerror or found}"
+        raise error(text, where=str(path), hint="correct the path") from found
+    except (tomllib.TOMLDecodeError, RecursionError) as found:
+        raise error(f"the {what} is not valid TOML: {found}", where=str(path), hint=hint) from found
+    except ValueError as found:  # no UTF-8, a path with a NUL, or a number of too many digits
+        raise error(f"the {what} cannot be read: {found}", where=repr(str(path)), hint=hint) from found
+
+
+def _read_file(path: Path) -> Target:
+    data = read_toml(path, "target file", TargetError, _HINT)
     try:
         return Target.model_validate(data)
     except ValidationError as error:

@@ -1,0 +1,55 @@
+"""`fastcar explore`: compare a matrix of decoders, boards, precisions and gates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastcar_compile.cli import options
+from fastcar_compile.cli.common import JsonOption, Writes, command, stages
+from fastcar_compile.cli.output import print_result, print_table, print_text
+from fastcar_compile.errors import os_errors
+
+
+@command
+def explore_command(
+    matrix: Path,
+    output: Annotated[Path, options.OUTPUT, Writes("results", folder=True)],
+    executor: options.ExecutorOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare combinations: predicted speed beside measured quality.
+
+    Nothing is built. An interrupted exploration goes on from the folder's journal.
+
+    Args:
+        matrix: .toml file, such as examples/sweep/sweep.toml.
+        output: Folder for rows.json, rows.csv and index.html.
+    """
+    from fastcar_compile.explore import Matrix, explore
+    from fastcar_compile.report.sweep import front, page, table
+
+    with stages(as_json, "explore", "reading the matrix") as show, options.executor_of(executor) as workers:
+        asked = Matrix.load(matrix)
+        with os_errors("the results cannot be written", output):
+            output.mkdir(parents=True, exist_ok=True)
+        rows = explore(asked, executor=workers, journal=output / "journal.json", progress=show)
+        found = {"rows.json": json.dumps(rows, indent=1, sort_keys=True) + "\n"}
+        found |= {"rows.csv": table(rows), "index.html": page(rows, matrix.stem)}
+        for name, text in found.items():
+            with os_errors("the results cannot be written", output / name):
+                (output / name).write_text(text, "utf-8")
+    best = front(rows)
+    print_result(as_json, {"rows": rows, "front": best}, lambda: _show([rows[i] for i in best], len(rows), output))
+
+
+def _show(best: list[dict[str, Any]], count: int, output: Path) -> None:
+    names = ("model", "target", "quant", "gate")
+    print_table((*names, ">replay", ">NLL of dense", ">tokens/s"), (_cells(row, names) for row in best))
+    print_text(f"{len(best)} of {count} that no other one beats; all are in {output / 'index.html'}")
+
+
+def _cells(row: dict[str, Any], names: tuple[str, ...]) -> tuple[str, ...]:
+    loss = f"{row['nll_of_dense']:.3f}x" if "nll_of_dense" in row else ""
+    return *(str(row[name]) for name in names), f"{row['target_replay']:.0%}", loss, f"{row['tokens_per_second']:.4g}"

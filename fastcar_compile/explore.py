@@ -1,0 +1,225 @@
+"""A matrix of decoders, boards, precisions and gates: predicted speed beside measured quality, one row each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from pydantic import Field
+
+from fastcar_compile.compiler import compile as compiled
+from fastcar_compile.config.models import Config, ReplayConfig
+from fastcar_compile.config.targets import read_toml
+from fastcar_compile.errors import InputError, UserError, os_errors
+from fastcar_compile.frontend.huggingface import read_module
+from fastcar_compile.support.values import reporter, token_table
+from fastcar_compile.tune.evaluate import Study
+from fastcar_compile.tune.search import Journal
+
+_HINT = "examples/sweep/sweep.toml is a matrix"
+
+
+class Videos(Config):
+    """Files of videos, .npy, int64 [N, T]: thresholds are chosen on some, and others judge them."""
+
+    calibration: str
+    held_out: str
+    prompt: int = Field(default=1, ge=1)
+
+
+class Matrix(Config):
+    """What is compared: every combination. Paths are relative to the matrix's own file.
+
+    Args:
+        models: Hugging Face folders. targets: boards. quants, offloads: as `compile` takes them; "auto" is its choice.
+        gates: names; `learned:FILE` has the weights of a file.
+        replay: shares of the forwards t >= F that replay; 0 is the dense decoder.
+        options: others of `compile` that all have, such as tokens_per_frame.
+        videos: without them there is no quality, and nothing is calibrated.
+    """
+
+    models: tuple[str, ...] = Field(min_length=1)
+    targets: tuple[str, ...] = ("zcu102",)
+    quants: tuple[str, ...] = ("w8a8",)
+    gates: tuple[str, ...] = ("input_delta",)
+    replay: tuple[float, ...] = (0.5, 0.8)
+    offloads: tuple[str, ...] = ("auto",)
+    options: dict[str, int] = Field(default_factory=dict)
+    videos: Videos | None = None
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Return the matrix of a TOML file, its paths made absolute.
+
+        Raises:
+            UserError: the file cannot be read. CompileError: a field is not valid.
+        """
+        data, folder = read_toml(path, "matrix", UserError, _HINT), path.resolve().parent
+        found = cls(**data)
+        videos = found.videos
+        if videos is not None:
+            files = {name: str(folder / getattr(videos, name)) for name in ("calibration", "held_out")}
+            videos = videos.model_copy(update=files)
+        gates = []
+        for name, _, file in (gate.partition(":") for gate in found.gates):
+            gates.append(f"{name}:{folder / file}" if file else name)
+        models = tuple(str(folder / model) for model in found.models)
+        return found.model_copy(update={"models": models, "gates": tuple(gates), "videos": videos})
+
+
+@dataclass(frozen=True)
+class Task:
+    """A part of a matrix that one worker does: plain values, for JSON.
+
+    Attributes:
+        kind: "speed" or "quality". gate: as in a Matrix. shares: the matrix's `replay`. target, offload: of speed.
+        videos: of quality, the fields of `Videos`. options: the matrix's.
+    """
+
+    kind: str
+    model: str
+    quant: str
+    gate: str
+    shares: tuple[float, ...]
+    target: str = ""
+    offload: str = ""
+    videos: Mapping[str, Any] | None = None
+    options: Mapping[str, int] | None = None
+
+    @property
+    def replay(self) -> ReplayConfig:
+        """The gate, at its own threshold."""
+        gate, _, file = self.gate.partition(":")
+        return ReplayConfig(gate=gate, **({"gate_weights": file} if file else {}))
+
+
+def tasks_of(matrix: Matrix) -> list[Task]:
+    """Return the tasks of a matrix. A quality is that of every board."""
+    found, common = [], {"shares": matrix.replay, "options": matrix.options}
+    for model, quant, gate in product(matrix.models, matrix.quants, matrix.gates):
+        if matrix.videos is not None:
+            found.append(Task("quality", model, quant, gate, videos=matrix.videos.to_json(), **common))
+        for target, offload in product(matrix.targets, matrix.offloads):
+            found.append(Task("speed", model, quant, gate, target=target, offload=offload, **common))
+    return found
+
+
+def answer(task: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Do a task, `asdict` of it; return a row for each share. A worker calls it.
+
+    What cannot be built, or has no such video, is a row with its `problem`.
+    """
+    given = Task(**task)
+    try:
+        return [*(_speed(given) if given.kind == "speed" else _quality(given))]
+    except UserError as error:
+        return [{"problem": error.what} for _ in given.shares]
+
+
+def _speed(task: Task) -> Iterator[dict[str, Any]]:
+    options: dict[str, Any] = dict(task.options or {}) | {"quant": task.quant, "replay": task.replay}
+    if task.offload != "auto":
+        options["offload"] = task.offload
+    report = compiled(task.model, target=task.target, dry_run=True, **options)
+    if not report.speed:
+        raise InputError(f"target {task.target} has no accelerator for it", hint="give a board")
+    dense, problem = report.speed[0], "; ".join(problem.what for problem in report.problems)
+    for share in task.shares:
+        found = report.predict(share)
+        names = ("tokens_per_second", "energy_per_token_j", "bound_by")
+        yield {
+            "offload": report.options.offload,
+            **{name: getattr(found, name) for name in names},
+            "over_dense": found.tokens_per_second / dense.tokens_per_second,
+            **({"problem": problem} if problem else {}),
+        }
+
+
+def _quality(task: Task) -> Iterator[dict[str, Any]]:
+    assert task.videos is not None
+    model, prompt = read_module(Path(task.model)), task.videos["prompt"]
+    sizes = {"quant": task.quant, "tokens_per_frame": (task.options or {}).get("tokens_per_frame"), "prompt": prompt}
+    study = Study(model, _videos(task.videos["held_out"]), decoder=Path(task.model).name, **sizes)
+    ratios = [share for share in task.shares if share]
+    dense, *cases = study.plan(_videos(task.videos["calibration"]), [task.replay], ratios, ["calibrated"])
+    rows = iter(study.rows(cases))
+    for share in task.shares:
+        row = next(rows) if share else study.rows([dense])[0]
+        names = ("replay_ratio", "mlp_weights_spared", "nll", "token_agreement")
+        yield {name: row[name] for name in names} | {"nll_of_dense": float(row["nll"]) / row["nll_dense"]}
+
+
+def _videos(path: str) -> np.ndarray:
+    with os_errors("the videos cannot be read", path):
+        return token_table("the videos", np.load(path, allow_pickle=False))
+
+
+def explore(
+    matrix: Matrix,
+    *,
+    executor: Executor | None = None,
+    journal: str | Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Return a row for every combination of a matrix, in its order, whatever worker was first.
+
+    Args:
+        executor: whose workers do the tasks; they see the files at the same paths. None: this process.
+        journal: a file that keeps every row; an interrupted exploration goes on from it.
+        progress: called with a line for each task that is done.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    say, tasks = reporter(progress), tasks_of(matrix)
+    book = Journal(None if journal is None else Path(journal), _key(matrix), "exploration", "rows")
+    waiting: dict[str, Future[Any] | None] = {}
+    for task in tasks:
+        name = _name(task)
+        if book.find(name) is None and name not in waiting:
+            waiting[name] = None if executor is None else executor.submit(answer, asdict(task))
+    for number, task in enumerate(tasks, 1):
+        name = _name(task)
+        if name in waiting:
+            future = waiting.pop(name)
+            book.add(name, answer(asdict(task)) if future is None else future.result())
+        say(f"{number} of {len(tasks)}: {task.kind} of {Path(task.model).name}, {task.quant}, {task.gate}")
+    return [*_rows(matrix, tasks, book)]
+
+
+def _rows(matrix: Matrix, tasks: Sequence[Task], book: Journal) -> Iterator[dict[str, Any]]:
+    """Yield each board's speed beside the quality of its decoder, precision and gate."""
+    quality = {(t.model, t.quant, t.gate): book.find(_name(t)) for t in tasks if t.kind == "quality"}
+    for task in tasks:
+        if task.kind == "quality":
+            continue
+        beside = quality.get((task.model, task.quant, task.gate), [{} for _ in matrix.replay])
+        facts = {"model": "/".join(Path(task.model).parts[-2:]), "target": task.target, "quant": task.quant}
+        facts |= {"gate": task.gate.partition(":")[0], "offload": task.offload}
+        for share, speed, row in zip(matrix.replay, book.find(_name(task)), beside, strict=True):
+            problem = "; ".join(filter(None, (speed.get("problem"), row.get("problem"))))
+            yield facts | {"target_replay": share} | row | speed | {"problem": problem}
+
+
+def _name(task: Task) -> str:
+    return json.dumps(asdict(task), sort_keys=True)
+
+
+def _key(matrix: Matrix) -> str:
+    """Return the SHA-256 of every file that a row depends on, and of the version."""
+    digest = hashlib.sha256(version("fastcar_compile").encode())
+    files = [file for model in matrix.models for file in sorted(Path(model).glob("*")) if file.is_file()]
+    files += [Path(gate.partition(":")[2]) for gate in matrix.gates if ":" in gate]
+    files += [] if matrix.videos is None else [Path(matrix.videos.calibration), Path(matrix.videos.held_out)]
+    for file in files:
+        with os_errors("the file cannot be read", file), file.open("rb") as stream:
+            digest.update(file.name.encode() + hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
