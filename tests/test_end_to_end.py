@@ -88,15 +88,6 @@ def test_gate_on_decisions_and_logits_agree(artifacts: dict[str, fc.Artifact], q
         torch.testing.assert_close(actual, expected, atol=1e-4 if quant == "none" else 1e-2, rtol=0)
 
 
-def test_reset_and_sessions_share_no_state(artifacts: dict[str, fc.Artifact]) -> None:
-    first, second = artifacts["none"].session("cpu"), artifacts["none"].session("cpu")
-    ids, other = tokens(), tokens().flip(1)
-    alone = decode(first, ids, 1)
-    decode(second, other, 1)
-    decode(first, other, 1)
-    torch.testing.assert_close(decode(first, ids, 1), alone, atol=0, rtol=0)
-
-
 def test_explain_names_layers_and_nodes(artifacts: dict[str, fc.Artifact]) -> None:
     artifact = artifacts["none"]
     text = artifact.explain()

@@ -1,14 +1,11 @@
-"""offload="linears" end to end: the shipped decoder through the engine in C simulation, and what users are told."""
+"""offload="linears": what users are told of the shipped decoder."""
 
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from agreement import decode
-from conftest import check_module, check_tool, imported
 from decoders import llama
 from tensor_maps import load_tensors
 from transformers import LlamaForCausalLM
@@ -20,44 +17,20 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.report.page.speed import offload_lines
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "moving_shapes"
-FRAME, TOKENS, LAYERS = 256, 300, 2
+FRAME, LAYERS = 256, 2
 CALLS = [*(f"layer_{i}.{role}" for i in range(LAYERS) for role in ("qkv", "o")), "head"]
 
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """The artifact of the shipped decoder's first two layers for zcu102, two videos at once, and ids [2, TOKENS]."""
-    check_tool("g++")
-    check_module("hls4ml")
+    """The artifact of the shipped decoder's first two layers for zcu102, two videos at once."""
     model = LlamaForCausalLM.from_pretrained(EXAMPLE / "model", local_files_only=True, dtype=torch.float32).eval()
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:LAYERS], LAYERS
-    with imported([EXAMPLE], ["video"]) as modules:
-        video = modules.video
-    ids = torch.from_numpy(video.with_bos(video.tokenize(video.make_videos(2, seed=1))))[:, :TOKENS]
     replay = fc.ReplayConfig(threshold=(0.0, -25.0))
     options = {"target": "zcu102", "tokens_per_frame": FRAME, "batch_size": 2, "replay": replay, "offload": "linears"}
     report = fc.compile(model, dry_run=True, **options)
     artifact = fc.compile(model, output=tmp_path_factory.mktemp("linears") / "artifact", **options)
-    return SimpleNamespace(artifact=artifact, ids=ids, report=report)
-
-
-@pytest.mark.thorough  # the whole video of test_full_video.py runs on the engine too
-def test_a_video_segment_has_the_same_logits_on_cpu_and_on_the_engine(example: SimpleNamespace) -> None:
-    cpu, hls = (example.artifact.session(b, record=True) for b in ("cpu", "hls-csim"))
-    counts = dict.fromkeys(CALLS, 0)
-    kernel = hls._stepper._kernel
-    run = kernel.linear
-
-    def counted(number: int, x: np.ndarray) -> np.ndarray:
-        counts[CALLS[number]] += 1
-        return run(number, x)
-
-    kernel.linear = counted
-    expected, actual = decode(cpu, example.ids, 1), decode(hls, example.ids, 1)
-    assert torch.equal(actual, expected)
-    assert np.array_equal(cpu.stats.decisions, hls.stats.decisions)
-    assert 0.02 < cpu.stats.replay_ratio < 0.36
-    assert counts == dict.fromkeys(CALLS, TOKENS - 1)  # every linear of every forward; prefill stays on the host
+    return SimpleNamespace(artifact=artifact, report=report)
 
 
 def test_a_dry_run_tells_what_is_emitted(example: SimpleNamespace) -> None:

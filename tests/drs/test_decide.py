@@ -77,14 +77,6 @@ def test_random_calls(controller: Controller) -> None:
     assert seen == set(range(1, 33))
 
 
-def test_the_first_frame_computes_whatever_the_score(controller: Controller) -> None:
-    for step in (0, 1, FRAME - 1):
-        trace = controller.agreed(table_for(), call_for(0, step=step, chain=[3, 2, 1]))
-        assert (trace.index_register, trace.chain) == (0b111, (0, 0, 0))
-        assert trace.scores == (1.0, 1.0, 1.0)
-    assert controller.agreed(table_for(), call_for(0, step=FRAME)).index_register == 0
-
-
 @pytest.mark.parametrize(
     ("threshold", "register"),
     [(float("inf"), 0b111), (-float("inf"), 0), (float("nan"), 0b111), (1.0, 0b010), (1.0000001, 0b111)],

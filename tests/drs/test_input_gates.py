@@ -18,7 +18,7 @@ from drs.tables import FRAME, LATER, Controller, Traffic, controller_traffic
 from drs.unit import DrsUnit
 from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_inputs, pack_network
-from fastcar_compile.codegen.hls.control_table.reader import check, read_table
+from fastcar_compile.codegen.hls.control_table.reader import check
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
@@ -211,30 +211,6 @@ def test_decisions_are_those_of_the_operator(name: str, folder: Path) -> None:
 
 @pytest.mark.usefixtures("csim_tools")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("opens", [True, False])
-def test_the_thresholds_always_and_never(name: str, opens: bool, folder: Path) -> None:
-    threshold = float("inf") if opens is CASES[name].at_most else -float("inf")
-    trace = controller_of(name, folder).agreed(CASES[name].table(threshold), call_of(name, 0, drawn(name, 4)))
-    assert trace.index_register == (0 if opens else 0b1111)
-
-
-@pytest.mark.usefixtures("csim_tools")
-@pytest.mark.parametrize("every", [1, 3])
-def test_every_row_computes_in_the_frames_of_a_refresh(every: int, folder: Path) -> None:
-    """As the operator has it, for small and large numbers of the forward; every finite score replays otherwise."""
-    case, unit = CASES["input_delta"], controller_of("input_delta", folder)
-    chain = torch.zeros((FRAME, ROWS), dtype=torch.int32)
-    for step in (0, FRAME - 1, *range(FRAME, 7 * FRAME, FRAME // 2), 2**31 + 5, 2**32 - 1):
-        rule = (torch.tensor([0.5]), torch.tensor([step]), chain, FRAME, -1, False, every, True)
-        replays = fastcar.gate(torch.zeros(ROWS), *rule).tolist()
-        call = call_of("input_delta", 0, drawn("input_delta", 0), step)
-        trace = unit.agreed(case.table(float("inf"), refresh_every=every), call)
-        assert [not trace.index_register >> row & 1 for row in range(ROWS)] == replays
-        assert trace.index_register in (0, 0b1111)
-
-
-@pytest.mark.usefixtures("csim_tools")
-@pytest.mark.parametrize("name", CASES)
 def test_what_a_call_moves_is_what_the_model_says(name: str, folder: Path) -> None:
     """Bursts and beats of a layer in which every row computes; the loops of the model move as many."""
     unit, table = controller_of(name, folder), CASES[name].table(0.5, refresh_every=1)
@@ -269,15 +245,3 @@ def test_a_kernel_takes_tables_of_its_own_gate_only(folder: Path) -> None:
     weighted = CASES["tas"].table(0.5).to_bytes()
     assert check(weighted, Limits(heads=HEADS.heads - 1)) is Status.BAD_HEADER
     assert check(weighted, Limits(heads=HEADS.heads)) is Status.OK
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_tables_are_read_again(name: str) -> None:
-    table = CASES[name].table(0.25, refresh_every=3)
-    assert read_table(table.to_bytes()) == table
-    assert table.to_json()["gate"] == table.gate.name.lower()
-    assert table.refresh_period == 3 * FRAME
-    own = Limits(gate=None, units=max(UNITS), heads=HEADS.heads)
-    assert check(table.to_bytes(), own) is Status.OK
-    other = next(kind for kind in GateKind if kind is not table.gate)
-    assert check(table.to_bytes(), replace(own, gate=other)) is Status.BAD_HEADER

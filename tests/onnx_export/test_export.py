@@ -96,16 +96,6 @@ def test_bodies_do_not_grow_with_the_layers(tmp_path: Path) -> None:
     assert grown == {"prologue"}  # a threshold per layer
 
 
-def test_same_program_same_bytes_and_no_local_paths(tmp_path: Path) -> None:
-    for name in ("a.onnx", "b.onnx"):
-        export_onnx(program("w4a8"), tmp_path / name)
-        program.cache_clear()
-    data = (tmp_path / "a.onnx").read_bytes()
-    assert data == (tmp_path / "b.onnx").read_bytes()
-    for text in (str(Path(__file__).parents[2]), str(tmp_path), "site-packages", "stack_trace"):
-        assert text.encode() not in data
-
-
 def test_mlp_is_skipped_when_every_row_replays(tmp_path: Path) -> None:
     """With NaN in every MLP weight a replaying step stays finite; a computing one does not."""
     source, path = program(thresholds=(0.0, 0.0)), tmp_path / "decoder.onnx"

@@ -181,15 +181,6 @@ def test_an_mlp_with_biases_and_without_a_gate(tmp_path: Path) -> None:
     check_close(artifact, token_ids(2, 11), "cpu", "onnxruntime", atol=1e-4)
 
 
-@pytest.mark.thorough  # batches of drafts are compared with eager PyTorch above
-def test_a_row_s_result_is_its_own(tmp_path: Path) -> None:
-    """Row 0 alone and beside two others: rows that compute are zero in the draft, and change nothing of its bits."""
-    ids = token_ids(3)
-    alone, _ = decoded(built(tmp_path / "one", **EXACT), "cpu", ids[:1])
-    beside, _ = decoded(built(tmp_path / "three", **EXACT, batch_size=3), "cpu", ids)
-    assert torch.equal(beside[:1], alone)
-
-
 @pytest.mark.thorough  # whole steps are simulated below
 def test_the_accelerator_has_the_mlps_and_the_host_the_draft(tmp_path: Path) -> None:
     check_tool("g++")
