@@ -50,12 +50,6 @@ def test_tokens_are_those_of_the_original(decoder: fc.TransformersDecoder, model
     assert torch.equal(decoder.generate(PROMPT, max_new_tokens=NEW, **options), expected)
 
 
-def test_a_mask_of_ones_and_a_config_are_taken(decoder: fc.TransformersDecoder, model: Any) -> None:
-    expected = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=4, do_sample=False)
-    found = decoder.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=4, do_sample=False)
-    assert torch.equal(found, expected)
-
-
 def test_the_session_generates_the_same_greedy_tokens(decoder: fc.TransformersDecoder) -> None:
     expected = decoder.generate(PROMPT, max_new_tokens=NEW, do_sample=False)[:, PROMPT.shape[1] :]
     seen: list[Tensor] = []

@@ -16,7 +16,6 @@ from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface, kernel_interface
 from fastcar_compile.codegen.hls.project import emit_hls, step_fields, table_of_sizes
 from fastcar_compile.codegen.hls.step_program.builder import short_program
-from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir.ops.linear import FACTORS, activation_factor, factor_table
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, open_library
@@ -44,17 +43,6 @@ def test_every_argument_has_its_pragmas(tmp_path: Path) -> None:
         for port in kernel.ports:
             memory = re.search(rf"mode=m_axi port={port.name} bundle={port.bundle} ", text)
             assert (memory is not None) == (port.mode == "m_axi")
-
-
-def test_configurations_name_part_clock_and_memories(tmp_path: Path) -> None:
-    emit_hls(DESIGNS["example"], tmp_path, board=load_target("zcu102"))
-    step = {"part=xczu9eg-ffvb1156-2-e", "clock=250MHz", "tb.file=step_testbench.cpp"}
-    for name, lines in (("step", step), ("drs", {"syn.top=fastcar_drs", "tb.file=drs_testbench.cpp"})):
-        assert lines <= set((tmp_path / f"fastcar_{name}_hls_config.cfg").read_text().splitlines())
-    link = (tmp_path / "link.cfg").read_text().splitlines()
-    assert "nk=fastcar_step:1:fastcar_step_1" in link
-    assert "sp=fastcar_step_1.weights_3:HPC0" in link
-    assert not [line for line in link if "fastcar_drs" in line]
 
 
 def test_table_header_holds_the_documented_integers() -> None:
