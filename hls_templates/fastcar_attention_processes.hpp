@@ -318,14 +318,14 @@ units:
     }
 }
 
-// Whether a row of the cache is in one of the ranges; where there is one row for each video, whether it is at all.
+// Whether a position is in one of the ranges; where there is one row for each video, whether it is at all.
 template <int SHARED>
-bool in_spans(const uint32_t first[SHARED], const uint32_t end[SHARED], uint32_t row) {
+bool in_spans(const uint32_t first[SHARED], const uint32_t end[SHARED], uint32_t position) {
     FASTCAR_INLINE
     bool found = SHARED == 1;
     FASTCAR_UNROLL
     for (int i = 0; i < SHARED; ++i) {
-        found = found || (row >= first[i] && row < end[i]);
+        found = found || (position >= first[i] && position < end[i]);
     }
     return found;
 }
@@ -334,11 +334,11 @@ bool in_spans(const uint32_t first[SHARED], const uint32_t end[SHARED], uint32_t
 // spans_begin, spans_end: the ranges that the row sees (in_spans).
 template <int HEADS, int POSITIONS, int SHARED>
 void soften(hls::stream<Logits<HEADS> >& logits, int units, uint32_t padded, uint32_t sinks, uint32_t begin, uint32_t count,
-            uint32_t ring, uint32_t rows, const uint32_t spans_begin[SHARED], const uint32_t spans_end[SHARED],
+            uint32_t ring, uint32_t rows, uint32_t first, const uint32_t spans_begin[SHARED], const uint32_t spans_end[SHARED],
             hls::stream<Numerators<HEADS> >& out_numerators,
             hls::stream<Inverses<HEADS> >& out_inverses) {
     FASTCAR_NO_INLINE
-    const Window window = {sinks, begin, count, ring, rows};
+    const Window window = {sinks, begin, count, ring, rows, first};
     float kept[HEADS][POSITIONS];
     FASTCAR_PARTITION(kept, 1)
 units:
@@ -361,7 +361,7 @@ units:
             FASTCAR_TRIPS(1, POSITIONS)
             FASTCAR_RECURRENCE(found, 1)
             const Logits<HEADS> now = logits.read();
-            const bool seen = is_visible(window, i) && in_spans<SHARED>(spans_begin, spans_end, i);
+            const bool seen = is_visible(window, i) && in_spans<SHARED>(spans_begin, spans_end, position_of(window, i));
             FASTCAR_UNROLL
             for (int h = 0; h < HEADS; ++h) {
                 kept[h][i] = now.logit[h];
@@ -375,7 +375,7 @@ units:
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(32, POSITIONS)
             FASTCAR_RECURRENCE(sum, 1)
-            const bool seen = i < rows && is_visible(window, i) && in_spans<SHARED>(spans_begin, spans_end, i);
+            const bool seen = i < rows && is_visible(window, i) && in_spans<SHARED>(spans_begin, spans_end, position_of(window, i));
             quad.seen[i % FLOAT_LANES] = seen;
             FASTCAR_UNROLL
             for (int h = 0; h < HEADS; ++h) {

@@ -29,14 +29,13 @@ struct Launch {
 };
 
 // The rows of a launch, from the beginning of the input. Bit b of a mask is row b. With several rows of a video (SHARED), a row
-// sees ranges of positions, else every position up to its own.
+// sees ranges of positions up to its own, else all of these.
 template <class D>
 struct Rows {
     uint32_t position[D::ROWS];
     uint32_t step[D::ROWS];
     uint32_t video[D::ROWS];
     uint32_t chain[D::ROWS];  // of short programs: the replays in a row so far
-    uint32_t newest[D::ROWS];  // last position that it sees
     uint32_t begin[D::ROWS][D::SHARED];
     uint32_t end[D::ROWS][D::SHARED];
     uint32_t active;    // those that are there
@@ -205,7 +204,7 @@ read_ranges:
     return last;
 }
 
-// Reads the list of rows. Returns the first active row that reaches outside of the caches, or the number of rows.
+// Reads the list of rows. Returns the first active row of no video or that sees nothing, or what is behind it; or the number of rows.
 template <class D>
 uint32_t read_row_list(const word_t* input, const Sizes& sizes, const uint32_t header[drs::HEADER_WORDS], Rows<D>& rows) {
     FASTCAR_NO_INLINE
@@ -224,7 +223,6 @@ read_each_row:
         rows.step[b] = step;
         rows.video[b] = video;
         rows.chain[b] = lane_bits(word, 3);
-        rows.newest[b] = position;
         rows.active |= active << b;
         rows.deciding |= deciding << b;
         if (deciding != 0 && !drs::recomputes(header, step)) {
@@ -233,15 +231,14 @@ read_each_row:
         bool fits = video < sizes.videos;
         if (D::SHARED > 1) {
             const uint32_t last = read_spans<D>(input, sizes, b, rows);
-            rows.newest[b] = last - 1;
-            fits = fits && position < sizes.positions && last >= 1 && last <= sizes.positions;
+            fits = fits && last >= 1 && last - 1 <= position;
         }
         bad = active != 0 && !fits && b < bad ? b : bad;
     }
     return bad;
 }
 
-// Nothing is executed of a program that the kernel does not hold whole, or for rows that reach outside of the caches.
+// Nothing is executed of a program that the kernel does not hold whole, or for rows that cannot be.
 template <class C, class D, class T>
 Outcome begin(const Launch& launch, const word_t* program, const word_t* input, uint32_t header[drs::HEADER_WORDS],
               uint32_t words[T::TABLE_WORDS], Loaded<D::INSTRUCTIONS>& loaded, Rows<D>& rows) {
@@ -294,7 +291,7 @@ inline attention::Window window_of(uint32_t position, uint32_t sinks, uint32_t r
     const uint32_t kept = behind < ring ? behind : ring;
     const uint32_t count = kept < window ? kept : window;
     const uint32_t shown = known < sinks ? known : sinks;
-    const attention::Window found = {shown, sinks + (behind - count) % ring, count, sinks, shown + kept};
+    const attention::Window found = {shown, sinks + (behind - count) % ring, count, sinks, shown + kept, known - count};
     return found;
 }
 

@@ -125,10 +125,9 @@ inline uint64_t value_words_of(const Sizes& sizes, uint32_t blocks) {
     return tiles * (head + blocks * slots * cache::BLOCK_WORDS);
 }
 
-// Ranges of positions are ranges of rows only where no row of the cache is used again.
 inline bool ring_fits(uint64_t sinks, uint32_t ring, const Sizes& sizes) {
     FASTCAR_INLINE
-    return ring >= 1 && sinks + ring <= sizes.positions && (sizes.span_words == 0 || (sinks == 0 && ring == sizes.positions));
+    return ring >= 1 && sinks + ring <= sizes.positions;
 }
 
 inline bool norm_fits(const Fields& f, const Sizes& sizes) {

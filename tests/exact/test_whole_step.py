@@ -194,7 +194,7 @@ def test_what_cannot_be_is_refused_all_at_once() -> None:
     ring = fc.SparseAttention(sinks=2, window=8)
     for rows, ok in ((1, True), (2, False)):
         sparse = fc.compile(llama(head_dim=32), **DRY_RUN, rows=rows, sparse_attention=ring)
-        found = [p.what for p in sparse.problems if "several rows of a video on a cache that keeps a window" in p.what]
+        found = [p.what for p in sparse.problems if "several rows of a video with sparse attention" in p.what]
         assert sparse.ok is ok
         assert bool(found) is not ok
 

@@ -47,7 +47,7 @@ void run(const word_t* query, uint32_t blocks, const word_t* cache, uint32_t key
                                        window.rows, 0, factor, logits);
     const uint32_t none[1] = {};
     soften<HEADS, POSITIONS, 1>(logits, 1, tiles * cache_of::TILE, window.sinks, window.begin, window.count, window.ring,
-                                window.rows, none, none, numerators, inverses);
+                                window.rows, window.first, none, none, numerators, inverses);
     weigh_values<HEADS, PORTS, BLOCKS>(value_exponents, numerators, tiles, head, blocks, scaled, largest);
     split_weights<HEADS>(scaled, largest, tiles * blocks * QUADS, limbs, scales);
     multiply_blocks<HEADS, PORTS, BLOCKS, 1>(values, limbs, 1, tiles * words, blocks, Sizes::SLOTS, false, value_sums);
@@ -69,7 +69,7 @@ void step_numerators(const float* differences, uint32_t count, int32_t* numerato
 int step_attend(uint32_t ports, uint32_t heads, const word_t* query, uint32_t blocks, const word_t* cache, uint32_t key_words,
                 uint32_t value_words, uint32_t sinks, uint32_t begin, uint32_t count, uint32_t ring, uint32_t rows, float factor,
                 word_t* y) {
-    const fastcar::attention::Window window = {sinks, begin, count, ring, rows};
+    const fastcar::attention::Window window = {sinks, begin, count, ring, rows, 0};
     switch (100 * heads + ports) {
         case 101:
             run<1, 1>(query, blocks, cache, key_words, value_words, window, factor, y);

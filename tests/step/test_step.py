@@ -13,7 +13,6 @@ from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.design.spec import DraftSpec
 from fastcar_compile.codegen.hls.model.engine import Engine, EngineCall
 from fastcar_compile.codegen.hls.model.shapes import LinearShape
-from fastcar_compile.codegen.hls.step_program.builder import CacheForm
 from fastcar_compile.codegen.hls.step_program.instructions import (
     Attend,
     Decide,
@@ -33,7 +32,7 @@ from step.decoder import HIDDEN, LAYERS, NORMED, ROTATED, ROWS, Decoder, Gates, 
 from step.kernel import Kernel
 from step.values import Array, assert_same
 
-SHARED, THREE = (replace(form, cache=CacheForm(0, 50, shared=n)) for form, n in ((ROTATED, 2), (NORMED, 3)))
+SHARED, THREE = (replace(form, cache=replace(form.cache, shared=n)) for form, n in ((ROTATED, 2), (NORMED, 3)))
 HEADROOM = 50
 CHANGE = Gates(GateKind.INPUT_DELTA, 1.2, max_chain=2)
 
@@ -53,8 +52,8 @@ DECODERS = {
 }
 """Both quantisations. Gates that read q, x and a network, and x. The second has two weight ports on an
 AXI port, and three query heads per key head, in runs of two and one. The third has layer norms and no head. The last
-ones have several rows of a video. With `input_delta` a layer has a draft: of less than a group and more, without biases
-and with, on one core and two."""
+ones have several rows of a video, on a cache of all positions and on a ring. With `input_delta` a layer has a draft: of
+less than a group and more, without biases and with, on one core and two."""
 
 LAUNCHES = 40
 
@@ -272,13 +271,13 @@ def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> 
 
 
 @pytest.mark.parametrize("gate", ["tas, 2 of 2"])
-def test_a_row_outside_of_the_caches_is_refused(kernel: Kernel, gate: str) -> None:
+def test_a_row_that_sees_nothing_or_what_is_behind_it_is_refused(kernel: Kernel, gate: str) -> None:
     """Before anything is executed, and not where the row is inactive."""
-    made, rows = DECODERS[gate], Rows.at(DECODERS[gate].program.sizes, 3)
+    rows = Rows.at(DECODERS[gate].program.sizes, 3)
     x = np.zeros((len(rows.active), HIDDEN), np.float32)
     long, none = rows.spans.copy(), np.zeros_like(rows.spans)
-    long[2, 1] = 2, made.program.sizes.positions + 1
-    for changes in ({"spans": long}, {"position": rows.position + 50}, {"spans": none}):
+    long[2, 1] = 2, rows.position[2] + 2
+    for changes in ({"spans": long}, {"position": rows.position - 1}, {"spans": none}):
         active = {"active": np.arange(4) == 2}
         kernel.give(x, replace(rows, **changes, **active))
         assert kernel.launch(StepOp.RUN) == (StepStatus.BAD_ROW, 2)

@@ -73,8 +73,6 @@ class AttentionForm:
             found.append(f"{self.heads} heads on {self.key_heads} key heads")
         if self.rotary % (2 * LANES) or self.rotary > self.head_dim:
             found.append(f"{self.rotary} rotating elements (a multiple of {2 * LANES}, at most the head)")
-        if self.cache.shared > 1 and (self.cache.sinks or self.cache.window != NO_WINDOW):
-            found.append("several rows of a video on a cache that keeps a window")
         return found
 
 

@@ -429,10 +429,8 @@ KINDS: dict[int, type[Instruction]] = {kind.opcode: kind for kind in _ALL}
 
 
 def ring_fits(sinks: int, ring: int, room: Sizes) -> bool:
-    """Return whether a cache holds the rows. Ranges of positions are ranges of rows only where no row is used again."""
-    return ring >= 1 and (
-        sinks + ring <= room.positions if not room.span_words else (sinks, ring) == (0, room.positions)
-    )
+    """Return whether a cache holds the rows."""
+    return ring >= 1 and sinks + ring <= room.positions
 
 
 def reads_keys(own: Attend | Decide, room: Sizes) -> bool:

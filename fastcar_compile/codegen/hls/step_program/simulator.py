@@ -59,11 +59,11 @@ class _Ring:
         behind = position - self.sinks
         return self.sinks + behind % self.ring if behind >= 0 else position
 
-    def visible(self, position: int, window: int) -> Array:
-        """Return which rows the token at `position` sees, of those that are filled up to it."""
+    def held(self, position: int) -> Array:
+        """Return the positions in the rows that are filled up to the token at `position`, int64."""
         # Rows are filled from row 0 on, so until the cache is full the first position + 1 rows are the filled ones.
-        rows = min(position + 1, self.sinks + self.ring)
-        return exact.visible_rows(self.sinks + self.ring, position, (self.sinks, window, position))[:rows]
+        row = np.arange(min(position + 1, self.sinks + self.ring))
+        return np.where(row < self.sinks, row, position - (position - row) % self.ring)
 
 
 class StepSimulator:
@@ -165,7 +165,10 @@ class StepSimulator:
         layout, ring = self.program.sizes.layout(attend.blocks), _Ring(attend.sinks, attend.ring)
         size, group = attend.heads * layout.head_dim, attend.heads // attend.key_heads
         for b, position in self._active(self._list.position):
-            visible = self._spans(b) if self._list.spans.shape[1] > 1 else ring.visible(position, attend.window)
+            held = ring.held(position)
+            visible = (held < attend.sinks) | (held > position - attend.window)
+            if self._list.spans.shape[1] > 1:
+                visible &= self._spans(b, held)
             heads = self._rows[attend.source, b, :size].reshape(-1, group, layout.head_dim)
             first = self._list.video[b] * attend.key_heads
             found = [self._head(attend, layout, n, queries, visible) for n, queries in enumerate(heads, first)]
@@ -175,10 +178,9 @@ class StepSimulator:
         """Yield the active rows, and their numbers."""
         return ((b, int(numbers[b])) for b in np.flatnonzero(self._list.active).tolist())
 
-    def _spans(self, b: int) -> Array:
-        """Return which positions row b sees, up to the last of them."""
-        spans = self._list.spans[b]
-        places = np.arange(spans.max())[:, None]
+    def _spans(self, b: int, held: Array) -> Array:
+        """Return which of the positions are in the ranges of row b."""
+        spans, places = self._list.spans[b], held[:, None]
         return ((places >= spans[:, 0]) & (places < spans[:, 1])).any(1)
 
     def _head(self, attend: step.Attend, layout: CacheLayout, number: int, queries: Array, visible: Array) -> Array:
