@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastcar_compile.artifact.cache import Cache as Cache
     from fastcar_compile.artifact.thresholds import Thresholds as Thresholds
     from fastcar_compile.artifact.trust import sign as sign
     from fastcar_compile.artifact.trust import verify_signature as verify_signature
@@ -56,6 +57,7 @@ __version__: str
 """Version of the installed distribution."""
 
 _MODULES = {
+    "artifact.cache": ("Cache",),
     "artifact.thresholds": ("Thresholds",),
     "tune.calibrate": ("calibrate",),
     "frontend.adapt": ("adapt",),

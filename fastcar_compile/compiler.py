@@ -1,47 +1,29 @@
-"""`compile`: capture, rewrite, lower to every backend, and write the artifact."""
+"""`compile`: answer an equal build from the cache, else run the phases. Neither torch nor TVM is imported before."""
 
-import copy
-import warnings
+from __future__ import annotations
+
+import platform
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
-from torch import nn
-from torch.export import ExportedProgram
-
-import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.artifact.writer import ArtifactWriter
-from fastcar_compile.codegen.emit import emit_artifact
-from fastcar_compile.codegen.plan import BuildPlan, Fallback, assumed_frame, decide
-from fastcar_compile.codegen.tvm.emit import host_variants
-from fastcar_compile.codegen.tvm.isa import NATIVE
-from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
-from fastcar_compile.config.targets import Target, load_target, require_buildable, whole_step
+from fastcar_compile.artifact.cache import Cache, Kind, cache_of
+from fastcar_compile.artifact.writer import ArtifactWriter, NotKept
+from fastcar_compile.codegen.tvm.isa import NATIVE, cross_compiler, instruction_sets
+from fastcar_compile.config import ReplayConfig, SparseAttention
+from fastcar_compile.config.targets import Target, load_target, require_buildable
 from fastcar_compile.config.wavefront import Wavefront
-from fastcar_compile.errors import CompileError, count_text
-from fastcar_compile.frontend.capture import capture
-from fastcar_compile.frontend.checkpoint import Checkpoint, open_folder
-from fastcar_compile.frontend.huggingface import is_huggingface
-from fastcar_compile.frontend.model_facts import ModelFacts, unwrapped
-from fastcar_compile.frontend.structures import check_signature, explained
-from fastcar_compile.ir.pass_manager import Pass, run_pipeline
-from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.passes.linears import merged_weights
-from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.passes.repeat_layers import RepeatLayers
-from fastcar_compile.report.dry_run import DryRun, dry_run_of
+from fastcar_compile.errors import CompileError
 from fastcar_compile.runtime.compiled import Artifact
-from fastcar_compile.support.machine import collector_paused, require_memory
-from fastcar_compile.support.values import LOGGER, path_of, plain, reporter, shown
+from fastcar_compile.support.machine import cpu_flags, linker_text
+from fastcar_compile.support.values import LOGGER, NOTED, path_of, reporter, shown, warn
 
-DEFAULT_TOKENS_PER_FRAME = 256
-CODE_GENERATION_BYTES = 128 << 20
-"""Lower bound of what a build takes beyond the imports: a build of two layers took 181 MB on 23 November 2026."""
+if TYPE_CHECKING:
+    from fastcar_compile.phases import Model
+    from fastcar_compile.report.dry_run import DryRun
 
 Progress = Callable[[str], None]
-Model = nn.Module | ExportedProgram | Checkpoint
 
 
 class CompileOptions(TypedDict, total=False):
@@ -63,6 +45,7 @@ class CompileOptions(TypedDict, total=False):
     output: str | Path
     strict: bool
     progress: Progress | None
+    cache: Cache | str | Path | bool | None
 
 
 @overload
@@ -106,6 +89,7 @@ def compile(
     dry_run: bool = False,
     strict: bool = False,
     progress: Progress | None = None,
+    cache: Cache | str | Path | bool | None = True,
 ) -> Artifact | DryRun:
     """Compile an autoregressive video decoder ahead of time and return its artifact.
 
@@ -149,6 +133,10 @@ def compile(
         strict: refuse every part that would run in another way than the options ask for, such as a linear that the
             host keeps.
         progress: called with the name of each phase. The logger `fastcar_compile` has the name too, at INFO.
+        cache: where weights, libraries and whole builds are kept, and taken from if nothing that decides their bytes
+            has changed: True: `builds` in $FASTCAR_CACHE, else in ~/.cache/fastcar_compile, unless $FASTCAR_NO_CACHE is
+            set; a folder; the URL of an HTTP store, from which packed weights are taken, into the default folder; a
+            `Cache`; None: nowhere. A whole build is found again for a model folder.
 
     Returns:
         The artifact, open; with `dry_run` a report instead.
@@ -161,161 +149,62 @@ def compile(
             build.
         UserError: the memory does not suffice.
     """
-    say = reporter(progress)
-    board = load_target(target)
+    given = dict(locals())
+    say, board, store = reporter(progress), load_target(target), cache_of(cache)
     require_buildable(board)
     if not isinstance(host_cpus, list | tuple) or not all(isinstance(name, str) for name in host_cpus):
         raise CompileError(f"host_cpus is {shown(host_cpus)}", hint='give a list of names, such as ["native"]')
-    variants = host_variants(host_cpus)
-    if isinstance(model, str | Path):
-        say("checking the model folder")
-        model = open_folder(path_of("the model", model), weights=not dry_run)
-    if isinstance(model, nn.Module):
-        model = unwrapped(model)
-    if rows is None and isinstance(wavefront, Wavefront) and wavefront.rows > 1:
-        rows = wavefront.rows
-    sizes, assumed = _sizes(model, plain(tokens_per_frame), plain(max_seq_len))
-    options: dict[str, Any] = {
-        **sizes,
-        "batch_size": batch_size,
-        "rows": rows,
-        "wavefront": wavefront,
-        "replay": replay,
-        "prefill_chunk": prefill_chunk,
-    }
-    options["quant"] = ("w8a8" if board.kind == "fpga" else "none") if quant is None else quant
-    options["sparse_attention"] = sparse_attention
-    options |= {name: value for name, value in {"kv": kv, "numerics": numerics}.items() if value is not None}
-    if rows is not None and board.kind == "fpga" and offload is None:
-        offload = "all"  # the host's part of other steps has one position for all rows
-    _check_target(board, offload, rows)
-    config = CompileConfig(target=board.name, **options, offload="mlp" if offload is None else offload)
-    wish = None if offload is not None else whole_step(board, options)
-    # The writer claims the folder first: a place that cannot be written is found before minutes of work.
-    with collector_paused(), nullcontext() if dry_run else ArtifactWriter(path_of("output", output)) as writer:
-        if writer is not None:
-            require_memory(CODE_GENERATION_BYTES, "code generation")
-        program, passes = _analysed(model, config, say)
-        # The passes change the program in place; the artifact shows a copy as the graph before.
-        original = None if writer is None and wish is None else copy.deepcopy(program)
-        say("rewriting the graph and choosing the hardware design")
-        plan = decide(program, config, board, original=original, wish=wish, before=passes)
-        plan = replace(plan, fallbacks=(*assumed, *plan.fallbacks))
-        if strict:
-            plan.require_no_fallback()
-        if writer is None or original is None:
-            return dry_run_of(plan)
-        plan.require_buildable()
-        _warn_of_host(plan)
-        _warn_of_defaults(plan.config.replay)
-        emit_artifact(writer, plan, original, variants, say)
-    LOGGER.info("the artifact is in %s", writer.path)
-    return Artifact(writer.path, None if plan.program.lazy else original.graph_module, digests=writer.digests)
+    key, decoder = None, path_of("the model", model) if isinstance(model, str | Path) else model
+    if store is not None and isinstance(decoder, Path) and not dry_run:
+        key = _key(store, decoder, board, given)
+        found = None if key is None else _answer(store, key, path_of("output", output))
+        if found is not None:
+            return found
+    from fastcar_compile.phases import build
 
-
-def _analysed(model: Model, config: CompileConfig, say: Progress) -> tuple[DecoderProgram, list[Pass]]:
-    """Return the captured program with explicit state and known layers, and the passes that made it.
-
-    Raises:
-        CompileError: the model cannot be compiled; the error names a structure of the model where it is the reason.
-    """
+    noted = NOTED.set([])
     try:
-        return _captured(model, config, say)
-    except CompileError as error:
-        if (reason := _explained(model, error)) is error:
-            raise
-        raise reason from error
+        return build(decoder, board, given, say, dry_run=dry_run, cache=store, key=key)
+    finally:
+        NOTED.reset(noted)
 
 
-def _explained(model: Model, error: CompileError) -> CompileError:
-    """Return the error with the structures of the model that are its reason; else the error itself."""
-    if isinstance(model, ExportedProgram):
-        return error
-    return explained(model.model() if isinstance(model, Checkpoint) else model, error)
+_NO_INPUTS = frozenset({"model", "target", "output", "progress", "cache", "dry_run", "replay", "sparse_attention"})
+"""Arguments of `compile` that do not decide what is built, or are stated otherwise."""
 
 
-def _captured(model: Model, config: CompileConfig, say: Progress) -> tuple[DecoderProgram, list[Pass]]:
-    """Return the captured program with explicit state and known layers, and the passes that made it."""
-    say("capturing the decode step")
-    sizes = {name: getattr(config, name) for name in ("batch_size", "max_seq_len", "tokens_per_frame")}
-    program = capture(model, **sizes, prefill_chunk=config.chunk, rows=config.rows)
-    _check_capture(program, config)
-    passes: list[Pass] = [*analysis_pipeline(), *_repetition(model)]
-    run_pipeline(program, passes)
-    if merged := merged_weights(program):
-        number = count_text(len(merged), "weight")
-        text = f"LoRA adapters are merged into {number}, such as {merged[0]}; other adapters need a new build"
-        warnings.warn(text, UserWarning, stacklevel=5)
-    return program, passes
+def _key(store: Cache, folder: Path, board: Target, options: dict[str, Any]) -> str | None:
+    """Return the key of a build: all that decides its bytes, and its warnings. None: there is no such folder."""
+    try:
+        model = store.digests_of(folder)
+    except OSError:
+        return None  # the phases say what is wrong with it
+    machine = f"{platform.machine()}-linux-gnu"
+    triples = {isa.triple for isa in instruction_sets(options["host_cpus"])} | {board.host_triple}
+    replay, sparse = options["replay"], options["sparse_attention"]
+    if not isinstance(replay, ReplayConfig | None) or not isinstance(sparse, SparseAttention | None):
+        return None  # nor are these options
+    stated = replay is not None and "threshold" in replay.model_fields_set  # a default threshold is warned of
+    inputs = {
+        "model": model,
+        "target": board.model_dump(mode="json"),
+        "options": {name: repr(value) for name, value in options.items() if name not in _NO_INPUTS},
+        "replay": [replay and replay.to_json(), stated],
+        "sparse attention": sparse and sparse.to_json(),
+        "machine": [platform.machine(), sorted(cpu_flags())],
+        "linkers": [linker_text(cross_compiler(triple, machine)) for triple in sorted(triples)],
+    }
+    return Kind.BUILD.key(inputs)
 
 
-def _sizes(
-    model: Model, tokens_per_frame: int | None, max_seq_len: int | None
-) -> tuple[dict[str, int], list[Fallback]]:
-    """Return the caller's sizes, or the sizes that the model states; and the assumed sizes.
-
-    Raises:
-        CompileError: the model is not a decoder, or neither caller nor model gives max_seq_len.
-    """
-    if not isinstance(model, nn.Module | ExportedProgram | Checkpoint):
-        what = f"cannot compile a {type(model).__name__}"
-        hint = "give an nn.Module, a torch.export.ExportedProgram or the path of a Hugging Face folder"
-        raise CompileError(what, hint=hint)
-    facts = ModelFacts.of(model)
-    length = facts.max_seq_len if max_seq_len is None else max_seq_len
-    if length is None:
-        hint = "give max_seq_len, or set it on the model's config"
-        if isinstance(model, nn.Module) and not is_huggingface(model):
-            check_signature(model)
-        raise _explained(model, CompileError("the model does not say its max_seq_len", hint=hint))
-    frame = facts.tokens_per_frame if tokens_per_frame is None else tokens_per_frame
-    assumed: list[Fallback] = []
-    if frame is None:
-        frame = DEFAULT_TOKENS_PER_FRAME
-        assumed.append(assumed_frame(frame))
-        text = f"the model's config gives no tokens_per_frame; {frame} is assumed. Give compile(tokens_per_frame=…)"
-        warnings.warn(text, UserWarning, stacklevel=3)
-    return {"tokens_per_frame": frame, "max_seq_len": length}, assumed
-
-
-def _warn_of_host(plan: BuildPlan) -> None:
-    """Warn where a board gets no kernels."""
-    for fallback in plan.fallbacks:
-        if fallback.kind == "accelerator":
-            text = f"target {plan.board.name} gets no accelerator kernels: {fallback.reason}"
-            warnings.warn(text, UserWarning, stacklevel=3)
-
-
-def _warn_of_defaults(replay: ReplayConfig | None) -> None:
-    """Warn of thresholds that nobody gave: the default threshold of a gate fits no decoder in particular."""
-    if replay is None or "threshold" in replay.model_fields_set:
-        return
-    text = f"no thresholds were given: every layer replays at the default threshold of gate {replay.gate}, "
-    text += f"{replay.threshold:g}, which was not chosen for this decoder. Calibrate the artifact (fc.calibrate, "
-    text += "fastcar calibrate), or compile without replay (replay=None, --no-replay)"
-    warnings.warn(text, UserWarning, stacklevel=3)
-
-
-def _check_target(board: Target, offload: str | None, rows: int | None) -> None:
-    if rows is not None and board.kind == "fpga" and offload != "all":
-        what = f"rows with positions of their own need whole decode steps on the accelerator, not offload={offload!r}"
-        raise CompileError(what, hint='give offload="all", or leave rows out: then all rows are at one position')
-    if offload in ("linears", "all") and board.kind != "fpga":
-        what = f"offload={offload!r} needs an accelerator, and target {board.name} has none"
-        raise CompileError(what, hint="choose an FPGA target, or leave offload out")
-
-
-def _repetition(model: object) -> list[Pass]:
-    """Return the pass that repeats a checkpoint's last captured layer; empty where every layer was captured."""
-    if not isinstance(model, Checkpoint):
-        return []
-    skeleton = model.skeleton
-    if skeleton.layers_path is None or skeleton.captured_layers == skeleton.layers:
-        return []
-    return [RepeatLayers(skeleton.layers_path, skeleton.layers, skeleton.period)]
-
-
-def _check_capture(program: DecoderProgram, config: CompileConfig) -> None:
-    if program.config.batch_size != config.batch_size * (config.rows or 1):
-        what = f"the exported program has batch {program.config.batch_size}, but batch_size is {config.batch_size}"
-        raise CompileError(what, hint=f"give batch_size={program.config.batch_size}, or export again")
+def _answer(store: Cache, key: str, output: Path) -> Artifact | None:
+    """Write the artifact as an equal build wrote it; None: the cache has none."""
+    noted = None
+    with suppress(NotKept), ArtifactWriter(output, store) as writer:
+        noted = writer.take(key)
+    if noted is None:
+        return None
+    for text, log in noted:
+        warn(text, 3, log=log)
+    LOGGER.info("the artifact is in %s, as an equal build made it", writer.path)
+    return Artifact(writer.path, digests=writer.digests)

@@ -52,7 +52,7 @@ DIGEST_PREFIX = "sha256:"
 DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
 
 CACHE = "FASTCAR_CACHE"
-"""Environment variable: the folder of files that are kept from process to process; default ~/.cache/fastcar_compile."""
+"""Environment variable: the folder of files that are kept from process to process; see `cache_folder`."""
 
 MOST_KNOWN = 20_000
 """Digests that a user's file keeps: the newest."""
@@ -83,13 +83,16 @@ class Identity(NamedTuple):
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
-def blocks(descriptor: int) -> Generator[memoryview]:
+def blocks(descriptor: int, most: int | None = None) -> Generator[memoryview]:
     """Yield the bytes of an open file from its start; the disk reads on meanwhile. A block is valid until the next one.
+
+    Args:
+        most: bytes of a block; None: as many as are hashed fastest.
 
     Raises:
         OSError: it cannot be read.
     """
-    buffer = memoryview(bytearray(_BLOCK))
+    buffer = memoryview(bytearray(most or _BLOCK))
     size = os.fstat(descriptor).st_size
     wanted = SimpleQueue[int | None]()
     fetcher = Thread(target=_fetch, args=(descriptor, wanted), daemon=True)
@@ -160,6 +163,25 @@ class Digests:
         with path.open("rb") as stream:
             return self.of(stream.fileno())
 
+    def note(self, path: Path, digest: str) -> None:
+        """Remember the digest of a file that this process has just written, and nobody else knows of."""
+        with path.open("rb") as stream:
+            self.known[Identity.of(stream.fileno())] = digest
+
+
+def require_own(place: Path, what: str) -> None:
+    """Raise UserError where another user than root may write a file or folder, which need not exist.
+
+    Args:
+        what: is written there, for the error.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        found = place.stat()
+        # Root may write anything anyway. Group and other users must not.
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+            hint = f"correct its permissions, or set ${CACHE}"
+            raise UserError(f"other users may write {what}", where=str(place), hint=hint)
+
 
 class _KnownFile(BaseModel):
     """The file of a user's digests: states of files, the oldest first."""
@@ -173,25 +195,23 @@ class _KnownFile(BaseModel):
 class UserDigests(Digests):
     """The digests that a user keeps from process to process, in a file that nobody else may write.
 
+    Args:
+        folder: of the file `digests.json`; None: `cache_folder`.
+
     Raises:
         UserError: another user may write the file, or its folder.
     """
 
-    def __init__(self) -> None:
-        self._path = cache_folder() / "digests.json"
+    def __init__(self, folder: Path | None = None) -> None:
+        self._path = (folder or cache_folder()) / "digests.json"
         super().__init__(self._read())
 
     def _read(self) -> dict[Identity, str]:
         for place in (self._path, self._path.parent):
-            with suppress(FileNotFoundError):
-                found = place.stat()
-                # Root may write anything anyway. Group and other users must not.
-                if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
-                    what = "other users may write the digests of files that are not read again"
-                    raise UserError(what, where=str(place), hint=f"correct its permissions, or set ${CACHE}")
+            require_own(place, "the digests of files that are not read again")
         try:
             read = _KnownFile.model_validate(parse_json(self._path.read_bytes()))
-        except (FileNotFoundError, ValueError, ValidationError):
+        except (FileNotFoundError, NotADirectoryError, ValueError, ValidationError):
             return {}  # every file is read
         return dict(read.files)
 
@@ -212,15 +232,17 @@ class UserDigests(Digests):
 
 
 def cache_folder() -> Path:
-    """Return the folder of files that need not be made again: $FASTCAR_CACHE, else ~/.cache/fastcar_compile.
+    """Return the folder of files that need not be made again.
+
+    It is $FASTCAR_CACHE, else `fastcar_compile` in $XDG_CACHE_HOME, else in ~/.cache.
 
     Raises:
-        UserError: the variable is not set, and the user has no home folder.
+        UserError: no variable is set, and the user has no home folder.
     """
     if CACHE in os.environ:
         return Path(os.environ[CACHE])
     try:
-        return Path.home() / ".cache" / "fastcar_compile"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastcar_compile"
     except RuntimeError as error:
         raise UserError("the user has no home folder", hint=f"set {CACHE} to a folder that can be written") from error
 

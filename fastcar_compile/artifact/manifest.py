@@ -1,10 +1,8 @@
 """manifest.json: the typed sections of an artifact, and the checksum of every other file."""
 
 import hashlib
-import importlib.metadata
 import json
 import math
-import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -25,7 +23,7 @@ from fastcar_compile.errors import ArtifactError, describe_validation
 from fastcar_compile.gates.weights import DIGEST
 from fastcar_compile.ir.types import DecoderConfig, LayerSite, StateRole
 from fastcar_compile.support import limits
-from fastcar_compile.support.packages import NAME, release
+from fastcar_compile.support.packages import NAME, release, versions
 
 SCHEMA_VERSION = 5
 """Version of the manifest's own fields; sections have versions of their own."""
@@ -132,13 +130,8 @@ def sealed(data: dict[str, Any]) -> bytes:
 
 def producer_versions() -> dict[str, str]:
     """Return the versions of this package and of the packages that it builds on; "none" where one is not installed."""
-    versions = {"python": platform.python_version(), NAME: release()}
-    for name, distribution in _PRODUCERS.items():
-        try:
-            versions[name] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "none"
-    return versions
+    found = versions(*_PRODUCERS.values())
+    return {"python": found["python"], NAME: release()} | {name: found[own] for name, own in _PRODUCERS.items()}
 
 
 # Checks that the sections agree with each other; the type of a section checks it alone.

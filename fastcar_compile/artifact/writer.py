@@ -4,22 +4,32 @@ Files go to a hidden folder beside the destination, which takes its place at the
 no file behind, and the next build removes the files of a killed build.
 """
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from fastcar_compile.artifact.cache import Cache, Entry, Kind
 from fastcar_compile.artifact.claim import NO_ROOM, OLD, claimed, put, sync, write_error
 from fastcar_compile.artifact.digest import Digests, FileEntry, manifest_digest, name_problem, walk
 from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE
 from fastcar_compile.artifact.manifest import Manifest, Sections, producer_versions
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.errors import ArtifactError, InternalError
-from fastcar_compile.ir.tensor_files import Placement, TensorSpec, write_pieces
+from fastcar_compile.ir.tensor_files import Placement, TensorSpec, placed, write_pieces
 from fastcar_compile.support.machine import at_once
+from fastcar_compile.support.strict_json import parse_json
+
+_MADE = "made"
+"""Name of the one file of a cache's entry that is not a whole build: the artifact's name for it does not matter."""
+
+
+class NotKept(Exception):
+    """The cache does not have a build, or has it damaged."""
 
 
 class ArtifactWriter:
@@ -32,6 +42,7 @@ class ArtifactWriter:
 
     Args:
         path: destination. If it exists it must be an artifact (it is replaced) or an empty directory.
+        cache: of files that other builds made; None: every file is made.
 
     Attributes:
         scratch: folder on the destination's file system for files that are not part of the artifact.
@@ -41,10 +52,11 @@ class ArtifactWriter:
         ArtifactError: the destination is not an artifact, cannot be written, or belongs to another writer.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).absolute()
+    def __init__(self, path: str | Path, cache: Cache | None = None) -> None:
+        self.path, self.cache = Path(path).absolute(), cache
         self._root: Path | None = None
         self._sections: Sections | None = None
+        self._written = dict[str, FileEntry]()
         self._work = self._working()
         self.digests = Digests()
 
@@ -91,12 +103,75 @@ class ArtifactWriter:
         return self.write_bytes(name, text.encode("utf-8"))
 
     def write_pieces(
-        self, name: str, specs: Mapping[str, TensorSpec], pieces: Iterable[tuple[str, int, memoryview]]
+        self,
+        name: str,
+        specs: Mapping[str, TensorSpec],
+        pieces: Iterable[tuple[str, int, memoryview]],
+        inputs: object = None,
     ) -> dict[str, Placement]:
-        """Write one safetensors file, holding one piece of a tensor at a time; return where each tensor is in it."""
-        self.file(name)
-        self.require_room(sum(spec.nbytes for spec in specs.values()))
-        return write_pieces(self.root, name, specs, pieces)
+        """Write one safetensors file, holding one piece of a tensor at a time; return where each tensor is in it.
+
+        Args:
+            pieces: none is asked for where the cache has the file. inputs: see `made`.
+        """
+
+        def make(_path: Path) -> None:
+            self.require_room(sum(spec.nbytes for spec in specs.values()))
+            write_pieces(self.root, name, specs, pieces)
+
+        header, places = placed(name, specs)
+        self.made(Kind.WEIGHTS, name, None if inputs is None else [header.decode("latin-1"), inputs], make)
+        return places
+
+    def made(self, kind: Kind, name: str, inputs: object, make: Callable[[Path], Any]) -> Any:
+        """Write the file `name` by `make`, or as an earlier build made it; return what `make` returned, JSON.
+
+        Args:
+            inputs: all that decides the bytes and the result besides the package, as JSON; None: that is not known.
+            make: writes the file at the path that it is given.
+        """
+        path = self.file(name)
+        key = None if self.cache is None or inputs is None else kind.key(inputs)
+        if self.cache is None or key is None:
+            return make(path)
+        # A store's entry of weights can write this one file, and no other.
+        entry = self.cache.fetch(kind, key, lambda _name: path, only=_MADE)
+        if entry is None:
+            about = make(path)
+            file = FileEntry(sha256=self.digests.of_path(path), size=path.stat().st_size)
+            entry = Entry(files={_MADE: file}, about=about)
+            self.cache.keep(kind, key, {_MADE: path}, entry)
+        self.digests.note(path, entry.files[_MADE].sha256)  # a link changes the state of a file
+        return entry.about
+
+    def take(self, key: str) -> Any:
+        """Write every file as an equal build wrote it, and the sections; return what was noted then.
+
+        Raises:
+            NotKept: the cache has no such build. The block has to end by it.
+        """
+        assert self.cache is not None
+        manifest = self.scratch / MANIFEST
+        entry = self.cache.fetch(Kind.BUILD, key, lambda name: manifest if name == MANIFEST else self.file(name))
+        if entry is None or MANIFEST not in entry.files:
+            raise NotKept(key)
+        for name in entry.files.keys() - {MANIFEST}:
+            self.digests.note(self.root / name, entry.files[name].sha256)
+        found: dict[str, Any] = parse_json(manifest.read_bytes())
+        self.finish(Sections.model_validate({name: found[name] for name in Sections.model_fields}))
+        return entry.about
+
+    def keep(self, key: str, about: object) -> None:
+        """Keep the artifact, once it is in place, for equal builds.
+
+        Args:
+            about: JSON that `take` returns.
+        """
+        assert self.cache is not None
+        paths = {name: path for name, path in walk(self.path) if name in self._written}
+        self.cache.keep(Kind.BUILD, key, paths, Entry(files=self._written, about=about))
+        for name, path in paths.items():  # a link changes the state of a file
+            self.digests.note(path, self._written[name].sha256)
 
     def __enter__(self) -> Self:
         self._work.__enter__()
@@ -139,7 +214,9 @@ class ArtifactWriter:
         if self._sections is None:
             raise InternalError("the artifact has no sections")
         sections = {name: getattr(self._sections, name) for name in Sections.model_fields}
-        data = Manifest(producer=producer_versions(), files=self._files(), **sections).to_bytes()
+        files = self._files()
+        data = Manifest(producer=producer_versions(), files=files, **sections).to_bytes()
+        self._written = files | {MANIFEST: FileEntry(sha256=hashlib.sha256(data).hexdigest(), size=len(data))}
         # A path inside JSON is escaped, so its escaped form is looked for.
         for place in (str(root), str(self.path)):
             if json.dumps(place, ensure_ascii=False)[1:-1].encode() in data:

@@ -33,6 +33,7 @@ COMMANDS = {
     "sign": "fastcar_compile.cli.trust:sign_command",
     "verify-signature": "fastcar_compile.cli.trust:verify_signature_command",
     "estimate": "fastcar_compile.cli.estimate:estimate_command",
+    "cache": "fastcar_compile.cli.cache:cache_command",
     "targets": "fastcar_compile.cli.targets:targets_command",
     "explore": "fastcar_compile.cli.explore:explore_command",
     "doctor": "fastcar_compile.cli.targets:doctor_command",
@@ -125,6 +126,8 @@ def _epilog() -> str:
     return (
         f"\b\nExit codes:\n{codes}\n\n\b\nEnvironment:\n"
         "  NO_COLOR           no colours\n"
+        "  FASTCAR_CACHE      folder of what commands keep; default: ~/.cache/fastcar_compile\n"
+        "  FASTCAR_NO_CACHE   1: builds are not cached\n"
         "  FASTCAR_TRACEBACK  1: show the traceback of an internal error"
     )
 

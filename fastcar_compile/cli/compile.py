@@ -13,7 +13,15 @@ from typer import Option
 import fastcar_compile as fc
 from fastcar_compile.artifact.explain import rows_text
 from fastcar_compile.cli.common import ExitCode, JsonOption, MayRead, Writes, command, stages
-from fastcar_compile.cli.options import OUTPUT, TARGETS, TokensPerFrameOption, names_of, parse_heads, parse_thresholds
+from fastcar_compile.cli.options import (
+    OUTPUT,
+    TARGETS,
+    TokensPerFrameOption,
+    names_of,
+    parse_heads,
+    parse_thresholds,
+    require_one,
+)
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text, size_text
 from fastcar_compile.errors import UserError, count_text
 from fastcar_compile.support.values import model_hint
@@ -188,6 +196,10 @@ def compile_command(
     host_cpus: str = "native",
     dry_run: bool = False,
     strict: bool = False,
+    cache: str | None = None,
+    no_cache: bool = False,
+    cache_libraries: bool = False,
+    cache_write: bool = False,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Compile a trained decoder to an artifact.
@@ -227,6 +239,11 @@ def compile_command(
         host_cpus: Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...
         dry_run: Report what would be built; write nothing. Needs no weights.
         strict: Refuse whatever runs in another way than asked for.
+        cache: Folder, or URL of an HTTP store, of what other builds made; default: builds in $FASTCAR_CACHE.
+        no_cache: Make everything anew, and keep nothing.
+        cache_libraries: Take libraries and whole builds from the store too, which are code: whoever writes there
+            can have code run here.
+        cache_write: Put what is made into the store.
     """
     given: dict[str, Any] = dict(locals())
     from fastcar_compile.config.targets import load_target, require_buildable
@@ -239,11 +256,16 @@ def compile_command(
     options = _of(fc.CompileConfig, given) | {"sparse_attention": _sparse(given), "strict": strict}
     options["replay"] = None if no_replay else fc.ReplayConfig(**_of(fc.ReplayConfig, given))
     options["host_cpus"] = [name.strip() for name in host_cpus.split(",")]
+    require_one({"--no-cache": no_cache, "--cache": cache})
+    options["cache"] = False if no_cache else True if cache is None else cache
+    if cache_write or cache_libraries:
+        options["cache"] = fc.Cache(remote=cache, write=cache_write, libraries=cache_libraries)
     if output is None and not dry_run:
         raise UserError("there is no folder for the artifact", hint="give --output FOLDER, or --dry-run")
     with stages(as_json, "dry run" if dry_run else "compile", "checking the model"):
         build: Any = fc.compile  # its overloads know literals alone
-        found = build(load_model(model, weights=not dry_run), dry_run=dry_run, output=str(output), **options)
+        decoder = model if model.is_dir() else load_exported_file(model)
+        found = build(decoder, dry_run=dry_run, output=str(output), **options)
     if not dry_run:
         _show_artifact(found, as_json)
         return ExitCode.OK
@@ -279,28 +301,23 @@ def _sparse(given: dict[str, Any]) -> fc.SparseAttention | None:
 
 
 def _show_artifact(artifact: fc.Artifact, as_json: bool) -> None:
-    path, sites, files = artifact.path, len(artifact.sites), len(artifact.manifest.files)
+    layers = artifact.manifest.layers.layers  # `artifact.sites` are the program's, which needs torch
+    path, sites, files = artifact.path, len(layers), len(artifact.manifest.files)
     size = sum(entry.size for entry in artifact.manifest.files.values())
-    able = sum(site.replay is not None for site in artifact.sites)
+    able = sum(site.replay is not None for site in layers)
     text = f"{path}: {able} of {count_text(sites, 'layer')} may replay, {count_text(files, 'file')}, {size_text(size)}"
     facts = {"path": path, "sites": sites, "files": files, "bytes": size, "digest": artifact.digest}
     print_result(as_json, facts, lambda: print_text(f"{text}\n{artifact.digest}"))
 
 
-def load_model(path: Path, *, weights: bool = True) -> Any:
-    """Return the model at `path`: the program of a .pt2 file, or a Hugging Face folder, checked but not yet read.
-
-    Only local files are read, and only safetensors for weights. Without `weights`, a folder may have none.
+def load_exported_file(path: Path) -> Any:
+    """Return the program of a .pt2 file.
 
     Raises:
         UserError: nothing usable is there.
     """
     if not path.exists():
         raise UserError("the model does not exist", where=str(path), hint=model_hint(path))
-    if path.is_dir():
-        from fastcar_compile.frontend.checkpoint import open_folder
-
-        return open_folder(path, weights=weights)
     if path.suffix != ".pt2":
         what = "the model is neither a folder nor a .pt2 file"
         hint = "give a Hugging Face folder (config.json and *.safetensors), or torch.export.save(...) to a .pt2 file"

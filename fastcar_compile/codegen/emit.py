@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from fastcar_compile.artifact import layout
 from fastcar_compile.artifact.accelerator_section import AcceleratorSection
@@ -93,8 +94,10 @@ def _emit_weights(writer: ArtifactWriter, program: DecoderProgram, *, one_file: 
     specs = params.specs()
     if program.lazy is not None:
         require_memory(max(spec.nbytes for spec in specs.values()), "the largest weight")
+    digest = None if writer.cache is None else cache(writer.cache.digests.of_path)  # of the checkpoint's shards
     for file, names in plan_shards(specs, one_file=one_file).items():
-        places |= writer.write_pieces(file, {name: specs[name] for name in names}, params.pieces(names))
+        inputs = None if digest is None else params.origins(names, digest)
+        places |= writer.write_pieces(file, {name: specs[name] for name in names}, params.pieces(names), inputs)
     return places
 
 

@@ -3,7 +3,6 @@
 import copy
 import platform
 import shutil
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from fastcar_compile.ir.provenance import module_path_of, where
 from fastcar_compile.ir.query import is_op, with_branches
 from fastcar_compile.ir.types import StateRole
 from fastcar_compile.passes.pipeline import rewrite_pipeline
+from fastcar_compile.support.values import warn
 
 
 class Fallback(Part):
@@ -166,7 +166,7 @@ def decide(
     run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
     for fallback in refused:  # not before it is certain that there is something to fall back to
         text = f"offload is 'mlp', because the accelerator cannot run this decoder's whole steps: {fallback.reason}"
-        warnings.warn(text, UserWarning, stacklevel=3)
+        warn(text, 4)
     plan = _plan(program, config, board, before)
     return replace(plan, fallbacks=(*refused, *plan.fallbacks))
 

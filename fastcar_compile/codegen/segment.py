@@ -1,6 +1,6 @@
 """Cut a decode step into prologue, layers and epilogue, so that each backend lowers identical layers once."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -153,3 +153,32 @@ def _extract(module: fx.GraphModule, nodes: tuple[fx.Node, ...], results: set[fx
     branches = {n: b for n in read if (b := branch_of(module, n)) is not None}
     outputs = (n for n in nodes if n in results or any(u not in inside and u.op != "output" for u in n.users))
     return Segment(nodes, tuple(n for n in read if n not in branches), tuple(outputs), branches)
+
+
+@dataclass(frozen=True)
+class HostGraph:
+    """A graph that becomes a function of the host's library: a decode step, or a prefill chunk.
+
+    Attributes:
+        module: fx graph.
+        outputs: names of its results.
+    """
+
+    module: fx.GraphModule
+    outputs: Sequence[str]
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """The parts of the graph, in order."""
+        return segment(self.module)
+
+    def to_json(self) -> list[object]:
+        """Return all that the lowering reads of the graph: its inputs, its segments and how they are joined."""
+        inputs = [[str(n.target), _type(n)] for n in self.module.graph.find_nodes(op="placeholder")]
+        parts = [[p.key, p.literals, [_named(n) for n in p.inputs], [n.name for n in p.outputs]] for p in self.segments]
+        return [inputs, parts, [n.name for n in output_nodes(self.module.graph)], list(self.outputs)]
+
+
+def _named(node: fx.Node) -> str:
+    """Return the name of a value; a parameter has one, however many nodes read it."""
+    return f"parameter {node.target}" if node.op == "get_attr" else node.name

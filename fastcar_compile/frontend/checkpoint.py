@@ -1,7 +1,7 @@
 """A Hugging Face folder, checked as a whole before anything is read, then read tensor by tensor."""
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
@@ -104,6 +104,11 @@ class Checkpoint:
                 return part.float() if part.dtype in (torch.bfloat16, torch.float16) else part.clone()
         except (OSError, safetensors.SafetensorError) as error:
             raise CompileError(f"{stored} cannot be read: {error}", where=str(place), hint=_MEND_COPY) from error
+
+    def origin(self, name: str, digest: Callable[[Path], str]) -> list[str]:
+        """Return the digest of the file that holds a parameter, and the tensor's name there."""
+        stored = self.names[name]
+        return [digest(self.folder / self.tensors[stored].file), stored]
 
     def model(self) -> PreTrainedModel:
         """The part of the model that is captured: `skeleton.captured_layers` layers, persistent buffers filled in."""

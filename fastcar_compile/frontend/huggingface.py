@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers.integrations.executorch import TorchExportableModuleWithStatic
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fastcar_compile.errors import NOT_THE_MODELS, CompileError, UserError
+from fastcar_compile.support.values import warn
 
 
 def read_module(path: Path) -> nn.Module:
@@ -129,7 +129,7 @@ def _fix(module: Any, max_seq_len: int) -> None:
             text = f"{kind} RoPE has the frequencies of max_seq_len={max_seq_len} at all positions. Transformers' "
             text += "generate changes them where a sequence grows beyond the original length, so its tokens may "
             text += "differ (docs/reference/models.md, Sequence lengths)"
-            warnings.warn(text, UserWarning, stacklevel=2)
+            warn(text, 2)
         module.register_buffer(name, new.to(old.dtype), persistent=False)
         # Another kind would make the forward compute its frequencies anew from the positions.
         kinds[layers] = _FIXED

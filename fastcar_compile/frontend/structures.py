@@ -5,7 +5,6 @@ may help to word it; they never decide what compiles.
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from torch import nn
 from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.frontend.adapt import suggestion
 from fastcar_compile.ir.provenance import importable_path
+from fastcar_compile.support.values import warn
 
 _REPLAY = "replay is defined for attention over a key/value cache and an MLP of two or three linears"
 
@@ -229,7 +229,7 @@ def _check_others(model: nn.Module, others: list[inspect.Parameter]) -> None:
     if padding := [p.name for p in others if p.name in _PADDING]:
         text = f"{type(model).__name__}.forward may take {', '.join(padding)}, which a decode step leaves out: "
         text += "all rows share their positions, so that rows with padding decode wrongly"
-        warnings.warn(text, UserWarning, stacklevel=2)
+        warn(text, 2)
 
 
 def _check_context(model: nn.Module, taken: Collection[str]) -> None:

@@ -61,20 +61,11 @@ class Placement:
     length: int
 
 
-def write_pieces(
-    root: Path, file: str, specs: Mapping[str, TensorSpec], pieces: Iterable[Piece]
-) -> dict[str, Placement]:
-    """Write one safetensors file, holding one piece of a tensor at a time; return where each tensor is.
+def placed(file: str, specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Placement]]:
+    """Return the header of a safetensors file, and where each tensor is in the file.
 
     Tensors of whole cache lines come first. So they start on a cache line in the file, and a memory map of the file can
     be used in place.
-
-    Args:
-        root: folder of the artifact. file: name in it. specs: of every tensor.
-        pieces: each byte of every tensor once, in any order.
-
-    Raises:
-        InternalError: they are more or fewer bytes.
     """
     places, at = dict[str, int](), 0
     header: dict[str, Any] = {}
@@ -87,18 +78,36 @@ def write_pieces(
     text = json.dumps(header, separators=(",", ":")).encode()
     # The data begins behind 8 bytes of length and the header. Spaces move that place to a cache line.
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    start, written = 8 + len(text), dict.fromkeys(specs, 0)
+    start = 8 + len(text)
+    found = {n: Placement(file, start + places[n], specs[n].nbytes) for n in specs}
+    return len(text).to_bytes(8, "little") + text, found
+
+
+def write_pieces(
+    root: Path, file: str, specs: Mapping[str, TensorSpec], pieces: Iterable[Piece]
+) -> dict[str, Placement]:
+    """Write one safetensors file, holding one piece of a tensor at a time; return where each tensor is, as `placed`.
+
+    Args:
+        root: folder of the artifact. file: name in it. specs: of every tensor.
+        pieces: each byte of every tensor once, in any order.
+
+    Raises:
+        InternalError: they are more or fewer bytes.
+    """
+    header, places = placed(file, specs)
+    written = dict.fromkeys(specs, 0)
     with (root / file).open("wb", buffering=0) as stream:
-        chunks = _Chunks(stream, start + at)
-        chunks.write(0, memoryview(len(text).to_bytes(8, "little") + text))
+        chunks = _Chunks(stream, len(header) + sum(spec.nbytes for spec in specs.values()))
+        chunks.write(0, memoryview(header))
         for name, offset, data in pieces:
             if offset + len(data) > specs[name].nbytes:
                 raise InternalError(f"{name} has {specs[name].nbytes} bytes; {offset + len(data)} were given")
-            chunks.write(start + places[name] + offset, data)
+            chunks.write(places[name].offset + offset, data)
             written[name] += len(data)
     if wrong := next((name for name in specs if written[name] != specs[name].nbytes), None):
         raise InternalError(f"{wrong} has {specs[wrong].nbytes} bytes; {written[wrong]} were given")
-    return {n: Placement(file, start + places[n], specs[n].nbytes) for n in specs}
+    return places
 
 
 class _Chunks:

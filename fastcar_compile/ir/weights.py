@@ -1,5 +1,6 @@
 """Parameters of a program: in memory, or read from a checkpoint and quantised when they are asked for."""
 
+import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -70,6 +71,10 @@ class Source(Protocol):
         """Its shape."""
         ...
 
+    def origin(self, name: str, digest: Callable[[Path], str]) -> object:
+        """What its values are, as JSON: the digest of a file, and where in the file they are."""
+        ...
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -124,6 +129,21 @@ class LazyWeights:
             self._last = None  # before the next one is made, so that only one is in memory
             self._last = (recipe, self._cook(recipe))
         return self._last[1][recipe.names.index(name)]
+
+    def origin(self, name: str, digest: Callable[[Path], str]) -> list[Any] | None:
+        """Return what decides the values of a tensor, as JSON; None: a function of a recipe has no name of its own.
+
+        Args:
+            digest: path of a file -> its SHA-256.
+        """
+        recipe = self.recipes.get(name)
+        if recipe is None:
+            return ["stored", self.source.origin(name, digest)]
+        module, function = (getattr(recipe.make, field, "") for field in ("__module__", "__qualname__"))
+        origin = self.origin(recipe.source, digest)
+        if origin is None or not module or not function or "<" in function:
+            return None
+        return [module, function, recipe.by_rows, recipe.names.index(name), origin]
 
     def blocks(self, names: Iterable[str]) -> Iterator[Block]:
         """Yield these tensors in blocks of rows, each row once; a recipe of several names is read once.
@@ -232,6 +252,26 @@ class Parameters(Mapping[str, Tensor]):
         for name, row, part in self.blocks(names):
             yield name, row * self.spec(name)[:1].nbytes if row else 0, octets(to_numpy(part))
 
+    def origins(self, names: Iterable[str], digest: Callable[[Path], str]) -> list[object] | None:
+        """Return what decides the values of parameters, as JSON.
+
+        None: they are all in memory, where a cache of them saves nothing, or it cannot be said.
+
+        Args:
+            digest: path of a file -> its SHA-256.
+        """
+        if self._lazy is None:
+            return None
+        found = list[object]()
+        for name in names:
+            value = self._attributes[name]
+            lazy = value.is_meta
+            origin = self._lazy.origin(name, digest) if lazy else hashlib.sha256(octets(to_numpy(value))).hexdigest()
+            if origin is None:
+                return None
+            found.append([name, str(value.dtype), list(value.shape), origin])
+        return found
+
     def nbytes(self) -> int:
         """Bytes of all parameters, without reading them."""
         return sum(t.numel() * t.dtype.itemsize for t in self._attributes.values())
@@ -307,3 +347,8 @@ class WrittenTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return its shape."""
         return self.specs[name].shape
+
+    def origin(self, name: str, digest: Callable[[Path], str]) -> list[object]:
+        """Return its file's digest, and the bytes in the file."""
+        place = self.places[name]
+        return [digest(self.root / place.file), place.offset, place.length]

@@ -38,6 +38,9 @@ FILE_NAME = 512
 LAYERS = 1000
 """Several times the layers of any published decoder."""
 
+CACHE_BYTES = 20 << 30
+"""Bytes that the build cache keeps by itself: a 7B decoder for a board takes 7.3e9."""
+
 ARRAYS_BYTES = 1 << 30
 """Bytes of all arrays of a .npz file, unpacked, and of the input of one prefill call."""
 

@@ -3,12 +3,14 @@
 import gc
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -115,6 +117,25 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
         if found := re.search(r"^(?:flags|Features)\s*:(.*)", cpuinfo.read_text("utf-8"), re.MULTILINE):
             return frozenset(found[1].split())
     return frozenset()
+
+
+_LINKING = ("COMPILER_PATH", "GCC_EXEC_PREFIX", "LD_RUN_PATH", "LIBRARY_PATH", "SOURCE_DATE_EPOCH")
+"""Environment variables that g++ and its linker read."""
+
+
+def linker_text(compiler: str) -> list[str]:
+    """Return what the bytes of a library depend on where `compiler` links it: versions, C library, environment."""
+    path = shutil.which(compiler)
+    if path is None:
+        return [compiler]
+    texts = [_stated(path, option) for option in ("--version", "-Wl,--version")]
+    libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None
+    return [compiler, *texts, str(libc), *(f"{name}={os.environ.get(name)}" for name in _LINKING)]
+
+
+@cache
+def _stated(program: str, option: str) -> str:
+    return run([program, option]).stdout
 
 
 # Child processes that end with this one.

@@ -1,10 +1,16 @@
 """The version of this package: the version of the installed distribution, which is built from git's tags."""
 
+import hashlib
+import platform
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module, metadata
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
@@ -12,6 +18,8 @@ from packaging.version import Version
 from fastcar_compile.errors import BackendError, UserError
 
 NAME = "fastcar_compile"
+TEMPLATES = "hls_templates"
+"""Package of the HLS sources and templates."""
 UNKNOWN = "0+unknown"
 """Version of a source tree that is on the path and not installed."""
 
@@ -30,6 +38,53 @@ def release() -> str:
     Artifacts name it. A clone without tags does not know the number of commits, and writes the same bytes.
     """
     return Version(installed_version()).base_version
+
+
+# What a build was made by.
+
+
+def versions(*distributions: str) -> dict[str, str]:
+    """Return the versions of Python and of these distributions; "none" where one is not installed."""
+    found = {"python": platform.python_version()}
+    for name in distributions:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def installed_names() -> list[str]:
+    """Return name and version of every installed distribution, as its folder of metadata is called, and of Python.
+
+    The first text is this file as `import` sees it: graphs name the sources of their nodes in that way.
+    """
+    seen = [__file__[len(entry) :] for entry in sys.path if entry and __file__.startswith(entry.rstrip("/") + "/")]
+    found = (path.name for entry in sys.path for path in Path(entry or ".").glob("*.dist-info"))
+    return [min(seen, key=len, default=""), platform.python_version(), *sorted(found)]
+
+
+@cache
+def sources_digest() -> str | None:
+    """Return a digest of the files of this package, of its HLS templates, and of the packages that plug into it.
+
+    None: one of them was written since this process began, which may run an earlier one.
+    """
+    import psutil  # here: most commands need no key
+
+    points = (point for found in metadata.distributions() for point in found.entry_points)
+    plug_ins = {point.module.partition(".")[0] for point in points if point.group.startswith(f"{NAME}.")}
+    digest, began = hashlib.sha256(), psutil.Process().create_time()
+    for name in sorted(plug_ins | {NAME, TEMPLATES}):
+        spec = find_spec(name)
+        for root in () if spec is None else map(Path, spec.submodule_search_locations or [spec.origin or ""]):
+            for path in sorted(root.rglob("*") if root.is_dir() else [root]):
+                if path.is_file() and path.parent.name != "__pycache__":
+                    if path.stat().st_ctime > began:
+                        return None
+                    digest.update(f"{name}/{path.relative_to(root)}\0".encode())
+                    digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 # Parts of the package that an installation may lack, and the command that adds them.

@@ -4,8 +4,10 @@ import logging
 import math
 import os
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Set
+from contextvars import ContextVar
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -20,6 +22,24 @@ from fastcar_compile.support import limits
 
 LOGGER = logging.getLogger("fastcar_compile")
 """Stages at INFO, what the machine lacks at WARNING. The command line shows both; a script configures `logging`."""
+
+
+NOTED: ContextVar[list[tuple[str, bool]] | None] = ContextVar("NOTED", default=None)
+"""Warnings of the running build, with `log`, for a build that is answered with its result; None: none is running."""
+
+
+def warn(text: str, stacklevel: int = 1, *, log: bool = False) -> None:
+    """Warn of what a build does in another way than its caller may expect.
+
+    Args:
+        stacklevel: as of `warnings.warn`. log: tell the logger instead.
+    """
+    if (noted := NOTED.get()) is not None:
+        noted.append((text, log))
+    if log:
+        LOGGER.warning("%s", text)
+    else:
+        warnings.warn(text, UserWarning, stacklevel=stacklevel + 1)
 
 
 def plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import fastcar_compile as fc
 from fastcar_compile.artifact.thresholds import Expected
 from fastcar_compile.cli import app
-from fastcar_compile.compiler import _warn_of_defaults
+from fastcar_compile.phases import _warn_of_defaults
 from fastcar_compile.tune import calibrate, search
 from fastcar_compile.tune.workers import Setting, Subject, Workers
 

@@ -75,22 +75,6 @@ class FakeSession:
         return np.eye(VOCAB, dtype=np.float32)[(ids + 1) % VOCAB]
 
 
-@dataclass(frozen=True)
-class FakeMlp:
-    hidden: int = 128
-    intermediate: int = 352
-    activation: str = "silu"
-
-
-@dataclass(frozen=True)
-class FakeSite:
-    layer: int
-    module_path: str
-    source: str = "model.py:12"
-    mlp: FakeMlp = FakeMlp()
-    replay: str = "tas"
-
-
 @dataclass
 class FakeArtifact:
     """What `fc.load` and `fc.compile` return here; `make` builds the session of a backend."""
@@ -113,10 +97,6 @@ class FakeArtifact:
     @property
     def config(self) -> DecoderConfig:
         return self.manifest.decoder.config
-
-    @property
-    def sites(self) -> list[FakeSite]:
-        return [FakeSite(layer, f"model.layers.{layer}.mlp") for layer in range(LAYERS)]
 
     def explain(self, layer: int | None = None, node: str | None = None) -> str:
         return f"explained layer={layer} node={node}"

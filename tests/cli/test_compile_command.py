@@ -69,13 +69,13 @@ def test_huggingface_folder(fastcar: Fastcar, calls: list[dict[str, Any]], tmp_p
         "digest": f"sha256:{'0' * 64}",
     }  # fmt: skip
     call = calls[0]
-    assert call.pop("model").skeleton.architecture == "LlamaForCausalLM"
+    assert call.pop("model") == folder
     config = call.pop("replay")
     assert (config.threshold, config.max_chain, config.couple_cfg) == (math.inf, 1, True)
     assert call == {
         "target": "kv260", "tokens_per_frame": 4, "max_seq_len": 32, "batch_size": 2, "quant": "w8a8",
         "offload": "linears", "sparse_attention": None, "output": str(tmp_path / "out"),
-        "host_cpus": ["native", "avx2"], "kv": "float16", "strict": False,
+        "host_cpus": ["native", "avx2"], "kv": "float16", "strict": False, "cache": True,
     }  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def test_exported_program(fastcar: Fastcar, calls: list[dict[str, Any]], tmp_pat
     torch.export.save(torch.export.export(Doubler(), (torch.ones(2),)), path)
     result = fastcar("compile", path, "-o", tmp_path / "out", "--no-replay")
     assert result.exit_code == 0, result.output
-    assert "3 of 3 layers may replay, 1 file, 2.0 MB" in result.stdout
+    assert "0 of 3 layers may replay, 1 file, 2.0 MB" in result.stdout
     assert result.stderr == "compile: capturing [the] step\nwarning: no linker\n"
     as_json = fastcar("compile", path, "-o", tmp_path / "out", "--no-replay", "--json")
     assert as_json.stderr == "warning: no linker\n"
@@ -148,7 +148,6 @@ def test_a_dry_run_that_is_refused(fastcar: Fastcar, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "the model folder has no config.json"),
         (["--target", "zcu12"], "unknown target 'zcu12'"),
         (["--threshold", "x"], "'x' is not a threshold"),
         (["--max-chain", "0"], "max_chain: Input should be greater than or equal to 1"),
@@ -159,6 +158,35 @@ def test_bad_input(fastcar: Fastcar, calls: list[dict[str, Any]], tmp_path: Path
     refused(fastcar("compile", tmp_path / "model", "-o", tmp_path / "out", *words), text)
     assert calls == []
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_no_model(fastcar: Fastcar, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    words = ["compile", tmp_path / "model", "-o", tmp_path / "out", "--cache", tmp_path / "cache"]
+    refused(fastcar(*words), "the model folder has no config.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ([], True),
+        (["--no-cache"], False),
+        (["--cache", "there"], "there"),
+        (["--cache", "http://host", "--cache-write"], ("http://host", True, False)),
+        (["--cache", "http://host", "--cache-libraries"], ("http://host", False, True)),
+    ],
+)
+def test_a_cache_is_named(
+    fastcar: Fastcar, calls: list[dict[str, Any]], tmp_path: Path, words: list[str], found: object
+) -> None:
+    (tmp_path / "model").mkdir()
+    base = ["compile", tmp_path / "model", "-o", tmp_path / "out"]
+    assert fastcar(*base, *words).exit_code == 0
+    cache = calls[0]["cache"]
+    assert found == ((cache.remote, cache.write, cache.libraries) if isinstance(cache, fc.Cache) else cache)
+    refused(fastcar(*base, "--no-cache", "--cache", "there"), "--no-cache and --cache cannot be given together")
+    refused(fastcar(*base, "--cache-write"), "write and libraries are about a remote store")
 
 
 @pytest.mark.parametrize(
@@ -203,14 +231,16 @@ def test_the_options_of_compile_are_the_fields_of_its_config() -> None:
     function, found = fc.compile, REGISTRY.load("compile")
     there, here = signature(function).parameters, signature(found).parameters
     assert there.keys() == CompileOptions.__annotations__.keys() | {"model", "target", "dry_run"}
-    assert there.keys() - config.keys() == {"model", "host_cpus", "output", "dry_run", "strict", "progress"}
+    others = {"model", "host_cpus", "output", "dry_run", "strict", "progress", "cache"}
+    assert there.keys() - config.keys() == others
     sparse = {"window", "sinks", "window_positions"}
     given = (there.keys() | replay.keys()) - {"replay", "sparse_attention", "wavefront", "progress"}
-    assert here.keys() == given | sparse | {"grid", "lag", "lead", "prefix"} | {"no_replay", "as_json"}
+    grid, cache = {"grid", "lag", "lead", "prefix"}, {"no_cache", "cache_libraries", "cache_write"}
+    assert here.keys() == given | sparse | grid | cache | {"no_replay", "as_json"}
 
     for name in (config.keys() & there.keys()) - {"target", "replay"}:
         assert there[name].default in (None, config[name].default), name  # None: `compile` chooses, or the config does
-    for name in (there.keys() & here.keys()) - {"output", "host_cpus"}:
+    for name in (there.keys() & here.keys()) - {"output", "host_cpus", "cache"}:
         assert here[name].default == there[name].default, name
     for name in replay:
         assert here[name].default in (None, replay[name].default), name

@@ -24,11 +24,11 @@ from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.exploration import KernelSpec, explore
 from fastcar_compile.codegen.hls.design.spec import MlpSpec
 from fastcar_compile.codegen.hls.model.workload import workload_of
-from fastcar_compile.compiler import _analysed
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.gates import GateWeights
 from fastcar_compile.ir.types import ReplayFacts
+from fastcar_compile.phases import _analysed
 
 from .conftest import FakeArtifact, Fastcar, refused
 

@@ -157,6 +157,7 @@ CALLS: dict[str, dict[str, Call]] = {
         "threads": lambda v: fc.Artifact.session(STORED, open_fake, threads=v),
         "depth": lambda v: fc.Artifact.session(STORED, open_fake, depth=v),
     },
+    "Cache": by_name(fc.Cache, without=(), remote="https://nowhere"),
     "Thresholds": {
         "load a file": lambda v: fc.Thresholds.load(v),
         "save to a file": lambda v: fc.Thresholds(**THRESHOLDS).save(v),

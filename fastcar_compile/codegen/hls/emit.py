@@ -1,9 +1,10 @@
 """The accelerator parts of an artifact: HLS project, packed weights and the DRS control table."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.errors import InternalError
 from fastcar_compile.gates.draft import PARTS
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
-from fastcar_compile.ir.tensor_files import TensorSpec
+from fastcar_compile.ir.tensor_files import TensorSpec, octets
 from fastcar_compile.ir.types import MlpSite, StateRole
 from fastcar_compile.passes.offload import LinearCall
 
@@ -35,8 +36,14 @@ Streams = Mapping[str, tuple[int, Callable[[], NDArray[np.uint8]]]]
 """Name of a weight stream -> its bytes on all ports, and what packs it."""
 
 
-def write_weights(writer: ArtifactWriter, plan: Accelerator, streams: Streams, constants: NDArray[Any]) -> None:
-    """Write weights and constants (float32 words) of the kernel, a tensor per argument."""
+def write_weights(
+    writer: ArtifactWriter, plan: Accelerator, streams: Streams, constants: NDArray[Any], origins: object = None
+) -> None:
+    """Write weights and constants (float32 words) of the kernel, a tensor per argument.
+
+    Args:
+        origins: what decides the weights that the streams are packed from, as JSON; None: that is not known.
+    """
     ports, order = plan.kernel.part.weights(), plan.streams
     section, rest = divmod(sum(streams[name][0] for name in order), len(ports))
     if rest:
@@ -44,7 +51,12 @@ def write_weights(writer: ArtifactWriter, plan: Accelerator, streams: Streams, c
     specs = {port: TensorSpec(DTYPES["uint8"], (section,)) for port in ports}
     if constants.size:
         specs[CONSTANTS] = TensorSpec(DTYPES["float32"], constants.shape)
-    writer.write_pieces(ACCELERATOR_WEIGHTS, specs, _pieces(order, ports, streams, constants))
+    inputs = None
+    if origins is not None:
+        packed = [plan.design, *plan.calls, *(() if plan.step is None else plan.step.drafts)]
+        fixed = hashlib.sha256(octets(constants)).hexdigest()
+        inputs = [origins, [*map(repr, packed)], [[name, streams[name][0]] for name in order], fixed]
+    writer.write_pieces(ACCELERATOR_WEIGHTS, specs, _pieces(order, ports, streams, constants), inputs)
 
 
 def write_table(writer: ArtifactWriter, plan: Accelerator) -> None:
@@ -129,7 +141,12 @@ class HlsEmitter:
 def _emit_project(program: DecoderProgram, context: EmitContext, plan: Accelerator) -> StepPart | None:
     """Write the kernel, its table and its weights; return the step, where it runs whole ones."""
     emit_hls(plan.design, context.writer.root / HLS, plan.table, context.plan.board, plan.kernel_design)
-    write_weights(context.writer, plan, weight_streams(program, plan), plan.constants(program))
+    writer = context.writer
+    # The weight files are written by now, so that their digests are those of the quantised weights.
+    origins = None if writer.cache is None else program.params.origins(program.params, cache(writer.digests.of_path))
+    if origins is not None:
+        origins = [origins, [repr(site.mlp) for site in program.sites]]
+    write_weights(writer, plan, weight_streams(program, plan), plan.constants(program), origins)
     write_table(context.writer, plan)
     if plan.step is None:
         return None

@@ -22,6 +22,7 @@ from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.types import REPLAY_ROLES
 from fastcar_compile.ir.weights import dtype_name
+from fastcar_compile.support.packages import TEMPLATES
 
 BOARD_SOURCES = ("fastcar_accelerator.hpp", "fastcar_memory.hpp", "fastcar_probe.cpp", "fastcar_xrt.hpp")
 SHORT_SOURCES = ("fastcar_offload.hpp",)
@@ -68,7 +69,7 @@ def host_sources(
     Returns:
         Everything that does not depend on the model, and `fastcar_program.hpp`. Same program, same texts.
     """
-    templates = files("hls_templates") / "host"
+    templates = files(TEMPLATES) / "host"
     unused = _unused(accelerator)
     names = [p.name for p in templates.iterdir() if p.name.endswith((".hpp", ".cpp")) and p.name not in unused]
     texts = {name: (templates / name).read_text() for name in names}

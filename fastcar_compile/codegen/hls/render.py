@@ -13,8 +13,7 @@ from fastcar_compile.codegen.hls.design.memory import bank_map
 from fastcar_compile.codegen.hls.interface import TYPE_BYTES, KernelInterface, probe_interface
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import InternalError
-
-TEMPLATES = "hls_templates"
+from fastcar_compile.support.packages import TEMPLATES
 
 _PLAIN = re.compile(r"[ -~]*")
 _BEYOND = re.compile(r"[\"'\\`$?]|/[/*]|\*/")

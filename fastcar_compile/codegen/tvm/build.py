@@ -17,10 +17,11 @@ from torch import fx
 from tvm import relax
 
 from fastcar_compile.artifact.sections import ProgramPart, ProgramsPart
+from fastcar_compile.codegen.segment import HostGraph
 from fastcar_compile.codegen.tvm.fusion import QUANTIZED_LINEARS
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
-from fastcar_compile.codegen.tvm.pipeline import HostGraph, check_of, compile_module, import_graphs
+from fastcar_compile.codegen.tvm.pipeline import check_of, compile_module, import_graphs
 from fastcar_compile.codegen.tvm.relax_api import parameters
 from fastcar_compile.errors import CompileError, InternalError
 from fastcar_compile.ir.layers import Role, role_of

@@ -1,19 +1,26 @@
 """The host part of an artifact: a TVM library for each instruction set of choice, and for the board's own CPU."""
 
+from __future__ import annotations
+
 import copy
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
 from torch import fx
 
+from fastcar_compile.artifact.cache import Kind
 from fastcar_compile.artifact.layout import EMBEDDED, board_library, host_library
 from fastcar_compile.artifact.sections import BoardPart, HostSection, VariantPart
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EmitContext
-from fastcar_compile.codegen.tvm.build import HostGraph, LoweredModule, lower
+from fastcar_compile.codegen.segment import HostGraph
 from fastcar_compile.codegen.tvm.isa import InstructionSet, cross_compiler, instruction_sets
-from fastcar_compile.codegen.tvm.target import board_instruction_set
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.dataflow import ancestors
@@ -22,7 +29,11 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import graph_module, node_named, tensor_attributes
 from fastcar_compile.ir.rewrite import set_outputs
 from fastcar_compile.passes.pipeline import offload_pipeline
-from fastcar_compile.support.values import LOGGER
+from fastcar_compile.support.machine import linker_text
+from fastcar_compile.support.values import warn
+
+if TYPE_CHECKING:
+    from fastcar_compile.codegen.tvm.build import LoweredModule
 
 # What the host computes for an accelerator that runs whole decode steps: the rows that the first layer reads.
 
@@ -95,47 +106,81 @@ class TvmEmitter:
             # On a copy: the library keeps the decode step without an accelerator, too.
             run_pipeline(host, offload_pipeline(context.plan.config.offload))
             graphs["offload"] = HostGraph(host.graph_module, host.outputs)
-        # One import serves all libraries: only the kernels of another instruction set are exchanged.
-        first = context.variants[0]
-        lowered = lower(graphs, first)
-        machine = f"{platform.machine()}-linux-gnu"
-        variants = [
-            _emit_variant(context.writer, lowered if isa is first else lowered.retarget(isa), isa, machine)
-            for isa in context.variants
-        ]
+        host = Host(context.writer, graphs, context.variants[0], f"{platform.machine()}-linux-gnu")
+        variants = tuple(_emit_variant(host, isa) for isa in context.variants)
         target = context.plan.board
-        board = emit_board(context.writer, lowered, target, machine) if target.kind == "fpga" else None
-        return HostSection(variants=tuple(variants), board=board)
+        return HostSection(variants=variants, board=emit_board(host, target) if target.kind == "fpga" else None)
 
 
-def _emit_variant(writer: ArtifactWriter, lowered: LoweredModule, isa: InstructionSet, machine: str) -> VariantPart:
-    library = host_library(isa.triple, isa.name)
-    lowered.export(writer.file(library), cross_compiler(isa.triple, machine), writer.scratch)
-    flags = tuple(sorted(isa.flags))
-    return VariantPart(instruction_set=isa.name, triple=isa.triple, flags=flags, programs=lowered.part(library))
-
-
-def emit_board(writer: ArtifactWriter, lowered: LoweredModule, board: Target, machine: str) -> BoardPart:
-    """Write the library for the board's CPU, or object files where the linker is missing.
+@dataclass(frozen=True)
+class Host:
+    """What the libraries of a build have in common.
 
     Args:
-        machine: triple of the build machine.
+        writer: takes files. graphs: by name, as the fields of ProgramsPart.
+        first: instruction set that the graphs are imported for. machine: triple of the build machine.
     """
+
+    writer: ArtifactWriter
+    graphs: Mapping[str, HostGraph]
+    first: InstructionSet
+    machine: str
+
+    @cached_property
+    def lowered(self) -> LoweredModule:
+        """The module for the first instruction set. TVM is imported here: not where the cache has every library."""
+        from fastcar_compile.codegen.tvm.build import lower
+
+        # One import serves all libraries: only the kernels of another instruction set are exchanged.
+        return lower(self.graphs, self.first)
+
+    @cached_property
+    def _inputs(self) -> list[Any]:
+        return [{name: graph.to_json() for name, graph in self.graphs.items()}, self.first.to_json()]
+
+    def made(self, library: str, inputs: object, compiler: str, make: Callable[[Path], BaseModel]) -> Any:
+        """Write a library as `ArtifactWriter.made` does. inputs: what it is compiled for, as JSON."""
+        if self.writer.cache is None:
+            return make(self.writer.file(library)).model_dump(mode="json")
+        known = [*self._inputs, inputs, linker_text(compiler)]
+        return self.writer.made(Kind.LIBRARY, library, known, lambda path: make(path).model_dump(mode="json"))
+
+
+def _emit_variant(host: Host, isa: InstructionSet) -> VariantPart:
+    library, compiler = host_library(isa.triple, isa.name), cross_compiler(isa.triple, host.machine)
+
+    def make(path: Path) -> VariantPart:
+        lowered = host.lowered if isa is host.first else host.lowered.retarget(isa)
+        lowered.export(path, compiler, host.writer.scratch)
+        flags = tuple(sorted(isa.flags))
+        return VariantPart(instruction_set=isa.name, triple=isa.triple, flags=flags, programs=lowered.part(library))
+
+    return VariantPart.model_validate(host.made(library, isa.to_json(), compiler, make))
+
+
+def emit_board(host: Host, board: Target) -> BoardPart:
+    """Write the library for the board's CPU, or object files where the linker is missing."""
     triple, cpu = board.host_triple, board.host.cpu
-    compiler = cross_compiler(triple, machine)
+    compiler = cross_compiler(triple, host.machine)
     linked = shutil.which(compiler) is not None
     if not linked:
         text = (
             f"{compiler} is not on PATH: the host programs for {triple} are written as object files (.tar), not as "
             f"a library. Install it (Debian: g++-{triple}) and compile again"
         )
-        LOGGER.warning("%s", text)  # no Python warning: no line of the caller's code is to change
-    isa = board_instruction_set(cpu, triple)
-    library = board_library(triple, cpu if triple == machine else None, linked=linked)
-    part = lowered.part(library)
-    compiled = lowered.retarget(isa)
-    if linked:
-        compiled.export(writer.file(library), compiler, writer.scratch)
-    else:
-        compiled.export_objects(writer.file(library), writer.scratch)
-    return BoardPart(triple=triple, cpu=cpu, instruction_set=isa.name, compiler=compiler, linked=linked, programs=part)
+        warn(text, log=True)  # no Python warning: no line of the caller's code is to change
+    library = board_library(triple, cpu if triple == host.machine else None, linked=linked)
+
+    def make(path: Path) -> BoardPart:
+        from fastcar_compile.codegen.tvm.target import board_instruction_set
+
+        isa, lowered = board_instruction_set(cpu, triple), host.lowered
+        compiled = lowered.retarget(isa)
+        if linked:
+            compiled.export(path, compiler, host.writer.scratch)
+        else:
+            compiled.export_objects(path, host.writer.scratch)
+        facts = {"triple": triple, "cpu": cpu, "instruction_set": isa.name, "compiler": compiler, "linked": linked}
+        return BoardPart(**facts, programs=lowered.part(library))
+
+    return BoardPart.model_validate(host.made(library, [triple, cpu], compiler, make))

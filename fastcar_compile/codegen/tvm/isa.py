@@ -5,8 +5,8 @@ No TVM here: the runtime chooses a library with this module alone.
 
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.support.machine import CPUINFO, cpu_flags
@@ -48,6 +48,10 @@ class InstructionSet:
     def machine(self) -> str:
         """The architecture as `platform.machine()` names it."""
         return self.triple.split("-", maxsplit=1)[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row with its sets in order."""
+        return asdict(self) | {"flags": sorted(self.flags)}
 
 
 PORTABLE = InstructionSet("portable", "", "", (), frozenset(), (), 4, "portable", False)

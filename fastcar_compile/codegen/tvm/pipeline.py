@@ -1,8 +1,6 @@
 """The lowering of one graph to CPUs: every step, in order, on one screen."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import tvm
 from torch import fx
@@ -10,32 +8,13 @@ from tvm import relax
 from tvm.relax.backend.cpu_generic import pipeline as cpu
 
 import fastcar_compile.codegen.tvm.converters  # noqa: F401  (registers them)
-from fastcar_compile.codegen.segment import Segment, segment
+from fastcar_compile.codegen.segment import HostGraph
 from fastcar_compile.codegen.tvm import fusion, passes
 from fastcar_compile.codegen.tvm.flatten import flatten
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.relax_api import add_entry
 from fastcar_compile.codegen.tvm.target import host_target
-
-
-@dataclass(frozen=True)
-class HostGraph:
-    """A graph that becomes a function of the library: a decode step, or a prefill chunk.
-
-    Attributes:
-        module: fx graph.
-        outputs: names of its results.
-    """
-
-    module: fx.GraphModule
-    outputs: Sequence[str]
-
-    @cached_property
-    def segments(self) -> list[Segment]:
-        """The parts of the graph, in order."""
-        return segment(self.module)
-
 
 FUSIONS: tuple[fusion.GraphStep, ...] = (
     fusion.split_quantized_linears,

@@ -1,0 +1,334 @@
+"""The build cache: what builds made, found again by everything that decided its bytes.
+
+| path in the folder, and behind the URL of an HTTP store | what it is |
+|---|---|
+| `ac/<key>` | an entry as JSON: names, SHA-256 and sizes of its files, and what the build noted of them |
+| `cas/<sha256>` | the bytes of a file |
+
+A key is a SHA-256 of inputs as JSON. SECURITY.md says whom a cache trusts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from fastcar_compile.artifact.digest import (
+    FileEntry,
+    UserDigests,
+    blocks,
+    cache_folder,
+    name_problem,
+    require_own,
+)
+from fastcar_compile.artifact.layout import SIGNATURE
+from fastcar_compile.errors import InputError, UserError, os_errors
+from fastcar_compile.ir.tensor_files import CHUNK
+from fastcar_compile.support import limits
+from fastcar_compile.support.machine import at_once
+from fastcar_compile.support.packages import installed_names, sources_digest, versions
+from fastcar_compile.support.strict_json import parse_json
+from fastcar_compile.support.values import LOGGER, check_kind, path_of, shown
+
+NO_CACHE = "FASTCAR_NO_CACHE"
+"""Environment variable: set, and not empty: builds whose caller names no cache have none."""
+
+_SCHEMES = ("http://", "https://")
+_SECONDS = 30
+"""Time that a store may take to connect, or to send the next bytes."""
+
+
+class Kind(StrEnum):
+    """What an entry is, and the versions of packages, or all of them, that its bytes depend on."""
+
+    WEIGHTS = "weights"
+    LIBRARY = "library"
+    BUILD = "build"
+
+    def key(self, inputs: object) -> str | None:
+        """Return the key of these inputs (JSON), of the package's own sources and of the packages it builds on.
+
+        None: a source was written since this process began, so nobody knows which one it runs.
+        """
+        sources = sources_digest()
+        if sources is None:
+            return None
+        made_by = installed_names() if self is Kind.BUILD else versions(*_MAKERS[self])
+        text = json.dumps({"kind": self, "sources": sources, "made by": made_by, "inputs": inputs}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+_MAKERS = {
+    Kind.WEIGHTS: ("torch", "numpy", "ml-dtypes", "safetensors"),
+    Kind.LIBRARY: ("apache-tvm", "apache-tvm-ffi", "torch", "numpy"),
+}
+
+
+class Entry(BaseModel):
+    """What `ac/<key>` holds. files: by their names in an artifact. about: JSON of the build's own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    files: dict[str, FileEntry]
+    about: Any = None
+
+    @field_validator("files")
+    @classmethod
+    def _stay_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        for name in files:
+            if problem := name_problem(name) or (name == SIGNATURE and "is no file of a build"):
+                raise ValueError(f"{name!r:.80} {problem}")
+        return files
+
+
+class Cache:
+    """A folder of what builds made, and an HTTP store behind it where one is named.
+
+    What is taken is copied, and its SHA-256 computed of the very bytes that are written: an artifact stays as it is,
+    whatever becomes of the cache. What is kept is a link to the artifact's file where the file system has links: a
+    later change of that file is found as damage. A cache never fails a build: what is missing or damaged is made again.
+
+    Args:
+        folder: default: `builds` in $FASTCAR_CACHE, else in ~/.cache/fastcar_compile.
+        remote: URL of a store that answers GET, and PUT where `write` holds, of `ac/<key>` and `cas/<sha256>`.
+        write: whether builds are put into the store.
+        libraries: whether the store has more than packed weights: libraries and whole builds, which are code that runs.
+
+    Raises:
+        InputError: an argument is not valid. UserError: other users may write the folder.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        remote: str | None = None,
+        write: bool = False,
+        libraries: bool = False,
+    ) -> None:
+        self.folder = (cache_folder() / "builds" if folder is None else path_of("the cache", folder)).absolute()
+        for what, value in (("write", write), ("libraries", libraries)):
+            check_kind(what, value, bool, "True or False")
+        named: Any = remote  # a caller without a type checker may give anything
+        if named is not None and not (isinstance(named, str) and named.startswith(_SCHEMES) and named.isprintable()):
+            raise InputError(f"remote is {shown(remote)}", hint="give a URL that begins with http:// or https://")
+        if remote is None and (write or libraries):
+            raise InputError("write and libraries are about a remote store", hint="give remote too, a URL")
+        self.remote, self.write, self.libraries = remote, write, libraries
+        require_own(self.folder, "what builds take from it")
+        self.digests = UserDigests(self.folder)
+
+    def digests_of(self, folder: Path) -> dict[str, str]:
+        """Return name and SHA-256 of the files of a model folder; an unchanged one is not read again.
+
+        Raises:
+            OSError: one cannot be read.
+        """
+        paths = sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors") and p.is_file())
+        before = dict(self.digests.known)
+        found = at_once(self.digests.of_path, paths)
+        if self.digests.known != before:
+            try:
+                self.digests.save()
+            except UserError as error:
+                LOGGER.warning("%s", error.what)
+        return {path.name: digest for path, digest in zip(paths, found, strict=True)}
+
+    def fetch(self, kind: Kind, key: str, place: Callable[[str], Path], *, only: str | None = None) -> Entry | None:
+        """Copy the files of an entry to where `place` wants each; None: it is not there, or is damaged.
+
+        Args:
+            key: of the entry. place: name of a file -> its path. only: name of the one file that the entry may have.
+        """
+        far = self._is_far(kind)
+        taken = list[Path]()
+        try:
+            entry = self._entry(key, far)
+            if entry is None or (only is not None and [*entry.files] != [only]):
+                return None
+
+            def take(item: tuple[str, FileEntry]) -> bool:
+                taken.append(place(item[0]))
+                return self._take(item[1], taken[-1], far)
+
+            if all(at_once(take, entry.files.items())):
+                os.utime(self._path(f"ac/{key}"))  # by these times `trim` knows what was used last
+                return entry
+        except OSError as error:
+            LOGGER.warning("the build cache %s cannot be read: %s", self.folder, error)
+        for path in taken:
+            path.unlink(missing_ok=True)
+        return None
+
+    def keep(self, kind: Kind, key: str, paths: Mapping[str, Path], entry: Entry) -> None:
+        """Keep files, by name at these paths, under a key, and put them into the store where that is wanted."""
+        try:
+            for name, path in paths.items():
+                kept = self._path(f"cas/{entry.files[name].sha256}")
+                if not kept.exists():
+                    self._link(path, kept)
+            with self._new(f"ac/{key}") as stream:
+                stream.write(entry.model_dump_json().encode())
+        except OSError as error:
+            LOGGER.warning("the build cache %s cannot be written: %s", self.folder, error)
+            return
+        if self.write and self._is_far(kind):
+            for name in (*(f"cas/{file.sha256}" for file in entry.files.values()), f"ac/{key}"):
+                self._upload(name)
+        if sum(self.sizes().values()) > limits.CACHE_BYTES:
+            self.trim(limits.CACHE_BYTES)
+
+    def entries(self) -> dict[str, Entry]:
+        """Return the entries of the folder by key, the least recently used first; damaged ones are left out."""
+        keys = sorted((path.stat().st_mtime_ns, path.name) for path in self._listed("ac"))
+        found = {key: self._entry(key, far=False) for _, key in keys}
+        return {key: entry for key, entry in found.items() if entry is not None}
+
+    def sizes(self) -> dict[str, int]:
+        """Return SHA-256 and bytes of every file that the folder holds, each once."""
+        return {path.name: path.stat().st_size for path in self._listed("cas")}
+
+    def trim(self, most: int) -> int:
+        """Remove the entries that were used least recently, until at most `most` bytes are left; return these bytes.
+
+        Raises:
+            UserError: a file cannot be removed.
+        """
+        with os_errors("the build cache cannot be trimmed", self.folder):
+            sizes, used, left = self.sizes(), set[str](), 0
+            entries = self.entries()
+            for key, entry in reversed(entries.items()):
+                new = {file.sha256 for file in entry.files.values()} - used
+                size = sum(sizes.get(sha256, 0) for sha256 in new)
+                if left + size > most:
+                    self._path(f"ac/{key}").unlink(missing_ok=True)
+                else:
+                    used, left = used | new, left + size
+            for sha256 in sizes.keys() - used:
+                self._path(f"cas/{sha256}").unlink(missing_ok=True)
+        return left
+
+    def _is_far(self, kind: Kind) -> bool:
+        """Return whether the store may be asked for entries of this kind."""
+        return self.remote is not None and (self.libraries or kind is Kind.WEIGHTS)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / name
+
+    def _listed(self, name: str) -> list[Path]:
+        folder = self._path(name)
+        return [path for path in folder.iterdir() if path.name[0] != "."] if folder.is_dir() else []
+
+    def _entry(self, key: str, far: bool) -> Entry | None:
+        path = self._path(f"ac/{key}")
+        try:
+            if not path.exists() and not (far and self._download(f"ac/{key}", limits.JSON_BYTES)):
+                return None
+            return Entry.model_validate(parse_json(path.read_bytes()))
+        except (ValueError, ValidationError) as error:
+            LOGGER.warning("entry %s of the build cache is damaged, and is made again: %s", key, error)
+            path.unlink(missing_ok=True)
+            return None
+
+    def _take(self, file: FileEntry, target: Path, far: bool) -> bool:
+        """Copy a file; return whether it was there, with the bytes of the entry."""
+        kept = self._path(f"cas/{file.sha256}")
+        if not kept.exists() and not (far and self._download(f"cas/{file.sha256}", file.size)):
+            return False
+        hashing = hashlib.sha256()
+        # Blocks of a huge page, as `_Chunks` writes weights; what is hashed is what is written.
+        with kept.open("rb") as stream, target.open("wb") as copy:
+            for block in blocks(stream.fileno(), CHUNK):
+                hashing.update(block)
+                copy.write(block)
+        if hashing.hexdigest() == file.sha256:
+            return True
+        LOGGER.warning("file %s of the build cache is damaged, and is made again", file.sha256)
+        kept.unlink(missing_ok=True)
+        return False
+
+    @contextmanager
+    def _new(self, name: str) -> Generator[BinaryIO]:
+        """Write a file of the folder; it has its name once it is whole, and two writers do not mind each other."""
+        path = self._path(name)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=".")
+        try:
+            with open(descriptor, "wb") as stream:
+                yield stream
+            os.replace(new, path)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(new)
+
+    def _link(self, path: Path, kept: Path) -> None:
+        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            os.link(path, kept)
+        except FileExistsError:
+            return  # another build was faster
+        except OSError:  # another file system, or one without links
+            with path.open("rb") as stream, self._new(f"cas/{kept.name}") as copy:
+                for block in blocks(stream.fileno(), CHUNK):
+                    copy.write(block)
+
+    # The HTTP store fills the folder, and the folder fills it.
+
+    def _download(self, name: str, most: int) -> bool:
+        """Fetch a file of the store into the folder; return whether it was there. `_take` and `_entry` check it."""
+        from urllib.request import urlopen
+
+        try:
+            with urlopen(f"{self.remote}/{name}", timeout=_SECONDS) as answer, self._new(name) as stream:
+                while block := answer.read(CHUNK):
+                    most -= len(block)
+                    if most < 0:
+                        raise ValueError("it is larger than it should be")
+                    stream.write(block)
+            return True
+        except (OSError, ValueError, HTTPException) as error:  # an HTTPError, such as 404, is an OSError
+            if getattr(error, "code", None) != 404:
+                LOGGER.warning("the build cache %s does not give %s: %s", self.remote, name, error)
+            return False
+
+    def _upload(self, name: str) -> None:
+        from urllib.request import Request, urlopen
+
+        path = self._path(name)
+        try:
+            with path.open("rb") as stream:
+                sent = {"Content-Length": str(path.stat().st_size), "Content-Type": "application/octet-stream"}
+                urlopen(Request(f"{self.remote}/{name}", stream, sent, method="PUT"), timeout=_SECONDS).close()
+        except (OSError, ValueError, HTTPException) as error:
+            LOGGER.warning("the build cache %s does not take %s: %s", self.remote, name, error)
+
+
+def cache_of(value: object) -> Cache | None:
+    """Return the cache that a caller of `compile` names: a Cache, a folder, a URL, True (the default), None or False.
+
+    Raises:
+        InputError: it is none of these. UserError: other users may write the folder.
+    """
+    if value is None or value is False:
+        return None
+    if isinstance(value, Cache):
+        return value
+    if isinstance(value, str) and value.startswith(_SCHEMES):
+        return Cache(remote=value)
+    if value is True:
+        try:
+            return None if os.environ.get(NO_CACHE) else Cache()
+        except UserError as error:  # nobody asked for it
+            LOGGER.warning("builds are not cached: %s", error.what)
+            return None
+    return Cache(path_of("the cache", value))

@@ -1,0 +1,215 @@
+"""The phases of a build, in order: capture, rewrite, lower to every backend, and write the artifact."""
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.export import ExportedProgram
+
+import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.artifact.cache import Cache
+from fastcar_compile.artifact.writer import ArtifactWriter
+from fastcar_compile.codegen.emit import emit_artifact
+from fastcar_compile.codegen.plan import BuildPlan, Fallback, assumed_frame, decide
+from fastcar_compile.codegen.tvm.emit import host_variants
+from fastcar_compile.config import CompileConfig, ReplayConfig
+from fastcar_compile.config.targets import Target, whole_step
+from fastcar_compile.config.wavefront import Wavefront
+from fastcar_compile.errors import CompileError, count_text
+from fastcar_compile.frontend.capture import capture
+from fastcar_compile.frontend.checkpoint import Checkpoint, open_folder
+from fastcar_compile.frontend.huggingface import is_huggingface
+from fastcar_compile.frontend.model_facts import ModelFacts, unwrapped
+from fastcar_compile.frontend.structures import check_signature, explained
+from fastcar_compile.ir.pass_manager import Pass, run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.passes.linears import merged_weights
+from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.passes.repeat_layers import RepeatLayers
+from fastcar_compile.report.dry_run import DryRun, dry_run_of
+from fastcar_compile.runtime.compiled import Artifact
+from fastcar_compile.support.machine import collector_paused, require_memory
+from fastcar_compile.support.values import LOGGER, NOTED, path_of, plain, warn
+
+DEFAULT_TOKENS_PER_FRAME = 256
+CODE_GENERATION_BYTES = 128 << 20
+"""Lower bound of what a build takes beyond the imports: a build of two layers took 181 MB on 23 November 2026."""
+
+Progress = Callable[[str], None]
+Model = nn.Module | ExportedProgram | Checkpoint
+
+
+def build(
+    model: Model | Path,
+    board: Target,
+    given: Mapping[str, Any],
+    say: Progress,
+    *,
+    dry_run: bool = False,
+    cache: Cache | None = None,
+    key: str | None = None,
+) -> Artifact | DryRun:
+    """Return the artifact of a decoder, or with `dry_run` what it would be.
+
+    Args:
+        model: as `compile` takes it, or the path of a folder. given: the other options of `compile`, every one.
+        say: reports a phase. cache: of what other builds made. key: what the cache keeps this build under; None: it
+            does not keep it as a whole.
+
+    Raises:
+        UserError: see `compile`.
+    """
+    variants = host_variants(given["host_cpus"])
+    if isinstance(model, Path):
+        say("checking the model folder")
+        model = open_folder(model, weights=not dry_run)
+    if isinstance(model, nn.Module):
+        model = unwrapped(model)
+    rows, offload, quant, front = (given[name] for name in ("rows", "offload", "quant", "wavefront"))
+    if rows is None and isinstance(front, Wavefront) and front.rows > 1:
+        rows = front.rows
+    sizes, assumed = _sizes(model, plain(given["tokens_per_frame"]), plain(given["max_seq_len"]))
+    names = ("batch_size", "wavefront", "replay", "prefill_chunk", "sparse_attention")
+    options = sizes | {name: given[name] for name in names} | {"rows": rows}
+    options["quant"] = ("w8a8" if board.kind == "fpga" else "none") if quant is None else quant
+    options |= {name: given[name] for name in ("kv", "numerics") if given[name] is not None}
+    if rows is not None and board.kind == "fpga" and offload is None:
+        offload = "all"  # the host's part of other steps has one position for all rows
+    _check_target(board, offload, rows)
+    config = CompileConfig(target=board.name, **options, offload="mlp" if offload is None else offload)
+    wish = None if offload is not None else whole_step(board, options)
+    # The writer claims the folder first: a place that cannot be written is found before minutes of work.
+    made = nullcontext() if dry_run else ArtifactWriter(path_of("output", given["output"]), cache)
+    with collector_paused(), made as writer:
+        if writer is not None:
+            require_memory(CODE_GENERATION_BYTES, "code generation")
+        program, passes = _analysed(model, config, say)
+        # The passes change the program in place; the artifact shows a copy as the graph before.
+        original = None if writer is None and wish is None else copy.deepcopy(program)
+        say("rewriting the graph and choosing the hardware design")
+        plan = decide(program, config, board, original=original, wish=wish, before=passes)
+        plan = replace(plan, fallbacks=(*assumed, *plan.fallbacks))
+        if given["strict"]:
+            plan.require_no_fallback()
+        if writer is None or original is None:
+            return dry_run_of(plan)
+        plan.require_buildable()
+        _warn_of_host(plan)
+        _warn_of_defaults(plan.config.replay)
+        emit_artifact(writer, plan, original, variants, say)
+    if key is not None:
+        writer.keep(key, NOTED.get())
+    LOGGER.info("the artifact is in %s", writer.path)
+    return Artifact(writer.path, None if plan.program.lazy else original.graph_module, digests=writer.digests)
+
+
+def _analysed(model: Model, config: CompileConfig, say: Progress) -> tuple[DecoderProgram, list[Pass]]:
+    """Return the captured program with explicit state and known layers, and the passes that made it.
+
+    Raises:
+        CompileError: the model cannot be compiled; the error names a structure of the model where it is the reason.
+    """
+    try:
+        return _captured(model, config, say)
+    except CompileError as error:
+        if (reason := _explained(model, error)) is error:
+            raise
+        raise reason from error
+
+
+def _explained(model: Model, error: CompileError) -> CompileError:
+    """Return the error with the structures of the model that are its reason; else the error itself."""
+    if isinstance(model, ExportedProgram):
+        return error
+    return explained(model.model() if isinstance(model, Checkpoint) else model, error)
+
+
+def _captured(model: Model, config: CompileConfig, say: Progress) -> tuple[DecoderProgram, list[Pass]]:
+    """Return the captured program with explicit state and known layers, and the passes that made it."""
+    say("capturing the decode step")
+    sizes = {name: getattr(config, name) for name in ("batch_size", "max_seq_len", "tokens_per_frame")}
+    program = capture(model, **sizes, prefill_chunk=config.chunk, rows=config.rows)
+    _check_capture(program, config)
+    passes: list[Pass] = [*analysis_pipeline(), *_repetition(model)]
+    run_pipeline(program, passes)
+    if merged := merged_weights(program):
+        number = count_text(len(merged), "weight")
+        text = f"LoRA adapters are merged into {number}, such as {merged[0]}; other adapters need a new build"
+        warn(text, 6)
+    return program, passes
+
+
+def _sizes(
+    model: Model, tokens_per_frame: int | None, max_seq_len: int | None
+) -> tuple[dict[str, int], list[Fallback]]:
+    """Return the caller's sizes, or the sizes that the model states; and the assumed sizes.
+
+    Raises:
+        CompileError: the model is not a decoder, or neither caller nor model gives max_seq_len.
+    """
+    if not isinstance(model, nn.Module | ExportedProgram | Checkpoint):
+        what = f"cannot compile a {type(model).__name__}"
+        hint = "give an nn.Module, a torch.export.ExportedProgram or the path of a Hugging Face folder"
+        raise CompileError(what, hint=hint)
+    facts = ModelFacts.of(model)
+    length = facts.max_seq_len if max_seq_len is None else max_seq_len
+    if length is None:
+        hint = "give max_seq_len, or set it on the model's config"
+        if isinstance(model, nn.Module) and not is_huggingface(model):
+            check_signature(model)
+        raise _explained(model, CompileError("the model does not say its max_seq_len", hint=hint))
+    frame = facts.tokens_per_frame if tokens_per_frame is None else tokens_per_frame
+    assumed: list[Fallback] = []
+    if frame is None:
+        frame = DEFAULT_TOKENS_PER_FRAME
+        assumed.append(assumed_frame(frame))
+        text = f"the model's config gives no tokens_per_frame; {frame} is assumed. Give compile(tokens_per_frame=…)"
+        warn(text, 4)
+    return {"tokens_per_frame": frame, "max_seq_len": length}, assumed
+
+
+def _warn_of_host(plan: BuildPlan) -> None:
+    """Warn where a board gets no kernels."""
+    for fallback in plan.fallbacks:
+        if fallback.kind == "accelerator":
+            text = f"target {plan.board.name} gets no accelerator kernels: {fallback.reason}"
+            warn(text, 4)
+
+
+def _warn_of_defaults(replay: ReplayConfig | None) -> None:
+    """Warn of thresholds that nobody gave: the default threshold of a gate fits no decoder in particular."""
+    if replay is None or "threshold" in replay.model_fields_set:
+        return
+    text = f"no thresholds were given: every layer replays at the default threshold of gate {replay.gate}, "
+    text += f"{replay.threshold:g}, which was not chosen for this decoder. Calibrate the artifact (fc.calibrate, "
+    text += "fastcar calibrate), or compile without replay (replay=None, --no-replay)"
+    warn(text, 4)
+
+
+def _check_target(board: Target, offload: str | None, rows: int | None) -> None:
+    if rows is not None and board.kind == "fpga" and offload != "all":
+        what = f"rows with positions of their own need whole decode steps on the accelerator, not offload={offload!r}"
+        raise CompileError(what, hint='give offload="all", or leave rows out: then all rows are at one position')
+    if offload in ("linears", "all") and board.kind != "fpga":
+        what = f"offload={offload!r} needs an accelerator, and target {board.name} has none"
+        raise CompileError(what, hint="choose an FPGA target, or leave offload out")
+
+
+def _repetition(model: object) -> list[Pass]:
+    """Return the pass that repeats a checkpoint's last captured layer; empty where every layer was captured."""
+    if not isinstance(model, Checkpoint):
+        return []
+    skeleton = model.skeleton
+    if skeleton.layers_path is None or skeleton.captured_layers == skeleton.layers:
+        return []
+    return [RepeatLayers(skeleton.layers_path, skeleton.layers, skeleton.period)]
+
+
+def _check_capture(program: DecoderProgram, config: CompileConfig) -> None:
+    if program.config.batch_size != config.batch_size * (config.rows or 1):
+        what = f"the exported program has batch {program.config.batch_size}, but batch_size is {config.batch_size}"
+        raise CompileError(what, hint=f"give batch_size={program.config.batch_size}, or export again")
