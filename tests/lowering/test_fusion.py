@@ -29,6 +29,7 @@ from fastcar_compile.ir.ops.linear import FACTORS, factor_table
 from fastcar_compile.ir.query import output_nodes
 from fastcar_compile.ir.rewrite import set_outputs
 from fastcar_compile.passes.patterns.norms import layer_norm as layer_norm_of
+from fastcar_compile.passes.patterns.norms import rms_norm as rms_norm_of
 from fastcar_compile.passes.patterns.norms import rotary as rotary_of
 
 from .kernel_runs import few, run, same_rows
@@ -174,6 +175,32 @@ def test_patterns_are_found_in_either_order() -> None:
 def test_what_only_resembles_a_rotary_embedding_is_left_alone(function: Callable[..., Tensor]) -> None:
     x, table = torch.randn(2, 3, 4, 8), torch.randn(1, 1, 4, 8)
     assert rotary_of(_traced(function, x, table, table + 1)) is None
+
+
+def _norm(x: Tensor, w: Tensor) -> Tensor:
+    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+
+def test_norms_are_found() -> None:
+    x, w = torch.randn(2, 3, 8), torch.randn(8)
+    for function in (_norm, lambda a, b: torch.rsqrt((a * a).mean([2], keepdim=True) + 1e-5) * a * b):
+        found = rms_norm_of(_traced(function, x, w))
+        assert found is not None
+        assert found[2] == 1e-5
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, w: w * (a * torch.rsqrt(a.pow(3).mean(-1, keepdim=True) + 1e-5)),
+        lambda a, w: w * (a * torch.rsqrt(a.pow(2).mean(1, keepdim=True) + 1e-5)),
+        lambda a, w: w * (a * torch.rsqrt((a + 1).pow(2).mean(-1, keepdim=True) + 1e-5)),
+        lambda a, w: w[:1] * (a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-5)),
+        lambda a, w: w + (a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-5)),
+    ],
+)
+def test_what_only_resembles_a_norm_is_left_alone(function: Callable[..., Tensor]) -> None:
+    assert rms_norm_of(_traced(function, torch.randn(2, 3, 8), torch.randn(8))) is None
 
 
 def test_layer_norms_are_found() -> None:

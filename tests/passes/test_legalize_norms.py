@@ -62,9 +62,6 @@ OTHERS: dict[str, Spelling] = {
     "sum over another number": lambda w, x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) / 63 + E) * w,
     "axis lost": lambda w, x: x * torch.rsqrt(x.pow(2).mean(-1) + E)[..., 0, None, None] * w,
     "another power": lambda w, x: x * (x.pow(2).mean(-1, keepdim=True) + E) ** -0.25 * w,
-    "cube": lambda w, x: x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + E) * w,
-    "mean of another axis": lambda w, x: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + E) * w,
-    "weight added": lambda w, x: w + x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + E),
     "mean of another": lambda w, x: x * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + E) * w,
     "x twice": lambda w, x: x * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + E) * w,
     "layer norm": lambda w, x: (
