@@ -92,6 +92,7 @@ BUILD: dict[str, tuple[dict[str, Any], Callable[[pytest.MonkeyPatch, Path], obje
     "max_seq_len": ({"max_seq_len": 16}, None),
     "batch_size": ({"batch_size": 2}, None),
     "rows": ({"rows": 2}, None),
+    "wavefront": ({"wavefront": fc.Wavefront(grid=(2, 4))}, None),
     "prefill_chunk": ({"prefill_chunk": 2}, None),
     "offload": ({"offload": "mlp"}, None),
     "kv": ({"kv": "float16"}, None),

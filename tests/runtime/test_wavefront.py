@@ -23,6 +23,7 @@ SIZE, FRAME = GRID[0] * GRID[1], GRID[0] * GRID[1] + LEAD
 LENGTH = FRAME * FRAMES + 1
 EXACT: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "offload": "all"}
 NATIVE: dict[str, Any] = {}
+EXACT_HOST: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
 BACKENDS = [("eager", "native"), ("cpu", "native"), ("onnxruntime", "native"), ("eager", "exact"), ("cpu", "exact")]
 BACKENDS.append(("hls-csim", "exact"))
 
@@ -163,7 +164,7 @@ def test_tokens_are_those_of_pytorch(artifacts: dict[str, fc.Artifact], backend:
 def test_a_window_shows_what_is_known(tmp_path: Path) -> None:
     """The cache is a ring, which turns within the frames that are decoded."""
     window, count, found = 14, 2 * FRAME - LEAD, list[np.ndarray]()
-    check_tools("hls-csim")
+    check_module("hls4ml")
     for options, backends in ((NATIVE, ("cpu", "onnxruntime", "eager")), (EXACT, ("cpu", "eager", "hls-csim"))):
         artifact = build(tmp_path / str(len(found)), options, window=window)
         assert {s.shape[2] for s in artifact.manifest.decoder.state if s.role == "key_cache"} == {window + FRAME - 1}
@@ -184,16 +185,16 @@ def test_an_artifact_says_its_order(artifacts: dict[str, fc.Artifact], tmp_path:
     """`generate` follows it; a list of prompts of one length is no reason not to."""
     made, text = fc.load(artifacts["native"].path), "3 x 4 tokens, lag 2: 9 decode steps a frame, 13 in raster order"
     found = []
-    for given in ({}, {"wavefront": fc.Wavefront(GRID, 2, LEAD)}, {"wavefront": fc.Wavefront(GRID, 4, LEAD)}):
+    for order in (None, fc.Wavefront(GRID, 2, LEAD), fc.Wavefront(GRID, 4, LEAD)):
         session = made.session("cpu")
-        found.append(session.generate(list(prompt()), 2 * FRAME - LEAD, **given).tolist())
+        found.append(session.generate(list(prompt()), 2 * FRAME - LEAD, wavefront=order).tolist())
         assert text in repr(session)
     assert found[0] == found[1] != found[2]
     assert f"wavefront: {text}" in made.explain()
     fc.inspect(made, tmp_path / "page.html")
     assert text in (tmp_path / "page.html").read_text()
-    alone = build(tmp_path / "a", NATIVE, rows=None, wavefront=fc.Wavefront(GRID, 2, LEAD), dry_run=True)
-    assert alone.decoder.rows == 3
+    report: Any = build(tmp_path / "a", NATIVE, rows=None, wavefront=fc.Wavefront(GRID, 2, LEAD), dry_run=True)
+    assert report.decoder.rows == 3
     with pytest.raises(CompileError, match=r"(?s)3 x 4 tokens and 0 in front.*lag 1 needs 3 rows .* has 1"):
         build(tmp_path / "a", NATIVE, rows=1, wavefront=fc.Wavefront(GRID, 1), dry_run=True)
 
