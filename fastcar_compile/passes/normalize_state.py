@@ -15,7 +15,7 @@ from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import is_op, is_same, node_arg, output_nodes, placeholder, shape_of
-from fastcar_compile.ir.rewrite import add_placeholder, before, replace_layout, set_outputs
+from fastcar_compile.ir.rewrite import add_placeholder, before, set_outputs
 from fastcar_compile.ir.types import StateRole
 from fastcar_compile.passes.patterns import eager_attention
 from fastcar_compile.passes.patterns.context_states import HEAD_VIEWS, ContextStates, is_shared, same_graph
@@ -244,10 +244,7 @@ class _Normalizer:
             target, arguments = torch.ops.fastcar.window_attention.default, (*arguments, 0, window)
             # `sink_query` stands before `softcap` in the schema of `window_attention`.
             softcap = (None, *softcap) if softcap else ()
-        with before(node, NormalizeState.name) as emit:
-            new = emit(target, *arguments, *softcap)
-        # The layout of PyTorch's own attention depends on its kernel; this operator's is contiguous.
-        replace_layout(node, new)
+        site.replace(NormalizeState.name, target, *arguments, *softcap)
         return [(keys, StateRole.KEY_CACHE, layer), (values, StateRole.VALUE_CACHE, layer)]
 
     def _refuse_keys(self, layer: int, site: eager_attention.AttentionCall) -> None:
@@ -304,7 +301,9 @@ class _Normalizer:
     def _mask_at(self, mask: eager_attention.Mask, start: int) -> Tensor | None:
         """Return a mask at a position: bool, True where a query sees, or what is added."""
         value = self._at(mask.node, start)
-        return ~value if value is not None and mask.hidden else value
+        if value is None or not mask.hidden:
+            return value
+        return ~value if value.dtype == torch.bool else -value
 
     def _lift(self, write: CacheWrite, role: StateRole, layer: int) -> StateSpec:
         name = f"{role}_{layer}"

@@ -29,6 +29,7 @@ from fastcar_compile.passes.insert_drafts import InsertDrafts
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
 
 from .laws import everything, nodes_of, without_sources
+from .test_normalize_state import Batched
 from .tiny import (
     BATCH,
     CHUNK,
@@ -127,7 +128,7 @@ DECODERS: dict[str, tuple[type[TinyBlock], ...]] = {
     "spelled": (Spelled,), "measured": (Measured,),
     "tiny": (TinyBlock,), "window": (Windowed,), "rotated": (Rotated,), "two-layers": (TinyBlock, TinyBlock),
     "written-out": (WrittenOut,), "products": (Products,), "fused": (Fused,), "parallel": (Parallel,),
-    "folded": (Folded,), "adapted": (Adapted,),
+    "folded": (Folded,), "adapted": (Adapted,), "batched": (Batched,),
 }  # fmt: skip
 
 

@@ -12,10 +12,13 @@ from torch.nn import functional as F
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.normalize_state import NormalizeState
+from fastcar_compile.passes.pipeline import analysis_pipeline
 
-from .tiny import BATCH, FRAME, ROWS, WIDTH, TinyBlock, backend_of, captured, logits, token_ids
+from .laws import nodes_of
+from .tiny import BATCH, FRAME, ROWS, WIDTH, TinyBlock, backend_of, captured, logits, prefill_logits, token_ids
 
 
 class NotCausal(TinyBlock):
@@ -27,6 +30,14 @@ class Biased(TinyBlock):
     def mask(self, position: Tensor) -> Tensor:
         seen = torch.arange(ROWS)[None, :] <= position[:, None]
         return torch.where(seen, -0.5, float("-inf"))
+
+
+class Additive(TinyBlock):
+    """Causal, written as an additive mask: this one is fine."""
+
+    def mask(self, position: Tensor) -> Tensor:
+        seen = torch.arange(ROWS)[None, :] <= position[:, None]
+        return torch.where(seen, 0.0, torch.finfo(torch.float32).min)
 
 
 class Shared(TinyBlock):
@@ -65,6 +76,100 @@ class Written(TinyBlock):
     def masked(self, logits: Tensor, position: Tensor) -> Tensor:
         seen = torch.arange(ROWS)[None, :] <= position[:, None]
         return logits + torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+
+
+class Filled(Written):
+    """As nanoGPT writes it."""
+
+    def logits(self, q: Tensor, keys: Tensor) -> Tensor:
+        return (q @ keys.transpose(-2, -1)) * 0.3
+
+    def masked(self, logits: Tensor, position: Tensor) -> Tensor:
+        seen = torch.arange(ROWS)[None, :] <= position[:, None]
+        return logits.masked_fill((seen[None, None] == 0) | (torch.arange(ROWS) < position[:, None] - 3), float("-inf"))
+
+
+class Selected(Written):
+    """The query is scaled, and the mask selects."""
+
+    def logits(self, q: Tensor, keys: Tensor) -> Tensor:
+        return (q / 2) @ keys.mT
+
+    def masked(self, logits: Tensor, position: Tensor) -> Tensor:
+        return torch.where(torch.arange(ROWS)[None, :] <= position[:, None], logits, float("-inf"))
+
+
+class Batched(Written):
+    """Rows and heads are one axis, as GPT-NeoX and Bloom have them."""
+
+    def attend(self, x: Tensor, position: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([8, 4, 4], -1)
+        q = q.unflatten(-1, (2, 4)).transpose(1, 2).flatten(0, 1)
+        keys = self.keys.index_copy_(2, position, k[:, None]).expand(-1, 2, -1, -1).reshape(-1, ROWS, 4)
+        values = self.values.index_copy_(2, position, v[:, None]).expand(-1, 2, -1, -1).reshape(-1, ROWS, 4)
+        weights = F.softmax(self.product(q, keys, position), -1).nan_to_num().flatten(0, 1)
+        return torch.bmm(weights, values).unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
+
+    def product(self, q: Tensor, keys: Tensor, position: Tensor) -> Tensor:
+        zeros = torch.zeros(len(q), q.shape[1], ROWS)
+        logits = torch.baddbmm(zeros, q, keys.transpose(1, 2), alpha=0.25).unflatten(0, (-1, 2))
+        return self.masked(logits, position)
+
+
+class Added(Batched):
+    """The product adds the mask."""
+
+    def product(self, q: Tensor, keys: Tensor, position: Tensor) -> Tensor:
+        mask = torch.where(torch.arange(ROWS)[None, :] <= position[:, None], 0.0, float("-inf")).expand(len(q), -1, -1)
+        return torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=0.25).unflatten(0, (-1, 2))
+
+
+class Halved(Written):
+    """Query and key have a factor each; the mask is subtracted, and the logits are limited."""
+
+    def logits(self, q: Tensor, keys: Tensor) -> Tensor:
+        return (q * 0.5) @ (keys.transpose(1, 2).permute(0, 2, 3, 1) * 0.5)
+
+    def masked(self, logits: Tensor, position: Tensor) -> Tensor:
+        seen = (torch.arange(ROWS)[None, :] <= position[:, None]).float()
+        return torch.clamp(logits - 1e10 * (1 - seen), min=torch.finfo(torch.float32).min)
+
+
+class Late(Written):
+    """The masked logits are divided by a buffer."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.register_buffer("root", torch.tensor(4.0).sqrt())
+
+    def logits(self, q: Tensor, keys: Tensor) -> Tensor:
+        return q @ keys.mT
+
+    def masked(self, logits: Tensor, position: Tensor) -> Tensor:
+        return super().masked(logits, position) / self.get_buffer("root")
+
+
+class Grouped(Written):
+    """The query heads of a key head are an axis."""
+
+    def attend(self, x: Tensor, position: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([8, 4, 4], -1)
+        q = q.unflatten(-1, (2, 4)).transpose(1, 2).unflatten(1, (1, 2))
+        keys, values = self.keys.index_copy_(2, position, k[:, None]), self.values.index_copy_(2, position, v[:, None])
+        logits = q @ keys[:, :, None].mT * 0.3
+        weights = F.softmax(self.masked(logits, position), -1)
+        return (weights @ values[:, :, None]).flatten(1, 2).transpose(1, 2).flatten(2)
+
+
+class Crossed(Written):
+    """Two heads of keys, and the heads of a query alternate between them."""
+
+    def attend(self, x: Tensor, position: Tensor) -> Tensor:
+        keys = self.keys.index_copy_(2, position, x[:, None, :, :4]).expand(-1, 2, -1, -1)[:, None]
+        values = self.values.index_copy_(2, position, x[:, None, :, 4:]).expand(-1, 2, -1, -1)[:, None]
+        q = self.qkv(x).unflatten(-1, (4, 4)).transpose(1, 2).unflatten(1, (2, 2))
+        weights = F.softmax(self.masked(q @ keys.mT, position), -1)
+        return (weights @ values).flatten(1, 2)[:, :2].transpose(1, 2).flatten(2)
 
 
 class Sloped(Written):
@@ -248,6 +353,29 @@ def test_fakes_have_the_layout_of_what_is_computed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("block", "scale", "softcap", "window"),
+    [
+        *((Additive, 0.5, None, None), (Written, 0.5, 0.2, None), (Filled, 0.3, None, 4), (Selected, 1.0, None, None)),
+        *((Batched, 0.25, None, None), (Added, 0.25, None, None), (Halved, 0.5, None, None), (Late, 0.5, None, None)),
+        (Grouped, 0.3, None, None),
+    ],
+)
+def test_other_spellings_of_attention(
+    block: type[TinyBlock], scale: float, softcap: float | None, window: int | None
+) -> None:
+    program = captured(block)
+    before, before_prefill = logits(program), prefill_logits(program)
+    run_pipeline(program, analysis_pipeline())
+    (site,) = program.sites
+    assert (site.attention.scale, site.attention.window) == (pytest.approx(scale), window)
+    assert site.attention.softcap == (None if softcap is None else pytest.approx(softcap))
+    assert program.state[0].shape == (BATCH, 1, ROWS, 4)
+    assert not any(is_op(n, torch.ops.aten.softmax) for n in nodes_of(program))
+    np.testing.assert_allclose(logits(program), before, atol=1e-6, rtol=0)
+    np.testing.assert_allclose(prefill_logits(program), before_prefill, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
     ("block", "text"),
     [
         (NotCausal, "layer 0: the attention mask at position 0 is not causal over the cache"),
@@ -256,6 +384,7 @@ def test_fakes_have_the_layout_of_what_is_computed() -> None:
         (Shifted, "buffer 'blocks.0.keys' is not written at cache_position"),
         (Sloped, "layer 0: the attention logits get a bias, such as ALiBi, which is not supported"),
         (Faint, "layer 0: hidden attention logits become -10000, which does not hide them"),
+        (Crossed, "what reads the cache 'blocks.0.keys' is not recognised as attention"),
         (Crossing, "cross-attention: its keys are a fixed context, which does not follow from the tokens"),
         (Uncached, "layer 0: the key or value of this attention is not a static cache written in this step"),
         (Accumulating, "buffer 'blocks.0.total' carries a value from step to step"),

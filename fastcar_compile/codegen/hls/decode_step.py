@@ -41,7 +41,16 @@ aten, fastcar = torch.ops.aten, torch.ops.fastcar
 HINT = 'use offload="linears"'
 ATTENTIONS = (fastcar.exact_attention, fastcar.exact_window_attention)
 NORMS = (fastcar.exact_norm, fastcar.exact_layer_norm)
-MOVES = (aten.view, aten.reshape, aten.flatten, aten.unsqueeze, aten.squeeze, aten.transpose, aten.permute)
+MOVES = (
+    aten.view,
+    aten.reshape,
+    aten.flatten,
+    aten.unflatten,
+    aten.unsqueeze,
+    aten.squeeze,
+    aten.transpose,
+    aten.permute,
+)
 
 
 @dataclass(frozen=True)

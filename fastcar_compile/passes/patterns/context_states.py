@@ -11,7 +11,7 @@ from fastcar_compile.ir.layers import mark
 from fastcar_compile.ir.program import StateSpec
 from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import graph_module, is_op, node_arg, shape_of, tensor_attribute, value_of
-from fastcar_compile.ir.rewrite import add_placeholder, before, replace_layout
+from fastcar_compile.ir.rewrite import add_placeholder, before
 from fastcar_compile.ir.types import StateRole
 from fastcar_compile.passes.patterns.eager_attention import AttentionCall, Mask
 
@@ -75,9 +75,7 @@ class ContextStates:
         # Both trailing arguments have defaults in the schema, and stay out of a call that needs neither.
         if mask is not None or site.softcap is not None:
             arguments += (None if mask is None else self._lift(mask, StateRole.CONTEXT_MASK, layer), site.softcap)
-        with before(site.node, self._made_by) as emit:
-            new = emit(fastcar.context_attention.default, *arguments)
-        replace_layout(site.node, new)
+        site.replace(self._made_by, fastcar.context_attention.default, *arguments)
 
     def finish(self) -> fx.GraphModule | None:
         """Take the context's inputs out of the graph, and return the graph from them to the states; None: it has none.
