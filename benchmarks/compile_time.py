@@ -5,8 +5,10 @@
     python benchmarks/compile_time.py --layers 32 --hidden 4096 --intermediate 11008 --vocab 32000 --quant w4a8 \\
         --targets cpu --rounds 1 --folder big
     python benchmarks/compile_time.py --against ../before --rounds 5 --json out.json
+    python benchmarks/compile_time.py --cached --model examples/moving_shapes/tuned/model --targets zcu102
 
-Every build compiles a folder of random weights, which `compile.py` writes, in a process of its own. Two checkouts run
+Every build compiles a folder of random weights, which `compile.py` writes, in a process of its own and anew. With
+--cached a build fills an empty cache, the next one has another threshold, and the last one equals it. Two checkouts run
 by turns, and medians count. Other work on the machine changes CPU seconds too, of both alike: their ratio says more
 than either of them. Importing modules counts as its own stage, whenever it happens.
 """
@@ -38,6 +40,7 @@ STAGES = {
     "checking the model folder": OTHER,
     "capturing the decode step": "capture and export",
     "rewriting the graph": "passes",
+    "rewriting the graph and choosing the hardware design": "passes",
     "choosing the hardware design": HLS,
     "writing the weights": WEIGHTS,
     "exporting to ONNX": "ONNX",
@@ -122,11 +125,14 @@ class Clock:
 
 def timed_build(model: Path, target: str, output: Path, **options: Any) -> dict[str, Seconds]:
     """Compile a folder in this process, with the package that is first on its path; return seconds by stage."""
+    os.environ["FASTCAR_NO_CACHE"] = "1"  # for builds that name no cache
     clock = Clock()
     for owner, name in ((builtins, "__import__"), (importlib, "import_module")):
         clock.timed(owner, name, IMPORT)
     import fastcar_compile as fc
 
+    if "threshold" in options:
+        options["replay"] = fc.ReplayConfig(gate="input_delta", threshold=options.pop("threshold"))
     fc.compile(model, target=target, **options, output=output, progress=clock.say)
     clock.enter(OTHER)
     return clock.stages
@@ -152,6 +158,18 @@ def measure(
         for checkout, target in places:
             runs[checkout, target].append(child(checkout, model, target, options))
     return [_row(checkout, target, found) for (checkout, target), found in runs.items()]
+
+
+def measure_cached(targets: Sequence[str], model: Path, rounds: int, options: dict[str, Any]) -> list[Row]:
+    """Return rows of each target: the build that fills a cache, one of another threshold, and that one again."""
+    sweep = {"first": 0.25, "another threshold": 0.5, "equal": 0.5}
+    runs: dict[str, list[dict[str, Seconds]]] = {f"{name}, {target}": [] for target in targets for name in sweep}
+    for _, target in ((number, target) for number in range(rounds) for target in targets):
+        with tempfile.TemporaryDirectory(dir=model.parent) as cache:
+            for name, threshold in sweep.items():
+                given = {**options, "threshold": threshold, "cache": cache}
+                runs[f"{name}, {target}"].append(child(HERE, model, target, given))
+    return [_row(HERE, name, found) for name, found in runs.items()]
 
 
 def _row(checkout: Path, target: str, runs: Sequence[dict[str, Seconds]]) -> Row:
@@ -185,6 +203,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--against", type=Path, default=None, help="another checkout, whose package is compared")
     parser.add_argument("--targets", default=",".join(TARGETS), help="names separated by commas")
     parser.add_argument("--rounds", type=int, default=3, help="builds of each target and checkout; medians count")
+    parser.add_argument("--cached", action="store_true", help="builds that share a cache, instead of new ones")
+    parser.add_argument("--model", type=Path, default=None, help="a folder to compile instead of random weights")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--intermediate", type=int, default=0, help="default: 2.75 x hidden")
@@ -218,8 +238,15 @@ def main() -> None:
         options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         model = Path(place).resolve() / "model"
-        write_checkpoint(model, case)
-        rows = measure(checkouts, options.targets.split(","), model, options.rounds, given)
+        if options.model is None:
+            write_checkpoint(model, case)
+        else:
+            model.symlink_to(options.model.resolve())
+        targets = options.targets.split(",")
+        if options.cached:
+            rows = measure_cached(targets, model, options.rounds, given)
+        else:
+            rows = measure(checkouts, targets, model, options.rounds, given)
     if options.json is not None:
         result = {"load": os.getloadavg()[0], "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", "utf-8")
