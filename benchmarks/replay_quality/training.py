@@ -11,7 +11,7 @@ import fastcar_compile as fc
 from fastcar_compile.tune.calibrate import program_of, rules_of, search_of
 from fastcar_compile.tune.evaluator import Evaluator
 from fastcar_compile.tune.heads import choose_heads
-from fastcar_compile.tune.training.train import FIRST_PRICE
+from fastcar_compile.tune.training.steps import FIRST_PRICE
 from replay_quality.decoders import BATCH, BY_NAME, CALIBRATION_SEED, TRAINING_SEED, Decoder
 
 

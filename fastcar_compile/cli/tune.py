@@ -52,6 +52,8 @@ def train_gate_command(
     prompt: options.PromptOption = 1,
     counted: options.CountedOption = None,
     checkpoint: Checkpoint = None,
+    executor: options.ExecutorOption = None,
+    scratch: options.ScratchOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a gate for a decoder whose weights stay.
@@ -77,7 +79,9 @@ def _trained(title: str, train: Callable[..., T], given: Mapping[str, Any], save
     arguments = options.arguments_of(train, given)
     if given.get("start") is not None:
         arguments["start"] = fc.TrainedGate.load(options.existing(given["start"], "gate"))
-    with stages(given["as_json"], title, "reading the decoder"):
+    with stages(given["as_json"], title, "reading the decoder"), options.executor_of(given.get("executor")) as workers:
+        if workers is not None:
+            arguments["executor"] = workers
         found = train(read_decoder(decoder), **arguments)
         save(found)
     return found

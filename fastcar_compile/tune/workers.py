@@ -171,11 +171,12 @@ class Job:
         videos, setting = np.load(self.videos.path(), allow_pickle=False), Setting(self.prompt, self.counted)
         attention = None if self.window is None else SinkWindow(*self.window)
         replay = ReplayConfig.from_json(data)
-        return Subject(_program(self.decoder), replay, videos, setting, self.rows, attention)
+        return Subject(program_of_files(self.decoder), replay, videos, setting, self.rows, attention)
 
 
 @lru_cache(2)
-def _program(decoder: tuple[File, ...]) -> DecoderProgram:
+def program_of_files(decoder: tuple[File, ...]) -> DecoderProgram:
+    """Return the program of an artifact's folder, or of a graph file and its weights."""
     if len(decoder) == 1:
         return of_prefill(load(decoder[0].uri, digest=decoder[0].sha256).program)
     graph, weights = (file.path() for file in decoder)
@@ -204,12 +205,17 @@ def _evaluator(job: Job) -> Evaluator:
     return job.subject().evaluator()
 
 
+def use_threads(count: int) -> None:
+    """Let PyTorch use this number of threads."""
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+
+
 def answer(task: Task) -> Sums | Tokens:
     """Return what a slice adds to a measurement. The worker keeps decoders, and what thresholds have in common."""
     with _OPENING:
         evaluator = _evaluator(task.job)
-    if torch.get_num_threads() != task.threads:
-        torch.set_num_threads(task.threads)
+    use_threads(task.threads)
     return evaluator.answer(task.index, task.thresholds, task.what)
 
 
@@ -278,8 +284,8 @@ class Workers:
         replay, setting, videos = subject.replay, subject.setting, subject.videos
         weights, draft, attention = replay.gate_weights, replay.draft, subject.attention
         return Job(
-            self._files_of(id(subject.program), subject.program, PROGRAM),
-            self._files_of(hashlib.sha256(videos.tobytes()).digest(), videos, VIDEOS)[0],
+            self.decoder(subject.program),
+            self.videos(videos),
             json.dumps(replay.to_json()),
             None if not (weights and weights.layers) else self._files_of(weights.name, weights, NETWORKS)[0],
             None if not (draft and draft.layers) else self._files_of(draft.name, draft, NETWORKS)[0],
@@ -288,6 +294,14 @@ class Workers:
             subject.rows,
             None if attention is None else (attention.window, attention.sinks),
         )
+
+    def decoder(self, program: DecoderProgram) -> tuple[File, ...]:
+        """Return the files of a program."""
+        return self._files_of(id(program), program, PROGRAM)
+
+    def videos(self, videos: np.ndarray) -> File:
+        """Return the file of videos int64 [N, T]."""
+        return self._files_of(hashlib.sha256(videos.tobytes()).digest(), videos, VIDEOS)[0]
 
     def _files_of(self, key: Any, value: Any, writers: dict[str, Write]) -> tuple[File, ...]:
         """Return the files of a value, written at the first call for its key."""
@@ -306,22 +320,36 @@ class Workers:
         return File(f"{self._root}/{name}", digest)
 
     def _ask(self, job: Job, count: int, thresholds: Thresholds, what: What, threads: int) -> list[Any]:
-        """Return the answers of all slices, in order."""
+        return self.run(answer, [Task(job, index, thresholds, what, threads) for index in range(count)])
+
+    def run(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
+        """Return what a function of a module gives for each task, in order.
+
+        Raises:
+            FastcarError: of a task. UserError: a task failed on two workers.
+        """
         before = torch.get_num_threads()  # an executor of threads changes it
-        tasks = [Task(job, index, thresholds, what, threads) for index in range(count)]
-        futures: Sequence[Future[Any]] = [self._executor.submit(answer, task) for task in tasks]
+        futures = [self._given(function, task) for task in tasks]
         try:
             found = []
             for future, task in zip(futures, tasks, strict=True):
-                found.append(self._result(future, task))
-                LOGGER.debug("slice %d of %d", len(found), count)
+                found.append(self._result(future, function, task))
+                LOGGER.debug("slice %d of %d", len(found), len(tasks))
             return found
         finally:
             for future in futures:
                 future.cancel()
             torch.set_num_threads(before)
 
-    def _result(self, future: Future[Any], task: Task) -> Any:
+    def _given(self, function: Callable[[Any], Any], task: Any) -> Future[Any]:
+        try:
+            return self._executor.submit(function, task)
+        except Exception as error:  # of a pool that is broken by now
+            refused = Future[Any]()
+            refused.set_exception(error)
+            return refused
+
+    def _result(self, future: Future[Any], function: Callable[[Any], Any], task: Any) -> Any:
         """Return a task's answer. A task whose worker died is given to another worker once.
 
         Raises:
@@ -333,7 +361,7 @@ class Workers:
             except FastcarError:
                 raise
             except Exception:
-                return self._executor.submit(answer, task).result()
+                return self._executor.submit(function, task).result()
         except FastcarError:
             raise
         except Exception as error:

@@ -75,7 +75,7 @@ def test_the_loss_counts_the_tokens_that_the_decoder_predicts(decoder: LlamaForC
     relaxed = RelaxedDecoder(decoder, 4, LENGTH, FRAME, 1)
     options = Options("tas", 0.5, 4, 1, 4, 0, counted=counted)
     one = Training(relaxed, torch.from_numpy(tokens), options)
-    step, _, _ = one._loss(torch.from_numpy(tokens), Relaxation())
+    step, _, _ = one._loss(torch.from_numpy(tokens), Relaxation(), one.now())
     rules = rules_of(ReplayConfig(gate="never"), LAYERS)
     dense = Evaluator(program_of(decoder, tokens.shape), tokens, rules, counted=counted).measure([None] * LAYERS)
     assert step.nll_dense == pytest.approx(dense.nll, rel=1e-4)

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from fastcar_compile.errors import InputError, UserError
 from fastcar_compile.tune import calibrate, search, workers
 from fastcar_compile.tune.calibrate import Setting, program_of
 from fastcar_compile.tune.evaluate import Case, SinkWindow, Study
+from fastcar_compile.tune.training import train
 from fastcar_compile.tune.workers import Job, Subject, Task, Workers, answer
 
 FRAME = 8
@@ -125,8 +126,10 @@ def test_threads_give_the_same_bytes_and_a_failed_task_is_tried_again(expected: 
     failed: list[int] = []
 
     def fail(number: int) -> None:
-        if number in (3, 8):
+        if number in (3, 8, 12):
             failed.append(number)
+        if number == 12:
+            raise RuntimeError("no worker takes a task now")
 
     class Failing(Watched):
         def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -140,7 +143,7 @@ def test_threads_give_the_same_bytes_and_a_failed_task_is_tried_again(expected: 
     before = torch.get_num_threads()
     with ThreadPoolExecutor(2) as pool:
         assert reports(Failing(pool, fail)) == expected
-    assert failed == [3, 8]
+    assert failed == [3, 8, 12]
     assert torch.get_num_threads() == before
 
 
@@ -157,6 +160,16 @@ def test_dask_gives_the_same_bytes_while_a_worker_is_killed(dask: Any, expected:
     assert killed
 
 
+def test_an_executor_that_takes_no_task_is_named() -> None:
+    class Gone(Executor):
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            raise BrokenExecutor("a process died")
+
+    with pytest.raises(UserError, match="a task failed twice on the workers of Gone: BrokenExecutor: a process died"):
+        reports(Gone())
+
+
+@pytest.mark.thorough  # it starts a process; the error is that of the test before
 def test_a_broken_pool_is_named_and_the_journal_goes_on(tmp_path: Path) -> None:
     options: dict[str, Any] = {"replay": LEARNED, "tokens_per_frame": FRAME, "target_replay": 0.3}
     journal = tmp_path / "journal.json"
@@ -200,3 +213,28 @@ def test_executors_of_the_command_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=said), executor_of(text):
             pass
+
+
+def test_a_gate_is_trained_by_workers_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of four videos in two slices: the same gate without an executor, with one, and after an interruption."""
+    monkeypatch.setattr(train, "SLICE_TOKENS", 2 * 33)
+
+    def trained(**options: Any) -> fc.TrainedGate:
+        return fc.train_gate(llama(), videos(), target_replay=0.5, units=4, steps=4, tokens_per_frame=FRAME, **options)
+
+    def stop(line: str) -> None:
+        if line.startswith("step 2"):
+            raise KeyboardInterrupt
+
+    expected, path = trained(), tmp_path / "checkpoint"
+    with ThreadPoolExecutor(2) as pool:
+        found = trained(executor=pool, scratch=tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            trained(executor=pool, scratch=tmp_path, checkpoint=path, progress=stop)
+        resumed = trained(executor=pool, scratch=tmp_path, checkpoint=path)
+        started, alone = trained(start=expected, executor=pool, scratch=tmp_path), trained(start=expected)
+    for one, other in ((found, expected), (resumed, expected), (started, alone)):
+        assert one.facts() == other.facts()
+        for mine, its in zip(one.layers, other.layers, strict=True):
+            assert all(torch.equal(mine[name], its[name]) for name in its)
+    assert started.facts() != found.facts()

@@ -140,7 +140,7 @@ class Distillation(Training):
         trained = [p for p in self.scorers.parameters() if p.requires_grad]
         return [(nn.ParameterList([p]), self._rate * float(p.detach().square().mean().sqrt())) for p in trained]
 
-    def _relaxation(self, number: int) -> Relaxation:
+    def _relaxation(self, number: int, index: int) -> Relaxation:
         return Relaxation(NOISE, torch.Generator().manual_seed(self._options.seed * self._options.steps + number))
 
     def draft(self) -> Draft:

@@ -4,6 +4,8 @@ An MLP reads its layer's input only. So everything but the replay rule is comput
 Only the choice between fresh and cached outputs goes frame by frame.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from torch import Tensor, fx, nn
 from fastcar_compile.errors import InputError, InternalError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
+from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.tune.rule import Stages
@@ -128,9 +131,20 @@ class RelaxedDecoder(WholeVideos):
             hint = "give at least two frames"
             raise InputError(f"videos of {length + 1} tokens have nothing to replay", hint=hint)
         sizes = {"batch_size": rows, "max_seq_len": length, "tokens_per_frame": tokens_per_frame}
-        program = run_pipeline(capture(model, prefill_chunk=length, **sizes), analysis_pipeline())
-        super().__init__(program, length, prompt)
+        self._begin(run_pipeline(capture(model, prefill_chunk=length, **sizes), analysis_pipeline()), prompt)
         self._parameters = list(model.named_parameters())
+
+    @classmethod
+    def of_program(cls, program: DecoderProgram, prompt: int) -> RelaxedDecoder:
+        """Return the decoder of another one's `program`, without parameters that could be trained."""
+        made = cls.__new__(cls)
+        made._begin(program, prompt)
+        made._parameters = []
+        return made
+
+    def _begin(self, program: DecoderProgram, prompt: int) -> None:
+        length, tokens_per_frame = program.config.max_seq_len, program.config.tokens_per_frame
+        super().__init__(program, length, prompt)
         _without_custom_writes(self.prefill)
         self._stages = Stages(self.prefill, program.prefill_outputs, _attend)
         self.scales = [layer.scale for layer in self._stages.layers]

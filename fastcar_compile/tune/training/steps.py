@@ -1,0 +1,331 @@
+"""The steps of a training: slices of the videos, what each adds, and the optimiser. `train.py` says what is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from threading import Lock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastcar_compile.errors import InputError
+from fastcar_compile.tune.rule import counts
+from fastcar_compile.tune.search import Say
+from fastcar_compile.tune.training.relaxed import LearnedScorer, Relaxation, RelaxedDecoder, Sample, Scorer, TasScorer
+from fastcar_compile.tune.training.trained import SAVE_EVERY, TrainedGate, TrainingState
+from fastcar_compile.tune.workers import File, Workers, program_of_files, use_threads
+
+RATES = {"learned": 5e-3, "tas": 2e-2}
+"""Peak learning rates (Adam) after a short warm-up. They fall along a cosine to the floor."""
+
+RATE_FLOOR, WARM_UP = 0.03, 10
+"""Least rate relative to the peak; steps of the warm-up."""
+
+NOISE_ENDS = 0.8
+"""Share of the steps after which the noise on decisions, 1 at first, is 0."""
+
+FURTHER_NOISE, SOFTNESS_FALLS = 0.6, 0.3
+"""When a training continues from a gate: first noise and last softness, as shares of the first softness."""
+
+FIRST_PRICE = 0.5
+"""First price of replay in relative NLL. At 0.5, 10 % more replay may cost 5 % more NLL."""
+
+PRICE_GAIN, SHORTFALL_GAIN = 0.3, 10.0
+"""Gains of an augmented Lagrangian: the price grows with the sum of the shortfalls and with the latest one."""
+
+TAIL = 0.1
+"""Share of the steps, at the end, whose mean gives the result's own figures."""
+
+
+LARGEST_SEED = (1 << 63) - 1
+"""Bits that torch's generator takes."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options that the result depends on, as `train_gate` takes them.
+
+    Attributes:
+        start: `TrainedGate.inputs` of the gate that the training starts from.
+        decoder_rate: peak learning rate of the decoder's own weights; 0 freezes them.
+        counted: ids of the tokens that the loss counts; None: all.
+    """
+
+    gate: str
+    target: float
+    units: int
+    steps: int
+    batch: int
+    seed: int
+    softness: float = 0.5
+    start: str | None = None
+    decoder_rate: float = 0.0
+    counted: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Measurements of one step: nats per token with and without replay, and the replayed share of each layer."""
+
+    nll: float
+    nll_dense: float
+    shares: tuple[float, ...]
+
+    @property
+    def replay(self) -> float:
+        """Mean of the layers' shares."""
+        return sum(self.shares) / len(self.shares)
+
+
+SCORERS: dict[str, Callable[[Sample, float, int, torch.Generator], Scorer]] = {
+    "learned": lambda sample, scale, units, random: LearnedScorer(sample, units, random),
+    "tas": lambda sample, scale, units, random: TasScorer(sample, scale),
+}
+"""Gates that can be trained -> a layer's scorer: of a sample, attention's scale, hidden units and random numbers."""
+
+
+@dataclass(frozen=True)
+class Now:
+    """Where a training stands: price, dense NLL of every step so far, and the values of all that is trained."""
+
+    price: float
+    dense: tuple[float, ...]
+    weights: tuple[np.ndarray, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a slice adds to a step: measurements, shortfall of replay, and the gradient of each weight."""
+
+    found: Step
+    short: float
+    gradients: tuple[np.ndarray | None, ...]
+
+
+class Training:
+    """Scorers, their optimiser and the price; with `decoder_rate` also the decoder's weights.
+
+    Attributes:
+        scorers: one per layer. weights: the trained weights of the decoder, by their names in the model. log: one entry
+            per step. key: hash of everything that the training depends on. parts: returns the parts of all slices of
+            a step, by its number.
+    """
+
+    def __init__(
+        self, decoder: RelaxedDecoder, videos: Tensor, options: Options, start: TrainedGate | None = None, key: str = ""
+    ) -> None:
+        self._decoder, self._videos, self._options, self.key = decoder, videos, options, key
+        random = torch.Generator().manual_seed(options.seed)
+        self.slices = max(1, min(options.batch, len(videos)) // decoder.rows)
+        self.parts: Callable[[Training, int], list[Part]] = _own_parts
+        # The first slice sets the scale of the inputs, and so the first weights.
+        samples = decoder.samples(self._batch(0)[:, :-1])
+        self.scorers = nn.ModuleList(self._made(samples, random))
+        self._price, rate = FIRST_PRICE, RATES[options.gate]
+        if start is not None:
+            self._go_on_from(start)
+            rate /= 2
+        self.weights = decoder.own_weights() if options.decoder_rate else {}
+        weights = nn.ParameterList(self.weights.values())
+        self._trained = nn.ModuleList([self.scorers, weights])
+        parts = (*self._rates(rate), (weights, options.decoder_rate))
+        self._groups = [{"params": list(part.parameters()), "peak": peak} for part, peak in parts if len(part)]
+        self._optimizer = torch.optim.Adam(self._groups, betas=(0.9, 0.95))
+        self.log: list[Step] = []
+
+    def _made(self, samples: Sequence[Sample], random: torch.Generator) -> list[Scorer]:
+        """Return the scorers of all layers with their first weights."""
+        make, units = SCORERS[self._options.gate], self._options.units
+        return [make(*pair, units, random) for pair in zip(samples, self._decoder.scales, strict=True)]
+
+    def _rates(self, rate: float) -> list[tuple[nn.ModuleList | nn.ParameterList, float]]:
+        """Return the parts of the scorers with their peak learning rates."""
+        return [(self.scorers, rate)]
+
+    def _go_on_from(self, start: TrainedGate) -> None:
+        """Start from a trained gate. Raise InputError when its kind, units or decoder differ."""
+        scorers, gate = self._list(), self._options.gate
+        shapes = [{name: list(t.shape) for name, t in layer.items()} for layer in start.layers]
+        wanted = [{name: list(t.shape) for name, t in scorer.weights().items()} for scorer in scorers]
+        if start.gate != gate or shapes != wanted:
+            what = f"the gate to start from is {start.gate!r} with {shapes}, not {gate!r} with {wanted}"
+            raise InputError(what, hint="start from a gate of the same kind, units and decoder")
+        for scorer, weights, threshold in zip(scorers, start.layers, start.thresholds, strict=True):
+            scorer.assign(weights, threshold)
+        self._price = start.price
+
+    def run(self, kept: TrainingState, say: Say) -> None:
+        """Run the remaining steps, from the saved state if there is one."""
+        before = kept.load(self._trained, self._optimizer)
+        if before is not None:
+            self._price, self.log = before["price"], [Step(*entry) for entry in before["steps"]]
+        count = self._options.steps
+        for step_number in range(len(self.log), count):
+            self.log.append(self._step(step_number))
+            say(_line(self.log, count, self._price))
+            if step_number % SAVE_EVERY == 0 or step_number + 1 == count:
+                entries = [(s.nll, s.nll_dense, s.shares) for s in self.log]
+                kept.save(self._trained, self._optimizer, {"price": self._price, "steps": entries})
+
+    def _step(self, number: int) -> Step:
+        options = self._options
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["peak"] * _schedule(number, options.steps)
+        parts = self.parts(self, number)
+        for weight, *own in zip(self._trained.parameters(), *(part.gradients for part in parts), strict=True):
+            found = [torch.from_numpy(gradient) for gradient in own if gradient is not None]
+            weight.grad = sum(found[1:], found[0]) / len(parts) if found else None
+        # The decoder's gradients are much larger in number, so each group has its own norm.
+        for group in self._groups:
+            nn.utils.clip_grad_norm_(group["params"], 1.0)
+        self._optimizer.step()
+        # The price is the multiplier of the constraint. It never rewards less replay.
+        self._price = max(0.0, self._price + PRICE_GAIN * float(np.mean([part.short for part in parts])))
+        nll, dense = (float(np.mean([getattr(part.found, name) for part in parts])) for name in ("nll", "nll_dense"))
+        return Step(nll, dense, tuple(np.mean([part.found.shares for part in parts], 0).tolist()))
+
+    def now(self, with_weights: bool = False) -> Now:
+        """Return where this training stands."""
+        weights = tuple(p.detach().numpy() for p in self._trained.parameters()) if with_weights else ()
+        return Now(self._price, tuple(step.nll_dense for step in self.log), weights)
+
+    def part(self, number: int, index: int, now: Now) -> Part:
+        """Return what a slice adds to a step."""
+        weights = list(self._trained.parameters())
+        with torch.no_grad():
+            for weight, value in zip(weights, now.weights, strict=False):
+                weight.copy_(torch.from_numpy(value))
+        self._optimizer.zero_grad()
+        found, loss, short = self._loss(self._batch(number, index), self._relaxation(number, index), now)
+        loss.backward()
+        return Part(found, short, tuple(None if w.grad is None else w.grad.numpy() for w in weights))
+
+    def _relaxation(self, number: int, index: int) -> Relaxation:
+        options = self._options
+        progress = number / options.steps
+        # The noise depends on step and slice alone, so a resumed training draws the same.
+        seed = (options.seed * options.steps + number) * self.slices + index
+        random = torch.Generator().manual_seed(seed % LARGEST_SEED)
+        faded = max(0.0, 1 - progress / NOISE_ENDS)
+        if options.start is None:
+            return Relaxation(faded, random)
+        softness = options.softness * SOFTNESS_FALLS**progress
+        return Relaxation(FURTHER_NOISE * options.softness * faded, random, softness)
+
+    def _loss(self, tokens: Tensor, relaxation: Relaxation, now: Now) -> tuple[Step, Tensor, float]:
+        """Return the measurements on videos [rows, T], the loss, and the shortfall of replay."""
+        decoder = self._decoder
+        first = decoder.prompt - 1 + decoder.frame
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        chosen = counts(targets, self._options.counted)
+        later = chosen[:, first:]
+        logits, shares = decoder.replayed(inputs, self._list(), relaxation)
+        played = torch.log_softmax(logits[:, first:][later], -1)
+        # The dense decoder is the teacher. It has a gradient only where its own weights are trained.
+        every = torch.log_softmax(decoder.dense(inputs), -1)
+        dense = every[:, first:][later].detach()
+        wanted = targets[:, first:][later][:, None]
+        nll, nll_dense = (float(-p.detach().gather(-1, wanted).mean()) for p in (played, dense))
+        loss = (dense.exp() * (dense - played)).sum(-1).mean()
+        if self.weights:
+            decoded = chosen[:, decoder.prompt - 1 :]
+            own = targets[:, decoder.prompt - 1 :][decoded][:, None]
+            loss = loss - every[:, decoder.prompt - 1 :][decoded].gather(-1, own).mean()
+        short = self._options.target - shares.mean()
+        # The mean over all steps keeps one unusual batch from changing the price of replay.
+        scale = float(np.mean([*now.dense, nll_dense]))
+        price = max(0.0, now.price + SHORTFALL_GAIN * float(short.detach()))
+        found = Step(nll, nll_dense, tuple(shares.detach().tolist()))
+        return found, loss / scale + price * short, float(short.detach())
+
+    def _batch(self, number: int, index: int = 0) -> Tensor:
+        """Return the videos of a step's slice. Every pass over the videos has its own order."""
+        count, rows = len(self._videos), self._decoder.rows
+        per_pass = count // (rows * self.slices)
+        random = torch.Generator().manual_seed(self._options.seed + number // per_pass)
+        # The order depends on the pass alone. Videos that fill no batch wait for another pass.
+        order = torch.randperm(count, generator=random)
+        start = (number % per_pass * self.slices + index) * rows
+        return self._videos[order[start : start + rows]]
+
+    def result(self) -> TrainedGate:
+        """Return the trained gate, with figures over the last steps."""
+        last = self.log[-max(1, round(TAIL * len(self.log))) :]
+        replay, nll, dense = (float(np.mean([getattr(s, n) for s in last])) for n in ("replay", "nll", "nll_dense"))
+        layers, thresholds = zip(*((s.weights(), s.threshold()) for s in self._list()), strict=True)
+        found = (self._options.target, replay, nll, dense, self._price)
+        return TrainedGate(self._options.gate, layers, thresholds, *found, self.key)
+
+    def _list(self) -> list[Scorer]:
+        return [scorer for scorer in self.scorers if isinstance(scorer, Scorer)]
+
+
+def _own_parts(training: Training, number: int) -> list[Part]:
+    """Return the parts of a step, computed in this thread."""
+    return [training.part(number, index, training.now()) for index in range(training.slices)]
+
+
+# The slices of a step by other processes.
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """What every step of a training depends on: files of decoder and videos, tokens of the prompt, options."""
+
+    decoder: tuple[File, ...]
+    videos: File
+    prompt: int
+    options: Options
+
+
+@dataclass(frozen=True)
+class TrainingTask:
+    """One slice of a step, computed by this number of PyTorch's threads."""
+
+    job: TrainingJob
+    number: int
+    index: int
+    threads: int
+    now: Now
+
+
+def parts_of(workers: Workers, job: TrainingJob, training: Training, number: int) -> list[Part]:
+    """Return the parts of a step, computed by workers."""
+    threads, now = torch.get_num_threads(), training.now(with_weights=True)
+    return workers.run(part_of, [TrainingTask(job, number, i, threads, now) for i in range(training.slices)])
+
+
+_ONE = Lock()
+
+
+@lru_cache(1)
+def _opened(job: TrainingJob) -> Training:
+    videos = np.load(job.videos.path(), allow_pickle=False)
+    decoder = RelaxedDecoder.of_program(program_of_files(job.decoder), job.prompt)
+    return Training(decoder, torch.from_numpy(videos), job.options)
+
+
+def part_of(task: TrainingTask) -> Part:
+    """Return what a slice adds to a step. The worker keeps the decoder, and computes one slice at a time."""
+    with _ONE:
+        use_threads(task.threads)
+        return _opened(task.job).part(task.number, task.index, task.now)
+
+
+def _schedule(number: int, steps: int) -> float:
+    cosine = 0.5 * (1 + math.cos(math.pi * number / steps))
+    return min(1.0, (number + 1) / WARM_UP) * (RATE_FLOOR + (1 - RATE_FLOOR) * cosine)
+
+
+def _line(log: Sequence[Step], steps: int, price: float) -> str:
+    """Return one line with means over the last steps. Single steps vary with their videos."""
+    last = log[-10:]
+    replay = sum(s.replay for s in last) / len(last)
+    nll, dense = (float(np.mean([getattr(s, name) for s in last])) for name in ("nll", "nll_dense"))
+    layers = " / ".join(f"{100 * share:.0f}" for share in np.mean([s.shares for s in last], 0))
+    shares = f"replay {replay:.1%} ({layers})"
+    return f"step {len(log)} of {steps}: {shares}, NLL {nll / dense:.3f} of {dense:.4g}, price {price:.2f}"
