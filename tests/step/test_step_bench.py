@@ -11,9 +11,9 @@ from hls.test_project import SANITIZED, fast_build, run
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface
 from fastcar_compile.codegen.hls.project import emit_hls
-from fastcar_compile.codegen.hls.step_program.instructions import Add, Attend, Decide
+from fastcar_compile.codegen.hls.step_program.instructions import Attend, Decide, Replay
 from fastcar_compile.codegen.hls.step_program.program import read_program
-from fastcar_compile.codegen.hls.step_sample import sample_program
+from fastcar_compile.codegen.hls.step_sample import Golden, sample_program
 from fastcar_compile.config.targets import load_target
 from step.test_step import DECODERS
 
@@ -21,16 +21,18 @@ MADE = DECODERS["tas, normed"]
 STEP = StepDesign.of(MADE.program, 2)
 
 
-def test_the_sample_is_one_layer_on_a_small_memory() -> None:
-    """Every reach lies within its sizes; what replays is computed."""
-    sample = sample_program(MADE.program, MADE.made)
+@pytest.mark.parametrize("name", DECODERS)
+def test_the_sample_is_one_gated_layer_on_a_small_memory(name: str) -> None:
+    """Every reach lies within its sizes; of the rows that are free to replay some do, and others compute."""
+    made = DECODERS[name]
+    sample = sample_program(made.program, made.made)
+    golden = Golden(sample, made.made, made.table)
     assert all(instruction.fits(sample.sizes) for instruction in sample.instructions)
-    assert read_program(sample.to_bytes(MADE.table)) == sample
-    assert sum(isinstance(i, Attend) for i in sample.instructions) == 1
-    assert sum(isinstance(i, Add) for i in sample.instructions) == 2
-    assert not any(isinstance(i, Decide) for i in sample.instructions)
-    assert 2 * sample.sizes.key_words == MADE.program.sizes.key_words
-    assert MADE.program.sizes.weight_words // 2 < sample.sizes.weight_words < MADE.program.sizes.weight_words
+    assert read_program(sample.to_bytes(golden.table)) == sample
+    assert [sum(isinstance(i, kind) for i in sample.instructions) for kind in (Attend, Decide, Replay)] == [1, 1, 1]
+    assert 2 * sample.sizes.key_words == made.program.sizes.key_words
+    assert made.program.sizes.weight_words // 2 - 200 < sample.sizes.weight_words < made.program.sizes.weight_words
+    assert {replays for _, replays in golden.free} == {True, False}
 
 
 def test_the_project_is_whole(tmp_path: Path) -> None:
@@ -71,6 +73,6 @@ def test_the_bench_tells_a_right_kernel_from_a_wrong_one(
     built = run("make", "build/step_testbench", *fast_build(tmp_path, cxx, precompiled), cwd=tmp_path)
     assert built.returncode == 0, built.stderr
     done = run("build/step_testbench", cwd=tmp_path)
-    assert ("PASS: 3 launch(es) of 2 row(s), 0 problem(s)" in done.stdout) == (done.returncode == 0) == (not right), (
+    assert ("PASS: 6 launch(es) of 2 row(s), 0 problem(s)" in done.stdout) == (done.returncode == 0) == (not right), (
         done.stdout + done.stderr
     )

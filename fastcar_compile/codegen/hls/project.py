@@ -84,7 +84,8 @@ STEP_BENCH = "step_testbench.cpp"
 def step_bench(design: Design, step: StepDesign, table: DrsTable, kernel: KernelInterface) -> str:
     """Return the text of the test bench: a layer of the decoder and its head with drawn weights, and their outputs."""
     program = sample_program(step.program, design)
-    data, golden = program.to_bytes(table), Golden(program, design)
+    golden = Golden(program, design, table)
+    data = program.to_bytes(golden.table)
     return render(
         STEP_BENCH,
         step=step,
@@ -95,6 +96,9 @@ def step_bench(design: Design, step: StepDesign, table: DrsTable, kernel: Kernel
         products=[own.row for own in golden.products],
         launches=[astuple(own) for own in golden.launches],
         golden=[f"0x{word:08x}u" for word in golden.outputs],
+        decide=golden.decide,
+        network=golden.decide if golden.decide and golden.decide.units else None,
+        network_exponent=golden.network_exponent,
         operations=StepOp,
         run=StepStatus,
         load=Status,

@@ -11,27 +11,41 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastcar_compile.codegen.hls.control_table.gate import unpack_network
+from fastcar_compile.codegen.hls.control_table.simulator import recomputes
+from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, Product, float_words
 from fastcar_compile.codegen.hls.design.spec import TABLED, MlpSpec
 from fastcar_compile.codegen.hls.step_program import instructions as step
+from fastcar_compile.codegen.hls.step_program.cache_layout import Sizes
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.codegen.hls.step_program.simulator import Memory, StepSimulator
+from fastcar_compile.gates.learned import unit_exponents
 from fastcar_compile.ir.ops.linear import activation_factor, linear_w4a8, linear_w8a8, pack_int4
 
 Bits = NDArray[np.uint32]
 NumpyProduct = Callable[[NDArray[Any]], NDArray[Any]]
 
-POSITIONS = 3
-"""Whole steps that the test bench launches at most."""
+STEPS = 5
+"""Decode forwards that the test bench launches behind one of a prompt: in the third one the gate may choose."""
 
 TILES = 2
 """Tiles that a linear into the output has at most: of a large head the test bench computes the first channels."""
 
+STORED_WORDS = 64
+"""Memory words of a row that the test bench stores at most: of large hidden states the first values."""
+
+SMALL = 10
+"""The prompt's input is drawn smaller by 2^SMALL: beside it the epsilon of a norm shows."""
+
 
 def sample_program(program: StepProgram, design: Design) -> StepProgram:
-    """Return the first layer and the last operations of a program, without replay, on a memory that holds no more."""
+    """Return the first layer with a gate and the last operations of a program, on a memory that holds no more.
+
+    A slot comes around after two forwards. Drafts are left out: rows that replay add what their slots hold.
+    """
     return _Sample(program, design).program()
 
 
@@ -40,17 +54,17 @@ class _Sample:
 
     def __init__(self, program: StepProgram, design: Design) -> None:
         self._all, self._design = program, design
-        self._weights, self._constants = 0, 0
+        self._weights, self._constants, self._replay = 0, 0, 0
         self._tables: dict[int, int] = {}
+        self._slots = slots_of(program)
 
     def program(self) -> StepProgram:
         """Return the program."""
-        whole, last = self._all.whole, self._all.instructions[-1].layer
-        chosen = [one for one in self._all.instructions if one.layer in (0, last)] if whole else self._short()
+        chosen = self._chosen() if self._all.whole else self._short()
         instructions = tuple(i for one in chosen for i in self._moved(one))
         sizes = self._all.sizes
         heads = [i for i in instructions if isinstance(i, step.Attend)]
-        layouts = [(sizes.rows * i.key_heads, sizes.layout(i.blocks)) for i in heads]
+        layouts = [(sizes.videos * i.key_heads, sizes.layout(i.blocks)) for i in heads]
         return StepProgram(
             replace(
                 sizes,
@@ -58,10 +72,18 @@ class _Sample:
                 weight_words=self._weights,
                 key_words=max((count * layout.key_words for count, layout in layouts), default=0),
                 value_words=max((count * layout.value_words for count, layout in layouts), default=0),
-                replay_words=0,
+                replay_words=self._replay,
             ),
             instructions,
         )
+
+    def _chosen(self) -> list[step.Instruction]:
+        """Return the load, the first layer with a gate (else the first), and what stands behind all layers."""
+        first, last = self._all.instructions[0], self._all.instructions[-1].layer
+        gated = self._all.entries(step.Decide)
+        layer = self._all.instructions[gated[0]].layer if gated else 0
+        behind = (i for i in self._all.instructions[1:] if not isinstance(i, step.Recall | step.DraftRows))
+        return [first, *(one for one in behind if one.layer in (layer, last))]
 
     def _short(self) -> list[step.Instruction]:
         """Return the MLP of the first layer, and a linear of every size; the test bench has no decisions."""
@@ -70,12 +92,18 @@ class _Sample:
         return [i for own in found.values() for i in (own, step.End(0))]
 
     def _moved(self, instruction: step.Instruction) -> Iterator[step.Instruction]:
-        """Yield what stands for an instruction: a layer that replays computes all of its rows."""
+        """Yield what stands for an instruction."""
         match instruction:
-            case step.Decide() | step.Recall() | step.DraftRows():
-                return
+            case step.Decide():
+                yield self._decide(instruction)
             case step.Replay(layer, source, target, count):
-                yield step.Add(layer, source, target, count)
+                yield step.Replay(layer, source, target, count, self._slots, self._kept(count))
+            case step.Append():
+                yield replace(instruction, cache=0)
+            case step.Attend():
+                yield replace(instruction, keys=0, values=0)
+            case step.Store():
+                yield replace(instruction, count=min(instruction.count, STORED_WORDS))
             case step.Linear() as linear:
                 own = _cut(linear, self._design.ports) if linear.target is step.Place.OUTPUT else linear
                 yield replace(own, weights=self._weights)
@@ -84,18 +112,36 @@ class _Sample:
                 yield replace(mlp, weights=self._weights)
                 self._weights += self._design.section_words
             case step.Norm() as norm:
-                yield replace(norm, weight=self._constants)
-                self._constants += norm.count * (2 if isinstance(norm, step.LayerNorm) else 1)
+                words = norm.count * (2 if isinstance(norm, step.LayerNorm) else 1)
+                yield replace(norm, weight=self._constant(words))
             case step.Rotate() as rotate:
                 yield replace(rotate, table=self._table(rotate))
             case _:
                 yield instruction
 
+    def _decide(self, decide: step.Decide) -> step.Decide:
+        inputs = self._kept(decide.count) if decide.count else 0
+        network = self._constant(decide.network_words) if decide.units else 0
+        return replace(decide, stride=self._slots, chain=self._kept(1), keys=0, inputs=inputs, network=network)
+
+    def _kept(self, words: int) -> int:
+        """Return where slots of so many words begin in the replay buffer."""
+        self._replay += self._slots * self._all.sizes.videos * words
+        return self._replay - self._slots * self._all.sizes.videos * words
+
+    def _constant(self, words: int) -> int:
+        self._constants += words
+        return self._constants - words
+
     def _table(self, rotate: step.Rotate) -> int:
         if rotate.table not in self._tables:
-            self._tables[rotate.table] = self._constants
-            self._constants += rotate.table_rows * 2 * rotate.half_words
+            self._tables[rotate.table] = self._constant(rotate.table_rows * 2 * rotate.half_words)
         return self._tables[rotate.table]
+
+
+def slots_of(program: StepProgram) -> int:
+    """Return the tokens of a frame in the sample: one more than a video has rows in a launch."""
+    return program.sizes.rows // program.sizes.videos + 1
 
 
 def _cut(linear: step.Linear, ports: int) -> step.Linear:
@@ -118,14 +164,25 @@ def product_of(linear: step.Linear, design: Design) -> Product:
 class Launch:
     """A launch of the test bench; its outputs are in `golden` from this place on, row after row.
 
-    Row b is at `position` and as many behind as it is behind the first row of its video.
+    Args:
+        draw: number of the input. small: it is drawn smaller by two to the power of this.
+        position, step: of the first row of each video; the next rows are behind it. Odd videos are one forward late.
+            A step of -1: of a prompt. active: bit b is 1: row b is there.
+        decided, caches, replay: digests of a whole step: Index Register, scores and chain counts; keys and values; slots.
     """
 
     entry: int
+    draw: int
+    small: int
     position: int
+    step: int
+    active: int
     input_words: int
     channels: int
     golden: int
+    decided: int = 0
+    caches: int = 0
+    replay: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,19 +243,24 @@ class Golden:
     """What the test bench of a sample program draws, launches and expects.
 
     Args:
-        program: of `sample_program`, on the same design.
+        program: of `sample_program`, on the same design. table: the control table of the design.
     """
 
-    def __init__(self, program: StepProgram, design: Design) -> None:
+    def __init__(self, program: StepProgram, design: Design, table: DrsTable) -> None:
         self._program, self._design = program, design
         self._outputs = list[Bits]()
         self.launches = list[Launch]()
+        self.free = list[tuple[float, bool]]()
+        """Score, and whether it replays, of each row of the launches that the gate may let replay."""
         self.products = list[DrawnProduct]()
         by_word = {i.weights: self._numpy(i) for i in program.instructions if isinstance(i, (step.Linear, step.Mlp))}
         # Three draws belong to each product: weights, scales, biases. Then come the constants, and the inputs.
         self._constants_draw = 3 * len(self.products)
+        self.decide = next((i for i in program.instructions if isinstance(i, step.Decide)), None)
+        self.network_exponent = 0
+        self.table = table
         if program.whole:
-            self._run_step(by_word)
+            self._run_step({at: _remembered(product) for at, product in by_word.items()})
         else:
             self._run_short(by_word)
 
@@ -226,31 +288,127 @@ class Golden:
 
         return mlp
 
+    def _constants(self) -> NDArray[np.float32]:
+        """Return the constants as they are drawn, with the gate's network in the form of `pack_network`."""
+        bits = _drawn_floats(self._constants_draw, FLOATS_PER_WORD * self._program.sizes.constant_words).view(np.uint32)
+        own = self.decide
+        if own is not None and own.units:
+            words = bits.reshape(-1, FLOATS_PER_WORD)[own.network :][: own.network_words]
+            words[0] = own.units, 0, 0, 0
+            units = words[1:].reshape(own.units, -1, FLOATS_PER_WORD)
+            # Two bfloat16 of magnitude 2^-7 to 2^-3 to a lane; what is drawn of a unit's head are its bias and weight.
+            units[:, 1:] = units[:, 1:] & 0x81FF81FF | 0x3C003C00
+            weights = unpack_network(words, FLOATS_PER_WORD * own.count)[0]
+            self.network_exponent = int(unit_exponents(weights).max())
+            units[:, 0, 2:] = self.network_exponent & 0xFFFFFFFF, 0
+        return bits.view(np.float32)
+
     def _run_step(self, products: dict[int, NumpyProduct]) -> None:
-        """Run the first positions of a whole step."""
+        """Run a prompt and decode forwards, by a threshold by which some rows replay and others compute."""
+        sizes, constants = self._program.sizes, self._constants()
+
+        def run(threshold: float) -> None:
+            keys, values = (np.zeros((sizes.ports, n, 16), np.int8) for n in (sizes.key_words, sizes.value_words))
+            replay = np.zeros((sizes.replay_words, FLOATS_PER_WORD), np.uint32)
+            self.table = self._bench_table(threshold)
+            memory = Memory(constants, products, keys, values, replay, self.table.to_bytes())
+            self._run_launches(StepSimulator(self._program, memory))
+
+        # Scores may depend on what was replayed before: so the first candidates from the middle on are tried.
+        run(np.inf)
+        scores = sorted(score for score, _ in self.free)
+        for threshold in sorted(scores, key=lambda score: abs(scores.index(score) - len(scores) // 2)):
+            run(threshold)
+            if len({replays for _, replays in self.free}) == 2:
+                break
+
+    def _bench_table(self, threshold: float) -> DrsTable:
+        """Return a table of the same sizes for the few forwards of the test bench."""
+        slots, own = slots_of(self._program), self.table
+        return replace(
+            own.with_thresholds([threshold] * own.layers),
+            tokens_per_frame=slots,
+            refresh_period=2 * slots if own.refresh_period else 0,
+            max_chain=1 if own.max_chain else None,
+        )
+
+    def _run_launches(self, simulator: StepSimulator) -> None:
+        """Run all launches, from empty memory on."""
+        self.launches, self._outputs, self.free = [], [], []
         sizes, load = self._program.sizes, self._program.instructions[0]
-        keys, values = (np.zeros((sizes.ports, n, 16), np.int8) for n in (sizes.key_words, sizes.value_words))
-        constants = _drawn_floats(self._constants_draw, FLOATS_PER_WORD * sizes.constant_words)
-        memory = Memory(constants, products, keys, values, np.zeros((0, FLOATS_PER_WORD), np.uint32))
-        simulator = StepSimulator(self._program, memory)
         assert isinstance(load, step.Load)
         own = sizes.rows // sizes.videos
-        for position in range(0, min(POSITIONS * own, sizes.positions - own + 1), own):
-            rows = Rows.at(sizes, position, count=own)
-            self._keep(0, position, load.count, lambda x, rows=rows: simulator.run(x, rows))
+        ends = [i.sinks + i.ring for i in self._program.instructions if isinstance(i, step.Attend)]
+        # A video's only row goes around the end of the ring; several rows reach the last position.
+        first = max(own, ends[0] - STEPS // 2 if own == 1 else sizes.positions - STEPS * own)
+        for number in range(1 + STEPS):
+            position, forward = (first + (number - 1) * own, (number - 1) * own) if number else (0, -1)
+            active = (1 << sizes.rows) - 1 >> (number == STEPS and sizes.rows > 1)
+            rows = _rows(sizes, position, forward, active)
+            launch = Launch(0, number, 0 if number else SMALL, position, forward, active, load.count, 0, 0)
+            self._keep(launch, lambda x, rows=rows: simulator.run(x, rows))
+            self._keep_memory(simulator, rows)
+
+    def _keep_memory(self, simulator: StepSimulator, rows: Rows) -> None:
+        """Keep the digests behind a launch, and what the gate was free to decide."""
+        memory, axi_words, decided = simulator.memory, self._design.axi_words, list[int]()
+        for trace in simulator.traces.values() if rows.deciding.any() else ():
+            scores, chain = np.array(trace.scores, np.float32), np.array(trace.chain, np.uint32)
+            own = np.stack([scores.view(np.uint32), chain], 1)[rows.deciding]
+            decided += [trace.index_register, *own.reshape(-1).tolist()]
+            free = np.flatnonzero(rows.deciding & ~recomputes(self.table, rows.step)).tolist()
+            self.free += [(float(scores[b]), not trace.index_register >> b & 1) for b in free]
+        sections = np.concatenate([memory.keys, memory.values], 1)
+        # Ports that share an AXI port are interleaved word by word.
+        beats = sections.reshape(-1, axi_words, *sections.shape[1:]).swapaxes(1, 2)
+        register = digest(np.array(decided, np.uint32))
+        made = {"decided": register, "caches": digest(beats), "replay": digest(memory.replay)}
+        self.launches[-1] = replace(self.launches[-1], **made)
 
     def _run_short(self, products: dict[int, NumpyProduct]) -> None:
-        """Run every short program."""
+        """Run every short program, for patterns of the rows that compute."""
+        rows = self._program.sizes.rows
         for entry, one in enumerate(self._program.instructions):
             if isinstance(one, (step.Linear, step.Mlp)):
                 inputs = one.inputs if isinstance(one, step.Linear) else self._design.mlp.hidden
-                self._keep(entry, 0, float_words(inputs), products[one.weights])
+                launch = Launch(entry, len(self._outputs), 0, 0, -1, (1 << rows) - 1, float_words(inputs), 0, 0)
+                self._keep(launch, products[one.weights])
+                others = (0x55555555, 1 << rows - 1, 0)
+                self.launches += [replace(self.launches[-1], active=active) for active in others]
 
-    def _keep(self, entry: int, position: int, words: int, run: NumpyProduct) -> None:
-        rows, draw = self._program.sizes.rows, self._constants_draw + 1 + len(self.launches)
-        y = run(_drawn_floats(draw, rows * words * FLOATS_PER_WORD).reshape(rows, -1))
-        self.launches.append(Launch(entry, position, words, y.shape[1], sum(map(len, self._outputs))))
+    def _keep(self, launch: Launch, run: NumpyProduct) -> None:
+        rows, draw = self._program.sizes.rows, self._constants_draw + 1 + launch.draw
+        x = _drawn_floats(draw, rows * launch.input_words * FLOATS_PER_WORD) * np.float32(2.0**-launch.small)
+        y = run(x.reshape(rows, -1))
+        self.launches.append(replace(launch, channels=y.shape[1], golden=sum(map(len, self._outputs))))
         self._outputs.append(np.ascontiguousarray(y).view(np.uint32).reshape(-1))
+
+
+def _rows(sizes: Sizes, position: int, forward: int, active: int) -> Rows:
+    """Return the rows of a launch, as `Launch` says."""
+    own, rows = sizes.rows // sizes.videos, np.arange(sizes.rows)
+    steps = np.maximum(forward + rows % own - rows // own % 2, -1) if forward >= 0 else np.full(len(rows), -1)
+    return replace(Rows.at(sizes, position, active=active, count=own), step=steps)
+
+
+def _remembered(product: NumpyProduct) -> NumpyProduct:
+    """Return the same product, which multiplies equal rows once."""
+    known: dict[bytes, NDArray[Any]] = {}
+
+    def remembered(x: NDArray[Any]) -> NDArray[Any]:
+        key = x.tobytes()
+        if key not in known:
+            known[key] = product(x)
+        return known[key]
+
+    return remembered
+
+
+def digest(memory: NDArray[Any]) -> int:
+    """Return 32 bits that stand for the words of a memory: a sum over those that are not zero."""
+    words = np.ascontiguousarray(memory).view(np.uint32).reshape(-1)
+    places = np.flatnonzero(words).astype(np.uint32)
+    return int(_drawn(0, words[places], places).sum(dtype=np.uint32))
 
 
 def activated(x: Tensor, spec: MlpSpec) -> Tensor:

@@ -93,7 +93,7 @@ def scores_of(table: DrsTable, call: LayerCall) -> Array:
     return -scores if table.gate.at_most else scores
 
 
-def _recomputes(table: DrsTable, step: Array) -> Array:
+def recomputes(table: DrsTable, step: Array) -> Array:
     """Return which rows compute in this forward whatever their score is: in the first frame, in frames of the refresh."""
     first, refresh = step < table.tokens_per_frame, table.refresh_period
     # A refresh lasts a whole frame: every one of the F slots computes once in it.
@@ -107,7 +107,7 @@ def _decide(table: DrsTable, call: LayerCall) -> LayerTrace:
     scores = np.where(active, scores_of(table, call), np.float32(0))
     # A NaN score compares false, so its row computes. +inf is the value of "never", even for a score of +inf.
     replay = active & (scores >= threshold) & (threshold != np.float32(np.inf))
-    replay &= ~_recomputes(table, np.broadcast_to(np.asarray(call.step, np.int64), rows))
+    replay &= ~recomputes(table, np.broadcast_to(np.asarray(call.step, np.int64), rows))
     if table.max_chain is not None:
         # `chain` is the count before this forward: a row that reached the limit has to compute.
         replay &= chain < table.max_chain

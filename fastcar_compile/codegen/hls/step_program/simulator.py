@@ -7,7 +7,7 @@ from functools import singledispatchmethod
 import numpy as np
 
 from fastcar_compile.codegen.hls.control_table.gate import pack_inputs
-from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, run_layer
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
 from fastcar_compile.codegen.hls.control_table.table import Status as TableStatus
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, Array, CacheLayout
@@ -80,6 +80,8 @@ class StepSimulator:
         self._gain = np.zeros(sizes.rows, np.float32)
         self.decided: dict[int, Array] = {}
         """Which rows computed the MLP, bool [rows] per layer with a gate, in the last decode forward."""
+        self.traces: dict[int, LayerTrace] = {}
+        """What the controller answered then."""
 
     def run(self, x: Array, rows: Rows) -> Array:
         """Return the output of one step, float32 [rows, channels], of x float32 [rows, hidden].
@@ -213,7 +215,7 @@ class StepSimulator:
             raise InternalError(f"the control table of a step program: {trace.status.name}")
         self.memory.replay[decide.chain + slots[deciding], 0] = np.array(trace.chain, np.uint32)[deciding]
         self._computing[:] = [bool(trace.index_register >> b & 1) for b in range(len(deciding))]
-        self.decided[decide.layer] = self._computing.copy()
+        self.decided[decide.layer], self.traces[decide.layer] = self._computing.copy(), trace
         # A row that replays keeps the x of its last computed forward: the change is measured from there.
         if x is not None and kept is not None:
             changed = self._computing & deciding
