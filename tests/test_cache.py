@@ -380,6 +380,7 @@ def test_weights_of_a_store_write_one_file_and_no_other(store: Store, tmp_path: 
     with suppress(NotKept), ArtifactWriter(tmp_path / "artifact", cache) as writer:
         assert writer.made(Kind.WEIGHTS, "weights/a", "inputs", lambda path: path.write_bytes(b"mine")) == 4
         assert [path.name for path in writer.root.rglob("*") if path.is_file()] == ["a"]
+        assert store.asked == [f"GET /ac/{key}"]
         raise NotKept
 
 

@@ -29,7 +29,6 @@ from fastcar_compile.artifact.digest import (
     blocks,
     cache_folder,
     name_problem,
-    require_own,
 )
 from fastcar_compile.artifact.layout import SIGNATURE
 from fastcar_compile.errors import InputError, UserError, os_errors
@@ -125,8 +124,7 @@ class Cache:
         if remote is None and (write or libraries):
             raise InputError("write and libraries are about a remote store", hint="give remote too, a URL")
         self.remote, self.write, self.libraries = remote, write, libraries
-        require_own(self.folder, "what builds take from it")
-        self.digests = UserDigests(self.folder)
+        self.digests = UserDigests(self.folder)  # refuses a folder that others may write
 
     def digests_of(self, folder: Path) -> dict[str, str]:
         """Return name and SHA-256 of the files of a model folder; an unchanged one is not read again.

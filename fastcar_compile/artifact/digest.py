@@ -169,20 +169,6 @@ class Digests:
             self.known[Identity.of(stream.fileno())] = digest
 
 
-def require_own(place: Path, what: str) -> None:
-    """Raise UserError where another user than root may write a file or folder, which need not exist.
-
-    Args:
-        what: is written there, for the error.
-    """
-    with suppress(FileNotFoundError, NotADirectoryError):
-        found = place.stat()
-        # Root may write anything anyway. Group and other users must not.
-        if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
-            hint = f"correct its permissions, or set ${CACHE}"
-            raise UserError(f"other users may write {what}", where=str(place), hint=hint)
-
-
 class _KnownFile(BaseModel):
     """The file of a user's digests: states of files, the oldest first."""
 
@@ -208,7 +194,12 @@ class UserDigests(Digests):
 
     def _read(self) -> dict[Identity, str]:
         for place in (self._path, self._path.parent):
-            require_own(place, "the digests of files that are not read again")
+            with suppress(FileNotFoundError, NotADirectoryError):
+                found = place.stat()
+                # Root may write anything anyway. Group and other users must not.
+                if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+                    what = "other users may write the digests of files that are not read again"
+                    raise UserError(what, where=str(place), hint=f"correct its permissions, or set ${CACHE}")
         try:
             read = _KnownFile.model_validate(parse_json(self._path.read_bytes()))
         except (FileNotFoundError, NotADirectoryError, ValueError, ValidationError):
