@@ -22,7 +22,7 @@ def cache_command(
     trim: Annotated[str | None, Option(metavar="SIZE")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the size and the number of entries of the build cache, or trim it.
+    """Show what the build cache holds, or trim it.
 
     Args:
         folder: Folder of the cache; default: builds in $FASTCAR_CACHE.
