@@ -58,10 +58,12 @@ tiles:
                     words[p][i] = exponents[p].read();
                 }
             }
-            Numerators<HEADS> now = kept[quad];
+            Numerators<HEADS> now = {};
             if (!is_head && place < QUADS) {
                 now = numerators.read();
                 kept[quad] = now;
+            } else if (!is_head) {
+                now = kept[quad];
             }
             int8_t lanes[INT8_LANES];
             int8_t exponent[FLOAT_LANES];

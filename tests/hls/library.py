@@ -15,7 +15,7 @@ from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
 from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.spec import BoardBudget, DraftSpec, LinearSpec, MlpSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear
-from fastcar_compile.codegen.hls.step_sample import activated
+from fastcar_compile.codegen.hls.step_golden import activated
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.ir.ops.linear import (
     accumulate,

@@ -14,6 +14,7 @@ from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsT
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.spec import DraftSpec, MlpSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_draft, pack_linear, pack_mlp
+from fastcar_compile.codegen.hls.step_golden import activated
 from fastcar_compile.codegen.hls.step_program.builder import (
     AttentionForm,
     CacheForm,
@@ -25,7 +26,6 @@ from fastcar_compile.codegen.hls.step_program.cache_layout import LANES, CacheLa
 from fastcar_compile.codegen.hls.step_program.instructions import Attend, DraftRows, Linear, Mlp
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.simulator import Memory, Product
-from fastcar_compile.codegen.hls.step_sample import activated
 from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.scores import float32
 from step.values import Array

@@ -18,9 +18,10 @@ from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS
 from fastcar_compile.codegen.hls.interface import ControlSizes, KernelInterface, drs_interface, kernel_interface
 from fastcar_compile.codegen.hls.render import Bench, probe_files, render, vitis_files
+from fastcar_compile.codegen.hls.step_golden import Golden
 from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus, cpp_constants
-from fastcar_compile.codegen.hls.step_sample import Golden, sample_program
+from fastcar_compile.codegen.hls.step_sample import sample_program
 from fastcar_compile.config.targets import Target
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.support.packages import TEMPLATES

@@ -152,15 +152,17 @@ class StepSimulator:
             cache, words = self.memory.values, layout.value_words
             unpack, pack = layout.unpack_values, layout.pack_values
         at, dim = LANES * append.first, BLOCK * append.blocks
-        # Repacking all rows of a head for one position is slow. It checks the layout, and a test has few positions.
+        # Packing all rows of a head for one position is slow. It checks the layout, and a test has few positions.
         for b, position in self._active(self._list.position):
             row, first = _Ring(append.sinks, append.ring).row(position), self._list.video[b] * append.heads
             heads = self._rows[append.source, b, at : at + append.heads * dim].reshape(-1, dim)
             for number, head in enumerate(exact.stored_rows(heads), first):
                 place = slice(append.cache + number * words, append.cache + (number + 1) * words)
                 rows = unpack(cache[:, place], number)
-                rows[row] = head
-                cache[:, place] = pack(rows, number)
+                # What pads the words stays as it is.
+                change = np.zeros_like(rows)
+                change[row] = head - rows[row]
+                cache[:, place] += pack(change, number)
 
     @_execute.register
     def _(self, attend: step.Attend) -> None:
