@@ -45,8 +45,8 @@ def decode(artifact: fc.Artifact, backend: str, prompt: NDArray[np.int64], count
         return row.argmax(-1)
 
     tokens = session.generate(prompt, count, sample)
-    assert isinstance(session._stepper, CpuStepper)
-    states = {name: array.copy() for name, array in session._stepper._state.arrays.items()}
+    assert isinstance(session._run.stepper, CpuStepper)
+    states = {name: array.copy() for name, array in session._run.stepper._state.arrays.items()}
     return Decoded(tokens, np.stack(logits), np.asarray(session.stats.decisions), states)
 
 

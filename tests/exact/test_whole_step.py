@@ -40,8 +40,8 @@ def simulated(artifact: fc.Artifact) -> Iterator[Session]:
 
 def stepper_of(session: Session) -> StepStepper:
     """The session's own."""
-    assert isinstance(session._stepper, StepStepper)
-    return session._stepper
+    assert isinstance(session._run.stepper, StepStepper)
+    return session._run.stepper
 
 
 def states_of(stepper: Stepper) -> dict[str, np.ndarray]:
@@ -52,7 +52,7 @@ def states_of(stepper: Stepper) -> dict[str, np.ndarray]:
 def test_logits_scores_and_states_are_those_of_the_cpu(artifact: fc.Artifact, simulated: Session) -> None:
     """Step by step, after a prompt; then another threshold, and another video."""
     ids, thresholds = token_ids().numpy(), np.zeros(2, np.float32)
-    other = artifact.session("cpu")._stepper
+    other = artifact.session("cpu")._run.stepper
     own = stepper_of(simulated)
     for video in range(2):
         for stepper in (own, other):
@@ -71,7 +71,7 @@ def test_logits_scores_and_states_are_those_of_the_cpu(artifact: fc.Artifact, si
 
 def test_prefill_gives_the_logits_of_every_position(simulated: Session, artifact: fc.Artifact) -> None:
     ids = token_ids().numpy()[:, :16]
-    own, eager = stepper_of(simulated), artifact.session("eager")._stepper
+    own, eager = stepper_of(simulated), artifact.session("eager")._run.stepper
     np.testing.assert_array_equal(own.prefill(ids, 0), eager.prefill(ids, 0))
     states = states_of(own)
     replay = [name for name in states if not name.startswith(("key", "value"))]

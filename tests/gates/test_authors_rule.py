@@ -81,7 +81,7 @@ def test_the_accelerator_decides_alike(tmp_path: Path) -> None:
     ids = np.random.default_rng(3).integers(0, 3, (STEPS, BATCH, 1))
 
     def run(backend: str, thresholds: np.ndarray) -> dict[str, np.ndarray]:
-        stepper = artifact.session(backend)._stepper
+        stepper = artifact.session(backend)._run.stepper
         found = [stepper.decode(token, t, t, thresholds) for t, token in enumerate(ids)]
         return {name: np.stack([getattr(r, name) for r in found]) for name in ("logits", "decisions", "scores")}
 

@@ -121,12 +121,12 @@ def test_the_fabric_decides_as_cpu(decided: fc.Artifact) -> None:
     cpu, simulated = (decided.session(backend, record=True, threads=1) for backend in ("cpu", "hls-csim"))
     logits, decisions = decoded(cpu, thresholds)
     found, same = decoded(simulated, thresholds)
-    assert isinstance(simulated._stepper, AcceleratorStepper)
-    assert all(simulated._stepper._gate._live.decides(layer) for layer in range(LAYERS))
+    assert isinstance(simulated._run.stepper, AcceleratorStepper)
+    assert all(simulated._run.stepper._gate._live.decides(layer) for layer in range(LAYERS))
     np.testing.assert_array_equal(same, decisions)
     np.testing.assert_array_equal(found, logits)
-    assert isinstance(cpu._stepper, CpuStepper)
-    states = [stepper._state.arrays for stepper in (cpu._stepper, simulated._stepper)]
+    assert isinstance(cpu._run.stepper, CpuStepper)
+    states = [stepper._state.arrays for stepper in (cpu._run.stepper, simulated._run.stepper)]
     assert states[0].keys() == states[1].keys()
     for name, value in states[0].items():
         np.testing.assert_array_equal(states[1][name], value, err_msg=name)

@@ -52,7 +52,7 @@ def test_all_are_equal(name: str, gate: str, quant: str, batch: int, tmp_path: P
     artifact = compiled(name, gate, quant, batch, tmp_path / "artifact")
     config = artifact.config
     ids = tokens(name, artifact, config.tokens_per_frame + AFTER_THE_FIRST_FRAME)
-    own, eager = (artifact.session(backend)._stepper for backend in ("hls-csim", "eager"))
+    own, eager = (artifact.session(backend)._run.stepper for backend in ("hls-csim", "eager"))
     assert isinstance(own, StepStepper)
     assert isinstance(eager, EagerStepper)
     thresholds = np.array(artifact.manifest.layers.thresholds, np.float32)
