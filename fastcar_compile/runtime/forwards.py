@@ -50,6 +50,11 @@ class Forwards:
         self.stepper.reset()
         self.at = Progress(self._config, self._record, self.keep)
 
+    def close(self) -> None:
+        """Give back states, libraries, threads and device. Position and counts stay."""
+        vars(self).pop("stepper", None)
+        self.depth = None
+
     def fork(self) -> Forwards:
         """Return forwards that go on from here on their own."""
         depth = None if self.depth is None else self.depth.again()

@@ -76,7 +76,7 @@ class Session(Described):
     def _description(self) -> Description:
         replayed = f"{self.stats.replay_ratio:.1%} of the MLPs replayed"
         position = f"{self.position} of {self._config.max_seq_len} positions, {replayed}"
-        closed = "" if hasattr(self, "_run") else ", closed"
+        closed = "" if hasattr(self._run, "stepper") else ", closed"
         gates = gate_text(self._limits.gates, self._limits.given(self.thresholds))
         return f"Session{closed}", {**self.origin, "gate": gates, "state": position}
 
@@ -87,7 +87,7 @@ class Session(Described):
             InputError: a call is running, in another thread or around this one.
         """
         if self._guard.close():
-            vars(self).pop("_run", None)
+            self._run.close()
 
     def reset(self) -> None:
         """Clear everything: caches, chains, position and statistics. Thresholds and the context stay.
