@@ -19,7 +19,7 @@ def explore_command(
     executor: options.ExecutorOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare combinations: predicted speed beside measured quality.
+    """Compare predicted speed and quality of a matrix.
 
     Nothing is built. An interrupted exploration goes on from the folder's journal.
 

@@ -76,6 +76,9 @@ class DryRun(Part):
     speed: tuple[Speed, ...] = ()
     _plan: Any = PrivateAttr(None)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DryRun) and vars(self) == vars(other)  # a report that was read has no plan
+
     def predict(self, replay: float) -> Speed:
         """Return the prediction where this share of the forwards t >= F replays, in the process of the dry run.
 

@@ -75,6 +75,7 @@ OUTPUTS: dict[str, dict[str, list[str]]] = {
     "evaluate": {
         option: ["--calibration-videos", "{videos}"] for option in ("output", "save_cases", "plots", "journal")
     },
+    "explore": {"output": []},
     "fit-draft": {"output": [], "checkpoint": ["-o", "{out}"]},
     "inspect": {"html": []},
     "opt": {"output": []},
@@ -97,7 +98,19 @@ READ = {
         "start",
         "path",
     ),
-    *("a", "b", "prompt_file", "thresholds", "context", "context_mask", "trace", "public_key", "key"),
+    *(
+        "a",
+        "b",
+        "matrix",
+        "folder",
+        "prompt_file",
+        "thresholds",
+        "context",
+        "context_mask",
+        "trace",
+        "public_key",
+        "key",
+    ),
     *("passphrase_file", "signature"),
 }
 """Paths that commands read. `run` writes its `trace`."""
