@@ -69,7 +69,7 @@ class Kind(StrEnum):
 
 _MAKERS = {
     Kind.WEIGHTS: ("torch", "numpy", "ml-dtypes", "safetensors"),
-    Kind.LIBRARY: ("apache-tvm", "apache-tvm-ffi", "torch", "numpy"),
+    Kind.LIBRARY: ("apache-tvm", "apache-tvm-ffi", "torch", "numpy", "jinja2"),
 }
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hls.test_project import SANITIZED, fast_build, run
 
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface
-from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.codegen.hls.project import bench_inputs, emit_hls, step_bench
 from fastcar_compile.codegen.hls.step_golden import Golden
 from fastcar_compile.codegen.hls.step_program.instructions import Attend, Decide, Replay
 from fastcar_compile.codegen.hls.step_program.program import read_program
@@ -34,6 +35,17 @@ def test_the_sample_is_one_gated_layer_on_a_small_memory(name: str) -> None:
     assert 2 * sample.sizes.key_words == made.program.sizes.key_words
     assert made.program.sizes.weight_words // 2 - 200 < sample.sizes.weight_words < made.program.sizes.weight_words
     assert {replays for _, replays, _ in golden.free} == {True, False}
+
+
+def test_thresholds_do_not_decide_the_bench() -> None:
+    """A build with others takes the bench of an earlier one; a build with another rule does not."""
+    kernel, table = kernel_interface(MADE.made, STEP, MADE.table), MADE.table
+    others = table.with_thresholds([5.0] * table.layers)
+    for function in (bench_inputs, step_bench):
+        assert function(MADE.made, STEP, others, kernel) == function(MADE.made, STEP, table, kernel)
+    assert bench_inputs(MADE.made, STEP, replace(table, max_chain=3), kernel) != bench_inputs(
+        MADE.made, STEP, table, kernel
+    )
 
 
 def test_the_project_is_whole(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.accelerator_section import AcceleratorSection, HostLinearPart, LinearCallPart, StepPart
+from fastcar_compile.artifact.cache import Kind
 from fastcar_compile.artifact.layout import ACCELERATOR_WEIGHTS, CONSTANTS, DRS_TABLE, DRS_TABLE_JSON, HLS
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EmitContext
@@ -140,8 +142,12 @@ class HlsEmitter:
 
 def _emit_project(program: DecoderProgram, context: EmitContext, plan: Accelerator) -> StepPart | None:
     """Write the kernel, its table and its weights; return the step, where it runs whole ones."""
-    emit_hls(plan.design, context.writer.root / HLS, plan.table, context.plan.board, plan.kernel_design)
     writer = context.writer
+
+    def made(name: str, inputs: object, make: Callable[[Path], Any]) -> Any:
+        return writer.made(Kind.LIBRARY, f"{HLS}/{name}", inputs, make)
+
+    emit_hls(plan.design, writer.root / HLS, plan.table, context.plan.board, plan.kernel_design, made)
     # The weight files are written by now, so that their digests are those of the quantised weights.
     origins = None if writer.cache is None else program.params.origins(program.params, cache(writer.digests.of_path))
     if origins is not None:

@@ -1,9 +1,12 @@
 """Write the HLS project of a design: headers, tops, test benches, Makefile and Vitis configurations."""
 
+import hashlib
 import struct
+from collections.abc import Callable
 from dataclasses import astuple, replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +39,7 @@ def emit_hls(
     table: DrsTable | None = None,
     board: Target | None = None,
     step: StepDesign | None = None,
+    made: Callable[[str, object, Callable[[Path], Any]], Any] | None = None,
 ) -> list[Path]:
     """Write the project into `out_dir` (made if needed); return the files, sorted. Same arguments, same bytes.
 
@@ -43,6 +47,8 @@ def emit_hls(
         design: of the array. table: the DRS control table that the controller has to hold; None: one of the design's sizes.
         board: whose memory the kernels are connected to; None: v++ chooses.
         step: what the kernel executes; None: the design's short programs.
+        made: takes the name of the kernel's test bench, what decides its bytes, and what writes it to a path; it may write it as
+            an earlier build made it. None: it is made anew.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     table = table or table_of_sizes(design)
@@ -60,7 +66,6 @@ def emit_hls(
     values["total_turns"] = total_latency(design.budget.clock_mhz)
     texts = {name: render(name, **values) for name in SOURCES}
     texts["fastcar_step_fields.hpp"] = step_fields()
-    texts[STEP_BENCH] = step_bench(design, step, table, kernel)
     texts |= emit_drs(table, replace(table.limits, instructions=step.instructions))
     linked, alone = Bench(kernel, STEP_BENCH), Bench(drs_interface(control_sizes(table)), DRS_BENCH)
     texts |= vitis_files(design.budget.part, design.budget.clock_mhz, linked, [alone], board=board)
@@ -68,7 +73,15 @@ def emit_hls(
     texts |= {p.name: p.read_text() for p in files(TEMPLATES).iterdir() if p.name.endswith((".hpp", ".cpp"))}
     for name, text in texts.items():
         (out_dir / name).write_text(text)
-    return sorted(out_dir / name for name in texts)
+
+    def bench(path: Path) -> None:
+        path.write_text(step_bench(design, step, table, kernel))
+
+    if made is None:
+        bench(out_dir / STEP_BENCH)
+    else:
+        made(STEP_BENCH, bench_inputs(design, step, table, kernel), bench)
+    return sorted(out_dir / name for name in (*texts, STEP_BENCH))
 
 
 def step_fields() -> str:
@@ -80,6 +93,13 @@ def step_fields() -> str:
 
 
 STEP_BENCH = "step_testbench.cpp"
+
+
+def bench_inputs(design: Design, step: StepDesign, table: DrsTable, kernel: KernelInterface) -> list[str]:
+    """Return what decides the bytes of the test bench. Its golden values take seconds; thresholds are its own."""
+    program = sample_program(step.program, design)
+    data = program.to_bytes(table.with_thresholds([0.0] * table.layers))
+    return [repr(design), repr(kernel), repr(program.sizes), hashlib.sha256(data).hexdigest()]
 
 
 def step_bench(design: Design, step: StepDesign, table: DrsTable, kernel: KernelInterface) -> str:
