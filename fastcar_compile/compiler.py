@@ -16,7 +16,8 @@ from fastcar_compile.config.targets import Target, load_target, require_buildabl
 from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import CompileError
 from fastcar_compile.runtime.compiled import Artifact
-from fastcar_compile.support.machine import cpu_flags, linker_text
+from fastcar_compile.support.machine import collector_paused, cpu_flags, linker_text
+from fastcar_compile.support.packages import needs
 from fastcar_compile.support.values import LOGGER, NOTED, path_of, reporter, shown, warn
 
 if TYPE_CHECKING:
@@ -160,7 +161,8 @@ def compile(
         found = None if key is None else _answer(store, key, path_of("output", output))
         if found is not None:
             return found
-    from fastcar_compile.phases import build
+    with collector_paused(), needs("compile"):
+        from fastcar_compile.phases import build
 
     noted = NOTED.set([])
     try:
