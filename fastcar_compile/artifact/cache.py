@@ -93,9 +93,9 @@ class Entry(BaseModel):
 class Cache:
     """A folder of what builds made, and an HTTP store behind it where one is named.
 
-    What is taken is copied, and its SHA-256 computed of the very bytes that are written: an artifact stays as it is,
-    whatever becomes of the cache. What is kept is a link to the artifact's file where the file system has links: a
-    later change of that file is found as damage. A cache never fails a build: what is missing or damaged is made again.
+    What is taken and kept is copied, and of what is taken the SHA-256 is computed of the very bytes that are written:
+    an artifact stays as it is, whatever becomes of the cache. A cache never fails a build: what is missing or damaged
+    is made again.
 
     Args:
         folder: default: `builds` in $FASTCAR_CACHE, else in ~/.cache/fastcar_compile.
@@ -174,7 +174,7 @@ class Cache:
             for name, path in paths.items():
                 kept = self._path(f"cas/{entry.files[name].sha256}")
                 if not kept.exists():
-                    self._link(path, kept)
+                    self._copy(path, kept)
             with self._new(f"ac/{key}") as stream:
                 stream.write(entry.model_dump_json().encode())
         except OSError as error:
@@ -269,16 +269,11 @@ class Cache:
             with suppress(FileNotFoundError):
                 os.unlink(new)
 
-    def _link(self, path: Path, kept: Path) -> None:
-        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            os.link(path, kept)
-        except FileExistsError:
-            return  # another build was faster
-        except OSError:  # another file system, or one without links
-            with path.open("rb") as stream, self._new(f"cas/{kept.name}") as copy:
-                for block in blocks(stream.fileno(), CHUNK):
-                    copy.write(block)
+    def _copy(self, path: Path, kept: Path) -> None:
+        # No link: onnx refuses weights with several links, as a link may lead out of the model's folder.
+        with path.open("rb") as stream, self._new(f"cas/{kept.name}") as copy:
+            for block in blocks(stream.fileno(), CHUNK):
+                copy.write(block)
 
     # The HTTP store fills the folder, and the folder fills it.
 
