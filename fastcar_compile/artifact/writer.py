@@ -141,7 +141,7 @@ class ArtifactWriter:
             file = FileEntry(sha256=self.digests.of_path(path), size=path.stat().st_size)
             entry = Entry(files={_MADE: file}, about=about)
             self.cache.keep(kind, key, {_MADE: path}, entry)
-        self.digests.note(path, entry.files[_MADE].sha256)  # a link changes the state of a file
+        self.digests.note(path, entry.files[_MADE].sha256)
         return entry.about
 
     def take(self, key: str) -> Any:
@@ -170,7 +170,7 @@ class ArtifactWriter:
         assert self.cache is not None
         paths = {name: path for name, path in walk(self.path) if name in self._written}
         self.cache.keep(Kind.BUILD, key, paths, Entry(files=self._written, about=about))
-        for name, path in paths.items():  # a link changes the state of a file
+        for name, path in paths.items():
             self.digests.note(path, self._written[name].sha256)
 
     def __enter__(self) -> Self:
