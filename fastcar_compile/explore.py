@@ -23,6 +23,7 @@ from fastcar_compile.frontend.huggingface import read_module
 from fastcar_compile.support.values import reporter, token_table
 from fastcar_compile.tune.evaluate import Study
 from fastcar_compile.tune.search import Journal
+from fastcar_compile.tune.workers import Workers
 
 _HINT = "examples/sweep/sweep.toml is a matrix"
 
@@ -177,20 +178,23 @@ def explore(
         progress: called with a line for each task that is done.
 
     Raises:
-        UserError: a file cannot be read.
+        UserError: a file cannot be read, or a task failed on two workers; the journal keeps what is done.
     """
-    say, tasks = reporter(progress), tasks_of(matrix)
+    say, tasks, workers = reporter(progress), tasks_of(matrix), Workers.of(executor, None)
     book = Journal(None if journal is None else Path(journal), _key(matrix), "exploration", "rows")
     waiting: dict[str, Future[Any] | None] = {}
     for task in tasks:
         name = _name(task)
         if book.find(name) is None and name not in waiting:
-            waiting[name] = None if executor is None else executor.submit(answer, asdict(task))
+            waiting[name] = None if workers is None else workers.given(answer, asdict(task))
     for number, task in enumerate(tasks, 1):
         name = _name(task)
         if name in waiting:
-            future = waiting.pop(name)
-            book.add(name, answer(asdict(task)) if future is None else future.result())
+            future, given = waiting.pop(name), asdict(task)
+            if workers is None or future is None:
+                book.add(name, answer(given))
+            else:
+                book.add(name, workers.result(future, answer, given))
         say(f"{number} of {len(tasks)}: {task.kind} of {Path(task.model).name}, {task.quant}, {task.gate}")
     return [*_rows(matrix, tasks, book)]
 

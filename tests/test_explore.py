@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import BrokenExecutor, Executor, Future
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -33,6 +33,15 @@ class LastFirst(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **_kwargs: Any) -> Future[Any]:
         future = Lazy(self)
         self.waiting.append((future, fn, json.loads(json.dumps(args[0]))))
+        return future
+
+
+class Broken(Executor):
+    """Its workers die."""
+
+    def submit(self, fn: Callable[..., Any], /, *_args: Any, **_kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        future.set_exception(BrokenExecutor("a worker died"))
         return future
 
 
@@ -76,6 +85,8 @@ def test_workers_change_nothing(answered: list[Task], tmp_path: Path) -> None:
     assert [tuple(r[n] for n in names) for r in alone] == [(t, q, share, 1 + share) for q, t, share in cells]
     assert explore(matrix(), executor=LastFirst()) == alone
     assert answered[len(answered) // 2 :] == tasks_of(matrix())[::-1]
+    with pytest.raises(UserError, match="failed twice on the workers of Broken"):
+        explore(matrix(), executor=Broken())
     answered.clear()
     # The same matrix is answered from the journal; a board more is two tasks more.
     assert explore(matrix(), journal=tmp_path / "journal") == alone

@@ -329,11 +329,11 @@ class Workers:
             FastcarError: of a task. UserError: a task failed on two workers.
         """
         before = torch.get_num_threads()  # an executor of threads changes it
-        futures = [self._given(function, task) for task in tasks]
+        futures = [self.given(function, task) for task in tasks]
         try:
             found = []
             for future, task in zip(futures, tasks, strict=True):
-                found.append(self._result(future, function, task))
+                found.append(self.result(future, function, task))
                 LOGGER.debug("slice %d of %d", len(found), len(tasks))
             return found
         finally:
@@ -341,7 +341,8 @@ class Workers:
                 future.cancel()
             torch.set_num_threads(before)
 
-    def _given(self, function: Callable[[Any], Any], task: Any) -> Future[Any]:
+    def given(self, function: Callable[[Any], Any], task: Any) -> Future[Any]:
+        """Give a task to a worker."""
         try:
             return self._executor.submit(function, task)
         except Exception as error:  # of a pool that is broken by now
@@ -349,7 +350,7 @@ class Workers:
             refused.set_exception(error)
             return refused
 
-    def _result(self, future: Future[Any], function: Callable[[Any], Any], task: Any) -> Any:
+    def result(self, future: Future[Any], function: Callable[[Any], Any], task: Any) -> Any:
         """Return a task's answer. A task whose worker died is given to another worker once.
 
         Raises:
