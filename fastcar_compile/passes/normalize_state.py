@@ -20,6 +20,7 @@ from fastcar_compile.ir.types import StateRole
 from fastcar_compile.passes.patterns import eager_attention
 from fastcar_compile.passes.patterns.context_states import HEAD_VIEWS, ContextStates, is_shared, same_graph
 from fastcar_compile.passes.patterns.functionalize import CacheWrite, Functionalizer, writes_in_place
+from fastcar_compile.passes.patterns.spelling import spell_out
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
@@ -134,8 +135,8 @@ class NormalizeState(Pass):
         """Raise CompileError with every cache or attention that cannot be normalised."""
         modified = False
         for module in program.graphs():
-            # einsum goes first: attention is recognised by its matmuls.
-            modified |= eager_attention.write_out_products(module.graph, self.name)
+            # Attention is recognised by its matmuls and its softmax.
+            modified |= spell_out(module.graph, self.name)
             if eager_attention.attention_calls(module.graph) or any(writes_in_place(n) for n in module.graph.nodes):
                 normalizer = _Normalizer(module, program.config.max_seq_len)
                 state = normalizer.run()

@@ -13,7 +13,7 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.dataflow import ancestors, between, evaluate
 from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import bound, is_op, node_arg, optional_arg, shape_of, value_of
-from fastcar_compile.ir.rewrite import Inserter, before, replace_layout
+from fastcar_compile.ir.rewrite import before, replace_layout
 from fastcar_compile.passes.patterns.norms import terms
 
 aten = torch.ops.aten
@@ -107,56 +107,6 @@ def _unrecognised(name: str, found: list[list[fx.Node]]) -> CompileError:
     hint = "call scaled_dot_product_attention, or write out the product of query and transposed key, scale, mask, "
     hint += "softmax and product with the values, as docs/reference/step_protocol.md has it"
     return error_at((rest or [cache])[-1], what, hint)
-
-
-def write_out_products(graph: fx.Graph, made_by: str) -> bool:
-    """Write every `torch.einsum` of one product per row and head as transposes and a matmul; return whether any was."""
-    found = [(node, terms) for node in graph.nodes if (terms := _terms(node)) is not None]
-    for node, (left, right, result) in found:
-        # `bhqd,bhkd->bhqk`: `both` are b and h, `inner` is d, which is summed, `row` is q and `column` is k.
-        both = [axis for axis in result if axis in left and axis in right]
-        (inner,) = set(left) - set(result)
-        row, column = (axis for axis in result if axis not in both)
-        sides = dict(zip((left, right), cast("list[fx.Node]", node.args[1]), strict=True))
-        # einsum takes its operands in any order. A matmul takes the operand with the rows first.
-        first, second = (left, right) if row in left else (right, left)
-
-        with before(node, made_by) as emit:
-            x = _arranged(emit, sides[first], first, [*both, row, inner])
-            y = _arranged(emit, sides[second], second, [*both, inner, column])
-            product = emit(aten.matmul.default, x, y)
-            new = _arranged(emit, product, "".join([*both, row, column]), list(result))
-        replace_layout(node, new)
-    return bool(found)
-
-
-def _arranged(emit: Inserter, x: fx.Node, axes: str, wanted: list[str]) -> fx.Node:
-    """Return x with its axes as they are wanted: heads to the front first, then the last two swapped."""
-    # The swap of the last two axes is an operator of its own: `_transposed` recognises keys by it.
-    pair = sorted(wanted[2:], key=axes.index)
-    for have, want in ((list(axes), [*wanted[:2], *pair]), ([*wanted[:2], *pair], wanted)):
-        order = [have.index(axis) for axis in want]
-        moved = [i for i, axis in enumerate(order) if i != axis]
-        if len(moved) == 2:
-            x = emit(aten.transpose.int, x, *moved)
-        elif moved:
-            x = emit(aten.permute.default, x, order)
-    return x
-
-
-def _terms(node: fx.Node) -> tuple[str, str, str] | None:
-    """Return the axes of an einsum's two operands and its result, where it is one product per row and head."""
-    if not is_op(node, aten.einsum) or len(cast("list[fx.Node]", node.args[1])) != 2:
-        return None
-    equation = str(node.args[0]).replace(" ", "")
-    parts = equation.replace("...", "<>").replace("->", ",").split(",")  # an ellipsis stands for rows and heads
-    if len(parts) != 3 or "->" not in equation or any(len(part) != 4 or len(set(part)) != 4 for part in parts):
-        return None
-    left, right, result = parts
-    # Three axes are in both operands, and two of these in the result: the third one is summed.
-    shared = set(left) & set(right)
-    alike = len(shared & set(result)) == 2 and len(shared) == 3 and set(result) < set(left) | set(right)
-    return (left, right, result) if alike else None
 
 
 def _of_operator(node: fx.Node) -> AttentionCall:

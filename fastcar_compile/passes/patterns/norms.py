@@ -115,15 +115,16 @@ def _length(node: object) -> tuple[fx.Node, float, float] | None:
     if product is not None and isinstance(product["other"], int | float) and product["other"] > 0:
         node, number = product["self"], float(product["other"])
     norm = arguments(node, aten.linalg_vector_norm) or arguments(node, aten.linalg_norm)
-    if norm is None or norm["ord"] not in (2, None) or not _is_last(norm, norm["self"]):
+    if norm is None or norm["ord"] not in (2, None) or not is_last(norm, norm["self"]):
         return None
     scale = number * shape_of(norm["self"])[-1] ** 0.5
     return norm["self"], (least / scale) ** 2, scale
 
 
-def _is_last(given: dict[str, Any], x: fx.Node) -> bool:
+def is_last(given: dict[str, Any], x: fx.Node) -> bool:
     """Return whether a reduction is over the last axis of x alone, which stays, in float32."""
-    last = given["keepdim"] and given["dim"] in ([-1], [len(shape_of(x)) - 1])
+    end = len(shape_of(x)) - 1
+    last = given.get("keepdim") and given["dim"] in ([-1], [end], -1, end)
     # A sum in another type would round otherwise.
     return bool(last) and given.get("dtype") in (None, torch.float32)
 
@@ -139,7 +140,7 @@ def _mean_square(node: object) -> tuple[fx.Node, float, float] | None:
         return None
     squared = square.get("exponent", 2) == 2 and square.get("other", x) is x and shifted["alpha"] == 1
     whole = mean["count"] in (None, shape_of(x)[-1])
-    return (x, float(epsilon), 1.0) if squared and _is_last(mean, x) and whole else None
+    return (x, float(epsilon), 1.0) if squared and is_last(mean, x) and whole else None
 
 
 def _mean(node: object) -> dict[str, Any]:
@@ -213,7 +214,7 @@ def _variance(node: object) -> tuple[fx.Node, float] | None:
     if variance is None or not isinstance(epsilon, int | float) or shifted["alpha"] != 1:
         return None
     x, of_sample = variance["self"], variance.get("correction", variance.get("unbiased"))
-    return (x, float(epsilon)) if of_sample in (0, False) and _is_last(variance, x) else None
+    return (x, float(epsilon)) if of_sample in (0, False) and is_last(variance, x) else None
 
 
 def _centred(node: object) -> fx.Node | None:
@@ -222,7 +223,7 @@ def _centred(node: object) -> fx.Node | None:
     if difference is None or difference["alpha"] != 1:
         return None
     x, mean = difference["self"], _item(difference["other"], 1) or arguments(difference["other"], aten.mean)
-    return x if mean is not None and mean["self"] is x and _is_last(mean, x) else None
+    return x if mean is not None and mean["self"] is x and is_last(mean, x) else None
 
 
 def _item(node: object, index: int) -> dict[str, Any] | None:
