@@ -1,4 +1,4 @@
-"""A matrix of decoders, boards, precisions and gates: predicted speed beside measured quality, one row each."""
+"""A matrix of decoders, targets, precisions and gates: speed beside measured quality, one row each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Any, Self
 
 import numpy as np
@@ -17,9 +19,10 @@ from pydantic import Field
 
 from fastcar_compile.compiler import compile as compiled
 from fastcar_compile.config.models import Config, ReplayConfig
-from fastcar_compile.config.targets import read_toml
+from fastcar_compile.config.targets import load_target, read_toml
 from fastcar_compile.errors import InputError, UserError, os_errors
 from fastcar_compile.frontend.huggingface import read_module
+from fastcar_compile.runtime.session import Session
 from fastcar_compile.support.values import reporter, token_table
 from fastcar_compile.tune.evaluate import Study
 from fastcar_compile.tune.search import Journal
@@ -40,7 +43,8 @@ class Matrix(Config):
     """What is compared: every combination. Paths are relative to the matrix's own file.
 
     Args:
-        models: Hugging Face folders. targets: boards. quants, offloads: as `compile` takes them; "auto" is its choice.
+        models: Hugging Face folders. targets: boards and CPUs.
+        quants, offloads: as `compile` takes them; "auto" is its choice.
         gates: names; `learned:FILE` has the weights of a file.
         replay: shares of the forwards t >= F that replay; 0 is the dense decoder.
         options: others of `compile` that all have, such as tokens_per_frame.
@@ -129,9 +133,12 @@ def _speed(task: Task) -> Iterator[dict[str, Any]]:
     options: dict[str, Any] = dict(task.options or {}) | {"quant": task.quant, "replay": task.replay}
     if task.offload != "auto":
         options["offload"] = task.offload
+    if load_target(task.target).kind == "cpu":
+        yield from _measured(task, options)
+        return
     report = compiled(task.model, target=task.target, dry_run=True, **options)
     if not report.speed:
-        raise InputError(f"target {task.target} has no accelerator for it", hint="give a board")
+        raise InputError(f"no accelerator of {task.target} computes {task.quant} weights", hint="w8a8 or w4a8")
     dense, problem = report.speed[0], "; ".join(problem.what for problem in report.problems)
     for share in task.shares:
         found = report.predict(share)
@@ -142,6 +149,31 @@ def _speed(task: Task) -> Iterator[dict[str, Any]]:
             "over_dense": found.tokens_per_second / dense.tokens_per_second,
             **({"problem": problem} if problem else {}),
         }
+
+
+def _measured(task: Task, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Build for this machine's CPU, and decode the second frame of three videos for each share; the fastest counts.
+
+    Which forwards replay is drawn, so that it is the share that was asked for; the gate's own score is not computed.
+    """
+    options["replay"] = ReplayConfig(gate="random", threshold=0.0)
+    with TemporaryDirectory() as folder:
+        artifact = compiled(task.model, target=task.target, output=Path(folder) / "artifact", **options)
+        session, rows = artifact.session(), artifact.config.batch_size
+        frame, speeds = artifact.config.tokens_per_frame, list[float]()
+        for share in (0.0, *task.shares):
+            session.set_threshold(share)
+            speeds.append(max(_second_frame(session, rows, frame) for _ in range(3)))
+    for speed in speeds[1:]:
+        yield {"tokens_per_second": speed, "over_dense": speed / speeds[0], "bound_by": "measured"}
+
+
+def _second_frame(session: Session, rows: int, frame: int) -> float:
+    """Return the tokens/s of a video's second frame, all rows together."""
+    last = session.generate(np.zeros((rows, 1), np.int64), frame)[:, -1:]
+    start = perf_counter()
+    session.generate(last, frame, reset=False)
+    return rows * frame / (perf_counter() - start)
 
 
 def _quality(task: Task) -> Iterator[dict[str, Any]]:

@@ -99,11 +99,17 @@ def test_workers_change_nothing(answered: list[Task], tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_a_row_with_its_problem() -> None:
-    task = Task("speed", MODEL, "w8a8", "tas", (0.0, 0.5), target="cpu", offload="auto")
-    assert [row["problem"] for row in answer(asdict(task))] == ["target cpu has no accelerator for it"] * 2
     rows = explore(matrix(targets=["nowhere"], quants=["w8a8"], videos=None))
     assert all("unknown target 'nowhere'" in row["problem"] for row in rows)
     assert front(rows) == []
+
+
+@pytest.mark.thorough
+def test_a_cpu_is_measured() -> None:
+    dense, all_replay = answer(asdict(Task("speed", MODEL, "w8a8", "tas", (0.0, 1.0), target="cpu", offload="auto")))
+    assert dense["bound_by"] == "measured"
+    assert all_replay["tokens_per_second"] / all_replay["over_dense"] > 0
+    assert all_replay["over_dense"] > dense["over_dense"]  # all MLPs of the second frame are spared
 
 
 def test_a_matrix_says_what_is_wrong(tmp_path: Path) -> None:

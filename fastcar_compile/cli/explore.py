@@ -1,4 +1,4 @@
-"""`fastcar explore`: compare a matrix of decoders, boards, precisions and gates."""
+"""`fastcar explore`: compare a matrix of decoders, targets, precisions and gates."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def explore_command(
     executor: options.ExecutorOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare predicted speed and quality of a matrix.
+    """Compare speed and quality of a matrix.
 
-    Nothing is built. An interrupted exploration goes on from the folder's journal.
+    A board's speed is predicted. For a CPU the decoder is built, and decodes on this machine, or on a worker's. An
+    interrupted exploration goes on from the folder's journal.
 
     Args:
         matrix: .toml file, such as examples/sweep/sweep.toml.

@@ -12,7 +12,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 _COLUMNS = {
     "model": "decoder",
-    "target": "board",
+    "target": "target",
     "quant": "weights",
     "offload": "offload",
     "gate": "gate",
@@ -74,7 +74,7 @@ def page(rows: Rows, title: str) -> str:
     measured = any("nll" in row for row in rows)
     text = f"{len(rows)} combinations. ★: no other one is both faster and better by its "
     text += "NLL on the held-out videos." if measured else "share that replays; quality was not measured."
-    text += " Tokens/s are predictions of the hardware model at the replay that was asked for."
+    text += " Tokens/s are at the replay that was asked for: predicted for a board, measured on a CPU."
     shown = {name: label for name, label in _COLUMNS.items() if any(row.get(name) for row in rows)}
     head = "".join(f"<th>{label}</th>" for label in shown.values())
     lines = "".join(_line(row, i in best, shown) for i, row in enumerate(rows))
@@ -92,7 +92,7 @@ def _cell(value: object) -> str:
 
 
 def _plot(rows: Rows, best: Sequence[int], measured: bool) -> str:
-    """Return an SVG: a colour for each decoder, precision and gate, a marker for each board; the front is a line."""
+    """Return an SVG: a colour for each decoder, precision and gate, a marker for each target; the front is a line."""
     from fastcar_compile.tune.evaluate.plots import pyplot
 
     plt, text = pyplot(), io.StringIO()
@@ -109,7 +109,7 @@ def _plot(rows: Rows, best: Sequence[int], measured: bool) -> str:
             points = [[r["tokens_per_second"] for r in own], [_loss(r) for r in own]]
             axes.plot(*points, marker=marker, color=colour, linestyle=":", label=", ".join((*kind, *board)))
         axes.plot([rows[i]["tokens_per_second"] for i in best], [_loss(rows[i]) for i in best], color="#444", zorder=0)
-        axes.set_xlabel("predicted tokens/s")
+        axes.set_xlabel("tokens/s")
         axes.set_ylabel("NLL per token, held-out" if measured else "share of t ≥ F that replays")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
