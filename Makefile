@@ -43,7 +43,7 @@ pytest: $(STAMP)
 
 # The cases that `make test` leaves out too, as pytest says at its end ("deselected").
 thorough: $(STAMP)
-	FASTCAR_HLS_CONFIGS=96 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m ""
+	FASTCAR_HLS_CONFIGS=96 FASTCAR_KERNEL_EXAMPLES=24 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m ""
 
 families:
 	@echo "make families is part of make thorough; its cases alone: pytest -m '' tests/families" >&2; exit 1
@@ -56,7 +56,7 @@ fuzz: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --threads 2
 
 # The lowest versions that pyproject.toml allows for what users install, in front of those of .venv, and a test of every part. torch stays
 # that of .venv: PyPI has no older build for CPUs.

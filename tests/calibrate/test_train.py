@@ -36,7 +36,7 @@ def training(model: LlamaForCausalLM, tokens: np.ndarray, gate: str, prompt: int
     return Training(relaxed, torch.from_numpy(tokens), Options(gate, 0.5, 4, 1, len(tokens), 0))
 
 
-@pytest.mark.parametrize("prompt", [1, 3])
+@pytest.mark.parametrize("prompt", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_hard_decisions_are_those_of_the_evaluator(decoder: LlamaForCausalLM, some: np.ndarray, prompt: int) -> None:
     """Weighted heads, thresholds from the bias; the last frame is not whole where the prompt is longer than 1."""
     tokens = some[:4]
