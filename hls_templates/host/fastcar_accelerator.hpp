@@ -79,9 +79,9 @@ public:
             }
         }
         entry_ = kernel_.scalar<uint32_t>("entry");
-        input_ = kernel_.map("input");
-        output_ = kernel_.map("output");
-        report_ = kernel_.map("report");
+        input_ = kernel_.map("inputs");
+        output_ = kernel_.map("outputs");
+        report_ = kernel_.map("step_report");
         for (const ArgumentSpec& argument : kernel_spec().arguments) {
             if (argument.name == "replay" || argument.name.rfind("cache_", 0) == 0) {
                 kept_.push_back(kernel_.map(argument.name));
@@ -225,8 +225,8 @@ private:
             {"weights_0", words_[WEIGHT_WORDS] * together},
             {"cache_0", (static_cast<uint64_t>(words_[KEY_WORDS]) + words_[VALUE_WORDS]) * together},
             {"constants", words_[CONSTANT_WORDS]},
-            {"input", words_[INPUT_WORDS]},
-            {"output", words_[OUTPUT_WORDS]},
+            {"inputs", words_[INPUT_WORDS]},
+            {"outputs", words_[OUTPUT_WORDS]},
             {"replay", words_[REPLAY_WORDS]}};
         for (const auto& need : needs) {
             const uint64_t room = need.second == 0 ? 0 : kernel_.bytes_of(need.first);
@@ -274,7 +274,7 @@ private:
 
     // Once: the kernel checks the table and keeps it on chip.
     void load(const Mapping& bytes, const std::string& where) {
-        kernel_.write("program", bytes.data(), bytes.bytes());
+        kernel_.write("step_program", bytes.data(), bytes.bytes());
         kernel_.set("op", OP_LOAD);
         kernel_.set("bytes", static_cast<uint32_t>(bytes.bytes()));
         kernel_.run();

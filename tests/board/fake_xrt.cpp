@@ -78,7 +78,7 @@ void log_run(const std::string& kernel, const std::vector<Value>& values) {
         }
     }
     if (kernel == "fastcar_step") {
-        const uint32_t *list = memory("input"), rows = memory("program")[5];
+        const uint32_t *list = memory("inputs"), rows = memory("step_program")[5];
         uint32_t active = 0;
         for (uint32_t row = 0; row < rows; ++row) active |= (list[4 * row + 2] >> 16 & 1u) << row;
         file << " position=" << list[0] << " step=" << list[1] << " active=" << active;

@@ -80,7 +80,7 @@ def test_rows_that_the_host_has_replay_are_not_computed(foreign_artifact: fc.Art
     fake = pyxrt(foreign_artifact)
     decisions = assert_same_logits(foreign_artifact)
     (compute,) = accelerator_of(foreign_artifact).kernels
-    given = [call[2][compute.index("input")] for call in fake.calls if call[:2] == ("start", compute.name)]
+    given = [call[2][compute.index("inputs")] for call in fake.calls if call[:2] == ("start", compute.name)]
     lists = [np.frombuffer(begin[:64], np.uint32).reshape(4, 4) for begin in given]
     _table, prompt, *runs = [int((words[:, 2] >> ACTIVE_BIT) @ (1 << np.arange(4))) for words in lists]
     assert prompt == 15  # a prompt of one token is a dense decode step
@@ -200,9 +200,9 @@ def test_misuse_of_a_kernel_is_refused(artifact: fc.Artifact, pyxrt: Faulty) -> 
     with pytest.raises(InternalError, match=r"fastcar_step: arguments that were never filled: weights_0, .*, entry"):
         unit.run()
     with pytest.raises(InternalError, match=r"fastcar_step: \d+ bytes for program, which has \d+"):
-        unit.read("program", unit.argument("program").bytes + 1)
+        unit.read("step_program", unit.argument("step_program").bytes + 1)
     with pytest.raises(InternalError, match="fastcar_step: program is not a scalar of 4 bytes"):
-        unit.set({"program": 1})
+        unit.set({"step_program": 1})
 
 
 def test_libraries_are_picked_by_machine(artifact: fc.Artifact) -> None:

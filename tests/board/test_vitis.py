@@ -79,7 +79,7 @@ def test_link_configuration(project: Path) -> None:
     lines = (project / "link.cfg").read_text().splitlines()
     assert lines[:2] == ["[connectivity]", "nk=fastcar_step:1:fastcar_step_1"]
     weights = {"weights_0": "HP0", "weights_1": "HP1", "weights_2": "HP3", "weights_3": "HPC0"}
-    others = {"program": "HP2", "input": "HP2", "output": "HPC1", "report": "HPC1"}
+    others = {"step_program": "HP2", "inputs": "HP2", "outputs": "HPC1", "step_report": "HPC1"}
     assert lines[2:10] == [f"sp=fastcar_step_1.{name}:{port}" for name, port in (weights | others).items()]
     assert lines[10:] == ["", "[clock]", "freqHz=250000000:fastcar_step_1"]
 

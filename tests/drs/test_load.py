@@ -33,7 +33,7 @@ from fastcar_compile.codegen.hls.project import emit_drs
 from fastcar_compile.runtime.backends.hls_csim import FLAGS, CsimUnit, ap_types_folder, compiler
 
 LLAMA = AttentionShape(32, 32, 128)
-ARGUMENTS = ("table", "query", "key", "chain", "result")
+ARGUMENTS = ("drs_table", "query", "key", "chain", "result")
 
 
 def llama(rows: int) -> DrsTable:
@@ -100,7 +100,7 @@ def test_a_call_does_not_read_the_table(controller: Controller) -> None:
     """Its buffer holds something else by then."""
     table, call = table_for(), call_for(0b101)
     assert controller.kernel.load(table.to_bytes()) is Status.OK
-    controller.kernel._unit.write("table", np.full(4096, 0x5A, np.uint8))
+    controller.kernel._unit.write("drs_table", np.full(4096, 0x5A, np.uint8))
     for layer in range(3):
         there = call_for(0b101, layer=layer)
         assert controller.kernel.run(there, 3) == run_layer(table, there)
@@ -114,11 +114,11 @@ def test_what_a_call_moves_is_what_the_model_says(csim_tools: None, counting: Co
     assert counting.kernel.load(table.to_bytes()) is Status.OK
     words = table_words(32)
     loaded = counting.moved()
-    assert (loaded["table"].beats, loaded["result"]) == (-(-words // 4), Traffic(1, 1))
+    assert (loaded["drs_table"].beats, loaded["result"]) == (-(-words // 4), Traffic(1, 1))
     trace = counting.kernel.run(llama_call(rows), rows)
     assert (trace.status, trace.index_register) == (Status.OK, (1 << rows) - 1)
     moved = counting.moved()
-    assert moved["table"] == Traffic(0, 0)
+    assert moved["drs_table"] == Traffic(0, 0)
     assert moved["query"] == moved["key"] == Traffic(4 * rows, 1024 * rows)
     assert (moved["chain"].bursts, moved["result"].bursts) == (1, 1)
     total = Traffic(sum(m.bursts for m in moved.values()), sum(m.beats for m in moved.values()))

@@ -32,7 +32,7 @@ class DrsUnit:
         """
         unit = self._unit
         # The kernel reads whole memory words. `table_bytes` has the true length, which the CRC covers.
-        unit.write("table", np.frombuffer(table + bytes(-len(table) % _WORD_BYTES), np.uint8))
+        unit.write("drs_table", np.frombuffer(table + bytes(-len(table) % _WORD_BYTES), np.uint8))
         unit.fill("query", "key", "chain")
         unit.set({"op": TABLE, "table_bytes": len(table)} | dict.fromkeys(_CALL, 0))
         unit.run()

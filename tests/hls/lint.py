@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 
+from hls.keywords import RESERVED
+
 INCLUDES = {"<stdint.h>", "<string.h>", "<ap_int.h>", "<hls_stream.h>"}
 FORBIDDEN = re.compile(r"\b(?:std::|(?:new|delete|malloc|calloc|realloc|free|while|do|goto|throw|virtual|double)\b)")
 KEYWORDS = {"if", "for", "switch", "return", "sizeof", "defined", "static_assert", "static_cast"}
@@ -119,6 +121,14 @@ def find_ports_without_pragma(text: str) -> list[str]:
                 found += [f"port: {pair}" for pair in sorted(set(pairs) ^ set(wanted))] or ["port: named twice"]
         found += [f"open tools: {line}" for line in spellings[1].splitlines() if "offset=direct" not in line]
     return found
+
+
+def find_reserved_arguments(text: str) -> list[str]:
+    """Names of `extern "C"` tops and of their arguments that Verilog or VHDL reserves: HLS would rename the port."""
+    code = code_of(text)
+    tops = ((name, own) for name, own, _ in functions(code) if f'extern "C" void {name}(' in code)
+    names = [word for name, own in tops for word in (name, *(re.split(r"[\s*&]+", parameter)[-1] for parameter in own))]
+    return [f"reserved: {name}" for name in names if name.lower() in RESERVED]
 
 
 def find_unequal_bursts(text: str) -> list[str]:

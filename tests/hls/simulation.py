@@ -83,7 +83,7 @@ class Simulation:
         """As Kernel.linear; rows that are not computed keep what `y` (zeros) holds."""
         before = np.zeros((self.batch, product.channels), np.float32) if y is None else y
         kernel = self.kernel(stream, product)
-        self.unit.write("output", padded_rows(before))
+        self.unit.write("outputs", padded_rows(before))
         return kernel.linear(0, x, rows)
 
     def mlp_sums(self, x: Array, stream: Array) -> tuple[Array, ...]:

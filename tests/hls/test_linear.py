@@ -58,7 +58,7 @@ def test_weights_are_not_read_without_a_row(library: Simulation, design_name: st
     kernel = library.kernel(np.zeros(product.stream_bytes, np.uint8), product)
     for name in library.unit.kernel.weights():
         library.unit.bind(name, NULL)
-    library.unit.write("output", np.full((library.batch, product.channels), 7, np.float32).view(np.uint8).reshape(-1))
+    library.unit.write("outputs", np.full((library.batch, product.channels), 7, np.float32).view(np.uint8).reshape(-1))
     x = np.zeros((library.batch, product.inputs), np.float32)
     assert (kernel.linear(0, x, 0).reshape(-1)[: product.channels] == 7).all()
 

@@ -58,7 +58,8 @@ def findings(kernels: dict[str, str]) -> list[str]:
     found = [f"{name}: {one}" for name, text in kernels.items() for rule in FILE_RULES for one in rule(text)]
     found += [f"{name}: {one}" for name, text in kernels.items() for one in lint.find_pragmas(name, text)]
     for top in TOPS:
-        found += [*lint.find_ports_without_pragma(kernels[top]), *lint.find_unequal_bursts(kernels[top])]
+        rules = (lint.find_ports_without_pragma, lint.find_unequal_bursts, lint.find_reserved_arguments)
+        found += [one for rule in rules for one in rule(kernels[top])]
     return found + lint.find_recursion(list(kernels.values()))
 
 
@@ -252,8 +253,8 @@ def test_a_loop_in_a_step_is_found(project: dict[str, str], design_name: str) ->
     ("right", "wrong"),
     [
         ('extern "C" void', "void"),
-        ("mode=m_axi port=input ", "mode=m_axi port=output "),
-        ("#pragma HLS interface mode=m_axi port=input bundle=gmem_x offset=direct\n", ""),
+        ("mode=m_axi port=inputs ", "mode=m_axi port=outputs "),
+        ("#pragma HLS interface mode=m_axi port=inputs bundle=gmem_x offset=direct\n", ""),
         ("offset=direct\n#else", "offset=slave\n#else"),
         ("#pragma HLS INTERFACE mode=s_axilite port=entry bundle=control\n", ""),
         ("mode=s_axilite port=return ", "s_axilite port=return "),
@@ -266,9 +267,16 @@ def test_a_wrong_interface_is_found(project: dict[str, str], right: str, wrong: 
     assert lint.find_ports_without_pragma(text.replace(right, wrong))
 
 
+@pytest.mark.parametrize("name", ["input", "program", "Report"])
+@pytest.mark.parametrize("design_name", ["example"])
+def test_a_reserved_argument_is_found(project: dict[str, str], name: str) -> None:
+    text = re.sub(r"\bstep_report\b", name, project["fastcar_step.cpp"])
+    assert lint.find_reserved_arguments(text) == [f"reserved: {name}"]
+
+
 def test_unequal_bursts_are_found(project: dict[str, str]) -> None:
     text = project["fastcar_step.cpp"]
-    assert "gmem_y" in lint.find_unequal_bursts(re.sub("(port=output .*outstanding=).*", r"\g<1>9", text))
+    assert "gmem_y" in lint.find_unequal_bursts(re.sub("(port=outputs .*outstanding=).*", r"\g<1>9", text))
     assert "gmem_x" in lint.find_unequal_bursts(text.replace(" num_write_outstanding=8", ""))
 
 

@@ -48,36 +48,37 @@ class Kernel:
 
     def decided(self, layer: int) -> list[bool]:
         """Which rows computed, by the answer of the layer's controller in the report."""
-        words = self.memory["report"].view(np.uint32)[4 * (1 + REPORT_LAYER_WORDS * layer) :]
+        words = self.memory["step_report"].view(np.uint32)[4 * (1 + REPORT_LAYER_WORDS * layer) :]
         return [bool(words[1] >> b & 1) for b in range(self.step.program.sizes.rows)]
 
     def launch(self, op: int, size: int = 0) -> tuple[int, int]:
         """Launch once; return the status, and the number of the instruction or row that was refused."""
         memories = (ctypes.c_void_p(array.ctypes.data) for array in self.memory.values())
         self._function(*memories, *(ctypes.c_uint32(value) for value in (op, size, 0)))
-        status, number = self.memory["report"][:8].view(np.uint32)
+        status, number = self.memory["step_report"][:8].view(np.uint32)
         return int(status), int(number)
 
     def load(self, data: bytes) -> int:
         """Load a control table with its program; return the status."""
-        room = self.memory["program"].size
-        kept, self.memory["program"] = self.memory["program"], aligned(np.zeros(max(room, len(data) + 16), np.uint8))
-        self.put("program", np.frombuffer(data, np.uint8))
+        room = self.memory["step_program"].size
+        kept = self.memory["step_program"]
+        self.memory["step_program"] = aligned(np.zeros(max(room, len(data) + 16), np.uint8))
+        self.put("step_program", np.frombuffer(data, np.uint8))
         status, _ = self.launch(StepOp.LOAD, len(data))
-        self.memory["program"] = kept
+        self.memory["step_program"] = kept
         return status
 
     def give(self, x: Array, rows: Rows) -> None:
         """Write the input of a step."""
         words = rows.words()
-        self.put("input", np.concatenate([words.reshape(-1), x.reshape(-1).view(np.uint32)]))
+        self.put("inputs", np.concatenate([words.reshape(-1), x.reshape(-1).view(np.uint32)]))
 
     def run(self, x: Array, rows: Rows) -> Array:
         """Run one step; return its output, float32 [rows, channels]."""
         self.give(x, rows)
         assert self.launch(StepOp.RUN) == (0, 0)
         head = self.made.made.linears.get("head")
-        return self.memory["output"].view(np.float32).reshape(len(x), -1)[:, : head.channels if head else HIDDEN]
+        return self.memory["outputs"].view(np.float32).reshape(len(x), -1)[:, : head.channels if head else HIDDEN]
 
     def caches(self) -> tuple[Array, Array]:
         """Keys and values, int8 [ports, words, 16]."""

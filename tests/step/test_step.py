@@ -103,7 +103,7 @@ def test_a_decoder_decodes_alike(kernel: Kernel, gate: str) -> None:
     for _ in range(LAUNCHES):
         rows = videos.rows()
         x = (rng.normal(size=(len(rows.active), HIDDEN)) * 10.0 ** rng.uniform(-1, 1)).astype(np.float32)
-        kernel.memory["output"][:] = 7
+        kernel.memory["outputs"][:] = 7
         want, got = simulator.run(x, rows), kernel.run(x, rows)
         assert_same(got[rows.active], want[rows.active])
         # An inactive row writes nothing.
@@ -240,7 +240,7 @@ def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> 
     last = program.sizes.weight_words - 1
 
     def refused(status: StepStatus, number: int) -> None:
-        kept = {name: array.copy() for name, array in kernel.memory.items() if name != "report"}
+        kept = {name: array.copy() for name, array in kernel.memory.items() if name != "step_report"}
         assert kernel.launch(StepOp.RUN) == (status, number)
         for name, array in kept.items():
             np.testing.assert_array_equal(kernel.memory[name], array)
@@ -286,5 +286,5 @@ def test_a_row_that_sees_nothing_or_what_is_behind_it_is_refused(kernel: Kernel,
         assert kernel.launch(StepOp.RUN) == (StepStatus.DONE, 0)
     words = rows.words()
     words[2, 2] = 2 | 1 << 16
-    kernel.put("input", words)
+    kernel.put("inputs", words)
     assert kernel.launch(StepOp.RUN) == (StepStatus.BAD_ROW, 2)

@@ -163,7 +163,7 @@ def kernel_interface(design: Design, step: StepDesign, table: DrsTable) -> Kerne
     """Return the interface of the kernel (docs/reference/accelerator.md).
 
     `weights_p` takes section p of all weight streams, one after another. `cache_p` takes that of all keys, then of all
-    values. `program` takes the control table with its program. A kernel of short
+    values. `step_program` takes the control table with its program. A kernel of short
     programs has no caches and no replay buffer. Co-simulation maps the memory of the test bench, which is one layer's.
     """
     beat, ports, sizes = WEIGHT_TYPES[design.axi_words], range(design.axi_weight_ports), step.program.sizes
@@ -190,11 +190,11 @@ def kernel_interface(design: Design, step: StepDesign, table: DrsTable) -> Kerne
             *weights,
             *caches,
             *constants,
-            memory("program", program, program),
-            memory("input", sizes.input_words, bench.input_words),
-            memory("output", sizes.output_words, bench.output_words, written=True),
+            memory("step_program", program, program),
+            memory("inputs", sizes.input_words, bench.input_words),
+            memory("outputs", sizes.output_words, bench.output_words, written=True),
             *replay,
-            memory("report", report, report, written=True),
+            memory("step_report", report, report, written=True),
             *(KernelPort(name, "uint32_t") for name in SCALARS),
         ),
     )
@@ -203,7 +203,7 @@ def kernel_interface(design: Design, step: StepDesign, table: DrsTable) -> Kerne
 def drs_interface(control: ControlSizes) -> KernelInterface:
     """Return the interface of the TAS unit and DRS controller alone (docs/reference/drs_table.md)."""
     reads = {
-        "table": -(-control.table_words // FLOATS_PER_WORD),
+        "drs_table": -(-control.table_words // FLOATS_PER_WORD),
         "query": control.query_words,
         "key": control.key_words,
         "chain": MAX_ROWS // FLOATS_PER_WORD,

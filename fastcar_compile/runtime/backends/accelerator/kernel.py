@@ -45,7 +45,7 @@ class Kernel:
         self._kept = [a.name for a in arguments if a.name in (*unit.kernel.caches(), "replay")]
         for name in (a.name for a in arguments if a.name in (*unit.kernel.weights(), "constants")):
             unit.bind(name, unit.make_buffer(name, self._bytes(tensors, name)))
-        unit.fill("input")
+        unit.fill("inputs")
         unit.set({a.name: 0 for a in arguments if a.kind == "scalar"})
         self._mlps, self._linears = (
             [(i, self.program.instructions[i]) for i in self.program.entries(k)] for k in (Mlp, Linear)
@@ -60,10 +60,10 @@ class Kernel:
         Raises:
             BackendError: the kernel refuses it.
         """
-        self.unit.write("program", np.frombuffer(table + bytes(-len(table) % WORD_BYTES), np.uint8))
+        self.unit.write("step_program", np.frombuffer(table + bytes(-len(table) % WORD_BYTES), np.uint8))
         self.unit.set({"op": StepOp.LOAD, "bytes": len(table)})
         self.unit.run()
-        status = Status(int(self.unit.read("report", WORD_BYTES).view(np.uint32)[0]))
+        status = Status(int(self.unit.read("step_report", WORD_BYTES).view(np.uint32)[0]))
         if status is not Status.OK:
             raise self._error(f"refuses the control table with status {status.name}")
 
@@ -82,10 +82,10 @@ class Kernel:
         """
         unit = self.unit
         words = [np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in (rows.words(), *data)]
-        unit.write("input", np.concatenate(words))
+        unit.write("inputs", np.concatenate(words))
         unit.set({"op": StepOp.RUN, "entry": entry})
         unit.run()
-        self._report = unit.read("report", unit.argument("report").bytes).view(np.uint32)
+        self._report = unit.read("step_report", unit.argument("step_report").bytes).view(np.uint32)
         status, number = self._report[:2].tolist()
         if status != StepStatus.DONE:
             text = StepStatus(status).name if status in tuple(StepStatus) else str(status)
@@ -102,7 +102,7 @@ class Kernel:
         """
         self.launch(rows, x)
         sizes = self.program.sizes
-        return self.unit.read("output", sizes.output_words * WORD_BYTES).view(np.float32).reshape(sizes.rows, -1)
+        return self.unit.read("outputs", sizes.output_words * WORD_BYTES).view(np.float32).reshape(sizes.rows, -1)
 
     def answers(self, layers: list[int]) -> list[LayerTrace]:
         """Return what the controller decided in the last step, for each of these layers.
@@ -154,7 +154,7 @@ class Kernel:
         self.launch(Rows.at(self.program.sizes, active=active), padded_rows(x), entry=entry)
         # A row in memory ends with the lanes that fill its last word; they are cut off here.
         pitch = row_bytes(sizes[1])
-        rows = self.unit.read("output", len(x) * pitch).reshape(len(x), pitch)
+        rows = self.unit.read("outputs", len(x) * pitch).reshape(len(x), pitch)
         return np.ascontiguousarray(rows.view(np.float32)[:, : sizes[1]])
 
     def _answer(self, layer: int, words: Array) -> LayerTrace:
