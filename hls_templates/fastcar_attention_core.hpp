@@ -186,7 +186,7 @@ void finish_head(const float total[HEADS][PORTS][Totals<BLOCKS, PORTS, TURNS>::E
     FASTCAR_NO_INLINE
 finish_words:
     for (uint32_t i = 0; i < words; ++i) {
-        FASTCAR_PIPELINE(1)
+        FASTCAR_PIPELINE(2)  // four elements may be on one port, whose memory has two
         FASTCAR_TRIPS(0, BLOCKS * cache::BLOCK_FLOAT_WORDS)
         const uint32_t block = i / cache::BLOCK_FLOAT_WORDS;
         const bool nan = ((unknown >> block) & 1u) != 0;

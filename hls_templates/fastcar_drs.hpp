@@ -136,6 +136,7 @@ static void control(uint32_t op, const word_t* table, uint32_t table_bytes, uint
         loaded = status == OK;
     } else if (loaded && header[F_CRC] == call.crc) {
         uint32_t counts[INDEX_REGISTER_BITS];
+        FASTCAR_PARTITION_CYCLIC(counts, 1, 4)
         read_chain(chain, header[F_ROWS], counts);
         call.computes = recomputes(header, step) ? all_rows(header[F_ROWS]) : 0;
         status = decide_layer<C>(header, words, call, query, key, network, counts, answer);

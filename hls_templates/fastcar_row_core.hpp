@@ -37,7 +37,21 @@ add_words:
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(0, WORDS)
         FASTCAR_INDEPENDENT(rows)
-        rows[at.target][at.row][i] = add_step(rows[at.target][at.row][i], rows[at.source][at.row][i]);
+        // Word i of every place, so that a memory is read once and written at most once; a place that is known only at run time
+        // would be two reads and a write of every memory, on two ports.
+        word_t word[PLACES];
+        FASTCAR_PARTITION(word, 0)
+        FASTCAR_UNROLL
+        for (int p = 0; p < PLACES; ++p) {
+            word[p] = rows[p][at.row][i];
+        }
+        const word_t sum = add_step(word[at.target], word[at.source]);
+        FASTCAR_UNROLL
+        for (int p = 0; p < PLACES; ++p) {
+            if (static_cast<uint32_t>(p) == at.target) {
+                rows[p][at.row][i] = sum;
+            }
+        }
     }
 }
 
@@ -82,8 +96,8 @@ inline word_t rotate_step(const word_t& own, const word_t& other, const word_t& 
     return pack_float(turned);
 }
 
-// All heads of a row, a word per clock: two words of the row and the table's words are read, and one word is written to another
-// place. The part that does not rotate is copied. cosine, sine: half_words words of this position.
+// All heads of a row, a word in two clocks: two words of the row and the table's words are read, and one word is written to another
+// place, which is three accesses on two ports. The part that does not rotate is copied. cosine, sine: half_words words of this position.
 template <int PLACES, int ROWS, int WORDS, int HALF_WORDS>
 void rotate_row(word_t rows[PLACES][ROWS][WORDS], const Pair& row, const word_t cosine[HALF_WORDS],
                 const word_t sine[HALF_WORDS], const Rotation& shape) {
@@ -93,7 +107,7 @@ void rotate_row(word_t rows[PLACES][ROWS][WORDS], const Pair& row, const word_t 
     uint32_t place = 0;  // word of the half
 rotate_words:
     for (uint32_t i = 0; i < shape.words; ++i) {
-        FASTCAR_PIPELINE(1)
+        FASTCAR_PIPELINE(2)
         FASTCAR_TRIPS(1, WORDS)
         FASTCAR_INDEPENDENT(rows)
         const bool first_half = word < half;

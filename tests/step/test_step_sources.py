@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from hls import lint
+from hls.memory_ports import Sources
 from hls.test_lint import AXI_PORTS, CORES, NOT_SYNTHESISED, findings
 from hls.test_recurrences import step_recurrences
 
@@ -78,6 +79,48 @@ def test_every_loop_keeps_its_interval(
     assert all(r.keeps_pace for r in listed)
     assert (found == []) == (problem == "")
     assert any(problem in text for text in [*found, ""])
+
+
+def crowded(sources: dict[str, str], ports: int) -> list[str]:
+    """Loops whose accesses to a memory take more than its two ports, on so many weight ports."""
+    found = Sources(list(sources.values()))
+    found.constants["PORTS"] = ports
+    return found.findings()
+
+
+@pytest.mark.parametrize("ports", [3, 4])
+def test_no_loop_needs_more_ports_than_its_memory_has(sources: dict[str, str], ports: int) -> None:
+    assert crowded(sources, ports) == []
+
+
+CROWDED = [
+    (
+        "fastcar_row_core.hpp",
+        "[p][at.row][i];",
+        "[at.source][at.row][i] + rows[at.target][at.row][i];",
+        "add_row.add_words: 3",
+    ),
+    (
+        "fastcar_row_core.hpp",
+        "FASTCAR_PIPELINE(2)",
+        "FASTCAR_PIPELINE(1)",
+        "rotate_row.rotate_words: 3 accesses of rows",
+    ),
+    ("fastcar_attention_core.hpp", "FASTCAR_PIPELINE(2)", "FASTCAR_PIPELINE(1)", "finish_words: 4 accesses of total"),
+    ("fastcar_drs.hpp", "FASTCAR_PARTITION_CYCLIC(counts, 1, 4)", "", "read_counts: 4 accesses of counts"),
+    ("fastcar_engine_processes.hpp", "FASTCAR_PARTITION(acc, 2)", "", "mac_tile.words: 3 accesses of acc"),
+]
+"""File, text, the text with a fault, what is found of it."""
+
+
+def test_loops_with_too_many_accesses_are_found(sources: dict[str, str]) -> None:
+    changed = dict(sources)
+    for name, right, wrong, _ in CROWDED:
+        assert changed[name].count(right) == 1
+        changed[name] = changed[name].replace(right, wrong)
+    found = crowded(changed, 3)
+    for *_, problem in CROWDED:
+        assert any(problem in text for text in found), found
 
 
 def test_same_design_same_bytes(sources: dict[str, str], gate: str, tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ LIMBS_DEPTH = MULTIPLY + ROUND_DEPTH + INTEGER
 WEIGH_DEPTH = READ + TO_FLOAT + MULTIPLY + 3 * INTEGER
 TOTAL_DEPTH = READ + TO_FLOAT + MULTIPLY + ADD_CLOCKS + WRITE
 FINISH_HEAD_DEPTH = READ + MULTIPLY + WRITE
+PORTS_INTERVAL = 2
+"""Clocks of an iteration that has three or four accesses to one memory, which has two ports (tests/hls/memory_ports.py)."""
+
 TOTAL_DISTANCE = 8
 """Least turns of the loop over totals (TOTAL_DISTANCE of fastcar_attention_core.hpp)."""
 
@@ -164,7 +167,7 @@ def attend_loops(work: AttendWork) -> AttendLoops:
         limbs=Loop("split_weights", "split_groups", blocks * QUADS, LIMBS_DEPTH),
         multiply_values=Loop("multiply_blocks", "multiply_words", work.value_words, MAC_DEPTH),
         add=Loop("add_values", "add_sums", elements, TOTAL_DEPTH),
-        finish=Loop("finish_head", "finish_words", floats, FINISH_HEAD_DEPTH),
+        finish=Loop("finish_head", "finish_words", floats, FINISH_HEAD_DEPTH, PORTS_INTERVAL),
     )
 
 
@@ -249,7 +252,7 @@ def _norm(norm: step.Norm, work: VectorWork) -> tuple[Repeated, ...]:
 def _rotate(rotate: step.Rotate, work: VectorWork) -> tuple[Repeated, ...]:
     half = rotate.half_words
     table = tuple(Loop("rotate_rows", label, half, WRITE, moves=True) for label in ("read_cosines", "read_sines"))
-    words = Loop("rotate_row", "rotate_words", rotate.heads * rotate.head_words, ROTATE_DEPTH)
+    words = Loop("rotate_row", "rotate_words", rotate.heads * rotate.head_words, ROTATE_DEPTH, PORTS_INTERVAL)
     return (Repeated((*table, words), work.rows),)
 
 
