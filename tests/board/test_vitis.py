@@ -71,6 +71,7 @@ def test_every_file_that_a_configuration_names_is_there(project: Path) -> None:
         assert {"[hls]", "clock=250MHz", f"syn.top={kernel}", f"syn.file={kernel}.cpp", f"tb.file={bench}"} <= {*lines}
         assert {"flow_target=vitis", "package.output.format=xo", "package.output.syn=true"} <= {*lines}
         assert [line for line in lines if "cflags" in line] == ["syn.cflags=-I. -std=c++14", "tb.cflags=-I. -std=c++14"]
+        assert lines[lines.index("clock=250MHz") + 1] == "clock_uncertainty=27%"
         assert (project / f"{kernel}.cpp").is_file()
         assert (project / bench).is_file()
 
@@ -211,7 +212,10 @@ def test_an_artifact_is_not_built_in(project: Path) -> None:
 
 def test_a_pcie_card_has_nothing_to_package(tmp_path: Path, require_tool: Callable[[str], str]) -> None:
     require_tool("make")
-    files = vitis_files("xcu280-fsvh2892-2L-e", 276.0, Bench(kernel("a", 1), "bench.cpp"), board=U280)
+    assert U280.fabric is not None
+    board = U280.model_copy(update={"fabric": U280.fabric.model_copy(update={"clock_uncertainty": 0.125})})
+    files = vitis_files("xcu280-fsvh2892-2L-e", 276.0, Bench(kernel("a", 1), "bench.cpp"), board=board)
+    assert "\nclock_uncertainty=12.5%\n" in files["a_hls_config.cfg"]
     assert "freqHz=276000000:a_1" in files["link.cfg"]
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -115,7 +115,7 @@ def test_a_literal_is_the_text(text: str) -> None:
 @pytest.mark.parametrize("part", ["a\nclock=1", "a/*", "a*/", "$(shell f)", 'a"', "a\\", "`f`", "\u00e9", "a??/"])
 def test_a_text_that_is_no_literal_is_refused(part: str) -> None:
     with pytest.raises(InternalError, match="cannot stand in generated code"):
-        render("hls_config.cfg", part=part, clock="100", kernel="k", testbench="t.cpp")
+        render("hls_config.cfg", part=part, clock="100", uncertainty="27", kernel="k", testbench="t.cpp")
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def vitis_files(
         "link.cfg": link_config([linked.kernel], clock_mhz, board),
     }
     for bench in every:
-        texts |= kernel_config(bench, part, clock_mhz)
+        texts |= kernel_config(bench, part, clock_mhz, board)
     return texts
 
 
@@ -106,11 +106,12 @@ def link_config(kernels: Sequence[KernelInterface], clock_mhz: float, board: Tar
     return render("link.cfg", kernels=kernels, connections=lines, hertz=round(clock_mhz * 1e6))
 
 
-def kernel_config(bench: Bench, part: str, clock_mhz: float) -> dict[str, str]:
+def kernel_config(bench: Bench, part: str, clock_mhz: float, board: Target | None) -> dict[str, str]:
     """Return the HLS configuration of the kernel with this bench, by file name."""
-    clock = f"{clock_mhz:g}"
-    text = render("hls_config.cfg", part=part, clock=clock, kernel=bench.kernel.name, testbench=bench.source)
-    return {f"{bench.kernel.name}_hls_config.cfg": text}
+    values = {"part": part, "clock": f"{clock_mhz:g}", "kernel": bench.kernel.name, "testbench": bench.source}
+    fabric = None if board is None else board.fabric
+    share = None if fabric is None else f"{fabric.clock_uncertainty:.4%}".rstrip("0%").rstrip(".")
+    return {f"{bench.kernel.name}_hls_config.cfg": render("hls_config.cfg", **values, uncertainty=share)}
 
 
 def connections(board: Target | None, kernels: Sequence[KernelInterface]) -> list[str]:
@@ -155,7 +156,7 @@ def probe_files(design: Design, board: Target | None) -> dict[str, str]:
     return {
         f"{kernel.name}.cpp": render("fastcar_probe.cpp", kernel=kernel, ports=ports),
         PROBE_BENCH: render(PROBE_BENCH, kernel=kernel, ports=ports, words=words, word=weights.ctype),
-        **kernel_config(Bench(kernel, PROBE_BENCH), part, clock),
+        **kernel_config(Bench(kernel, PROBE_BENCH), part, clock, board),
         "probe_link.cfg": link_config([kernel], clock, board),
     }
 

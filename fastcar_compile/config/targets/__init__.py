@@ -111,7 +111,11 @@ class Memory(_Frozen):
 
 
 class Fabric(_Frozen):
-    """Programmable logic: counts of each resource (BRAM36: 36 Kib blocks, URAM: 288 Kib blocks) and clock in MHz."""
+    """Programmable logic: counts of each resource (BRAM36: 36 Kib blocks, URAM: 288 Kib blocks) and clock in MHz.
+
+    Args:
+        clock_uncertainty: share of the clock period that HLS leaves to routing; default: that of Vitis HLS (UG1399).
+    """
 
     lut: Count
     ff: Count
@@ -119,6 +123,7 @@ class Fabric(_Frozen):
     bram36: Count
     uram: Count
     clock_mhz: Positive
+    clock_uncertainty: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.27
     source: Text
 
 
