@@ -1,5 +1,6 @@
 """The Vitis project: configurations, memory connections and the exact commands of the Makefile."""
 
+import json
 import os
 import subprocess
 from collections.abc import Callable
@@ -19,6 +20,7 @@ U280 = load_target("u280")
 
 KERNELS = ("fastcar_step", "fastcar_drs")
 FAKE_VPP = """#!/bin/sh
+case "$*" in --version) echo "****** v++ v${VERSION:-2023.2} (64-bit)"; exit ;; esac
 echo "v++ $*" >> "$LOG"
 case "$*" in
     *--work_dir*) for last; do :; done; mkdir -p "$last"; test -n "$EMPTY" || touch "$last/$(basename "$last").xo" ;;
@@ -203,6 +205,86 @@ def test_what_is_not_there_is_told(
     project: Path, vpp: dict[str, str], words: tuple[str, ...], empty: dict[str, str], text: str
 ) -> None:
     assert_refused(make(project, *words, **vpp, **empty), text)
+
+
+@pytest.mark.parametrize(
+    ("words", "commands"),
+    [
+        (
+            ("csynth", "FLOW=tcl"),
+            ["KERNEL=fastcar_step STEP=csynth BUILD=build vitis_hls -f run_hls.tcl"],
+        ),
+        (
+            ("cosim",),
+            [
+                f"vitis-run --mode hls --cosim --config {name}_hls_config.cfg --work_dir build/{name}"
+                for name in ("fastcar_step", "fastcar_drs")
+            ],
+        ),
+        (
+            ("probe", "PORT=HP2"),
+            [
+                "v++ -c --mode hls --config fastcar_probe_hls_config.cfg --work_dir build/fastcar_probe",
+                "v++ -l -t hw --platform p --config probe_link_HP2.cfg --temp_dir build/_probe "
+                "-o build/fastcar_probe_HP2.xclbin build/fastcar_probe/fastcar_probe.xo",
+            ],
+        ),
+        (
+            ("platform",),
+            [
+                "BUILD=build vivado -mode batch -source platform.tcl -nojournal -log build/platform/vivado.log",
+                "BUILD=build DTG_BRANCH=b xsct xpfm.tcl",
+            ],
+        ),
+        (("reports",), ["xclbinutil --force --input build/fastcar.xclbin --info build/fastcar.xclbin.info"]),
+    ],
+)
+def test_what_make_would_run(project: Path, words: tuple[str, ...], commands: list[str]) -> None:
+    tools = ("KERNEL=", "BUILD=", "v++ -", "vitis-run", "vivado", "xclbinutil")
+    (project / "build").mkdir()
+    (project / "build" / "fastcar.xclbin").touch()
+    done = make(project, "-n", "-o", "build/fastcar.xclbin", *words, "PLATFORM=p", "DTG_BRANCH=b")
+    assert [line for line in done.stdout.splitlines() if line.startswith(tools)] == commands, done.stderr
+
+
+def test_the_probe_of_another_port(project: Path) -> None:
+    lines = (project / "probe_link_HP2.cfg").read_text().splitlines()
+    assert [line.split(":")[-1] for line in lines if ".weights_" in line] == ["HP0", "HP1", "HP3", "HP2"]
+    assert sorted(path.name for path in project.glob("probe_link_*")) == ["probe_link_HP2.cfg", "probe_link_HPC1.cfg"]
+
+
+def test_a_kria_loads_what_make_writes(tmp_path: Path, require_tool: Callable[[str], str]) -> None:
+    require_tool("make")
+    files = vitis_files("part", 300.0, Bench(kernel("a", 1), "bench.cpp"), board=load_target("kv260"))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    tools, found = tmp_path / "bin", tmp_path / "build" / "platform" / "dt" / "pl.dtsi"
+    tools.mkdir()
+    found.parent.mkdir(parents=True)
+    found.write_text('    firmware-name = "system.bit.bin";\n')
+    (tmp_path / "build" / "fastcar.xclbin").touch()
+    written = {"xclbinutil": "fastcar.bit", "bootgen": "fastcar.bit.bin", "dtc": "fastcar.dtbo"}
+    for name, file in written.items():
+        (tools / name).write_text(f'#!/bin/sh\necho "{name} $*" >> log\ntouch build/kria/{file}\n')
+        (tools / name).chmod(0o755)
+    done = make(tmp_path, "kria", "-o", "build/fastcar.xclbin", PATH=f"{tools}:{os.environ['PATH']}")
+    assert done.returncode == 0, done.stderr
+    kria = tmp_path / "build" / "kria"
+    wanted = ["fastcar.bit.bin", "fastcar.dtbo", "fastcar.xclbin", "shell.json"]
+    assert sorted(path.name for path in kria.iterdir()) == wanted
+    assert json.loads((kria / "shell.json").read_text()) == {"shell_type": "XRT_FLAT", "num_slots": "1"}
+    assert (tmp_path / "build" / "fastcar.dtsi").read_text() == '    firmware-name = "fastcar.bit.bin";\n'
+    assert (tmp_path / "build" / "kria.bif").read_text() == "all:{build/kria/fastcar.bit}\n"
+    assert "bootgen -w -arch zynqmp -process_bitstream bin -image build/kria.bif" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("version", ["2023.1", "2022.2", "2020.1"])
+def test_a_version_without_the_flow_is_told(project: Path, vpp: dict[str, str], version: str) -> None:
+    done = make(project, "csynth", VERSION=version, **vpp)
+    assert_refused(
+        done, f"v++ is of {version}, which reads no HLS configuration: give FLOW=tcl, or source Vitis 2023.2"
+    )
+    assert not Path(vpp["LOG"]).exists()
 
 
 def test_an_artifact_is_not_built_in(project: Path) -> None:

@@ -70,7 +70,7 @@ def emit_hls(
     linked, alone = Bench(kernel, STEP_BENCH), Bench(drs_interface(control_sizes(table)), DRS_BENCH)
     texts |= vitis_files(design.budget.part, design.budget.clock_mhz, linked, [alone], board=board)
     texts |= probe_files(design, board)
-    texts |= {p.name: p.read_text() for p in files(TEMPLATES).iterdir() if p.name.endswith((".hpp", ".cpp"))}
+    texts |= {p.name: p.read_text() for p in files(TEMPLATES).iterdir() if p.name.endswith((".hpp", ".cpp", ".tcl"))}
     for name, text in texts.items():
         (out_dir / name).write_text(text)
 

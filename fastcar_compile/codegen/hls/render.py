@@ -85,6 +85,7 @@ def vitis_files(
         board: whose memory the kernel is connected to; None: v++ chooses.
     """
     every = (linked, *alone)
+    platform = None if board is None else board.platform
     texts = {
         "Makefile": render(
             "Makefile",
@@ -92,17 +93,34 @@ def vitis_files(
             alone=[b.kernel.name for b in alone],
             benches=[b.source.removesuffix(".cpp") for b in every],
             card=board is not None and not board.shares_memory,
+            platform=platform,
+            title=platform_name(board),
+            variants=probe_variants(board, most_weight_ports([linked.kernel])),
         ),
         "link.cfg": link_config([linked.kernel], clock_mhz, board),
     }
+    if board is not None and platform is not None:
+        memory = board.weight_memories[0]
+        values = {"target": board, "platform": platform, "title": platform_name(board), "clock": f"{clock_mhz:g}"}
+        values |= {"memory": memory, "tags": [c.tag for c in memory.connections]}
+        # The lower 2 GB of a Zynq UltraScale+ are DDR_LOW, what is above is DDR_HIGH (UG1085).
+        values["high"] = memory.capacity_bytes > 2 << 30
+        texts |= {f"{script}.tcl": render(f"{script}.tcl", **values) for script in ("platform", "xpfm")}
     for bench in every:
         texts |= kernel_config(bench, part, clock_mhz, board)
     return texts
 
 
-def link_config(kernels: Sequence[KernelInterface], clock_mhz: float, board: Target | None) -> str:
-    """Return the linker's configuration of these kernels."""
-    lines = connections(board, kernels)
+def platform_name(board: Target | None) -> str:
+    """Return the board's name as a word of Tcl, of make and of a file name."""
+    return "" if board is None else re.sub(r"\W", "_", board.name, flags=re.ASCII)
+
+
+def link_config(
+    kernels: Sequence[KernelInterface], clock_mhz: float, board: Target | None, last: str | None = None
+) -> str:
+    """Return the linker's configuration of these kernels; see `connections`."""
+    lines = connections(board, kernels, last)
     return render("link.cfg", kernels=kernels, connections=lines, hertz=round(clock_mhz * 1e6))
 
 
@@ -114,21 +132,25 @@ def kernel_config(bench: Bench, part: str, clock_mhz: float, board: Target | Non
     return {f"{bench.kernel.name}_hls_config.cfg": render("hls_config.cfg", **values, uncertainty=share)}
 
 
-def connections(board: Target | None, kernels: Sequence[KernelInterface]) -> list[str]:
+def connections(board: Target | None, kernels: Sequence[KernelInterface], last: str | None = None) -> list[str]:
     """Return one `sp=` line per memory argument: weight port p of every kernel on the same memory, others on what is left.
 
     None for a board whose target file names no connections: v++ picks the memory itself.
+
+    Args:
+        last: tag that the last weight port takes; None: its own.
     """
     banks = bank_map(board, most_weight_ports(kernels)) if board else None
     if banks is None:
         return []
     tag_of: dict[tuple[str, str], str] = {}
     others = cycle(banks.others)
+    weights = banks.weights if last is None else (*banks.weights[:-1], last)
     for kernel in kernels:
         for bundle in kernel.bundles():
             weight = _WEIGHT_BUNDLE.fullmatch(bundle)
             # Weight ports of one number share their banks over all kernels; the other ports take what is left in turn.
-            tag_of[kernel.name, bundle] = banks.weights[int(weight[1])] if weight else next(others)
+            tag_of[kernel.name, bundle] = weights[int(weight[1])] if weight else next(others)
     return [f"sp={k.name}_1.{p.name}:{tag_of[k.name, p.bundle]}" for k in kernels for p in k.ports if p.mode == "m_axi"]
 
 
@@ -158,7 +180,15 @@ def probe_files(design: Design, board: Target | None) -> dict[str, str]:
         PROBE_BENCH: render(PROBE_BENCH, kernel=kernel, ports=ports, words=words, word=weights.ctype),
         **kernel_config(Bench(kernel, PROBE_BENCH), part, clock, board),
         "probe_link.cfg": link_config([kernel], clock, board),
-    }
+    } | {f"probe_link_{tag}.cfg": link_config([kernel], clock, board, tag) for tag in probe_variants(board, ports)}
+
+
+def probe_variants(board: Target | None, ports: int) -> tuple[str, ...]:
+    """Return the connections that no weight port has, where they lead to the same bytes: what the probe's last port may try."""
+    banks = bank_map(board, ports) if board is not None else None
+    if board is None or banks is None or banks.bank_bytes is not None:
+        return ()
+    return tuple(c.tag for c in board.weight_memories[0].connections if c.tag not in banks.weights)
 
 
 def probe_word_bytes(kernel: KernelInterface) -> int:

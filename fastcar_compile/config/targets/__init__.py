@@ -127,6 +127,22 @@ class Fabric(_Frozen):
     source: Text
 
 
+class Platform(_Frozen):
+    """How Vivado and the board know each other, where the platform is built from the artifact (platform.tcl).
+
+    Args:
+        board: pattern of Vivado's board part, whose preset configures the processing system.
+        connections: connector and carrier of a module, as Vivado's property board_connections has them; "": no module.
+        loader: "sd": v++ packages a card that boots; "xmutil": Linux loads the fabric (Kria).
+        source: origin of the names.
+    """
+
+    board: Annotated[str, StringConstraints(pattern=r"^\*:[a-z0-9_]+:\*$")]
+    connections: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_:. ]*$")] = ""
+    loader: Literal["sd", "xmutil"] = "sd"
+    source: Text
+
+
 class Utilisation(_Frozen):
     """The share of each resource that a generated design may take, in (0, 1]."""
 
@@ -168,6 +184,7 @@ class Target(_Frozen):
     Args:
         kind: "fpga" (with `part` and `fabric`) or "cpu" (without).
         estimate_only: the reason why no artifact can be built for the target; None: artifacts can be built.
+        platform: what a platform is built from; None: its vendor has one, as of PCIe cards.
     """
 
     name: Line
@@ -179,6 +196,7 @@ class Target(_Frozen):
     fabric: Fabric | None = None
     memories: Annotated[tuple[Memory, ...], Field(min_length=1)]
     limits: Utilisation | None = None
+    platform: Platform | None = None
     power: Power
 
     @model_validator(mode="after")

@@ -1,0 +1,124 @@
+"""The Tcl scripts of a project, in tclsh with stand-ins that know only what AMD documents."""
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
+from fastcar_compile.codegen.hls.render import Bench, vitis_files
+from fastcar_compile.config.targets import Target, available_targets, load_target
+
+TOOLS = Path(__file__).parent / "amd_tools.tcl"
+STATIC = Path(__file__).parents[2] / "hls_templates" / "run_hls.tcl"
+BUILT = [name for name in available_targets() if load_target(name).platform is not None]
+
+
+def files_of(board: Target) -> dict[str, str]:
+    """What is generated for a kernel with a weight port."""
+    ports = (KernelPort("weights_0", "fastcar::word_t", "m_axi", "gmem_w0", 8),)
+    clock = 300.0 if board.fabric is None else board.fabric.clock_mhz
+    return vitis_files(board.part or "", clock, Bench(KernelInterface("kernel", ports), "bench.cpp"), board=board)
+
+
+@pytest.fixture
+def tcl(require_tool: Callable[[str], str], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a script in a folder of its own; the environment says what the tools answer."""
+    require_tool("tclsh")
+
+    def run(text: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "script.tcl").write_text(text)
+        answers = {"SCRIPT": "script.tcl", "VERSION": "2023.2", "BOARDS": "a:board:part0:1.0"} | environment
+        return subprocess.run(
+            ["tclsh", TOOLS], cwd=tmp_path, env=os.environ | answers, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+Tcl = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_platform_has_every_port_of_the_target_file(tcl: Tcl, name: str) -> None:
+    board = load_target(name)
+    (memory,), platform = board.memories, board.platform
+    assert platform is not None
+    assert board.fabric is not None
+    done = tcl(files_of(board)["platform.tcl"])
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert f"create_project -force fastcar_{name} build/platform/vivado -part {board.part}" in lines
+    assert f"get_board_parts -quiet -latest_file_version {platform.board}" in lines
+    assert "set_property board_part a:board:part0:1.0 project:" in lines
+    assert any("board_connections" in line for line in lines) == bool(platform.connections)
+    clock = f"set_property CONFIG.CLKOUT1_REQUESTED_OUT_FREQ {board.fabric.clock_mhz:g} cell:clock"
+    assert clock in lines
+    widths = [line for line in lines if "DATA_WIDTH" in line]
+    assert len(widths) == len({*widths}) == memory.ports == 6
+    assert all(line.endswith(f" {memory.width_bits} cell:ps") for line in widths)
+    (ports,) = (line for line in lines if "PFM.AXI_PORT" in line)
+    for connection in memory.connections:
+        assert f"S_AXI_{connection.tag}_FPD {{memport S_AXI_{connection.tag[:-1]} sptag {connection.tag}" in ports
+    assert any("HIGH_ADDRESS" in line for line in lines) == (memory.capacity_bytes > 2**31)
+    assert f"write_hw_platform -hw -force -file build/platform/fastcar_{name}.xsa" in lines
+
+
+def test_a_platform_needs_the_board_and_a_version_that_writes_it(tcl: Tcl) -> None:
+    text = files_of(load_target("zcu102"))["platform.tcl"]
+    assert "Vivado has no board files of *:zcu102:*: install them" in tcl(text, BOARDS="").stderr
+    assert "Vivado 2021.1.1 is too old: 2022.2 or newer" in tcl(text, VERSION="2021.1.1").stderr
+    assert tcl(text, VERSION="2024.1").returncode == 0
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_the_platform_for_v(tcl: Tcl, name: str) -> None:
+    board = load_target(name)
+    assert board.platform is not None
+    done = tcl(files_of(board)["xpfm.tcl"], BUILD="out", DTG_BRANCH="xlnx_rel_v2023.2")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"platform create -name fastcar_{name} -hw out/platform/fastcar_{name}.xsa -hw_emu ")
+    assert lines[1:3] == ["platform write", "platform generate"]
+    assert [line.split()[0] for line in lines[3:]] == ["createdts"] * (board.platform.loader == "xmutil")
+
+
+def test_vitis_hls_takes_what_the_configuration_says(tcl: Tcl, tmp_path: Path) -> None:
+    board = load_target("kv260")
+    (tmp_path / "kernel_hls_config.cfg").write_text(files_of(board)["kernel_hls_config.cfg"])
+    done = tcl(STATIC.read_text(), KERNEL="kernel", STEP="csynth")
+    assert done.returncode == 0, done.stderr
+    flags = f"-cflags {{-I{tmp_path} -std=c++14}}"
+    assert done.stdout.splitlines() == [
+        "open_project hls",
+        "set_top kernel",
+        f"add_files {tmp_path}/kernel.cpp {flags}",
+        f"add_files -tb {tmp_path}/bench.cpp {flags}",
+        "open_solution -flow_target vitis solution",
+        f"set_part {board.part}",
+        "create_clock -period 300MHz",
+        "set_clock_uncertainty 27%",
+        "csynth_design",
+        f"export_design -format xo -output {tmp_path}/build/kernel/kernel.xo",
+    ]
+    assert tcl(STATIC.read_text(), KERNEL="kernel", STEP="cosim").stdout.splitlines()[-1] == "cosim_design"
+    assert "set STEP: KERNEL=" in tcl(STATIC.read_text(), KERNEL="kernel").stderr
+    assert "STEP is csim, csynth or cosim, not all" in tcl(STATIC.read_text(), KERNEL="k", STEP="all").stderr
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "problem"),
+    [
+        ("validate_bd_design", "validate_design", "there is no command validate_design"),
+        ("PSU__USE__IRQ0", "PSU__USE__IRQ", "there is no property CONFIG.PSU__USE__IRQ"),
+        ("write_hw_platform $option -force", "write_hw_platform $option -overwrite", "no option -overwrite"),
+    ],
+)
+def test_what_the_tools_do_not_know_is_refused(tcl: Tcl, right: str, wrong: str, problem: str) -> None:
+    text = files_of(load_target("zcu102"))["platform.tcl"]
+    assert right in text
+    done = tcl(text.replace(right, wrong))
+    assert done.returncode == 1
+    assert problem in done.stderr
