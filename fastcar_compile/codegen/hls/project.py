@@ -1,4 +1,4 @@
-"""Write the HLS project of a design: headers, tops, test benches, Makefile and Vitis configurations."""
+"""Write the HLS project of a design: headers, tops, RTL, test benches, Makefile and Vitis configurations."""
 
 import hashlib
 import struct
@@ -31,6 +31,9 @@ from fastcar_compile.support.packages import TEMPLATES
 
 SOURCES = ("fastcar_config.hpp", "fastcar_step_config.hpp", "fastcar_step.hpp", "fastcar_step.cpp")
 """What depends on the design."""
+
+RTL, RTL_CONFIG = "rtl", "fastcar_rtl_config.svh"
+"""Folder of the SystemVerilog sources, and the one of them that depends on the design."""
 
 
 def emit_hls(
@@ -71,7 +74,9 @@ def emit_hls(
     texts |= vitis_files(design.budget.part, design.budget.clock_mhz, linked, [alone], board=board)
     texts |= probe_files(design, board)
     texts |= {p.name: p.read_text() for p in files(TEMPLATES).iterdir() if p.name.endswith((".hpp", ".cpp", ".tcl"))}
+    texts |= rtl_sources(values)
     for name, text in texts.items():
+        (out_dir / name).parent.mkdir(exist_ok=True)
         (out_dir / name).write_text(text)
 
     def bench(path: Path) -> None:
@@ -82,6 +87,13 @@ def emit_hls(
     else:
         made(STEP_BENCH, bench_inputs(design, step, table, kernel), bench)
     return sorted(out_dir / name for name in (*texts, STEP_BENCH))
+
+
+def rtl_sources(values: dict[str, Any]) -> dict[str, str]:
+    """Return the SystemVerilog of the linear path, and the sizes of a design for it, by file name."""
+    found = {p.name: p.read_text() for p in (files(TEMPLATES) / RTL).iterdir() if p.name.endswith(".sv")}
+    found[RTL_CONFIG] = render(f"{RTL}/{RTL_CONFIG}", **values)
+    return {f"{RTL}/{name}": text for name, text in found.items()}
 
 
 def step_fields() -> str:

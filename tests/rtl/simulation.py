@@ -1,0 +1,132 @@
+"""The RTL of a design with Verilator: its units against the emitted C++, and its linear in a library for ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from hls.library import Array
+
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.product import Product, float_words
+from fastcar_compile.codegen.hls.model.engine import Memory
+from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.runtime.backends.hls_csim import aligned, ap_types_folder
+
+HERE = Path(__file__).parent
+LINT = ("-Wall", "-Wno-DECLFILENAME", "-Wno-UNUSEDSIGNAL", "-Wno-VARHIDDEN")
+"""Every warning of Verilator is an error, but for bits that nobody reads, and names of functions' arguments."""
+
+FLAGS = ("-std=gnu++17", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-unknown-pragmas")
+
+
+@cache
+def _verilator_includes() -> list[str]:
+    done = subprocess.run(["verilator", "--getenv", "VERILATOR_ROOT"], capture_output=True, text=True, check=True)
+    include = Path(done.stdout.strip()) / "include"
+    return [f"-I{include}", f"-I{include / 'vltstd'}"]
+
+
+def _checked(*command: object) -> None:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Builds benches in a folder that all of them share.
+
+    Args:
+        optimise: of g++: "-O0" is soonest built, "-O2" runs longest simulations soonest.
+    """
+
+    folder: Path
+    optimise: str = "-O0"
+
+    def build(self, made: Design, top: Path, bench: str, output: str, *options: str) -> Path:
+        """Emit the project of `made`, and build `bench` with what Verilator makes of `top`; return its path."""
+        out = self.folder / output
+        emit_hls(made, out / "hls")
+        rtl = out / "hls" / "rtl"
+        top = top if top.is_absolute() else rtl / top
+        places = (f"-I{rtl}", "-y", rtl, "--Mdir", out)
+        _checked(
+            "verilator", "--cc", "-O3", "--x-assign", "fast", *LINT, *options, *places, "--top-module", top.stem, top
+        )
+        made_sources = sorted(path for path in out.glob("*.cpp") if path.name != "all.cpp")
+        (out / "all.cpp").write_text("".join(f'#include "{path.name}"\n' for path in made_sources))
+        includes = [f"-I{out}", f"-I{out / 'hls'}", "-isystem", ap_types_folder(), *_verilator_includes()]
+        kind = [] if bench.endswith("units.cpp") else ["-shared"]
+        path = out / f"{top.stem}.bin"
+        sources = (out / "all.cpp", HERE / bench, self._runtime())
+        _checked("g++", *FLAGS, self.optimise, *kind, *includes, *sources, "-o", path)
+        return path
+
+    def _runtime(self) -> Path:
+        """Return Verilator's own library, built once."""
+        path = self.folder / "runtime.o"
+        if not path.is_file():
+            includes = _verilator_includes()
+            names = ("verilated.cpp", "verilated_threads.cpp")
+            own = self.folder / "runtime.cpp"
+            own.write_text("".join(f'#include "{name}"\n' for name in names))
+            _checked("g++", *FLAGS, self.optimise, *includes, "-c", own, "-o", path)
+        return path
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [
+        ("rate", ctypes.c_double),
+        *((name, ctypes.c_int32) for name in ("latency", "refresh_interval", "refresh", "held")),
+    ]
+
+
+class _Clocks(ctypes.Structure):
+    _fields_ = [("all", ctypes.c_int64), ("rows", ctypes.c_int64)]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run gave.
+
+    Args:
+        rtl, cpp: rows of the result by the RTL and by the emitted C++, float32 [B, whole words]; other rows are seven.
+        clocks: to the last word written. rows_clocks: until the tiles began.
+    """
+
+    rtl: Array
+    cpp: Array
+    clocks: int
+    rows_clocks: int
+
+
+class LinearBench:
+    """The linear of a design, in a library."""
+
+    def __init__(self, made: Design, builder: Builder, name: str) -> None:
+        self.design = made
+        path = builder.build(made, Path("fastcar_linear.sv"), "linear.cpp", name)
+        self._run = ctypes.CDLL(str(path)).fastcar_rtl_linear
+
+    def run(self, x: Array, product: Product, stream: Array, rows: int, memory: Memory, *, held: int = 0) -> Found:
+        """Run a linear.
+
+        Args:
+            x: float32 [B, K]. rows: bit b says whether row b computes. memory: its words under way are the RTL's own.
+            held: clocks of a thousand in which the port of the result is not ready.
+        """
+        whole = np.zeros((len(x), 4 * float_words(product.inputs)), np.float32)
+        whole[:, : product.inputs] = x
+        results = [np.full((len(x), 4 * float_words(product.channels)), 7, np.float32) for _ in range(2)]
+        buffers = [aligned(array) for array in (whole, stream, *results)]
+        at = [ctypes.c_void_p(buffer.ctypes.data) for buffer in buffers]
+        request = (rows, int(product.bias), product.inputs, product.channels, product.tile, product.tiles)
+        kept = _Memory(memory.rate, memory.latency, round(memory.refresh_interval), round(memory.refresh), held)
+        clocks = _Clocks()
+        done = self._run(*at[:2], *request, ctypes.byref(kept), *at[2:], ctypes.byref(clocks))
+        assert done == 1, {0: "the engine refuses the request", -1: "the RTL does not end"}[done]
+        return Found(buffers[2], buffers[3], clocks.all, clocks.rows)

@@ -1,0 +1,36 @@
+"""The units of the linear path in RTL, beside what the emitted C++ computes for the same operands."""
+
+import subprocess
+
+import pytest
+from hls.library import DESIGNS
+
+from rtl.simulation import HERE, Builder
+
+UNITS = ("multiply", "add", "convert", "divide", "quantize", "mac_step")
+TRIALS = 20_000
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one_port_many_tiles",
+        *(
+            pytest.param(own, marks=pytest.mark.thorough)
+            for own in ("linears", "three_ports_in_pairs", "eight_ports_one_row", "int4", "eight_rows_eight_cores")
+        ),
+    ],
+)
+def test_every_unit_equals_the_emitted_cpp(rtl_tools: None, builder: Builder, name: str) -> None:
+    """Bit for bit, one operand a clock: floats of every kind, subnormal ones too; words at their limits; rows in pairs, an odd row
+    with ports in pairs, and one whose last port is alone."""
+    made = DESIGNS[name]
+    options = (f"-GPORTS={made.ports}", f"-GCORES={made.mlp.cores}", f"-GWEIGHT_BITS={made.mlp.weight_bits}")
+    program = builder.build(made, HERE / "units.sv", "units.cpp", f"units_{name}", *options)
+    done = subprocess.run([program, str(TRIALS), "3"], capture_output=True, text=True, check=True)
+    found = {
+        unit: (int(compared), int(different)) for unit, compared, different in map(str.split, done.stdout.splitlines())
+    }
+    assert tuple(found) == UNITS
+    assert {unit: different for unit, (_, different) in found.items() if different} == {}, done.stderr
+    assert min(compared for compared, _ in found.values()) > TRIALS - 100
