@@ -118,11 +118,12 @@ private:
         dut_.reset = reset;
         dut_.start = start;
         credit_ = std::min(credit_ + (refreshes() ? 0.0 : memory_.rate), memory_.rate + C::PORTS);
-        show_words();
-        // Writes take their turn before the next reads do.
+        // Where a port is slower than its reads, they would never leave a part of the rate: writes come first.
         const bool free = !refreshes() && credit_ >= 1 && static_cast<int>(random_() % 1000) >= memory_.held;
         dut_.y_aw_ready = free;
         dut_.y_w_ready = free;
+        if (free && dut_.y_w_valid) credit_ -= 1;
+        show_words();
         dut_.y_b_valid = !answers_.empty() && answers_.front() <= now_;
         dut_.w_ar_ready = (1u << AXI) - 1;
         dut_.x_ar_ready = 1;
@@ -134,16 +135,19 @@ private:
         ++now_;
     }
 
-    // Every port that has its first word and a part of the rate shows a beat; ports begin in turn.
+    // Every port that has its first word and a part of the rate shows a beat. The port behind the last one that did comes first.
     void show_words() {
         uint32_t valid = 0, last = 0;
-        const int count = static_cast<int>(ports_.size());
+        const int count = static_cast<int>(ports_.size()), from = turn_;
         for (int i = 0; i < count; ++i) {
-            const int a = static_cast<int>((now_ + i) % count);
+            const int a = (from + i) % count;
             ReadPort& port = ports_[a];
             const int words = port.bytes / 16;
             if (!port.wishes(now_) || (!port.shown && (refreshes() || credit_ < words))) continue;
-            if (!port.shown) credit_ -= words;
+            if (!port.shown) {
+                credit_ -= words;
+                turn_ = (a + 1) % count;
+            }
             port.shown = true;
             const ReadPort::Burst& burst = port.bursts.front();
             char* to = a == count - 1 ? reinterpret_cast<char*>(&dut_.x_r_data) : reinterpret_cast<char*>(&dut_.w_r_data) + a * BEAT;
@@ -176,7 +180,6 @@ private:
                 }
                 check(address, (length + 1) * port.bytes, 4096);
                 port.bursts.push_back({port.base + (address - port.address), length + 1, now_ + memory_.latency});
-                most_under_way_ = std::max(most_under_way_, static_cast<int>(port.bursts.size()));
                 if (port.bursts.size() > 4) abort();
             }
         }
@@ -188,7 +191,6 @@ private:
         if (dut_.y_w_valid && dut_.y_w_ready) {
             // Data may come before their address is taken, but not before it is asked for.
             if (rows_ < 0) abort();
-            credit_ -= 1;
             last_write_ = now_ + 1;
             data_.push_back({});
             memcpy(data_.back().bytes, &dut_.y_w_data, 16);
@@ -235,7 +237,7 @@ private:
     std::deque<int64_t> answers_;
     double credit_ = 0;
     int64_t now_ = 0, last_write_ = 0, rows_ = -1;
-    int most_under_way_ = 0;
+    int turn_ = 0;
 };
 
 // The same by the emitted processes.

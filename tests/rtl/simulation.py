@@ -125,7 +125,14 @@ class LinearBench:
         buffers = [aligned(array) for array in (whole, stream, *results)]
         at = [ctypes.c_void_p(buffer.ctypes.data) for buffer in buffers]
         request = (rows, int(product.bias), product.inputs, product.channels, product.tile, product.tiles)
-        kept = _Memory(memory.rate, memory.latency, round(memory.refresh_interval), round(memory.refresh), held)
+        # The model's rate is a mean over time, refreshes included.
+        kept = _Memory(
+            memory.rate / (1 - memory.refreshing),
+            memory.latency,
+            round(memory.refresh_interval),
+            round(memory.refresh),
+            held,
+        )
         clocks = _Clocks()
         done = self._run(*at[:2], *request, ctypes.byref(kept), *at[2:], ctypes.byref(clocks))
         assert done == 1, {0: "the engine refuses the request", -1: "the RTL does not end"}[done]

@@ -22,15 +22,13 @@ TRIALS = 20_000
     ],
 )
 def test_every_unit_equals_the_emitted_cpp(rtl_tools: None, builder: Builder, name: str) -> None:
-    """Bit for bit, one operand a clock: floats of every kind, subnormal ones too; words at their limits; rows in pairs, an odd row
-    with ports in pairs, and one whose last port is alone."""
+    """Bit for bit, one operand a clock: floats of every kind, subnormal ones too; words at their limits; rows in pairs,
+    an odd row with ports in pairs, and one whose last port is alone."""
     made = DESIGNS[name]
     options = (f"-GPORTS={made.ports}", f"-GCORES={made.mlp.cores}", f"-GWEIGHT_BITS={made.mlp.weight_bits}")
     program = builder.build(made, HERE / "units.sv", "units.cpp", f"units_{name}", *options)
     done = subprocess.run([program, str(TRIALS), "3"], capture_output=True, text=True, check=True)
-    found = {
-        unit: (int(compared), int(different)) for unit, compared, different in map(str.split, done.stdout.splitlines())
-    }
-    assert tuple(found) == UNITS
-    assert {unit: different for unit, (_, different) in found.items() if different} == {}, done.stderr
-    assert min(compared for compared, _ in found.values()) > TRIALS - 100
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert tuple(unit for unit, _, _ in lines) == UNITS
+    assert [unit for unit, _, different in lines if int(different)] == [], done.stderr
+    assert min(int(compared) for _, compared, _ in lines) > TRIALS - 100

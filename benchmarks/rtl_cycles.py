@@ -1,0 +1,136 @@
+"""Clocks of a linear: the RTL in Verilator against the closed form that `estimate` uses, by the same memory.
+
+    python benchmarks/rtl_cycles.py --docs        # writes docs/measurements/rtl_cycles.md
+
+The designs are those of exploration with the most ports. The memory has the latency, rate and refreshes of the board, for all
+ports together. Clocks count from the start to the last word of the result: rows in, quantised, multiplied, scaled, written.
+Every result is compared with the emitted C++ bit for bit.
+"""
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
+from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.model.engine import Engine
+from fastcar_compile.codegen.hls.model.shapes import LinearShape
+from fastcar_compile.codegen.hls.project import table_of_sizes
+from fastcar_compile.config.targets import load_target
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from hls.library import Linear, best  # noqa: E402
+from rtl.simulation import Builder, LinearBench  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "measurements" / "rtl_cycles.md"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A linear on a design that exploration finds for a decoder.
+
+    Args:
+        hidden, intermediate: of the decoder's MLP. linears: those that are measured: name, inputs, channels.
+        rows: of the batch, all of which compute. cores: of the design.
+    """
+
+    board: str
+    decoder: str
+    hidden: int
+    intermediate: int
+    quant: str
+    rows: int
+    cores: int
+    linears: tuple[tuple[str, int, int], ...]
+
+    @property
+    def design(self) -> Design:
+        """The design with the most ports."""
+        spec = MlpSpec(self.hidden, self.intermediate, batch=self.rows, layers=1, cores=self.cores, quant=self.quant)
+        own = [LinearSpec(*linear) for linear in self.linears]
+        return best(designs(spec, budget_of(load_target(self.board)), own))
+
+
+VILA = (("o, 256 channels", 4096, 256), ("down, 256 channels", 11008, 256))
+GAME = (("qkv", 256, 384), ("o", 256, 256), ("head", 256, 1024), ("gate and up", 256, 3072), ("down", 1536, 256))
+TINY = (("qkv", 2048, 2560), ("o", 2048, 2048))
+CASES = (
+    Case("zcu102", "VILA-U 7B", 4096, 11008, "w4a8", 1, 1, VILA),
+    Case("zcu102", "VILA-U 7B", 4096, 11008, "w4a8", 8, 8, VILA),
+    Case("zcu102", "VILA-U 7B", 4096, 11008, "w8a8", 2, 2, VILA),
+    Case("kv260", "game", 256, 1536, "w8a8", 1, 1, GAME),
+    Case("kv260", "game", 256, 1536, "w4a8", 4, 2, GAME),
+    Case("zcu104-sodimm", "TinyLlama", 2048, 5632, "w4a8", 1, 1, TINY),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: clocks of the RTL and of the closed form."""
+
+    case: Case
+    linear: str
+    ports: int
+    rtl: int
+    model: float
+
+    @property
+    def ratio(self) -> float:
+        """Clocks of the RTL for each of the model."""
+        return self.rtl / self.model
+
+    @property
+    def text(self) -> str:
+        """The line in Markdown."""
+        case = self.case
+        place = f"{case.board} | {case.decoder} {case.quant} | {self.ports} | {case.rows} on {case.cores}"
+        return f"| {place} | {self.linear} | {self.rtl:,} | {self.model:,.0f} | {self.ratio:.3f} |"
+
+
+def measure(case: Case, builder: Builder) -> list[Row]:
+    """Return the clocks of every linear of a case; `builder` builds its RTL."""
+    made, target, rng = case.design, load_target(case.board), np.random.default_rng(0)
+    engine = Engine(made, target, table_of_sizes(made))
+    name = f"{case.board}_{case.decoder}_{case.quant}_{case.rows}".replace(" ", "_")
+    bench, found = LinearBench(made, builder, name), []
+    for linear, inputs, channels in case.linears:
+        call = engine.array_call([LinearShape(linear, inputs, channels)], made.load(case.rows))
+        parts = [part.seconds for part in engine.parts(call) if part.unit != "drs"]
+        drawn = Linear.random(made, call.products[0].product, rng)
+        x = rng.normal(size=(case.rows, inputs)).astype(np.float32)
+        done = bench.run(x, drawn.product, drawn.stream, (1 << case.rows) - 1, engine.memory)
+        if not np.array_equal(done.rtl.view(np.uint32), done.cpp.view(np.uint32)):
+            raise SystemExit(f"{name}, {linear}: the RTL and the emitted C++ differ")
+        found.append(Row(case, linear, made.ports, done.clocks, sum(parts) * engine.clock_hz))
+    return found
+
+
+HEAD = """| board | decoder | weight ports | rows on cores | linear | RTL | model | ratio |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def main() -> None:
+    """Print the table, and write it on request."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--docs", action="store_true", help=f"write {DOCUMENT.relative_to(ROOT)}")
+    arguments, lines = parser.parse_args(), list[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        builder = replace(Builder(Path(folder)), optimise="-O1")
+        for case in CASES:
+            for row in measure(case, builder):
+                print(row.text, flush=True)
+                lines.append(row.text + "\n")
+    if arguments.docs:
+        DOCUMENT.write_text("<!-- python benchmarks/rtl_cycles.py --docs -->\n\n" + HEAD + "".join(lines))
+
+
+if __name__ == "__main__":
+    main()
