@@ -1,4 +1,4 @@
-# make demo | play | check | test | pytest | thorough | fuzz | lint | lowest | docs | bench | lock | sbom | release | clean. Everything runs in .venv;
+# make demo | play | check | test | pytest | thorough | fuzz | lint | lowest | docs | bench | resources | lock | sbom | release | clean. Everything runs in .venv;
 # nothing is installed outside it, but for build/.
 PYTHON ?= python3
 VENV   := .venv
@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.dev
 # Where it is set, as some images have it, every process compiles torch's sources anew: twice the time to start, for each of a few hundred in the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo play check test pytest thorough families fuzz lint lowest docs bench lock sbom release clean
+.PHONY: demo play check test pytest thorough families fuzz lint lowest docs bench resources lock sbom release clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -93,6 +93,10 @@ $(VENV)/.%: $(PROJECTS) constraints.txt
 	$(INSTALL) setuptools setuptools-scm
 	$(INSTALL) --no-build-isolation -e ".[$*]" $(PLUG_IN)
 	touch $@
+
+# Needs yosys. What the resource model takes of it is a file of the package.
+resources: $(STAMP)
+	$(BIN)/python benchmarks/rtl_resources.py
 
 # The newest versions that pyproject.toml allows. CUDA's packages are left out: a torch that needs them names their versions.
 CUDA := /^(cuda|nvidia|triton)/d

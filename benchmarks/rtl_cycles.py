@@ -2,9 +2,9 @@
 
     python benchmarks/rtl_cycles.py --docs        # writes docs/measurements/rtl_cycles.md
 
-The designs are those of exploration with the most ports. The memory has the latency, rate and refreshes of the board, for all
-ports together. Clocks count from the start to the last word of the result: rows in, quantised, multiplied, scaled, written.
-Every result is compared with the emitted C++ bit for bit.
+The designs are those of exploration with the most ports. The memory has the latency, rate and refreshes of the board,
+for all ports together. Clocks count from the start to the last word of the result: rows in, quantised, multiplied,
+scaled, written. Every result is compared with the emitted C++ bit for bit.
 """
 
 import argparse

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, log2
 
-from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, Product, float_words
+from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, PRODUCTS_PER_SUM, Product, float_words
 from fastcar_compile.codegen.hls.design.spec import MAX_ROWS
 
 # A loop keeps an interval of one clock when what an iteration reads of an earlier one was written by then. The sources
@@ -19,8 +19,12 @@ from fastcar_compile.codegen.hls.design.spec import MAX_ROWS
 
 
 ADD_CLOCKS = 6
-"""Latency of a float32 addition up to 300 MHz on UltraScale+: Vitis HLS takes `fadd_32ns_32ns_32_7_full_dsp_1`, seven stages,
+"""Latency of a float32 addition below 275 MHz on UltraScale+: Vitis HLS takes `fadd_32ns_32ns_32_7_full_dsp_1`, seven stages,
 "LATENCY 6" in the scripts that it writes for published designs on Alveo U50."""
+
+FAST_ADD_CLOCKS, FAST_MHZ = 10, 275.0
+"""From 275 MHz on up to 300 MHz: adders of latency 7 are reported there, and three clocks more let a memory have an output register
+and a multiplexer."""
 
 ADD_CLOCKS_MOST = 11
 """PG060: the most stages of the single-precision adder with full DSP usage; above 300 MHz nothing less is known."""
@@ -33,7 +37,8 @@ MEMORY_CLOCKS = 2
 
 def total_latency(clock_mhz: float) -> int:
     """Return the clocks in which a float32 total in a memory is read, added to and written."""
-    return MEMORY_CLOCKS + (ADD_CLOCKS if clock_mhz <= MOST_KNOWN_MHZ else ADD_CLOCKS_MOST)
+    fast = FAST_ADD_CLOCKS if clock_mhz <= MOST_KNOWN_MHZ else ADD_CLOCKS_MOST
+    return MEMORY_CLOCKS + (ADD_CLOCKS if clock_mhz < FAST_MHZ else fast)
 
 
 def scale_rows(port_blocks: int, clock_mhz: float) -> int:
@@ -55,8 +60,11 @@ DIVIDE = 16
 """Stages of fdiv (`fdiv_32ns_32ns_32_16_no_dsp_1`)."""
 
 FETCH_DEPTH = 1 + WRITE
-MAC_DEPTH = READ + CASCADE + 4 * INTEGER + WRITE
-SCALE_DEPTH = READ + TO_FLOAT + 2 * MULTIPLY + 2 * ADD_CLOCKS + WRITE
+SPLIT, ACCUMULATE = INTEGER, INTEGER
+INT8_SCALE_DEPTH = READ + TO_FLOAT + MULTIPLY + ADD_CLOCKS + WRITE
+INT4_SCALE_DEPTH = INT8_SCALE_DEPTH + ADD_CLOCKS + MULTIPLY
+"""Of w8a8 the scales are multiplied beside the conversion; w4a8 adds a part to a total, which the row's scale multiplies."""
+
 ROUND_DEPTH = TO_INTEGER + TO_FLOAT + ADD_CLOCKS + COMPARE + INTEGER
 ACTIVATION_DEPTH = 2 * COMPARE + MULTIPLY + ROUND_DEPTH + READ + CASCADE // 2 + TO_FLOAT + 2 * MULTIPLY
 FINISH_DEPTH = READ + ACTIVATION_DEPTH + MULTIPLY + WRITE
@@ -144,11 +152,17 @@ def tile_loops(product: Product, load: Load, *, inner: bool = False) -> TileLoop
     sent = 0 if inner else load.rows * channels // FLOATS_PER_WORD
     return TileLoops(
         Loop("fetch_tile", "words", product.head_words + product.tile_words, FETCH_DEPTH),
-        Loop("mac_tile", "words", load.passes * product.tile_words, MAC_DEPTH),
-        Loop("scale_tile", "groups", scaled, SCALE_DEPTH),
+        Loop("mac_tile", "words", load.passes * product.tile_words, mac_depth(product.lanes)),
+        Loop("scale_tile", "groups", scaled, INT8_SCALE_DEPTH if product.bits == 8 else INT4_SCALE_DEPTH),
         Loop("finish_tile", "channels", load.passes * channels, FINISH_DEPTH),
         Loop("send_tile", "words", sent, SEND_DEPTH * load.rows),
     )
+
+
+def mac_depth(lanes: int) -> int:
+    """Return the depth of the loop over words: a cascade for eight lanes of a word, and a tree over their sums."""
+    tree = INTEGER * ceil(log2(lanes / PRODUCTS_PER_SUM))
+    return READ + CASCADE + SPLIT + tree + ACCUMULATE + WRITE
 
 
 def places_loop() -> Loop:

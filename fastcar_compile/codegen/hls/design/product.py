@@ -9,6 +9,9 @@ from fastcar_compile.config.formats import GROUP
 
 WORD_BITS, WORD_BYTES, FLOATS_PER_WORD = 128, 16, 4
 
+PRODUCTS_PER_SUM = 8
+"""Packed products that one DSP cascade adds before they are split (PRODUCTS_PER_SUM of fastcar_mac.hpp)."""
+
 SECTION_WORDS = 256
 """A port's section of a weight stream starts at a multiple of 4 KiB, which no AXI burst may cross."""
 

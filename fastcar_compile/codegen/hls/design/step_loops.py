@@ -17,13 +17,13 @@ from fastcar_compile.codegen.hls.design.loops import (
     DIVIDE,
     DRAFT_INTERVAL,
     INTEGER,
-    MAC_DEPTH,
     MULTIPLY,
     READ,
     ROUND_DEPTH,
     TO_FLOAT,
     WRITE,
     Loop,
+    mac_depth,
 )
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, LANES, CacheLayout
@@ -158,14 +158,16 @@ def attend_loops(work: AttendWork) -> AttendLoops:
     )
     return AttendLoops(
         split=(*head * work.group, *sent),
-        multiply_keys=Loop("multiply_blocks", "multiply_words", layout.key_tiles * tile_key_words(layout), MAC_DEPTH),
+        multiply_keys=Loop(
+            "multiply_blocks", "multiply_words", layout.key_tiles * tile_key_words(layout), mac_depth(LANES)
+        ),
         logits=Loop("scale_logits", "scale_keys", layout.key_tiles * (blocks + tile_keys), logit_depth),
         keep=Loop("soften", "keep_logits", work.positions, WRITE + 2 * INTEGER),
         soften=Loop("soften", "add_numerators", padded, READ + POWER_DEPTH),
         invert=Loop("soften", "invert", work.group, INVERSE_DEPTH),
         weigh=Loop("weigh_values", "scale_weights", layout.value_head_words + blocks * QUADS, WEIGH_DEPTH),
         limbs=Loop("split_weights", "split_groups", blocks * QUADS, LIMBS_DEPTH),
-        multiply_values=Loop("multiply_blocks", "multiply_words", work.value_words, MAC_DEPTH),
+        multiply_values=Loop("multiply_blocks", "multiply_words", work.value_words, mac_depth(LANES)),
         add=Loop("add_values", "add_sums", elements, TOTAL_DEPTH),
         finish=Loop("finish_head", "finish_words", floats, FINISH_HEAD_DEPTH, PORTS_INTERVAL),
     )

@@ -1,4 +1,5 @@
-"""Resources of the engine. All of them are estimates of this project, not synthesis results.
+"""Resources of the engine. Those of the MAC array and of FIFOs are measured: yosys counts their RTL (`make resources`), and
+rtl_resources.toml has the figures. All others are estimates of this project, not measured.
 
 Block RAM is counted in halves of a BRAM36, by their simple dual port shapes (UG573): 512 x 36, 1024 x 18, 2048 x 9; an URAM as
 4096 x 72.
@@ -6,12 +7,21 @@ Block RAM is counted in halves of a BRAM36, by their simple dual port shapes (UG
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import asdict, dataclass
-from math import ceil
+from importlib.resources import files
+from math import ceil, log2
 from operator import add
 
 from fastcar_compile.artifact.accelerator_section import UsagePart
-from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS, WORD_BYTES, Product, float_words
+from fastcar_compile.codegen.hls.design.product import (
+    FLOATS_PER_WORD,
+    PRODUCTS_PER_SUM,
+    WORD_BITS,
+    WORD_BYTES,
+    Product,
+    float_words,
+)
 from fastcar_compile.codegen.hls.design.spec import TABLED, BoardBudget, MlpSpec
 
 
@@ -61,23 +71,31 @@ HALF_SHAPES = ((36, 512), (18, 1024), (9, 2048))
 LUT_RAM_DEPTH = 64
 """Memories this shallow go to LUTs: 64 bits each."""
 
-PRODUCTS_PER_SUM = 8
-"""Packed products that one DSP cascade adds before they are split (PRODUCTS_PER_SUM of fastcar_mac.hpp)."""
-
-SPLIT_BITS, PART_BITS, SUM_BITS, PACK_BITS = 30, 24, 32, 9
-"""Adders around the DSP slices, by the widths in fastcar_mac.hpp: the high sum without its borrow, the sum of a word's parts, an
-accumulator, and the borrow of a packed operand. One LUT per bit (UG574: a CARRY8 chain takes eight LUTs for eight bits);
+SPLIT_BITS, SUM_BITS = 18, 32
+"""Adders around the DSP slices, by the widths in fastcar_mac_array.sv: the high sum without its borrow, and an accumulator. Between
+them is the sum of a word's parts. One LUT per bit (UG574: a CARRY8 chain takes eight LUTs for eight bits);
 sums of eight products stay in the DSP's own adders, over the cascade (UG579)."""
 
-STAGES = 2
-"""Flip-flops per such LUT: registers before and behind an adder. Estimate."""
+SKEWED = 5
+"""Lanes of eight whose operands wait three clocks or more for their turn in the cascade: a shift register in a LUT per bit."""
 
-STREAM = Usage(lut=150, ff=20)
-"""A FIFO of sixteen 128-bit words: one SRL16 per bit (UG574), and its counters. Estimate of the counters."""
+STAGES = 2
+"""Flip-flops per such LUT: registers before and behind an adder. Estimate; of the array yosys counts 1.0 to 1.5."""
+
+
+def _measured(unit: str) -> Usage:
+    """Return LUTs and flip-flops that yosys counts of a unit of the RTL."""
+    table = tomllib.loads((files("fastcar_compile.codegen.hls.design") / "rtl_resources.toml").read_text())
+    return Usage(table[unit]["lut"], table[unit]["ff"])
+
+
+STREAM = _measured("fifo")
+"""A FIFO of sixteen 128-bit words. Measured."""
 
 FLOAT_MULTIPLY, FLOAT_ADD = Usage(350, 550, dsp=3), Usage(350, 550, dsp=2)
-"""A float32 operator: DSP48E2 at the usage that Vitis HLS takes by default (PG060, "full" multiplier and adder), and the fabric
-around it. Estimate of the fabric."""
+"""A float32 operator of Vitis HLS: DSP48E2 at the usage that it takes by default (PG060, "full" multiplier and adder), and the
+fabric around it. Estimate of the fabric. Those of the RTL are other units: they keep subnormal numbers, multiply with two DSP48E2 and
+405 LUT, and add with 455 LUT and none."""
 
 CORE = Usage(lut=800, ff=1_000)
 """One core besides its sums and float32 operators: converters and the multiplexers of its row. Estimate."""
@@ -197,12 +215,17 @@ def multipliers(rows: int, ports: int) -> int:
 
 
 def adders(cores: int, ports: int, lanes: int) -> tuple[int, int]:
-    """Return the LUTs of the adders around the multipliers: behind them, and before them (packed operands)."""
-    parts = lanes // PRODUCTS_PER_SUM
-    pair = parts * SPLIT_BITS + 2 * (parts - 1) * PART_BITS + 2 * SUM_BITS
-    # A pair of rows is packed once for all ports. An odd row packs the weights of two ports instead.
-    packed = cores // 2 + (cores % 2) * (ports // 2)
-    return multipliers(cores, ports) * pair, packed * lanes * PACK_BITS
+    """Return the LUTs around the multipliers: of the adders behind them, and of packing and skew before them.
+
+    tests/rtl/test_resources.py holds their sum against the array's RTL.
+    """
+    parts, bits = lanes // PRODUCTS_PER_SUM, WORD_BITS // lanes
+    pair = parts * SPLIT_BITS + 2 * (parts - 1) * (SPLIT_BITS + ceil(log2(parts))) + 2 * SUM_BITS
+    # A pair of rows is packed once for all ports. An odd row packs the weights of two ports instead. Its borrow meets half of the
+    # bits of the high operand: yosys makes wires of the others.
+    packed = (cores // 2) * 4 + (cores % 2) * (ports // 2) * bits // 2
+    skew = (ports * bits + cores * 8) * SKEWED // PRODUCTS_PER_SUM
+    return multipliers(cores, ports) * pair, lanes * (packed + skew)
 
 
 def _float_operators(mlp: MlpSpec, product: Product) -> tuple[int, int]:

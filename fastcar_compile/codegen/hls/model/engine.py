@@ -157,6 +157,7 @@ class Memory:
         rate: words per clock that all its users together get, refresh included. latency: clocks from a request to its
             first word. window: words that one user may have under way (outstanding requests times burst).
         refresh_interval, refresh: clocks from one refresh to the next, and clocks of one, in which nothing moves.
+        rows_apart: rows of x come from another memory.
     """
 
     rate: float
@@ -164,6 +165,12 @@ class Memory:
     window: int
     refresh_interval: float = 0.0
     refresh: float = 0.0
+    rows_apart: bool = False
+
+    @property
+    def burst(self) -> float:
+        """Words of one request."""
+        return self.window / READS.outstanding
 
     @property
     def refreshing(self) -> float:
@@ -181,6 +188,7 @@ def memory_of(design: Design, target: Target) -> Memory:
         window=READS.length * READS.outstanding // WORD_BYTES,
         refresh_interval=timing.t_refi * 1e-9 * clock,
         refresh=timing.t_rfc * 1e-9 * clock,
+        rows_apart=memory.bank_bytes is not None,
     )
 
 
@@ -307,7 +315,11 @@ def _load_clocks(call: EngineCall, memory: Memory) -> float:
     places, loaded = loops.places_loop().cycles, loops.load_loop(inputs, call.load).cycles
     if call.rows_on_chip:
         return float(places + loaded)
-    return float(max(max(places, memory.latency) + loaded, rows * (float_words(inputs) + memory.latency)))
+    words = rows * float_words(inputs)
+    # The weights' FIFOs fill meanwhile: until they are full, all ports share the memory.
+    shared = 0.0 if memory.rows_apart else min(words, call.fifo_words + memory.window)
+    moved = shared / min(1.0, memory.rate / (call.ports + 1)) + words - shared
+    return float(max(max(places, memory.latency) + loaded, moved + rows * memory.latency))
 
 
 def _write_clocks(call: EngineCall) -> float:
@@ -329,7 +341,10 @@ def _product_clocks(call: EngineCall, number: int, memory: Memory, gap: float) -
     stages = [loop.cycles for loop in loops.tile_loops(product, load, inner=named.inner).stages]
     pace, tail = max(stages), float(sum(stages[1:]))
     ahead = min(gap * rate, call.fifo_words + memory.window)
-    streamed = max(0.0, product.port_words - ahead) / rate + tail
+    # Full FIFOs ask for nothing until a burst has room, whose first word comes a latency later.
+    idle = memory.burst + memory.latency if ahead < gap * rate else 0.0
+    left = product.port_words - ahead
+    streamed = (left / rate + idle if left > 0 else 0.0) + tail
     flowing = float((product.tiles - 1) * pace + sum(stages))
     if streamed > flowing:
         return streamed, "memory"

@@ -1,0 +1,22 @@
+"""Clocks of a linear in RTL against the closed form of `estimate`, on designs that exploration finds."""
+
+from pathlib import Path
+
+import pytest
+from conftest import imported
+
+from fastcar_compile.codegen.hls.design.loops import ACTIVATION_DEPTH
+from rtl.simulation import Builder
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+CLOSE = 0.03
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("place", range(6))
+def test_the_closed_form_is_close(rtl_tools: None, builder: Builder, place: int) -> None:
+    """But for the activation, whose stages the loop of the C++ has for a linear too: once per linear."""
+    with imported([BENCHMARKS], ["rtl_cycles"]) as scripts:
+        assert len(scripts.rtl_cycles.CASES) == 6
+        for row in scripts.rtl_cycles.measure(scripts.rtl_cycles.CASES[place], builder):
+            assert row.rtl == pytest.approx(row.model, rel=CLOSE, abs=ACTIVATION_DEPTH + CLOSE * row.model), row.text
