@@ -112,6 +112,15 @@ def measure(case: Case, builder: Builder) -> list[Row]:
     return found
 
 
+NOTE = """<!-- Written by `python benchmarks/rtl_cycles.py --docs`; do not edit. -->
+
+# Clocks of the RTL
+
+Clocks of a linear from its start to the last word of the result: RTL in Verilator, and the closed form of
+`fastcar estimate` by the same memory.
+
+"""
+
 HEAD = """| board | decoder | weight ports | rows on cores | linear | RTL | model | ratio |
 |---|---|---|---|---|---|---|---|
 """
@@ -129,7 +138,7 @@ def main() -> None:
                 print(row.text, flush=True)
                 lines.append(row.text + "\n")
     if arguments.docs:
-        DOCUMENT.write_text("<!-- python benchmarks/rtl_cycles.py --docs -->\n\n" + HEAD + "".join(lines))
+        DOCUMENT.write_text(NOTE + HEAD + "".join(lines))
 
 
 if __name__ == "__main__":

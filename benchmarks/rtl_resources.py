@@ -87,6 +87,9 @@ def synthesize(unit: Unit) -> dict[str, int]:
     return found
 
 
+NOTE = "Cells of every unit by yosys, without placement or timing. Shift registers and small memories are LUTs."
+
+
 def version() -> str:
     """Return the version of yosys."""
     return subprocess.run(["yosys", "-V"], capture_output=True, text=True, check=True).stdout.split(" (")[0]
@@ -104,7 +107,7 @@ def main() -> None:
         lines.append(f"| {unit.does} | {lut:,} | {ff:,} | {dsp} | {halves / 2:g} |\n")
     DATA.write_text("".join(data))
     command = f"Written by `make resources` ({version()}, `{SYNTHESIS}`); do not edit."
-    DOCUMENT.write_text(f"<!-- {command} -->\n\n" + "".join(lines))
+    DOCUMENT.write_text(f"<!-- {command} -->\n\n# Resources of the RTL\n\n{NOTE}\n\n" + "".join(lines))
 
 
 if __name__ == "__main__":
