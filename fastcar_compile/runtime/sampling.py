@@ -11,15 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.errors import InputError, count_text
+from fastcar_compile.ir.exact import numerators
 from fastcar_compile.runtime.inputs import like, to_numpy
 from fastcar_compile.support import limits
-from fastcar_compile.support.values import check_function, checked, number, whole
+from fastcar_compile.support.values import check_function, check_kind, checked, number, whole
 
 Sampler = Callable[[Any], Any]
 """logits float32 [B, V] -> token ids int64 [B]."""
 
 _LARGEST_SEED = (1 << 128) - 1
 """Bits that numpy's generator keeps."""
+
+_LOG2_E = math.log2(math.e)
 
 Scores = NDArray[np.float64]
 Tokens = NDArray[np.int64]
@@ -45,6 +48,8 @@ class Sampling:
             prompt. log p = unconditional + guidance * (conditional - unconditional), and both rows get the same token.
             1: rows are independent.
         seed: seed of the draws. The same seed gives the same tokens.
+        exact: draw with integer weights, so that equal logits give equal tokens on every machine
+            (docs/reference/numerics.md); with temperature and top_k alone.
 
     Raises:
         InputError: a value is out of its range.
@@ -56,6 +61,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     guidance: float = 1.0
     seed: int = 0
+    exact: bool = False
 
     def __post_init__(self) -> None:
         for name in ("temperature", "repetition_penalty", "guidance"):
@@ -76,6 +82,10 @@ class Sampling:
         for wrong, name, expected in problems:
             if wrong:
                 raise InputError(f"the {name} is {getattr(self, name)}", hint=f"give {expected}")
+        check_kind("exact", self.exact, bool, "True or False")
+        if self.exact and (self.top_p is not None or self.repetition_penalty != 1 or self.guidance != 1):
+            what = "exact draws are defined for temperature and top_k alone"
+            raise InputError(what, hint="leave top_p, repetition_penalty and guidance out, or draw with exact=False")
         if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
             what = "top_k and top_p limit a draw, but at temperature 0 nothing is drawn"
             raise InputError(what, hint="give a temperature, or leave top_k and top_p out")
@@ -147,6 +157,8 @@ class TokenChoice:
 
     def __call__(self, logits: NDArray[np.float32]) -> Tokens:
         """Return token ids int64 [B] for logits float32 [B, V] of the next position."""
+        if self._sampling.exact and self._sampling.temperature > 0:
+            return self._drawn_exactly(logits)
         if (few := self._sampling.few(logits)) is not None:
             return self._drawn_among(few, logits[0])
         scores = self._sampling.scores(logits, self._seen)
@@ -162,6 +174,14 @@ class TokenChoice:
         # Scaling the random number by the total costs one product. Normalising would divide every weight.
         reached = self._random.random((len(weights), 1)) * weights[:, -1:]
         return (weights > reached).argmax(-1)
+
+    def _drawn_exactly(self, logits: NDArray[np.float32]) -> Tokens:
+        """Return tokens drawn with integer weights, whose sums no order and no library changes."""
+        kept = np.sort(logits, -1)[:, -min(self._sampling.top_k or logits.shape[1], logits.shape[1]), None]
+        difference = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+        weights = numerators(difference * (_LOG2_E / self._sampling.temperature))
+        sums = np.where(logits >= kept, weights, 0).cumsum(-1)
+        return (sums > self._random.random((len(sums), 1)) * sums[:, -1:]).argmax(-1)
 
     def _drawn_among(self, few: int, logits: NDArray[np.float32]) -> Tokens:
         """Return the result of `_drawn` for one row, in half the time: tokens that are left out add zero to the sum."""
