@@ -63,7 +63,7 @@ def build(
     Raises:
         UserError: see `compile`.
     """
-    variants = host_variants(given["host_cpus"])
+    variants = host_variants(given["host_cpus"], board)
     if isinstance(model, Path):
         say("checking the model folder")
         model = open_folder(model, weights=not dry_run)

@@ -5,7 +5,7 @@ manifest.json       typed sections, sha256 and size of every other file
 graph/              before and after the rewrite, as text and as JSON; decoder.onnx; context.onnx with cross-attention
 decoder.onnx        instead, where its weights are the files under weights/; context.onnx too
 weights/            safetensors, packed for the kernels
-host/               one library per instruction set, in a folder each; host/src: the C++ host program
+host/               one library per instruction set, in a folder each; host/src: the C++ host program, or fastcar.mjs
 hls/                HLS C++ project
 drs/                DRS control table, binary and JSON
 step/               step program, binary and JSON, where the accelerator runs whole decode steps
@@ -44,6 +44,8 @@ HLS = "hls"
 DRS_TABLE, DRS_TABLE_JSON = "drs/table.bin", "drs/table.json"
 
 HOST_SOURCES = "host/src"
+WEB_MODULE = f"{HOST_SOURCES}/fastcar.mjs"
+"""What decodes in a browser or in Node; see fastcar_compile/runtime/web."""
 
 REPORT_JSON, README = "report.json", "README.md"
 
@@ -61,7 +63,7 @@ def weight_files(files: Iterable[str]) -> list[str]:
 
 def host_library(triple: str, instruction_set: str) -> str:
     """Return the name of the library for one instruction set."""
-    return f"host/{triple}/{instruction_set}/decoder.so"
+    return f"host/{triple}/{instruction_set}/decoder.{'wasm' if triple.startswith('wasm') else 'so'}"
 
 
 def board_library(triple: str, cpu: str | None, *, linked: bool) -> str:

@@ -19,7 +19,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 from pydantic import BaseModel, ConfigDict
 
-from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, runnable
+from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, runnable, standalone_sets
 from fastcar_compile.config.targets import available_targets, load_target
 from fastcar_compile.errors import BackendError, count_text
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder
@@ -35,6 +35,7 @@ EXTRAS: dict[str, Severity] = {
     "onnxruntime": "warning",
     "csim": "warning",
     "sign": "info",
+    "wasm": "info",
 }
 """Extra -> severity of a missing package of it; "" stands for the packages that every installation needs."""
 
@@ -131,10 +132,13 @@ def _linker() -> Check:
 
 def _cross_compilers() -> Iterator[Check]:
     """Yield the linkers of the boards' CPUs, and the emulators that run the linked programs."""
+    yield _check(
+        "node", _version("node"), "info", "is not on PATH: wasm32 decoders run in browsers only", "install nodejs"
+    )
     boards: dict[str, list[str]] = defaultdict(list)
     for name in available_targets():
         triple = load_target(name).host_triple
-        if triple.partition("-")[0] != platform.machine():
+        if triple.partition("-")[0] != platform.machine() and not standalone_sets(triple):
             boards[triple].append(name)
     for triple, names in sorted(boards.items()):
         compiler, emulator = f"{triple}-g++", f"qemu-{triple.partition('-')[0]}"

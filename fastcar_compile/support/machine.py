@@ -128,7 +128,8 @@ def linker_text(compiler: str) -> list[str]:
     path = shutil.which(compiler)
     if path is None:
         return [compiler]
-    texts = [_stated(path, option) for option in ("--version", "-Wl,--version")]
+    options = ("version",) if Path(path).name == "zig" else ("--version", "-Wl,--version")
+    texts = [_stated(path, option) for option in options]
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None
     return [compiler, *texts, str(libc), *(f"{name}={os.environ.get(name)}" for name in _LINKING)]
 

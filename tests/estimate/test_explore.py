@@ -19,7 +19,7 @@ from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.config.targets import Fabric, Target, available_targets, load_target
 from fastcar_compile.errors import CompileError, TargetError
 
-BOARDS = [name for name in available_targets() if name != "cpu"]
+BOARDS = [name for name in available_targets() if load_target(name).kind == "fpga"]
 
 
 def small_board(**fabric: int) -> Target:

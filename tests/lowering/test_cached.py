@@ -30,7 +30,7 @@ from .kernel_runs import HERE, KernelCase, compiled
 COUNT, HALVES, LANES = 512, 1 << 16, 16
 FLOATS = ("float16", "bfloat16")
 CALLS = re.compile(r"\b(?:callq?|jmp|bl|b)\s+(__\w*(?:hf|gnu_[fh]2[fh])\w*)")
-HARDWARE = {"x86_64": ("vcvtph2ps", "vcvtps2ph"), "aarch64": ("fcvtl", "fcvtn")}
+HARDWARE = {"x86_64": ("vcvtph2ps", "vcvtps2ph"), "aarch64": ("fcvtl", "fcvtn"), "wasm32": ()}
 fastcar = torch.ops.fastcar
 
 

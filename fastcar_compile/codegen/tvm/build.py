@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import tvm
@@ -23,6 +24,7 @@ from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.pipeline import check_of, compile_module, import_graphs
 from fastcar_compile.codegen.tvm.relax_api import parameters
+from fastcar_compile.codegen.tvm.standalone import StandaloneSources, link_command, standalone_sources
 from fastcar_compile.errors import CompileError, InternalError
 from fastcar_compile.ir.layers import Role, role_of
 from fastcar_compile.ir.provenance import where
@@ -53,9 +55,22 @@ def link_library(executable: relax.VMExecutable, path: Path, compiler: str, scra
     def link(library: str, objects: Sequence[str], **_options: object) -> None:
         for name in objects:
             _to_disk(Path(name))
-        _link(compiler, library, objects, Path(objects[0]).parent)
+        _link([compiler, "-shared", "-fPIC", "-o", library, *objects], Path(library), Path(objects[0]).parent)
 
     _export(executable, path, link, scratch)
+
+
+def link_standalone(
+    sources: StandaloneSources, isa: InstructionSet, path: Path, compiler: str, scratch: Path | None = None
+) -> None:
+    """Write the library of sources that need no runtime; see `link_library`."""
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="fastcar-") as folder, _in_memory(Path(folder)):
+        kernels, code = Path(folder) / _OBJECTS[0], Path(folder) / "entries.c"
+        sources.kernels.write_to_file(str(kernels), "o")
+        _to_disk(kernels)
+        code.write_text(sources.text)
+        command = link_command(compiler, isa, sources.entries)
+        _link([*command, "-o", str(path), str(code), str(kernels)], path, Path(folder))
 
 
 def pack_objects(executable: relax.VMExecutable, path: Path, scratch: Path | None = None) -> None:
@@ -99,8 +114,8 @@ def _to_disk(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _link(compiler: str, library: str, objects: Sequence[str], scratch: Path) -> None:
-    command = [compiler, "-shared", "-fPIC", "-o", library, *objects]
+def _link(command: Sequence[str], library: Path, scratch: Path) -> None:
+    compiler = command[0]
     try:
         done = processes.run(command, {"TMPDIR": str(scratch)})
     except OSError as error:
@@ -112,8 +127,8 @@ def _link(compiler: str, library: str, objects: Sequence[str], scratch: Path) ->
     # A linker reports a full disk as text; callers expect an OSError.
     for message, code in _NO_ROOM.items():
         if message in text:
-            raise OSError(code, os.strerror(code), library)
-    what = f"{compiler} could not link {Path(library).name} (exit code {done.returncode}):\n{text[:2000]}"
+            raise OSError(code, os.strerror(code), str(library))
+    what = f"{compiler} could not link {library.name} (exit code {done.returncode}):\n{text[:2000]}"
     raise CompileError(what, hint="see `fastcar doctor`")
 
 
@@ -122,24 +137,33 @@ class LoweredModule:
     """Compiled graphs.
 
     Attributes:
-        executable: the virtual machine's executable. Every graph is a function in it, and equal kernels are one.
+        isa: instruction set that it is for.
         programs: name of a graph -> how to call it. A state result is the argument tensor, updated in place.
         distinct_layers: how many layer functions were compiled.
         ir_module: the Relax module before TVM's CPU pipeline, its kernels those of the first instruction set.
     """
 
-    executable: relax.VMExecutable
+    isa: InstructionSet
     programs: Mapping[str, ProgramPart]
     distinct_layers: int
     ir_module: tvm.IRModule
+
+    @cached_property
+    def executable(self) -> relax.VMExecutable:
+        """The virtual machine's executable. Every graph is a function in it, and equal kernels are one."""
+        return compile_module(self.ir_module, self.isa, [*self.programs])
 
     def part(self, library: str) -> ProgramsPart:
         """Return what the runtime needs to call the module, exported as `library`."""
         return ProgramsPart(library=library, **self.programs)
 
     def export(self, path: Path, compiler: str = "g++", scratch: Path | None = None) -> None:
-        """Write the shared library, linked by `compiler`; see `link_library`."""
-        link_library(self.executable, path, compiler, scratch)
+        """Write the library, linked by `compiler`; see `link_library`."""
+        if self.isa.hosted:
+            link_library(self.executable, path, compiler, scratch)
+        else:
+            sources = standalone_sources(self.ir_module, self.isa, [*self.programs])
+            link_standalone(sources, self.isa, path, compiler, scratch)
 
     def export_objects(self, path: Path, scratch: Path | None = None) -> None:
         """Write the object files that the shared library is linked from, as a .tar. Same module, same bytes."""
@@ -147,7 +171,7 @@ class LoweredModule:
 
     def retarget(self, isa: InstructionSet) -> LoweredModule:
         """Return the module compiled for another CPU, with the kernels for it."""
-        return replace(self, executable=compile_module(self.ir_module, isa, [*self.programs]))
+        return replace(self, isa=isa)
 
 
 def lower(graphs: Mapping[str, HostGraph], isa: InstructionSet | None = None) -> LoweredModule:
@@ -166,7 +190,7 @@ def lower(graphs: Mapping[str, HostGraph], isa: InstructionSet | None = None) ->
     ir_module = import_graphs(graphs, isa)
     segments = [part for graph in graphs.values() for part in graph.segments]
     return LoweredModule(
-        executable=compile_module(ir_module, isa, [*graphs]),
+        isa=isa,
         programs={name: _program(name, graph) for name, graph in graphs.items()},
         distinct_layers=len({part.key for part in segments if any(role_of(n) == Role.EXIT for n in part.nodes)}),
         ir_module=ir_module,

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,18 @@ from pydantic import BaseModel
 from torch import fx
 
 from fastcar_compile.artifact.cache import Kind
-from fastcar_compile.artifact.layout import EMBEDDED, board_library, host_library
+from fastcar_compile.artifact.layout import EMBEDDED, WEB_MODULE, board_library, host_library
 from fastcar_compile.artifact.sections import BoardPart, HostSection, VariantPart
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.segment import HostGraph
-from fastcar_compile.codegen.tvm.isa import InstructionSet, cross_compiler, instruction_sets
+from fastcar_compile.codegen.tvm.isa import (
+    InstructionSet,
+    cross_compiler,
+    instruction_sets,
+    standalone_sets,
+    to_install,
+)
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.dataflow import ancestors
@@ -58,23 +65,25 @@ def embedding_graph(program: DecoderProgram) -> HostGraph | None:
     return HostGraph(graph_module(module, graph), [EMBEDDED])
 
 
-def host_variants(names: Sequence[str]) -> list[InstructionSet]:
+def host_variants(names: Sequence[str], board: Target) -> list[InstructionSet]:
     """Return the instruction sets that an artifact is to carry libraries for, the best one of each machine first.
+
+    Args:
+        names: `host_cpus`. board: a target that is a machine without TVM's runtime has a library too.
 
     Raises:
         CompileError: an unknown name, or no linker for one of them; all of these at once.
     """
-    variants = instruction_sets(names)
+    variants = instruction_sets([*names, *(isa.name for isa in standalone_sets(board.host_triple))])
     machine = f"{platform.machine()}-linux-gnu"
     problems: list[CompileError] = []
     for isa in variants:
         compiler = cross_compiler(isa.triple, machine)
         if shutil.which(compiler) is None:
-            package = "g++" if isa.triple == machine else f"g++-{isa.triple.replace('_', '-')}"
             others = [name for name in names if name != isa.name]
             instead = f", or compile without it: host_cpus={others}" if others and isa.name in names else ""
             what = f"{compiler} is not on PATH, so no library for {isa.name} can be linked"
-            problems.append(CompileError(what, where="host_cpus", hint=f"apt install {package} (Debian){instead}"))
+            problems.append(CompileError(what, where="host_cpus", hint=f"{to_install(isa.triple, machine)}{instead}"))
     CompileError.raise_all(problems)
     return variants
 
@@ -108,6 +117,9 @@ class TvmEmitter:
             graphs["offload"] = HostGraph(host.graph_module, host.outputs)
         host = Host(context.writer, graphs, context.variants[0], f"{platform.machine()}-linux-gnu")
         variants = tuple(_emit_variant(host, isa) for isa in context.variants)
+        if not all(isa.hosted for isa in context.variants):
+            module = files("fastcar_compile") / "runtime" / "web" / "fastcar.mjs"
+            context.writer.write_text(WEB_MODULE, module.read_text(encoding="utf-8"))
         target = context.plan.board
         return HostSection(variants=variants, board=emit_board(host, target) if target.kind == "fpga" else None)
 

@@ -6,13 +6,16 @@ No TVM here: the runtime chooses a library with this module alone.
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.support.machine import CPUINFO, cpu_flags
 
-Int8 = Literal["portable", "vnni512", "vnni256", "madd", "sdot", "smull"]
-"""How int8 products are summed: plain vectors; vpdpbusd on 512 or 256 bits; vpmaddwd; sdot; smull and sadalp."""
+Int8 = Literal["portable", "vnni512", "vnni256", "madd", "sdot", "smull", "dot"]
+"""How int8 products are summed: plain vectors; vpdpbusd on 512 or 256 bits; vpmaddwd; sdot; smull and sadalp;
+WebAssembly's i32x4.dot_i16x8_s."""
 
 NATIVE = "native"
 """In `host_cpus`: the best instruction set of the build machine."""
@@ -32,6 +35,7 @@ class InstructionSet:
         float_lanes: float32 lanes of a register.
         int8: see `Int8`.
         float16: whether it converts between float16 and float32; else that takes integer arithmetic.
+        hosted: whether TVM's runtime is there; else a library calls its kernels itself (`codegen/tvm/standalone.py`).
     """
 
     name: str
@@ -43,6 +47,7 @@ class InstructionSet:
     float_lanes: int
     int8: Int8
     float16: bool
+    hosted: bool = True
 
     @property
     def machine(self) -> str:
@@ -57,10 +62,13 @@ class InstructionSet:
 PORTABLE = InstructionSet("portable", "", "", (), frozenset(), (), 4, "portable", False)
 """Plain vectors, for every CPU: what kernels are imported with. It is no row of the table."""
 
-_X86, _ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
+_X86, _ARM, _WASM = "x86_64-linux-gnu", "aarch64-linux-gnu", "wasm32-unknown-unknown"
 _V2 = frozenset({"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "avx512_vnni"}
+
+_WASM_FEATURES = ("+simd128", "+bulk-memory", "+nontrapping-fptoint", "+sign-ext")
+"""All of what every browser with SIMD has. Relaxed SIMD is left out: its results may differ between machines."""
 
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
     InstructionSet(
@@ -75,6 +83,9 @@ INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
         "neon-dotprod", _ARM, "generic", ("+dotprod",), frozenset({"asimd", "asimddp"}), ("dotprod",), 4, "sdot", True
     ),
     InstructionSet("neon", _ARM, "cortex-a53", (), frozenset({"asimd", "crc32"}), ("neon",), 4, "smull", True),
+    InstructionSet(
+        "wasm-simd128", _WASM, "generic", _WASM_FEATURES, frozenset(), ("simd128",), 4, "dot", False, hosted=False
+    ),
 )
 """The instruction sets; the best set of every architecture stands first."""
 
@@ -105,6 +116,11 @@ def instruction_sets(names: Sequence[str]) -> list[InstructionSet]:
     return [isa for isa in INSTRUCTION_SETS if isa.name in chosen]
 
 
+def standalone_sets(triple: str) -> list[InstructionSet]:
+    """Return those of a machine that has no runtime of TVM; empty for any other machine."""
+    return [isa for isa in INSTRUCTION_SETS if isa.triple == triple and not isa.hosted]
+
+
 def runnable(sets: Iterable[InstructionSet], machine: str, flags: frozenset[str]) -> list[InstructionSet]:
     """Return those that a CPU with these flags runs, the best one first."""
     able = {isa.name for isa in sets if isa.machine == machine and isa.flags <= flags}
@@ -129,5 +145,15 @@ def host_instruction_set() -> InstructionSet:
 
 
 def cross_compiler(triple: str, machine: str) -> str:
-    """Return the name of the C++ compiler that links for `triple` on a machine whose own triple is `machine`."""
+    """Return what links for `triple` on a machine whose own triple is `machine`: the name of a C++ compiler, or zig."""
+    if triple == _WASM:
+        places = getattr(find_spec("ziglang"), "submodule_search_locations", None) or [""]
+        return str(Path(places[0]) / "zig")
     return "g++" if triple == machine else f"{triple}-g++"
+
+
+def to_install(triple: str, machine: str) -> str:
+    """Return how to install that compiler."""
+    if triple == _WASM:
+        return 'pip install "fastcar_compile[wasm]"'
+    return f"apt install {'g++' if triple == machine else 'g++-' + triple.replace('_', '-')} (Debian)"

@@ -95,6 +95,12 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+def flat_module(module: tvm.IRModule, isa: InstructionSet, entries: Sequence[str]) -> tvm.IRModule:
+    """Return an imported module before the virtual machine's instructions are made: its kernels and flat entries."""
+    with host_target(isa):
+        return tvm.transform.Sequential(cpu_passes(isa, entries))(module)
+
+
 def compile_module(module: tvm.IRModule, isa: InstructionSet, entries: Sequence[str]) -> relax.VMExecutable:
     """Return the virtual machine's executable of an imported module, with the kernels of an instruction set.
 

@@ -12,7 +12,9 @@ def host_target(isa: InstructionSet | None = None) -> tvm.target.Target:
     """Return the LLVM target of an instruction set; None: of the best one of this machine."""
     chosen = isa or host_instruction_set()
     options = {"kind": "llvm", "mtriple": chosen.triple, "mcpu": chosen.cpu}
-    return tvm.target.Target(options | ({"mattr": list(chosen.features)} if chosen.features else {}))
+    options |= {"mattr": list(chosen.features)} if chosen.features else {}
+    # What TVM takes for this machine anyway, with a warning.
+    return tvm.target.Target(options | ({} if chosen.hosted else {"vector-width": 32 * chosen.float_lanes}))
 
 
 def board_instruction_set(cpu: str, triple: str) -> InstructionSet:

@@ -103,6 +103,12 @@ def _smull(w: Load, q: Load) -> Expr:
     return intrinsic("int32x4", "llvm.aarch64.neon.saddlp.v4i32.v8i16", sum(products[1:], products[0]))
 
 
+def _wasm_dot(w: Load, q: Load) -> Expr:
+    """Add 16 products in each int16 lane, as for smull; the dot product with ones adds neighbours."""
+    products = [T.Cast("int16x8", a) * T.Cast("int16x8", b) for a, b in _pairs(w, q, 8)]
+    return intrinsic("int32x4", "llvm.wasm.dot", sum(products[1:], products[0]), T.Broadcast(T.int16(1), 8))
+
+
 def _portable(w: Load, q: Load) -> Expr:
     """Add 16 products in each int16 lane, as for smull."""
     products = [T.Cast("int16x8", a) * T.Cast("int16x8", b) for a, b in _pairs(w, q, 8)]
@@ -116,6 +122,7 @@ INT4_DOTS: dict[Int8, Int4Dot] = {
     "madd": Int4Dot(8, True, 8, _vpmaddubsw),
     "sdot": Int4Dot(4, False, 8, _sdot),
     "smull": Int4Dot(4, False, 8, _smull),
+    "dot": Int4Dot(4, False, 8, _wasm_dot),
     "portable": Int4Dot(8, False, 8, _portable),
 }
 

@@ -67,6 +67,12 @@ def _sdot(acc: Expr, w: Load, q: Load) -> Expr:
     return intrinsic("int32x4", "llvm.aarch64.neon.sdot.v4i32.v16i8", acc, w(0, 16), q(0, 16))
 
 
+def _wasm_dot(acc: Expr, w: Load, q: Load) -> Expr:
+    for offset in (0, 8):
+        acc = acc + intrinsic("int32x4", "llvm.wasm.dot", *(T.Cast("int16x8", x(offset, 8)) for x in (w, q)))
+    return acc
+
+
 def _portable(acc: Expr, w: Load, q: Load) -> Expr:
     """Add two products in int16, as for smull."""
     low, high = (T.Cast("int16x8", w(o, 8)) * T.Cast("int16x8", q(o, 8)) for o in (0, 8))
@@ -79,6 +85,7 @@ INT8_DOTS: dict[Int8, Int8Dot] = {
     "madd": Int8Dot(16, 8, False, 8, 8, _vpmaddwd),
     "sdot": Int8Dot(16, 4, False, 12, 8, _sdot),
     "smull": Int8Dot(16, 4, False, 8, 8, _smull),
+    "dot": Int8Dot(16, 4, False, 8, 8, _wasm_dot),
     "portable": Int8Dot(16, 8, False, 4, 8, _portable),
 }
 

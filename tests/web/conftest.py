@@ -1,0 +1,62 @@
+"""One small decoder with exact numerics, compiled for WebAssembly, and what Node makes of it."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import check_module, check_tool, shared_folder
+from decoders import llama
+from filelock import FileLock
+
+import fastcar_compile as fc
+from fastcar_compile.artifact.layout import WEB_MODULE
+
+FRAME, LENGTH, CHUNK = 8, 65, 16
+
+
+def compiled(output: Path, **options: Any) -> fc.Artifact:
+    """A grouped-query Llama for WebAssembly, which this machine's CPU runs too."""
+    check_module("ziglang")
+    defaults: dict[str, Any] = {
+        "quant": "w8a8",
+        "kv": "int8",
+        "numerics": "exact",
+        "replay": fc.ReplayConfig(threshold=0.0),
+    }
+    return fc.compile(
+        llama(initializer_range=0.2, head_dim=32), "wasm32", tokens_per_frame=FRAME, max_seq_len=LENGTH,
+        prefill_chunk=CHUNK, output=output, **{**defaults, **options},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """One of the test processes builds it."""
+    root = shared_folder(tmp_path_factory)
+    with FileLock(root / "wasm32.lock"):
+        if not (root / "wasm32").is_dir():
+            compiled(root / "wasm32")
+    return fc.load(root / "wasm32")
+
+
+Node = Callable[..., Any]
+"""node(folder, prompt=…, tokens=…, thresholds=…, draws=…) -> what tests/web/session.mjs prints."""
+
+
+@pytest.fixture
+def node() -> Node:
+    """Runs Node."""
+    program = check_tool("node")
+
+    def run(folder: Path, **request: Any) -> Any:
+        text = json.dumps({"prompt": [], "tokens": [], "thresholds": [], "draws": [], "differences": []} | request)
+        script = Path(__file__).with_name("session.mjs")
+        command = [program, script, folder / WEB_MODULE, folder]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run

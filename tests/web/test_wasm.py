@@ -1,0 +1,110 @@
+"""A decoder for WebAssembly has the bits of the same artifact on this machine's CPU."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastcar_compile as fc
+from fastcar_compile.codegen.tvm import emit
+from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.exact import numerators
+from fastcar_compile.runtime.sampling import Sampling
+
+from .conftest import CHUNK, LENGTH, Node, compiled
+
+PROMPT = CHUNK + 5  # a whole chunk and a padded one
+GENERATOR = np.random.default_rng(3)
+TOKENS = GENERATOR.integers(0, 17, LENGTH).tolist()
+
+
+def native(artifact: fc.Artifact, threshold: float | str | None) -> dict[str, Any]:
+    """What session.mjs says of one game, of the backend `cpu`."""
+    session = artifact.session("cpu", threads=1, record=True)
+    if not isinstance(threshold, str):
+        session.set_threshold(threshold)
+    logits = [session.prefill(np.array([TOKENS[:PROMPT]]))]
+    logits += [session.step(np.array([token])) for token in TOKENS[PROMPT:]]
+    decisions = np.asarray(session.stats.decisions)[..., 0].astype(int)
+    return {
+        "logits": [np.ascontiguousarray(row).tobytes().hex() for row in logits],
+        "decisions": decisions.tolist(),
+        "ratio": pytest.approx(float(decisions.mean())),
+    }
+
+
+def test_logits_and_decisions_have_the_same_bits(artifact: fc.Artifact, node: Node) -> None:
+    """With the compiled threshold, with others, and dense, in turns."""
+    thresholds = ["compiled", None, -0.2]
+    found = node(artifact.path, prompt=TOKENS[:PROMPT], tokens=TOKENS[PROMPT:], thresholds=thresholds)
+    assert found["games"] == [native(artifact, threshold) for threshold in thresholds]
+    assert found["games"][1]["ratio"] == 0
+    assert 0.1 < found["games"][0]["ratio"] < 0.9
+
+
+def test_draws_are_those_of_python(artifact: fc.Artifact, node: Node) -> None:
+    """Among all and among few tokens, at low and high temperature, with seeds of one word and of five."""
+    cases = [(1.0, 0, 0), (0.7, 40, 1), (2.5, 3, 2**33 + 1), (0.01, 900, 2**53 - 1), (0.0, 0, 4)]
+    logits = (8 * GENERATOR.standard_normal((12, 1000))).astype(np.float32)
+    logits[:, 500:] = logits[:, :500]  # ties
+    draws = [
+        {"options": {"temperature": t, "topK": k, "seed": seed}, "logits": logits.tolist()} for t, k, seed in cases
+    ]
+    chosen = [Sampling(t, k or None, seed=seed, exact=True).start(np.zeros((1, 0), int)) for t, k, seed in cases]
+    differences = np.concatenate([-40 * GENERATOR.random(2000), np.arange(-8, 0.1, 2**-8)])
+    found = node(artifact.path, draws=draws, differences=differences.tolist())
+    assert found["drawn"] == [[int(c(row[None])[0]) for row in logits] for c in chosen]
+    assert found["numerators"] == numerators(differences).tolist()
+
+
+def test_exact_draws_are_draws() -> None:
+    """They follow the probabilities, and mostly give the tokens of float64: 2^-16 of a logit is what they round."""
+    logits = np.log(np.array([[1, 2, 5, 8]])).astype(np.float32)
+    exact = Sampling(seed=1, exact=True).start(np.zeros((1, 0), int))
+    float64 = Sampling(seed=1).start(np.zeros((1, 0), int))
+    pairs = np.array([(int(exact(logits)[0]), int(float64(logits)[0])) for _ in range(2000)])
+    assert (pairs[:, 0] == pairs[:, 1]).mean() > 0.999
+    assert np.bincount(pairs[:, 0]) / 2000 == pytest.approx(np.array([1, 2, 5, 8]) / 16, abs=0.03)
+
+
+@pytest.mark.parametrize("name", ["weights/model.safetensors", "decoder.wasm"])
+def test_a_damaged_file_is_refused(artifact: fc.Artifact, node: Node, tmp_path: Path, name: str) -> None:
+    shutil.copytree(artifact.path, tmp_path / "copy")
+    (file,) = (tmp_path / "copy").rglob(Path(name).name)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    found = node(tmp_path / "copy")["error"]
+    assert found.startswith("ArtifactError: ")
+    assert f"{name} is not the file that manifest.json lists" in found
+
+
+def test_without_the_linker_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is lowered."""
+    monkeypatch.setattr(emit, "cross_compiler", lambda *_: "no-such-zig")
+    with pytest.raises(CompileError, match="no library for wasm-simd128 can be linked") as found:
+        compiled(tmp_path / "artifact", host_cpus=["wasm-simd128"])
+    assert found.value.hint == 'pip install "fastcar_compile[wasm]"'
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{"quant": "w4a8"}, {"replay": fc.ReplayConfig(gate="input_delta", threshold=0.5)}])
+def test_other_exact_decoders(tmp_path: Path, node: Node, options: dict[str, Any]) -> None:
+    artifact = compiled(tmp_path / "artifact", **options)
+    found = node(artifact.path, prompt=TOKENS[:PROMPT], tokens=TOKENS[PROMPT:], thresholds=["compiled"])
+    assert found["games"] == [native(artifact, "compiled")]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("quant", ["none", "bf16", "fp16", "w8a8"])
+def test_native_numerics_are_close(tmp_path: Path, node: Node, quant: str) -> None:
+    """Rotary positions call cos and sin, attention sums in an order of its own."""
+    kv = "float16" if quant == "w8a8" else "float32"
+    artifact = compiled(tmp_path / "artifact", quant=quant, kv=kv, numerics="native", replay=None)
+    (game,) = node(artifact.path, prompt=TOKENS[:PROMPT], tokens=TOKENS[PROMPT:], thresholds=[None])["games"]
+    pair = (g["logits"] for g in (game, native(artifact, "compiled")))
+    found, expected = (torch.tensor(np.frombuffer(bytes.fromhex("".join(rows)), np.float32).copy()) for rows in pair)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 if quant != "w8a8" else 0.2)
