@@ -164,8 +164,8 @@ def logits(query: Floats, keys: Bytes, factor: np.float32) -> Floats:
         return np.where(unknown, np.float32(np.nan), total * factor)
 
 
-def numerators(differences: Floats) -> Integers:
-    """Return 2^differences as integers of 2^-24, for differences of at most 0."""
+def numerators(differences: Floats | npt.NDArray[np.float64]) -> Integers:
+    """Return 2^differences as integers of 2^-24, for differences of at most 0; half of 2^-24 and less is 0."""
     units = np.rint(np.maximum(differences, np.float32(EXP_LIMIT)) * np.float32(1 << EXP_INPUT_BITS)).astype(np.int64)
     shift, fraction = -(units >> EXP_INPUT_BITS), units & (1 << EXP_INPUT_BITS) - 1
     knot, rest = fraction >> 8, fraction & 255

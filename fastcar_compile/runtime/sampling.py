@@ -157,8 +157,6 @@ class TokenChoice:
 
     def __call__(self, logits: NDArray[np.float32]) -> Tokens:
         """Return token ids int64 [B] for logits float32 [B, V] of the next position."""
-        if self._sampling.exact and self._sampling.temperature > 0:
-            return self._drawn_exactly(logits)
         if (few := self._sampling.few(logits)) is not None:
             return self._drawn_among(few, logits[0])
         scores = self._sampling.scores(logits, self._seen)
@@ -169,19 +167,17 @@ class TokenChoice:
 
     def _drawn(self, scores: Scores) -> Tokens:
         """Return the first token of every row whose cumulated probability exceeds a uniform number."""
-        # The largest exponent is 0, so no weight overflows.
-        weights = np.exp(scores - scores.max(-1, keepdims=True)).cumsum(-1)
+        weights = self._weights(scores - scores.max(-1, keepdims=True)).cumsum(-1)
         # Scaling the random number by the total costs one product. Normalising would divide every weight.
         reached = self._random.random((len(weights), 1)) * weights[:, -1:]
         return (weights > reached).argmax(-1)
 
-    def _drawn_exactly(self, logits: NDArray[np.float32]) -> Tokens:
-        """Return tokens drawn with integer weights, whose sums no order and no library changes."""
-        kept = np.sort(logits, -1)[:, -min(self._sampling.top_k or logits.shape[1], logits.shape[1]), None]
-        difference = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-        weights = numerators(difference * (_LOG2_E / self._sampling.temperature))
-        sums = np.where(logits >= kept, weights, 0).cumsum(-1)
-        return (sums > self._random.random((len(sums), 1)) * sums[:, -1:]).argmax(-1)
+    def _weights(self, differences: Scores) -> Scores:
+        """Return e^differences of at most 0, so that no weight overflows; in units of 2^-24 where they are integers."""
+        if not self._sampling.exact:
+            return np.exp(differences)
+        # No order of the sum, and no library's exp, changes an integer.
+        return numerators(differences * _LOG2_E).astype(np.float64)
 
     def _drawn_among(self, few: int, logits: NDArray[np.float32]) -> Tokens:
         """Return the result of `_drawn` for one row, in half the time: tokens that are left out add zero to the sum."""
@@ -189,8 +185,8 @@ class TokenChoice:
         # `kept` is in the order of the ids, as the weights of `_drawn` are: the same number draws the same token.
         kept = np.flatnonzero(scores >= np.partition(scores, -few)[-few])
         chosen = scores[kept]
-        weights = np.exp(chosen - chosen.max()).cumsum()
-        place = weights.searchsorted(self._random.random() * weights[-1], "right")
+        weights: Scores = self._weights(chosen - chosen.max()).cumsum()
+        place = int(np.searchsorted(weights, float(self._random.random() * weights[-1]), "right"))
         return kept[place : place + 1].astype(np.int64)
 
 

@@ -42,6 +42,9 @@ def play_command(
     ] = None,
     backend: Annotated[str, Option(help="cpu or onnxruntime.", autocompletion=BACKENDS)] = "cpu",
     threads: Annotated[int | None, Option(min=1, help="CPU threads of each player.")] = None,
+    recorded: Annotated[
+        Path | None, Option(help="Verify a recorded game bit for bit, instead of playing: numerics have to be exact.")
+    ] = None,
     browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page.")] = True,
     digest: DigestOption = None,
     public_key: KeyOption = None,
@@ -59,6 +62,10 @@ def play_command(
     with stages(as_json, "play") as show:
         show("checking the files")
         loaded = fc.load(artifact, digest=digest, require_signature=public_key, reread=reread)
+        if recorded is not None:
+            show("playing the recorded game again")
+            _verify(loaded, world, recorded, as_json)
+            return
         show("generating the first frames")
         stage = _stage(loaded, world, backend, threads)
         if not _is_local(host):
@@ -69,6 +76,18 @@ def play_command(
             print_text("No browser can be opened here. Open the address yourself.")
         sys.stdout.flush()
         listening.wait()
+
+
+def _verify(loaded: fc.Artifact, world: Path, recorded: Path, as_json: bool) -> None:
+    from fastcar_play.lockstep import load_game, verify
+    from fastcar_play.world import load_world
+
+    game, found = load_game(recorded), load_world(world)
+    found.check_decoder(loaded.config)
+    share = verify(loaded, found, game)
+    fields = {"verified": f"{count_text(len(game.checks), 'frame')}, bit for bit", "MLPs replayed": f"{share:.1%}"}
+    facts = {"frames": len(game.checks), "replayed": share, "digest": game.digest}
+    print_result(as_json, facts, lambda: print_fields(fields | {"digest": game.digest}))
 
 
 def _stage(loaded: fc.Artifact, world: Path, backend: str, threads: int | None) -> Stage:

@@ -50,9 +50,9 @@ class Beginning:
     top_k: int = 0
 
     def sampling(self, codes: int) -> Sampling:
-        """Return what draws the image tokens among so many codes."""
+        """Return what draws the image tokens among so many codes: the same ones in a browser."""
         top_k = self.top_k if self.temperature and 0 < self.top_k < codes else None
-        return Sampling(self.temperature, top_k, seed=self.seed)
+        return Sampling(self.temperature, top_k, seed=self.seed, exact=True)
 
 
 @dataclass(frozen=True)

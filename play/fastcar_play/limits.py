@@ -9,6 +9,9 @@ from fastcar_compile.support.limits import TOML_BYTES as TOML_BYTES
 PIXELS_BYTES = 64 * MIB
 """Bytes of a world's model that turns tokens into pictures."""
 
+GAME_BYTES = MIB
+"""Bytes of a recorded game; a minute of Doom takes about one KiB."""
+
 STARTS_BYTES = 64 * MIB
 """Bytes of a world's starting contexts; a context of 16 frames of 65 tokens takes 8 KiB."""
 

@@ -96,7 +96,7 @@ class Step:
     Attributes:
         codes: image codes, int64 [tokens].
         replayed: share of the layers that replayed in the forward that chose each token, float32 [tokens].
-        scores: of the gate in the same forwards, float32 [tokens, L].
+        scores: of the gate in the same forwards, float32 [tokens, L]. logits: of these forwards, float32 [tokens, V].
         seconds: of the forwards. sampling: of the draws. forwards: how many.
         refilled: the session was full, and reads the last frames again.
     """
@@ -104,6 +104,7 @@ class Step:
     codes: Tokens
     replayed: NDArray[np.float32]
     scores: NDArray[np.float32]
+    logits: NDArray[np.float32]
     seconds: float
     sampling: float
     forwards: int
@@ -184,12 +185,13 @@ class Track:
             self._fill()
         before, start, drawing = self._session.position, perf_counter(), 0.0
         self.settle()
-        image, decisions, scores = self._file.image, list[Array](), list[Array]()
+        image, decisions, scores, seen = self._file.image, list[Array](), list[Array](), list[Array]()
         tokens, token = [action], np.array([action], np.int64)
         for _ in range(image.tokens):
             logits = self._session.step(token)
             decisions.append(self._watch.decisions[:, 0])
             scores.append(self._watch.scores[:, 0])
+            seen.append(logits[0])
             drawn = perf_counter()
             token = self._choose(logits[:, image.offset : image.offset + image.count]) + image.offset
             drawing += perf_counter() - drawn
@@ -202,6 +204,7 @@ class Track:
             codes=frame[1:] - image.offset,
             replayed=np.array(decisions, np.float32).mean(1),
             scores=np.array(scores, np.float32),
+            logits=np.array(seen, np.float32),
             seconds=seconds,
             sampling=drawing,
             forwards=self._session.position - before,

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,6 +155,10 @@ class World:
     names: tuple[str, ...]
     pixels: bytes = field(repr=False)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what `game.mjs` calls a world."""
+        return self.file.model_dump(mode="json") | {"starts": self.starts.tolist(), "names": self.names}
+
     def check_decoder(self, config: DecoderConfig) -> None:
         """Raise InputError unless the decoder can be one of this world."""
         file, where = self.file, str(self.folder / WORLD)
@@ -191,25 +195,31 @@ def load_world(folder: str | Path) -> World:
     path = path_of("the world", folder)
     file = _world_file(path / WORLD)
     starts, names = _starts(path / STARTS, file)
-    return World(path, file, starts, names, _content(path / PIXELS, limits.PIXELS_BYTES))
+    return World(path, file, starts, names, content(path / PIXELS, limits.PIXELS_BYTES, f"world's {PIXELS}"))
 
 
-def _content(path: Path, most: int) -> bytes:
+def content(path: Path, most: int, what: str, hint: str = HINT) -> bytes:
+    """Return the bytes of a file, `what` by name.
+
+    Raises:
+        InputError: it cannot be read, or has more than `most` bytes.
+    """
     try:
         refuse_pipe(path)
         with path.open("rb") as stream:
             data = stream.read(most + 1)
     except OSError as error:
-        text = error.strerror or str(error)
-        raise InputError(f"the world's {path.name} cannot be read: {text}", where=str(path), hint=HINT) from error
+        raise InputError(f"the {what} cannot be read: {error.strerror or error}", where=str(path), hint=hint) from error
     if len(data) > most:
-        raise InputError(f"the world's {path.name} has more than {most} bytes", where=str(path), hint=HINT)
+        raise InputError(f"the {what} has more than {most} bytes", where=str(path), hint=hint)
     return data
 
 
 def _world_file(path: Path) -> WorldFile:
     try:
-        return WorldFile.model_validate(tomllib.loads(_content(path, limits.TOML_BYTES).decode("utf-8")))
+        return WorldFile.model_validate(
+            tomllib.loads(content(path, limits.TOML_BYTES, f"world's {path.name}").decode("utf-8"))
+        )
     except ValidationError as error:
         lines = "; ".join(describe_validation(error))[: limits.TEXT_ERROR]
         raise InputError(f"the world file is malformed: {lines}", where=str(path), hint=HINT) from error
@@ -228,7 +238,7 @@ _NAMES = TypeAdapter(tuple[Label, ...])
 
 
 def _starts(path: Path, file: WorldFile) -> tuple[Tokens, tuple[str, ...]]:
-    data = _content(path, limits.STARTS_BYTES)
+    data = content(path, limits.STARTS_BYTES, f"world's {path.name}")
     try:
         tokens = tensors_of(np.frombuffer(data, np.uint8), str(path)).get("tokens")
         names = _names(data)

@@ -10,21 +10,22 @@ import pytest
 from conftest import check_module, check_tool, shared_folder
 from decoders import llama
 from filelock import FileLock
+from play.worlds import FRAME
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.layout import WEB_MODULE
 
-FRAME, LENGTH, CHUNK = 8, 65, 16
+LENGTH, CHUNK = 65, 16
 
 
 def compiled(output: Path, **options: Any) -> fc.Artifact:
-    """A grouped-query Llama for WebAssembly, which this machine's CPU runs too."""
+    """A grouped-query Llama for the tiny world and WebAssembly, which this machine's CPU runs too."""
     check_module("ziglang")
     defaults: dict[str, Any] = {
         "quant": "w8a8",
         "kv": "int8",
         "numerics": "exact",
-        "replay": fc.ReplayConfig(threshold=0.0),
+        "replay": fc.ReplayConfig(gate="input_delta", threshold=1.2),
     }
     return fc.compile(
         llama(initializer_range=0.2, head_dim=32), "wasm32", tokens_per_frame=FRAME, max_seq_len=LENGTH,

@@ -268,7 +268,7 @@ const LOG2_E = 1.4426950408889634;
 /** Chooses the tokens of one video. temperature: 0 takes the likeliest. topK: 0 draws among all. seed: a whole number. */
 export class Sampler {
   constructor({ temperature = 1, topK = 0, seed = 0 } = {}) {
-    Object.assign(this, { temperature, topK, factor: LOG2_E / temperature, random: generator(BigInt(seed)) });
+    Object.assign(this, { temperature, topK, random: generator(BigInt(seed)) });
   }
 
   /** The place of the chosen one of these logits. */
@@ -282,7 +282,7 @@ export class Sampler {
     let total = 0;
     for (let i = 0; i < logits.length; ++i) {
       if (!(logits[i] >= least)) continue;
-      total += numerator((logits[i] - logits[top]) * this.factor);
+      total += numerator((logits[i] / this.temperature - logits[top] / this.temperature) * LOG2_E);
       places.push(i);
       sums.push(total);
     }
