@@ -63,7 +63,7 @@ def test_tokens_and_decisions_are_those_of_the_published_flow(whole: Whole, back
     picks = {None: lambda logits: int(logits.argmax()), 5: drawn(5, 12, 0.9)}
     for seed, pick in picks.items():
         wanted, rows = pairs.generate(prompts(whole.body), COUNT, pick)
-        options = {"temperature": 0} if seed is None else {"top_k": 12, "top_p": 0.9, "seed": seed}
+        options: dict[str, Any] = {"temperature": 0} if seed is None else {"top_k": 12, "top_p": 0.9, "seed": seed}
         with whole.artifact.session(backend, record=True, depth=whole.depth) as session:
             session.set_threshold(parse_thresholds(f">{threshold}"))
             found = session.generate(prompts(whole.body), COUNT, fc.Sampling(**options, guidance=GUIDANCE))
