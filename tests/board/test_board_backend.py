@@ -1,11 +1,13 @@
 """session(backend="board") on a stand-in for pyxrt, and what it says where there is no board."""
 
 import ctypes
+import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,6 +76,21 @@ def test_logits_equal_those_of_the_cpu(name: str, linears: int, request: pytest.
     assert len(accelerator_of(offloaded).linears) == linears
     launched = int((~decisions.all(2)).sum()) + linears * decisions.shape[0]
     assert starts(fake) == {"fastcar_step": 1 + decisions.shape[0] + launched}
+
+
+def test_the_notebook_of_an_artifact_runs(
+    artifact: fc.Artifact, pyxrt: Faulty, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pyxrt(artifact)
+    monkeypatch.setenv("ARTIFACT", str(artifact.path))
+    notebook = json.loads((artifact.path / "host" / "src" / "fastcar_board.ipynb").read_text("utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [(cell["outputs"], cell["execution_count"]) for cell in cells] == [([], None)] * 4
+    names: dict[str, Any] = {}
+    for cell in cells:
+        exec("".join(cell["source"]), names)
+    assert names["board"].position == 2
+    assert capsys.readouterr().out.startswith(f"({len(names['second'])}, ")
 
 
 def test_rows_that_the_host_has_replay_are_not_computed(foreign_artifact: fc.Artifact, pyxrt: Faulty) -> None:

@@ -24,7 +24,13 @@ from fastcar_compile.ir.types import REPLAY_ROLES
 from fastcar_compile.ir.weights import dtype_name
 from fastcar_compile.support.packages import TEMPLATES
 
-BOARD_SOURCES = ("fastcar_accelerator.hpp", "fastcar_memory.hpp", "fastcar_probe.cpp", "fastcar_xrt.hpp")
+BOARD_SOURCES = (
+    "fastcar_accelerator.hpp",
+    "fastcar_memory.hpp",
+    "fastcar_probe.cpp",
+    "fastcar_xrt.hpp",
+    "fastcar_board.ipynb",
+)
 SHORT_SOURCES = ("fastcar_offload.hpp",)
 STEP_SOURCES = ("fastcar_step_decoder.hpp",)
 """Files for an accelerator: any; one that is called in every layer; one that runs whole steps."""
@@ -50,7 +56,7 @@ class HostProgramEmitter:
             quant=context.plan.config.quant,
             computes=_COMPUTES[context.plan.config.offload],
             part=context.plan.board.part,
-            shares_memory=context.plan.board.shares_memory,
+            target=context.plan.board,
             board=host.board,
             accelerator=accelerator,
         )
@@ -71,7 +77,8 @@ def host_sources(
     """
     templates = files(TEMPLATES) / "host"
     unused = _unused(accelerator)
-    names = [p.name for p in templates.iterdir() if p.name.endswith((".hpp", ".cpp")) and p.name not in unused]
+    every = (".hpp", ".cpp", ".ipynb")
+    names = [p.name for p in templates.iterdir() if p.name.endswith(every) and p.name not in unused]
     texts = {name: (templates / name).read_text() for name in names}
     texts["Makefile"] = render("host/Makefile", accelerator=accelerator is not None)
     if accelerator is not None:
