@@ -33,6 +33,7 @@ COMMANDS = {
     "sign": "fastcar_compile.cli.trust:sign_command",
     "verify-signature": "fastcar_compile.cli.trust:verify_signature_command",
     "estimate": "fastcar_compile.cli.estimate:estimate_command",
+    "hls-report": "fastcar_compile.cli.hls_report:hls_report_command",
     "cache": "fastcar_compile.cli.cache:cache_command",
     "targets": "fastcar_compile.cli.targets:targets_command",
     "explore": "fastcar_compile.cli.explore:explore_command",

@@ -47,7 +47,7 @@ class ExitCode(IntEnum):
         return member
 
     OK = 0, "done"
-    MISMATCH = 1, "`verify` found a backend that differs, or `diff` a difference"
+    MISMATCH = 1, "`verify` found a backend that differs, `diff` a difference, or `hls-report` a figure that is worse"
     USER_ERROR = 2, "the call, the model or a file is wrong; the error says what, where and how to fix it"
     INTERNAL_ERROR = 3, "a defect of fastcar_compile; FASTCAR_TRACEBACK=1 shows the traceback"
     INTERRUPTED = INTERRUPTED, "interrupted by Ctrl-C"

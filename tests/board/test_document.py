@@ -26,7 +26,7 @@ def test_every_variable_is_one_that_is_read() -> None:
 
 
 def test_every_target_of_make_exists() -> None:
-    targets = {"csim", "csynth", "link", "probe", "package", "decode", "board"}
+    targets = {"csim", "csynth", "cosim", "platform", "link", "probe", "package", "reports", "decode", "board"}
     assert targets == {t for t in targets if re.search(rf"make (-C \S+ )?([a-z]+ )*{t}\b", BLOCKS)}
     assert [t for t in sorted(targets) if not re.search(rf"^{t}:", MAKEFILES, re.MULTILINE)] == []
 

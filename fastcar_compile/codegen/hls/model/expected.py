@@ -1,0 +1,95 @@
+"""What the model and the sources of an artifact say of its kernel, to compare with what the tools report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.codegen.hls.control_table.reader import read_table
+from fastcar_compile.codegen.hls.control_table.table import DrsTable
+from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.exploration import resources_of
+from fastcar_compile.codegen.hls.design.loops import Loop, load_loop, quantize_loops, tile_loops
+from fastcar_compile.codegen.hls.design.step_loops import AttendWork, VectorWork, attend_loops, vector_loops
+from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
+from fastcar_compile.codegen.hls.step_program.instructions import Attend
+from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.errors import InputError
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A kernel as it should come out.
+
+    Args:
+        loops: (function, label) -> the interval of its PIPELINE pragma, and the model's depth in clocks, None: not modelled.
+        resources: by name: lut, ff, dsp, bram36, uram; estimates.
+    """
+
+    kernel: str
+    clock_mhz: float
+    loops: dict[tuple[str, str], tuple[int, int | None]]
+    resources: dict[str, float]
+
+
+def expected_of(artifact: StoredArtifact) -> Expected:
+    """Return what an artifact's kernel should be.
+
+    Raises:
+        InputError: the artifact has no kernel.
+    """
+    manifest = artifact.manifest
+    design, accelerator = design_of(manifest, manifest.target), manifest.accelerator
+    if design is None or accelerator is None:
+        hint = "compile for a target with a fabric, and with quant w8a8 or w4a8"
+        raise InputError("the artifact has no kernel", where=str(artifact.path), hint=hint)
+    depths = {(loop.process, loop.label): loop.depth for loop in _loops(design, *_program(artifact))}
+    names = [name for name in manifest.files if re.fullmatch(r"hls/fastcar_\w+\.(?:hpp|cpp)", name)]
+    sources = [artifact.files.data(name).decode("utf-8") for name in names]
+    loops = {key: (interval, depths.get(key)) for text in sources for key, interval in _pragmas(text)}
+    counted = resources_of(design, workload_of(manifest).kernel_spec(), manifest.target)
+    return Expected(
+        kernel=accelerator.kernels[0].name,
+        clock_mhz=design.budget.clock_mhz,
+        loops=loops,
+        resources={name: float(entry["used"]) for name, entry in counted.items()},
+    )
+
+
+def _program(artifact: StoredArtifact) -> tuple[StepProgram | None, DrsTable | None]:
+    program, accelerator = program_of(artifact), artifact.manifest.accelerator
+    if program is None or accelerator is None:
+        return None, None
+    return program, read_table(artifact.files.data(accelerator.table))
+
+
+def _loops(design: Design, program: StepProgram | None, table: DrsTable | None) -> Iterator[Loop]:
+    """Yield the loops of the model that the kernel has."""
+    load = design.load()
+    for product in design.products:
+        yield from tile_loops(product, load).stages
+        yield from quantize_loops(product, load)
+        yield load_loop(product.inputs, load)
+    if program is None or table is None:
+        return
+    rows = design.mlp.batch
+    work = VectorWork(rows, rows, design.ports, design.axi_words, table)
+    for instruction in program.instructions:
+        for part in vector_loops(instruction, work):
+            yield from part.loops
+        if isinstance(instruction, Attend):
+            queries = instruction.heads // instruction.key_heads
+            shape = (rows, instruction.key_heads, queries, design.group or queries, instruction.blocks)
+            loops = attend_loops(AttendWork(*shape, design.ports, program.sizes.positions))
+            yield from (*loops.split, *(value for value in vars(loops).values() if isinstance(value, Loop)))
+
+
+def _pragmas(text: str) -> Iterator[tuple[tuple[str, str], int]]:
+    """Yield function and label of every pipelined loop of a source, and its interval."""
+    text = re.sub(r"//[^\n]*", "", text)
+    opened = [(m.start(), m[1]) for m in re.finditer(r"^(?:\S.*)?\b(\w+)\([^;]*?\) \{$", text, re.MULTILINE)]
+    for loop in re.finditer(r"(\w+):\s*for \([^)]*\) \{\s*FASTCAR_PIPELINE\((\d+)\)", text):
+        function = next((name for start, name in reversed(opened) if start < loop.start()), "")
+        yield (function, loop[1]), int(loop[2])

@@ -1,0 +1,167 @@
+"""What Vitis HLS, Vivado and xclbinutil report of a kernel, read from the files that they leave in a folder.
+
+Formats: csynth.xml (UG1399, "Synthesis Report"), report_utilization and report_timing_summary (UG835, UG906), and
+`xclbinutil --info` (XRT). A tool that reports something elsewhere, or in another form, leaves the field empty.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+from fastcar_compile.errors import InputError
+from fastcar_compile.support.values import number
+
+MOST_BYTES = 256 << 20
+"""Of one report; Vivado's longest are a few megabytes."""
+
+HINT = "give the folder that `make csynth`, `make link` and `make reports` wrote"
+
+
+@dataclass(frozen=True)
+class ToolLoop:
+    """A pipelined loop of csynth.xml. function: its module. interval, depth: clocks; None: not told."""
+
+    function: str
+    label: str
+    interval: int
+    depth: int | None
+
+
+@dataclass
+class ToolReports:
+    """What was found.
+
+    Args:
+        files: that were read. loops: of all modules.
+        period_ns: estimated by HLS, its margin apart. target_ns: that HLS was asked for.
+        hls, placed: resources by HLS, and after placement of the whole device: lut, ff, dsp, bram36, uram.
+        slack_ns: worst, of setup. clock_mhz: of the device binary.
+    """
+
+    files: list[Path] = field(default_factory=list)
+    loops: list[ToolLoop] = field(default_factory=list)
+    period_ns: float | None = None
+    target_ns: float | None = None
+    hls: dict[str, float] = field(default_factory=dict)
+    placed: dict[str, float] = field(default_factory=dict)
+    slack_ns: float | None = None
+    clock_mhz: float | None = None
+
+
+def read_reports(folder: Path, kernel: str) -> ToolReports:
+    """Return what a folder and those below it have of a kernel.
+
+    Raises:
+        InputError: there is no report of a known form, or one is damaged.
+    """
+    found = ToolReports()
+    for path in sorted(folder.rglob("csynth.xml")):
+        _read_synthesis(_xml(path), kernel, found, path)
+    reports = [(path, _text(path)) for path in sorted(folder.rglob("*.rpt"), key=_stage)]
+    for path, text in reports:
+        if "Design Timing Summary" in text and (slack := _slack(text)) is not None and found.slack_ns is None:
+            found.slack_ns = slack
+            found.files.append(path)
+        if "Utilization Design Information" in text and not found.placed and (placed := dict(_placed(text))):
+            found.placed = placed
+            found.files.append(path)
+    for path in sorted(folder.rglob("*.xclbin.info")):
+        if (clock := _clock(_text(path))) is not None:
+            found.clock_mhz = clock
+            found.files.append(path)
+    if not found.files:
+        what = f"there is no csynth.xml of {kernel}, no report of Vivado and no .xclbin.info"
+        raise InputError(what, where=str(folder), hint=HINT)
+    return found
+
+
+def _stage(path: Path) -> tuple[int, str]:
+    """Order reports of the same kind: what was routed is nearer to the truth than what was placed."""
+    order = ("routed", "placed")
+    return next((n for n, word in enumerate(order) if word in path.name), len(order)), str(path)
+
+
+def _text(path: Path) -> str:
+    if path.stat().st_size > MOST_BYTES:
+        raise InputError(f"the report has more than {MOST_BYTES} bytes", where=str(path), hint=HINT)
+    return path.read_text("utf-8", errors="replace")
+
+
+def _xml(path: Path) -> ElementTree.Element:
+    try:
+        return ElementTree.fromstring(_text(path))
+    except ElementTree.ParseError as error:
+        raise InputError(f"the report is no XML: {error}", where=str(path), hint="run `make csynth` again") from error
+
+
+# csynth.xml: estimates of the top, and the loops of every module.
+
+
+_RESOURCES = {"LUT": "lut", "FF": "ff", "DSP": "dsp", "DSP48E": "dsp", "URAM": "uram"}
+
+
+def _read_synthesis(root: ElementTree.Element, kernel: str, found: ToolReports, path: Path) -> None:
+    if root.findtext("UserAssignments/TopModelName", "").strip() != kernel:
+        return
+    found.files.append(path)
+    found.target_ns = _number(root.findtext("UserAssignments/TargetClockPeriod"))
+    found.period_ns = _number(root.findtext("PerformanceEstimates/SummaryOfTimingAnalysis/EstimatedClockPeriod"))
+    for item in root.iterfind("AreaEstimates/Resources/*"):
+        value = _number(item.text)
+        if value is not None and item.tag == "BRAM_18K":
+            found.hls["bram36"] = value / 2
+        elif value is not None and item.tag in _RESOURCES:
+            found.hls[_RESOURCES[item.tag]] = value
+    modules = [
+        (kernel, root),
+        *((m.findtext("Name", "").strip(), m) for m in root.iterfind("ModuleInformation/Module")),
+    ]
+    for name, module in modules:
+        for summary in module.iterfind("PerformanceEstimates/SummaryOfLoopLatency"):
+            found.loops += _loops(name, summary)
+
+
+def _loops(function: str, parent: ElementTree.Element) -> Iterator[ToolLoop]:
+    """Yield the pipelined loops below an element; nested loops are nested elements, named by their labels."""
+    for child in parent:
+        if child.find("TripCount") is None:
+            continue
+        interval, depth = _number(child.findtext("PipelineII")), _number(child.findtext("PipelineDepth"))
+        if interval is not None:
+            yield ToolLoop(function, child.tag, int(interval), None if depth is None else int(depth))
+        yield from _loops(function, child)
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else number("a figure of a report", float(text.strip()))
+    except (ValueError, InputError):
+        return None  # "undef", "-" or a range
+
+
+# Vivado's text reports, and xclbinutil's.
+
+
+_SITES = {"CLB LUTs": "lut", "CLB Registers": "ff", "DSPs": "dsp", "Block RAM Tile": "bram36", "URAM": "uram"}
+
+
+def _placed(text: str) -> Iterator[tuple[str, float]]:
+    for site, used in re.findall(r"^\| *([A-Za-z ]+?)\*? *\| *([\d.]+) *\|", text, re.MULTILINE):
+        if site in _SITES:
+            yield _SITES[site], float(used)
+
+
+def _slack(text: str) -> float | None:
+    found = re.search(r"^ *WNS\(ns\).*\n[ -]*\n *(-?\d+\.\d+)", text, re.MULTILINE)
+    return None if found is None else float(found[1])
+
+
+def _clock(text: str) -> float | None:
+    """Return the frequency of the kernels' clock: the one of type DATA, else the first."""
+    clocks = re.findall(r"Name: +(\S+)\s+Index: +\d+\s+Type: +(\S+)\s+Frequency: +(\d+(?:\.\d+)?) MHz", text)
+    data = [rate for _, kind, rate in clocks if kind == "DATA"] or [rate for *_, rate in clocks]
+    return float(data[0]) if data else None
