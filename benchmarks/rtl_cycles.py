@@ -18,6 +18,7 @@ import numpy as np
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.design.usage import ROW_PORTS
 from fastcar_compile.codegen.hls.model.engine import Engine
 from fastcar_compile.codegen.hls.model.shapes import LinearShape
 from fastcar_compile.codegen.hls.project import table_of_sizes
@@ -39,6 +40,7 @@ class Case:
     Args:
         hidden, intermediate: of the decoder's MLP. linears: those that are measured: name, inputs, channels.
         rows: of the batch, all of which compute. cores: of the design.
+        axi_bits: of other AXI ports than the board has, of which two carry weights.
     """
 
     board: str
@@ -49,13 +51,17 @@ class Case:
     rows: int
     cores: int
     linears: tuple[tuple[str, int, int], ...]
+    axi_bits: int | None = None
 
     @property
     def design(self) -> Design:
         """The design with the most ports."""
         spec = MlpSpec(self.hidden, self.intermediate, batch=self.rows, layers=1, cores=self.cores, quant=self.quant)
         own = [LinearSpec(*linear) for linear in self.linears]
-        return best(designs(spec, budget_of(load_target(self.board)), own))
+        budget = budget_of(load_target(self.board))
+        if self.axi_bits is not None:
+            budget = replace(budget, axi_bits=self.axi_bits, axi_ports=2 + ROW_PORTS)
+        return best(designs(spec, budget, own))
 
 
 VILA = (("o, 256 channels", 4096, 256), ("down, 256 channels", 11008, 256))
@@ -68,6 +74,7 @@ CASES = (
     Case("kv260", "game", 256, 1536, "w8a8", 1, 1, GAME),
     Case("kv260", "game", 256, 1536, "w4a8", 4, 2, GAME),
     Case("zcu104-sodimm", "TinyLlama", 2048, 5632, "w4a8", 1, 1, TINY),
+    Case("zcu104-sodimm", "TinyLlama", 2048, 5632, "w4a8", 1, 1, TINY, axi_bits=512),
 )
 
 
@@ -90,7 +97,8 @@ class Row:
     def text(self) -> str:
         """The line in Markdown."""
         case = self.case
-        place = f"{case.board} | {case.decoder} {case.quant} | {self.ports} | {case.rows} on {case.cores}"
+        ports = f"{self.ports}, {case.axi_bits} bits" if case.axi_bits else str(self.ports)
+        place = f"{case.board} | {case.decoder} {case.quant} | {ports} | {case.rows} on {case.cores}"
         return f"| {place} | {self.linear} | {self.rtl:,} | {self.model:,.0f} | {self.ratio:.3f} |"
 
 
@@ -98,7 +106,7 @@ def measure(case: Case, builder: Builder) -> list[Row]:
     """Return the clocks of every linear of a case; `builder` builds its RTL."""
     made, target, rng = case.design, load_target(case.board), np.random.default_rng(0)
     engine = Engine(made, target, table_of_sizes(made))
-    name = f"{case.board}_{case.decoder}_{case.quant}_{case.rows}".replace(" ", "_")
+    name = f"{case.board}_{case.decoder}_{case.quant}_{case.rows}_{made.axi_words}".replace(" ", "_")
     bench, found = LinearBench(made, builder, name), []
     for linear, inputs, channels in case.linears:
         call = engine.array_call([LinearShape(linear, inputs, channels)], made.load(case.rows))

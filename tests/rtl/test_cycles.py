@@ -13,10 +13,10 @@ CLOSE = 0.03
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("place", range(6))
+@pytest.mark.parametrize("place", range(7))
 def test_the_closed_form_is_close(rtl_tools: None, builder: Builder, place: int) -> None:
     """But for the activation, whose stages the loop of the C++ has for a linear too: once per linear."""
     with imported([BENCHMARKS], ["rtl_cycles"]) as scripts:
-        assert len(scripts.rtl_cycles.CASES) == 6
+        assert len(scripts.rtl_cycles.CASES) == 7
         for row in scripts.rtl_cycles.measure(scripts.rtl_cycles.CASES[place], builder):
             assert row.rtl == pytest.approx(row.model, rel=CLOSE, abs=ACTIVATION_DEPTH + CLOSE * row.model), row.text

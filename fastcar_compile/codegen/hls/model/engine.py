@@ -43,7 +43,7 @@ class EngineCall:
     Args:
         control: what the controller does. products: one, or the two of an MLP; none: the array has nothing to do.
         load: of the array. last_load: of its last product, where that has fewer rows: a draft, which has two for each
-            that replays. ports: weight ports, 128 bits each.
+            that replays. ports: weight ports, 128 bits each. axi_words: of them on an AXI port.
         rows_on_chip, results_on_chip: whether rows come from the chip and stay there.
     """
 
@@ -54,6 +54,7 @@ class EngineCall:
     rows_on_chip: bool = False
     results_on_chip: bool = False
     last_load: loops.Load | None = None
+    axi_words: int = 1
 
     def load_of(self, number: int) -> loops.Load:
         """Return what the array does in a product."""
@@ -77,8 +78,8 @@ class EngineCall:
 
     @property
     def fifo_words(self) -> int:
-        """Words of a weight port's FIFO."""
-        return STEP_FIFO_WORDS if self.rows_on_chip else FIFO_WORDS
+        """Words of a weight port's FIFO; an AXI port has one FIFO for all that it carries."""
+        return (STEP_FIFO_WORDS if self.rows_on_chip else FIFO_WORDS) // self.axi_words
 
     @property
     def control_name(self) -> str:
@@ -155,7 +156,8 @@ class Memory:
 
     Args:
         rate: words per clock that all its users together get, refresh included. latency: clocks from a request to its
-            first word. window: words that one user may have under way (outstanding requests times burst).
+            first word. window: words that one weight port may have under way (outstanding requests times burst, shared by
+            those of an AXI port).
         refresh_interval, refresh: clocks from one refresh to the next, and clocks of one, in which nothing moves.
         rows_apart: rows of x come from another memory.
     """
@@ -185,7 +187,7 @@ def memory_of(design: Design, target: Target) -> Memory:
     return Memory(
         rate=memory_rate(target, design.ports) / WORD_BYTES / clock,
         latency=round(READ_SECONDS[memory.technology] * clock),
-        window=READS.length * READS.outstanding // WORD_BYTES,
+        window=READS.length * READS.outstanding // (WORD_BYTES * design.axi_words),
         refresh_interval=timing.t_refi * 1e-9 * clock,
         refresh=timing.t_rfc * 1e-9 * clock,
         rows_apart=memory.bank_bytes is not None,
@@ -250,14 +252,15 @@ class Engine:
         last = len(linears) - 1
         products = tuple(NamedProduct(x.name, self._product(x), i < last) for i, x in enumerate(linears))
         work = ControlWork(ControlOp.PLACE, self.control)
-        return EngineCall(work, products, load, self.design.ports, on_chip, stays)
+        axi_words = self.design.axi_words
+        return EngineCall(work, products, load, self.design.ports, on_chip, stays, axi_words=axi_words)
 
     def draft_call(self, products: DraftProducts, load: loops.Load) -> EngineCall:
         """Return the request of a draft. `load`: of its first product, of x and of the recalled x."""
         named = NamedProduct("draft", products.first, inner=True), NamedProduct("outer", products.outer)
         last = self.design.load(load.rows // 2)
         work = ControlWork(ControlOp.PLACE, self.control)
-        return EngineCall(work, named, load, self.design.ports, True, True, last)
+        return EngineCall(work, named, load, self.design.ports, True, True, last, self.design.axi_words)
 
     def control_call(self, op: ControlOp) -> EngineCall:
         """Return one start for a decision, or the one that loads the control table."""
