@@ -8,8 +8,13 @@ routing or timing.
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from rtl_cycles import CASES
+
+from fastcar_compile.codegen.hls.project import emit_hls
 
 ROOT = Path(__file__).parent.parent
 RTL = ROOT / "hls_templates" / "rtl"
@@ -65,14 +70,22 @@ UNITS = (
 )
 
 
-def synthesize(unit: Unit) -> dict[str, int]:
+LINEAR = Unit("linear", "linear", "all of a linear: VILA-U 7B on ZCU102, 4 ports, a core, w4a8")
+"""The first design of rtl_cycles.py. Two minutes."""
+
+
+def synthesize(unit: Unit, folder: Path = RTL) -> dict[str, int]:
     """Return LUTs, flip-flops, DSP slices and halves of a BRAM36 of a unit.
+
+    Args:
+        folder: of the sources; that of a project has the sizes of its design.
 
     Raises:
         SystemExit: yosys found an error, or made a cell of another kind.
     """
     module = f"fastcar_{unit.module}"
-    sources = " ".join(str(path) for path in sorted(RTL.glob("*.sv")) if path.name != "fastcar_linear.sv")
+    paths = sorted(path for path in folder.glob("*.sv") if unit is LINEAR or path.name != "fastcar_linear.sv")
+    sources = f"-I{folder} " + " ".join(map(str, paths))
     sizes = "".join(f"chparam -set {name} {value} {module}; " for name, value in unit.parameters.items())
     script = f"read_verilog -sv {sources}; {sizes}{SYNTHESIS} -top {module}; tee -o /dev/stdout stat"
     done = subprocess.run(["yosys", "-q", "-p", script], capture_output=True, text=True, check=False)
@@ -99,12 +112,17 @@ def main() -> None:
     """Measure every unit; write the data file and the document."""
     note = f"# {version()}, `{SYNTHESIS}`: make resources. Do not edit.\n"
     data, lines = [note], ["| unit | LUT | FF | DSP | BRAM36 |\n|---|---|---|---|---|\n"]
-    for unit in UNITS:
-        found = synthesize(unit)
+    with tempfile.TemporaryDirectory() as folder:
+        emit_hls(CASES[0].design, Path(folder))
+        counts = [(unit, synthesize(unit, Path(folder) / "rtl")) for unit in (*UNITS, LINEAR)]
+    for unit, found in counts:
         print(unit.name, found, flush=True)
         data.append(f"\n[{unit.name}]\n" + "".join(f"{kind} = {count}\n" for kind, count in found.items()))
         lut, ff, dsp, halves = found.values()
         lines.append(f"| {unit.does} | {lut:,} | {ff:,} | {dsp} | {halves / 2:g} |\n")
+    model = CASES[0].design.usage
+    what = "estimate of that engine, which has MLPs, too"
+    lines.append(f"| {what} | {model.lut:,} | {model.ff:,} | {model.dsp} | {model.bram36} |\n")
     DATA.write_text("".join(data))
     command = f"Written by `make resources` ({version()}, `{SYNTHESIS}`); do not edit."
     DOCUMENT.write_text(f"<!-- {command} -->\n\n# Resources of the RTL\n\n{NOTE}\n\n" + "".join(lines))

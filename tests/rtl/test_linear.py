@@ -1,5 +1,8 @@
 """A linear in RTL, from memory to memory: equal to the emitted C++ and to the operators that define it, bit for bit."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hls.library import DESIGNS, Array, Linear, assert_same_bits
@@ -7,6 +10,7 @@ from hls.library import DESIGNS, Array, Linear, assert_same_bits
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.model.engine import Memory
+from fastcar_compile.codegen.hls.project import emit_hls
 from rtl.conftest import Bench
 
 OFTEN = ("int4",)
@@ -57,3 +61,16 @@ def test_every_linear_of_the_largest_buffers(rtl_tools: None, linear_bench: Benc
         found = bench.run(x, product, linear.stream, (1 << made.mlp.batch) - 1, MEMORIES[1])
         assert_same_bits(found.rtl, found.cpp)
         assert_same_bits(found.rtl[:, : product.channels], linear.reference(x))
+
+
+@pytest.mark.parametrize("name", ["three_ports_in_pairs", "linears"])
+def test_the_sizes_are_those_of_the_cpp(tmp_path: Path, name: str) -> None:
+    """Both configurations of a project; the head's words are more than its scales'."""
+    emit_hls(DESIGNS[name], tmp_path)
+    cpp = dict(re.findall(r"static const int (\w+) = (\d+);", (tmp_path / "fastcar_config.hpp").read_text()))
+    text = (tmp_path / "rtl" / "fastcar_rtl_config.svh").read_text()
+    rtl = dict(re.findall(r"^`define FASTCAR_(\w+) (\d+)$", text, re.MULTILINE))
+    renamed = {"ROWS": "BATCH", "MAX_SCALE_WORDS": "MAX_HEAD_WORDS"}
+    assert len(rtl) == 12
+    assert f"FASTCAR_FIFO(ports, {rtl.pop('FIFO_WORDS')})" in (tmp_path / "fastcar_step.cpp").read_text()
+    assert {size: cpp[renamed.get(size, size)] for size in rtl} == rtl
