@@ -96,7 +96,7 @@ $(VENV)/.%: $(PROJECTS) constraints.txt
 
 # Needs yosys. What the resource model takes of it is a file of the package.
 resources: $(STAMP)
-	$(BIN)/python benchmarks/rtl_resources.py
+	$(BIN)/python benchmarks/rtl_resources.py --write
 
 # The newest versions that pyproject.toml allows. CUDA's packages are left out: a torch that needs them names their versions.
 CUDA := /^(cuda|nvidia|triton)/d

@@ -1,13 +1,13 @@
-"""Resources of every unit that exists as RTL, by yosys: `make resources`.
+"""Resources of every unit that exists as RTL, by yosys. `make resources` is this with --write.
 
 Writes fastcar_compile/codegen/hls/design/rtl_resources.toml, whose figures the resource model takes, and
 docs/measurements/rtl_resources.md. yosys maps to UltraScale+ (`synth_xilinx -family xcup`): cells, without placement,
 routing or timing.
 """
 
+import argparse
 import re
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,7 +109,10 @@ def version() -> str:
 
 
 def main() -> None:
-    """Measure every unit; write the data file and the document."""
+    """Measure every unit; write the data file and the document on request."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the data file and the document")
+    arguments = parser.parse_args()
     note = f"# {version()}, `{SYNTHESIS}`: make resources. Do not edit.\n"
     data, lines = [note], ["| unit | LUT | FF | DSP | BRAM36 |\n|---|---|---|---|---|\n"]
     with tempfile.TemporaryDirectory() as folder:
@@ -123,10 +126,12 @@ def main() -> None:
     model = CASES[0].design.usage
     what = "estimate of that engine, which has MLPs, too"
     lines.append(f"| {what} | {model.lut:,} | {model.ff:,} | {model.dsp} | {model.bram36} |\n")
+    if not arguments.write:
+        return
     DATA.write_text("".join(data))
     command = f"Written by `make resources` ({version()}, `{SYNTHESIS}`); do not edit."
     DOCUMENT.write_text(f"<!-- {command} -->\n\n# Resources of the RTL\n\n{NOTE}\n\n" + "".join(lines))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
