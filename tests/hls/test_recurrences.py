@@ -67,7 +67,7 @@ def step_recurrences(design: Design) -> list[Recurrence]:
     ]
 
 
-BOARDS = [name for name in available_targets() if name != "cpu"]
+BOARDS = [name for name in available_targets() if load_target(name).kind == "fpga"]
 SHAPES = {
     "7b": (4096, 11008, (("qkv", 4096, 12288), ("o", 4096, 4096), ("head", 4096, 32000))),
     "tinyllama": (2048, 5632, (("qkv", 2048, 2560), ("o", 2048, 2048), ("head", 2048, 32000))),
