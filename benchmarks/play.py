@@ -1,10 +1,11 @@
 """What the page of `fastcar play` shows in headless Chromium without a speed limit: dense, replay, and both.
 
-    python benchmarks/play.py [--artifact FOLDER] [--world examples/doom/world]
+    python benchmarks/play.py [--artifact FOLDER | --page FOLDER] [--world examples/doom/world]
         [--threads 1] [--rounds 3] [--seconds 12] [--pictures docs/images] [--json out.json]
 
 Server and browser share this machine's cores. In every round each mode plays the same start, seed and keys. The page is
-read four times a second; medians are printed as a table. --pictures writes screenshots.
+read four times a second; medians are printed as a table. --pictures writes screenshots. --page: the folder that
+`fastcar play --static` wrote, in which the browser generates the frames by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from PIL import Image
@@ -63,6 +67,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--artifact", type=Path, help="default: that of `make play`")
+    parser.add_argument("--page", type=Path)
     parser.add_argument("--world", type=Path, default=Path("examples/doom/world"))
     parser.add_argument("--threads", type=int, help="of a player; default: all cores")
     parser.add_argument("--rounds", type=int, default=3)
@@ -71,9 +76,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     artifact = options.artifact or GAME
-    if options.artifact is None:
+    if options.artifact is None and options.page is None:
         subprocess.run(["make", GAME / "manifest.json"], check=True)
-    with served(artifact, options.world, options.threads) as url, opened(url) as page:
+    server = served(artifact, options.world, options.threads) if options.page is None else files_of(options.page)
+    with server as url, opened(url) as page:
         found = {mode: list[Reading]() for mode in MODES}
         for _ in range(options.rounds):
             for mode, readings in found.items():
@@ -103,6 +109,22 @@ def served(artifact: Path, world: Path, threads: int | None) -> Iterator[str]:
             yield json.loads(lines)["url"]
         finally:
             process.terminate()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Says nothing of requests."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def files_of(folder: Path) -> Iterator[str]:
+    """Yield the address of a file server."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
 
 
 @contextmanager
@@ -161,8 +183,8 @@ def played(page: Page, mode: str, seconds: float) -> list[Reading]:
 
 def read(page: Page) -> Reading:
     """Return the figures that the page shows; side by side, the time of a token is that of the replay side."""
-    parts = re.findall(r"([\d.]+) ms", page.inner_text("#parts"))
-    steps, draws, pixels, png = map(float, parts)
+    parts = {name: float(ms) for name, ms in re.findall(r"(\w+) ([\d.]+) ms", page.inner_text("#parts"))}
+    steps, draws, pixels, png = (parts.get(name, 0.0) for name in ("steps", "draws", "pixels", "PNG"))
     token_ms = float(page.inner_text("#token-ms").split()[-1])
     replayed = float(page.inner_text("#share").removesuffix("%").split("%")[-1])
     fps = page.inner_text("#fps")

@@ -42,6 +42,9 @@ def play_command(
     ] = None,
     backend: Annotated[str, Option(help="cpu or onnxruntime.", autocompletion=BACKENDS)] = "cpu",
     threads: Annotated[int | None, Option(min=1, help="CPU threads of each player.")] = None,
+    static: Annotated[
+        Path | None, Option(help="Write the page into this folder, for any file server: the browser plays by itself.")
+    ] = None,
     recorded: Annotated[
         Path | None, Option(help="Verify a recorded game bit for bit, instead of playing: numerics have to be exact.")
     ] = None,
@@ -68,6 +71,10 @@ def play_command(
             return
         show("generating the first frames")
         stage = _stage(loaded, world, backend, threads)
+        if static is not None:
+            show("compiling the pictures for the browser")
+            _write(loaded, stage, static, as_json)
+            return
         if not _is_local(host):
             warnings.warn(f"{host} is open to others: {OPEN}", stacklevel=1)
     with serving(stage, host=host, port=port, visitors=places) as listening:
@@ -76,6 +83,19 @@ def play_command(
             print_text("No browser can be opened here. Open the address yourself.")
         sys.stdout.flush()
         listening.wait()
+
+
+def _write(loaded: fc.Artifact, stage: Stage, folder: Path, as_json: bool) -> None:
+    from fastcar_play.page import write_page
+
+    found = write_page(loaded, stage, folder)
+    total = sum(found.values())
+    fields = {
+        "page": str(folder / "index.html"),
+        "files": f"{len(found)}, {total / 1e6:.1f} MB",
+        "serve": "any file server",
+    }
+    print_result(as_json, {"folder": str(folder), "files": found, "bytes": total}, lambda: print_fields(fields))
 
 
 def _verify(loaded: fc.Artifact, world: Path, recorded: Path, as_json: bool) -> None:

@@ -150,7 +150,7 @@ class Theatre:
     def __init__(self, stage: Stage, visitors: int) -> None:
         self._stage, self.visitors = stage, visitors
         self._places = BoundedSemaphore(visitors)
-        self._hello = _hello(stage).model_dump_json()
+        self._hello = hello(stage).model_dump_json()
 
     async def visit(self, websocket: WebSocket) -> None:
         """Play with one page, from its opening to its end."""
@@ -233,7 +233,8 @@ async def _write(websocket: WebSocket, outbox: asyncio.Queue[str | bytes | None]
             await websocket.close()
 
 
-def _hello(stage: Stage) -> Hello:
+def hello(stage: Stage) -> Hello:
+    """Return the first message to a page."""
     file = stage.world.file
     return Hello(
         world=file.name,

@@ -110,7 +110,7 @@ class _Writer:
         arguments = [self._tensor(var, var) for var in function.params]
         lines = [f"{tensor}.data = arguments[{i}];" for i, tensor in enumerate(arguments)]
         lines += self._statements(body)
-        results = cast(relax.Tuple, body.body).fields
+        results = body.body.fields if isinstance(body.body, relax.Tuple) else [body.body]
         lines += [f"results[{i}] = {self._value(value)}.data;" for i, value in enumerate(results)]
         self._function(f"int32_t {name}(void **arguments, void **results)", lines)
         sizes = ", ".join(str(_nbytes(var)) for var in function.params)

@@ -268,7 +268,14 @@ const LOG2_E = 1.4426950408889634;
 /** Chooses the tokens of one video. temperature: 0 takes the likeliest. topK: 0 draws among all. seed: a whole number. */
 export class Sampler {
   constructor({ temperature = 1, topK = 0, seed = 0 } = {}) {
-    Object.assign(this, { temperature, topK, random: generator(BigInt(seed)) });
+    Object.assign(this, { temperature, topK, seed, drawn: 0, random: generator(BigInt(seed)) });
+  }
+
+  /** Another one with the same draws to come. */
+  again() {
+    const other = new Sampler(this);
+    while (other.drawn < this.drawn) other.drawn += other.random() < 1 ? 1 : 0;
+    return other;
   }
 
   /** The place of the chosen one of these logits. */
@@ -287,6 +294,7 @@ export class Sampler {
       sums.push(total);
     }
     const reached = this.random() * total;
+    this.drawn += 1;
     return places[sums.findIndex((sum) => sum > reached)];
   }
 }

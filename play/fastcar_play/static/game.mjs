@@ -7,7 +7,7 @@ const ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789
 /** One decoder session on its way through a world. world: world.toml as JSON, with the tokens of its starts. */
 export class Track {
   constructor(artifact, world) {
-    [this.world, this.session] = [world, artifact.session()];
+    [this.artifact, this.world, this.session] = [artifact, world, artifact.session()];
     const fits = Math.floor(artifact.config.max_seq_len / world.tokens_per_frame / 2);
     this.kept = Math.max(1, Math.min(world.context_frames, fits));
   }
@@ -23,6 +23,15 @@ export class Track {
     this.session.reset();
     this.session.prefill(this.frames.flat());
     this.pending = null;
+  }
+
+  /** Another decoder at the same point with the same draws to come; this one reads its frames again (Track.twin). */
+  twin() {
+    const other = new Track(this.artifact, this.world);
+    [other.sampler, other.frames] = [this.sampler.again(), this.frames];
+    other.fill();
+    this.fill();
+    return other;
   }
 
   /** Feed the last token of the frame, so that the next action does not wait for it. */

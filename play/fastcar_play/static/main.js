@@ -76,6 +76,7 @@ const connection = new Connection({
     at("top-k").max = message.codes;
     at("limit-text").textContent = `Limit to the game's ${message.frames_per_second.toFixed(1)} frames / s`;
     for (const input of document.querySelectorAll("[name=mode]")) input.disabled = message.gate === null && input.value !== "dense";
+    at("record-card").hidden = message.record_frames === null;
     at("no-replay").hidden = message.gate !== null;
     at("replay-settings").hidden = message.gate === null;
     connection.send("visible", { value: !document.hidden });
@@ -182,7 +183,7 @@ function showFigures(frame) {
   }
   const steps = generated.reduce((sum, side) => sum + side.token_ms * hello.tokens_per_frame, 0);
   const draws = generated.reduce((sum, side) => sum + side.sampling_ms, 0);
-  const parts = [["steps", steps], ["draws", draws], ["pixels", frame.pixels_ms], ["PNG", frame.png_ms]];
+  const parts = [["steps", steps], ["draws", draws], ["pixels", frame.pixels_ms], ["PNG", frame.png_ms]].filter(([, ms]) => ms > 0);
   at("parts").textContent = `Frame ${frame.number}, ${frame.action}: ${parts.map(([name, value]) => `${name} ${value.toFixed(1)} ms`).join(", ")}.`;
 }
 

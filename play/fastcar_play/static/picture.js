@@ -1,8 +1,8 @@
 // The pictures of a frame, without smoothing, and the heat map of what was replayed over them.
 
 const NAMES = { dense: "Dense", replay: "Replay" };
-const HEAT = [25, 200, 255];
-const OPAQUE = 0.36; // of a token that every layer replayed: whoever plays still sees the picture
+const HEAT = "rgb(25 200 255 / ";
+const CELL = 16; // pixels of the heat map along a token, whose outline is drawn: whoever plays still sees the picture
 
 export class Pictures {
   constructor(place) {
@@ -27,7 +27,7 @@ export class Pictures {
     let at = 0;
     const bitmaps = [];
     for (const side of header.sides) {
-      bitmaps.push(createImageBitmap(new Blob([body.subarray(at, at + side.bytes)], { type: "image/png" })));
+      bitmaps.push(this.bitmap(side, body.subarray(at, at + side.bytes)));
       at += side.bytes;
     }
     const ready = await Promise.all(bitmaps);
@@ -40,6 +40,11 @@ export class Pictures {
     });
   }
 
+  bitmap({ kind }, bytes) {
+    if (kind !== "rgba") return createImageBitmap(new Blob([bytes], { type: "image/png" }));
+    return createImageBitmap(new ImageData(new Uint8ClampedArray(bytes), this.size[1], this.size[0]));
+  }
+
   keep(names) {
     if (names.join() === [...this.sides.keys()].join()) return;
     this.sides.clear();
@@ -50,7 +55,7 @@ export class Pictures {
       const image = canvas(this.size, "image");
       image.setAttribute("role", "img");
       image.setAttribute("aria-label", `The generated game, ${NAMES[name].toLowerCase()}`);
-      const heat = canvas(this.grid, "heat");
+      const heat = canvas(this.grid.map((side) => CELL * side), "heat");
       heat.setAttribute("aria-hidden", "true");
       figure.dataset.side = name;
       figure.append(image, heat);
@@ -62,11 +67,11 @@ export class Pictures {
 
   drawHeat(heat, side) {
     const context = heat.getContext("2d");
-    const data = context.createImageData(heat.width, heat.height);
+    context.clearRect(0, 0, heat.width, heat.height);
     side.replayed.forEach((percent, token) => {
-      data.data.set([...HEAT, Math.round((255 * OPAQUE * percent) / 100)], 4 * token);
+      context.strokeStyle = `${HEAT}${percent / 100})`;
+      context.strokeRect(CELL * (token % this.grid[1]) + 1, CELL * Math.floor(token / this.grid[1]) + 1, CELL - 2, CELL - 2);
     });
-    context.putImageData(data, 0, 0);
   }
 }
 

@@ -1,0 +1,139 @@
+"""The page as a folder: any file server is enough, and the browser generates the frames."""
+
+import json
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from conftest import check_module, check_tool
+from inspection.browser import browsing
+from onnx import TensorProto, helper
+from play.worlds import write_world
+from typer.testing import CliRunner
+
+import fastcar_compile as fc
+from fastcar_compile.cli.commands import app
+from fastcar_compile.codegen.tvm.onnx_library import write_onnx_library
+from fastcar_compile.errors import CompileError
+from fastcar_play.pixels import Pixels
+from fastcar_play.world import World, load_world
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return load_world(write_world(tmp_path / "world"))
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a file server."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def test_the_browser_plays_by_itself(artifact: fc.Artifact, world: World, tmp_path: Path) -> None:
+    """Side by side at first, with the pixels of the world's model; then dense with a key that is held."""
+    words = ["play", artifact.path, "--world", world.folder, "--static", tmp_path / "page", "--threads", "1", "--json"]
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["bytes"] == sum(path.stat().st_size for path in (tmp_path / "page").rglob("*") if path.is_file())
+    with served(tmp_path / "page") as url, browsing(url) as (page,):
+        page.goto(url)
+        page.wait_for_selector("body[data-frame='0'][data-state=paused]")
+        data = page.eval_on_selector("canvas.image", "c => [...c.getContext('2d').getImageData(0, 0, 2, 2).data]")
+        shown = np.array(data, np.uint8).reshape(2, 2, 4)[..., :3]
+        assert (shown == Pixels(world, 1)(world.starts[0, -1, 1:] - 1)).all()
+        assert page.locator("figcaption").all_inner_texts() == ["Dense", "Replay"]
+        assert not page.is_checked("#heat")
+        page.click("#cover")
+        page.wait_for_function("Number(document.body.dataset.frame) >= 20")  # more than the decoder has positions
+        page.get_by_label("Dense", exact=True).check()
+        page.keyboard.down("Space")
+        page.wait_for_function("document.getElementById('parts').textContent.includes('shoot')")
+        assert page.locator("figure").count() == 1
+
+
+@pytest.mark.thorough
+def test_a_damaged_page_says_so(artifact: fc.Artifact, world: World, tmp_path: Path) -> None:
+    words = ["play", artifact.path, "--world", world.folder, "--static", tmp_path / "page", "--threads", "1"]
+    assert CliRunner().invoke(app, [str(word) for word in words]).exit_code == 0
+    (weights,) = (tmp_path / "page").rglob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    with served(tmp_path / "page") as url, browsing(url) as (page,):
+        page.goto(url)
+        page.wait_for_selector("body[data-state=ended]")
+        assert "model.safetensors is not the file that manifest.json lists" in page.inner_text("#cover-hint")
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code != 0
+    assert "the folder of the page has files" in done.output
+
+
+def convolutions(**attributes: Any) -> bytes:
+    """x float32 [1, 3, 5, 6] -> y: 3 x 3 with a border, a bias, and 1 x 1."""
+    draw = np.random.default_rng(2).standard_normal
+    weights = {"w": draw((4, 3, 3, 3)), "b": draw(4), "v": draw((2, 4, 1, 1))}
+    tensors = [
+        helper.make_tensor(n, TensorProto.FLOAT, v.shape, v.astype(np.float32).ravel()) for n, v in weights.items()
+    ]
+    nodes = [
+        helper.make_node("Conv", ["x", "w", "b"], ["h"], pads=[1, 1, 1, 1], **attributes),
+        helper.make_node("Conv", ["h", "v"], ["y"]),
+    ]
+    values = [
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, s)
+        for n, s in (("x", [1, 3, 5, 6]), ("y", [1, 2, "high", "wide"]))
+    ]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    return model.SerializeToString()
+
+
+RUN = """
+const [file, bytes] = [process.argv[1], JSON.parse(process.argv[2])];
+const { instance } = await WebAssembly.instantiate((await import("node:fs")).readFileSync(file), {});
+const { memory, fastcar_allocate: take, main } = instance.exports;
+const [table, x] = [take(8), take(bytes.length * 4)];
+new Float32Array(memory.buffer, x, bytes.length).set(bytes);
+new Uint32Array(memory.buffer, table, 1)[0] = x;
+main(table, table + 4);
+console.log(JSON.stringify([...new Float32Array(memory.buffer, new Uint32Array(memory.buffer, table + 4, 1)[0], 60)]));
+"""
+
+
+@pytest.mark.thorough
+def test_convolutions_of_an_onnx_model(tmp_path: Path) -> None:
+    check_module("ziglang")
+    write_onnx_library(convolutions(), {"x": (1, 3, 5, 6)}, tmp_path / "model.wasm")
+    x = np.random.default_rng(4).standard_normal((1, 3, 5, 6)).astype(np.float32)
+    command = [
+        check_tool("node"),
+        "--input-type=module",
+        "-e",
+        RUN,
+        tmp_path / "model.wasm",
+        json.dumps(x.ravel().tolist()),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    session = onnxruntime.InferenceSession(convolutions(), providers=["CPUExecutionProvider"])
+    expected = np.asarray(session.run(["y"], {"x": x})[0])
+    np.testing.assert_allclose(
+        np.array(json.loads(done.stdout)).reshape(expected.shape), expected, rtol=1e-5, atol=1e-5
+    )
+    with pytest.raises(CompileError, match="changes the size of its image"):
+        write_onnx_library(convolutions(strides=[2, 2]), {"x": (1, 3, 5, 6)}, tmp_path / "strided.wasm")
