@@ -1,7 +1,7 @@
 """A recorded game: how it began, the actions, and a running hash of every bit that was generated from them.
 
 Exact numerics define those bits, so a game that was recorded on one machine is verified on every other one, also by
-`game.mjs` in a browser or in Node. A minute of Doom takes about a kilobyte.
+`game.mjs` in a browser or in Node. A minute of Doom takes about two kilobytes.
 """
 
 from __future__ import annotations
