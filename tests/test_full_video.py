@@ -72,9 +72,9 @@ def test_gate_off_equals_the_original_model(
 
 
 def test_gate_on_decisions_and_logits_agree(video: SimpleNamespace, artifacts: dict[str, fc.Artifact]) -> None:
-    """Over three frames in eager, which takes twenty times as long as the CPU, and the whole video in the others."""
+    """Up to a quarter of the second frame in eager, twenty times as slow as the CPU; all of the video in the others."""
     sessions = {b: artifacts["none"].session(b, record=True) for b in BACKENDS}
-    tokens = dict.fromkeys(BACKENDS, TOKENS) | {"eager": 3 * FRAME}
+    tokens = dict.fromkeys(BACKENDS, TOKENS) | {"eager": FRAME + FRAME // 4}
     logits = {b: decode(s, video.ids[:, : tokens[b]], 1)[0] for b, s in sessions.items()}
     decisions = {b: s.stats.decisions for b, s in sessions.items()}
     assert 0.1 < sessions["eager"].stats.replay_ratio < 0.8

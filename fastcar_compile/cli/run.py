@@ -52,6 +52,7 @@ def run_command(
     top_p: float | None = None,
     repetition_penalty: float = 1.0,
     guidance: float = 1.0,
+    exact: bool = False,
     negative_prompt: str | None = None,
     context: Path | None = None,
     context_mask: Path | None = None,
@@ -78,6 +79,7 @@ def run_command(
         top_p: Draw among the most probable tokens of this sum.
         repetition_penalty: Above 1: against tokens that were there.
         guidance: Classifier-free guidance of pairs of rows; 1 has no effect.
+        exact: Draw the same tokens on every machine, from equal logits.
         negative_prompt: The prompt that guidance leads away from.
         context: What cross-attention reads: float32 [B, L, C].
         context_mask: Its tokens that are seen: bool [B, L].
@@ -96,7 +98,7 @@ def run_command(
     from_file = prompt_file and options.read_tokens(prompt_file, "prompt file", dims=(1, 2))
     ids = options.parse_prompt(str(prompt)) if from_file is None else from_file
     limits = None if threshold is None else options.parse_thresholds(threshold)
-    sampling = fc.Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)
+    sampling = fc.Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed, exact)
     with stages(as_json, "run", "checking the files") as show:
         loaded = fc.load(artifact, digest=digest, require_signature=public_key, reread=reread)
         ids = to_rows(ids, loaded.config.batch_size, negative_prompt, guided=guidance != 1)

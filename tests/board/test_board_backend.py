@@ -216,9 +216,9 @@ def test_misuse_of_a_kernel_is_refused(artifact: fc.Artifact, pyxrt: Faulty) -> 
     unit = XrtUnit(Device([kernel]), kernel)
     with pytest.raises(InternalError, match=r"fastcar_step: arguments that were never filled: weights_0, .*, entry"):
         unit.run()
-    with pytest.raises(InternalError, match=r"fastcar_step: \d+ bytes for program, which has \d+"):
+    with pytest.raises(InternalError, match=r"fastcar_step: \d+ bytes for step_program, which has \d+"):
         unit.read("step_program", unit.argument("step_program").bytes + 1)
-    with pytest.raises(InternalError, match="fastcar_step: program is not a scalar of 4 bytes"):
+    with pytest.raises(InternalError, match="fastcar_step: step_program is not a scalar of 4 bytes"):
         unit.set({"step_program": 1})
 
 
