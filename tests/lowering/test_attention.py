@@ -21,8 +21,8 @@ from fastcar_compile.codegen.tvm.isa import (
 from fastcar_compile.codegen.tvm.kernels.attention import decode
 from fastcar_compile.codegen.tvm.kernels.attention import heads as attend_heads
 from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
+from fastcar_compile.codegen.tvm.kernels.attention.context import context_attention
 from fastcar_compile.codegen.tvm.kernels.attention.decode import (
-    context_attention,
     context_parts,
     decode_attention,
     window_attention,

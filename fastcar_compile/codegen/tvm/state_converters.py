@@ -12,6 +12,7 @@ from fastcar_compile.artifact.layout import GATE_FUNCTION, LINEAR_FUNCTION, MLP_
 from fastcar_compile.codegen.tvm.importer import FRESH, Call, Value, converts
 from fastcar_compile.codegen.tvm.kernels import cache, draft, gate, learned_score
 from fastcar_compile.codegen.tvm.kernels.attention import decode
+from fastcar_compile.codegen.tvm.kernels.attention.context import context_attention
 from fastcar_compile.ir.exact import EXP_TABLE
 
 fastcar = torch.ops.fastcar
@@ -98,7 +99,7 @@ def _context_attention(call: Call) -> Value:
     query, values, mask = call.tensor("query"), call.tensor("values"), call.optional("mask")
     rows = 1 if mask is None else mask.shape[0]
     added = call.constant(np.zeros((1, 1, 1, values.shape[2]), np.float32)) if mask is None else mask.value
-    kernel = decode.context_attention(query.shape, values.shape, rows, call.number("scale"), *_softcap(call))
+    kernel = context_attention(query.shape, values.shape, rows, call.number("scale"), *_softcap(call))
     return call.kernel(kernel, [*call.values("query", "keys", "values"), added])
 
 
