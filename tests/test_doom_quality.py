@@ -33,7 +33,8 @@ def split_of(study: SimpleNamespace) -> Any:
     kinds[60:70] = study.sequences.SHOOTING
     bounds = np.arange(0, 161, 40)
     tokens = np.arange(160 * 65, dtype=np.int16).reshape(160, 65)
-    return study.setup.TokenSplit(tokens, kinds, np.stack([bounds[:-1], bounds[1:]], 1), ("a", "a", "b", "b"))
+    bounds = np.stack([bounds[:-1], bounds[1:]], 1)
+    return study.setup.TokenSplit(tokens, bounds, kinds, ("a", "a", "b", "b"))
 
 
 def test_sequences_stay_in_their_episode_and_one_shows_shooting(study: SimpleNamespace) -> None:

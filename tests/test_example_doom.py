@@ -5,6 +5,7 @@ import math
 import re
 import sys
 import tomllib
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,10 @@ import fastcar_compile as fc
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FOLDER = EXAMPLES / "doom"
-NAMES = ("world_format", "data", "autoencoder", "decoder", "rollout", "strips", "measure", "report", "train", "export")
+NAMES = (
+    "common.worlds", "common.world_files", "common.rollout", "common.strips", "common.progress", "world_format", "data",
+    "autoencoder", "decoder", "measure", "report", "train", "export",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +51,11 @@ def tiny_split(example: SimpleNamespace) -> object:
     rng = np.random.default_rng(0)
     tokens = example.decoder.frame_tokens(rng.integers(0, 10, 40).astype(np.uint8), rng.integers(0, 3, (40, 64)))
     bounds = np.array([[0, 20], [20, 40]])
-    return example.decoder.TokenSplit(tokens, np.zeros(40, np.uint8), bounds, ("a", "b"))
+    return example.decoder.TokenSplit(tokens, bounds, np.zeros(40, np.uint8), ("a", "b"))
 
 
 def test_world_toml_names_every_token_and_button(example: SimpleNamespace) -> None:
-    world, format_ = tomllib.loads(example.export.world_toml()), example.world_format
+    world, format_ = tomllib.loads(example.export.world_toml().text()), example.world_format
     assert math.prod(format_.LEVELS) == world["image"]["count"] == format_.CODES
     assert math.prod(world["image"]["grid"]) + 1 == world["tokens_per_frame"]
     tokens = [action["token"] for action in world["actions"]]
@@ -97,7 +101,7 @@ def test_pixels_onnx_is_the_tokenizers_decoder(example: SimpleNamespace, tmp_pat
     codes = model.encode(frames)
     assert codes.shape == (3, 64)
     assert 0 <= codes.min() < codes.max() < example.world_format.CODES
-    example.export.write_pixels(model, tmp_path / "pixels.onnx")
+    example.world_files.write_pixels(example.export.TokensToFrames(model), (8, 8), tmp_path / "pixels.onnx")
     for file in (tmp_path / "pixels.onnx", FOLDER / "world" / "pixels.onnx"):
         assert re.findall(rb"[^\0]{0,40}(?:\.py\b|/work/|/home/)", file.read_bytes()) == [], "paths of a machine"
     session = onnxruntime.InferenceSession(tmp_path / "pixels.onnx")
@@ -108,33 +112,32 @@ def test_pixels_onnx_is_the_tokenizers_decoder(example: SimpleNamespace, tmp_pat
 
 def test_targets_are_image_tokens_after_the_first_frame(example: SimpleNamespace) -> None:
     tokens = torch.from_numpy(tiny_split(example).take(np.array([0, 3]), 16))  # pyright: ignore[reportAttributeAccessIssue]
-    targets = example.train.targets_of(tokens)
-    assert (targets == example.train.IGNORED).sum(1).tolist() == [64 + 15, 64 + 15]
-    counted = targets != example.train.IGNORED
+    targets = example.decoder.WORLD.targets_of(tokens)
+    assert (targets == example.worlds.IGNORED).sum(1).tolist() == [64 + 15, 64 + 15]
+    counted = targets != example.worlds.IGNORED
     assert torch.equal(targets[counted], tokens[:, 1:][counted])
 
 
 def test_training_lowers_the_loss_and_goes_on_from_a_checkpoint(
     example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = example.train
-    monkeypatch.setattr(train, "build_model", tiny)
-    monkeypatch.setattr(train, "CONTEXT_FRAMES", 3)
-    monkeypatch.setattr(train, "WARM_UP_STEPS", 2)
-    monkeypatch.setattr(train, "AVERAGE", 0.5)
+    worlds = example.worlds
+    monkeypatch.setattr(worlds, "WARM_UP_STEPS", 2)
+    monkeypatch.setattr(worlds, "AVERAGE", 0.5)
+    monkeypatch.setattr(worlds.Trainer, "learning_rate", lambda self, step: self.plan.rate)
     monkeypatch.setattr(sys.modules["common.training"], "SAVE_SECONDS", 0.0)
     split = tiny_split(example)
 
     def trained(steps: int, name: str) -> Qwen3ForCausalLM:
-        trainer = train.Trainer(train.Plan(steps, 2, 2, 2e-2, 4, 0), tmp_path / name)
-        trainer.run(split, split, train.Log(tmp_path / f"{name}.jsonl", trainer.first))
+        plan = Namespace(steps=steps, cooldown=2, batch=2, frames=3, rate=2e-2, every=4, seed=0, out=tmp_path / name)
+        trainer = worlds.Trainer(tiny, example.decoder.WORLD, plan)
+        trainer.run(split, split, example.progress.Log(tmp_path / f"{name}.jsonl", trainer.first))
         return trainer.averaged()
 
-    monkeypatch.setattr(train, "learning_rate", lambda step, plan: plan.rate)
     whole = trained(8, "whole")
     trained(4, "part")
     resumed = trained(8, "part")
-    entries = sys.modules["common.progress"].read_log(tmp_path / "part.jsonl")
+    entries = example.progress.read_log(tmp_path / "part.jsonl")
     assert [entry["step"] for entry in entries] == [4, 8]
     assert entries[1]["held_out_nll"] < entries[0]["held_out_nll"] < math.log(1024)
     for (name, a), b in zip(whole.named_parameters(), resumed.parameters(), strict=True):
@@ -146,17 +149,17 @@ def player(example: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -
     """The tiny decoder as the rollouts open it."""
     folder = tmp_path_factory.mktemp("player")
     tiny().save_pretrained(folder)
-    with example.rollout.open_decoder(folder, 2, 2) as session:
+    with example.rollout.open_decoder(folder, example.decoder.WORLD, 2, 2) as session:
         yield session
 
 
 @pytest.mark.thorough  # the server's tests play the same world
 def test_imagined_frames_follow_the_decoder(example: SimpleNamespace, player: fc.Session) -> None:
     """With top_k 1 each token is the most likely image code after all tokens before it."""
-    model, split = tiny(), tiny_split(example)
-    context, actions, true = example.rollout.contexts_of(split, np.array([0, 2]), 2)
+    model, split, world = tiny(), tiny_split(example), example.decoder.WORLD
+    context, actions, true = example.rollout.contexts_of(split, world, np.array([0, 2]), 2)
     assert (context.shape, true.shape) == ((2, 1040), (2, 2, 64))
-    codes = example.rollout.imagine(player, context[:, :65], actions, example.rollout.Sampling(top_k=1))
+    codes = example.rollout.imagine(player, world, context[:, :65], actions, example.rollout.Sampling(top_k=1))
     frames = torch.cat([actions[..., None], torch.from_numpy(codes)], 2)
     whole = torch.cat([context[:, :65], frames.flatten(1)], 1)
     with torch.inference_mode():

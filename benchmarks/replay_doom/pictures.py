@@ -98,8 +98,9 @@ def similarity(found: Mapping[str, Sequence[Mapping[str, float]]], path: Path) -
 
 def strip(rows: Mapping[str, np.ndarray], path: Path) -> None:
     """Write rows of frames uint8 [frames, 64, 64, 3], one per label, as a PNG of few colours."""
-    from strips import strip as drawn  # of the example
+    from common.strips import strip as drawn  # of the examples
+    from measure import SHOWN_SIZE
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    image: Image.Image = drawn(rows)
+    image: Image.Image = drawn(rows, SHOWN_SIZE)
     image.quantize(COLOURS, dither=Image.Dither.NONE).save(path, format="PNG", optimize=True)

@@ -12,8 +12,9 @@ sys.path[:0] = [str(DOOM)]  # the example's modules import each other by their p
 
 import numpy as np  # noqa: E402
 from autoencoder import Autoencoder, load_autoencoder  # noqa: E402
+from common.worlds import load_decoder  # noqa: E402
 from data import SHARD_FRAMES, SPLITS, record_split  # noqa: E402
-from decoder import SCENARIOS, TokenSplit, load_decoder, load_tokens, tokenize_split  # noqa: E402
+from decoder import SCENARIOS, TokenSplit, load_tokens, tokenize_split  # noqa: E402
 from world_format import CODES, TOKENS_PER_FRAME  # noqa: E402
 
 import fastcar_compile as fc  # noqa: E402

@@ -110,9 +110,9 @@ class Checkpoint:
         log = json.loads(bytes(tensors["log"].tolist()))
         return int(tensors["step"]), log
 
-    def save(self, step: int, log: list[dict]) -> None:
-        """Save the state if SAVE_SECONDS have passed. A kill while writing leaves the previous file."""
-        if time.perf_counter() - self._saved < SAVE_SECONDS:
+    def save(self, step: int, log: list[dict], last: bool = False) -> None:
+        """Save the state if SAVE_SECONDS have passed or it is the last. A kill while writing leaves the file before."""
+        if not last and time.perf_counter() - self._saved < SAVE_SECONDS:
             return
         tensors = {f"m/{name}": t.detach().contiguous().clone() for name, t in self._model.state_dict().items()}
         for number, optimizer in enumerate(self._optimizers):

@@ -4,18 +4,22 @@ import argparse
 import io
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # code that the examples share
 
 import numpy as np
 import torch
 from autoencoder import Autoencoder, load_autoencoder
+from common.rollout import Sampling, contexts_of, imagine, open_decoder
+from common.strips import write_strip
+from common.worlds import load_decoder
 from data import load_shard, shard_paths
-from decoder import SCENARIOS, TokenSplit, load_decoder, load_tokens
+from decoder import SCENARIOS, WORLD, TokenSplit, load_tokens
 from PIL import Image
-from rollout import Sampling, contexts_of, imagine, open_decoder
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
-from strips import write_strip
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from world_format import CODES, CONTEXT_FRAMES, GRID, SIZE, TOKENS_PER_FRAME
@@ -34,6 +38,9 @@ SHOWN_EVERY = 4
 
 SHOWN_FRAMES = 12
 """Frames in a strip of reconstructions."""
+
+SHOWN_SIZE = (128, 96)
+"""Width and height of a frame in a strip: the frames are stored 1:1 and shown 4:3."""
 
 ROLLOUTS = 2
 """Rollouts of a scenario, and plays that are generated at a time."""
@@ -133,7 +140,7 @@ def continued(
 ) -> np.ndarray:
     """Return the image codes int64 [N, frames, 64] of as many plays at a time as the session has rows."""
     parts = [
-        imagine(session, *contexts_of(split, part, frames)[:2], sampling)
+        imagine(session, WORLD, *contexts_of(split, WORLD, part, frames)[:2], sampling)
         for part in np.split(starts, len(starts) // ROLLOUTS)
     ]
     return np.concatenate(parts)
@@ -161,7 +168,7 @@ def rollout(session: fc.Session, autoencoder: Autoencoder, held: Held, options: 
         pictures, true = autoencoder.decode(made), held.frames[start + CONTEXT_FRAMES :][: options.frames]
         shown = slice(SHOWN_EVERY - 1, None, SHOWN_EVERY)
         rows = {f"{held.scenario} {number}: game": true[shown], "decoder": pictures[shown]}
-        write_strip(rows, options.out / f"rollout_{held.scenario}_{number}.png")
+        write_strip(rows, SHOWN_SIZE, options.out / f"rollout_{held.scenario}_{number}.png")
         found.append(quality(pictures, true)[0])
     return found
 
@@ -174,7 +181,7 @@ def measure(
     result["reconstruction"] = reconstruction(autoencoder, held, options.count // 4)
     frames = held.frames[:: len(held.frames) // SHOWN_FRAMES][:SHOWN_FRAMES]
     rows = {f"{held.scenario}: game": frames, "tokens": autoencoder.decode(autoencoder.encode(frames))}
-    write_strip(rows, options.out / f"tokens_{held.scenario}.png")
+    write_strip(rows, SHOWN_SIZE, options.out / f"tokens_{held.scenario}.png")
     if session is not None:
         result["nll"] = nll_by_kind(load_decoder(options.decoder), held, options.count)
         result["one_step"] = one_step(session, autoencoder, held, options.count // 4)
@@ -197,7 +204,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     autoencoder = load_autoencoder(options.tokenizer)
-    session = options.decoder and open_decoder(options.decoder, ROLLOUTS, options.frames)
+    session = options.decoder and open_decoder(options.decoder, WORLD, ROLLOUTS, options.frames)
     measured: dict[str, object] = {}
     for held in load_held_out(options.data):
         if options.scenarios is None or held.scenario in options.scenarios:
