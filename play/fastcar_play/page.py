@@ -9,6 +9,7 @@ import fastcar_compile as fc
 from fastcar_compile.artifact.layout import MANIFEST, WEB_MODULE, weight_files
 from fastcar_compile.errors import InputError
 from fastcar_play.game import Stage
+from fastcar_play.lockstep import weights_digest
 from fastcar_play.server import ASSETS, SHARED, hello
 
 NAMES = {"play.html": "index.html", "local.js": "connection.js"}
@@ -47,9 +48,11 @@ def write_page(artifact: fc.Artifact, stage: Stage, folder: Path) -> dict[str, i
     (folder / "fastcar.mjs").write_bytes(artifact.files.data(WEB_MODULE))
     image, pixels = stage.world.file.image, folder / "pixels.wasm"
     write_onnx_library(stage.world.pixels, {"tokens": (1, *image.grid)}, pixels)
+    exact = artifact.manifest.options.numerics == "exact"  # others may differ from browser to browser
     facts = {
-        "hello": hello(stage).model_dump(mode="json") | {"record_frames": None},
+        "hello": hello(stage).model_dump(mode="json") | {"record_frames": None, "saves": exact},
         "world": stage.world.to_json(),
+        "weights": weights_digest(artifact),
         "defaults": {"temperature": stage.beginning.temperature, "topK": stage.beginning.top_k},
         "pixels": hashlib.sha256(pixels.read_bytes()).hexdigest(),
     }

@@ -23,6 +23,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli.commands import app
 from fastcar_compile.codegen.tvm.onnx_library import write_onnx_library
 from fastcar_compile.errors import CompileError
+from fastcar_play.lockstep import load_game, verify
 from fastcar_play.pixels import Pixels
 from fastcar_play.world import World, load_world
 
@@ -63,7 +64,14 @@ def test_the_browser_plays_by_itself(artifact: fc.Artifact, world: World, tmp_pa
         assert not page.is_checked("#heat")
         page.click("#cover")
         page.wait_for_function("Number(document.body.dataset.frame) >= 20")  # more than the decoder has positions
+        with page.expect_download() as download:
+            page.click("#record")
+        game = load_game(download.value.path())
+        assert len(game.checks) >= 20
+        assert 0 < verify(artifact, world, game) < 1
         page.get_by_label("Dense", exact=True).check()
+        page.click("#record")
+        page.wait_for_function("document.getElementById('note').textContent.includes('Start a new game')")
         page.keyboard.down("Space")
         page.wait_for_function("document.getElementById('parts').textContent.includes('shoot')")
         assert page.locator("figure").count() == 1

@@ -85,9 +85,37 @@ export class Ledger {
     this.digest = new Uint8Array(await crypto.subtle.digest("SHA-256", this.content));
     return ALPHABET[this.digest[0] & 63];
   }
+}
 
-  get hex() {
-    return Array.from(this.digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
+const hexadecimal = (digest) => Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
+
+/** A game while it is played; RecordedGame in lockstep.py says what a file of it has. */
+export class Recording {
+  constructor(artifact, world, { start, seed, temperature, topK }, thresholds) {
+    [this.artifact, this.world, this.runs, this.checks] = [artifact, world, [], ""];
+    this.beginning = { start, seed, temperature, top_k: topK, thresholds: [...thresholds] };
+    this.digest = Promise.resolve(new Uint8Array(32));
+  }
+
+  /** Generate the frame of an action token on a track, and add it. */
+  frame(track, action) {
+    const ledger = new Ledger(this.artifact, this.world);
+    const frame = track.frame(action, ledger.note);
+    if (this.runs.at(-1)?.token === action) this.runs.at(-1).count += 1;
+    else this.runs.push({ token: action, count: 1 });
+    this.digest = this.digest.then(async (before) => {
+      ledger.digest = before;
+      this.checks += await ledger.add(action, frame);
+      return ledger.digest;
+    });
+    return frame;
+  }
+
+  /** Resolves to the file's content. weights: see weights_digest. */
+  async game(weights) {
+    const actions = this.runs.map(({ token, count }) => (count > 1 ? `${token}*${count}` : `${token}`)).join(" ");
+    const digest = hexadecimal(await this.digest);
+    return { format: 1, world: this.world.name, weights, ...this.beginning, actions, checks: this.checks, digest };
   }
 }
 
@@ -108,5 +136,5 @@ export async function verify(artifact, world, game) {
     if (check !== game.checks[number++]) return number;
   }
   track.session.close();
-  return ledger.hex === game.digest ? null : number;
+  return hexadecimal(ledger.digest) === game.digest ? null : number;
 }

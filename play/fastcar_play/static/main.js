@@ -76,7 +76,7 @@ const connection = new Connection({
     at("top-k").max = message.codes;
     at("limit-text").textContent = `Limit to the game's ${message.frames_per_second.toFixed(1)} frames / s`;
     for (const input of document.querySelectorAll("[name=mode]")) input.disabled = message.gate === null && input.value !== "dense";
-    at("record-card").hidden = message.record_frames === null;
+    at("record-card").hidden = message.record_frames === null && !message.saves;
     at("no-replay").hidden = message.gate !== null;
     at("replay-settings").hidden = message.gate === null;
     connection.send("visible", { value: !document.hidden });
@@ -113,7 +113,7 @@ const connection = new Connection({
 
   recording(message, body) {
     const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([body], { type: "image/gif" }));
+    link.href = URL.createObjectURL(new Blob([body], { type: message.kind ?? "image/gif" }));
     link.download = message.name;
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), NOTE_MS);
@@ -155,6 +155,11 @@ function showThreshold(threshold) {
 }
 
 function showRecorded(count) {
+  if (hello.saves) {
+    at("record").textContent = "Save the game";
+    at("recorded").textContent = "a small file that plays it again, bit for bit";
+    return;
+  }
   at("record").setAttribute("aria-pressed", count !== null);
   at("record").textContent = count === null ? "Record a GIF" : "Stop and save";
   at("recorded").textContent = count === null ? `${hello.record_frames} frames at most` : `${count} of ${hello.record_frames} frames`;

@@ -1,7 +1,7 @@
 // A game without a server: what visit.py and game.py do there, in one thread of the browser.
 
 import { load } from "./fastcar.mjs";
-import { Track } from "./game.mjs";
+import { Recording, Track } from "./game.mjs";
 
 const SIDES = { dense: ["dense"], replay: ["replay"], both: ["dense", "replay"] };
 const AVERAGED = 24; // frames that the frames per second are measured over
@@ -33,8 +33,8 @@ class Pixels {
 }
 
 class Game {
-  constructor({ hello, world, defaults }, artifact, pixels) {
-    Object.assign(this, { hello, world, artifact, pixels });
+  constructor({ hello, world, defaults, weights }, artifact, pixels) {
+    Object.assign(this, { hello, world, artifact, pixels, weights });
     this.beginning = { start: 0, seed: 0, ...defaults };
     this.mode = hello.gate === null ? "dense" : "both";
     this.threshold = "compiled";
@@ -59,6 +59,17 @@ class Game {
   applyThreshold() {
     const own = this.threshold === "compiled" ? this.artifact.compiled : this.threshold;
     for (const [side, track] of Object.entries(this.tracks)) track.session.setThreshold(side === "replay" ? own : null);
+    // A saved game is one decoder's, with the same thresholds from its first frame on.
+    this.recorded = "replay" in this.tracks ? "replay" : "dense";
+    const { thresholds } = this.tracks[this.recorded].session;
+    this.recording = this.number ? null : new Recording(this.artifact, this.world, this.beginning, thresholds);
+  }
+
+  async save() {
+    if (this.recording === null) return this.tell("Mode or threshold changed after the first frame. Start a new game, then save it.");
+    const game = await this.recording.game(this.weights);
+    const body = new TextEncoder().encode(JSON.stringify(game));
+    postMessage([{ type: "recording", name: `${this.world.name}.json`, frames: game.checks.length, kind: "application/json" }, body]);
   }
 
   /** Go on in another mode. A second side begins at the point where the first one is. */
@@ -85,7 +96,7 @@ class Game {
     this.pressed.clear();
     const views = Object.entries(this.tracks).map(([side, track]) => {
       const start = performance.now(); // draws are part of the forwards here
-      const frame = track.frame(action.token);
+      const frame = this.recording && side === this.recorded ? this.recording.frame(track, action.token) : track.frame(action.token);
       return { side, ...frame, token_ms: (performance.now() - start) / this.world.tokens_per_frame };
     });
     this.number += 1;
@@ -111,10 +122,10 @@ class Game {
     postMessage([header, body], [body.buffer]);
   }
 
-  tell() {
+  tell(note = "") {
     const { start, seed, temperature, topK } = this.beginning;
     const { running, mode, threshold, limited } = this;
-    const status = { type: "status", running, mode, threshold, start, seed, temperature, top_k: topK, limited, recorded: null, note: "" };
+    const status = { type: "status", running, mode, threshold, start, seed, temperature, top_k: topK, limited, recorded: null, note };
     postMessage([status, null]);
   }
 
@@ -130,6 +141,7 @@ class Game {
         this.begin();
       },
     };
+    if (type === "record") this.save();
     if (type === "drawn") this.drawn = fields.serial;
     if (type === "keys") {
       for (const name of fields.held) if (!this.held.has(name)) this.pressed.add(name); // a short press counts
