@@ -20,9 +20,12 @@ export class Controls {
   build(buttons) {
     this.keys = new Map(buttons.flatMap(({ name, keys }) => keys.map((key) => [key, name])));
     this.buttons = new Map(buttons.map((button) => [button.name, this.made(button)]));
-    const others = buttons.filter(({ name }) => !(name in PLACES));
-    if (others.length === 1) this.buttons.get(others[0].name).classList.add("only");
-    this.pad.replaceChildren(...this.buttons.values());
+    const more = document.createElement("div");
+    more.className = "more";
+    const [main, ...others] = buttons.filter(({ name }) => !(name in PLACES)).map(({ name }) => this.buttons.get(name));
+    if (main) main.className = "other";
+    more.append(...others);
+    this.pad.replaceChildren(...[...this.buttons.values()].filter((button) => !others.includes(button)), more);
   }
 
   made({ name, keys }) {
@@ -36,7 +39,6 @@ export class Controls {
     small.textContent = keys.map(keyName).join(" ");
     button.append(small);
     if (name in PLACES) [button.style.gridRow, button.style.gridColumn] = PLACES[name].map(String);
-    else button.className = "other";
     button.addEventListener("pointerdown", (event) => {
       event.preventDefault();
       button.setPointerCapture(event.pointerId);
