@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
-from fastcar_compile.codegen.hls.render import Bench, vitis_files
+from fastcar_compile.codegen.hls.render import vitis_files
 from fastcar_compile.config.targets import Target, available_targets, load_target
 
 TOOLS = Path(__file__).parent / "amd_tools.tcl"
@@ -20,7 +20,7 @@ def files_of(board: Target) -> dict[str, str]:
     """What is generated for a kernel with a weight port."""
     ports = (KernelPort("weights_0", "fastcar::word_t", "m_axi", "gmem_w0", 8),)
     clock = 300.0 if board.fabric is None else board.fabric.clock_mhz
-    return vitis_files(board.part or "", clock, Bench(KernelInterface("kernel", ports), "bench.cpp"), board=board)
+    return vitis_files(board.part or "", clock, KernelInterface("kernel", ports), board=board)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_vitis_hls_takes_what_the_configuration_says(tcl: Tcl, tmp_path: Path) -
         "open_project hls",
         "set_top kernel",
         f"add_files {tmp_path}/kernel.cpp {flags}",
-        f"add_files -tb {tmp_path}/bench.cpp {flags}",
+        f"add_files -tb {tmp_path}/kernel_testbench.cpp {flags}",
         "open_solution -flow_target vitis solution",
         f"set_part {board.part}",
         "create_clock -period 300MHz",

@@ -11,7 +11,7 @@ from hls.sources import folder_sources
 
 from drs.tables import LIMITS, Controller, table_for
 from drs.unit import DrsUnit
-from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
+from fastcar_compile.codegen.hls.interface import drs_interface
 from fastcar_compile.codegen.hls.project import emit_drs
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, build_library
 
@@ -41,6 +41,6 @@ def controller(csim_tools: None, _built: dict[str, Controller], tmp_path_factory
         libraries.mkdir(exist_ok=True)
         with FileLock(libraries / "drs.lock"):
             library = ctypes.CDLL(str(build_library(folder_sources(folder, CONTROLLER), libraries, CONTROLLER)))
-        kernel = drs_interface(ControlSizes(WORDS, WORDS, WORDS)).part
+        kernel = drs_interface(WORDS, query_words=WORDS, key_words=WORDS).part
         _built["drs"] = Controller(DrsUnit(CsimUnit(library, kernel)))
     return _built["drs"]

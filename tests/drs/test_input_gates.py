@@ -22,8 +22,7 @@ from fastcar_compile.codegen.hls.control_table.reader import check
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
-from fastcar_compile.codegen.hls.interface import drs_interface
-from fastcar_compile.codegen.hls.project import control_sizes, emit_drs
+from fastcar_compile.codegen.hls.project import controller_interface, emit_drs
 from fastcar_compile.gates import GATES, decided_on_accelerator
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.gates.registry import GateKind
@@ -127,7 +126,7 @@ def library_of(name: str, folder: Path) -> Path:
 def controller_of(name: str, folder: Path) -> Controller:
     """A controller that is built for this gate, with the networks in its memory."""
     table, library = CASES[name].table(0.5), ctypes.CDLL(str(library_of(name, folder)))
-    kernel = DrsUnit(CsimUnit(library, drs_interface(control_sizes(table)).part))
+    kernel = DrsUnit(CsimUnit(library, controller_interface(table).part))
     if name == "learned":
         for layer in range(LAYERS):
             kernel.load_network(layer, words_of(layer).view(np.uint8).reshape(-1), table.key_words)

@@ -28,7 +28,7 @@ from fastcar_compile.codegen.hls.control_table.table import (
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.controller import controller_cycles, controller_usage
 from fastcar_compile.codegen.hls.design.loops import Loop
-from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
+from fastcar_compile.codegen.hls.interface import drs_interface
 from fastcar_compile.codegen.hls.project import emit_drs
 from fastcar_compile.runtime.backends.hls_csim import FLAGS, CsimUnit, ap_types_folder, compiler
 
@@ -75,7 +75,7 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Counting:
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     library = ctypes.CDLL(str(folder / "counting.so"))
-    return Counting(DrsUnit(CsimUnit(library, drs_interface(ControlSizes(WORDS, WORDS, WORDS)).part)), library)
+    return Counting(DrsUnit(CsimUnit(library, drs_interface(WORDS, query_words=WORDS, key_words=WORDS).part)), library)
 
 
 def test_there_is_no_table_before_a_load_and_after_one_that_failed(controller: Controller) -> None:

@@ -14,7 +14,7 @@ from hls import lint
 
 from drs.tables import LIMITS, table_for
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, table_words
-from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface
+from fastcar_compile.codegen.hls.interface import drs_interface
 from fastcar_compile.codegen.hls.project import emit_drs
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, compiler
 
@@ -73,7 +73,7 @@ def include(folder: Path) -> list[str]:
 def test_the_interface_is_literal_and_of_addresses(csim_tools: None, project: Path) -> None:
     command = [compiler(), "-E", "-P", "-DFASTCAR_PRAGMAS_NONE", *include(project), str(project / "fastcar_drs.cpp")]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    memories = [port.name for port in drs_interface(ControlSizes(1)).memories()]
+    memories = [port.name for port in drs_interface(1).memories()]
     assert find_open_interface(text, memories) == []
     line = next(line for line in text.splitlines() if "port=query" in line)
     for wrong in ("", line.replace("interface", "INTERFACE"), line.replace("direct", "slave"), f"{line} depth=8"):

@@ -12,10 +12,7 @@ import pytest
 import torch
 from conftest import Precompiled
 
-from fastcar_compile.codegen.hls.design.step_usage import StepDesign
-from fastcar_compile.codegen.hls.interface import ControlSizes, drs_interface, kernel_interface
-from fastcar_compile.codegen.hls.project import emit_hls, step_fields, table_of_sizes
-from fastcar_compile.codegen.hls.step_program.builder import short_program
+from fastcar_compile.codegen.hls.project import emit_hls, step_fields
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir.ops.linear import FACTORS, activation_factor, factor_table
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, open_library
@@ -29,20 +26,6 @@ HEADERS = sorted(p.name for p in files("hls_templates").iterdir() if p.name.ends
 def run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """A finished command with its texts."""
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-
-
-def test_every_argument_has_its_pragmas(tmp_path: Path) -> None:
-    made = DESIGNS["example"]
-    emit_hls(made, tmp_path)
-    table = table_of_sizes(made)
-    top = kernel_interface(made, StepDesign.of(short_program(made, table)), table)
-    for kernel in (top, drs_interface(ControlSizes(100))):
-        text = (tmp_path / f"{kernel.name}.cpp").read_text()
-        for name in [*(p.name for p in kernel.ports), "return"]:
-            assert re.search(rf"#pragma HLS INTERFACE mode=s_axilite port={name} bundle=control\n", text), name
-        for port in kernel.ports:
-            memory = re.search(rf"mode=m_axi port={port.name} bundle={port.bundle} ", text)
-            assert (memory is not None) == (port.mode == "m_axi")
 
 
 def test_table_header_holds_the_documented_integers() -> None:

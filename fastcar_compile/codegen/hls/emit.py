@@ -31,10 +31,10 @@ from fastcar_compile.ir.tensor_files import TensorSpec, octets
 from fastcar_compile.ir.types import MlpSite, StateRole
 from fastcar_compile.passes.offload import LinearCall
 
-# The files of a kernel: its weights and constants, one tensor per argument, and the step program.
+Stream = Callable[[], NDArray[np.uint8]]
+"""Packs a weight stream."""
 
-
-Streams = Mapping[str, tuple[int, Callable[[], NDArray[np.uint8]]]]
+Streams = Mapping[str, tuple[int, Stream]]
 """Name of a weight stream -> its bytes on all ports, and what packs it."""
 
 
@@ -112,10 +112,6 @@ def _kept(instruction: Instruction) -> dict[StateRole, int]:
             return {}
 
 
-Stream = Callable[[], NDArray[np.uint8]]
-"""Packs a weight stream."""
-
-
 class HlsEmitter:
     """Writes the HLS project, the DRS control table and the accelerator's weight streams of an FPGA target."""
 
@@ -160,7 +156,7 @@ def _emit_project(program: DecoderProgram, context: EmitContext, plan: Accelerat
     return StepPart(instructions=len(plan.program.instructions), states=places)
 
 
-def weight_streams(program: DecoderProgram, plan: Accelerator) -> dict[str, tuple[int, Stream]]:
+def weight_streams(program: DecoderProgram, plan: Accelerator) -> Streams:
     """Return the weight streams of the array by name: their bytes, and what packs them."""
     design = plan.design
 

@@ -11,8 +11,8 @@ from fastcar_compile.artifact.sections import BoardPart, HostSection
 from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.control_table.table import Status
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.interface import probe_interface
-from fastcar_compile.codegen.hls.render import probe_word_bytes, render
+from fastcar_compile.codegen.hls.interface import TYPE_BYTES, probe_interface
+from fastcar_compile.codegen.hls.render import render
 from fastcar_compile.codegen.hls.step_program.instructions import Opcode
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus
 from fastcar_compile.codegen.hls.step_program.rows import ACTIVE_BIT, NO_STEP
@@ -120,7 +120,7 @@ def _kernels(target: Target, accelerator: AcceleratorSection) -> str:
         "host/fastcar_kernels.hpp",
         kernel=kernel,
         probe=probe.part,
-        probe_word_bytes=probe_word_bytes(probe),
+        probe_word_bytes=TYPE_BYTES[probe.ports[0].ctype],
         weights=accelerator.weights,
         table=accelerator.table,
         gated=accelerator.controller.gated_layers,

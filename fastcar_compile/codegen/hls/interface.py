@@ -109,6 +109,11 @@ class KernelInterface:
         """The kernel as a host calls it."""
         return KernelPart(name=self.name, arguments=tuple(port.part for port in self.ports))
 
+    @property
+    def bench(self) -> str:
+        """File name of the C++ test bench that C simulation and co-simulation run."""
+        return f"{self.name.removeprefix('fastcar_')}_testbench.cpp"
+
     def signature(self) -> str:
         """Return the C++ declaration, without `extern "C"` and semicolon."""
         return f"void {self.name}({', '.join(p.declaration for p in self.ports)})"
@@ -133,15 +138,6 @@ class KernelInterface:
     def bundles(self) -> list[str]:
         """Return the AXI ports of the kernel, in order of first use."""
         return list(dict.fromkeys(p.bundle for p in self.ports if p.mode == "m_axi"))
-
-
-@dataclass(frozen=True)
-class ControlSizes:
-    """What the controller's arguments hold: 32-bit words of the table, 128-bit words of q and of the key, all rows."""
-
-    table_words: int
-    query_words: int = 1
-    key_words: int = 1
 
 
 def weight_ports(design: Design) -> list[KernelPort]:
@@ -200,12 +196,16 @@ def kernel_interface(design: Design, step: StepDesign, table: DrsTable) -> Kerne
     )
 
 
-def drs_interface(control: ControlSizes) -> KernelInterface:
-    """Return the interface of the TAS unit and DRS controller alone (docs/reference/drs_table.md)."""
+def drs_interface(table_words: int, *, query_words: int = 1, key_words: int = 1) -> KernelInterface:
+    """Return the interface of the TAS unit and DRS controller alone (docs/reference/drs_table.md).
+
+    Args:
+        table_words: 32-bit words of the table. query_words, key_words: 128-bit words of q and of the key, all rows.
+    """
     reads = {
-        "drs_table": -(-control.table_words // FLOATS_PER_WORD),
-        "query": control.query_words,
-        "key": control.key_words,
+        "drs_table": -(-table_words // FLOATS_PER_WORD),
+        "query": query_words,
+        "key": key_words,
         "chain": MAX_ROWS // FLOATS_PER_WORD,
     }
     memories = (KernelPort(name, WORD, "m_axi", "gmem_query", depth) for name, depth in reads.items())

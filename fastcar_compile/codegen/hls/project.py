@@ -19,8 +19,8 @@ from fastcar_compile.codegen.hls.design.loops import total_latency
 from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS
-from fastcar_compile.codegen.hls.interface import ControlSizes, KernelInterface, drs_interface, kernel_interface
-from fastcar_compile.codegen.hls.render import Bench, probe_files, render, vitis_files
+from fastcar_compile.codegen.hls.interface import KernelInterface, drs_interface, kernel_interface
+from fastcar_compile.codegen.hls.render import probe_files, render, vitis_files
 from fastcar_compile.codegen.hls.step_golden import Golden
 from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus, cpp_constants
@@ -70,8 +70,8 @@ def emit_hls(
     texts = {name: render(name, **values) for name in SOURCES}
     texts["fastcar_step_fields.hpp"] = step_fields()
     texts |= emit_drs(table, replace(table.limits, instructions=step.instructions))
-    linked, alone = Bench(kernel, STEP_BENCH), Bench(drs_interface(control_sizes(table)), DRS_BENCH)
-    texts |= vitis_files(design.budget.part, design.budget.clock_mhz, linked, [alone], board=board)
+    alone = [controller_interface(table)]
+    texts |= vitis_files(design.budget.part, design.budget.clock_mhz, kernel, alone, board=board)
     texts |= probe_files(design, board)
     texts |= {p.name: p.read_text() for p in files(TEMPLATES).iterdir() if p.name.endswith((".hpp", ".cpp", ".tcl"))}
     texts |= rtl_sources(values)
@@ -83,10 +83,10 @@ def emit_hls(
         path.write_text(step_bench(design, step, table, kernel))
 
     if made is None:
-        bench(out_dir / STEP_BENCH)
+        bench(out_dir / kernel.bench)
     else:
-        made(STEP_BENCH, bench_inputs(design, step, table, kernel), bench)
-    return sorted(out_dir / name for name in (*texts, STEP_BENCH))
+        made(kernel.bench, bench_inputs(design, step, table, kernel), bench)
+    return sorted(out_dir / name for name in (*texts, kernel.bench))
 
 
 def rtl_sources(values: dict[str, Any]) -> dict[str, str]:
@@ -104,9 +104,6 @@ def step_fields() -> str:
 # The test bench of the kernel.
 
 
-STEP_BENCH = "step_testbench.cpp"
-
-
 def bench_inputs(design: Design, step: StepDesign, table: DrsTable, kernel: KernelInterface) -> list[str]:
     """Return what decides the bytes of the test bench. Its golden values take seconds; thresholds are its own."""
     program = sample_program(step.program, design)
@@ -120,7 +117,7 @@ def step_bench(design: Design, step: StepDesign, table: DrsTable, kernel: Kernel
     golden = Golden(program, design, table)
     data = program.to_bytes(golden.table)
     return render(
-        STEP_BENCH,
+        kernel.bench,
         step=step,
         kernel=kernel,
         ports=design.axi_weight_ports,
@@ -145,9 +142,6 @@ BENCH_PATTERNS = 64
 """Values of the Index Register that the test bench tries at most."""
 
 
-DRS_BENCH = "drs_testbench.cpp"
-
-
 def table_of_sizes(design: Design) -> DrsTable:
     """Return a table of the design's sizes for a decoder of which nothing else is known: one head of the MLP's width."""
     spec = design.mlp
@@ -156,19 +150,19 @@ def table_of_sizes(design: Design) -> DrsTable:
     return build_table(spec.layers, spec.batch, spec.cores, 1, zeros, attention=shape, scales=[1.0] * spec.layers)
 
 
-def control_sizes(table: DrsTable) -> ControlSizes:
-    """Return what the arguments of a controller hold, for tables of this size."""
+def controller_interface(table: DrsTable) -> KernelInterface:
+    """Return the interface of a controller alone, for tables of this size."""
     network = network_words(table.units, FLOATS_PER_WORD * table.input_words) if table.units else 0
-    return ControlSizes(table.words, table.query_words, table.key_words + network)
+    return drs_interface(table.words, query_words=table.query_words, key_words=table.key_words + network)
 
 
 def emit_drs(table: DrsTable, limits: Limits) -> dict[str, str]:
     """Return top, configuration and test bench of a controller with these limits, by file name."""
-    kernel = drs_interface(control_sizes(table))
+    kernel = controller_interface(table)
     return {
         "fastcar_drs_config.hpp": render("fastcar_drs_config.hpp", limits=limits),
         "fastcar_drs.cpp": render("fastcar_drs.cpp", limits=limits, kernel=kernel),
-        DRS_BENCH: _testbench(table, kernel),
+        kernel.bench: _testbench(table, kernel),
     }
 
 
@@ -188,7 +182,7 @@ def _testbench(table: DrsTable, kernel: KernelInterface) -> str:
         call = LayerCall(layer, step, *operands, np.zeros(bench.rows, np.int32), network)
         expected.append([f"0x{word:08x}u" for word in _result_words(run_layer(data, call))])
     return render(
-        DRS_BENCH,
+        kernel.bench,
         kernel=kernel,
         patterns=BENCH_PATTERNS,
         table=[f"0x{word:08x}u" for word in np.frombuffer(data, np.uint32)],

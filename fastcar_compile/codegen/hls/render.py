@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from itertools import cycle
 
@@ -10,7 +9,7 @@ from jinja2 import Environment, StrictUndefined
 
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.memory import bank_map
-from fastcar_compile.codegen.hls.interface import TYPE_BYTES, KernelInterface, probe_interface
+from fastcar_compile.codegen.hls.interface import KernelInterface, probe_interface
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import InternalError
 from fastcar_compile.support.packages import TEMPLATES
@@ -59,29 +58,25 @@ def _harmless(value: object) -> object:
 # The Vitis project: one HLS configuration per kernel, the linker's configuration, and the Makefile.
 #
 # Keys and commands follow UG1399 ("HLS Config File Commands", "Package Options") and UG1393 or UG1702 ("v++ Command")
-# of
-# Vitis 2023.2 and newer. No Vitis has run them.
+# of Vitis 2023.2 and newer. No Vitis has run them.
 
 
 _WEIGHT_BUNDLE = re.compile(r"gmem_w(\d+)")
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A kernel and the C++ test bench that C simulation and co-simulation run."""
-
-    kernel: KernelInterface
-    source: str
-
-
 def vitis_files(
-    part: str, clock_mhz: float, linked: Bench, alone: Sequence[Bench] = (), *, board: Target | None = None
+    part: str,
+    clock_mhz: float,
+    linked: KernelInterface,
+    alone: Sequence[KernelInterface] = (),
+    *,
+    board: Target | None = None,
 ) -> dict[str, str]:
     """Return the texts of the project by file name: Makefile, link.cfg and `<kernel>_hls_config.cfg`.
 
     Args:
         part: vendor part name. clock_mhz: kernel clock, MHz.
-        alone: of kernels that are simulated and synthesised alone, not linked.
+        alone: kernels that are simulated and synthesised alone, not linked.
         board: whose memory the kernel is connected to; None: v++ chooses.
     """
     every = (linked, *alone)
@@ -89,15 +84,15 @@ def vitis_files(
     texts = {
         "Makefile": render(
             "Makefile",
-            kernels=[linked.kernel.name],
-            alone=[b.kernel.name for b in alone],
-            benches=[b.source.removesuffix(".cpp") for b in every],
+            kernels=[linked.name],
+            alone=[kernel.name for kernel in alone],
+            benches=[kernel.bench.removesuffix(".cpp") for kernel in every],
             card=board is not None and not board.shares_memory,
             platform=platform,
             title=platform_name(board),
-            variants=probe_variants(board, most_weight_ports([linked.kernel])),
+            variants=probe_variants(board, weight_port_count(linked)),
         ),
-        "link.cfg": link_config([linked.kernel], clock_mhz, board),
+        "link.cfg": link_config(linked, clock_mhz, board),
     }
     if board is not None and platform is not None:
         memory = board.weight_memories[0]
@@ -106,8 +101,8 @@ def vitis_files(
         # The lower 2 GB of a Zynq UltraScale+ are DDR_LOW, what is above is DDR_HIGH (UG1085).
         values["high"] = memory.capacity_bytes > 2 << 30
         texts |= {f"{script}.tcl": render(f"{script}.tcl", **values) for script in ("platform", "xpfm")}
-    for bench in every:
-        texts |= kernel_config(bench, part, clock_mhz, board)
+    for kernel in every:
+        texts |= kernel_config(kernel, part, clock_mhz, board)
     return texts
 
 
@@ -116,48 +111,42 @@ def platform_name(board: Target | None) -> str:
     return "" if board is None else re.sub(r"\W", "_", board.name, flags=re.ASCII)
 
 
-def link_config(
-    kernels: Sequence[KernelInterface], clock_mhz: float, board: Target | None, last: str | None = None
-) -> str:
-    """Return the linker's configuration of these kernels; see `connections`."""
-    lines = connections(board, kernels, last)
-    return render("link.cfg", kernels=kernels, connections=lines, hertz=round(clock_mhz * 1e6))
+def link_config(kernel: KernelInterface, clock_mhz: float, board: Target | None, last: str | None = None) -> str:
+    """Return the linker's configuration of a kernel; see `connections`."""
+    lines = connections(board, kernel, last)
+    return render("link.cfg", kernel=kernel, connections=lines, hertz=round(clock_mhz * 1e6))
 
 
-def kernel_config(bench: Bench, part: str, clock_mhz: float, board: Target | None) -> dict[str, str]:
-    """Return the HLS configuration of the kernel with this bench, by file name."""
-    values = {"part": part, "clock": f"{clock_mhz:g}", "kernel": bench.kernel.name, "testbench": bench.source}
+def kernel_config(kernel: KernelInterface, part: str, clock_mhz: float, board: Target | None) -> dict[str, str]:
+    """Return the HLS configuration of the kernel with its test bench, by file name."""
+    values = {"part": part, "clock": f"{clock_mhz:g}", "kernel": kernel.name, "testbench": kernel.bench}
     fabric = None if board is None else board.fabric
     share = None if fabric is None else f"{fabric.clock_uncertainty:.4%}".rstrip("0%").rstrip(".")
-    return {f"{bench.kernel.name}_hls_config.cfg": render("hls_config.cfg", **values, uncertainty=share)}
+    return {f"{kernel.name}_hls_config.cfg": render("hls_config.cfg", **values, uncertainty=share)}
 
 
-def connections(board: Target | None, kernels: Sequence[KernelInterface], last: str | None = None) -> list[str]:
-    """Return one `sp=` line per memory argument: weight port p of every kernel on the same memory, others on what is left.
+def connections(board: Target | None, kernel: KernelInterface, last: str | None = None) -> list[str]:
+    """Return one `sp=` line per memory argument: weight ports on memories of their own, others on what is left in turn.
 
     None for a board whose target file names no connections: v++ picks the memory itself.
 
     Args:
         last: tag that the last weight port takes; None: its own.
     """
-    banks = bank_map(board, most_weight_ports(kernels)) if board else None
+    banks = bank_map(board, weight_port_count(kernel)) if board else None
     if banks is None:
         return []
-    tag_of: dict[tuple[str, str], str] = {}
-    others = cycle(banks.others)
     weights = banks.weights if last is None else (*banks.weights[:-1], last)
-    for kernel in kernels:
-        for bundle in kernel.bundles():
-            weight = _WEIGHT_BUNDLE.fullmatch(bundle)
-            # Weight ports of one number share their banks over all kernels; the other ports take what is left in turn.
-            tag_of[kernel.name, bundle] = weights[int(weight[1])] if weight else next(others)
-    return [f"sp={k.name}_1.{p.name}:{tag_of[k.name, p.bundle]}" for k in kernels for p in k.ports if p.mode == "m_axi"]
+    others, tag_of = cycle(banks.others), dict[str, str]()
+    for bundle in kernel.bundles():
+        weight = _WEIGHT_BUNDLE.fullmatch(bundle)
+        tag_of[bundle] = weights[int(weight[1])] if weight else next(others)
+    return [f"sp={kernel.name}_1.{port.name}:{tag_of[port.bundle]}" for port in kernel.memories()]
 
 
-def most_weight_ports(kernels: Sequence[KernelInterface]) -> int:
-    """Return the AXI ports that read weight streams, those of the kernel with the most."""
-    bundles = (bundle for kernel in kernels for bundle in kernel.bundles())
-    return 1 + max((int(m[1]) for bundle in bundles if (m := _WEIGHT_BUNDLE.fullmatch(bundle))), default=-1)
+def weight_port_count(kernel: KernelInterface) -> int:
+    """Return the AXI ports of a kernel that read weight streams."""
+    return sum(_WEIGHT_BUNDLE.fullmatch(bundle) is not None for bundle in kernel.bundles())
 
 
 # The HLS sources of the bandwidth probe, and how it is linked: alone, so that the engine's ports stay its own.
@@ -166,21 +155,19 @@ def most_weight_ports(kernels: Sequence[KernelInterface]) -> int:
 BENCH_WORDS = 64
 """Words that the test bench reads on every port at most; no more than C/RTL co-simulation maps."""
 
-PROBE_BENCH = "probe_testbench.cpp"
-
 
 def probe_files(design: Design, board: Target | None) -> dict[str, str]:
     """Return the texts of the probe by file name: top, test bench, HLS configuration and link configuration."""
     kernel = probe_interface(design)
-    ports, weights = most_weight_ports([kernel]), kernel.ports[0]
+    ports, weights = weight_port_count(kernel), kernel.ports[0]
     part, clock = design.budget.part, design.budget.clock_mhz
     words = min(BENCH_WORDS, weights.depth)
     return {
         f"{kernel.name}.cpp": render("fastcar_probe.cpp", kernel=kernel, ports=ports),
-        PROBE_BENCH: render(PROBE_BENCH, kernel=kernel, ports=ports, words=words, word=weights.ctype),
-        **kernel_config(Bench(kernel, PROBE_BENCH), part, clock, board),
-        "probe_link.cfg": link_config([kernel], clock, board),
-    } | {f"probe_link_{tag}.cfg": link_config([kernel], clock, board, tag) for tag in probe_variants(board, ports)}
+        kernel.bench: render(kernel.bench, kernel=kernel, ports=ports, words=words, word=weights.ctype),
+        **kernel_config(kernel, part, clock, board),
+        "probe_link.cfg": link_config(kernel, clock, board),
+    } | {f"probe_link_{tag}.cfg": link_config(kernel, clock, board, tag) for tag in probe_variants(board, ports)}
 
 
 def probe_variants(board: Target | None, ports: int) -> tuple[str, ...]:
@@ -189,8 +176,3 @@ def probe_variants(board: Target | None, ports: int) -> tuple[str, ...]:
     if board is None or banks is None or banks.bank_bytes is not None:
         return ()
     return tuple(c.tag for c in board.weight_memories[0].connections if c.tag not in banks.weights)
-
-
-def probe_word_bytes(kernel: KernelInterface) -> int:
-    """Return the bytes of one word of a weight port."""
-    return TYPE_BYTES[kernel.ports[0].ctype]

@@ -21,6 +21,8 @@ HEADER_WORDS = 36
 """34 fields, and two zeros up to a whole memory word."""
 
 MAX_ROWS = 32
+"""Bits of the Index Register."""
+
 MAX_CORES = 32
 MAX_LAYERS = 65535
 MAX_TABLE_WORDS = 65536

@@ -12,7 +12,13 @@ from math import ceil
 
 from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
-from fastcar_compile.codegen.hls.control_table.table import HEADER_WORDS, LAYER_FIELDS, MAX_ROWS, DrsTable
+from fastcar_compile.codegen.hls.control_table.table import (
+    FLOATS_PER_WORD,
+    HEADER_WORDS,
+    LAYER_FIELDS,
+    MAX_ROWS,
+    DrsTable,
+)
 from fastcar_compile.codegen.hls.design.loops import (
     ADD_CLOCKS,
     COMPARE,
@@ -24,7 +30,6 @@ from fastcar_compile.codegen.hls.design.loops import (
     WRITE,
     Loop,
 )
-from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD
 from fastcar_compile.gates.registry import GateKind
 
 REMAINDER_BITS = 32

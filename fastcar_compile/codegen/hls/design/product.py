@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil, gcd
 
+from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD
 from fastcar_compile.config.formats import GROUP
 
-WORD_BITS, WORD_BYTES, FLOATS_PER_WORD = 128, 16, 4
+WORD_BITS, WORD_BYTES = 128, 16
 
 PRODUCTS_PER_SUM = 8
 """Packed products that one DSP cascade adds before they are split (PRODUCTS_PER_SUM of fastcar_mac.hpp)."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS
 from fastcar_compile.codegen.hls.design.product import WORD_BYTES, DraftProducts, Product, float_words
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout
 from fastcar_compile.config.formats import ACCELERATED, QUANT_FORMATS
 from fastcar_compile.errors import CompileError
-
-MAX_ROWS = 32
-"""Bits of the Index Register."""
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """As in fastcar_activation.hpp; "gelu" is by erf, "relu2" is relu(x) squared."""

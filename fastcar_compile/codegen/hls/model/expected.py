@@ -8,14 +8,12 @@ from dataclasses import dataclass
 
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.codegen.hls.control_table.reader import read_table
-from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import resources_of
 from fastcar_compile.codegen.hls.design.loops import Loop, load_loop, quantize_loops, tile_loops
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork, VectorWork, attend_loops, vector_loops
 from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
 from fastcar_compile.codegen.hls.step_program.instructions import Attend
-from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.errors import InputError
 
 
@@ -45,7 +43,7 @@ def expected_of(artifact: StoredArtifact) -> Expected:
     if design is None or accelerator is None:
         hint = "compile for a target with a fabric, and with quant w8a8 or w4a8"
         raise InputError("the artifact has no kernel", where=str(artifact.path), hint=hint)
-    depths = {(loop.process, loop.label): loop.depth for loop in _loops(design, *_program(artifact))}
+    depths = {(loop.process, loop.label): loop.depth for loop in _loops(design, artifact)}
     names = [name for name in manifest.files if re.fullmatch(r"hls/fastcar_\w+\.(?:hpp|cpp)", name)]
     sources = [artifact.files.data(name).decode("utf-8") for name in names]
     loops = {key: (interval, depths.get(key)) for text in sources for key, interval in _pragmas(text)}
@@ -58,23 +56,17 @@ def expected_of(artifact: StoredArtifact) -> Expected:
     )
 
 
-def _program(artifact: StoredArtifact) -> tuple[StepProgram | None, DrsTable | None]:
-    program, accelerator = program_of(artifact), artifact.manifest.accelerator
-    if program is None or accelerator is None:
-        return None, None
-    return program, read_table(artifact.files.data(accelerator.table))
-
-
-def _loops(design: Design, program: StepProgram | None, table: DrsTable | None) -> Iterator[Loop]:
+def _loops(design: Design, artifact: StoredArtifact) -> Iterator[Loop]:
     """Yield the loops of the model that the kernel has."""
     load = design.load()
     for product in design.products:
         yield from tile_loops(product, load).stages
         yield from quantize_loops(product, load)
         yield load_loop(product.inputs, load)
-    if program is None or table is None:
+    program, accelerator = program_of(artifact), artifact.manifest.accelerator
+    if program is None or accelerator is None:
         return
-    rows = design.mlp.batch
+    rows, table = design.mlp.batch, read_table(artifact.files.data(accelerator.table))
     work = VectorWork(rows, rows, design.ports, design.axi_words, table)
     for instruction in program.instructions:
         for part in vector_loops(instruction, work):
