@@ -73,13 +73,19 @@ def find_unbounded_loops(text: str) -> list[str]:
     return found
 
 
-def find_recursion(texts: list[str]) -> list[str]:
-    """A cycle in the graph of who names whom, by function name."""
+def call_graph(texts: list[str]) -> tuple[dict[str, str], dict[str, set[str]]]:
+    """Function name -> parameters and bodies of the functions of this name, and -> names of those that they call."""
     bodies: dict[str, str] = {}
     for text in texts:
-        for name, _, body in functions(code_of(text)):
-            bodies[name] = bodies.get(name, "") + body
+        for name, parameters, body in functions(code_of(text)):
+            bodies[name] = bodies.get(name, "") + ", ".join(parameters) + body
     called = {name: set(re.findall(r"\b(\w+)(?:<[^;(){}]*>)?\(", body)) & set(bodies) for name, body in bodies.items()}
+    return bodies, called
+
+
+def find_recursion(texts: list[str]) -> list[str]:
+    """A cycle in the graph of who names whom, by function name."""
+    _, called = call_graph(texts)
     try:
         TopologicalSorter(called).prepare()
     except CycleError as error:
@@ -179,15 +185,12 @@ def _stream_ends(region: str, parameters: dict[str, list[str]], sizes: dict[str,
 
 def find_floats_below(texts: list[str], root: str) -> list[str]:
     """Floating point in `root` or in anything that it calls, directly or not."""
-    bodies: dict[str, str] = {}
-    for text in texts:
-        for name, parameters, body in functions(code_of(text)):
-            bodies[name] = bodies.get(name, "") + ", ".join(parameters) + body
+    bodies, called = call_graph(texts)
     reached, queue = {root}, [root]
     while queue:
-        called = set(re.findall(r"\b(\w+)(?:<[^;(){}]*>)?\(", bodies.get(queue.pop(), ""))) & set(bodies)
-        queue += sorted(called - reached)
-        reached |= called
+        below = called.get(queue.pop(), set()) - reached
+        queue += sorted(below)
+        reached |= below
     if root not in bodies or reached == {root}:
         return [f"{root} is not there, or calls nothing"]
     pattern = r"\b(?:float|double|half)\b|\b\d+\.\d*f?\b"

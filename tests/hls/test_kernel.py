@@ -16,9 +16,7 @@ RELAXED = settings(
 
 @RELAXED
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.floats(-12, 12))
-def test_sums_and_every_row_pattern_are_exact(
-    library: Simulation, design_name: str, seed: int, exponent: float
-) -> None:
+def test_sums_and_row_patterns_are_exact(library: Simulation, design_name: str, seed: int, exponent: float) -> None:
     rng, made = np.random.default_rng(seed), DESIGNS[design_name]
     layer = random_layer(made.mlp, rng)
     stream = pack_mlp(layer, made)
@@ -26,7 +24,8 @@ def test_sums_and_every_row_pattern_are_exact(
     want = reference(x, layer, made.mlp)
     for sums, expected in zip(library.mlp_sums(x, stream), want.sums, strict=True):
         np.testing.assert_array_equal(sums, expected)
-    for register in range(1 << library.batch):
+    # Up to six rows every pattern, beyond them 64 of the patterns in each example.
+    for register in rng.permutation(1 << library.batch)[:64].tolist():
         computes = np.array([register >> b & 1 for b in range(library.batch)], bool)
         got = library.mlp(x, register, cached, stream)
         assert_same_bits(got, np.where(computes[:, None], want.y, cached))
