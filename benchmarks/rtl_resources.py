@@ -17,7 +17,6 @@ from rtl_cycles import CASES
 from fastcar_compile.codegen.hls.project import emit_hls
 
 ROOT = Path(__file__).parent.parent
-RTL = ROOT / "hls_templates" / "rtl"
 DATA = ROOT / "fastcar_compile" / "codegen" / "hls" / "design" / "rtl_resources.toml"
 DOCUMENT = ROOT / "docs" / "measurements" / "rtl_resources.md"
 
@@ -60,6 +59,7 @@ UNITS = (
     Unit("float_of_int", "float_of_int", "int32 to float32"),
     Unit("inverse_scale", "inverse_scale", "127 / size in float32"),
     Unit("quantize", "quantize", "float32 to int8"),
+    Unit("activation", "activation", "SiLU by table, float32"),
     Unit("fifo", "fifo", "FIFO of 16 words of 128 bits", {"BITS": 128, "WORDS": 16}),
     Unit("axi_read", "axi_read", "AXI4 read master of 128 bits with its 1,536 words", {"BITS": 128, "WORDS": 1536}),
     Unit("axi_write", "axi_write", "AXI4 write master of 128 bits"),
@@ -74,11 +74,11 @@ LINEAR = Unit("linear", "linear", "all of a linear: VILA-U 7B on ZCU102, 4 ports
 """The first design of rtl_cycles.py. Two minutes."""
 
 
-def synthesize(unit: Unit, folder: Path = RTL) -> dict[str, int]:
+def synthesize(unit: Unit, folder: Path) -> dict[str, int]:
     """Return LUTs, flip-flops, DSP slices and halves of a BRAM36 of a unit.
 
     Args:
-        folder: of the sources; that of a project has the sizes of its design.
+        folder: of the sources of a project, which have the sizes of its design.
 
     Raises:
         SystemExit: yosys found an error, or made a cell of another kind.

@@ -71,6 +71,7 @@ def test_the_sizes_are_those_of_the_cpp(tmp_path: Path, name: str) -> None:
     text = (tmp_path / "rtl" / "fastcar_rtl_config.svh").read_text()
     rtl = dict(re.findall(r"^`define FASTCAR_(\w+) (\d+)$", text, re.MULTILINE))
     renamed = {"ROWS": "BATCH", "MAX_SCALE_WORDS": "MAX_HEAD_WORDS"}
+    assert 1 << int(rtl.pop("LIMIT_BITS")) == 16  # Factor<SILU>::LIMIT of fastcar_activation.hpp
     assert len(rtl) == 12
     assert f"FASTCAR_FIFO(ports, {rtl.pop('FIFO_WORDS')})" in (tmp_path / "fastcar_step.cpp").read_text()
     assert {size: cpp[renamed.get(size, size)] for size in rtl} == rtl

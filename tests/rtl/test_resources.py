@@ -34,12 +34,17 @@ def test_the_buffers_of_a_read_port_are_what_yosys_counts() -> None:
     assert 2 * counted == measured()["axi_read"]["bram18"]
 
 
+def test_the_table_of_an_activation_is_what_yosys_counts() -> None:
+    assert 2 * usage.bram_blocks(*usage.FACTOR_ROM) == measured()["activation"]["bram18"]
+
+
 @pytest.mark.thorough
-def test_the_data_file_is_of_these_sources(require_tool: Callable[[str], str]) -> None:
+def test_the_data_file_is_of_these_sources(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     """`make resources` writes it."""
     require_tool("yosys")
     with imported([BENCHMARKS], ["rtl_resources"]) as scripts:
         script = scripts.rtl_resources
+        script.emit_hls(script.CASES[0].design, tmp_path)
         for unit in script.UNITS:
-            for kind, count in script.synthesize(unit).items():
+            for kind, count in script.synthesize(unit, tmp_path / "rtl").items():
                 assert count == pytest.approx(measured()[unit.name][kind], rel=CLOSE), (unit.name, kind)

@@ -7,7 +7,7 @@ from hls.library import DESIGNS
 
 from rtl.simulation import HERE, Builder
 
-UNITS = ("multiply", "add", "convert", "divide", "quantize", "mac_step")
+UNITS = ("multiply", "add", "convert", "divide", "quantize", "activate", "mac_step")
 TRIALS = 20_000
 
 
@@ -17,7 +17,14 @@ TRIALS = 20_000
         "one_port_many_tiles",
         *(
             pytest.param(own, marks=pytest.mark.thorough)
-            for own in ("linears", "three_ports_in_pairs", "eight_ports_one_row", "int4", "eight_rows_eight_cores")
+            for own in (
+                "linears",
+                "three_ports_in_pairs",
+                "eight_ports_one_row",
+                "int4",
+                "tails",
+                "eight_rows_eight_cores",
+            )
         ),
     ],
 )

@@ -43,6 +43,8 @@ static uint32_t draw_float(std::mt19937& random, uint32_t other) {
         case 2: return (other & 0xFF800000u) | (drawn & 0x7FFFFFu);
         case 3: return (drawn & 0x7FFFFFu) | sign;
         case 4: return ((127u + drawn % 40 - 20) << 23) | (random() & 0x7FFFFFu) | sign;
+        // Half steps of the activation's table, of either range: ties of its rounding.
+        case 5: return bits_of_float(static_cast<float>(static_cast<int>(drawn % 131072) - 65536) / 4096.0f);
         default: return drawn;
     }
 }
@@ -54,6 +56,7 @@ int main(int count, char** arguments) {
     const size_t MAC_CLOCKS = 7 + 4 + 1 + (S::LANES == 32 ? 2 : 1) + 1;
     Pipe multiply = {"multiply", 4, {}, 0, 0}, add = {"add", 6, {}, 0, 0}, convert = {"convert", 4, {}, 0, 0};
     Pipe divide = {"divide", 16, {}, 0, 0}, round = {"quantize", 6, {}, 0, 0};
+    Pipe activate = {"activate", 14, {}, 0, 0};
     Pipe mac[S::CORES * S::PORTS];
     for (Pipe& pipe : mac) pipe = {"mac_step", MAC_CLOCKS, {}, 0, 0};
     int32_t partial[S::CORES][S::PORTS] = {};
@@ -92,6 +95,7 @@ int main(int count, char** arguments) {
         convert.check(bits(static_cast<float>(static_cast<int32_t>(left))), dut.number);
         divide.check(bits(127.0f / size), dut.inverse);
         round.check(static_cast<uint8_t>(quantize(a, b)), dut.rounded);
+        activate.check(bits(Activate<EngineConfig::ACTIVATION>::of(a)), dut.activated);
         for (int c = 0; c < S::CORES; ++c) {
             for (int p = 0; p < S::PORTS; ++p) {
                 uint32_t got;
@@ -104,7 +108,7 @@ int main(int count, char** arguments) {
     }
     long compared = 0, different = 0;
     for (const Pipe& pipe : mac) compared += pipe.compared, different += pipe.different;
-    for (const Pipe* pipe : {&multiply, &add, &convert, &divide, &round}) {
+    for (const Pipe* pipe : {&multiply, &add, &convert, &divide, &round, &activate}) {
         printf("%s %ld %ld\n", pipe->name, pipe->compared, pipe->different);
     }
     printf("mac_step %ld %ld\n", compared, different);

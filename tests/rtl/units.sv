@@ -13,6 +13,7 @@ module units #(
     output logic [31:0] number,
     output logic [31:0] inverse,
     output logic [7:0] rounded,
+    output logic [31:0] activated,
     input logic [PORTS*128-1:0] weights,
     input logic [CORES*1024/WEIGHT_BITS-1:0] inputs,
     input logic first,
@@ -23,6 +24,7 @@ module units #(
     fastcar_float_of_int convert (.clk, .value(left), .number);
     fastcar_inverse_scale divide (.clk, .size, .inverse);
     fastcar_quantize quantize (.clk, .value(left), .inverse(right), .rounded);
+    fastcar_activation activate (.clk, .value(left), .activated);
     fastcar_mac_array #(.PORTS(PORTS), .CORES(CORES), .WEIGHT_BITS(WEIGHT_BITS)) array (
         .clk, .weights, .inputs, .first, .sums
     );

@@ -1,10 +1,12 @@
 """Write the HLS project of a design: headers, tops, RTL, test benches, Makefile and Vitis configurations."""
 
 import hashlib
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus,
 from fastcar_compile.codegen.hls.step_sample import sample_program
 from fastcar_compile.config.targets import Target
 from fastcar_compile.gates.base import GateInputs
+from fastcar_compile.ir.ops.linear import FACTORS, factor_table
 from fastcar_compile.support.packages import TEMPLATES
 
 SOURCES = ("fastcar_config.hpp", "fastcar_step_config.hpp", "fastcar_step.hpp", "fastcar_step.cpp")
@@ -92,8 +95,17 @@ def emit_hls(
 def rtl_sources(values: dict[str, Any]) -> dict[str, str]:
     """Return the SystemVerilog of the linear path, and the sizes of a design for it, by file name."""
     found = {p.name: p.read_text() for p in (files(TEMPLATES) / RTL).iterdir() if p.name.endswith(".sv")}
-    found[RTL_CONFIG] = render(f"{RTL}/{RTL_CONFIG}", **values)
+    found[RTL_CONFIG] = render(f"{RTL}/{RTL_CONFIG}", **values, **activation_knots(values["design"].mlp.activation))
     return {f"{RTL}/{name}": text for name, text in found.items()}
+
+
+def activation_knots(activation: str) -> dict[str, Any]:
+    """Return the 512 words of an activation's memory, the last one first, and the logarithm of its range; no words for ReLU."""
+    if activation not in FACTORS:
+        return {"knots": [], "limit_bits": 0}
+    knots = factor_table(activation).tolist()
+    words = [low + ((high - low) % (1 << 19) << 25) for low, high in pairwise(knots)]
+    return {"knots": words[::-1], "limit_bits": int(math.log2(FACTORS[activation].limit))}
 
 
 def step_fields() -> str:
