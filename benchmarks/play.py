@@ -1,11 +1,12 @@
 """What the page of `fastcar play` shows in headless Chromium without a speed limit: dense, replay, and both.
 
-    python benchmarks/play.py [--artifact FOLDER | --page FOLDER] [--world examples/doom/world]
-        [--threads 1] [--rounds 3] [--seconds 12] [--pictures docs/images] [--json out.json]
+    python benchmarks/play.py [--page FOLDER | --artifact FOLDER --world FOLDER] [--threads 1] [--rounds 3]
+        [--seconds 12] [--pictures docs/images] [--json out.json]
 
-Server and browser share this machine's cores. In every round each mode plays the same start, seed and keys. The page is
-read four times a second; medians are printed as a table. --pictures writes screenshots. --page: the folder that
-`fastcar play --static` wrote, in which the browser generates the frames by itself.
+In every round each mode plays the same start, seed and keys. The page is read four times a second; medians are printed
+as a table. --pictures writes screenshots. --page: a folder that `fastcar play --static` wrote, in which the browser
+generates the frames by itself; the shipped one unless an artifact is named. An artifact is played on a server, which
+shares this machine's cores with the browser.
 """
 
 from __future__ import annotations
@@ -31,9 +32,6 @@ from PIL import Image
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
-
-GAME = Path("build/play")
-"""Artifact of `make play`."""
 
 MODES = {"dense": "Dense", "replay": "Replay", "both": "Side by side"}
 KEYS = ("ArrowUp", "ArrowUp", "ArrowLeft", "", "ArrowUp", "ArrowRight")
@@ -66,19 +64,19 @@ class Reading:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--artifact", type=Path, help="default: that of `make play`")
-    parser.add_argument("--page", type=Path)
-    parser.add_argument("--world", type=Path, default=Path("examples/doom/world"))
+    parser.add_argument("--page", type=Path, default=Path("examples/crafter/page"))
+    parser.add_argument("--artifact", type=Path)
+    parser.add_argument("--world", type=Path, help="of the artifact")
     parser.add_argument("--threads", type=int, help="of a player; default: all cores")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=12.0, help="of one mode in a round")
     parser.add_argument("--pictures", type=Path, help="folder of the screenshots")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    artifact = options.artifact or GAME
-    if options.artifact is None and options.page is None:
-        subprocess.run(["make", GAME / "manifest.json"], check=True)
-    server = served(artifact, options.world, options.threads) if options.page is None else files_of(options.page)
+    if (options.artifact is None) != (options.world is None):
+        parser.error("an artifact needs its world")
+    artifact = options.artifact
+    server = files_of(options.page) if artifact is None else served(artifact, options.world, options.threads)
     with server as url, opened(url) as page:
         found = {mode: list[Reading]() for mode in MODES}
         for _ in range(options.rounds):

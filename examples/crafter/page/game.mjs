@@ -1,0 +1,140 @@
+// A game in a world: an action in, the image codes of the next frame out; as fastcar_play/track.py and lockstep.py do it.
+
+import { Sampler } from "./fastcar.mjs";
+
+const ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
+
+/** One decoder session on its way through a world. world: world.toml as JSON, with the tokens of its starts. */
+export class Track {
+  constructor(artifact, world) {
+    [this.artifact, this.world, this.session] = [artifact, world, artifact.session()];
+    const fits = Math.floor(artifact.config.max_seq_len / world.tokens_per_frame / 2);
+    this.kept = Math.max(1, Math.min(world.context_frames, fits));
+  }
+
+  /** Start from a start of the world, with the draws of a seed. topK: 0 draws among all codes. */
+  begin({ start, seed, temperature, topK }) {
+    this.sampler = new Sampler({ seed, temperature, topK });
+    this.frames = this.world.starts[start].slice(-this.kept);
+    this.fill();
+  }
+
+  fill() {
+    this.session.reset();
+    this.session.prefill(this.frames.flat());
+    this.pending = null;
+  }
+
+  /** Another decoder at the same point with the same draws to come; this one reads its frames again (Track.twin). */
+  twin() {
+    const other = new Track(this.artifact, this.world);
+    [other.sampler, other.frames] = [this.sampler.again(), this.frames];
+    other.fill();
+    this.fill();
+    return other;
+  }
+
+  /** Feed the last token of the frame, so that the next action does not wait for it. */
+  settle() {
+    if (this.pending !== null) this.session.step(this.pending);
+    this.pending = null;
+  }
+
+  /** Generate the frame of an action token. `each`: called behind every image token, with the session and the logits. */
+  frame(action, each = () => {}) {
+    const { tokens_per_frame: length, image } = this.world;
+    const refilled = this.session.position + length + (this.pending !== null) > this.session.config.max_seq_len;
+    if (refilled) this.fill();
+    this.settle();
+    const [tokens, replayed] = [[action], []];
+    const { num_layers: layers } = this.session.config;
+    for (let i = 1; i < length; ++i) {
+      const logits = this.session.step(tokens[i - 1]);
+      each(this.session, logits, i - 1);
+      replayed.push(this.session.decisions.reduce((sum, flag) => sum + flag, 0) / layers);
+      tokens.push(this.sampler.choose(logits.subarray(image.offset, image.offset + image.count)) + image.offset);
+    }
+    this.pending = tokens[length - 1];
+    this.frames = [...this.frames, tokens].slice(-this.kept);
+    return { codes: tokens.slice(1).map((token) => token - image.offset), replayed, refilled };
+  }
+}
+
+/** The running hash of a game; see Ledger in lockstep.py. */
+export class Ledger {
+  constructor(artifact, world) {
+    const [count, { num_layers: layers, vocab_size: vocabulary }] = [world.tokens_per_frame - 1, artifact.config];
+    this.content = new Uint8Array(32 + 4 * (1 + count + count * layers + count * vocabulary));
+    const place = (kind, start, length) => new kind(this.content.buffer, start, length);
+    this.tokens = place(Int32Array, 32, 1 + count);
+    this.scores = place(Float32Array, 32 + 4 * (1 + count), count * layers);
+    this.logits = place(Float32Array, 32 + 4 * (1 + count + count * layers), count * vocabulary);
+    this.digest = new Uint8Array(32);
+  }
+
+  /** What `Track.frame` is given to call. */
+  note = (session, logits, i) => {
+    this.scores.set(session.scores, i * session.scores.length);
+    this.logits.set(logits, i * logits.length);
+  };
+
+  /** Add the frame that was noted; resolves to its check. */
+  async add(action, { codes }) {
+    this.content.set(this.digest);
+    this.tokens.set([action, ...codes]);
+    this.digest = new Uint8Array(await crypto.subtle.digest("SHA-256", this.content));
+    return ALPHABET[this.digest[0] & 63];
+  }
+}
+
+const hexadecimal = (digest) => Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
+
+/** A game while it is played; RecordedGame in lockstep.py says what a file of it has. */
+export class Recording {
+  constructor(artifact, world, { start, seed, temperature, topK }, thresholds) {
+    [this.artifact, this.world, this.runs, this.checks] = [artifact, world, [], ""];
+    this.beginning = { start, seed, temperature, top_k: topK, thresholds: [...thresholds] };
+    this.digest = Promise.resolve(new Uint8Array(32));
+  }
+
+  /** Generate the frame of an action token on a track, and add it. */
+  frame(track, action) {
+    const ledger = new Ledger(this.artifact, this.world);
+    const frame = track.frame(action, ledger.note);
+    if (this.runs.at(-1)?.token === action) this.runs.at(-1).count += 1;
+    else this.runs.push({ token: action, count: 1 });
+    this.digest = this.digest.then(async (before) => {
+      ledger.digest = before;
+      this.checks += await ledger.add(action, frame);
+      return ledger.digest;
+    });
+    return frame;
+  }
+
+  /** Resolves to the file's content. weights: see weights_digest. */
+  async game(weights) {
+    const actions = this.runs.map(({ token, count }) => (count > 1 ? `${token}*${count}` : `${token}`)).join(" ");
+    const digest = hexadecimal(await this.digest);
+    return { format: 1, world: this.world.name, weights, ...this.beginning, actions, checks: this.checks, digest };
+  }
+}
+
+/** The action token of every frame of a recorded game. */
+export function actionsOf({ actions }) {
+  const runs = actions.split(" ").filter(Boolean).map((run) => run.split("*").map(Number));
+  return runs.flatMap(([token, count = 1]) => Array(count).fill(token));
+}
+
+/** Play a recorded game again; resolves to null, or to the number of the first frame with other bits, from 1 on. */
+export async function verify(artifact, world, game) {
+  const [track, ledger] = [new Track(artifact, world), new Ledger(artifact, world)];
+  track.session.setThreshold(game.thresholds);
+  track.begin({ ...game, topK: game.top_k });
+  let number = 0;
+  for (const action of actionsOf(game)) {
+    const check = await ledger.add(action, track.frame(action, ledger.note));
+    if (check !== game.checks[number++]) return number;
+  }
+  track.session.close();
+  return hexadecimal(ledger.digest) === game.digest ? null : number;
+}

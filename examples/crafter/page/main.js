@@ -1,0 +1,240 @@
+// The page: what the server says goes to pictures, figures and controls, and what the player does goes to the server.
+
+import { Connection } from "./connection.js";
+import { Controls } from "./controls.js";
+import { Pictures } from "./picture.js";
+import { Plot } from "./plot.js";
+
+const at = (id) => document.getElementById(id);
+const RETRY_MS = 10_000;
+const NOTE_MS = 6_000;
+
+const pictures = new Pictures(at("pictures"));
+const plots = { fps: new Plot(at("fps-plot")), "token-ms": new Plot(at("token-ms-plot")), share: new Plot(at("share-plot"), 1.02) };
+let hello = null;
+let status = null;
+let played = false; // a first key starts the game, later ones do not end a pause
+let waiting = false; // the decoder reads frames, which takes a moment
+let noteTimer = 0;
+
+function state(name, title, hint) {
+  document.body.dataset.state = name;
+  at("panel").inert = name !== "playing" && name !== "paused";
+  at("state").textContent = name === "full" ? "no free place" : name;
+  at("cover-title").textContent = title;
+  at("cover-hint").textContent = hint;
+}
+
+function note(text) {
+  clearTimeout(noteTimer);
+  at("note").textContent = text;
+  if (text) noteTimer = setTimeout(() => note(""), NOTE_MS);
+}
+
+function wait(text) {
+  note(text);
+  waiting = true;
+}
+
+function restart(seed) {
+  const number = (id, least, most, otherwise) => {
+    const value = at(id).valueAsNumber;
+    const kept = Number.isFinite(value) ? Math.min(most, Math.max(least, value)) : otherwise;
+    at(id).value = kept;
+    return kept;
+  };
+  if (seed !== undefined) at("seed").value = seed;
+  wait("The decoder reads the start.");
+  connection.send("restart", {
+    start: at("start").selectedIndex,
+    seed: Math.round(number("seed", 0, Number.MAX_SAFE_INTEGER, 0)),
+    temperature: number("temperature", 0, 10, status.temperature),
+    top_k: Math.round(number("top-k", 0, hello.codes, status.top_k)),
+  });
+}
+
+function run(value) {
+  played ||= value;
+  connection.send("run", { value });
+}
+
+const controls = new Controls(at("pad"), (held, pressed) => {
+  connection.send("keys", { held });
+  if (pressed && !played && status) run(true);
+});
+
+const connection = new Connection({
+  hello(message) {
+    hello = message;
+    played = false;
+    document.title = `${message.world} – fastcar play`;
+    at("world").textContent = message.world;
+    at("artifact").textContent = `${message.artifact}, ${message.layers} layers, ${message.tokens_per_frame} tokens per frame`;
+    pictures.shape(message);
+    controls.build(message.buttons);
+    at("start").replaceChildren(...message.starts.map((name) => new Option(name.replaceAll("_", " "))));
+    at("top-k").max = message.codes;
+    at("limit-text").textContent = `Limit to the game's ${message.frames_per_second.toFixed(1)} frames / s`;
+    for (const input of document.querySelectorAll("[name=mode]")) input.disabled = message.gate === null && input.value !== "dense";
+    at("record-card").hidden = message.record_frames === null && !message.saves;
+    at("no-replay").hidden = message.gate !== null;
+    at("replay-settings").hidden = message.gate === null;
+    connection.send("visible", { value: !document.hidden });
+  },
+
+  status(message) {
+    status = message;
+    if (message.running) state("playing", "", "");
+    else state("paused", played ? "Paused" : "Play", played ? "Press here to go on." : "Press here or any key of the game. Every frame is generated from your keys.");
+    at("run").textContent = message.running ? "Pause" : "Play";
+    for (const input of document.querySelectorAll("[name=mode]")) input.checked = input.value === message.mode;
+    at("replay-settings").classList.toggle("off", message.mode === "dense");
+    at("start").selectedIndex = message.start;
+    at("limit").checked = message.limited;
+    for (const [id, value] of [["seed", message.seed], ["temperature", message.temperature], ["top-k", message.top_k]]) {
+      if (document.activeElement !== at(id)) at(id).value = value;
+    }
+    showThreshold(message.threshold);
+    showRecorded(message.recorded);
+    showLegend();
+    if (message.note || waiting) note(message.note);
+    waiting = false;
+  },
+
+  frame(message, body) {
+    pictures.show(message, body, () => {
+      document.body.dataset.frame = message.number;
+      connection.send("drawn", { serial: message.serial });
+    });
+    showFigures(message);
+    showRecorded(message.recorded);
+    if (message.refilled) note("The decoder's context was full: it has read the last frames again.");
+  },
+
+  recording(message, body) {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([body], { type: message.kind ?? "image/gif" }));
+    link.download = message.name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), NOTE_MS);
+    note(`${message.frames} frames were saved as ${message.name}.`);
+  },
+
+  full(message) {
+    const places = message.visitors === 1 ? "The only place is" : `All ${message.visitors} places are`;
+    state("full", `${places} taken`, "Press here to try again. The page also tries by itself.");
+    setTimeout(again, RETRY_MS);
+  },
+
+  ended(message) {
+    status = null;
+    state("ended", "The game has ended", `${message.reason} Press here for a new one.`);
+  },
+});
+
+function again() {
+  if (document.body.dataset.state === "full" || document.body.dataset.state === "ended") {
+    state("connecting", "Connecting", "");
+    for (const plot of Object.values(plots)) plot.clear();
+    connection.open();
+  }
+}
+
+function showThreshold(threshold) {
+  const compiled = threshold === "compiled";
+  at("threshold").classList.toggle("unset", compiled);
+  at("compiled").setAttribute("aria-pressed", compiled);
+  if (compiled) {
+    at("threshold-text").textContent = "as compiled, layer by layer";
+  } else if (threshold === null) {
+    at("threshold").value = 0;
+    at("threshold-text").textContent = "never";
+  } else {
+    at("threshold-text").textContent = Number(threshold.toPrecision(4)).toString();
+  }
+}
+
+function showRecorded(count) {
+  if (hello.saves) {
+    at("record").textContent = "Save the game";
+    at("recorded").textContent = "a small file that plays it again, bit for bit";
+    return;
+  }
+  at("record").setAttribute("aria-pressed", count !== null);
+  at("record").textContent = count === null ? "Record a GIF" : "Stop and save";
+  at("recorded").textContent = count === null ? `${hello.record_frames} frames at most` : `${count} of ${hello.record_frames} frames`;
+}
+
+function showLegend() {
+  const shown = at("heat").checked && status !== null && status.mode !== "dense";
+  at("legend").hidden = !shown;
+  at("pictures").classList.toggle("no-heat", !at("heat").checked);
+}
+
+const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+const percent = (share) => `${Math.round(100 * share)} %`;
+
+function showFigures(frame) {
+  const generated = frame.sides.filter((side) => side.token_ms !== null);
+  if (!generated.length) return;
+  const byside = (value) => Object.fromEntries(generated.map((side) => [side.side, value(side)]));
+  const ms = byside((side) => side.token_ms);
+  const share = byside((side) => mean(side.replayed) / 100);
+  figure("token-ms", ms, (value) => value.toFixed(2));
+  figure("share", share, percent);
+  if (frame.fps !== null) {
+    at("fps").textContent = frame.fps.toFixed(1);
+    plots.fps.add({ [generated.at(-1).side]: frame.fps });
+  }
+  const steps = generated.reduce((sum, side) => sum + side.token_ms * hello.tokens_per_frame, 0);
+  const draws = generated.reduce((sum, side) => sum + side.sampling_ms, 0);
+  const parts = [["steps", steps], ["draws", draws], ["pixels", frame.pixels_ms], ["PNG", frame.png_ms]].filter(([, ms]) => ms > 0);
+  at("parts").textContent = `Frame ${frame.number}, ${frame.action}: ${parts.map(([name, value]) => `${name} ${value.toFixed(1)} ms`).join(", ")}.`;
+}
+
+function figure(id, values, text) {
+  const sides = Object.entries(values);
+  at(id).classList.toggle("pair", sides.length > 1);
+  at(id).replaceChildren(...sides.map(([side, value]) => {
+    const span = document.createElement("span");
+    span.className = `side-${side}`;
+    span.textContent = text(value);
+    return span;
+  }));
+  plots[id].add(values);
+}
+
+at("cover").addEventListener("click", () => (status === null ? again() : run(true)));
+at("run").addEventListener("click", () => status && run(!status.running));
+at("restart").addEventListener("click", () => status && restart());
+at("random").addEventListener("click", () => status && restart(Math.floor(Math.random() * 1e6)));
+at("start").addEventListener("change", () => status && restart());
+at("record").addEventListener("click", () => connection.send("record", { value: status?.recorded === null }));
+at("compiled").addEventListener("click", () => connection.send("threshold", { value: "compiled" }));
+at("heat").addEventListener("change", showLegend);
+at("limit").addEventListener("change", () => connection.send("limit", { value: at("limit").checked }));
+at("threshold").addEventListener("input", () => {
+  connection.send("threshold", { value: hello.levels[at("threshold").valueAsNumber] });
+});
+for (const input of document.querySelectorAll("[name=mode]")) {
+  input.addEventListener("change", () => {
+    connection.send("mode", { value: input.value });
+    if (input.value === "both") wait("Both decoders read the last frames.");
+  });
+}
+document.addEventListener("visibilitychange", () => {
+  connection.send("visible", { value: !document.hidden });
+  controls.release();
+});
+// After a click the keys are the game's again; whoever goes by Tab keeps the focus.
+for (const kind of ["pointerup", "click"]) {
+  document.addEventListener(kind, (event) => {
+    const focused = document.activeElement;
+    if ((kind === "pointerup" || event.detail > 0) && focused.matches("button, input:not([type=number])")) focused.blur();
+  });
+}
+at("start").addEventListener("change", () => at("start").blur());
+window.addEventListener("keydown", (event) => {
+  const typing = event.target.matches("input[type=number], select");
+  if (event.code === "KeyP" && !typing && !event.repeat && status && !controls.keys.has("KeyP")) run(!status.running);
+});

@@ -1,0 +1,99 @@
+"""The Crafter example: its tokens show what the game shows, and the shipped page is built from what is here."""
+
+import json
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import check_module, check_tool, imported
+
+import fastcar_compile as fc
+from fastcar_compile.artifact.layout import MANIFEST
+from fastcar_play.page import NAMES
+from fastcar_play.pixels import Pixels
+from fastcar_play.world import load_world
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+FOLDER = EXAMPLES / "crafter"
+PAGE = FOLDER / "page"
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[SimpleNamespace]:
+    """The example's modules, imported as its own scripts import them."""
+    check_module("crafter")
+    with imported([FOLDER, EXAMPLES], ("tiles", "recording", "export")) as modules:
+        yield modules
+
+
+def test_tokens_show_what_the_game_shows(example: SimpleNamespace) -> None:
+    """Pixel for pixel, through the shipped pixels.onnx."""
+    game = example.recording.Game(5)
+    agent, draw = example.recording.Agent(game, np.random.default_rng(0)), Pixels(load_world(FOLDER / "world"), 1)
+    environment: Any = game._env
+    environment._size = np.array((144, 144))
+    for _ in range(40):
+        game.step(agent.choose())
+        np.testing.assert_array_equal(draw(game.codes().astype(np.int64)), type(environment).render(environment))
+
+
+@pytest.mark.thorough
+def test_an_episode_repeats(example: SimpleNamespace) -> None:
+    first, again = (example.recording.episode(7) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    assert set(first[:, 0] - example.tiles.FIRST_ACTION) <= set(range(len(example.tiles.ACTIONS)))
+
+
+def test_world_toml_is_what_the_example_writes(example: SimpleNamespace) -> None:
+    text = example.export.world_toml().text()
+    assert (FOLDER / "world" / "world.toml").read_text() == text
+    world = tomllib.loads(text)
+    assert {button for action in world["actions"] for button in action["buttons"]} == set(world["buttons"])
+    keys = [key for pressed in world["buttons"].values() for key in pressed]
+    assert len(keys) == len(set(keys))
+
+
+def test_the_shipped_page_has_the_players_files() -> None:
+    """Else `make page` has to be run again."""
+    shared = {"base.css": files("fastcar_compile.report.page") / "static"}
+    for path in PAGE.iterdir():
+        source = {page: name for name, page in NAMES.items()}.get(path.name, path.name)
+        here = shared.get(source, files("fastcar_play") / "static") / source
+        if path.suffix in (".html", ".js", ".css", ".svg") or path.name == "game.mjs":
+            assert path.read_text("utf-8") == here.read_text("utf-8").replace("/static/", ""), path.name
+    runtime = files("fastcar_compile.runtime.web") / "fastcar.mjs"
+    assert (PAGE / "fastcar.mjs").read_text("utf-8") == runtime.read_text("utf-8")
+
+
+def test_the_shipped_page_plays_the_recorded_game() -> None:
+    """Tokens, scores and logits of every frame, in Node."""
+    world, game = load_world(FOLDER / "world"), json.loads((FOLDER / "game.json").read_text())
+    request = json.dumps({"world": world.to_json(), "games": [game]})
+    verify = Path(__file__).parent / "web" / "verify.mjs"
+    command = [check_tool("node"), str(verify), str(PAGE), str(PAGE / "artifact")]
+    done = subprocess.run(command, input=request, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [None]
+
+
+@pytest.mark.thorough
+def test_the_page_is_built_from_the_world(tmp_path: Path) -> None:
+    """The shipped weights and library are those that this compiler makes of the shipped decoder."""
+    shipped = json.loads((PAGE / "artifact" / MANIFEST).read_text())
+    options = {name: shipped["options"][name] for name in ("target", "quant", "kv", "numerics", "max_seq_len")}
+    replay = fc.ReplayConfig(**{name: shipped["options"]["replay"][name] for name in ("gate", "threshold")})
+    made = fc.compile(FOLDER / "world" / "decoder", replay=replay, output=tmp_path / "artifact", **options)
+    used = [
+        path.relative_to(PAGE / "artifact").as_posix()
+        for path in (PAGE / "artifact").rglob("*.*")
+        if path.name != MANIFEST
+    ]
+    assert len(used) == 2
+    for name in used:
+        assert made.manifest.files[name].sha256 == shipped["files"][name]["sha256"], name
