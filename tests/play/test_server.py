@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import signal
 import socket
 import struct
@@ -262,17 +264,25 @@ def test_no_browser_is_opened_without_a_screen(monkeypatch: pytest.MonkeyPatch) 
     assert opened == ["http://page"]
 
 
-def test_make_play_compiles_once(tmp_path: Path) -> None:
-    make = [check_tool("make"), "--dry-run", "--no-print-directory", "--old-file", ".venv/.compile"]
-    make += ["play", f"GAME={tmp_path}"]
-
-    def commands() -> list[str]:
-        done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
-        return [line.split()[1] for line in done.stdout.splitlines()]
-
-    assert commands() == ["compile", "play"]
-    (tmp_path / "manifest.json").touch()
-    assert commands() == ["play"]
+def test_make_play_serves_the_shipped_page() -> None:
+    """With any Python, and without an environment."""
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        port = free.getsockname()[1]
+    words = [check_tool("make"), "--no-print-directory", "play", f"PYTHON={sys.executable} -I", f"PORT={port}"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            url = re.findall(r"http:[^ ]*", process.stdout.readline())[0]
+            for _ in range(100):
+                with suppress(OSError), urlopen(url) as answer:
+                    assert "<title>fastcar play</title>" in answer.read().decode()
+                    break
+                time.sleep(0.1)
+            else:
+                pytest.fail("no page within ten seconds")
+        finally:
+            os.killpg(process.pid, signal.SIGINT)
 
 
 def frame_number(page: Page) -> int:
