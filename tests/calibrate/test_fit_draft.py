@@ -174,7 +174,8 @@ def test_calibration_of_a_model_and_of_its_artifact(
     }
     artifact = fc.compile(wide, "cpu", replay=fc.ReplayConfig(draft=draft, threshold=found.values), **options)
     again = fc.calibrate(fc.load(artifact.path), some[32:], target_replay=0.5)
-    assert again.values == found.values
+    # The artifact has smaller chunks, and PyTorch adds up other bits in them on some CPUs.
+    assert again.values == pytest.approx(found.values, rel=1e-5)
     assert again.nll == pytest.approx(found.nll, rel=1e-6)
     left = [1 - draft.layers[i].size.share(NEURONS, gated=True) for i in range(LAYERS)]
     spared = sum(r * part for r, part in zip(found.per_layer, left, strict=True)) / LAYERS
