@@ -30,9 +30,15 @@ def emitted(design_name: str) -> dict[str, str]:
         return {path.name: path.read_text() for path in emit_hls(DESIGNS[design_name], Path(folder))}
 
 
-@pytest.fixture(params=("example", "linears_int4", "three_ports_in_pairs"))
+BRANCHES = ("example", "linears_int4", "three_ports_in_pairs")
+"""Designs that take every branch of the templates."""
+
+
+@pytest.fixture(
+    params=[*BRANCHES, *(pytest.param(n, marks=pytest.mark.thorough) for n in DESIGNS if n not in BRANCHES)]
+)
 def design_name(request: pytest.FixtureRequest) -> str:
-    """Designs that take every branch of the templates; most of the text is the same for all designs."""
+    """A design; most of the text is the same for all of them."""
     return str(request.param)
 
 
