@@ -14,7 +14,7 @@ from hls.configurations import KINDS, build_together, random_design, register_va
 from hls.library import assert_same_bits, random_layer, reference
 from hls.simulation import Simulation
 
-COUNT = int(os.environ.get("FASTCAR_HLS_CONFIGS", "12"))
+COUNT = int(os.environ.get("FASTCAR_HLS_CONFIGS", "6"))
 TOGETHER = 6
 
 
