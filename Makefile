@@ -27,8 +27,8 @@ GATE ?= --gate input_delta --threshold 0.683356,0.611076,0.272866,0.304269
 page: $(STAMP)
 	rm -rf $(PAGE)
 	$(BIN)/fastcar compile examples/crafter/world/decoder --target wasm32 --quant w8a8 --kv int8 --numerics exact --max-seq-len 16400 \
-	    $(GATE) --output build/page
-	$(BIN)/fastcar play build/page --world examples/crafter/world --static $(PAGE)
+	    $(GATE) --output build/crafter_wasm
+	$(BIN)/fastcar play build/crafter_wasm --world examples/crafter/world --static $(PAGE)
 
 # Before a commit, in about two minutes: the sources that differ from main, the passes, and a decode on every backend.
 BASE   = $(shell git merge-base HEAD origin/main 2>/dev/null || git rev-parse HEAD)
