@@ -20,7 +20,7 @@ PAGE ?= examples/crafter/page
 PORT ?= 8000
 play:
 	@echo "Open http://127.0.0.1:$(PORT)/ in a browser."
-	@$(PYTHON) -m http.server --bind 127.0.0.1 --directory $(PAGE) $(PORT) 2>/dev/null || [ $$? -eq 130 ]
+	@$(PYTHON) -m http.server --bind 127.0.0.1 --directory $(PAGE) $(PORT) || [ $$? -eq 130 ]
 
 # The shipped page again, where its decoder, the player or the compiler has changed. The thresholds were calibrated for 1.05 times the dense NLL.
 GATE ?= --gate input_delta --threshold 0.683356,0.611076,0.272866,0.304269

@@ -8,7 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DOOM = ROOT / "examples" / "doom"
-sys.path[:0] = [str(DOOM)]  # the example's modules import each other by their plain names
+sys.path[:0] = [str(DOOM), str(DOOM.parent)]  # the examples import their modules by plain names
 
 import numpy as np  # noqa: E402
 from autoencoder import Autoencoder, load_autoencoder  # noqa: E402
