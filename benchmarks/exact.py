@@ -95,7 +95,7 @@ def game(folder: Path, data: Path) -> Subject:
         starts = split.sequences(DOOM_FRAMES)
         return split.take(starts[np.linspace(0, len(starts) - 1, VIDEOS["doom"]).astype(int)], DOOM_FRAMES)
 
-    return Subject("doom", lambda: decoder.load_decoder(folder), videos)
+    return Subject("doom", lambda: import_module("common.worlds").load_decoder(folder), videos)
 
 
 def measured(subject: Subject, quant: str) -> Row:
