@@ -1,4 +1,4 @@
-"""`python -m tests.families` writes docs/reference/models.md."""
+"""`PYTHONPATH=tests python -m families` writes docs/reference/models.md."""
 
 from .document import write
 

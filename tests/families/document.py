@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from .case import Case
-from .cases import CASES
+from .cases import BRANCHES, CASES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 
@@ -11,8 +11,8 @@ _HEAD = """\
 # Models
 
 The compiler reads the graph of a decoder, not the name of its class. These families are known to compile,
-because a test compiles a tiny random model of each. `python -m tests.families` writes this page from the list in
-`tests/families/`, and a test fails where page and list differ.
+because a test compiles a tiny random model of each. `PYTHONPATH=tests python -m families` writes this page from the
+list in `tests/families/`, and a test fails where page and list differ.
 
 A test decodes a sequence twice: without replay, and with thresholds that replay about half of the MLPs. It compares
 every logit and every replay decision with an independent reference: the original model in eager attention and
@@ -22,7 +22,7 @@ or 1e-2: a value near the middle of two stored values may round the other way.
 
 `make thorough` decodes every case on `eager`, `cpu`, `onnxruntime` and `hls-csim`, the C simulation of the
 accelerator. There, a w8a8 artifact gives the logits and decisions of `cpu` bit for bit. An ordinary run of the tests
-decodes every case on `eager`, and some cases on more backends: the last column names the backends.
+decodes the cases that together take every branch of the compiler, on the backends of the last column.
 
 ## Sequence lengths
 
@@ -97,7 +97,8 @@ def write() -> None:
 
 
 def _right(case: Case) -> str:
-    backends = "eager" + (", cpu, onnxruntime" if case.full else "") + (", hls-csim" if case.hls else "")
+    backends = "eager, cpu, onnxruntime" if case.full else "eager" if case.name in BRANCHES else "thorough only"
+    backends += ", hls-csim" if case.hls else ""
     return f"| {case.family} | `{case.model}` | {case.what} | {backends} |\n"
 
 

@@ -56,7 +56,7 @@ TRANSFORMERS = [
     Case("llama-head-dim", "Llama", "head dimension apart from the width", causal("Llama", head_dim=12)),
     Case(
         "llama-headless", "Llama", "without a head: embeddings in, hidden states out",
-        transformer(hf.LlamaModel, hf.LlamaConfig), headless=True, full=True,
+        transformer(hf.LlamaModel, hf.LlamaConfig), headless=True,
     ),
     Case("llama-bfloat16", "Llama", "weights in bfloat16", replace(causal("Llama"), dtype=torch.bfloat16)),
     Case("llama-input-delta", "Llama", "gate on the change of the MLP's input", causal("Llama"), gate="input_delta"),
