@@ -6,6 +6,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.resources import files
 
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp
@@ -124,7 +125,7 @@ class Board:
     gate: GateModel | None = None
     program: StepProgram | None = None
 
-    @property
+    @cached_property
     def every(self) -> Load:
         """Every row computes."""
         return self.engine.design.load(self.work.batch)
@@ -281,10 +282,12 @@ def run_program(
     run.add("start step", 0, "launch", host.call_seconds)
     positions, decided = max(1, round(attended)), False
     for number, instruction in enumerate(times.program.instructions):
-        decided = decided or isinstance(instruction, step.Decide)
-        load = loads[instruction.layer] if decided or isinstance(instruction, step.Mlp) else board.every
+        # `is`, as an instance check of an abstract class takes longer than the rest of the loop.
+        kind = type(instruction)
+        decided = decided or kind is step.Decide
+        load = loads[instruction.layer] if decided or kind is step.Mlp else board.every
         decided = decided and not isinstance(instruction, step.Replay)
-        load = drafts[instruction.layer] if isinstance(instruction, step.DraftRows) else load
+        load = drafts[instruction.layer] if kind is step.DraftRows else load
         timed = times.of(number, load, positions)
         if timed is not None:
             run.instruction(instruction.layer, *timed)
@@ -317,7 +320,7 @@ class ProgramTimes:
             load: the rows that compute in its layer. positions: rows of the cache that are filled.
         """
         instruction = self.program.instructions[number]
-        key = number, load.rows, load.passes, positions if isinstance(instruction, step.Attend) else 0
+        key = number, load.rows, load.passes, positions if type(instruction) is step.Attend else 0
         if key not in self._known:
             call = self._call(instruction, load, positions)
             self._known[key] = None if call is None else (call.title, self.board.engine.parts_of(call))
