@@ -165,7 +165,10 @@ def loaded(folder: Path) -> torch.nn.Module:
 
 @pytest.mark.parametrize(
     ("tied", "quant"),
-    [(False, "none"), (False, "bf16"), (False, "fp16"), (False, "w8a8"), (True, "w8a8"), (False, "w4a8")],
+    [
+        *((False, "none"), (True, "w8a8"), (False, "w4a8")),
+        *(pytest.param(False, quant, marks=pytest.mark.thorough) for quant in ("bf16", "fp16", "w8a8")),
+    ],
 )
 def test_parameters_equal_those_of_the_loaded_model(tmp_path: Path, tied: bool, quant: str) -> None:
     place = save(tmp_path / "m", tied=tied)

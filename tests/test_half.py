@@ -18,6 +18,7 @@ from fastcar_compile.errors import CompileError, InputError
 
 FRAME, LENGTH = 8, 33
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+QUANTS = ["bf16", pytest.param("fp16", marks=pytest.mark.thorough)]
 
 
 def build(model: nn.Module, quant: str, folder: Path, target: str = "cpu") -> fc.Artifact:
@@ -27,7 +28,7 @@ def build(model: nn.Module, quant: str, folder: Path, target: str = "cpu") -> fc
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=DTYPES)
+@pytest.fixture(scope="module", params=QUANTS)
 def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     return build(llama(), request.param, tmp_path_factory.mktemp("half") / "artifact")
 
@@ -67,7 +68,7 @@ def test_linears_are_stored_in_two_bytes(artifact: fc.Artifact) -> None:
     assert "linear_half" in (artifact.path / "graph/after.txt").read_text("utf-8")
 
 
-@pytest.mark.parametrize("quant", DTYPES)
+@pytest.mark.parametrize("quant", QUANTS)
 def test_a_board_without_kernels_is_warned_of(tmp_path: Path, quant: str) -> None:
     text = f"target zcu102 gets no accelerator kernels: the kernels are int8, and quant is '{quant}'"
     with pytest.warns(UserWarning, match=text):

@@ -152,6 +152,7 @@ def test_a_pipeline_makes_a_file_of_each_prompt(whole: Whole, tmp_path: Path) ->
         fc.VideoPipeline(whole.artifact, encode, lambda tokens: tokens, depth=whole.depth)(["rain"], 1, sampling)
 
 
+@pytest.mark.thorough  # its structure is that of the tests above
 def test_the_example_runs(tmp_path: Path) -> None:
     check_module("imageio")
     with pytest.MonkeyPatch.context() as patch:

@@ -41,14 +41,16 @@ FOLDERS = {"TVM": Path(tvm.__file__).parent, "FFI": Path(tvm_ffi.__file__).paren
 @pytest.fixture(scope="session")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """A small Llama, batch 2, w8a8, MLPs on the accelerator, int8 caches; layer 0 replays in part, layer 1 never."""
-    return built_once(tmp_path_factory, "board", lambda output: loadable(output, threshold=(0.0, None), kv="int8"))
+    return built_once(tmp_path_factory, "board", compiled_board)
 
 
 @pytest.fixture(scope="session")
 def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer of it in w4a8, with the projections and the head on the accelerator too, and sparse attention over
     bfloat16 caches."""
-    return built_once(tmp_path_factory, "engine", compiled_engine)
+    sparse = fc.SparseAttention(window=5, sinks=3, positions="cache")
+    changes: dict[str, Any] = {"quant": "w4a8", "offload": "linears", "sparse_attention": sparse, "kv": "bfloat16"}
+    return built_once(tmp_path_factory, "engine", lambda output: loadable(output, (0.0,), layers=1, **changes))
 
 
 @pytest.fixture(scope="session")
@@ -101,11 +103,9 @@ def compiled(output: Path, threshold: tuple[float | None, ...], *, layers: int =
     )  # fmt: skip
 
 
-def compiled_engine(output: Path) -> fc.Artifact:
-    """The artifact of `engine_artifact`."""
-    sparse = fc.SparseAttention(window=5, sinks=3, positions="cache")
-    options: dict[str, Any] = {"quant": "w4a8", "offload": "linears", "sparse_attention": sparse, "kv": "bfloat16"}
-    return loadable(output, (0.0,), layers=1, **options)
+def compiled_board(output: Path) -> fc.Artifact:
+    """The artifact of `artifact`."""
+    return loadable(output, threshold=(0.0, None), kv="int8")
 
 
 @pytest.fixture(scope="session")

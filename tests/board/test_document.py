@@ -48,16 +48,16 @@ def test_the_weight_ports_of_zynq_are_those_of_its_target() -> None:
     assert "`zcu104-sodimm` is estimate only" in DOCUMENT
 
 
-def test_the_readme_of_an_artifact_names_what_is_there(engine_artifact: fc.Artifact) -> None:
-    assert "README.md" in engine_artifact.manifest.files
-    text = (engine_artifact.path / "README.md").read_text()
+def test_the_readme_of_an_artifact_names_what_is_there(artifact: fc.Artifact) -> None:
+    assert "README.md" in artifact.manifest.files
+    text = (artifact.path / "README.md").read_text()
     rows = re.findall(r"^\| (`.+`) \|", text, re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`(.+?)`", row)]
     assert {"hls/", "drs/", "host/src/", "weights/", "manifest.json"} <= set(named)
-    assert [name for name in named if not (engine_artifact.path / name).exists()] == []
+    assert [name for name in named if not (artifact.path / name).exists()] == []
     assert set(re.findall(r"^fastcar ([\w-]+)", text, re.MULTILINE)) <= set(COMMANDS)
     for options, folder in (("", "hls"), (r"-C \S+ ", "host/src")):
-        makefile = (engine_artifact.path / folder / "Makefile").read_text()
+        makefile = (artifact.path / folder / "Makefile").read_text()
         for words in re.findall(rf"^make {options}([a-z].*?) *(?:#.*)?$", text, re.MULTILINE):
             goals = [word for word in words.split() if "=" not in word]
             assert goals

@@ -215,6 +215,7 @@ def test_executors_of_the_command_line(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.thorough  # its data passes are tasks as those of a calibration are
 def test_a_gate_is_trained_by_workers_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of four videos in two slices: the same gate without an executor, with one, and after an interruption."""
     monkeypatch.setattr(train, "SLICE_TOKENS", 2 * 33)

@@ -60,7 +60,10 @@ def backends(name: str, folder: Path) -> dict[str, Stepper]:
     }
 
 
-@pytest.fixture(scope="module", params=sorted(OPTIONS))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(g, marks=pytest.mark.thorough) if g == "random" else g for g in sorted(OPTIONS)],
+)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Stepper]]:
     return request.param, backends(request.param, tmp_path_factory.mktemp(request.param))
 

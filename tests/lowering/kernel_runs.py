@@ -19,7 +19,7 @@ from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cp
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ir.ops.linear import quantize_rows
 
-few = settings(max_examples=int(os.environ.get("FASTCAR_KERNEL_EXAMPLES", "6")), deadline=None, derandomize=True)
+few = settings(max_examples=int(os.environ.get("FASTCAR_KERNEL_EXAMPLES", "3")), deadline=None, derandomize=True)
 HERE = runnable(INSTRUCTION_SETS, platform.machine(), cpu_flags())
 
 

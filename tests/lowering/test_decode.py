@@ -137,6 +137,7 @@ def test_every_layer_has_its_own_threshold_and_decision(layers: int, tmp_path: P
     np.testing.assert_array_equal(seen.all(axis=1), np.arange(layers) < layers - 1)
 
 
+@pytest.mark.thorough
 def test_no_kernel_has_an_argument_for_every_layer() -> None:
     """They take seconds to compile; the entry of the library is no kernel."""
     module = lowered(many(26)).ir_module

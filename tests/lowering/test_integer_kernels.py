@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tvm
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, host_instruction_set, instruction_set
@@ -23,7 +23,7 @@ from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import INT8_DOTS
 from fastcar_compile.codegen.tvm.target import host_target
 
 from .integer_cases import CASES, KINDS, TOGETHER, IntegerCase, TogetherCase, module
-from .kernel_runs import HERE, needs
+from .kernel_runs import HERE, few, needs
 
 EVEX = replace(instruction_set("avx512-vnni"), name="vpdpbusd on 256 bits", int8="vnni256")
 """The kernels of avx2-vnni, in the encoding of AVX-512."""
@@ -59,7 +59,7 @@ def test_kernels_are_exact(isa: InstructionSet) -> None:
         check(library, case, skipped=tuple(range(2, case.m)))
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@few
 @given(
     st.sampled_from(KINDS),
     st.integers(1, 40),

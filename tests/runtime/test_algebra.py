@@ -41,7 +41,7 @@ ON_KERNEL = [kind for kind in KINDS if "kernel" in kind]
 NATIVE = ["native", "native ring"]
 PLACES = [
     ("exact rows", "cpu"),
-    ("bfloat16 ring", "onnxruntime"),
+    pytest.param("bfloat16 ring", "onnxruntime", marks=pytest.mark.thorough),
     *[pytest.param(k, "cpu", marks=pytest.mark.thorough) for k in ("exact", "exact ring", "bfloat16 ring", "dense")],
     *[pytest.param(kind, "eager", marks=pytest.mark.thorough) for kind in KINDS if kind not in ON_KERNEL + NATIVE],
     ("kernel rows", "hls-csim"),

@@ -30,7 +30,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     return build(tmp_path_factory.mktemp("alone") / "a")
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=["one row", "three rows"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, id="one row", marks=pytest.mark.thorough), pytest.param(3, id="three rows")]
+)
 def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     return build(tmp_path_factory.mktemp("rows") / "a", batch_size=PLACES, rows=request.param)
 

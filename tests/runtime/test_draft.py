@@ -122,12 +122,8 @@ STEPS: dict[str, tuple[str, tuple[int, ...]]] = {
 """Of them on the accelerator: quantisation, layers with a draft."""
 
 
-THOROUGH = ("one row", "three rows", "pairs", "one pair", "other gate")
-"""Cases whose parts others have: rows alone and beside others are compared below; a pair is one decision, and pairs are
-compared with an accelerator's steps; no kernel of a draft knows the gate."""
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n in THOROUGH else n for n in CASES])
+@pytest.mark.thorough  # a step of the accelerator is compared with both below
+@pytest.mark.parametrize("name", CASES)
 def test_eager_and_cpu_have_the_same_bits(name: str, tmp_path: Path) -> None:
     artifact = built(tmp_path / "built", **EXACT, **CASES[name])
     config = artifact.manifest.decoder.config
@@ -138,7 +134,9 @@ def test_eager_and_cpu_have_the_same_bits(name: str, tmp_path: Path) -> None:
     assert torch.equal(cpu, eager)
 
 
-@pytest.mark.parametrize("name", [n if n == "pairs" else pytest.param(n, marks=pytest.mark.thorough) for n in STEPS])
+@pytest.mark.parametrize(
+    "name", [n if n == "rows of their own" else pytest.param(n, marks=pytest.mark.thorough) for n in STEPS]
+)
 def test_the_accelerator_s_whole_steps_have_them_too(name: str, tmp_path: Path) -> None:
     check_tool("g++")
     check_module("hls4ml")
