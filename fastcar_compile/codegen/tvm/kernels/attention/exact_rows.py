@@ -13,14 +13,9 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.attention.decode import PARALLEL_CACHE_ELEMENTS
-from fastcar_compile.codegen.tvm.kernels.attention.exact import (
-    LANES,
-    MINUS_INFINITY,
-    UNSEEN,
-    ExactShape,
-    numerators,
-    wide_exponent,
-)
+from fastcar_compile.codegen.tvm.kernels.attention.exact import MINUS_INFINITY
+from fastcar_compile.codegen.tvm.kernels.attention.exact_shape import LANES, UNSEEN, ExactShape, wide_exponent
+from fastcar_compile.codegen.tvm.kernels.attention.exact_values import numerators
 from fastcar_compile.codegen.tvm.kernels.attention.rows import find_active, see
 from fastcar_compile.codegen.tvm.kernels.cache import bounded, power_of_two
 from fastcar_compile.codegen.tvm.kernels.linear.activations import read_knots
