@@ -1,4 +1,4 @@
-// DRS controller: loads the control table once, then decides one layer per call: scores and gate -> Index Register and chain
+// DRS controller: decides one layer per call with the control table on chip: scores and gate -> Index Register and chain
 // counts. Formats, order of checks and status codes: docs/reference/drs_table.md. Every loop is bounded, so it always ends.
 #ifndef FASTCAR_DRS_HPP
 #define FASTCAR_DRS_HPP
@@ -8,11 +8,7 @@
 namespace fastcar {
 namespace drs {
 
-// Values of the argument `op`; with any other the controller reads and writes nothing.
-static const uint32_t OP_TABLE = 3;
-static const uint32_t OP_GATE = 4;
-
-// 32-bit words of `result`.
+// 32-bit words of the answer to a decision.
 enum ResultWord {
     R_STATUS,
     R_INDEX_REGISTER,
@@ -29,24 +25,6 @@ inline bool operands_fit(const uint32_t header[HEADER_WORDS], const Call& call) 
 inline uint32_t all_rows(uint32_t rows) {
     FASTCAR_INLINE
     return 0xFFFFFFFFu >> (INDEX_REGISTER_BITS - rows);
-}
-
-// Chain counts, four to a word, in one burst.
-inline void read_chain(const word_t* chain, uint32_t rows, uint32_t counts[INDEX_REGISTER_BITS]) {
-    FASTCAR_NO_INLINE
-    const uint32_t words = (rows + 3) >> 2;
-    FASTCAR_BURST(CHAIN)
-read_counts:
-    for (uint32_t i = 0; i < words; ++i) {
-        FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, 8)
-        FASTCAR_BEAT(CHAIN, i)
-        const word_t word = chain[i];
-        counts[4 * i] = lane_bits(word, 0);
-        counts[4 * i + 1] = lane_bits(word, 1);
-        counts[4 * i + 2] = lane_bits(word, 2);
-        counts[4 * i + 3] = lane_bits(word, 3);
-    }
 }
 
 // Scores and gate of the layer's rows; returns the Index Register. Without a gate every score is 0, and every row computes.
@@ -87,12 +65,10 @@ report_each_row:
 // The first memory words of the answer, in one burst.
 inline void write_answer(const uint32_t answer[ANSWER_WORDS], int beats, word_t* result) {
     FASTCAR_NO_INLINE
-    FASTCAR_BURST(RESULT)
 write_words:
     for (int i = 0; i < beats; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, ANSWER_WORDS / 4)
-        FASTCAR_BEAT(RESULT, i)
         result[i] = word_of_bits(answer[4 * i], answer[4 * i + 1], answer[4 * i + 2], answer[4 * i + 3]);
     }
 }
@@ -115,34 +91,6 @@ Status decide_layer(const uint32_t header[HEADER_WORDS], const uint32_t words[C:
     report_rows(call.active & all_rows(header[F_ROWS]), has_gate(layer), index_register, scores, counts, answer);
     answer[R_INDEX_REGISTER] = index_register;
     return OK;
-}
-
-// The table is on chip, from load to load. The function has internal linkage, so that it belongs to this kernel alone,
-// whatever else a process loads.
-template <class C>
-static void control(uint32_t op, const word_t* table, uint32_t table_bytes, uint32_t step, Call& call, const word_t* query,
-                    const word_t* key, const word_t* network, const word_t* chain, word_t* result) {
-    FASTCAR_NO_INLINE
-    static_assert(C::TABLE_WORDS <= static_cast<int>(MAX_TABLE_WORDS), "word offsets of the format");
-    static bool loaded = false;
-    static uint32_t header[HEADER_WORDS];
-    static uint32_t words[C::TABLE_WORDS];
-    FASTCAR_PARTITION(header, 0)
-    uint32_t answer[ANSWER_WORDS] = {};
-    FASTCAR_PARTITION_CYCLIC(answer, 1, 4)
-    Status status = NO_TABLE;
-    if (op == OP_TABLE) {
-        status = load_table<C>(table, table_bytes, header, words);
-        loaded = status == OK;
-    } else if (loaded && header[F_CRC] == call.crc) {
-        uint32_t counts[INDEX_REGISTER_BITS];
-        FASTCAR_PARTITION_CYCLIC(counts, 1, 4)
-        read_chain(chain, header[F_ROWS], counts);
-        call.computes = recomputes(header, step) ? all_rows(header[F_ROWS]) : 0;
-        status = decide_layer<C>(header, words, call, query, key, network, counts, answer);
-    }
-    answer[R_STATUS] = static_cast<uint32_t>(status);
-    write_answer(answer, op != OP_TABLE && status == OK ? ANSWER_WORDS / 4 : 1, result);
 }
 
 }  // namespace drs

@@ -10,11 +10,9 @@
 namespace fastcar {
 namespace drs {
 
-// What one call is about. `crc` names the table that the host counts on. Bit b of `active` is 1: row b is there; of `computes`:
-// it computes whatever its score is. The network of gate `learned` begins at word `network` of its operand, which holds at most
-// `units` of it.
+// What one call is about. Bit b of `active` is 1: row b is there; of `computes`: it computes whatever its score is. The network
+// of gate `learned` begins at word `network` of its operand, which holds at most `units` of it.
 struct Call {
-    uint32_t crc;
     uint32_t layer;
     uint32_t active;
     uint32_t computes;

@@ -8,12 +8,6 @@
 #include "fastcar_mapping.hpp"
 #include "fastcar_word.hpp"
 
-// A burst of an AXI port begins, and each of its beats: a C simulation may count them (tests/drs/traffic.hpp).
-#if !defined(FASTCAR_BURST)
-#define FASTCAR_BURST(argument)
-#define FASTCAR_BEAT(argument, address)
-#endif
-
 namespace fastcar {
 namespace drs {
 
@@ -81,8 +75,7 @@ enum Status {
     BAD_CRC,
     BAD_HEADER,
     BAD_INSTRUCTION,
-    NO_TABLE,
-    BAD_LAYER,
+    BAD_LAYER = 9,
     BAD_OPERANDS
 };
 
@@ -207,12 +200,10 @@ template <class C>
 uint32_t load_words(const word_t* table, uint32_t first, uint32_t end, uint32_t count, uint32_t crc,
                     uint32_t words[C::TABLE_WORDS]) {
     FASTCAR_NO_INLINE
-    FASTCAR_BURST(TABLE)
 read_table:
     for (uint32_t i = first; i < end; ++i) {
         FASTCAR_PIPELINE(4)
         FASTCAR_TRIPS(1, (C::TABLE_WORDS + 16 * C::INSTRUCTIONS) / 4 + 1)
-        FASTCAR_BEAT(TABLE, i)
         const word_t word = table[i];
         crc = load_step<C>(crc, lane_bits(word, 0), 4 * i, count, words);
         crc = load_step<C>(crc, lane_bits(word, 1), 4 * i + 1, count, words);

@@ -122,12 +122,10 @@ template <int WORDS>
 Change change_of_row(const word_t* x, uint32_t first, uint32_t words, const word_t cached[WORDS]) {
     FASTCAR_NO_INLINE
     Change sum = {0, 0, 0};
-    FASTCAR_BURST(QUERY)
 read_change:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, WORDS)
-        FASTCAR_BEAT(QUERY, first + i)
         sum = change_step(sum, x[first + i], cached[i]);
     }
     return sum;

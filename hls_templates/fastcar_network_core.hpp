@@ -28,13 +28,11 @@ uint32_t features_of_row(const word_t* x, uint32_t first, uint32_t words, uint32
                          uint32_t raw[2 * WORDS + 2][FLOAT_LANES]) {
     FASTCAR_NO_INLINE
     uint32_t largest = 0;
-    FASTCAR_BURST(QUERY)
 read_features:
     for (uint32_t i = 0; i < padded; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, WORDS + 1)
         const bool spare = i >= words;
-        FASTCAR_BEAT(QUERY, first + i)
         const word_t now = spare ? word_t(0) : x[first + i];
         const word_t before = spare ? word_t(0) : cached[i];
         FASTCAR_UNROLL
@@ -116,12 +114,10 @@ uint32_t sums_of_units(const word_t* network, uint32_t first, uint32_t units, co
     uint32_t b2 = 0;
     uint32_t word = 0;
     uint32_t unit = 0;
-    FASTCAR_BURST(KEY)
 read_weights:
     for (uint32_t i = 0; i < total; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, UNITS * (2 + WORDS))
-        FASTCAR_BEAT(KEY, first + i)
         const word_t now = network[first + i];
         const uint32_t pair = word == 0 ? 0 : 2 * (word - 1);
         const int64_t sum = weight_step(tail.sum, now, features[pair], features[pair + 1], static_cast<int>(tail.place));
@@ -178,8 +174,6 @@ void network_scores(const word_t* x, const word_t* cached, uint32_t rows, uint32
     UnitTail tails[UNITS];
     FASTCAR_PARTITION(features, 2)
     FASTCAR_PARTITION_CYCLIC(features, 1, 2)
-    FASTCAR_BURST(KEY)
-    FASTCAR_BEAT(KEY, first)
     const uint32_t given = lane_of(network[first], 0);
     const uint32_t room = most < static_cast<uint32_t>(UNITS) ? most : static_cast<uint32_t>(UNITS);
     const uint32_t units = given < room ? given : room;

@@ -81,7 +81,7 @@ read_chain_counts:
             counts[b] = lane_bits(replay[f.word[DECIDE_CHAIN] + slot_of<D>(list, sizes, f.word[DECIDE_STRIDE], b)], 0);
         }
     }
-    const drs::Call call = {0, f.layer, list.active, list.computes, sizes.rows * query_words_of(f), sizes.rows * key_words_of(f),
+    const drs::Call call = {f.layer, list.active, list.computes, sizes.rows * query_words_of(f), sizes.rows * key_words_of(f),
                             f.word[DECIDE_NETWORK], f.word[DECIDE_UNITS]};
     const uint32_t status = drs::decide_layer<T>(header, words, call, query, key, constants, counts, answer);
     const bool decided = status == drs::OK;

@@ -108,12 +108,10 @@ inline Place next_place(const Place& at, uint32_t head_words, uint32_t group) {
 template <int KEY_WORDS>
 void load_key(const word_t* key, uint32_t first, uint32_t words, word_t buffer[KEY_WORDS]) {
     FASTCAR_NO_INLINE
-    FASTCAR_BURST(KEY)
 read_key:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, KEY_WORDS)
-        FASTCAR_BEAT(KEY, first + i)
         buffer[i] = key[first + i];
     }
 }
@@ -126,12 +124,10 @@ int64_t row_sum(const word_t* query, uint32_t first, const HeadShape& shape, con
     const uint32_t group = shape.group;
     int64_t sum = 0;
     Place at = {0, 0, 0, 0};
-    FASTCAR_BURST(QUERY)
 read_query:
     for (uint32_t i = 0; i < shape.query_words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, QUERY_WORDS)
-        FASTCAR_BEAT(QUERY, first + i)
         sum = product_step(sum, query[first + i], key[at.base + at.word]);
         at = next_place(at, head_words, group);
     }
@@ -155,12 +151,10 @@ int64_t weighted_row_sum(const word_t* query, uint32_t first, const HeadShape& s
     const uint32_t group = shape.group;
     int64_t sum = 0;
     Place at = {0, 0, 0, 0};
-    FASTCAR_BURST(QUERY)
 read_weighted_query:
     for (uint32_t i = 0; i < shape.query_words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, QUERY_WORDS)
-        FASTCAR_BEAT(QUERY, first + i)
         sum = product_step(sum, weighted_word(query[first + i], weights[at.head]), key[at.base + at.word]);
         at = next_place(at, head_words, group);
     }

@@ -128,8 +128,8 @@ def test_a_folder_without_reports_and_a_damaged_one(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"there is no csynth\.xml of fastcar_step, no report of Vivado"):
         read_reports(tmp_path, "fastcar_step")
     (tmp_path / "csynth.xml").write_text(CSYNTH.format(**GOOD))
-    with pytest.raises(InputError, match=r"there is no csynth\.xml of fastcar_drs"):
-        read_reports(tmp_path, "fastcar_drs")
+    with pytest.raises(InputError, match=r"there is no csynth\.xml of fastcar_none"):
+        read_reports(tmp_path, "fastcar_none")
     (tmp_path / "csynth.xml").write_text("<profile>")
     with pytest.raises(InputError, match="the report is no XML: "):
         read_reports(tmp_path, "fastcar_step")

@@ -4,18 +4,16 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from drs.unit import DrsUnit
 from fastcar_compile.codegen.hls.control_table.builder import build_table
-from fastcar_compile.codegen.hls.control_table.gate import network_words, pack_rows
-from fastcar_compile.codegen.hls.control_table.reader import check, header_of
-from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS, LayerCall, LayerTrace, run_layer
-from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, AttentionShape, DrsTable, Limits, Status
-from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
+from fastcar_compile.codegen.hls.control_table.gate import pack_rows
+from fastcar_compile.codegen.hls.control_table.reader import check
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status
 
 LIMITS = Limits(cores=2, rows=32, table_words=4096, query_words=1024, key_words=64, heads=16)
 """Of the controller in these tests."""
@@ -80,45 +78,15 @@ class Controller:
         status = self.kernel.load(data)
         assert status is check(data, self.limits)
         if status is not Status.OK:
-            assert self.kernel.run(call, 0) == LayerTrace(Status.NO_TABLE)
             return want
-        got = self.kernel.run(call, header_of(data).rows)
+        got = self.kernel.run(call)
         np.testing.assert_array_equal(got.scores, want.scores)  # NaN equals NaN here
         for name in ("status", "index_register", "chain"):
             assert getattr(got, name) == getattr(want, name), name
         return got
 
 
-# What a call moves, and where rows compute.
-
-
-BURST_BEATS = 256
-"""The longest AXI4 burst."""
-
-
-def load_cycles(table: DrsTable) -> int:
-    """Return the clocks of loading the table, without memory latency."""
-    return sum(loop.cycles for loop in control_loops(ControlWork(ControlOp.TABLE, table)))
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one call moves over the controller's AXI ports: bursts of at most 256 beats, and beats of 128 bits."""
-
-    bursts: int
-    beats: int
-
-
-def controller_traffic(table: DrsTable) -> Traffic:
-    """Return the traffic of one call for a layer with a gate; C simulation counts the same (tests/drs)."""
-    rows, width = table.rows, FLOATS_PER_WORD * table.input_words
-    # The first word of a network is its number of units, read once; every row reads the others.
-    network = network_words(table.units, width) - 1 if table.units else 0
-    runs = (table.row_query_words, table.row_key_words, network)
-    # Every call reads the chain counts and writes an answer, a burst each.
-    around = ceil(rows / FLOATS_PER_WORD) + RESULT_WORDS // FLOATS_PER_WORD
-    beats = rows * sum(runs) + (1 if network else 0) + around
-    return Traffic(rows * sum(ceil(words / BURST_BEATS) for words in runs) + 2 + (1 if network else 0), beats)
+# Where rows compute.
 
 
 class Place(NamedTuple):

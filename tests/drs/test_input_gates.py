@@ -1,33 +1,26 @@
 """Every gate besides the mean TAS: the HLS controller, the Python simulator and the operators decide alike."""
 
-import ctypes
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hls.conftest import csim_tools
-from hls.sources import folder_sources
 
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
-from drs.tables import FRAME, LATER, Controller, Traffic, controller_traffic
-from drs.unit import DrsUnit
+from drs.tables import FRAME, LATER, Controller
+from drs.unit import DrsUnit, build_controller
 from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_inputs, pack_network
 from fastcar_compile.codegen.hls.control_table.reader import check
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status
-from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
-from fastcar_compile.codegen.hls.project import controller_interface, emit_drs
 from fastcar_compile.gates import GATES, decided_on_accelerator
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.tensors import exact_weights
-from fastcar_compile.runtime.backends.hls_csim import CsimUnit, ap_types_folder, build_library, compiler
 
 fastcar = torch.ops.fastcar
 __all__ = ["csim_tools"]
@@ -93,7 +86,6 @@ CASES = {
         GateScore(GateKind.LEARNED, WIDTH, max(UNITS)), lambda v, n: fastcar.learned_score(v.x, v.cached, *network(n))
     ),
 }
-COUNTED = "counted.cpp"
 
 
 @pytest.fixture(scope="module")
@@ -101,36 +93,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gates")
 
 
-def sources(name: str, folder: Path) -> Path:
-    """The files of a controller that is built for this gate."""
-    own = folder / name
-    if not own.exists():
-        own.mkdir()
-        table = CASES[name].table(0.5, refresh_every=2)
-        for file, text in emit_drs(table, table.limits).items():
-            (own / file).write_text(text)
-        for path in files("hls_templates").iterdir():
-            if path.name.endswith(".hpp"):
-                (own / path.name).write_text(path.read_text())
-        traffic = Path(__file__).with_name("traffic.hpp").read_text()
-        (own / COUNTED).write_text(f'{traffic}\n#include "fastcar_drs.cpp"\n')
-    return own
-
-
-def library_of(name: str, folder: Path) -> Path:
-    """The controller as a library, which also counts what it moves."""
-    own = sources(name, folder)
-    return build_library(folder_sources(own, (COUNTED, "fastcar_drs.cpp")), own / "build", (COUNTED,))
-
-
 def controller_of(name: str, folder: Path) -> Controller:
-    """A controller that is built for this gate, with the networks in its memory."""
-    table, library = CASES[name].table(0.5), ctypes.CDLL(str(library_of(name, folder)))
-    kernel = DrsUnit(CsimUnit(library, controller_interface(table).part))
-    if name == "learned":
-        for layer in range(LAYERS):
-            kernel.load_network(layer, words_of(layer).view(np.uint8).reshape(-1), table.key_words)
-    return Controller(kernel, table.limits)
+    """A controller that is built for this gate."""
+    limits = CASES[name].table(0.5).limits
+    return Controller(DrsUnit(build_controller(limits, folder)), limits)
 
 
 def drawn(name: str, seed: int) -> GateInputs[np.ndarray]:
@@ -157,24 +123,6 @@ def score_of(name: str, layer: int, inputs: GateInputs[np.ndarray]) -> np.ndarra
     """By the operator."""
     tensors = (None if v is None else torch.from_numpy(v) for v in vars(inputs).values())
     return CASES[name].operator(GateInputs(*tensors), layer).numpy()
-
-
-def run_bench(folder: Path, library: Path) -> str:
-    """What the test bench prints, with the kernel of the library."""
-    include = [f"-I{folder}", "-isystem", str(ap_types_folder())]
-    program = folder / "bench"
-    command = [compiler(), "-std=c++14", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", *include]
-    command += [str(folder / "drs_testbench.cpp"), str(library), "-o", str(program)]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
-    return subprocess.run([program], capture_output=True, text=True, check=False).stdout
-
-
-def expected_registers(folder: Path) -> set[int]:
-    """The values of the Index Register that the bench expects."""
-    text = (folder / "drs_testbench.cpp").read_text()
-    lines = text.split("EXPECTED[][2 + ROWS] = {\n", 1)[1].split("\n};", 1)[0].splitlines()
-    return {int(line.split(", ")[1].removesuffix("u"), 16) for line in lines}
 
 
 def test_every_gate_of_this_package_but_studies_is_decided_by_the_controller() -> None:
@@ -206,31 +154,6 @@ def test_decisions_are_those_of_the_operator(name: str, folder: Path) -> None:
         assert list(trace.chain) == [int(r) for r in rows]
         replayed.add(tuple(rows))
     assert len(replayed) > 2
-
-
-@pytest.mark.usefixtures("csim_tools")
-@pytest.mark.parametrize("name", CASES)
-def test_what_a_call_moves_is_what_the_model_says(name: str, folder: Path) -> None:
-    """Bursts and beats of a layer in which every row computes; the loops of the model move as many."""
-    unit, table = controller_of(name, folder), CASES[name].table(0.5, refresh_every=1)
-    counts, library = (ctypes.c_uint32 * 10)(), ctypes.CDLL(str(library_of(name, folder)))
-    assert unit.kernel.load(table.to_bytes()) is Status.OK
-    library.moved(counts)
-    trace = unit.kernel.run(call_of(name, 0, drawn(name, 0)), ROWS)
-    assert trace.index_register == 0b1111
-    library.moved(counts)
-    expected = controller_traffic(table)
-    assert Traffic(sum(counts[:5]), sum(counts[5:])) == expected
-    loops = control_loops(ControlWork(ControlOp.GATE, table))
-    assert sum(loop.trips for loop in loops if loop.moves) == expected.beats
-
-
-@pytest.mark.usefixtures("csim_tools")
-@pytest.mark.parametrize("name", CASES)
-def test_the_bench_of_every_gate_passes(name: str, folder: Path) -> None:
-    own = sources(name, folder)
-    assert run_bench(own, library_of(name, folder)) == "PASS: DRS, 16 pattern(s), 0 mismatch(es)\n"
-    assert expected_registers(own) == set(range(16))
 
 
 @pytest.mark.usefixtures("csim_tools")

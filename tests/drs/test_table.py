@@ -16,11 +16,13 @@ from fastcar_compile.codegen.hls.control_table.reader import Header, read_table
 from fastcar_compile.codegen.hls.control_table.simulator import LayerTrace
 from fastcar_compile.codegen.hls.control_table.table import (
     HEADER_WORDS,
+    LAYER_FIELDS,
     MAGIC,
     VERSION,
     WEIGHTED,
     AttentionShape,
     Status,
+    table_words,
 )
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates.registry import GateKind
@@ -144,8 +146,16 @@ def test_operands_of_another_size(controller: Controller, field: str, extra: int
 
 
 def test_every_status_occurs() -> None:
-    elsewhere = {Status.OK, Status.BAD_INSTRUCTION, Status.NO_TABLE, Status.BAD_LAYER, Status.BAD_OPERANDS}
+    elsewhere = {Status.OK, Status.BAD_INSTRUCTION, Status.BAD_LAYER, Status.BAD_OPERANDS}
     assert {status for _, status in DAMAGED.values()} | elsewhere == set(Status)
+
+
+def test_a_table_of_the_limits_is_loaded(controller: Controller) -> None:
+    """As many words as the hardware holds, to one layer."""
+    layers = (LIMITS.table_words - HEADER_WORDS) // LAYER_FIELDS
+    table = table_for(32, layers=layers)
+    assert len(table.to_bytes()) // 4 <= LIMITS.table_words < table_words(layers + 1)
+    controller.agreed(table, call_for(0b1, 32, layers - 1))
 
 
 FUZZ = settings(

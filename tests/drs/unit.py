@@ -1,71 +1,65 @@
-"""The TAS unit and DRS controller alone, the kernel fastcar_drs, as a host would call it."""
+"""The TAS unit and DRS controller in C simulation, without a kernel around them."""
+
+import ctypes
+from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS, LayerCall, LayerTrace, read_result
-from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS, Status
+from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS, Limits, Status
+from fastcar_compile.codegen.hls.render import render
 from fastcar_compile.errors import BackendError
-from fastcar_compile.runtime.backends.accelerator.calls import Buffer, ComputeUnit
+from fastcar_compile.runtime.backends.hls_csim import aligned, build_library
 
-TABLE, GATE = 3, 4
-"""Values of `op` (fastcar_drs.hpp)."""
+SOURCE = Path(__file__).with_name("controller.cpp")
 
-_CALL = ("crc", "layer", "step", "query_words", "key_words")
-"""Scalars of a call that play no part in a load."""
 
-_WORD_BYTES = 16
+def build_controller(limits: Limits, folder: Path) -> Path:
+    """The library of a controller with these limits."""
+    sources = {p.name: p.read_bytes() for p in files("hls_templates").iterdir() if p.name.endswith(".hpp")}
+    sources["fastcar_drs_config.hpp"] = render("fastcar_drs_config.hpp", limits=limits).encode()
+    return build_library(sources | {SOURCE.name: SOURCE.read_bytes()}, folder, [SOURCE.name])
 
 
 class DrsUnit:
-    """The kernel fastcar_drs on a unit. It keeps the control table on chip, from one `load` to the next."""
+    """A controller, which keeps the control table from one `load` to the next."""
 
-    def __init__(self, unit: ComputeUnit) -> None:
-        self._unit = unit
-        self._networks: dict[int, Buffer] = {}
-        self._crc = 0  # of the table loaded last, which the kernel compares with the one on chip
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
 
     def load(self, table: bytes) -> Status:
-        """Load a control table, any bytes, and return the result of its checks.
-
-        Unless it is OK, there is no table on chip.
-        """
-        unit = self._unit
-        # The kernel reads whole memory words. `table_bytes` has the true length, which the CRC covers.
-        unit.write("drs_table", np.frombuffer(table + bytes(-len(table) % _WORD_BYTES), np.uint8))
-        unit.fill("query", "key", "chain")
-        unit.set({"op": TABLE, "table_bytes": len(table)} | dict.fromkeys(_CALL, 0))
-        unit.run()
-        # Bytes 8 to 11 of a table are its CRC. Every later call repeats it, so a table of another program is noticed.
-        self._crc, self._rows = int.from_bytes(table[8:12], "little"), int.from_bytes(table[20:24], "little")
-        return Status(int(unit.read("result", _WORD_BYTES).view(np.uint32)[0]))
-
-    def load_network(self, layer: int, network: NDArray[np.uint8], key_words: int) -> None:
-        """Give a layer's network to the kernel: it lies behind the `key_words` words of the cached rows."""
-        room = np.zeros(key_words * _WORD_BYTES, np.uint8)
-        self._networks[layer] = self._unit.make_buffer("key", np.concatenate([room, network.view(np.uint8)]))
-
-    def run(self, call: LayerCall, rows: int) -> LayerTrace:
-        """Return the decision for one layer, for `rows` rows of the batch, with the table that was loaded."""
-        unit = self._unit
-        # The argument has 32 counts, whatever the batch is.
-        chain = np.zeros(MAX_ROWS, np.int32)
-        chain[: len(call.chain)] = call.chain
-        for name, array in (("query", call.query), ("key", call.key), ("chain", chain)):
-            unit.fill(name)
-            unit.write(name, np.ascontiguousarray(array).view(np.uint8).reshape(-1))
-        # A layer's buffer has the network behind the room for the cached rows. An update overwrites that room alone.
-        if len(call.key) and call.layer in self._networks:
-            unit.update(self._networks[call.layer], np.ascontiguousarray(call.key).view(np.uint8).reshape(-1))
-            unit.bind("key", self._networks[call.layer])
-        words = {"query_words": len(call.query), "key_words": len(call.key)}
-        unit.set({"op": GATE, "table_bytes": 0, "crc": self._crc, "layer": call.layer, "step": call.step} | words)
-        unit.run()
-        return read_result(unit.read("result", 4 * RESULT_WORDS).view(np.uint32), rows)
+        """Load a control table, any bytes, and return the result of its checks."""
+        words = _aligned(np.frombuffer(table + bytes(-len(table) % 16), np.uint8))
+        return Status(self._library.load(_at(words), ctypes.c_uint32(len(table))))
 
     def decide(self, call: LayerCall) -> LayerTrace:
-        """As Kernel.decide, with the table of the last load."""
-        trace = self.run(call, self._rows)
+        """Return the decision for one layer with the table that was loaded.
+
+        Raises:
+            BackendError: the controller refuses the call.
+        """
+        trace = self.run(call)
         if trace.status is not Status.OK:
             raise BackendError(f"the controller stopped with status {trace.status.name}", where=f"layer {call.layer}")
         return trace
+
+    def run(self, call: LayerCall) -> LayerTrace:
+        """Return the decision, or the status of a call that is refused."""
+        counts, answer = np.zeros(MAX_ROWS, np.uint32), np.zeros(RESULT_WORDS, np.uint32)
+        counts[: len(call.chain)] = call.chain
+        network = np.zeros(0) if call.network is None else call.network
+        query, key, network = map(_aligned, (call.query, call.key, network))
+        lengths = [ctypes.c_uint32(len(operand)) for operand in (call.query, call.key)]
+        operands = (_at(query), lengths[0], _at(key), lengths[1], _at(network), _at(counts), _at(answer))
+        rows = self._library.decide(ctypes.c_uint32(call.layer), ctypes.c_uint32(int(call.step)), *operands)
+        return read_result(answer, rows)
+
+
+def _aligned(array: NDArray[np.generic]) -> NDArray[np.uint8]:
+    return aligned(np.frombuffer(array.tobytes(), np.uint8).copy())
+
+
+def _at(array: NDArray[np.generic]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)

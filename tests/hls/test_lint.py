@@ -12,9 +12,9 @@ from fastcar_compile.codegen.hls.project import emit_hls
 from hls import lint
 from hls.library import DESIGNS
 
-NOT_SYNTHESISED = {f"{name}_testbench.cpp" for name in ("drs", "probe", "step")}
+NOT_SYNTHESISED = {f"{name}_testbench.cpp" for name in ("probe", "step")}
 NOT_SYNTHESISED |= {"fastcar_csim.cpp", "fastcar_csim.hpp"}
-TOPS = ("fastcar_step.cpp", "fastcar_drs.cpp", "fastcar_probe.cpp")
+TOPS = ("fastcar_step.cpp", "fastcar_probe.cpp")
 PROBE_FILES = {"fastcar_probe.cpp", "fastcar_probe.hpp"}
 AXI_PORTS = "EngineConfig::PORTS / EngineConfig::AXI_WORDS"
 STREAM_FILES = {"fastcar_step.cpp", "fastcar_engine_processes.hpp"}
@@ -79,7 +79,7 @@ def test_kernel_sources_are_clean(project: dict[str, str]) -> None:
     kernels = kernels_of(project)
     assert findings(kernels) == []
     defined = {name for text in kernels.values() for name, _, _ in lint.functions(lint.code_of(text))}
-    assert {"fastcar_step", "compute", "mac_tile", "quantize_rows", "fastcar_drs", "control"} < defined
+    assert {"fastcar_step", "compute", "mac_tile", "quantize_rows", "decide_layer"} < defined
 
 
 def test_no_floating_point_in_the_mac_array(project: dict[str, str]) -> None:

@@ -88,8 +88,8 @@ def test_every_emitted_source_compiles_by_clang(
     kernels."""
     require_tool("clang++")
     sources = {path.name for path in emit_hls(DESIGNS["int4"], tmp_path) if path.suffix == ".cpp"}
-    kernels = {f"fastcar_{name}.cpp" for name in ("step", "drs", "probe")}
-    assert sources - kernels == {"step_testbench.cpp", "drs_testbench.cpp", "probe_testbench.cpp", "fastcar_csim.cpp"}
+    kernels = {f"fastcar_{name}.cpp" for name in ("step", "probe")}
+    assert sources - kernels == {"step_testbench.cpp", "probe_testbench.cpp", "fastcar_csim.cpp"}
     done = check_syntax("clang++", [tmp_path / "fastcar_csim.cpp", tmp_path / "fastcar_step.cpp"])
     assert done.returncode == 0, done.stderr
 
@@ -141,9 +141,9 @@ def fast_build(folder: Path, cxx: str, precompiled: Precompiled) -> list[str]:
 @pytest.mark.parametrize(
     ("design_name", "cxx", "said"),
     [
-        ("linears", f"g++ {SANITIZED}", "12 launch(es) of 5 row(s), 0 problem(s)"),
-        pytest.param("linears_int4", "clang++", "12 launch(es) of 2 row(s), 0 problem(s)", marks=pytest.mark.thorough),
-        pytest.param("one_port_many_tiles", "g++ -DFASTCAR_WORD_BY_RANGE", "4 launch(es)", marks=pytest.mark.thorough),
+        ("linears", f"g++ {SANITIZED}", "13 launch(es) of 5 row(s), 0 problem(s)"),
+        pytest.param("linears_int4", "clang++", "13 launch(es) of 2 row(s), 0 problem(s)", marks=pytest.mark.thorough),
+        pytest.param("one_port_many_tiles", "g++ -DFASTCAR_WORD_BY_RANGE", "5 launch(es)", marks=pytest.mark.thorough),
     ],
     ids=["sanitized", "clang", "ranges"],
 )
@@ -165,7 +165,6 @@ def test_test_bench_passes(
     given = own if "RANGE" in cxx else fast_build(tmp_path, cxx, precompiled)
     done = run("make", "csim", *given, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASS: DRS, " in done.stdout
     assert f"PASS: {said}" in done.stdout
 
 

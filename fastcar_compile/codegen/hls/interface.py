@@ -5,7 +5,7 @@ from typing import Literal
 
 from fastcar_compile.artifact.accelerator_section import ArgumentPart, KernelPart
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
-from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, MAX_ROWS, DrsTable
+from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import READS, WRITES
@@ -194,24 +194,6 @@ def kernel_interface(design: Design, step: StepDesign, table: DrsTable) -> Kerne
             *(KernelPort(name, "uint32_t") for name in SCALARS),
         ),
     )
-
-
-def drs_interface(table_words: int, *, query_words: int = 1, key_words: int = 1) -> KernelInterface:
-    """Return the interface of the TAS unit and DRS controller alone (docs/reference/drs_table.md).
-
-    Args:
-        table_words: 32-bit words of the table. query_words, key_words: 128-bit words of q and of the key, all rows.
-    """
-    reads = {
-        "drs_table": -(-table_words // FLOATS_PER_WORD),
-        "query": query_words,
-        "key": key_words,
-        "chain": MAX_ROWS // FLOATS_PER_WORD,
-    }
-    memories = (KernelPort(name, WORD, "m_axi", "gmem_query", depth) for name, depth in reads.items())
-    result = KernelPort("result", WORD, "m_axi", "gmem_result", RESULT_WORDS // FLOATS_PER_WORD, writable=True)
-    scalars = ("op", "crc", "table_bytes", "layer", "step", "query_words", "key_words")
-    return KernelInterface("fastcar_drs", (*memories, result, *(KernelPort(name, "uint32_t") for name in scalars)))
 
 
 def probe_interface(design: Design) -> KernelInterface:

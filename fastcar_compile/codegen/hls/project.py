@@ -10,25 +10,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
-from fastcar_compile.codegen.hls.control_table.gate import Array, network_words, pack_inputs, pack_network
-from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
-from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS, AttentionShape, DrsTable, Limits, Status
+from fastcar_compile.codegen.hls.control_table.builder import build_table
+from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS, AttentionShape, DrsTable, Status
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import total_latency
-from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS
-from fastcar_compile.codegen.hls.interface import KernelInterface, drs_interface, kernel_interface
+from fastcar_compile.codegen.hls.interface import KernelInterface, kernel_interface
 from fastcar_compile.codegen.hls.render import probe_files, render, vitis_files
 from fastcar_compile.codegen.hls.step_golden import Golden
 from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus, cpp_constants
 from fastcar_compile.codegen.hls.step_sample import sample_program
 from fastcar_compile.config.targets import Target
-from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.ir.ops.linear import FACTORS, factor_table
 from fastcar_compile.support.packages import TEMPLATES
 
@@ -72,9 +66,9 @@ def emit_hls(
     values["total_turns"] = total_latency(design.budget.clock_mhz)
     texts = {name: render(name, **values) for name in SOURCES}
     texts["fastcar_step_fields.hpp"] = step_fields()
-    texts |= emit_drs(table, replace(table.limits, instructions=step.instructions))
-    alone = [controller_interface(table)]
-    texts |= vitis_files(design.budget.part, design.budget.clock_mhz, kernel, alone, board=board)
+    limits = replace(table.limits, instructions=step.instructions)
+    texts["fastcar_drs_config.hpp"] = render("fastcar_drs_config.hpp", limits=limits)
+    texts |= vitis_files(design.budget.part, design.budget.clock_mhz, kernel, board)
     texts |= probe_files(design, board)
     texts |= {p.name: p.read_text() for p in files(TEMPLATES).iterdir() if p.name.endswith((".hpp", ".cpp", ".tcl"))}
     texts |= rtl_sources(values)
@@ -147,108 +141,9 @@ def step_bench(design: Design, step: StepDesign, table: DrsTable, kernel: Kernel
     )
 
 
-# The HLS sources of the TAS unit and DRS controller, and their test bench.
-
-
-BENCH_PATTERNS = 64
-"""Values of the Index Register that the test bench tries at most."""
-
-
 def table_of_sizes(design: Design) -> DrsTable:
     """Return a table of the design's sizes for a decoder of which nothing else is known: one head of the MLP's width."""
     spec = design.mlp
     shape = AttentionShape(1, 1, spec.hidden)
     zeros = [0.0] * spec.layers
     return build_table(spec.layers, spec.batch, spec.cores, 1, zeros, attention=shape, scales=[1.0] * spec.layers)
-
-
-def controller_interface(table: DrsTable) -> KernelInterface:
-    """Return the interface of a controller alone, for tables of this size."""
-    network = network_words(table.units, FLOATS_PER_WORD * table.input_words) if table.units else 0
-    return drs_interface(table.words, query_words=table.query_words, key_words=table.key_words + network)
-
-
-def emit_drs(table: DrsTable, limits: Limits) -> dict[str, str]:
-    """Return top, configuration and test bench of a controller with these limits, by file name."""
-    kernel = controller_interface(table)
-    return {
-        "fastcar_drs_config.hpp": render("fastcar_drs_config.hpp", limits=limits),
-        "fastcar_drs.cpp": render("fastcar_drs.cpp", limits=limits, kernel=kernel),
-        kernel.bench: _testbench(table, kernel),
-    }
-
-
-def _testbench(table: DrsTable, kernel: KernelInterface) -> str:
-    """Emit the test bench.
-
-    q or x of a row is +1 where it replays and -1 where it computes, so that they make the Index Register. The key and
-    the cached x are all ones.
-    """
-    bench = _bench_table(table)
-    data, layer, step = bench.to_bytes(), bench.layers - 1, bench.tokens_per_frame
-    network = _bench_network(bench) if bench.units else None
-    expected = []
-    for register in range(min(1 << bench.rows, BENCH_PATTERNS)):
-        signs = np.array([-1.0 if register >> row & 1 else 1.0 for row in range(bench.rows)], np.float32)
-        operands = pack_inputs(_bench_inputs(bench, signs))
-        call = LayerCall(layer, step, *operands, np.zeros(bench.rows, np.int32), network)
-        expected.append([f"0x{word:08x}u" for word in _result_words(run_layer(data, call))])
-    return render(
-        kernel.bench,
-        kernel=kernel,
-        patterns=BENCH_PATTERNS,
-        table=[f"0x{word:08x}u" for word in np.frombuffer(data, np.uint32)],
-        network=[] if network is None else [f"0x{word:08x}u" for word in network.view(np.uint32).reshape(-1)],
-        bench=bench,
-        layer=layer,
-        step=step,
-        expected=expected,
-    )
-
-
-def _bench_inputs(bench: DrsTable, signs: Array) -> GateInputs[Array]:
-    """Return what the gate reads, each row with its sign."""
-    shape, rows, width = bench.attention, bench.rows, FLOATS_PER_WORD * bench.input_words
-    heads, x = (None, None), (None, None)
-    if bench.gate.reads_query:
-        query = np.broadcast_to(signs[:, None, None], (rows, shape.heads, shape.head_dim))
-        heads = (query, np.ones((rows, shape.kv_heads, shape.head_dim), np.float32))
-    if bench.gate.reads_input:
-        x = (np.broadcast_to(signs[:, None], (rows, width)), np.ones((rows, width), np.float32))
-    return GateInputs(*heads, *x)
-
-
-def _bench_network(bench: DrsTable) -> Array:
-    """Return the words of a network of one unit, which adds the changes of x."""
-    width = FLOATS_PER_WORD * bench.input_words
-    w1 = np.concatenate([np.zeros(width), np.full(width, 2.0**-8)]).astype(np.float32)[None]
-    zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
-    return pack_network(w1, zero, one, zero)
-
-
-def _bench_table(table: DrsTable) -> DrsTable:
-    """Return a table of the same sizes, so that co-simulation maps all of it, but every layer has a gate, pairs and chains are free.
-
-    A row that does not change replays, one whose sign changes computes. Of weighted heads the first one counts.
-    """
-    layers, kind = table.layers, table.gate
-    score = GateScore(
-        kind,
-        width=FLOATS_PER_WORD * table.input_words,
-        units=table.units,
-        heads=None if table.head_weights is None else (((0, 1.0),),) * layers,
-    )
-    return build_table(
-        *(layers, table.rows, table.cores, table.tokens_per_frame),
-        [-(2.0**-10) if kind.at_most else 0.0] * layers,
-        attention=table.attention,
-        scales=[table.attention.head_dim**-0.5] * layers,
-        refresh_every=2 if table.refresh_period else None,
-        gate=score,
-    )
-
-
-def _result_words(trace: LayerTrace) -> list[int]:
-    """Return status, Index Register, scores of every row."""
-    scores = np.array(trace.scores, np.float32).view(np.uint32).tolist()
-    return [int(trace.status), trace.index_register, *scores]

@@ -1,7 +1,6 @@
 """Jinja templates of the HLS sources. A text of a model or of a target file cannot become code in them."""
 
 import re
-from collections.abc import Sequence
 from importlib.resources import files
 from itertools import cycle
 
@@ -67,32 +66,27 @@ _WEIGHT_BUNDLE = re.compile(r"gmem_w(\d+)")
 def vitis_files(
     part: str,
     clock_mhz: float,
-    linked: KernelInterface,
-    alone: Sequence[KernelInterface] = (),
-    *,
+    kernel: KernelInterface,
     board: Target | None = None,
 ) -> dict[str, str]:
     """Return the texts of the project by file name: Makefile, link.cfg and `<kernel>_hls_config.cfg`.
 
     Args:
         part: vendor part name. clock_mhz: kernel clock, MHz.
-        alone: kernels that are simulated and synthesised alone, not linked.
         board: whose memory the kernel is connected to; None: v++ chooses.
     """
-    every = (linked, *alone)
     platform = None if board is None else board.platform
     texts = {
         "Makefile": render(
             "Makefile",
-            kernels=[linked.name],
-            alone=[kernel.name for kernel in alone],
-            benches=[kernel.bench.removesuffix(".cpp") for kernel in every],
+            kernel=kernel.name,
+            bench=kernel.bench.removesuffix(".cpp"),
             card=board is not None and not board.shares_memory,
             platform=platform,
             title=platform_name(board),
-            variants=probe_variants(board, weight_port_count(linked)),
+            variants=probe_variants(board, weight_port_count(kernel)),
         ),
-        "link.cfg": link_config(linked, clock_mhz, board),
+        "link.cfg": link_config(kernel, clock_mhz, board),
     }
     if board is not None and platform is not None:
         memory = board.weight_memories[0]
@@ -101,9 +95,7 @@ def vitis_files(
         # The lower 2 GB of a Zynq UltraScale+ are DDR_LOW, what is above is DDR_HIGH (UG1085).
         values["high"] = memory.capacity_bytes > 2 << 30
         texts |= {f"{script}.tcl": render(f"{script}.tcl", **values) for script in ("platform", "xpfm")}
-    for kernel in every:
-        texts |= kernel_config(kernel, part, clock_mhz, board)
-    return texts
+    return texts | kernel_config(kernel, part, clock_mhz, board)
 
 
 def platform_name(board: Target | None) -> str:

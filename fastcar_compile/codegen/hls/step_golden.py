@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastcar_compile.codegen.hls.control_table.gate import unpack_network
-from fastcar_compile.codegen.hls.control_table.simulator import recomputes
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, recomputes, run_layer
 from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, Product, float_words
@@ -47,7 +47,8 @@ class Launch:
         draw: number of the input. small: it is drawn smaller by two to the power of this.
         position, step: of the first row of each video; the next rows are behind it. Odd videos are one forward late.
             A step of -1: of a prompt. active: bit b is 1: row b is there.
-        decided, caches, replay: digests of a whole step: Index Register, scores and chain counts; keys and values; slots.
+        decided: digest of the decision: Index Register, scores and chain counts.
+        caches, replay: digests of a whole step: keys and values; slots.
     """
 
     entry: int
@@ -135,7 +136,7 @@ class Golden:
         by_word = {i.weights: self._numpy(i) for i in program.instructions if isinstance(i, (step.Linear, step.Mlp))}
         # Three draws belong to each product: weights, scales, biases. Then come the constants, and the inputs.
         self._constants_draw = 3 * len(self.products)
-        self.decide = next((i for i in program.instructions if isinstance(i, step.Decide)), None)
+        self.decide = next((i for i in program.instructions if isinstance(i, step.Decide | step.DecideRows)), None)
         self.network_exponent = 0
         self.table = table
         if program.whole:
@@ -247,13 +248,11 @@ class Golden:
         memory, axi_words, decided = simulator.memory, self._design.axi_words, list[int]()
         slots = slots_of(self._program)
         for trace in simulator.traces.values() if rows.deciding.any() else ():
-            scores, chain = np.array(trace.scores, np.float32), np.array(trace.chain, np.uint32)
-            own = np.stack([scores.view(np.uint32), chain], 1)[rows.deciding]
-            decided += [trace.index_register, *own.reshape(-1).tolist()]
+            decided += _words_of(trace, rows)
             free = np.flatnonzero(rows.deciding & ~recomputes(self.table, rows.step)).tolist()
             for b in free:
                 slot, replays = (int(rows.video[b]), rows.step[b] % slots), not trace.index_register >> b & 1
-                self.free.append((float(scores[b]), replays, slot in self._replayed))
+                self.free.append((trace.scores[b], replays, slot in self._replayed))
                 self._replayed ^= {slot} if replays != (slot in self._replayed) else set()
         sections = np.concatenate([memory.keys, memory.values], 1)
         beats = sections.reshape(-1, axi_words, *sections.shape[1:]).swapaxes(1, 2)
@@ -265,12 +264,35 @@ class Golden:
         """Run every short program, for patterns of the rows that compute."""
         rows = self._program.sizes.rows
         for entry, one in enumerate(self._program.instructions):
+            if isinstance(one, step.DecideRows):
+                self._run_decision(entry, one)
             if isinstance(one, (step.Linear, step.Mlp)):
                 inputs = one.inputs if isinstance(one, step.Linear) else self._design.mlp.hidden
                 launch = Launch(entry, len(self._outputs), 0, 0, -1, (1 << rows) - 1, float_words(inputs), 0, 0)
                 self._keep(launch, products[one.weights])
                 others = (0x55555555, 1 << rows - 1, 0)
                 self.launches += [replace(self.launches[-1], active=active) for active in others]
+
+    def _run_decision(self, entry: int, decide: step.DecideRows) -> None:
+        """Decide about drawn operands, by the middle one of their scores."""
+        sizes, words, forward = (
+            self._program.sizes,
+            decide.query_words + decide.key_words,
+            2 * slots_of(self._program) - 1,
+        )
+        rows, constants = (
+            _rows(sizes, 0, forward, (1 << sizes.rows) - 1),
+            self._constants().reshape(-1, FLOATS_PER_WORD),
+        )
+        operands = _drawn_floats(self._constants_draw + 1, words * FLOATS_PER_WORD).reshape(-1, FLOATS_PER_WORD)
+        network = constants[decide.network :][: decide.network_words] if decide.units else None
+        query, key = np.split(operands, [decide.query_words])
+        call = LayerCall(decide.layer, rows.step, query, key, rows.chain, network)
+        scores = run_layer(self._bench_table(np.inf), call).scores
+        self.table = self._bench_table(sorted(scores)[len(scores) // 2])
+        decided = digest(np.array(_words_of(run_layer(self.table, call), rows), np.uint32))
+        all_rows, row_words = (1 << sizes.rows) - 1, words // sizes.rows
+        self.launches.append(Launch(entry, 0, 0, 0, forward, all_rows, row_words, 0, 0, decided))
 
     def _keep(self, launch: Launch, run: NumpyProduct) -> None:
         rows, draw = self._program.sizes.rows, self._constants_draw + 1 + launch.draw
@@ -290,6 +312,13 @@ def _rows(sizes: Sizes, position: int, forward: int, active: int) -> Rows:
         found.spans[:, 0, 1], found.spans[:, 1, 1] = middle, found.position + 1
         found.spans[:, 1, 0] = np.minimum(middle + 1, found.position)
     return found
+
+
+def _words_of(trace: LayerTrace, rows: Rows) -> list[int]:
+    """Return the Index Register of a decision, then score and chain count of each row that is decided."""
+    scores, chain = np.array(trace.scores, np.float32), np.array(trace.chain, np.uint32)
+    own = np.stack([scores.view(np.uint32), chain], 1)[rows.deciding]
+    return [trace.index_register, *own.reshape(-1).tolist()]
 
 
 def _remembered(product: NumpyProduct) -> NumpyProduct:

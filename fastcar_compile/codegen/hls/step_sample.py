@@ -60,15 +60,16 @@ class _Sample:
         return [first, *(one for one in behind if one.layer in (layer, last))]
 
     def _short(self) -> list[step.Instruction]:
-        """Return the MLP of the first layer, and a linear of every size; the test bench has no decisions."""
-        found = {step.Mlp: self._all.instructions[self._all.entries(step.Mlp)[0]]}
+        """Return the first decision and MLP, and a linear of every size."""
+        kinds = [kind for kind in (step.DecideRows, step.Mlp) if self._all.entries(kind)]
+        found = {kind: self._all.instructions[self._all.entries(kind)[0]] for kind in kinds}
         found |= {(i.inputs, i.channels, i.bias): i for i in self._all.instructions if isinstance(i, step.Linear)}
         return [i for own in found.values() for i in (own, step.End(0))]
 
     def _moved(self, instruction: step.Instruction) -> Iterator[step.Instruction]:
         """Yield what stands for an instruction."""
         match instruction:
-            case step.Decide():
+            case step.Decide() | step.DecideRows():
                 yield self._decide(instruction)
             case step.Replay(layer, source, target, count):
                 yield step.Replay(layer, source, target, count, self._slots, self._kept(count))
@@ -93,9 +94,11 @@ class _Sample:
             case _:
                 yield instruction
 
-    def _decide(self, decide: step.Decide) -> step.Decide:
-        inputs = self._kept(decide.count) if decide.count else 0
+    def _decide(self, decide: step.Decide | step.DecideRows) -> step.Instruction:
         network = self._constant(decide.network_words) if decide.units else 0
+        if isinstance(decide, step.DecideRows):
+            return replace(decide, network=network)
+        inputs = self._kept(decide.count) if decide.count else 0
         return replace(decide, stride=self._slots, chain=self._kept(1), keys=0, inputs=inputs, network=network)
 
     def _kept(self, words: int) -> int:

@@ -26,7 +26,7 @@ void decide(const uint32_t header[HEADER_WORDS], const uint32_t words[Limits<KIN
     for (const uint32_t layer : {0u, layers - 1, layers}) {
         const uint32_t counts[fastcar::INDEX_REGISTER_BITS] = {};
         uint32_t answer[ANSWER_WORDS];
-        const Call call = {header[F_CRC], layer, 0xFFFFFFFFu, 0, header[F_QUERY_WORDS], header[F_KEY_WORDS], 0, 0};
+        const Call call = {layer, 0xFFFFFFFFu, 0, header[F_QUERY_WORDS], header[F_KEY_WORDS], 0, 0};
         const Status status = decide_layer<Limits<KIND>>(header, words, call, query.data(), key.data(), nullptr, counts, answer);
         if (status != (layer < layers ? OK : BAD_LAYER)) {
             std::abort();

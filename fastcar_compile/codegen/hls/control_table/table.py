@@ -71,7 +71,6 @@ class Status(IntEnum):
     BAD_CRC = 5
     BAD_HEADER = 6
     BAD_INSTRUCTION = 7
-    NO_TABLE = 8
     BAD_LAYER = 9
     BAD_OPERANDS = 10
 

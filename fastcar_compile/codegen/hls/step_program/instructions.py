@@ -305,6 +305,11 @@ class DecideRows(Instruction):
     units: int = 0
     count: int = 0
 
+    @property
+    def network_words(self) -> int:
+        """Memory words of the network."""
+        return network_words(self.units, LANES * self.count)
+
     def fits(self, room: Sizes) -> bool:
         """See Instruction.fits."""
         if room.row_list_words + self.query_words + self.key_words > room.input_words:
@@ -312,7 +317,7 @@ class DecideRows(Instruction):
         if not self.units:
             return not self.network and not self.count
         small = self.units <= MAX_UNITS and counts(self.count) and self.query_words == room.rows * self.count
-        return small and self.network + network_words(self.units, LANES * self.count) <= room.constant_words
+        return small and self.network + self.network_words <= room.constant_words
 
 
 @dataclass(frozen=True)

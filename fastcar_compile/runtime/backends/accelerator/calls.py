@@ -77,10 +77,6 @@ class ComputeUnit(ABC):
         self._upload(buffer, data)
         return buffer
 
-    def update(self, buffer: Buffer, data: Bytes) -> None:
-        """Copy bytes to the beginning of a buffer that `make_buffer` returned."""
-        self._upload(buffer, data)
-
     def bind(self, name: str, buffer: Buffer) -> None:
         """Make the argument read from or write to this buffer from now on."""
         self._set_argument(self.kernel.index(name), buffer)
