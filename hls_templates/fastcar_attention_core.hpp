@@ -68,7 +68,6 @@ split_words:
         FASTCAR_TRIPS(8, BLOCKS * cache::BLOCK_FLOAT_WORDS)
         const word_t word = row[first + i];
         const uint32_t lane = i % FLOAT_LANES * FLOAT_LANES;
-        FASTCAR_UNROLL
         for (int c = 0; c < FLOAT_LANES; ++c) {
             const Limbs limbs = wide_limbs(limited(lane_bits(word, c)), exponents[head][i / cache::BLOCK_FLOAT_WORDS]);
             input[i / FLOAT_LANES][LIMBS * head][lane + c] = limbs.high;
@@ -88,18 +87,14 @@ void block_step(const word_t word[PORTS], const int8_t input[LIMBS * HEADS][INT8
     int32_t product[LIMBS * HEADS][PORTS] = {};
     FASTCAR_PARTITION(weight, 0)
     FASTCAR_PARTITION(product, 0)
-    FASTCAR_UNROLL
     for (int p = 0; p < PORTS; ++p) {
         unpack_int8(word[p], weight[p]);
     }
     multiply_words<PORTS, LIMBS * HEADS, INT8_LANES>(weight, input, 0xFFFFFFFFu, product);
-    FASTCAR_UNROLL
     for (int p = 0; p < PORTS; ++p) {
-        FASTCAR_UNROLL
         for (int r = 0; r < LIMBS * HEADS; ++r) {
             partial[r][p] = (first ? 0 : partial[r][p]) + product[r][p];
         }
-        FASTCAR_UNROLL
         for (int h = 0; h < HEADS; ++h) {
             sum[h][p] = partial[LIMBS * h][p] * (1 << LIMB_BITS) + partial[LIMBS * h + 1][p];
         }
@@ -137,7 +132,6 @@ float logit_of(const int32_t sum[BLOCKS], const int8_t query[BLOCKS], const int8
     FASTCAR_INLINE
     float total = 0.0f;
     bool unknown = false;
-    FASTCAR_UNROLL
     for (int b = 0; b < BLOCKS; ++b) {
         const bool real = static_cast<uint32_t>(b) < blocks;
         const float scale = gate::power_of_two(clamp_exponent(query[b] + key[b]));
@@ -158,7 +152,6 @@ inline uint32_t weigh_step(const int32_t numerator[FLOAT_LANES], const int8_t ex
     FASTCAR_INLINE
     uint32_t size[FLOAT_LANES];
     FASTCAR_PARTITION(size, 0)
-    FASTCAR_UNROLL
     for (int c = 0; c < FLOAT_LANES; ++c) {
         const float scale = gate::power_of_two(clamp_exponent(exponent[c] - NUMERATOR_BITS));
         scaled[c] = seen[c] ? static_cast<float>(numerator[c]) * scale : 0.0f;
@@ -192,7 +185,6 @@ finish_words:
         const bool nan = ((unknown >> block) & 1u) != 0;
         float lanes[FLOAT_LANES];
         FASTCAR_PARTITION(lanes, 0)
-        FASTCAR_UNROLL
         for (int c = 0; c < FLOAT_LANES; ++c) {
             const uint32_t element = i % cache::BLOCK_FLOAT_WORDS * FLOAT_LANES + c;
             const float sum = total[head][element % PORTS][block * Totals<BLOCKS, PORTS, TURNS>::SLOTS + element / PORTS];

@@ -105,10 +105,8 @@ turns:
             FASTCAR_TRIPS(1, MOST_CACHE_WORDS)
             const bool key = i < keys;
             const bool head = place < (key ? key_head : value_head);
-            FASTCAR_UNROLL
             for (int axi = 0; axi < PORTS / AXI_WORDS; ++axi) {
                 const typename Beat<AXI_WORDS>::Type beat = in[axi].read();
-                FASTCAR_UNROLL
                 for (int index = 0; index < AXI_WORDS; ++index) {
                     const int p = axi * AXI_WORDS + index;
                     const word_t word = word_of_beat<AXI_WORDS>(beat, index);
@@ -167,7 +165,6 @@ units_of_a_head:
         copy_exponents:
             for (int b = 0; b < BLOCKS; ++b) {
                 FASTCAR_PIPELINE(1)
-                FASTCAR_UNROLL
                 for (int h = 0; h < HEADS; ++h) {
                     scales.exponent[h][b] = exponents[h][b];
                 }
@@ -179,7 +176,6 @@ units_of_a_head:
                 FASTCAR_TRIPS(2, BLOCKS * cache::BLOCK_WORDS)
                 LimbWords<HEADS> limbs;
                 FASTCAR_AGGREGATE(limbs)
-                FASTCAR_UNROLL
                 for (int r = 0; r < LIMBS * HEADS; ++r) {
                     limbs.word[r] = pack_int8(input[i][r]);
                 }
@@ -224,19 +220,15 @@ units:
             FASTCAR_PARTITION(word, 0)
             FASTCAR_PARTITION(factor, 0)
             FASTCAR_PARTITION(sum, 0)
-            FASTCAR_UNROLL
             for (int p = 0; p < PORTS; ++p) {
                 word[p] = in[p].read();
             }
-            FASTCAR_UNROLL
             for (int r = 0; r < LIMBS * HEADS; ++r) {
                 unpack_int8(own.word[r], factor[r]);
             }
             block_step<HEADS, PORTS>(word, factor, now.half == 0, partial, sum);
             const uint32_t place = kept ? now.block : 0;
-            FASTCAR_UNROLL
             for (int h = 0; h < HEADS; ++h) {
-                FASTCAR_UNROLL
                 for (int p = 0; p < PORTS; ++p) {
                     sums.sum[h][p][place] = sum[h][p];
                 }
@@ -278,7 +270,6 @@ units:
             FASTCAR_TRIPS(1, MOST_CACHE_WORDS)
             const bool is_key = step >= blocks;
             if (!is_key) {
-                FASTCAR_UNROLL
                 for (int p = 0; p < PORTS; ++p) {
                     head[p][step] = exponents[p].read();
                 }
@@ -289,7 +280,6 @@ units:
             int8_t key[BLOCKS];
             FASTCAR_PARTITION(key, 0)
             const uint32_t own = cache::port_of_key<PORTS>(port, turned);
-            FASTCAR_UNROLL
             for (int b = 0; b < BLOCKS; ++b) {
                 int8_t lanes[INT8_LANES];
                 FASTCAR_PARTITION(lanes, 0)
@@ -298,7 +288,6 @@ units:
             }
             Logits<HEADS> logits;
             FASTCAR_AGGREGATE(logits)
-            FASTCAR_UNROLL
             for (int h = 0; h < HEADS; ++h) {
                 logits.logit[h] = logit_of<BLOCKS>(now.sum[h][own], query.exponent[h], key, blocks, factor);
             }
@@ -323,7 +312,6 @@ template <int SHARED>
 bool in_spans(const uint32_t first[SHARED], const uint32_t end[SHARED], uint32_t position) {
     FASTCAR_INLINE
     bool found = SHARED == 1;
-    FASTCAR_UNROLL
     for (int i = 0; i < SHARED; ++i) {
         found = found || (position >= first[i] && position < end[i]);
     }
@@ -362,7 +350,6 @@ units:
             FASTCAR_RECURRENCE(found, 1)
             const Logits<HEADS> now = logits.read();
             const bool seen = is_visible(window, i) && in_spans<SHARED>(spans_begin, spans_end, position_of(window, i));
-            FASTCAR_UNROLL
             for (int h = 0; h < HEADS; ++h) {
                 kept[h][i] = now.logit[h];
                 found[h] = larger_logit(found[h], now.logit[h], seen);
@@ -377,7 +364,6 @@ units:
             FASTCAR_RECURRENCE(sum, 1)
             const bool seen = i < rows && is_visible(window, i) && in_spans<SHARED>(spans_begin, spans_end, position_of(window, i));
             quad.seen[i % FLOAT_LANES] = seen;
-            FASTCAR_UNROLL
             for (int h = 0; h < HEADS; ++h) {
                 const float difference = kept[h][i] - float_of_ordered(found[h].value);
                 const int32_t numerator = seen ? numerator_of(seen ? difference : 0.0f) : 0;

@@ -59,7 +59,6 @@ inline int8_t mantissa_of(uint32_t bits, int8_t exponent) {
 
 inline void mantissas_step(const word_t& word, int8_t exponent, int8_t mantissas[FLOAT_LANES]) {
     FASTCAR_INLINE
-    FASTCAR_UNROLL
     for (int lane = 0; lane < FLOAT_LANES; ++lane) {
         mantissas[lane] = mantissa_of(lane_bits(word, lane), exponent);
     }
@@ -86,7 +85,6 @@ round_mantissas:
         int8_t lanes[FLOAT_LANES];
         FASTCAR_PARTITION(lanes, 0)
         mantissas_step(real ? row[first + i] : word_t(0), real ? exponents[i / BLOCK_FLOAT_WORDS] : int8_t(0), lanes);
-        FASTCAR_UNROLL
         for (int lane = 0; lane < FLOAT_LANES; ++lane) {
             mantissas[FLOAT_LANES * i + lane] = lanes[lane];
         }
@@ -101,7 +99,6 @@ inline word_t replace_step(const word_t& word, uint32_t lane, int8_t value) {
     int8_t lanes[INT8_LANES];
     FASTCAR_PARTITION(lanes, 0)
     unpack_int8(word, lanes);
-    FASTCAR_UNROLL
     for (int i = 0; i < INT8_LANES; ++i) {
         lanes[i] = static_cast<uint32_t>(i) == lane ? value : lanes[i];
     }
@@ -179,7 +176,6 @@ write_mantissas:
         FASTCAR_TRIPS(0, BLOCKS * BLOCK_WORDS)
         int8_t lanes[INT8_LANES];
         FASTCAR_PARTITION(lanes, 0)
-        FASTCAR_UNROLL
         for (int lane = 0; lane < INT8_LANES; ++lane) {
             lanes[lane] = mantissas[INT8_LANES * i + lane];
         }
@@ -208,7 +204,6 @@ expand_words:
         const int8_t exponent = exponents[row % KEY_ROWS];
         const bool known = exponent != BLOCK_OF_NAN;
         const float scale = gate::power_of_two(known ? exponent : 0);
-        FASTCAR_UNROLL
         for (int c = 0; c < FLOAT_LANES; ++c) {
             const float value = static_cast<float>(lanes[i % FLOAT_LANES * FLOAT_LANES + c]) * scale;
             values[c] = known ? value : float_of_bits(gate::NOT_A_NUMBER);
@@ -288,7 +283,6 @@ write_values:
         FASTCAR_RECURRENCE(now, 1)
         const bool head = i < head_words;
         beat_t beat = tile[i];
-        FASTCAR_UNROLL
         for (int index = 0; index < AXI_WORDS; ++index) {
             const word_t changed =
                 value_step<BLOCKS, PORTS>(word_of_beat<AXI_WORDS>(beat, index), mantissas, exponents, blocks, head, half,

@@ -220,7 +220,6 @@ subtract_each_row:
             FASTCAR_PIPELINE(4)
             FASTCAR_TRIPS(0, Shapes<C>::INPUTS / FLOAT_LANES + 1)
             FASTCAR_INDEPENDENT(values)
-            FASTCAR_UNROLL
             for (int i = 0; i < FLOAT_LANES; ++i) {
                 if (k + i < count) {
                     values[core][pass][k + i] = values[core][pass][k + i] - gain[row] * values[other][other_pass][k + i];
@@ -253,7 +252,6 @@ passes:
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(1, S::INPUTS / FLOAT_LANES + 1)
             FASTCAR_RECURRENCE(amax, 1)
-            FASTCAR_UNROLL
             for (int c = 0; c < S::CORES; ++c) {
                 float x[FLOAT_LANES];
                 FASTCAR_PARTITION(x, 0)
@@ -272,7 +270,6 @@ passes:
         for (int k = 0; k < padded; k += FLOAT_LANES) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(1, S::CHANNEL_WORDS * S::LANES / FLOAT_LANES)
-            FASTCAR_UNROLL
             for (int c = 0; c < S::CORES; ++c) {
                 float x[FLOAT_LANES];
                 FASTCAR_PARTITION(x, 0)
@@ -280,7 +277,6 @@ passes:
                 int8_t lanes[FLOAT_LANES];
                 FASTCAR_PARTITION(lanes, 0)
                 quantize_step(x, inverse[c], inputs - k, lanes);
-                FASTCAR_UNROLL
                 for (int i = 0; i < FLOAT_LANES; ++i) {
                     word[c][k % S::LANES + i] = lanes[i];
                 }
@@ -330,7 +326,6 @@ channels:
         const bool neuron = !C::DRAFTS || first + channel < activated;
         const bool whole = !neuron || channel % parts == parts - 1;
         const int feature = neuron ? (first + channel) / parts : first + channel - gates;
-        FASTCAR_UNROLL
         for (int c = 0; c < S::CORES; ++c) {
             if (((busy >> c) & 1u) != 0) {
                 const float now = real ? value[c][lane][place] : 0.0f;

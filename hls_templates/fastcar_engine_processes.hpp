@@ -51,10 +51,8 @@ words:
     for (int i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(0, MOST_BEATS)
-        FASTCAR_UNROLL
         for (int port = 0; port < C::PORTS / C::AXI_WORDS; ++port) {
             const typename Beat<C::AXI_WORDS>::Type beat = in[port].read();
-            FASTCAR_UNROLL
             for (int word = 0; word < C::AXI_WORDS; ++word) {
                 out[port * C::AXI_WORDS + word].write(word_of_beat<C::AXI_WORDS>(beat, word));
             }
@@ -93,7 +91,6 @@ words:
     for (int i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, S::HEAD_WORDS + S::TILE_WORDS)
-        FASTCAR_UNROLL
         for (int p = 0; p < S::PORTS; ++p) {
             const word_t word = in[p].read();
             if (i < head_words) {
@@ -207,7 +204,6 @@ rows:
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, Shapes<C>::INPUTS / FLOAT_LANES + 1)
             const word_t word = in.read();
-            FASTCAR_UNROLL
             for (int i = 0; i < FLOAT_LANES; ++i) {
                 if (k + i < inputs) {
                     values[core][pass][k + i] = unpack_float(word, i);

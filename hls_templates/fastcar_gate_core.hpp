@@ -78,7 +78,6 @@ inline float square_root(float value) {
     const uint64_t radicand = static_cast<uint64_t>(tas::mantissa_of(bits)) << (even ? 26 : 25);  // 2^48 to 2^50
     uint64_t root = 0;
     uint64_t rest = 0;
-    FASTCAR_UNROLL
     for (int i = 0; i < 25; ++i) {
         rest = (rest << 2) | ((radicand >> (48 - 2 * i)) & 3u);
         const uint64_t trial = (root << 2) | 1u;

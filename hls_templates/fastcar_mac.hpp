@@ -52,7 +52,6 @@ packed_sum_t sum_packed(const int8_t shared[LANES], const int8_t low[LANES], con
     FASTCAR_INLINE
     FASTCAR_IN_ORDER
     packed_sum_t sum = 0;
-    FASTCAR_UNROLL
     for (int i = 0; i < PRODUCTS_PER_SUM; ++i) {
         sum += pack_pair(low[first + i], high[first + i]) * shared_t(shared[first + i]);
     }
@@ -65,7 +64,6 @@ Pair dot_pair(const int8_t shared[LANES], const int8_t low[LANES], const int8_t 
     FASTCAR_INLINE
     Pair total = {0, 0};
     static_assert(LANES % PRODUCTS_PER_SUM == 0, "a word is whole sums");
-    FASTCAR_UNROLL
     for (int s = 0; s < LANES / PRODUCTS_PER_SUM; ++s) {
         const Pair part = split(sum_packed<LANES>(shared, low, high, s * PRODUCTS_PER_SUM));
         total.low += part.low;
@@ -78,7 +76,6 @@ template <int LANES>
 int32_t dot(const int8_t left[LANES], const int8_t right[LANES]) {
     FASTCAR_INLINE
     int32_t sum = 0;
-    FASTCAR_UNROLL
     for (int i = 0; i < LANES; ++i) {
         sum += static_cast<int16_t>(left[i] * right[i]);
     }
@@ -92,9 +89,7 @@ template <int PORTS, int ROWS, int LANES>
 void multiply_words(const int8_t weight[PORTS][LANES], const int8_t input[ROWS][LANES], uint32_t busy,
                     int32_t product[ROWS][PORTS]) {
     FASTCAR_INLINE
-    FASTCAR_UNROLL
     for (int r = 0; r < ROWS / 2; ++r) {
-        FASTCAR_UNROLL
         for (int p = 0; p < PORTS; ++p) {
             if (((busy >> (2 * r)) & 3u) != 0) {
                 const Pair pair = dot_pair<LANES>(weight[p], input[2 * r], input[2 * r + 1]);
@@ -104,7 +99,6 @@ void multiply_words(const int8_t weight[PORTS][LANES], const int8_t input[ROWS][
         }
     }
     if (ROWS % 2 == 1 && ((busy >> (ROWS - 1)) & 1u) != 0) {
-        FASTCAR_UNROLL
         for (int p = 0; p < PORTS / 2; ++p) {
             const Pair pair = dot_pair<LANES>(input[ROWS - 1], weight[2 * p], weight[2 * p + 1]);
             product[ROWS - 1][2 * p] = pair.low;

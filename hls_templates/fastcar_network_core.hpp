@@ -35,7 +35,6 @@ read_features:
         const bool spare = i >= words;
         const word_t now = spare ? word_t(0) : x[first + i];
         const word_t before = spare ? word_t(0) : cached[i];
-        FASTCAR_UNROLL
         for (int lane = 0; lane < FLOAT_LANES; ++lane) {
             const uint32_t change = change_of(lane_of(now, lane), lane_of(before, lane));
             raw[i][lane] = lane_of(now, lane);
@@ -68,7 +67,6 @@ round_words:
     for (uint32_t i = 0; i < count; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, 2 * WORDS + 2)
-        FASTCAR_UNROLL
         for (int lane = 0; lane < FLOAT_LANES; ++lane) {
             raw[i][lane] = static_cast<uint32_t>(whole_feature(raw[i][lane], field));
         }
@@ -93,7 +91,6 @@ inline int64_t weight_step(int64_t sum, const word_t& weights, const uint32_t lo
                            const uint32_t high[FLOAT_LANES], int place) {
     FASTCAR_INLINE
     int64_t total = 0;
-    FASTCAR_UNROLL
     for (int lane = 0; lane < BFLOAT_LANES; ++lane) {
         const uint32_t pair = lane_of(weights, lane / 2);
         const uint32_t weight = (lane & 1) != 0 ? pair >> 16 : pair & 0xFFFFu;

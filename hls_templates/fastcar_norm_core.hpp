@@ -35,7 +35,6 @@ inline uint64_t squares_step(uint64_t sum, const word_t& word, uint32_t field) {
     FASTCAR_INLINE
     uint64_t square[FLOAT_LANES];
     FASTCAR_PARTITION(square, 0)
-    FASTCAR_UNROLL
     for (int lane = 0; lane < FLOAT_LANES; ++lane) {
         const uint64_t size = whole_magnitude(lane_bits(word, lane), field, DROPPED_BITS);
         square[lane] = size * size;
@@ -47,7 +46,6 @@ inline int64_t values_step(int64_t sum, const word_t& word, uint32_t field) {
     FASTCAR_INLINE
     int64_t value[FLOAT_LANES];
     FASTCAR_PARTITION(value, 0)
-    FASTCAR_UNROLL
     for (int lane = 0; lane < FLOAT_LANES; ++lane) {
         const uint32_t bits = lane_bits(word, lane);
         const int64_t size = whole_magnitude(bits, field, MEAN_DROPPED_BITS);
@@ -60,7 +58,6 @@ inline word_t subtract_from(const word_t& x, float mean) {
     FASTCAR_INLINE
     float y[FLOAT_LANES];
     FASTCAR_PARTITION(y, 0)
-    FASTCAR_UNROLL
     for (int lane = 0; lane < FLOAT_LANES; ++lane) {
         y[lane] = unpack_float(x, lane) - mean;
     }
@@ -112,7 +109,6 @@ inline word_t scale_word(const word_t& x, const word_t& weight, float inverse) {
     FASTCAR_INLINE
     float y[FLOAT_LANES];
     FASTCAR_PARTITION(y, 0)
-    FASTCAR_UNROLL
     for (int lane = 0; lane < FLOAT_LANES; ++lane) {
         y[lane] = unpack_float(x, lane) * inverse * unpack_float(weight, lane);
     }

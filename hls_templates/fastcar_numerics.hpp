@@ -46,7 +46,6 @@ inline int8_t quantize(float value, float inverse) {
 template <int LANES>
 void store_lanes(const int8_t lanes[LANES], int8_t word[LANES]) {
     FASTCAR_INLINE
-    FASTCAR_UNROLL
     for (int i = 0; i < LANES; ++i) {
         word[i] = lanes[i];
     }
@@ -56,7 +55,6 @@ void store_lanes(const int8_t lanes[LANES], int8_t word[LANES]) {
 template <int K>
 void load_lanes(const float row[K], int k, int count, float x[FLOAT_LANES]) {
     FASTCAR_INLINE
-    FASTCAR_UNROLL
     for (int i = 0; i < FLOAT_LANES; ++i) {
         x[i] = k + i < count ? row[k + i] : 0.0f;
     }
@@ -73,7 +71,6 @@ inline uint32_t amax_step(uint32_t amax, const float x[FLOAT_LANES], int real) {
     FASTCAR_INLINE
     uint32_t size[FLOAT_LANES];
     FASTCAR_PARTITION(size, 0)
-    FASTCAR_UNROLL
     for (int i = 0; i < FLOAT_LANES; ++i) {
         const uint32_t bits = bits_of_float(x[i]) & 0x7FFFFFFFu;
         size[i] = i < real && bits <= INFINITY_BITS ? bits : 0u;
@@ -84,7 +81,6 @@ inline uint32_t amax_step(uint32_t amax, const float x[FLOAT_LANES], int real) {
 // FLOAT_LANES values -> int8, of which the first `real` count; the other lanes are zero.
 inline void quantize_step(const float x[FLOAT_LANES], float inverse, int real, int8_t q[FLOAT_LANES]) {
     FASTCAR_INLINE
-    FASTCAR_UNROLL
     for (int i = 0; i < FLOAT_LANES; ++i) {
         q[i] = i < real ? quantize(x[i], inverse) : static_cast<int8_t>(0);
     }

@@ -1,27 +1,15 @@
-// Loop and array pragmas of every FastCar kernel, in one place. Vitis HLS by default; FASTCAR_PRAGMAS_NONE is for an open
-// tool that pipelines functions and takes its interface from the literal lines of the tops.
+// Loop and array pragmas of every FastCar kernel, in one place.
 #ifndef FASTCAR_PRAGMAS_HPP
 #define FASTCAR_PRAGMAS_HPP
 
-// Every loop that stays a loop has a label, which reports name.
+// Every loop that stays a loop has a label, which reports name. One without a label is of constant bounds and below a pipelined
+// loop: Vitis HLS unrolls it by itself (UG1399, "Pipelining Loops").
 #if defined(__GNUC__)
 #pragma GCC diagnostic ignored "-Wunused-label"
 #endif
 
-#if defined(FASTCAR_PRAGMAS_NONE)
-#define FASTCAR_PRAGMA(text)
-#else
 #define FASTCAR_PRAGMA_TEXT(text) _Pragma(#text)
 #define FASTCAR_PRAGMA(text) FASTCAR_PRAGMA_TEXT(text)
-#endif
-
-// Stands before a loop of constant bounds inside a pipelined loop. Vitis HLS unrolls every loop below a pipelined one by
-// itself (UG1399, "Pipelining Loops"), and takes its own pragma in the body only; a clang front end is told before the loop.
-#if defined(FASTCAR_PRAGMAS_NONE) && defined(__clang__)
-#define FASTCAR_UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define FASTCAR_UNROLL
-#endif
 
 // Stands in the body of an unrolled loop that is not below a pipelined one, for Vitis HLS.
 #define FASTCAR_UNROLLED FASTCAR_PRAGMA(HLS UNROLL)

@@ -17,7 +17,6 @@ template <int BITS>
 uint32_t probe_step(uint32_t sum, const ap_uint<BITS>& word) {
     FASTCAR_INLINE
     uint32_t lanes = 0;
-    FASTCAR_UNROLL
     for (int lane = 0; lane < BITS / 32; ++lane) {
         lanes ^= word.range(32 * lane + 31, 32 * lane).to_uint();
     }
@@ -45,7 +44,6 @@ void write_probe(hls::stream<uint32_t> in[PORTS], uint32_t* result) {
     FASTCAR_NO_INLINE
     uint32_t sums[PORTS];
     FASTCAR_PARTITION(sums, 0)
-    FASTCAR_UNROLL
     for (int p = 0; p < PORTS; ++p) {
         FASTCAR_UNROLLED
         sums[p] = in[p].read();

@@ -21,7 +21,6 @@ inline word_t add_step(const word_t& left, const word_t& right) {
     FASTCAR_INLINE
     float sum[FLOAT_LANES];
     FASTCAR_PARTITION(sum, 0)
-    FASTCAR_UNROLL
     for (int lane = 0; lane < FLOAT_LANES; ++lane) {
         sum[lane] = unpack_float(left, lane) + unpack_float(right, lane);
     }
@@ -41,12 +40,10 @@ add_words:
         // would be two reads and a write of every memory, on two ports.
         word_t word[PLACES];
         FASTCAR_PARTITION(word, 0)
-        FASTCAR_UNROLL
         for (int p = 0; p < PLACES; ++p) {
             word[p] = rows[p][at.row][i];
         }
         const word_t sum = add_step(word[at.target], word[at.source]);
-        FASTCAR_UNROLL
         for (int p = 0; p < PLACES; ++p) {
             if (static_cast<uint32_t>(p) == at.target) {
                 rows[p][at.row][i] = sum;
@@ -62,7 +59,6 @@ inline word_t draft_step(const word_t& bias, const word_t& cached, const word_t&
     FASTCAR_INLINE
     float sum[FLOAT_LANES];
     FASTCAR_PARTITION(sum, 0)
-    FASTCAR_UNROLL
     for (int lane = 0; lane < FLOAT_LANES; ++lane) {
         const float own = unpack_float(bias, lane);
         const float kept = gain * (unpack_float(cached, lane) - own);
@@ -87,7 +83,6 @@ inline word_t rotate_step(const word_t& own, const word_t& other, const word_t& 
     FASTCAR_INLINE
     float turned[FLOAT_LANES];
     FASTCAR_PARTITION(turned, 0)
-    FASTCAR_UNROLL
     for (int lane = 0; lane < FLOAT_LANES; ++lane) {
         const float straight = unpack_float(own, lane) * unpack_float(cosine, lane);
         const float crossed = unpack_float(other, lane) * unpack_float(sine, lane);

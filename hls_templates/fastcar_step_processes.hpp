@@ -86,12 +86,10 @@ quantize_each_head:
             FASTCAR_TRIPS(2, StoredHead<D>::WORDS)
             int8_t lanes[INT8_LANES];
             FASTCAR_PARTITION(lanes, 0)
-            FASTCAR_UNROLL
             for (int lane = 0; lane < INT8_LANES; ++lane) {
                 const uint32_t block = (i - words) * INT8_LANES + lane;
                 lanes[lane] = i < words ? mantissas[i * INT8_LANES + lane] : block < blocks ? exponents[block] : int8_t(0);
             }
-            FASTCAR_UNROLL
             for (int axi = 0; axi < AXI_PORTS; ++axi) {
                 out[axi].write(pack_int8(lanes));
             }
@@ -202,7 +200,6 @@ expand_each_key:
         for (uint32_t i = 0; i < 3 * blocks; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(3, 3 * D::BLOCKS)
-            FASTCAR_UNROLL
             for (uint32_t axi = 0; axi < AXI_PORTS; ++axi) {
                 if (axi == owner) {
                     words[i] = in[axi].read();

@@ -61,7 +61,6 @@ struct Fields {
 inline Fields fields_of(const word_t beats[INSTRUCTION_BEATS]) {
     FASTCAR_INLINE
     Fields fields;
-    FASTCAR_UNROLL
     for (int i = 0; i < INSTRUCTION_WORDS; ++i) {
         fields.word[i] = lane_bits(beats[i / FLOAT_LANES], i % FLOAT_LANES);
     }
@@ -268,7 +267,6 @@ inline bool draft_fits(const Fields& f, const Sizes& sizes) {
 inline bool rest_is_zero(const Fields& f, int used) {
     FASTCAR_INLINE
     uint32_t any = 0;
-    FASTCAR_UNROLL
     for (int i = 0; i < INSTRUCTION_WORDS; ++i) {
         any |= i >= used ? f.word[i] : 0u;
     }

@@ -201,7 +201,6 @@ read_gains:
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(0, GAIN_WORDS)
         const word_t word = constants[f.word[RECALL_TABLE] + i];
-        FASTCAR_UNROLL
         for (int lane = 0; lane < FLOAT_LANES; ++lane) {
             table[i * FLOAT_LANES + lane] = unpack_float(word, lane);
         }

@@ -67,14 +67,11 @@ void mac_step(const word_t word[S::PORTS], const int8_t input[S::CORES][S::LANES
     int32_t product[S::CORES][S::PORTS] = {};
     FASTCAR_PARTITION(weight, 0)
     FASTCAR_PARTITION(product, 0)
-    FASTCAR_UNROLL
     for (int p = 0; p < S::PORTS; ++p) {
         S::Format::unpack(word[p], weight[p]);
     }
     multiply_words<S::PORTS, S::CORES, S::LANES>(weight, input, busy, product);
-    FASTCAR_UNROLL
     for (int c = 0; c < S::CORES; ++c) {
-        FASTCAR_UNROLL
         for (int p = 0; p < S::PORTS; ++p) {
             partial[c][p] = (first ? 0 : partial[c][p]) + product[c][p];
         }
@@ -102,18 +99,14 @@ words:
         int8_t input[S::CORES][S::LANES];
         FASTCAR_PARTITION(weights, 0)
         FASTCAR_PARTITION(input, 0)
-        FASTCAR_UNROLL
         for (int p = 0; p < S::PORTS; ++p) {
             weights[p] = tile[p][at];
         }
-        FASTCAR_UNROLL
         for (int c = 0; c < S::CORES; ++c) {
             store_lanes<S::LANES>(q[c][base + k], input[c]);
         }
         mac_step<S>(weights, input, static_cast<uint32_t>(busy), word == 0, partial);
-        FASTCAR_UNROLL
         for (int c = 0; c < S::CORES; ++c) {
-            FASTCAR_UNROLL
             for (int p = 0; p < S::PORTS; ++p) {
                 acc[c][p][sum] = partial[c][p];
             }
@@ -196,14 +189,12 @@ groups:
         FASTCAR_TRIPS(1, S::PASSES * S::SCALE_STEPS)
         FASTCAR_RECURRENCE(total, S::SCALE_DISTANCE)
         const int at = now.sum + now.group;
-        FASTCAR_UNROLL
         for (int lane = 0; lane < S::PORT_LANES; ++lane) {
             const int p = now.block * S::PORT_LANES + lane;
             if (now.row < tile && p < S::PORTS) {
                 const float scale = Format::unpack_scale(head[p][at / Format::SCALE_LANES], at % Format::SCALE_LANES);
                 const word_t biases = bias ? head[p][scale_words + now.row / FLOAT_LANES] : word_t(0);
                 const float add = unpack_float(biases, now.row % FLOAT_LANES);
-                FASTCAR_UNROLL
                 for (int c = 0; c < S::CORES; ++c) {
                     if (((busy >> c) & 1u) != 0) {
                         const float scaled = scale_step(Format(), acc[c][p][now.sums + at], scale, row_scale[c][now.pass],

@@ -53,7 +53,6 @@ tiles:
             const uint32_t quad = place % QUADS;
             const uint32_t number = place / FLOAT_LANES;  // number of the word of exponents
             if (is_head) {
-                FASTCAR_UNROLL
                 for (int p = 0; p < PORTS; ++p) {
                     words[p][i] = exponents[p].read();
                 }
@@ -71,7 +70,6 @@ tiles:
             FASTCAR_PARTITION(exponent, 0)
             unpack_int8(words[number % PORTS][number / PORTS], lanes);
             bool unknown = false;
-            FASTCAR_UNROLL
             for (int c = 0; c < FLOAT_LANES; ++c) {
                 exponent[c] = lanes[quad % FLOAT_LANES * FLOAT_LANES + c];
                 unknown = unknown || (now.seen[c] && exponent[c] == cache::BLOCK_OF_NAN);
@@ -79,7 +77,6 @@ tiles:
             ScaledWeights<HEADS> scaled;
             FASTCAR_AGGREGATE(scaled)
             largest.unknown = (quad != 0 && largest.unknown) || unknown;
-            FASTCAR_UNROLL
             for (int h = 0; h < HEADS; ++h) {
                 largest.largest[h] = weigh_step(now.numerator[h], exponent, now.seen, quad == 0 ? 0u : largest.largest[h],
                                                 scaled.weight[h]);
@@ -110,7 +107,6 @@ split_groups:
         if (i % QUADS == 0) {
             const LargestWeights<HEADS> now = largest.read();
             scales.unknown = now.unknown;
-            FASTCAR_UNROLL
             for (int h = 0; h < HEADS; ++h) {
                 scales.exponent[h] = wide_exponent(now.largest[h]);
             }
@@ -120,9 +116,7 @@ split_groups:
         const uint32_t lane = i % FLOAT_LANES * FLOAT_LANES;
         LimbWords<HEADS> limbs;
         FASTCAR_AGGREGATE(limbs)
-        FASTCAR_UNROLL
         for (int h = 0; h < HEADS; ++h) {
-            FASTCAR_UNROLL
             for (int c = 0; c < FLOAT_LANES; ++c) {
                 const Limbs pair = wide_limbs(own.weight[h][c], scales.exponent[h]);
                 lanes[LIMBS * h][lane + c] = pair.high;
@@ -179,10 +173,8 @@ units_of_a_head:
                 if (real) {
                     own = sums.read();
                 }
-                FASTCAR_UNROLL
                 for (int h = 0; h < HEADS; ++h) {
                     const float size = gate::power_of_two(scale.exponent[h]);
-                    FASTCAR_UNROLL
                     for (int p = 0; p < PORTS; ++p) {
                         const float part = real ? static_cast<float>(own.sum[h][p][0]) * size : 0.0f;
                         total[h][p][turn] = fresh ? 0.0f + part : total[h][p][turn] + part;

@@ -99,7 +99,6 @@ inline void unpack_int8(const word_t& word, int8_t lanes[INT8_LANES]) {
 #if defined(FASTCAR_WORD_BYTES)
     memcpy(lanes, &word, sizeof(word_t));
 #else
-    FASTCAR_UNROLL
     for (int i = 0; i < INT8_LANES; ++i) {
         lanes[i] = static_cast<int8_t>(static_cast<uint8_t>(word.range(8 * i + 7, 8 * i).to_uint()));
     }
@@ -112,7 +111,6 @@ inline word_t pack_int8(const int8_t lanes[INT8_LANES]) {
 #if defined(FASTCAR_WORD_BYTES)
     memcpy(static_cast<void*>(&word), lanes, sizeof(word_t));
 #else
-    FASTCAR_UNROLL
     for (int i = 0; i < INT8_LANES; ++i) {
         word.range(8 * i + 7, 8 * i) = static_cast<uint8_t>(lanes[i]);
     }
@@ -125,7 +123,6 @@ inline void unpack_int4(const word_t& word, int8_t lanes[INT4_LANES]) {
     int8_t bytes[INT8_LANES];
     FASTCAR_PARTITION(bytes, 0)
     unpack_int8(word, bytes);
-    FASTCAR_UNROLL
     for (int i = 0; i < INT8_LANES; ++i) {
         // Exclusive or and subtraction extend the sign of four bits.
         lanes[i] = static_cast<int8_t>(((bytes[i] & 15) ^ 8) - 8);
@@ -163,7 +160,6 @@ inline word_t pack_float(const float lanes[FLOAT_LANES]) {
 #if defined(FASTCAR_WORD_BYTES)
     memcpy(static_cast<void*>(&word), lanes, sizeof(word_t));
 #else
-    FASTCAR_UNROLL
     for (int i = 0; i < FLOAT_LANES; ++i) {
         word.range(32 * i + 31, 32 * i) = bits_of_float(lanes[i]);
     }

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 from hls.keywords import RESERVED
 
@@ -98,34 +99,24 @@ def find_pragmas(name: str, text: str) -> list[str]:
     if name == "fastcar_pragmas.hpp":
         return []
     raw = re.findall(r"^\s*#pragma .*$|_Pragma\(.*$", text, re.MULTILINE)
-    allowed = (
-        "#pragma HLS INTERFACE mode=",
-        "#pragma HLS interface mode=m_axi port=",
-        "#pragma GCC diagnostic ignored",
-    )
+    allowed = ("#pragma HLS INTERFACE mode=", "#pragma GCC diagnostic ignored")
     return [f"pragma: {line.strip()}" for line in raw if not line.strip().startswith(allowed)]
 
 
 def find_ports_without_pragma(text: str) -> list[str]:
-    """Arguments of `extern "C"` tops without the pragmas of their kind, in both spellings, in the mode= form."""
+    """Arguments of `extern "C"` tops without the pragmas of their kind, in the mode= form."""
     found = []
     code = code_of(text)
     tops = [f for f in functions(code) if f'extern "C" void {f[0]}(' in code]
     if not tops:
         found.append('no extern "C" top')
     for _, parameters, body in tops:
-        spellings = re.search(r"#if defined\(FASTCAR_PRAGMAS_NONE\)\n(.*?)#else\n(.*?)#endif", body, re.DOTALL)
-        if spellings is None:
-            found.append("no spelling for open tools")
-            continue
         names = [re.split(r"[\s*&]+", parameter)[-1] for parameter in parameters]
         memories = [("m_axi", n) for n, parameter in zip(names, parameters, strict=True) if "*" in parameter]
         controls = [("s_axilite", name) for name in [*names, "return"]]
-        for lines, wanted in ((spellings[1], memories), (spellings[2], memories + controls)):
-            pairs = re.findall(r"#pragma HLS (?:INTERFACE|interface) mode=(\w+) port=(\w+) ", lines)
-            if sorted(pairs) != sorted(wanted):
-                found += [f"port: {pair}" for pair in sorted(set(pairs) ^ set(wanted))] or ["port: named twice"]
-        found += [f"open tools: {line}" for line in spellings[1].splitlines() if "offset=direct" not in line]
+        pairs, wanted = re.findall(r"#pragma HLS INTERFACE mode=(\w+) port=(\w+) ", body), memories + controls
+        if sorted(pairs) != sorted(wanted):
+            found += [f"port: {pair}" for pair in sorted(set(pairs) ^ set(wanted))] or ["port: named twice"]
     return found
 
 
@@ -270,14 +261,10 @@ def find_bound_operators(text: str) -> list[str]:
 
 
 def find_unlabelled_loops(text: str) -> list[str]:
-    """Loops that have no label and are not unrolled, and unrolling that does not stand before its loop."""
-    lines, found = [line.strip() for line in code_of(text).splitlines()], []
-    for before, line in zip(["", *lines], [*lines, ""], strict=True):
-        if line.startswith("for (") and before != "FASTCAR_UNROLL" and not before.endswith(":"):
-            found.append(f"label: {line}")
-        if before == "FASTCAR_UNROLL" and not line.startswith("for ("):
-            found.append(f"unrolling: before {line!r}")
-    return found
+    """Loops without a label that cannot be unrolled: their bound is no constant."""
+    lines = [line.strip() for line in code_of(text).splitlines()]
+    loops = (line for before, line in pairwise(["", *lines]) if line.startswith("for (") and not before.endswith(":"))
+    return [f"label: {line}" for line in loops if not re.search(r"; \w+ < (?:\w+::|[A-Z\d_ /*])+; ", line)]
 
 
 def find_initialised_uram(text: str) -> list[str]:
@@ -353,16 +340,6 @@ def find_undeclared_recurrences(texts: list[str]) -> list[str]:
             carried |= {re.split(r"\[", arguments[i].lstrip("&"))[0] for i in state.get(name, set())}
         own = {v for v in carried if re.search(rf"^\s*[\w:]+ {v}\[", body, re.MULTILINE)}
         found += [f"recurrence: {v} of {loop}" for v in sorted(carried - own) if (loop, v) not in declared]
-    return found
-
-
-def find_loops_in_steps(texts: list[str]) -> list[str]:
-    """`_step` functions that have a loop which stays one: an open tool pipelines functions, not loops."""
-    found = []
-    for text in texts:
-        for name, _, body in functions(code_of(text)):
-            if name.endswith("_step"):
-                found += [f"{name}: {label}" for label in re.findall(r"\w+:\s*for \([^)]*\)", body)]
     return found
 
 

@@ -64,17 +64,15 @@ def included(name: str) -> set[str]:
 
 
 def test_headers_compile_alone(csim_tools: None, precompiled: Precompiled, tmp_path: Path) -> None:
-    """Without their pragmas: every other test compiles them with these."""
     assert {"fastcar_drs.hpp", "fastcar_engine_processes.hpp", "fastcar_probe.hpp"} <= set(HEADERS)
-    plain = ("-DFASTCAR_PRAGMAS_NONE", "-Wunknown-pragmas")
-    types = precompiled(["-std=c++14", *WARNINGS, *plain, "-isystem", str(ap_types_folder())])
+    types = precompiled(["-std=c++14", *WARNINGS, "-isystem", str(ap_types_folder())])
     (tmp_path / "fastcar_step_fields.hpp").write_text(step_fields())
     includes = (f"-I{files('hls_templates')}", f"-I{tmp_path}")
     texts = {header: (files("hls_templates") / header).read_text() for header in HEADERS}
     # A header that another one includes before anything else is compiled alone with it.
     first = {match[1] for text in texts.values() if (match := re.search(r"^#include (.+)", text, re.MULTILINE))}
     sources = including([header for header in HEADERS if f'"{header}"' not in first], tmp_path)
-    done = check_syntax("g++", sources, *plain, *includes, *types)
+    done = check_syntax("g++", sources, *includes, *types)
     assert done.returncode == 0, done.stderr
     needed = {(h, t) for h, text in texts.items() for t in TYPES if re.search(TYPES[t], text)}
     assert {t for _, t in needed} == set(TYPES)

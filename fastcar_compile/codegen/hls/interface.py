@@ -92,10 +92,6 @@ class KernelPort:
         )
         return [f"{memory} {self.burst}", control]
 
-    def open_pragma(self) -> str:
-        """Return the interface pragma of a memory argument for Bambu: lower case, an address as argument, no depth."""
-        return f"#pragma HLS interface mode=m_axi port={self.name} bundle={self.bundle} offset=direct"
-
 
 @dataclass(frozen=True)
 class KernelInterface:
@@ -122,14 +118,6 @@ class KernelInterface:
         """Return one or two interface pragmas per argument, and the block control."""
         lines = [line for port in self.ports for line in port.pragmas()]
         return [*lines, "#pragma HLS INTERFACE mode=s_axilite port=return bundle=control"]
-
-    def directives(self) -> list[str]:
-        """Return the interface pragmas in both spellings; FASTCAR_PRAGMAS_NONE chooses the one for an open tool.
-
-        They are literal lines, because such a tool does not see a pragma that comes out of a macro.
-        """
-        memory = [port.open_pragma() for port in self.ports if port.mode == "m_axi"]
-        return ["#if defined(FASTCAR_PRAGMAS_NONE)", *memory, "#else", *self.pragmas(), "#endif"]
 
     def memories(self) -> list[KernelPort]:
         """Return the memory arguments, in order."""
