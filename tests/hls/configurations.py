@@ -59,17 +59,15 @@ def register_values(design: Design, rng: np.random.Generator) -> list[int]:
 
 def build_together(chosen: Sequence[Design], folder: Path) -> list[Simulation]:
     """The C simulation of each design, in one library; undefined behaviour ends the process."""
-    lines = ['#include "c0/fastcar_csim.hpp"', '#include "c0/fastcar_step_processes.hpp"']
+    lines = ['#include "c0/fastcar_step_processes.hpp"']
     for number, design in enumerate(chosen):
         emit_hls(design, folder / f"c{number}")
         own = ("EngineConfig", "DrsConfig", "StepConfig", "fastcar_step", "fastcar_product")
         own += ("fastcar_multiply", "fastcar_decide")
-        names = {name: f"{name}_{number}" for name in (*own, "fastcar_csim_sums")}
+        names = {name: f"{name}_{number}" for name in own}
         lines += [f"#undef FASTCAR_{guard}_HPP" for guard in ("CONFIG", "DRS_CONFIG", "STEP_CONFIG", "STEP")]
         lines += [f"#define {old} {new}" for old, new in names.items()]
-        lines += [
-            f'#include "c{number}/{name}"' for name in ("fastcar_config.hpp", "fastcar_step.cpp", "fastcar_csim.cpp")
-        ]
+        lines += [f'#include "c{number}/{name}"' for name in ("fastcar_config.hpp", "fastcar_step.cpp")]
         lines += [f"#undef {old}" for old in names]
     source, library = folder / "all.cpp", folder / "all.so"
     source.write_text("\n".join(lines) + "\n")

@@ -17,14 +17,7 @@ from fastcar_compile.codegen.hls.design.spec import BoardBudget, DraftSpec, Line
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear
 from fastcar_compile.codegen.hls.step_golden import activated
 from fastcar_compile.config.targets import load_target
-from fastcar_compile.ir.ops.linear import (
-    accumulate,
-    accumulate_groups,
-    pack_int4,
-    quantize_rows,
-    scaled_int4,
-    scaled_int8,
-)
+from fastcar_compile.ir.ops.linear import linear_w4a8, linear_w8a8, pack_int4
 
 Array = NDArray[Any]
 
@@ -99,35 +92,22 @@ def random_linear(spec: MlpSpec, channels: int, inputs: int, bias: bool, rng: np
     return LinearWeights(values, scales, biases)
 
 
-@dataclass(frozen=True)
-class Result:
-    """Outputs and exact sums (one array per linear) of one MLP over rows."""
-
-    y: Array
-    sums: tuple[Array, ...]
-
-
-def reference(x: Array, layer: Sequence[LinearWeights], spec: MlpSpec) -> Result:
-    """docs/reference/numerics.md; x float32 [B, H]."""
+def reference(x: Array, layer: Sequence[LinearWeights], spec: MlpSpec) -> Array:
+    """The MLP of docs/reference/numerics.md; x float32 [B, H]."""
     *first, down = layer
-    sums, values = zip(*(linear(x, weights, spec) for weights in first), strict=True)
+    values = [linear(x, weights, spec) for weights in first]
     a = activated(torch.tensor(values[0]), spec).numpy()
-    if spec.gated:
-        a = a * values[1]
-    down_sums, y = linear(a, down, spec)
-    return Result(y, (*sums, down_sums))
+    return linear(a * values[1] if spec.gated else a, down, spec)
 
 
-def linear(x: Array, weights: LinearWeights, spec: MlpSpec) -> tuple[Array, Array]:
-    """Exact sums (int32 [B, N], for w4a8 [B, N, G]) and values of one linear, by the operators that define it."""
-    (q, scale), values = quantize_rows(torch.tensor(x)), torch.tensor(weights.values)
+def linear(x: Array, weights: LinearWeights, spec: MlpSpec) -> Array:
+    """One linear, by the operators that define it."""
+    values, scales = torch.tensor(weights.values), torch.tensor(weights.scales)
     if spec.weight_bits == 8:
-        sums, y = accumulate(q, values), scaled_int8(q, scale, values, torch.tensor(weights.scales))
+        y = linear_w8a8(torch.tensor(x), values, scales, None)
     else:
-        packed = values if values.dtype == torch.uint8 else pack_int4(values)
-        sums = accumulate_groups(q, packed).permute(1, 2, 0)
-        y = scaled_int4(q, scale, packed, torch.tensor(weights.scales))
-    return sums.numpy(), (y if weights.bias is None else y + torch.tensor(weights.bias)).numpy()
+        y = linear_w4a8(torch.tensor(x), values if values.dtype == torch.uint8 else pack_int4(values), scales, None)
+    return (y if weights.bias is None else y + torch.tensor(weights.bias)).numpy()
 
 
 @dataclass(frozen=True)
@@ -150,13 +130,9 @@ class Linear:
         """The packed weight stream."""
         return pack_linear([self.weights], self.product, self.axi_words)
 
-    def sums(self, x: Array) -> Array:
-        """Exact int32 sums [B, N], for w4a8 [B, N, groups]."""
-        return linear(x, self.weights, self.spec)[0]
-
     def reference(self, x: Array) -> Array:
         """docs/reference/numerics.md, "bit for bit", in numpy; x float32 [B, K]."""
-        return linear(x, self.weights, self.spec)[1]
+        return linear(x, self.weights, self.spec)
 
 
 def assert_same_bits(got: Array, want: Array) -> None:

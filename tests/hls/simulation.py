@@ -1,4 +1,4 @@
-"""A design in C simulation: the kernel's MLP and linears on whole weight streams, and the exact sums."""
+"""A design in C simulation: the kernel's MLP and linears on whole weight streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.codegen.hls.step_program.rows import ALL_ROWS
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit
 from fastcar_compile.runtime.backends.accelerator.kernel import Kernel, padded_rows
-from fastcar_compile.runtime.backends.hls_csim import CsimUnit, aligned, open_library
+from fastcar_compile.runtime.backends.hls_csim import CsimUnit, open_library
 from hls.library import Array
 from hls.sources import folder_sources
 
@@ -28,8 +28,6 @@ NULL = SimpleNamespace(ctypes=SimpleNamespace(data=None))
 """A buffer at address 0."""
 
 ROOM = 1 << 22
-MLP, LINEAR, LINEAR_BIAS = range(3)
-"""What fastcar_csim_sums is asked for."""
 
 
 class OneCall(Kernel):
@@ -53,7 +51,6 @@ class Simulation:
         # Room for any linear, not only those of the design.
         arguments = (a if a.kind == "scalar" else a.model_copy(update={"bytes": ROOM}) for a in kernel.arguments)
         self.unit: ComputeUnit = CsimUnit(library, KernelPart(name=kernel.name + suffix, arguments=tuple(arguments)))
-        self._sums = getattr(library, f"fastcar_csim_sums{suffix}")
 
     @classmethod
     def build(cls, made: Design, folder: Path, libraries: Path) -> Simulation:
@@ -86,44 +83,7 @@ class Simulation:
         self.unit.write("outputs", padded_rows(before))
         return kernel.linear(0, x, rows)
 
-    def mlp_sums(self, x: Array, stream: Array) -> tuple[Array, ...]:
-        """The exact sums of every row, from the kernel's own functions.
-
-        Returns:
-            Per linear, in the order of `pack_mlp`: int32 [B, N]; for w4a8 int32 [B, N, groups].
-        """
-        made, parts = self.design, 2 if self.design.mlp.gated else 1
-        sizes = [p.channels * p.sums for p in (made.gate_up, made.down)]
-        found = np.stack([self._row(row, stream, MLP, (0, 0, 0, 0), sum(sizes)) for row in x])
-        first = found[:, : sizes[0]].reshape(self.batch, -1, parts, made.gate_up.sums)
-        down = found[:, sizes[0] :].reshape(self.batch, -1, made.down.sums)
-        sums = (*(first[:, :, part] for part in range(parts)), down)
-        return sums if made.mlp.weight_bits == 4 else tuple(s[..., 0] for s in sums)
-
-    def linear_sums(self, x: Array, product: Product, stream: Array) -> Array:
-        """The same of one linear call."""
-        op, size = LINEAR_BIAS if product.bias else LINEAR, product.channels * product.sums
-        request = (product.inputs, product.channels, product.tile, product.tiles)
-        found = np.stack([self._row(row, stream, op, request, size) for row in x])
-        sums = found.reshape(self.batch, product.channels, product.sums)
-        return sums if product.bits == 4 else sums[..., 0]
-
-    def refuses(self, op: int, request: tuple[int, int, int, int]) -> bool:
-        """Whether the array refuses a linear of these inputs, channels, tile and tiles, and writes nothing."""
-        x, sums = np.zeros(400, np.float32), np.full(400, 7, np.int32)
-        done = self._sums(_at(x), None, ctypes.c_uint32(op), *request, _at(sums))
-        return done == 0 and bool((sums == 7).all())
-
-    def _row(self, x: Array, stream: Array, op: int, request: tuple[int, ...], size: int) -> Array:
-        sums, weights, row = np.zeros(size, np.int32), aligned(stream), np.ascontiguousarray(x)
-        assert self._sums(_at(row), _at(weights), ctypes.c_uint32(op), *request, _at(sums)) == 1
-        return sums
-
 
 def rows(library: Simulation, width: int, rng: np.random.Generator, exponent: float = 0.0) -> Array:
     """float32 [B, width] around 10 ** exponent."""
     return (rng.normal(size=(library.batch, width)) * 10.0**exponent).astype(np.float32)
-
-
-def _at(array: Array) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)

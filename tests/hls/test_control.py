@@ -61,7 +61,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     tensors = {f"weights_{p}": np.concatenate([s[p] for s in sections]) for p in range(MADE.axi_weight_ports)}
     x, cached = rng.normal(size=(2, ROWS, MADE.mlp.hidden)).astype(np.float32)
     kernel = Kernel(unit, step.program.to_bytes(table), tensors)
-    return Loaded(kernel, x, cached, [reference(x, layer, MADE.mlp).y for layer in layers])
+    return Loaded(kernel, x, cached, [reference(x, layer, MADE.mlp) for layer in layers])
 
 
 def call_of(layer: int, register: int) -> LayerCall:

@@ -13,7 +13,6 @@ from hls import lint
 from hls.library import DESIGNS
 
 NOT_SYNTHESISED = {f"{name}_testbench.cpp" for name in ("probe", "step")}
-NOT_SYNTHESISED |= {"fastcar_csim.cpp", "fastcar_csim.hpp"}
 TOPS = ("fastcar_step.cpp", "fastcar_probe.cpp")
 PROBE_FILES = {"fastcar_probe.cpp", "fastcar_probe.hpp"}
 AXI_PORTS = "EngineConfig::PORTS / EngineConfig::AXI_WORDS"

@@ -51,22 +51,22 @@ class Decoder:
 
         def product(parts: list[LinearWeights]) -> Product:
             spec = self.made.mlp
-            return (lambda x: linear(x, parts[0], spec)[1]) if len(parts) == 1 else (lambda x: self._mlp(x, parts))
+            return (lambda x: linear(x, parts[0], spec)) if len(parts) == 1 else (lambda x: self._mlp(x, parts))
 
         return {at: product(parts) for at, parts in self.weights.items()}
 
     def _mlp(self, x: Array, parts: list[LinearWeights]) -> Array:
-        return reference(x[:, :HIDDEN], parts, self.made.mlp).y
+        return reference(x[:, :HIDDEN], parts, self.made.mlp)
 
     def _draft(self, parts: list[LinearWeights]) -> tuple[Product, Product]:
         gate, up, inner, outer = parts
         spec = self.made.mlp
 
         def first(x: Array) -> Array:
-            a, b, features = (linear(x[:, :HIDDEN], own, spec)[1] for own in (gate, up, inner))
+            a, b, features = (linear(x[:, :HIDDEN], own, spec) for own in (gate, up, inner))
             return np.concatenate([activated(torch.tensor(a), spec).numpy() * b, features], 1)
 
-        return first, lambda x: linear(x, outer, spec)[1]
+        return first, lambda x: linear(x, outer, spec)
 
     def memory(self) -> Memory:
         """Memory with empty caches."""

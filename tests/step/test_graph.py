@@ -59,10 +59,10 @@ class Captured:
         spec, calls = self.plan.design.mlp, {call.name: call for call in self.plan.calls}
         if name in calls:
             parts = linear_weights(self.program, calls[name].weights, calls[name].biases)
-            return lambda x: np.concatenate([linear(x, part, spec)[1] for part in parts], 1)
+            return lambda x: np.concatenate([linear(x, part, spec) for part in parts], 1)
         site = self.program.sites[int(name.removeprefix("layer_"))]
         own = linear_weights(self.program, site.mlp.weights, site.mlp.biases)
-        return lambda x: reference(x[:, : spec.hidden], own, spec).y
+        return lambda x: reference(x[:, : spec.hidden], own, spec)
 
 
 SHAPE = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": BATCH}

@@ -32,8 +32,8 @@ FLAGS = [
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
     *("-fPIC", "-shared", "-fno-gnu-unique"),  # a library with unique symbols is never unloaded
 ]
-SOURCES = ("fastcar_csim.cpp", "fastcar_step.cpp")
-"""Sources of a library: the exact sums, and the project's kernel."""
+SOURCES = ("fastcar_step.cpp",)
+"""Source of a library: the project's kernel."""
 
 INSTALL_EXTRA = "install the extra `csim`: pip install 'fastcar_compile[csim]'"
 
