@@ -5,79 +5,14 @@
 
 #include <stdint.h>
 
+#include "fastcar_format.hpp"
 #include "fastcar_mapping.hpp"
 #include "fastcar_word.hpp"
 
 namespace fastcar {
 namespace drs {
 
-static const uint32_t MAGIC = 0x53524446u;  // "FDRS"
-static const uint32_t VERSION = 8;
-static const uint32_t HEADER_WORDS = 36;  // the fields, and two zeros up to a whole memory word
-static const uint32_t MAX_TABLE_WORDS = 65536;
-static const uint32_t MAX_LAYERS = 65535;
-static const uint32_t MAX_COUNT = 65535;
-static const uint32_t MAX_PRODUCTS = 65536;
-static const uint32_t MAX_CHAIN = 0x7FFFFFFFu;
-static const uint32_t UNLIMITED = 0xFFFFFFFFu;
-static const uint32_t GATE_TAS = 1;
-static const uint32_t GATE_INPUT_DELTA = 2;
-static const uint32_t GATE_LEARNED = 3;
-static const uint32_t COUPLE_CFG = 1;
-static const uint32_t WEIGHTED = 2;
-
-enum Field {
-    F_MAGIC,
-    F_VERSION,
-    F_CRC,
-    F_WORDS,
-    F_LAYERS,
-    F_ROWS,
-    F_CORES,
-    F_TOKENS_PER_FRAME,
-    F_GATE,
-    F_FLAGS,
-    F_MAX_CHAIN,
-    F_HEADS,
-    F_KV_HEADS,
-    F_HEAD_DIM,
-    F_GROUP,
-    F_HEAD_WORDS,
-    F_ROW_QUERY_WORDS,
-    F_ROW_KEY_WORDS,
-    F_QUERY_WORDS,
-    F_KEY_WORDS,
-    F_UNITS,
-    F_REFRESH_PERIOD,
-    F_INSTRUCTIONS,
-    F_PORTS,
-    F_POSITIONS,
-    F_ROW_WORDS,
-    F_CONSTANT_WORDS,
-    F_WEIGHT_WORDS,
-    F_CACHED_KEY_WORDS,
-    F_CACHED_VALUE_WORDS,
-    F_INPUT_WORDS,
-    F_OUTPUT_WORDS,
-    F_REPLAY_WORDS,
-    F_VIDEOS
-};
-
 static const int SIZE_WORDS = F_VIDEOS - F_PORTS + 1;  // what a program needs, in the header
-static const uint32_t PROGRAM_WORDS = 16;                    // of an instruction
-
-enum Status {
-    OK,
-    TOO_SHORT,
-    BAD_MAGIC,
-    BAD_VERSION,
-    BAD_LENGTH,
-    BAD_CRC,
-    BAD_HEADER,
-    BAD_INSTRUCTION,
-    BAD_LAYER = 9,
-    BAD_OPERANDS
-};
 
 // CRC-32 (IEEE 802.3, reflected): one bit, then a word without a loop, so that it is one level of XORs per bit of the CRC.
 inline uint32_t crc_bit(uint32_t crc) {

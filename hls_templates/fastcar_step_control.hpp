@@ -10,15 +10,6 @@
 namespace fastcar {
 namespace step {
 
-// Values of the argument `op`.
-static const uint32_t LOAD = 0;
-static const uint32_t RUN = 1;
-
-static const uint32_t NO_STEP = 0xFFFFFFFFu;  // of a prompt: nothing is decided, replayed or kept
-
-// How a step ended.
-enum StepStatus { DONE, NOT_LOADED, NOT_HELD, BAD_ROW };
-
 static const uint32_t ANSWER_BEATS = drs::ANSWER_WORDS / FLOAT_LANES;  // of a layer in the report
 
 // One launch, as the host gives it.
@@ -44,11 +35,6 @@ struct Rows {
 };
 
 // ---- what the kernel holds
-
-inline uint32_t all_of(uint32_t rows) {
-    FASTCAR_INLINE
-    return 0xFFFFFFFFu >> (INDEX_REGISTER_BITS - rows);
-}
 
 inline bool in_section(uint64_t first, const Product& product, const Sizes& sizes) {
     FASTCAR_INLINE

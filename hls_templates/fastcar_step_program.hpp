@@ -4,18 +4,12 @@
 #define FASTCAR_STEP_PROGRAM_HPP
 
 #include "fastcar_cache_core.hpp"
-#include "fastcar_step_fields.hpp"
+#include "fastcar_drs_table.hpp"
 
 namespace fastcar {
 namespace step {
 
-static const uint32_t MAX_ROWS = 32;
-static const uint32_t MAX_PORTS = 128;
-static const uint32_t MAX_COUNT = 65535;
-static const uint32_t MOST_WORDS = 1u << 30;
-static const uint32_t MOST_STEP_CHANNELS = 1u << 18;
-static const uint32_t MOST_UNITS = 4096;
-static const uint32_t ROWS_ON_CHIP = 5;
+static const int INSTRUCTION_WORDS = drs::PROGRAM_WORDS;
 static const uint32_t INSTRUCTION_BEATS = INSTRUCTION_WORDS / FLOAT_LANES;
 static const int GAINS = 16;
 static const uint32_t GAIN_WORDS = 2 * GAINS / FLOAT_LANES;  // edges of a draft's gain and a zero, then its values
@@ -84,7 +78,7 @@ copy_beats:
 
 inline bool counts(uint32_t value) {
     FASTCAR_INLINE
-    return value >= 1 && value <= MAX_COUNT;
+    return value >= 1 && value <= drs::MAX_COUNT;
 }
 
 inline bool on_chip(uint32_t place) {
@@ -152,7 +146,7 @@ inline bool linear_fits(const Fields& f, const Sizes& sizes) {
     const bool places = comes || (leaves && on_chip(f.word[LINEAR_SOURCE])) ||
                         moves_on_chip(f.word[LINEAR_SOURCE], f.word[LINEAR_TARGET]);
     const bool small = counts(f.word[LINEAR_INPUTS]) && counts(f.word[LINEAR_TILE]) && channels >= 1 &&
-                       channels <= MOST_STEP_CHANNELS && f.word[LINEAR_TILES] >= 1 && f.word[LINEAR_TILES] <= channels;
+                       channels <= MAX_CHANNELS && f.word[LINEAR_TILES] >= 1 && f.word[LINEAR_TILES] <= channels;
     const uint64_t covered = static_cast<uint64_t>(f.word[LINEAR_TILE]) * f.word[LINEAR_TILES] * sizes.ports;
     return places && small && covered >= channels && f.word[LINEAR_BIAS] <= 1 &&
            f.word[LINEAR_WEIGHTS] < sizes.weight_words &&
@@ -166,7 +160,7 @@ inline bool rotate_fits(const Fields& f, const Sizes& sizes) {
     return moves_on_chip(f.word[ROTATE_SOURCE], f.word[ROTATE_TARGET]) && counts(f.word[ROTATE_HEADS]) &&
            counts(f.word[ROTATE_HEAD_WORDS]) && counts(f.word[ROTATE_HALF_WORDS]) && 2 * half <= f.word[ROTATE_HEAD_WORDS] &&
            inside(f.word[ROTATE_FIRST], f.word[ROTATE_HEADS], f.word[ROTATE_HEAD_WORDS], sizes.row_words) &&
-           f.word[ROTATE_TABLE_ROWS] >= 1 && f.word[ROTATE_TABLE_ROWS] <= MOST_WORDS &&
+           f.word[ROTATE_TABLE_ROWS] >= 1 && f.word[ROTATE_TABLE_ROWS] <= MAX_WORDS &&
            inside(f.word[ROTATE_TABLE], f.word[ROTATE_TABLE_ROWS], 2 * half, sizes.constant_words);
 }
 
@@ -230,7 +224,7 @@ inline bool decide_fits(const Fields& f, const Sizes& sizes) {
                            f.word[DECIDE_KEYS] | f.word[DECIDE_SINKS] | f.word[DECIDE_RING]) == 0;
     const bool no_input = (f.word[DECIDE_COUNT] | f.word[DECIDE_INPUTS]) == 0;
     const bool no_network = (f.word[DECIDE_NETWORK] | f.word[DECIDE_UNITS]) == 0;
-    const bool network = f.word[DECIDE_UNITS] >= 1 && f.word[DECIDE_UNITS] <= MOST_UNITS &&
+    const bool network = f.word[DECIDE_UNITS] >= 1 && f.word[DECIDE_UNITS] <= drs::MAX_UNITS &&
                          inside(f.word[DECIDE_NETWORK], 1, network_words_of(f.word[DECIDE_UNITS], f.word[DECIDE_COUNT]),
                                 sizes.constant_words);
     return counted && (drs::reads_query(gate) ? gate_query_fits(f, sizes) && no_input : no_query && gate_input_fits(f, sizes)) &&
@@ -278,7 +272,7 @@ inline bool decide_rows_fit(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint32_t units = f.word[DECIDE_ROWS_UNITS];
     const uint64_t query = f.word[DECIDE_ROWS_QUERY_WORDS], count = f.word[DECIDE_ROWS_COUNT];
-    const bool network = units <= MOST_UNITS && counts(f.word[DECIDE_ROWS_COUNT]) && query == sizes.rows * count &&
+    const bool network = units <= drs::MAX_UNITS && counts(f.word[DECIDE_ROWS_COUNT]) && query == sizes.rows * count &&
                          inside(f.word[DECIDE_ROWS_NETWORK], 1, network_words_of(units, f.word[DECIDE_ROWS_COUNT]),
                                 sizes.constant_words);
     return inside(row_list_words_of(sizes) + query, 1, f.word[DECIDE_ROWS_KEY_WORDS], sizes.input_words) &&
@@ -351,11 +345,11 @@ bool instruction_fits(const Fields& f, const Sizes& sizes) {
 
 inline bool sizes_are_valid(const Sizes& sizes) {
     FASTCAR_INLINE
-    return sizes.rows >= 1 && sizes.rows <= MAX_ROWS && sizes.rows % sizes.videos == 0 && sizes.ports >= 1 &&
+    return sizes.rows >= 1 && sizes.rows <= drs::MAX_ROWS && sizes.rows % sizes.videos == 0 && sizes.ports >= 1 &&
            sizes.ports <= MAX_PORTS &&
-           counts(sizes.row_words) && counts(sizes.positions) && sizes.constant_words <= MOST_WORDS &&
-           sizes.weight_words <= MOST_WORDS && sizes.key_words <= MOST_WORDS && sizes.value_words <= MOST_WORDS &&
-           sizes.input_words <= MOST_WORDS && sizes.output_words <= MOST_WORDS && sizes.replay_words <= MOST_WORDS;
+           counts(sizes.row_words) && counts(sizes.positions) && sizes.constant_words <= MAX_WORDS &&
+           sizes.weight_words <= MAX_WORDS && sizes.key_words <= MAX_WORDS && sizes.value_words <= MAX_WORDS &&
+           sizes.input_words <= MAX_WORDS && sizes.output_words <= MAX_WORDS && sizes.replay_words <= MAX_WORDS;
 }
 
 // Copies the instructions and checks each; the last one is END. Others end the launches that begin before them.
@@ -388,8 +382,8 @@ uint32_t load(const word_t* memory, const uint32_t header[drs::HEADER_WORDS], Pr
     const uint32_t videos = header[drs::F_VIDEOS], own = header[drs::F_ROWS] / (videos != 0 ? videos : 1u);
     const Sizes sizes = {header[drs::F_ROWS],           header[drs::F_PORTS],           header[drs::F_POSITIONS],
                          header[drs::F_ROW_WORDS],      header[drs::F_CONSTANT_WORDS],  header[drs::F_WEIGHT_WORDS],
-                         header[drs::F_CACHED_KEY_WORDS], header[drs::F_CACHED_VALUE_WORDS], header[drs::F_INPUT_WORDS],
-                         header[drs::F_OUTPUT_WORDS],   header[drs::F_REPLAY_WORDS],
+                         header[drs::F_CACHED_KEY_WORDS], header[drs::F_CACHED_VALUE_WORDS], header[drs::F_READ_WORDS],
+                         header[drs::F_WRITTEN_WORDS],   header[drs::F_REPLAY_WORDS],
                          videos,                        own > 1 ? (own + 1) / 2 : 0};
     const uint32_t count = header[drs::F_INSTRUCTIONS];
     program.sizes = sizes;

@@ -6,7 +6,8 @@
 #ifndef FASTCAR_TAS_CORE_HPP
 #define FASTCAR_TAS_CORE_HPP
 
-#include "fastcar_drs_table.hpp"
+#include "fastcar_mapping.hpp"
+#include "fastcar_word.hpp"
 
 namespace fastcar {
 namespace tas {

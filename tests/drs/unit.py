@@ -1,10 +1,10 @@
 """The TAS unit and DRS controller in C simulation, without a kernel around them."""
 
 import ctypes
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
+from hls.sources import headers
 from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS, LayerCall, LayerTrace, read_result
@@ -18,8 +18,7 @@ SOURCE = Path(__file__).with_name("controller.cpp")
 
 def build_controller(limits: Limits, folder: Path) -> Path:
     """The library of a controller with these limits."""
-    sources = {p.name: p.read_bytes() for p in files("hls_templates").iterdir() if p.name.endswith(".hpp")}
-    sources["fastcar_drs_config.hpp"] = render("fastcar_drs_config.hpp", limits=limits).encode()
+    sources = headers() | {"fastcar_drs_config.hpp": render("fastcar_drs_config.hpp", limits=limits).encode()}
     return build_library(sources | {SOURCE.name: SOURCE.read_bytes()}, folder, [SOURCE.name])
 
 

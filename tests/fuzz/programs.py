@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import IO
 
+from fastcar_compile.codegen.hls.project import format_header
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder
 from fuzz.seeds import PYTHON
 
@@ -41,8 +42,9 @@ def build(name: str, folder: Path, log: IO[bytes]) -> Path | None:
     """The program of a fuzzer of C++ code; None where it cannot be built, and the log says why."""
     program = folder / name
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "fastcar_format.hpp").write_text(format_header())
     templates = files("hls_templates")
-    include = [f"-I{templates}", f"-I{templates / 'host'}", "-isystem", str(ap_types_folder())]
+    include = [f"-I{folder}", f"-I{templates}", f"-I{templates / 'host'}", "-isystem", str(ap_types_folder())]
     source = [str(SOURCES / f"{name}.cpp"), "-o", str(program)]
     command = ["clang++", *FLAGS, *SANITIZE, *include, *source, *LIBRARIES.get(name, ())]
     done = subprocess.run(command, stdout=log, stderr=log, check=False)

@@ -2,7 +2,6 @@
 
 import ctypes
 import platform
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 from conftest import check_module, check_tool
 from exact.cases import values
-from hls.sources import folder_sources
+from hls.sources import headers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -50,13 +49,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The functions of fastcar_gate_core.hpp."""
     check_tool("g++")
     check_module("hls4ml")
-    folder = tmp_path_factory.mktemp("gate_core")
-    for path in files("hls_templates").iterdir():
-        if path.name.endswith(".hpp"):
-            (folder / path.name).write_text(path.read_text())
-    (folder / "gate_core.cpp").write_text((Path(__file__).parent / "gate_core.cpp").read_text())
-    names = ("gate_core.cpp",)
-    return ctypes.CDLL(str(build_library(folder_sources(folder, names), folder / "build", names)))
+    source = Path(__file__).with_name("gate_core.cpp")
+    sources = headers() | {source.name: source.read_bytes()}
+    return ctypes.CDLL(str(build_library(sources, tmp_path_factory.mktemp("gate_core"), [source.name])))
 
 
 @pytest.fixture(scope="module")

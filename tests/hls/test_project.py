@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Precompiled
 
-from fastcar_compile.codegen.hls.project import emit_hls, step_fields
+from fastcar_compile.codegen.hls.project import emit_hls, format_header
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir.ops.linear import FACTORS, activation_factor, factor_table
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, open_library
@@ -66,7 +66,7 @@ def included(name: str) -> set[str]:
 def test_headers_compile_alone(csim_tools: None, precompiled: Precompiled, tmp_path: Path) -> None:
     assert {"fastcar_drs.hpp", "fastcar_engine_processes.hpp", "fastcar_probe.hpp"} <= set(HEADERS)
     types = precompiled(["-std=c++14", *WARNINGS, "-isystem", str(ap_types_folder())])
-    (tmp_path / "fastcar_step_fields.hpp").write_text(step_fields())
+    (tmp_path / "fastcar_format.hpp").write_text(format_header())
     includes = (f"-I{files('hls_templates')}", f"-I{tmp_path}")
     texts = {header: (files("hls_templates") / header).read_text() for header in HEADERS}
     # A header that another one includes before anything else is compiled alone with it.

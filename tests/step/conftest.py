@@ -2,7 +2,6 @@
 
 import ctypes
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Protocol
 
@@ -11,10 +10,10 @@ import pytest
 from conftest import shared_folder
 from filelock import FileLock
 from hls.conftest import csim_tools
-from hls.sources import folder_sources
+from hls.sources import folder_sources, headers
 
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
-from fastcar_compile.codegen.hls.project import emit_hls, step_fields
+from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.runtime.backends.hls_csim import aligned, build_library, open_library
 from step.decoder import Decoder
 from step.kernel import Kernel
@@ -61,15 +60,13 @@ def build_cores(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """`build_cores(name, texts)`: the library of name.cpp, with these headers besides those of the package."""
     folder = shared_folder(tmp_path_factory) / "step_cores"
     folder.mkdir(exist_ok=True)
-    headers = {p.name: p.read_bytes() for p in files("hls_templates").iterdir() if p.name.endswith(".hpp")}
-    headers["fastcar_step_fields.hpp"] = step_fields().encode()
 
     @cache
     def build(name: str, texts: tuple[tuple[str, str], ...] = ()) -> Cores:
         source = Path(__file__).with_name(f"{name}.cpp")
         own = {source.name: source.read_bytes(), **{header: text.encode() for header, text in texts}}
         with FileLock(folder / "lock"):  # one test process builds it, all of them load it
-            return Cores(build_library(headers | own, folder, [source.name]))
+            return Cores(build_library(headers() | own, folder, [source.name]))
 
     return build
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastcar_compile.codegen.hls.control_table.builder import build_table
-from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS, AttentionShape, DrsTable, Status
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Status
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import total_latency
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
@@ -20,7 +20,7 @@ from fastcar_compile.codegen.hls.interface import KernelInterface, kernel_interf
 from fastcar_compile.codegen.hls.render import probe_files, render, vitis_files
 from fastcar_compile.codegen.hls.step_golden import Golden
 from fastcar_compile.codegen.hls.step_program.builder import short_program
-from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus, cpp_constants
+from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus, cpp_format
 from fastcar_compile.codegen.hls.step_sample import sample_program
 from fastcar_compile.config.targets import Target
 from fastcar_compile.ir.ops.linear import FACTORS, factor_table
@@ -65,7 +65,7 @@ def emit_hls(
     values |= {"fifo_words": FIFO_WORDS // design.axi_words, "step_fifo_words": STEP_FIFO_WORDS // design.axi_words}
     values["total_turns"] = total_latency(design.budget.clock_mhz)
     texts = {name: render(name, **values) for name in SOURCES}
-    texts["fastcar_step_fields.hpp"] = step_fields()
+    texts["fastcar_format.hpp"] = format_header()
     limits = replace(table.limits, instructions=step.instructions)
     texts["fastcar_drs_config.hpp"] = render("fastcar_drs_config.hpp", limits=limits)
     texts |= vitis_files(design.budget.part, design.budget.clock_mhz, kernel, board)
@@ -102,9 +102,9 @@ def activation_knots(activation: str) -> dict[str, Any]:
     return {"knots": words[::-1], "limit_bits": int(math.log2(FACTORS[activation].limit))}
 
 
-def step_fields() -> str:
-    """Return the header with the word of every field of an instruction."""
-    return render("fastcar_step_fields.hpp", enums=cpp_constants(), words=INSTRUCTION_WORDS)
+def format_header() -> str:
+    """Return the header with the numbers of the control table and its program."""
+    return render("fastcar_format.hpp", spaces=cpp_format())
 
 
 # The test bench of the kernel.

@@ -156,7 +156,7 @@ _MOST = {
     "rows": table.MAX_ROWS,
     "cores": table.MAX_CORES,
     "tokens_per_frame": MAX_WORD,
-    "max_chain": 0x7FFFFFFF,
+    "max_chain": table.MAX_CHAIN,
 }
 
 

@@ -75,7 +75,7 @@ class Header(NamedTuple):
             and self._gate_is_valid(limits)
             and self._attention_is_valid(limits)
             and self._program_is_valid(limits)
-            and self.words == self.program_word + table.INSTRUCTION_WORDS * self.instructions
+            and self.words == self.program_word + table.PROGRAM_WORDS * self.instructions
         )
 
     @property
@@ -109,8 +109,7 @@ class Header(NamedTuple):
             and self._heads_are_valid(limits)
             and self.flags <= table.COUPLE_CFG | table.WEIGHTED
             and not (self.flags & table.COUPLE_CFG and self.rows % 2)
-            # UNLIMITED is 2^32 - 1. Every other limit fits int32, which the chain counts are.
-            and (1 <= self.max_chain <= 0x7FFFFFFF or self.max_chain == table.UNLIMITED)
+            and (1 <= self.max_chain <= table.MAX_CHAIN or self.max_chain == table.UNLIMITED)
         )
 
     def _heads_are_valid(self, limits: Limits) -> bool:
@@ -159,7 +158,7 @@ def check(data: bytes, limits: Limits | None = None) -> Status:
         return Status.BAD_MAGIC
     if header.version != table.VERSION:
         return Status.BAD_VERSION
-    most = limits.table_words + table.INSTRUCTION_WORDS * limits.instructions
+    most = limits.table_words + table.PROGRAM_WORDS * limits.instructions
     if len(data) % 4 or header.words != len(data) // 4 or header.words > most:
         return Status.BAD_LENGTH
     # The CRC covers everything behind its own word: magic and version are checked before it.

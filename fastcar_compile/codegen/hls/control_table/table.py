@@ -30,7 +30,7 @@ MAX_PRODUCTS = 65536
 """heads * head_dim: as many products as one score may sum (fastcar_compile.ir.ops.attention)."""
 
 MAX_COUNT = 65535
-"""Heads, elements of a head, and words of a row."""
+"""Heads, elements of a head, words of a row, and what an instruction counts, besides channels and words of a buffer."""
 
 LAYER_FIELDS = 2
 """Words of a layer besides its head weights: threshold and factor."""
@@ -40,11 +40,14 @@ MAX_UNITS = 4096
 
 MAX_INSTRUCTIONS = 65535
 
-INSTRUCTION_WORDS = 16
-"""32-bit words of an instruction: four memory words."""
+PROGRAM_WORDS = 16
+"""32-bit words of an instruction of the program: four memory words."""
 
 FLOATS_PER_WORD = 4
 """float32 values in a memory word of 128 bits; every head of q and k begins a word."""
+
+MAX_CHAIN = 0x7FFFFFFF
+"""Chain counts are int32."""
 
 UNLIMITED = 0xFFFFFFFF
 """max_chain of a table whose chains have no limit."""
@@ -235,7 +238,7 @@ class DrsTable:
         """Return the binary form; same table, same bytes.
 
         Args:
-            sizes: of the program, words 23 to 33 of the header. program: `INSTRUCTION_WORDS` words per instruction.
+            sizes: of the program, words 23 to 33 of the header. program: `PROGRAM_WORDS` words per instruction.
         """
         shape = self.attention
         flags = (COUPLE_CFG if self.couple_cfg else 0) | (0 if self.head_weights is None else WEIGHTED)
@@ -244,7 +247,7 @@ class DrsTable:
             UNLIMITED if self.max_chain is None else self.max_chain,
             *(shape.heads, shape.kv_heads, shape.head_dim, shape.group, shape.head_words),
             *(self.row_query_words, self.row_key_words, self.query_words, self.key_words),
-            *(self.units, self.refresh_period, len(program) // INSTRUCTION_WORDS, *sizes),
+            *(self.units, self.refresh_period, len(program) // PROGRAM_WORDS, *sizes),
         )
         # Head weights lie layer by layer behind the factors, so the table has no gap without them.
         weights = [weight for layer in self.head_weights or () for weight in layer]

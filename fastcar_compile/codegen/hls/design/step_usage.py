@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS
+from fastcar_compile.codegen.hls.control_table.table import PROGRAM_WORDS
 from fastcar_compile.codegen.hls.design import usage
 from fastcar_compile.codegen.hls.design.controller import PRODUCT as CHANGE
 from fastcar_compile.codegen.hls.design.design import Design
@@ -86,7 +86,7 @@ class StepDesign:
     @property
     def program_words(self) -> int:
         """Memory words of the program."""
-        return self.instructions * INSTRUCTION_WORDS // LANES
+        return self.instructions * PROGRAM_WORDS // LANES
 
 
 LIMBS = 2
@@ -140,7 +140,7 @@ SHORT = Usage(lut=2_000, ff=2_000)
 def short_usage(layers: int, linears: int) -> Usage:
     """Return what a kernel of short programs has beside its array and controller: a decision and an MLP per layer, linears."""
     instructions = 4 * layers + 2 * linears
-    program = bram_blocks(WORD_BITS, instructions * INSTRUCTION_WORDS // FLOATS_PER_WORD)
+    program = bram_blocks(WORD_BITS, instructions * PROGRAM_WORDS // FLOATS_PER_WORD)
     # Nothing is read through the port of the results, which the array is counted with.
     return SHORT + Usage(bram36=program - usage.READS.blocks(WORD_BYTES))
 
@@ -227,7 +227,7 @@ def _store_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
     fifos = memory(beat, usage.STEP_FIFO_WORDS // design.axi_words, axi, uram=uram)
     short = bram_blocks(beat, usage.FIFO_WORDS // design.axi_words, axi)
     instructions = buffers.instructions + DRAFT_INSTRUCTIONS * len(design.drafts)
-    program = memory(WORD_BITS, instructions * INSTRUCTION_WORDS // FLOATS_PER_WORD)
+    program = memory(WORD_BITS, instructions * PROGRAM_WORDS // FLOATS_PER_WORD)
     return {
         "cache writes": Usage(bram36=usage.WRITES.blocks(design.axi_words * WORD_BYTES, axi)),
         "rows": rows + Usage(lut=PLACE_USERS * WORD_BITS * PLACE_LUT),

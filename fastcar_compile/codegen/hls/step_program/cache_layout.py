@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS
+from fastcar_compile.codegen.hls.control_table.table import MAX_COUNT, MAX_ROWS
 
 Array = NDArray[Any]
 
@@ -143,9 +143,6 @@ class CacheLayout:
 
 
 MAX_PORTS = 128
-MAX_COUNT = 65535
-"""Most of anything that is counted, besides channels, words of a buffer and rows of a table."""
-
 MAX_WORDS = 1 << 30
 """Memory words of a buffer."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
 
-from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS
+from fastcar_compile.codegen.hls.control_table.table import PROGRAM_WORDS
 from fastcar_compile.codegen.hls.step_program.cache_layout import Sizes
 
 LANES = 4
@@ -67,7 +67,7 @@ class Instruction(ABC):
     def words(self) -> tuple[int, ...]:
         """The 32-bit words: opcode and layer, then the fields, then zeros."""
         words = [self.opcode | self.layer << 16, *map(_word, list(vars(self).values())[1:])]
-        return (*words, *[0] * (INSTRUCTION_WORDS - len(words)))
+        return (*words, *[0] * (PROGRAM_WORDS - len(words)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name; a place and a gate by their names."""

@@ -7,12 +7,23 @@ from enum import IntEnum
 from functools import cache
 from typing import Any, get_type_hints
 
-from fastcar_compile.codegen.hls.control_table import reader
-from fastcar_compile.codegen.hls.control_table.reader import header_of, require
-from fastcar_compile.codegen.hls.control_table.table import INSTRUCTION_WORDS, DrsTable, Limits, Status
-from fastcar_compile.codegen.hls.step_program.cache_layout import Sizes
-from fastcar_compile.codegen.hls.step_program.instructions import KINDS, End, Instruction, Load, Opcode, Place
+from fastcar_compile.codegen.hls.control_table import reader, table
+from fastcar_compile.codegen.hls.control_table.reader import Header, header_of, require
+from fastcar_compile.codegen.hls.control_table.table import PROGRAM_WORDS, DrsTable, Limits, Status
+from fastcar_compile.codegen.hls.step_program.cache_layout import MAX_PORTS, MAX_WORDS, Sizes
+from fastcar_compile.codegen.hls.step_program.instruction import ROWS_ON_CHIP
+from fastcar_compile.codegen.hls.step_program.instructions import (
+    KINDS,
+    MAX_CHANNELS,
+    End,
+    Instruction,
+    Load,
+    Opcode,
+    Place,
+)
+from fastcar_compile.codegen.hls.step_program.rows import NO_STEP
 from fastcar_compile.errors import UserError
+from fastcar_compile.gates.registry import GateKind
 
 # Instructions from their words, and the number of every word for C++.
 
@@ -43,14 +54,29 @@ def _value(kind: type, word: int) -> Any:
     return struct.unpack("<f", struct.pack("<I", word))[0] if kind is float else kind(word)
 
 
-def cpp_constants() -> dict[str, dict[str, int]]:
-    """Return the enumerations of the C++ sources by name: opcodes, places, and the word of every field."""
+Constants = dict[str, int]
+
+TABLE_LIMITS = (
+    *("MAGIC", "VERSION", "HEADER_WORDS", "PROGRAM_WORDS", "MAX_ROWS", "MAX_LAYERS", "MAX_TABLE_WORDS", "MAX_COUNT"),
+    *("MAX_PRODUCTS", "MAX_CHAIN", "MAX_UNITS", "UNLIMITED", "COUPLE_CFG", "WEIGHTED"),
+)
+"""Names of `control_table/table.py` that the C++ sources have too."""
+
+
+def cpp_format() -> dict[str, tuple[Constants, dict[str, Constants]]]:
+    """Return numbers and enumerations of the C++ sources by namespace: of the table, and of its program."""
+    limits = {name: getattr(table, name) for name in TABLE_LIMITS}
+    limits |= {f"GATE_{kind.name}": kind.value for kind in GateKind}
+    fields = {f"F_{name.upper()}": number for number, name in enumerate(Header._fields)}
+    own = {"MAX_PORTS": MAX_PORTS, "MAX_WORDS": MAX_WORDS, "MAX_CHANNELS": MAX_CHANNELS, "ROWS_ON_CHIP": ROWS_ON_CHIP}
     enums = {"StepOpcode": {f"OP_{opcode.name}": opcode.value for opcode in Opcode}}
     enums["Place"] = {f"{place.name}_ROWS": place.value for place in Place}
     for kind in KINDS.values():
         names = [*(field.name.upper() for field in dataclasses.fields(kind)[1:]), "WORDS"]
         enums[f"{kind.__name__}Field"] = {f"{kind.opcode.name}_{name}": number for number, name in enumerate(names, 1)}
-    return enums
+    enums |= {kind.__name__: {one.name: one.value for one in kind} for kind in (StepOp, StepStatus)}
+    statuses = {status.name: status.value for status in Status}
+    return {"drs": (limits, {"Field": fields, "Status": statuses}), "step": (own | {"NO_STEP": NO_STEP}, enums)}
 
 
 class StepOp(IntEnum):
@@ -115,7 +141,7 @@ def _sizes(data: bytes) -> Sizes:
 def _instructions(data: bytes) -> tuple[Instruction, ...] | None:
     """Return the instructions of a program whose header is checked; None where one is not valid."""
     sizes, found = _sizes(data), list[Instruction]()
-    for words in struct.iter_unpack(f"<{INSTRUCTION_WORDS}I", data[4 * header_of(data).program_word :]):
+    for words in struct.iter_unpack(f"<{PROGRAM_WORDS}I", data[4 * header_of(data).program_word :]):
         instruction = decode(words)
         if instruction is None or not instruction.fits(sizes):
             return None
