@@ -22,8 +22,8 @@ from fastcar_compile.codegen.hls.step_program.builder import (
     ReplayForm,
     step_program,
 )
-from fastcar_compile.codegen.hls.step_program.cache_layout import LANES, CacheLayout
-from fastcar_compile.codegen.hls.step_program.instructions import Attend, DraftRows, Linear, Mlp
+from fastcar_compile.codegen.hls.step_program.cache_layout import LANES
+from fastcar_compile.codegen.hls.step_program.instructions import DraftRows, Linear, Mlp
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.simulator import Memory, Product
 from fastcar_compile.gates.registry import GateKind
@@ -202,16 +202,6 @@ def _constants(program: StepProgram, attention: AttentionForm, networks: Array, 
     angles = np.arange(attention.table_rows)[:, None] * 10.0 ** -np.linspace(0, 4, attention.rotary // 2)
     turns = np.concatenate([np.cos(angles), np.sin(angles)], 1).reshape(-1)
     return np.concatenate([np.concatenate([weights, turns]).astype(np.float32), networks])
-
-
-def cached(memory: Memory, program: StepProgram, head_dim: int, number: int) -> tuple[Array, Array]:
-    """The rows of keys and values of one head; `number` counts layers, rows and key heads."""
-    layout = CacheLayout(program.sizes.ports, head_dim, program.sizes.positions)
-    keys = memory.keys[:, number * layout.key_words : (number + 1) * layout.key_words]
-    values = memory.values[:, number * layout.value_words : (number + 1) * layout.value_words]
-    (heads,) = {i.key_heads for i in program.instructions if isinstance(i, Attend)}
-    head = number % (program.sizes.videos * heads)
-    return layout.unpack_keys(keys, head), layout.unpack_values(values, head)
 
 
 ROTATED = AttentionForm(

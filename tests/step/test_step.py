@@ -1,4 +1,4 @@
-"""A small decoder whole by its step program: C simulation, the simulator bit for bit, and plain floats."""
+"""A small decoder whole by its step program: C simulation and the simulator, bit for bit."""
 
 import ctypes
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from fastcar_compile.codegen.hls.step_program.simulator import StepSimulator
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.gates.registry import GateKind
 from step.conftest import BuildKernel
-from step.decoder import HIDDEN, LAYERS, NORMED, ROTATED, ROWS, Decoder, Gates, cached, decoder
+from step.decoder import HIDDEN, LAYERS, NORMED, ROTATED, ROWS, Decoder, Gates, decoder
 from step.kernel import Kernel
 from step.values import Array, assert_same
 
@@ -163,68 +163,6 @@ def test_the_estimate_counts_what_a_kernel_with_drafts_does(csim_tools: None, bu
                 size += call.product_bytes(number)
         assert (beats * made.made.axi_words * 16, iterations) == (size, steps)
     assert drafts > 5
-
-
-def test_the_simulator_follows_plain_floats() -> None:
-    """Float64 with the same weights and no rounding of activations, keys and values."""
-    made, rng = DECODERS["tas"], np.random.default_rng(6)
-    simulator, plain = StepSimulator(made.program, made.memory()), PlainDecoder(made)
-    for position in range(12):
-        x = rng.normal(size=(ROWS, HIDDEN)).astype(np.float32)
-        got, want = simulator.run(x, Rows.at(made.program.sizes, position)), plain.run(x, position)
-        assert np.abs(got - want).max() < 0.05 * np.abs(want).max(), position
-    keys, values = cached(simulator.memory, made.program, ROTATED.head_dim, number=3)
-    for rows in (keys, values):
-        assert rows[:12].any(1).all()
-        assert not rows[12:].any()
-
-
-class PlainDecoder:
-    """The decoder of ROTATED in float64, written without its step program; the constants lie as the builder says."""
-
-    def __init__(self, made: Decoder) -> None:
-        places = [i for i in made.program.instructions if isinstance(i, Linear | Mlp)]
-        self._weights = [
-            [p.values * p.scales[:, None].astype(np.float64) for p in made.weights[i.weights]] for i in places
-        ]
-        biases = [made.weights[i.weights][0].bias for i in places]
-        self._bias = [np.zeros(1) if bias is None else bias.astype(np.float64) for bias in biases]
-        self._norms = made.constants[: (2 * LAYERS + 1) * HIDDEN].astype(np.float64).reshape(-1, HIDDEN)
-        self._table = made.constants[(2 * LAYERS + 1) * HIDDEN :].astype(np.float64).reshape(-1, ROTATED.rotary)
-        self._cache: list[list[tuple[Array, Array]]] = [[] for _ in range(LAYERS)]
-
-    def run(self, x: Array, position: int) -> Array:
-        """Return the logits of one step."""
-        x = x.astype(np.float64)
-        for layer in range(LAYERS):
-            (qkv,), (o,), (gate, up, down) = self._weights[3 * layer : 3 * layer + 3]
-            x = (
-                x
-                + self._attention(layer, self._normed(x, 2 * layer) @ qkv.T, position) @ o.T
-                + self._bias[3 * layer + 1]
-            )
-            y = self._normed(x, 2 * layer + 1)
-            g = y @ gate.T
-            x = x + (g / (1 + np.exp(-g)) * (y @ up.T)) @ down.T
-        return self._normed(x, 2 * LAYERS) @ self._weights[-1][0].T
-
-    def _normed(self, x: Array, number: int) -> Array:
-        return x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5) * self._norms[number]
-
-    def _turned(self, heads: Array, position: int) -> Array:
-        half = ROTATED.rotary // 2
-        cosine, sine = np.split(self._table[position], 2)
-        low, high = heads[..., :half], heads[..., half:]
-        return np.concatenate([low * cosine - high * sine, high * cosine + low * sine], -1)
-
-    def _attention(self, layer: int, qkv: Array, position: int) -> Array:
-        heads = qkv.reshape(ROWS, -1, ROTATED.head_dim)
-        query, key, value = np.split(heads, [4, 6], 1)
-        self._cache[layer].append((self._turned(key, position), value))
-        keys, values = (np.stack(part, 2).repeat(2, 1) for part in zip(*self._cache[layer], strict=True))
-        logits = np.einsum("bhd,bhsd->bhs", self._turned(query, position), keys) / 8
-        weights = np.exp(logits - logits.max(-1, keepdims=True))
-        return np.einsum("bhs,bhsd->bhd", weights / weights.sum(-1, keepdims=True), values).reshape(ROWS, -1)
 
 
 def with_changed(program: StepProgram, kind: type[Instruction], **changes: Any) -> StepProgram:
