@@ -1,13 +1,8 @@
-"""The two ways to take a memory word apart: ranges (hardware) and bytes (C simulation)."""
+"""How hardware takes a memory word apart."""
 
-import subprocess
-from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 
-import pytest
-
-from fastcar_compile.runtime.backends.hls_csim import ap_types_folder
+from hls.test_project import run_program
 
 PROGRAM = """
 #include <stdio.h>
@@ -32,16 +27,6 @@ BITS = ("3fc00000", "80000000", "000116c2", "ff61b1e6")
 EXPECTED = [str((37 * i + 200 + 128) % 256 - 128) for i in range(16)] + ["1"] + [b for b in BITS for _ in range(2)]
 
 
-@pytest.mark.parametrize("options", [[], ["-DFASTCAR_WORD_BY_RANGE"]], ids=["bytes", "ranges"])
-def test_lanes_are_little_endian(
-    require_tool: Callable[[str], str], require_module: Callable[[str], None], options: list[str], tmp_path: Path
-) -> None:
-    require_tool("g++")
-    require_module("hls4ml")
-    source, program = tmp_path / "word.cpp", tmp_path / "word"
-    source.write_text(PROGRAM)
-    include = [f"-I{files('hls_templates')}", "-isystem", str(ap_types_folder())]
-    flags = ["-std=c++14", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", *options, *include]
-    subprocess.run(["g++", *flags, str(source), "-o", str(program)], check=True)
-    printed = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
-    assert printed.split() == EXPECTED
+def test_lanes_are_little_endian(csim_tools: None, tmp_path: Path) -> None:
+    """By ranges, as hardware has them; every C simulation takes words apart by bytes."""
+    assert run_program(PROGRAM, tmp_path, "-DFASTCAR_WORD_BY_RANGE").decode().split() == EXPECTED
