@@ -1,14 +1,15 @@
 """Dynamic Resource Scheduling from docs/reference/drs_table.md and not from the code: plain lists, no bit fields."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Per row: whether it computes, its (core, pass) if it does, its new chain count."""
+    """Per row: whether it computes, its new chain count."""
 
     computes: list[bool]
-    places: list[tuple[int, int] | None]
     chain: list[int]
 
 
@@ -18,12 +19,17 @@ class Situation:
 
     wants: list[bool]  # per row: its score reaches the threshold
     chain: list[int]
-    cores: int
     step: int
     frame: int
     coupled: bool = False
     max_chain: int | None = None
     period: int = 0
+
+
+def places(computes: Sequence[bool], cores: int) -> list[tuple[int, int] | None]:
+    """(core, pass) of every row that computes; None: the row replays."""
+    turns = accumulate(computes, initial=0)
+    return [(turn % cores, turn // cores) if here else None for here, turn in zip(computes, turns, strict=False)]
 
 
 def decide(s: Situation) -> Answer:
@@ -37,7 +43,4 @@ def decide(s: Situation) -> Answer:
         for first in range(half):
             both = replays[first] and replays[first + half]
             replays[first] = replays[first + half] = both
-    places: list[tuple[int, int] | None] = [None] * len(s.wants)
-    for turn, row in enumerate(row for row in rows if not replays[row]):
-        places[row] = (turn % s.cores, turn // s.cores)
-    return Answer([not r for r in replays], places, [s.chain[row] + 1 if replays[row] else 0 for row in rows])
+    return Answer([not r for r in replays], [s.chain[row] + 1 if replays[row] else 0 for row in rows])

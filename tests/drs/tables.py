@@ -4,7 +4,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -84,27 +84,3 @@ class Controller:
         for name in ("status", "index_register", "chain"):
             assert getattr(got, name) == getattr(want, name), name
         return got
-
-
-# Where rows compute.
-
-
-class Place(NamedTuple):
-    """Where a row computes: on core `core`, in pass `pass_number` over the weights of a tile."""
-
-    core: int
-    pass_number: int
-
-
-def map_rows(index_register: int, rows: int, cores: int) -> tuple[Place, ...]:
-    """Return the Mapping Registers: the i-th row that computes goes to core i mod `cores` in pass i div `cores`.
-
-    The register of a replayed row is 0. Bits at or beyond `rows` are ignored.
-    """
-    mapping, computing = [Place(0, 0)] * rows, 0
-    for row in range(rows):
-        # Rows that compute are dealt to the cores in turn, so the cores' loads differ by one row at most.
-        if index_register >> row & 1:
-            mapping[row] = Place(computing % cores, computing // cores)
-            computing += 1
-    return tuple(mapping)

@@ -6,32 +6,29 @@ import numpy as np
 import pytest
 
 from drs.oracle import Answer, Situation, decide
-from drs.tables import FRAME, LATER, Controller, call_for, map_rows, numbers, table_for
+from drs.tables import FRAME, LATER, Controller, call_for, numbers, table_for
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace
 from fastcar_compile.codegen.hls.control_table.table import DrsTable, Status
 
 RANDOM_CALLS = 1_000
 
 
-def assert_is(trace: LayerTrace, answer: Answer, cores: int) -> None:
-    """The controller's answer is the oracle's, and so are the Mapping Registers."""
+def assert_is(trace: LayerTrace, answer: Answer) -> None:
+    """The controller's answer is the oracle's."""
     assert trace.status is Status.OK
     assert trace.index_register == sum(1 << row for row, computes in enumerate(answer.computes) if computes)
-    mapping = map_rows(trace.index_register, len(answer.computes), cores)
-    assert mapping == tuple(place or (0, 0) for place in answer.places)
     assert list(trace.chain) == answer.chain
 
 
 @pytest.mark.parametrize(
     ("rows", "coupled"), [*((rows, False) for rows in range(1, 9)), *((rows, True) for rows in (2, 4, 6, 8))]
 )
-def test_every_pattern_on_every_number_of_cores(controller: Controller, rows: int, coupled: bool) -> None:
+def test_every_pattern(controller: Controller, rows: int, coupled: bool) -> None:
     table = table_for(rows, couple_cfg=coupled)
     for register in range(1 << rows):
         wants = [not register >> row & 1 for row in range(rows)]
         trace = controller.agreed(table, call_for(register, rows, register % 3))
-        for cores in (1, 2, 3, 4, 8):
-            assert_is(trace, decide(Situation(wants, [0] * rows, cores, LATER, FRAME, coupled)), cores)
+        assert_is(trace, decide(Situation(wants, [0] * rows, LATER, FRAME, coupled)))
 
 
 def random_situation(rng: np.random.Generator, tables: list[DrsTable]) -> tuple[DrsTable, Situation]:
@@ -42,7 +39,6 @@ def random_situation(rng: np.random.Generator, tables: list[DrsTable]) -> tuple[
     situation = Situation(
         wants=[bool(w) for w in rng.random(rows) < share],
         chain=rng.integers(0, 4, rows).tolist(),
-        cores=table.cores,
         step=int(rng.choice([0, FRAME - 1, FRAME, LATER, 2**32 - 1], p=[0.05, 0.05, 0.2, 0.6, 0.1])),
         frame=FRAME,
         coupled=table.couple_cfg,
@@ -72,7 +68,7 @@ def test_random_calls(controller: Controller) -> None:
         query = numbers([1.0 if wants else -1.0 for wants in s.wants])
         layer = int(rng.integers(table.layers))
         trace = controller.agreed(table, LayerCall(layer, s.step, query, np.abs(query), np.array(s.chain, np.int32)))
-        assert_is(trace, decide(s), s.cores)
+        assert_is(trace, decide(s))
         seen.add(table.rows)
     assert seen == set(range(1, 33))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import check_module
-from drs.tables import map_rows
+from drs.oracle import places
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,11 +22,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @given(register=st.integers(0, 2**32 - 1), rows=st.integers(1, 32), cores=st.integers(1, 8))
 def test_rows_of_a_core_are_those_of_the_mapping_registers(register: int, rows: int, cores: int) -> None:
     computing = np.array([bool(register >> row & 1) for row in range(rows)])
-    mapped = map_rows(register & (1 << rows) - 1, rows, cores)
-    places = [mapped[row] for row in np.flatnonzero(computing).tolist()]
-    counted = [sum(place.core == core for place in places) for core in range(cores)]
+    mapped = [place for place in places(computing.tolist(), cores) if place is not None]
+    counted = [sum(place[0] == core for place in mapped) for core in range(cores)]
     assert core_rows(computing, cores, Mapping.DRS).tolist() == counted
-    passes = max((place.pass_number + 1 for place in places), default=0)
+    passes = max((place[1] + 1 for place in mapped), default=0)
     assert passes_of(~computing[None, None], cores, Mapping.DRS).item() == passes
     static = [computing[core::cores].sum() for core in range(cores)]
     assert core_rows(computing, cores, Mapping.STATIC).tolist() == static
