@@ -7,7 +7,7 @@ import pytest
 from conftest import shared_folder
 from filelock import FileLock
 
-from hls.library import DESIGNS
+from hls.library import DESIGNS, OFTEN
 from hls.simulation import Simulation
 
 Build = Callable[[str], Simulation]
@@ -34,7 +34,7 @@ def build_once(tmp_path_factory: pytest.TempPathFactory) -> Build:
     return build
 
 
-@pytest.fixture(params=sorted(DESIGNS))
+@pytest.fixture(params=[*OFTEN, *(pytest.param(n, marks=pytest.mark.thorough) for n in sorted({*DESIGNS} - {*OFTEN}))])
 def design_name(request: pytest.FixtureRequest) -> str:
     """The name of each design in turn."""
     return request.param

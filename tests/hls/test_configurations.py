@@ -37,6 +37,7 @@ def check(made: Design, library: Simulation, number: int) -> None:
         assert_same_bits(got, np.where(computes[:, None], want, cached))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120 + 20 * COUNT)
 def test_random_configurations_are_bit_exact(csim_tools: None, designs: list[Design], tmp_path: Path) -> None:
     chunks = [designs[i : i + TOGETHER] for i in range(0, COUNT, TOGETHER)]

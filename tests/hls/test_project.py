@@ -139,7 +139,9 @@ def fast_build(folder: Path, cxx: str, precompiled: Precompiled) -> list[str]:
 @pytest.mark.parametrize(
     ("design_name", "cxx", "said"),
     [
-        ("linears", f"g++ {SANITIZED}", "13 launch(es) of 5 row(s), 0 problem(s)"),
+        pytest.param(
+            *("linears", f"g++ {SANITIZED}", "13 launch(es) of 5 row(s), 0 problem(s)"), marks=pytest.mark.thorough
+        ),
         pytest.param("linears_int4", "clang++", "13 launch(es) of 2 row(s), 0 problem(s)", marks=pytest.mark.thorough),
         pytest.param("one_port_many_tiles", "g++ -DFASTCAR_WORD_BY_RANGE", "5 launch(es)", marks=pytest.mark.thorough),
     ],
