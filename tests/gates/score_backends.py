@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from onnx_export.test_ops import export
 
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
-from fastcar_compile.codegen.hls.control_table.gate import pack_network, pack_rows
 from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.gate import input_delta
 from fastcar_compile.codegen.tvm.kernels.learned_score import learned_score
@@ -157,41 +156,8 @@ def reference(name: str) -> Score:
     return score
 
 
-def simulated(name: str, library: ctypes.CDLL) -> Score:
-    """The functions of fastcar_gate_core.hpp, in C simulation."""
-    return lambda arrays: {"input_delta": _change_core, "learned_score": _learned_core}[name](library, arrays)
-
-
-def _aligned(words: Array) -> Array:
-    """Words on a boundary of 16 bytes."""
-    room = np.zeros(words.size + 4, np.float32)
-    start = -room.ctypes.data // 4 % 4
-    room[start : start + words.size] = words.reshape(-1)
-    return room[start : start + words.size]
-
-
 def call(function: Any, *arguments: Any) -> None:
     """Call with arrays as pointers; floats and integers by value."""
     given = [ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in arguments]
     function.restype = None
     function(*given)
-
-
-def _rows(arrays: dict[str, Array]) -> tuple[Array, Array, int, Array]:
-    x, cached = (_aligned(pack_rows(arrays[n])) for n in ("x", "cached"))
-    rows = len(arrays["x"])
-    return x, cached, x.size // 4 // rows, np.zeros(rows, np.float32)
-
-
-def _change_core(library: ctypes.CDLL, arrays: dict[str, Array]) -> Array:
-    x, cached, words, y = _rows(arrays)
-    call(library.change_scores, x, cached, ctypes.c_uint32(len(y)), ctypes.c_uint32(words), y)
-    return y
-
-
-def _learned_core(library: ctypes.CDLL, arrays: dict[str, Array]) -> Array:
-    x, cached, words, y = _rows(arrays)
-    network = pack_network(*(arrays[n] for n in ("w1", "b1", "w2", "b2")))
-    behind = _aligned(np.concatenate([cached, network.reshape(-1)]))
-    call(library.learned_scores, x, behind, np.array([len(y), words], np.uint32), y)
-    return y

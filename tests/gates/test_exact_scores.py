@@ -1,4 +1,4 @@
-"""Scores bit for bit: eager, TVM, onnxruntime, numpy and the HLS functions, ill-conditioned values included."""
+"""Scores bit for bit: eager, TVM, onnxruntime and numpy, ill-conditioned values included; the kernel's: tests/drs."""
 
 import ctypes
 import platform
@@ -32,7 +32,6 @@ from .score_backends import (
     exported,
     fastcar,
     reference,
-    simulated,
 )
 
 SHAPES = {"even": Shape(), "odd": Shape(rows=2, width=37, heads=3, kv_heads=1, dim=6, units=3)}
@@ -55,7 +54,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture(scope="module")
-def built(library: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Score]]:
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Score]]:
     """(gate, shape) -> backend -> score."""
     folder = tmp_path_factory.mktemp("scores")
     return {
@@ -63,7 +62,6 @@ def built(library: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> dic
             "eager": eager(gate),
             "tvm": compiled(gate, shape),
             "onnxruntime": exported(gate, shape, folder / f"{gate}-{name}.onnx"),
-            **({"hls": simulated(gate, library)} if gate != "tas_heads" else {}),
         }
         for gate in GATES
         for name, shape in SHAPES.items()
