@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.model.rows import Decisions, Mapping, passes_of
-from fastcar_compile.codegen.hls.model.time_line import pyplot
+from fastcar_compile.support.packages import pyplot
 
 DPI = 110
 MAPPING_TITLES = {Mapping.STATIC: "static mapping", Mapping.DRS: "DRS"}

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fastcar_compile.codegen.hls.model.time_line import pyplot
+from fastcar_compile.support.packages import pyplot
 from speed.batch_plan import BATCH_PEERS
 from speed.engines import OURS
 from speed.plot import BLUES, COLOURS, TITLES

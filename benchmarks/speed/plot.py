@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fastcar_compile.codegen.hls.model.time_line import pyplot
+from fastcar_compile.support.packages import pyplot
 from speed.engines import OURS
 from speed.plan import KV, PEERS
 from speed.report import Row

@@ -93,7 +93,7 @@ def _cell(value: object) -> str:
 
 def _plot(rows: Rows, best: Sequence[int], measured: bool) -> str:
     """Return an SVG: a colour for each decoder, precision and gate, a marker for each target; the front is a line."""
-    from fastcar_compile.tune.evaluate.plots import pyplot
+    from fastcar_compile.support.packages import pyplot
 
     plt, text = pyplot(), io.StringIO()
     with plt.rc_context({"svg.hashsalt": "fastcar", "svg.fonttype": "none"}):

@@ -107,6 +107,17 @@ def needs(extra: str) -> Generator[None]:
         raise BackendError(what, where=f"import {error.name}", hint=hint) from error
 
 
+def pyplot() -> Any:
+    """Return matplotlib.pyplot, which draws without a display.
+
+    Raises:
+        BackendError: matplotlib is not installed.
+    """
+    with needs("evaluate"):
+        import_module("matplotlib").use("Agg")
+        return import_module("matplotlib.pyplot")
+
+
 # Objects by name: from this package, and from other installed packages through entry points.
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fastcar_compile.errors import UserError
+from fastcar_compile.support.packages import pyplot
 from fastcar_compile.tune.evaluate import Case, Judge
 
 _DPI = 110
@@ -14,19 +15,6 @@ _STYLES = {"calibrated": "-", "uniform": "--", "random": ":"}
 _MARKERS = {"calibrated": "o", "uniform": "s", "random": "x"}
 _COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8d5a97", "#b07d2b")
 _RANDOM = "#777777"
-
-
-def pyplot() -> Any:
-    """Return matplotlib's pyplot. Raise UserError if matplotlib is missing."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise UserError("pictures need matplotlib", hint="pip install 'fastcar_compile[evaluate]'") from error
-    # Agg draws without a display.
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def save_figure(plt: Any, figure: Any, path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastcar_compile.codegen.hls.model.step import Step
 from fastcar_compile.codegen.hls.model.system import Estimate
-from fastcar_compile.errors import BackendError
+from fastcar_compile.support.packages import pyplot
 
 LANES = {
     "host": ("launch", "host", "attention"),
@@ -62,22 +62,6 @@ def write_time_line(estimate: Estimate, path: Path) -> None:
     note = {"estimate": what, "what_if": list(estimate.what_if)}
     events = trace_events(estimate.step)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": note}) + "\n")
-
-
-def pyplot() -> Any:
-    """Return matplotlib.pyplot without a display.
-
-    Raises:
-        BackendError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise BackendError("a plot needs matplotlib", hint='pip install "fastcar_compile[evaluate]"') from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
 
 
 def plot_time_line(estimate: Estimate, path: Path) -> None:
