@@ -1,33 +1,26 @@
-"""The controller decides a whole decode: the rewritten graph against the host graph with the gate in C simulation."""
+"""The control table of a program, and the controller of a session, on the numpy simulator of the kernel."""
 
 import copy
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lowering.programs import FRAME, LAYERS, Case, program, tokens
+from lowering.programs import FRAME, LAYERS, Case, program
 
-from drs.tables import Controller, table_for
+from drs.tables import table_for
 from fastcar_compile.codegen.hls.control import control_table, controller_part
 from fastcar_compile.codegen.hls.control_table.reader import read_table
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, table_words
 from fastcar_compile.config import CompileConfig, ReplayConfig
-from fastcar_compile.errors import BackendError, CompileError, InternalError, UserError
+from fastcar_compile.errors import CompileError, InternalError, UserError
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.gates.scores import score_factor
 from fastcar_compile.ir.layers import Role, role_nodes
-from fastcar_compile.ir.ops.offload import GateDecision, bound
-from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.passes.offload import OffloadGate
 from fastcar_compile.runtime.backends.accelerator.kernel import LiveTable
 from fastcar_compile.runtime.backends.accelerator.step import GateController
-from fastcar_compile.runtime.backends.eager import EagerStepper
 
-FORWARDS = 3 * FRAME
 CASES = [
     Case(batch=3, thresholds=(0.0, None, 0.5)),
     Case(batch=4, thresholds=(0.1, -0.2, 0.0), max_chain=2, couple_cfg=True),
@@ -46,33 +39,22 @@ def table_of(case: Case) -> DrsTable:
     return control_table(program(case), options_of(case), 2)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """These graphs are so small that threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def thresholds_of(case: Case) -> np.ndarray:
+    return np.array([np.inf if t is None else t for t in case.thresholds], np.float32)
 
 
-def eager(source: DecoderProgram) -> EagerStepper:
-    return EagerStepper(replace(source, prefill=None))
+class Kernel:
+    """A kernel that decides by the simulator, and remembers the thresholds that it was given."""
 
+    def __init__(self) -> None:
+        self.loaded = list[tuple[float, ...]]()
 
-def thresholds_of(case: Case, shift: float = 0.0) -> np.ndarray:
-    return np.array([np.inf if t is None else t + shift for t in case.thresholds], np.float32)
+    def load(self, table: bytes) -> None:
+        self._table = table
+        self.loaded.append(read_table(table).thresholds)
 
-
-def gate_controller(controller: Controller, table: DrsTable) -> GateController:
-    """A controller with this table."""
-    controller.kernel.load(table.to_bytes())
-    return GateController(controller.kernel, LiveTable(table.to_bytes()))
-
-
-def asked(unit: GateController, layer: int, inputs: GateInputs[torch.Tensor], chain: torch.Tensor) -> GateDecision:
-    """The unit's decision for a graph in eager PyTorch."""
-    given = GateInputs(*(None if tensor is None else tensor.numpy() for tensor in vars(inputs).values()))
-    return GateDecision(*map(torch.from_numpy, unit.decide(layer, given, chain.numpy())))
+    def decide(self, call: LayerCall) -> LayerTrace:
+        return run_layer(self._table, call)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -94,55 +76,23 @@ def test_the_table_is_that_of_the_program(case: Case) -> None:
     assert summary.usage_estimate.dsp == 4 * 2 + 3 + 1
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_decisions_scores_and_logits_are_those_of_the_rewritten_graph(controller: Controller, case: Case) -> None:
-    """Bit for bit; in the second half with other thresholds."""
-    host = run_pipeline(copy.deepcopy(program(case)), [OffloadGate()])
-    reference, backend = eager(program(case)), eager(host)
-    unit = gate_controller(controller, table_of(case))
-    replayed = 0
-
-    def decided(layer: int, inputs: GateInputs[torch.Tensor], chain: torch.Tensor, step: int) -> GateDecision:
-        return asked(unit, layer, inputs, chain)
-
-    for t, token in enumerate(tokens(case, FORWARDS)):
-        thresholds = thresholds_of(case, 0.0 if t < FORWARDS // 2 else 0.3)
-        expected = reference.decode(token, t, t, thresholds)
-        unit.start(t, thresholds)
-        with bound("gate", decided):
-            actual = backend.decode(token, t, t, thresholds)
-        for name in ("logits", "decisions", "scores"):
-            np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
-        for layer in (n for n, t in enumerate(case.thresholds) if t is not None):
-            computing = sum(1 << row for row in range(case.batch) if not expected.decisions[layer][row])
-            unit.require(layer, computing)
-            with pytest.raises(InternalError, match="the host's replay mask is not what the DRS controller decided"):
-                unit.require(layer, computing ^ 1)
-        replayed += int(expected.decisions.sum())
-    assert 0 < replayed < (FORWARDS - FRAME) * LAYERS * case.batch
-
-
-def test_thresholds_are_loaded_when_they_change(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once each; a forward with those of the one before loads nothing."""
-    kernel, loaded = controller.kernel, []
-    load = kernel.load
-    monkeypatch.setattr(kernel, "load", lambda table: loaded.append(read_table(table).thresholds) or load(table))
-    unit = gate_controller(controller, table_for(1))
-    one, none = np.ones((1, 1, 1), np.float32), np.zeros(1, np.int32)
+def test_thresholds_are_loaded_when_they_change() -> None:
+    """Once each; a forward with those of the one before loads nothing. Another mask than the decided one is refused."""
+    table, kernel = table_for(1).to_bytes(), Kernel()
+    kernel.load(table)
+    unit, one, none = GateController(kernel, LiveTable(table)), np.ones((1, 1, 1), np.float32), np.zeros(1, np.int32)
     replays = []
     for threshold in (0.0, 0.0, 2.0, 2.0, 0.0):
         unit.start(64, np.full(3, threshold, np.float32))
         replays += [bool(unit.decide(layer, GateInputs(one, one), none)[0][0]) for layer in range(3)]
-    assert loaded == [(0.0,) * 3, (2.0,) * 3, (0.0,) * 3]
+        unit.require(2, int(threshold > 0))
+        with pytest.raises(InternalError, match="the host's replay mask is not what the DRS controller decided"):
+            unit.require(2, int(threshold == 0))
+    assert kernel.loaded == [(0.0,) * 3, (2.0,) * 3, (0.0,) * 3]
     assert replays == [*[True] * 6, *[False] * 6, *[True] * 3]
 
 
-def test_what_does_not_fit_the_table_is_reported(controller: Controller) -> None:
-    unit = gate_controller(controller, table_for(2))
-    unit.start(64, np.zeros(3, np.float32))
-    inputs = GateInputs(np.ones((2, 8, 1), np.float32), np.ones((2, 1, 1), np.float32))
-    with pytest.raises(BackendError, match=r"stopped with status BAD_OPERANDS\n  where: layer 1"):
-        unit.decide(1, inputs, np.zeros(2, np.int32))
+def test_a_table_that_is_not_valid_is_told() -> None:
     with pytest.raises(UserError, match="the control table is not valid: BAD_CRC"):
         LiveTable(table_for(2).to_bytes()[:-1] + b"\x07")
 

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS, LayerCall, LayerTrace, read_result
 from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS, Limits, Status
 from fastcar_compile.codegen.hls.render import render
-from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.backends.hls_csim import aligned, build_library
 
 SOURCE = Path(__file__).with_name("controller.cpp")
@@ -32,17 +31,6 @@ class DrsUnit:
         """Load a control table, any bytes, and return the result of its checks."""
         words = _aligned(np.frombuffer(table + bytes(-len(table) % 16), np.uint8))
         return Status(self._library.load(_at(words), ctypes.c_uint32(len(table))))
-
-    def decide(self, call: LayerCall) -> LayerTrace:
-        """Return the decision for one layer with the table that was loaded.
-
-        Raises:
-            BackendError: the controller refuses the call.
-        """
-        trace = self.run(call)
-        if trace.status is not Status.OK:
-            raise BackendError(f"the controller stopped with status {trace.status.name}", where=f"layer {call.layer}")
-        return trace
 
     def run(self, call: LayerCall) -> LayerTrace:
         """Return the decision, or the status of a call that is refused."""
