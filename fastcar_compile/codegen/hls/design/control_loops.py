@@ -62,7 +62,7 @@ class ControlOp(StrEnum):
     """What the controller does in one call of the engine."""
 
     TABLE = "load the table"
-    GATE = "decide"
+    GATE = "decide by a short program"
     PLACE = "place the rows"
 
 
@@ -85,8 +85,7 @@ def control_loops(work: ControlWork) -> tuple[Loop, ...]:
         case ControlOp.TABLE:
             return *_load_loops(table), _answer(1)
         case ControlOp.GATE:
-            layer = Loop("read_layer", "fields", ceil(LAYER_FIELDS / 2), READ)  # two words of a block RAM per clock
-            return layer, *_decide_loops(table), _answer(RESULT_WORDS // FLOATS_PER_WORD)
+            return Loop("fastcar_decide", "copy_chain_counts", table.rows, WRITE), *decision_loops(table)
 
 
 def _answer(beats: int) -> Loop:
@@ -102,13 +101,14 @@ def _scores(table: DrsTable) -> tuple[Loop, ...]:
     return *first, *SCORE_LOOPS[table.gate](table) * table.rows, compare, *refresh
 
 
-def _decide_loops(table: DrsTable) -> tuple[Loop, ...]:
-    """Return the loops of `decide_layer`, from the chain counts to the answer."""
+def decision_loops(table: DrsTable) -> tuple[Loop, ...]:
+    """Return the loops of `decide_layer`, and of its answer."""
     return (
-        Loop("read_chain", "read_counts", ceil(table.rows / FLOATS_PER_WORD), WRITE, moves=True),
+        Loop("read_layer", "fields", ceil(LAYER_FIELDS / 2), READ),  # two words of a block RAM per clock
         Loop("decide", "clear_scores", MAX_ROWS, WRITE),
         *_scores(table),
         Loop("report_rows", "report_each_row", MAX_ROWS, READ + INTEGER + WRITE),
+        _answer(RESULT_WORDS // FLOATS_PER_WORD),
     )
 
 

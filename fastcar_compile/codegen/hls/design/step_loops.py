@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
-from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, DrsTable
-from fastcar_compile.codegen.hls.design.control_loops import CHANGE_DEPTH, SHIFT, ControlOp, ControlWork, control_loops
+from fastcar_compile.codegen.hls.design.control_loops import CHANGE_DEPTH, SHIFT, decision_loops
 from fastcar_compile.codegen.hls.design.loops import (
     ADD_CLOCKS,
     COMPARE,
@@ -293,15 +292,18 @@ def _append(append: step.Append, work: VectorWork) -> tuple[Repeated, ...]:
 
 def _decide(decide: step.Decide, work: VectorWork) -> tuple[Repeated, ...]:
     chain = Repeated((Loop("call_controller", "chain_counts", 1, READ, moves=True),), work.rows)
-    words = RESULT_WORDS // FLOATS_PER_WORD
-    answer = Loop("call_controller", "copy_answer", words, COPY_DEPTH)
-    report = Loop("fastcar_decide", "report", words, COPY_DEPTH, moves=True)
-    loops = control_loops(ControlWork(ControlOp.GATE, work.control))
-    # Of what the controller reads, only a network is not on chip.
-    gate = tuple(loop if loop.process in NETWORK_LOOPS else replace(loop, moves=False) for loop in loops)
+    loops = decision_loops(work.control)
+    # Of what the controller reads, only a network is not on chip; it writes its answer into the report.
+    memory = (*NETWORK_LOOPS, "write_answer")
+    gate = tuple(loop if loop.process in memory else replace(loop, moves=False) for loop in loops)
     kept = Loop("keep_inputs", "keep_words", decide.count, READ, moves=True)
-    launch = Repeated((*gate, answer, report))
-    return *_gather(decide, work), chain, launch, chain, Repeated((kept,), work.computing if decide.count else 0)
+    return (
+        *_gather(decide, work),
+        chain,
+        Repeated(gate),
+        chain,
+        Repeated((kept,), work.computing if decide.count else 0),
+    )
 
 
 def _gather(decide: step.Decide, work: VectorWork) -> tuple[Repeated, ...]:
