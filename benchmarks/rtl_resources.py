@@ -65,12 +65,12 @@ UNITS = (
     Unit("axi_write", "axi_write", "AXI4 write master of 128 bits"),
     Unit("scale", "scale", "scale_tile, 4 ports, a core, w4a8", {"TILE": 8, "TILE_SUMS": 256, "SCALE_WORDS": 32}),
     Unit("fetch", "fetch", "fetch_tile, 4 ports"),
-    Unit("finish", "finish", "finish_tile, 4 ports, a core", {"TILE": 8, "RESULT_WORDS": 8}),
+    Unit("finish", "finish", "finish_tile with SiLU, 4 ports, a core", {"TILE": 8, "RESULT_WORDS": 8}),
     *ARRAYS,
 )
 
 
-LINEAR = Unit("linear", "linear", "all of a linear: VILA-U 7B on ZCU102, 4 ports, a core, w4a8")
+ENGINE = Unit("engine", "engine", "all of a linear and an MLP: VILA-U 7B on ZCU102, 4 ports, a core, w4a8")
 """The first design of rtl_cycles.py. Two minutes."""
 
 
@@ -84,7 +84,7 @@ def synthesize(unit: Unit, folder: Path) -> dict[str, int]:
         SystemExit: yosys found an error, or made a cell of another kind.
     """
     module = f"fastcar_{unit.module}"
-    paths = sorted(path for path in folder.glob("*.sv") if unit is LINEAR or path.name != "fastcar_linear.sv")
+    paths = sorted(path for path in folder.glob("*.sv") if unit is ENGINE or path.name != "fastcar_engine.sv")
     sources = f"-I{folder} " + " ".join(map(str, paths))
     sizes = "".join(f"chparam -set {name} {value} {module}; " for name, value in unit.parameters.items())
     script = f"read_verilog -sv {sources}; {sizes}{SYNTHESIS} -top {module}; tee -o /dev/stdout stat"
@@ -117,14 +117,14 @@ def main() -> None:
     data, lines = [note], ["| unit | LUT | FF | DSP | BRAM36 |\n|---|---|---|---|---|\n"]
     with tempfile.TemporaryDirectory() as folder:
         emit_hls(CASES[0].design, Path(folder))
-        counts = [(unit, synthesize(unit, Path(folder) / "rtl")) for unit in (*UNITS, LINEAR)]
+        counts = [(unit, synthesize(unit, Path(folder) / "rtl")) for unit in (*UNITS, ENGINE)]
     for unit, found in counts:
         print(unit.name, found, flush=True)
         data.append(f"\n[{unit.name}]\n" + "".join(f"{kind} = {count}\n" for kind, count in found.items()))
         lut, ff, dsp, halves = found.values()
         lines.append(f"| {unit.does} | {lut:,} | {ff:,} | {dsp} | {halves / 2:g} |\n")
     model = CASES[0].design.usage
-    what = "estimate of that engine, which has MLPs, too"
+    what = "estimate of that engine, which decodes instructions, too"
     lines.append(f"| {what} | {model.lut:,} | {model.ff:,} | {model.dsp} | {model.bram36} |\n")
     if not arguments.write:
         return

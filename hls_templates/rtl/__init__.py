@@ -1,1 +1,1 @@
-"""SystemVerilog of the linear path, and the template of a design's sizes."""
+"""SystemVerilog of linears and MLPs, and the template of a design's sizes."""

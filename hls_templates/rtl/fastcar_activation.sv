@@ -70,4 +70,20 @@ module fastcar_activation #(
     wire [31:0] factor = number == 0 ? 32'd0 : number - {1'b0, 8'd24, 23'd0};
     fastcar_float_multiply multiply (.clk, .left(late), .right(factor), .product(activated));
 endmodule
+`else
+// ReLU, or its square, as late.
+module fastcar_activation (
+    input logic clk,
+    input logic [31:0] value,
+    output logic [31:0] activated
+);
+    wire [31:0] positive = value[31] || value[30:0] > 31'h7F800000 ? 32'd0 : value;
+    wire [31:0] late;
+    fastcar_delay #(.BITS(32), .CLOCKS(10)) delay (.clk, .in(positive), .out(late));
+    if (`FASTCAR_SQUARED) begin : g_square
+        fastcar_float_multiply multiply (.clk, .left(late), .right(late), .product(activated));
+    end else begin : g_relu
+        fastcar_delay #(.BITS(32), .CLOCKS(4)) rest (.clk, .in(late), .out(activated));
+    end
+endmodule
 `endif

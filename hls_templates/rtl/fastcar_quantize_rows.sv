@@ -1,5 +1,5 @@
 // Process quantize_rows: pass by pass the largest value of every row, the scales of all cores, then int8 words, four values of
-// every core per clock.
+// every core per clock. The rows are words of x, or neurons of an MLP: a place of every core's row at once.
 module fastcar_quantize_rows #(
     parameter int CORES = 1,
     parameter int PASSES = 1,
@@ -20,6 +20,9 @@ module fastcar_quantize_rows #(
     input logic [CORES-1:0] write,
     input logic [19:0] write_at,
     input logic [127:0] word,
+    input logic [3:0] write_neuron,
+    input logic [19:0] neuron_at,
+    input logic [CORES*32-1:0] neurons,
     output logic [CORES-1:0] write_row_scale,
     output logic [4:0] row_scale_at,
     output logic [31:0] row_scale,
@@ -102,9 +105,12 @@ module fastcar_quantize_rows #(
 
     for (genvar c = 0; c < CORES; c++) begin : g_core
         wire [127:0] x;
-        fastcar_ram #(.BITS(128), .WORDS(WORDS + 1)) row (
-            .clk, .write(write[c]), .write_at(PLACE_BITS'(write_at)), .data(word), .read_at(PLACE_BITS'(read_base + i)), .found(x)
-        );
+        for (genvar n = 0; n < 4; n++) begin : g_lane
+            fastcar_ram #(.BITS(32), .WORDS(WORDS + 1)) row (
+                .clk, .write(write[c] || write_neuron[n]), .write_at(PLACE_BITS'(write[c] ? write_at : neuron_at)),
+                .data(write[c] ? word[32*n+:32] : neurons[32*c+:32]), .read_at(PLACE_BITS'(read_base + i)), .found(x[32*n+:32])
+            );
+        end
         // The largest size of four values; a NaN is passed over. Sizes order as integers.
         logic [31:0] size[0:3];
         logic [31:0] of_four, own_inverse;

@@ -6,11 +6,17 @@ from functools import cache
 import pytest
 from conftest import shared_folder
 from filelock import FileLock
-from hls.library import DESIGNS
+from hls.library import DESIGNS, design
 
-from rtl.simulation import Builder, LinearBench
+from rtl.simulation import Builder, EngineBench
 
-Bench = Callable[[str], LinearBench]
+Bench = Callable[[str], EngineBench]
+
+RELU_DESIGNS = {
+    "relu": design(37, 53, 3, 2, ports=4, gated=False, activation="relu"),
+    "squared_relu": design(37, 153, 3, 2, ports=4, gated=False, activation="relu2", quant="w4a8"),
+}
+"""Activations without a table, which no other design has."""
 
 
 @pytest.fixture
@@ -30,12 +36,12 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
 
 
 @pytest.fixture(scope="session")
-def linear_bench(builder: Builder) -> Bench:
-    """`linear_bench(name)`: the linear of DESIGNS[name]; needs `rtl_tools`."""
+def engine_bench(builder: Builder) -> Bench:
+    """`engine_bench(name)`: the engine of a design by its name; needs `rtl_tools`."""
 
     @cache
-    def build(name: str) -> LinearBench:
+    def build(name: str) -> EngineBench:
         with FileLock(builder.folder / "lock"):
-            return LinearBench(DESIGNS[name], builder, name)
+            return EngineBench((DESIGNS | RELU_DESIGNS)[name], builder, name)
 
     return build

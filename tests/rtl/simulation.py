@@ -1,4 +1,4 @@
-"""The RTL of a design with Verilator: its units against the emitted C++, and its linear in a library for ctypes."""
+"""The RTL of a design with Verilator: its units against the emitted C++, and its engine in a library for ctypes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from hls.library import Array
+from hls.library import Array, Linear, assert_same_bits, random_layer, reference
 
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import Product, float_words
 from fastcar_compile.codegen.hls.model.engine import Memory
+from fastcar_compile.codegen.hls.packing import pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.runtime.backends.hls_csim import aligned, ap_types_folder
 
 HERE = Path(__file__).parent
+OP_MLP, OP_LINEAR, OP_LINEAR_BIAS = range(3)
 LINT = ("-Wall", "-Wno-DECLFILENAME", "-Wno-UNUSEDSIGNAL", "-Wno-VARHIDDEN")
 """Every warning of Verilator is an error, but for bits that nobody reads, and names of functions' arguments."""
 
+FAST = ("--x-assign", "fast", "--x-initial", "fast")
 FLAGS = ("-std=gnu++17", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-unknown-pragmas")
 
 
@@ -54,9 +57,7 @@ class Builder:
         rtl = out / "hls" / "rtl"
         top = top if top.is_absolute() else rtl / top
         places = (f"-I{rtl}", "-y", rtl, "--Mdir", out)
-        _checked(
-            "verilator", "--cc", "-O3", "--x-assign", "fast", *LINT, *options, *places, "--top-module", top.stem, top
-        )
+        _checked("verilator", "--cc", "-O3", *FAST, *LINT, *options, *places, "--top-module", top.stem, top)
         made_sources = sorted(path for path in out.glob("*.cpp") if path.name != "all.cpp")
         (out / "all.cpp").write_text("".join(f'#include "{path.name}"\n' for path in made_sources))
         includes = [f"-I{out}", f"-I{out / 'hls'}", "-isystem", ap_types_folder(), *_verilator_includes()]
@@ -85,46 +86,58 @@ class _Memory(ctypes.Structure):
     ]
 
 
-class _Clocks(ctypes.Structure):
-    _fields_ = [("all", ctypes.c_int64), ("rows", ctypes.c_int64)]
-
-
 @dataclass(frozen=True)
-class Found:
-    """What a run gave.
+class Work:
+    """What the engine is to compute, with drawn weights.
 
     Args:
-        rtl, cpp: rows of the result by the RTL and by the emitted C++, float32 [B, whole words]; other rows are seven.
-        clocks: to the last word written. rows_clocks: until the tiles began.
+        product: of a linear; None: the MLP. x: rows, float32 [B, K]. stream: packed weights. want: by the operators.
     """
 
-    rtl: Array
-    cpp: Array
-    clocks: int
-    rows_clocks: int
+    product: Product | None
+    x: Array
+    stream: Array
+    want: Array
+
+    @classmethod
+    def linear(cls, made: Design, product: Product, x: Array, rng: np.random.Generator) -> Work:
+        """A linear of these rows."""
+        drawn = Linear.random(made, product, rng)
+        return cls(product, x, drawn.stream, drawn.reference(x))
+
+    @classmethod
+    def mlp(cls, made: Design, x: Array, rng: np.random.Generator) -> Work:
+        """The MLP of these rows."""
+        layer = random_layer(made.mlp, rng)
+        return cls(None, x, pack_mlp(layer, made), reference(x, layer, made.mlp))
 
 
-class LinearBench:
-    """The linear of a design, in a library."""
+class EngineBench:
+    """The engine of a design, in a library."""
 
     def __init__(self, made: Design, builder: Builder, name: str) -> None:
         self.design = made
-        path = builder.build(made, Path("fastcar_linear.sv"), "linear.cpp", name)
-        self._run = ctypes.CDLL(str(path)).fastcar_rtl_linear
+        path = builder.build(made, Path("fastcar_engine.sv"), "engine.cpp", name)
+        self._run = ctypes.CDLL(str(path)).fastcar_rtl_engine
 
-    def run(self, x: Array, product: Product, stream: Array, rows: int, memory: Memory, *, held: int = 0) -> Found:
-        """Run a linear.
+    def run(self, work: Work, rows: int, memory: Memory, *, held: int = 0) -> int:
+        """Compare RTL, C++ and operators bit for bit; return the clocks to the last word written.
+
+        Rows that do not compute have to stay as they were.
 
         Args:
-            x: float32 [B, K]. rows: bit b says whether row b computes. memory: its words under way are the RTL's own.
+            rows: bit b says whether row b computes. memory: its words under way are the RTL's own.
             held: clocks of a thousand in which the port of the result is not ready.
         """
-        whole = np.zeros((len(x), 4 * float_words(product.inputs)), np.float32)
-        whole[:, : product.inputs] = x
-        results = [np.full((len(x), 4 * float_words(product.channels)), 7, np.float32) for _ in range(2)]
-        buffers = [aligned(array) for array in (whole, stream, *results)]
+        product, x = work.product, work.x
+        last = product or self.design.down
+        op = OP_MLP if product is None else OP_LINEAR_BIAS if product.bias else OP_LINEAR
+        whole = np.zeros((len(x), 4 * float_words(x.shape[1])), np.float32)
+        whole[:, : x.shape[1]] = x
+        results = [np.full((len(x), 4 * float_words(last.channels)), 7, np.float32) for _ in range(2)]
+        buffers = [aligned(array) for array in (whole, work.stream, *results)]
         at = [ctypes.c_void_p(buffer.ctypes.data) for buffer in buffers]
-        request = (rows, int(product.bias), product.inputs, product.channels, product.tile, product.tiles)
+        request = (rows, op, last.inputs, last.channels, last.tile, last.tiles)
         # The model's rate is a mean over time, refreshes included.
         kept = _Memory(
             memory.rate / (1 - memory.refreshing),
@@ -133,7 +146,12 @@ class LinearBench:
             round(memory.refresh),
             held,
         )
-        clocks = _Clocks()
+        clocks = ctypes.c_int64()
         done = self._run(*at[:2], *request, ctypes.byref(kept), *at[2:], ctypes.byref(clocks))
         assert done == 1, {0: "the engine refuses the request", -1: "the RTL does not end"}[done]
-        return Found(buffers[2], buffers[3], clocks.all, clocks.rows)
+        rtl, cpp = buffers[2:]
+        assert_same_bits(rtl, cpp)
+        computes = np.array([rows >> b & 1 for b in range(len(x))], bool)
+        assert (rtl[~computes] == 7).all()
+        assert_same_bits(rtl[computes, : last.channels], work.want[computes])
+        return clocks.value

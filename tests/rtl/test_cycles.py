@@ -1,4 +1,4 @@
-"""Clocks of a linear in RTL against the closed form of `estimate`, on designs that exploration finds."""
+"""Clocks of linears and MLPs in RTL against the closed form of `estimate`, on designs that exploration finds."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ CLOSE = 0.03
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", range(7))
 def test_the_closed_form_is_close(rtl_tools: None, builder: Builder, place: int) -> None:
-    """But for the activation, whose stages the loop of the C++ has for a linear too: once per linear."""
+    """But for the activation, whose stages the loop of the C++ has for a linear too."""
     with imported([BENCHMARKS], ["rtl_cycles"]) as scripts:
         assert len(scripts.rtl_cycles.CASES) == 7
         for row in scripts.rtl_cycles.measure(scripts.rtl_cycles.CASES[place], builder):

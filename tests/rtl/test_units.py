@@ -1,4 +1,4 @@
-"""The units of the linear path in RTL, beside what the emitted C++ computes for the same operands."""
+"""The units of the engine in RTL, beside what the emitted C++ computes for the same operands."""
 
 import subprocess
 
@@ -9,25 +9,13 @@ from rtl.simulation import HERE, Builder
 
 UNITS = ("multiply", "add", "convert", "divide", "quantize", "activate", "mac_step")
 TRIALS = 20_000
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "one_port_many_tiles",
-        *(
-            pytest.param(own, marks=pytest.mark.thorough)
-            for own in (
-                "linears",
-                "three_ports_in_pairs",
-                "eight_ports_one_row",
-                "int4",
-                "tails",
-                "eight_rows_eight_cores",
-            )
-        ),
-    ],
+PORTS_AND_CORES = (
+    "one_port_many_tiles linears three_ports_in_pairs eight_ports_one_row int4 tails eight_rows_eight_cores"
 )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", PORTS_AND_CORES.split())
 def test_every_unit_equals_the_emitted_cpp(rtl_tools: None, builder: Builder, name: str) -> None:
     """Bit for bit, one operand a clock: floats of every kind, subnormal ones too; words at their limits; rows in pairs,
     an odd row with ports in pairs, and one whose last port is alone."""

@@ -1,4 +1,4 @@
-// Every unit of the linear path beside what the emitted C++ computes, clock by clock. Prints the comparisons and the
+// Every unit of the engine beside what the emitted C++ computes, clock by clock. Prints the comparisons and the
 // differences of each unit. Arguments: trials, seed.
 #include <math.h>
 #include <stdio.h>

@@ -1,4 +1,4 @@
-// The units of the linear path side by side, for units.cpp.
+// The units of the engine side by side, for units.cpp.
 module units #(
     parameter int PORTS = 4,
     parameter int CORES = 1,

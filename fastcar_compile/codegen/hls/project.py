@@ -87,7 +87,7 @@ def emit_hls(
 
 
 def rtl_sources(values: dict[str, Any]) -> dict[str, str]:
-    """Return the SystemVerilog of the linear path, and the sizes of a design for it, by file name."""
+    """Return the SystemVerilog of linears and MLPs, and the sizes of a design for it, by file name."""
     found = {p.name: p.read_text() for p in (files(TEMPLATES) / RTL).iterdir() if p.name.endswith(".sv")}
     found[RTL_CONFIG] = render(f"{RTL}/{RTL_CONFIG}", **values, **activation_knots(values["design"].mlp.activation))
     return {f"{RTL}/{name}": text for name, text in found.items()}

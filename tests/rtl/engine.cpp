@@ -1,4 +1,4 @@
-// A linear of the emitted design twice, for ctypes: by the processes of the emitted C++, and by the RTL, whose AXI ports meet a
+// A linear or an MLP of the emitted design twice, for ctypes: by the processes of the emitted C++, and by the RTL, whose AXI ports meet a
 // memory with latency, a shared rate and refreshes. The caller compares; this file only runs.
 #include <algorithm>
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "Vfastcar_linear.h"
+#include "Vfastcar_engine.h"
 #include "fastcar_config.hpp"
 #include "fastcar_engine_processes.hpp"
 
@@ -23,12 +23,6 @@ struct Memory {
     int32_t refresh_interval;
     int32_t refresh;
     int32_t held;
-};
-
-// What was measured: clocks to the last word written, and until the tiles began.
-struct Clocks {
-    int64_t all;
-    int64_t rows;
 };
 
 // A read port: requests in order, each with the clock of its first word.
@@ -62,21 +56,19 @@ public:
         ports_.push_back(ReadPort{reinterpret_cast<const char*>(x), X_AT, 16, {}, false});
     }
 
-    // Returns false where the RTL did not end.
-    bool run(int passes, Clocks* clocks) {
+    // Returns false where the RTL did not end. clocks: to the last word written.
+    bool run(int passes, int64_t* clocks) {
         set_call(passes);
         for (int i = 0; i < RESET_CLOCKS; ++i) clock(true, false);
         now_ = 0;
         const int64_t most = 1000000 + 64ll * call_.words * passes;
         bool started = false;
-        *clocks = Clocks{0, -1};
         while (!started || dut_.busy) {
             clock(false, !started);
             started = true;
             if (now_ > most) return false;
         }
-        clocks->all = last_write_;
-        clocks->rows = rows_;
+        *clocks = last_write_;
         return true;
     }
 
@@ -86,22 +78,23 @@ private:
         dut_.computing = call_.computing;
         dut_.rows = __builtin_popcount(call_.computing);
         dut_.passes = passes;
-        dut_.inputs = p.inputs;
+        dut_.mlp = call_.products == 2;
         dut_.row_words = call_.row_words;
-        dut_.channels = p.channels;
-        dut_.tiles = p.tiles;
-        dut_.tile = p.tile;
-        dut_.sums = p.sums;
-        dut_.channel_words = p.channel_words;
-        dut_.scale_words = p.scale_words;
-        dut_.head_words = p.head_words;
-        dut_.tile_words = p.tile * p.channel_words;
-        dut_.tile_sums = p.tile * p.sums;
-        dut_.sum_words = p.sums == 1 ? p.channel_words : 128 / S::LANES;
-        dut_.scale_rows = p.sums == 1 || p.tile > S::SCALE_ROWS ? p.tile : S::SCALE_ROWS;
-        dut_.chunk = p.tile * C::PORTS;
         dut_.result_words = call_.result_words;
-        dut_.bias = p.bias;
+        dut_.last_inputs = p.inputs;
+        dut_.last_channels = p.channels;
+        dut_.last_tiles = p.tiles;
+        dut_.last_tile = p.tile;
+        dut_.last_sums = p.sums;
+        dut_.last_channel_words = p.channel_words;
+        dut_.last_scale_words = p.scale_words;
+        dut_.last_head_words = p.head_words;
+        dut_.last_tile_words = p.tile * p.channel_words;
+        dut_.last_tile_sums = p.tile * p.sums;
+        dut_.last_sum_words = p.sums == 1 ? p.channel_words : 128 / S::LANES;
+        dut_.last_scale_rows = p.sums == 1 || p.tile > S::SCALE_ROWS ? p.tile : S::SCALE_ROWS;
+        dut_.last_chunk = p.tile * C::PORTS;
+        dut_.last_bias = p.bias;
         dut_.words = call_.words;
         uint64_t addresses[AXI];
         for (int a = 0; a < AXI; ++a) addresses[a] = ports_[a].address;
@@ -190,14 +183,14 @@ private:
         }
         if (dut_.y_w_valid && dut_.y_w_ready) {
             // Data may come before their address is taken, but not before it is asked for.
-            if (rows_ < 0) abort();
+            if (!fetches_) abort();
             last_write_ = now_ + 1;
             data_.push_back({});
             memcpy(data_.back().bytes, &dut_.y_w_data, 16);
             data_.back().last = dut_.y_w_last;
         }
         store();
-        if (rows_ < 0 && dut_.fetching) rows_ = now_;
+        fetches_ |= dut_.fetching != 0;
     }
 
     void store() {
@@ -226,7 +219,7 @@ private:
         char bytes[16];
         bool last;
     };
-    Vfastcar_linear dut_;
+    Vfastcar_engine dut_;
     const Call& call_;
     const Memory& memory_;
     char* y_;
@@ -236,8 +229,9 @@ private:
     std::deque<Data> data_;
     std::deque<int64_t> answers_;
     double credit_ = 0;
-    int64_t now_ = 0, last_write_ = 0, rows_ = -1;
+    int64_t now_ = 0, last_write_ = 0;
     int turn_ = 0;
+    bool fetches_ = false;
 };
 
 // The same by the emitted processes.
@@ -262,11 +256,10 @@ static void run_processes(const word_t* x, const word_t* weights, const Call& ca
 
 // x: rows of row_words words; weights: the stream of the call, at an address of whole beats; rows of y that do not compute stay.
 // Returns 0 where the engine refuses the request, -1 where the RTL does not end, else 1.
-extern "C" int fastcar_rtl_linear(const void* x, const void* weights, uint32_t mask, uint32_t biased, int32_t inputs,
-                                  int32_t channels, int32_t tile, int32_t tiles, const Memory* memory, void* y_rtl, void* y_cpp,
-                                  Clocks* clocks) {
-    const Call call = decode<C>(mask, biased ? OP_LINEAR_BIAS : OP_LINEAR, inputs, channels, tile, tiles);
-    if (call.products != 1) return 0;
+extern "C" int fastcar_rtl_engine(const void* x, const void* weights, uint32_t mask, uint32_t op, int32_t inputs, int32_t channels,
+                                  int32_t tile, int32_t tiles, const Memory* memory, void* y_rtl, void* y_cpp, int64_t* clocks) {
+    const Call call = decode<C>(mask, op, inputs, channels, tile, tiles);
+    if (call.products == 0) return 0;
     core_t core_of[INDEX_REGISTER_BITS];
     pass_t pass_of[INDEX_REGISTER_BITS];
     const int passes = place_rows<PLACE_BITS>(call.computing, C::BATCH, C::CORES, core_of, pass_of);

@@ -1,10 +1,12 @@
-// A linear from memory to memory: rows of x are read and quantised, the weight stream meets them tile by tile, and the rows of
-// the result are written. The design's sizes are in fastcar_rtl_config.svh; what a call computes comes as plain scalars, as
-// `run_product` of fastcar_engine_processes.hpp derives them, and keeps its value while `busy`.
+// A linear or an MLP from memory to memory: rows of x are read and quantised, the weight stream meets them tile by tile, and the
+// rows of the result are written. An MLP has two products: neurons of the first replace the rows of x, and are quantised for the last.
+//
+// The design's sizes and the first product are in fastcar_rtl_config.svh. The last product comes as plain scalars, as
+// `run_product` of fastcar_engine_processes.hpp derives them, which keep their values while `busy`.
 //
 // AXI port a of weights begins at weights_address[a]; it carries AXI_WORDS weight ports, word by word.
 `include "fastcar_rtl_config.svh"
-module fastcar_linear #(
+module fastcar_engine #(
     parameter int PORTS = `FASTCAR_PORTS,
     parameter int AXI_WORDS = `FASTCAR_AXI_WORDS,
     parameter int ROWS = `FASTCAR_ROWS,
@@ -17,6 +19,7 @@ module fastcar_linear #(
     parameter int TILE_SUMS = `FASTCAR_MAX_TILE_SUMS,
     parameter int SCALE_WORDS = `FASTCAR_MAX_SCALE_WORDS,
     parameter int FIFO_WORDS = `FASTCAR_FIFO_WORDS,
+    parameter bit GATED = `FASTCAR_GATED,
     localparam int AXI = PORTS / AXI_WORDS
 ) (
     input logic clk,
@@ -25,25 +28,27 @@ module fastcar_linear #(
     output logic busy,
     output logic fetching,  // the tiles have begun
     // The call.
+    input logic mlp,
     input logic [ROWS-1:0] computing,
     input logic [19:0] rows,
     input logic [19:0] passes,
-    input logic [19:0] inputs,
     input logic [19:0] row_words,
-    input logic [19:0] channels,
-    input logic [19:0] tiles,
-    input logic [19:0] tile,
-    input logic [19:0] sums,
-    input logic [19:0] channel_words,
-    input logic [19:0] scale_words,
-    input logic [19:0] head_words,
-    input logic [19:0] tile_words,
-    input logic [19:0] tile_sums,
-    input logic [19:0] sum_words,
-    input logic [19:0] scale_rows,
-    input logic [19:0] chunk,
     input logic [19:0] result_words,
-    input logic bias,
+    // Its last product.
+    input logic [19:0] last_inputs,
+    input logic [19:0] last_channels,
+    input logic [19:0] last_tiles,
+    input logic [19:0] last_tile,
+    input logic [19:0] last_sums,
+    input logic [19:0] last_channel_words,
+    input logic [19:0] last_scale_words,
+    input logic [19:0] last_head_words,
+    input logic [19:0] last_tile_words,
+    input logic [19:0] last_tile_sums,
+    input logic [19:0] last_sum_words,
+    input logic [19:0] last_scale_rows,
+    input logic [19:0] last_chunk,
+    input logic last_bias,
     input logic [31:0] words,
     input logic [AXI*64-1:0] weights_address,
     input logic [63:0] input_address,
@@ -84,6 +89,17 @@ module fastcar_linear #(
     // As many words as a port has under way, besides those that wait.
     localparam int READ_WORDS = FIFO_WORDS + 4 * (256 / AXI_WORDS);
 
+    // The product at hand.
+    logic inner;  // the first of an MLP
+    wire [19:0] inputs, channels, tiles, tile, sums, channel_words, scale_words, head_words, tile_words, tile_sums;
+    wire [19:0] sum_words, scale_rows, chunk;
+    wire bias, neurons_done;
+    assign {inputs, channels, tiles, tile, sums, channel_words, scale_words, head_words, tile_words, tile_sums, sum_words, scale_rows,
+            chunk, bias} = inner ? `FASTCAR_FIRST_PRODUCT :
+           {last_inputs, last_channels, last_tiles, last_tile, last_sums, last_channel_words, last_scale_words, last_head_words,
+            last_tile_words, last_tile_sums, last_sum_words, last_scale_rows, last_chunk, last_bias};
+    always_ff @(posedge clk) inner <= !reset && (start ? mlp : inner && !neurons_done);
+
     // Rows in, quantised; then the tiles.
     wire rows_read, rows_busy, quantised, quantise_busy, write_busy;
     wire [CORES-1:0] write_x, write_row_scale, write_row;
@@ -92,12 +108,15 @@ module fastcar_linear #(
     wire [4:0] row_scale_at;
     wire [31:0] row_scale;
     wire [CORES*LANES*8-1:0] row_values;
-    wire go = quantised;
+    wire [3:0] write_neuron;
+    wire [19:0] neuron_at;
+    wire [CORES*32-1:0] neurons;
+    wire go = quantised, go_last = go && !inner;
     wire [19:0] whole = chunk >> 2;
     wire [19:0] stream_words = head_words + tile_words;
     wire fetch_busy, multiply_busy, scale_busy, finish_busy, send_busy;
     assign fetching = fetch_busy;
-    assign busy = rows_busy || quantise_busy || go || fetch_busy || multiply_busy || scale_busy || finish_busy || send_busy ||
+    assign busy = rows_busy || quantise_busy || inner || go || fetch_busy || multiply_busy || scale_busy || finish_busy || send_busy ||
                   write_busy;
     fastcar_read_rows #(.ROWS(ROWS), .CORES(CORES), .ROW_WORDS(ROW_WORDS)) read_rows (
         .clk, .reset, .go(start), .computing, .row_words, .address(input_address), .busy(rows_busy), .done(rows_read),
@@ -108,8 +127,9 @@ module fastcar_linear #(
     fastcar_quantize_rows #(
         .CORES(CORES), .PASSES(PASSES), .LANES(LANES), .ROW_WORDS(ROW_WORDS), .CHANNEL_WORDS(CHANNEL_WORDS)
     ) quantize_rows (
-        .clk, .reset, .go(rows_read), .passes, .inputs, .channel_words, .busy(quantise_busy), .done(quantised),
-        .write(write_x), .write_at(x_at), .word(x_word), .write_row_scale, .row_scale_at, .row_scale, .write_row, .row_at,
+        .clk, .reset, .go(rows_read || neurons_done), .passes, .inputs, .channel_words, .busy(quantise_busy), .done(quantised),
+        .write(write_x), .write_at(x_at), .word(x_word), .write_neuron,
+        .neuron_at, .neurons, .write_row_scale, .row_scale_at, .row_scale, .write_row, .row_at,
         .row_words(row_values)
     );
 
@@ -153,7 +173,7 @@ module fastcar_linear #(
         .writable(values_writable), .readable(values_readable), .write_copy(values_write), .read_copy(values_read)
     );
     fastcar_blocks results_blocks (
-        .clk, .reset, .claim(finish_begins), .post(finish_ends), .take(send_begins), .free(send_ends),
+        .clk, .reset, .claim(finish_begins && !inner), .post(finish_ends && !inner), .take(send_begins), .free(send_ends),
         .writable(results_writable), .readable(results_readable), .write_copy(results_write), .read_copy(results_read)
     );
 
@@ -191,19 +211,20 @@ module fastcar_linear #(
     );
     fastcar_finish #(
         .PORTS(PORTS), .CORES(CORES), .PASSES(PASSES), .TILE(TILE), .PORT_LANES(PORT_LANES), .PORT_BLOCKS(PORT_BLOCKS),
-        .RESULT_WORDS(RESULT_WORDS)
+        .RESULT_WORDS(RESULT_WORDS), .ROW_WORDS(ROW_WORDS), .GATED(GATED)
     ) finish (
-        .clk, .reset, .go, .tiles, .passes, .chunk, .channels, .blocks_ready(values_readable && results_writable),
+        .clk, .reset, .go, .inner, .tiles, .passes, .chunk, .channels, .blocks_ready(values_readable && results_writable),
         .begins(finish_begins), .ends(finish_ends), .busy(finish_busy), .write_values, .write_copy(values_write),
-        .read_copy(values_read), .value_at, .values, .write_results, .result_at, .results
+        .read_copy(values_read), .value_at, .values, .write_results, .result_at, .results, .write_neuron, .neuron_at, .neurons,
+        .neurons_done
     );
     fastcar_send #(.CORES(CORES), .PASSES(PASSES), .RESULT_WORDS(RESULT_WORDS)) send (
-        .clk, .reset, .go, .tiles, .rows, .whole, .result_words, .blocks_ready(results_readable), .begins(send_begins),
+        .clk, .reset, .go(go_last), .tiles, .rows, .whole, .result_words, .blocks_ready(results_readable), .begins(send_begins),
         .ends(send_ends), .busy(send_busy), .write_results, .write_copy(results_write), .read_copy(results_read), .result_at,
         .results, .room, .put, .word(sent)
     );
     fastcar_write_rows #(.ROWS(ROWS)) write_rows (
-        .clk, .reset, .go, .tiles, .computing, .whole, .result_words, .address(output_address), .busy(write_busy), .put,
+        .clk, .reset, .go(go_last), .tiles, .computing, .whole, .result_words, .address(output_address), .busy(write_busy), .put,
         .word(sent), .room, .aw_valid(y_aw_valid), .aw_ready(y_aw_ready), .aw_address(y_aw_address), .aw_length(y_aw_length),
         .w_valid(y_w_valid), .w_ready(y_w_ready), .w_data(y_w_data), .w_last(y_w_last), .b_valid(y_b_valid),
         .b_ready(y_b_ready)
