@@ -50,8 +50,10 @@ float factor(float x) {
     const int32_t fixed = round_half_even(clamp(x, limit) * steps) + 16384;
     const int32_t index = (fixed >> 6) < 511 ? (fixed >> 6) : 511;
     const int32_t fraction = fixed - (index << 6);
-    const int32_t sum = Table::knot(index) * (64 - fraction) + Table::knot(index + 1) * fraction + 32;
-    return static_cast<float>(sum >> 6) * (1.0f / 16777216.0f);
+    // The operator weights both knots. One product is enough: 64 times the left one stays whole in the shift.
+    const int32_t knot = Table::knot(index);
+    const int32_t part = (Table::knot(index + 1) - knot) * fraction + 32;
+    return static_cast<float>(knot + (part >> 6)) * (1.0f / 16777216.0f);
 }
 
 template <int ACTIVATION>

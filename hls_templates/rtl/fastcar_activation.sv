@@ -51,7 +51,7 @@ module fastcar_activation #(
         fraction4 <= fraction3;
     end
 
-    // 5 and 6: between them. The C++ weights both knots; the sum is the same.
+    // 5 and 6: between them.
     logic signed [26:0] part5;
     logic [24:0] knot5, sum6;
     wire signed [18:0] rise = found4[43:25];

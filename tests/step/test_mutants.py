@@ -51,7 +51,7 @@ OTHERS = [
     Mutant(
         "truncated", "numerics", "round_half_even(clamp(value * inverse, 127.0f))", "clamp(value * inverse, 127.0f)"
     ),
-    Mutant("knots", "activation", "Table::knot(index + 1) * fraction", "Table::knot(index) * fraction"),
+    Mutant("knots", "activation", "Table::knot(index + 1) - knot", "Table::knot(index) - knot"),
     Mutant("mapping", "mapping", "computes ? core : 0;\n        pass_of", "0 * core;\n        pass_of", THREE),
     Mutant("passes", "mapping", "pass += computes && last ? 1 : 0", "pass += computes && last ? 0 : 0"),
     # Rows on chip.

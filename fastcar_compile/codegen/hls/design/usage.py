@@ -199,7 +199,7 @@ def engine_usage(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffer
     """
     ports, cores, axi = product.ports, mlp.cores, product.ports // axi_words
     multiplied, added = _float_operators(mlp, product)
-    blend = 2 if mlp.activation in TABLED else 0  # the table's: two products in integers
+    blend = int(mlp.activation in TABLED)  # between the table's knots: a product in integers
     # A block of four ports meets its scaler over one LUT6 per bit (UG574): sums of every core, and words of the head.
     select = product.port_lanes * (cores * SUM_BITS + WORD_BITS)
     around = sum(adders(cores, ports, product.lanes)) + select
