@@ -15,7 +15,7 @@ from fastcar_play.server import ASSETS, SHARED, hello
 NAMES = {"play.html": "index.html", "local.js": "connection.js"}
 """Files that the folder has under another name: the game runs in the page's worker, not on a server."""
 
-ONLY_HERE = ("local.js", "worker.js", "game.mjs")
+ONLY_HERE = ("local.js", "worker.js", "game.mjs", "together.mjs")
 
 
 def write_page(artifact: fc.Artifact, stage: Stage, folder: Path) -> dict[str, int]:

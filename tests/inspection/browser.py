@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def browsing(
     url: str, pages: int = 1, width: int = 900, scheme: Literal["light", "dark"] = "light"
 ) -> Iterator[list[Page]]:
-    """New pages; at the end, that none wrote an error, opened a dialog or asked for anything else than `url`."""
+    """New pages of one browser; at the end, that none wrote an error, opened a dialog or asked for else than `url`."""
     check_module("playwright")
     path = check_tool("chromium")
     from playwright.sync_api import sync_playwright
@@ -30,9 +30,10 @@ def browsing(
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        context = browser.new_context(viewport={"width": width, "height": 860}, color_scheme=scheme)
         found: list[Page] = []
         for _ in range(pages):
-            page = browser.new_page(viewport={"width": width, "height": 860}, color_scheme=scheme)
+            page = context.new_page()
             page.on("console", lambda message: errors.append(message.text))
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.on("dialog", refused)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime
@@ -17,15 +17,18 @@ from conftest import check_module, check_tool
 from inspection.browser import browsing
 from onnx import TensorProto, helper
 from play.worlds import write_world
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import fastcar_compile as fc
 from fastcar_compile.cli.commands import app
 from fastcar_compile.codegen.tvm.onnx_library import write_onnx_library
 from fastcar_compile.errors import CompileError
-from fastcar_play.lockstep import load_game, verify
+from fastcar_play.lockstep import RecordedGame, load_game, verify
 from fastcar_play.pixels import Pixels
 from fastcar_play.world import World, load_world
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 
 @pytest.fixture
@@ -47,10 +50,22 @@ def served(folder: Path) -> Iterator[str]:
         server.shutdown()
 
 
+def written(artifact: fc.Artifact, world: World, folder: Path) -> Result:
+    """What the command says that writes a page."""
+    words = ["play", artifact.path, "--world", world.folder, "--static", folder, "--threads", "1", "--json"]
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def saved(page: "Page") -> RecordedGame:
+    """The game that a page plays."""
+    with page.expect_download() as download:
+        page.click("#record")
+    return load_game(download.value.path())
+
+
 def test_the_browser_plays_by_itself(artifact: fc.Artifact, world: World, tmp_path: Path) -> None:
     """Side by side at first, with the pixels of the world's model; then dense with a key that is held."""
-    words = ["play", artifact.path, "--world", world.folder, "--static", tmp_path / "page", "--threads", "1", "--json"]
-    done = CliRunner().invoke(app, [str(word) for word in words])
+    done = written(artifact, world, tmp_path / "page")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["bytes"] == sum(path.stat().st_size for path in (tmp_path / "page").rglob("*") if path.is_file())
@@ -64,9 +79,7 @@ def test_the_browser_plays_by_itself(artifact: fc.Artifact, world: World, tmp_pa
         assert not page.is_checked("#heat")
         page.click("#cover")
         page.wait_for_function("Number(document.body.dataset.frame) >= 20")  # more than the decoder has positions
-        with page.expect_download() as download:
-            page.click("#record")
-        game = load_game(download.value.path())
+        game = saved(page)
         assert len(game.checks) >= 20
         assert 0 < verify(artifact, world, game) < 1
         page.get_by_label("Dense", exact=True).check()
@@ -78,16 +91,53 @@ def test_the_browser_plays_by_itself(artifact: fc.Artifact, world: World, tmp_pa
 
 
 @pytest.mark.thorough
+def test_windows_play_one_game(artifact: fc.Artifact, world: World, tmp_path: Path) -> None:
+    """Others join late, their keys count, and they go on when the first is closed. A frame with other bits ends all."""
+    assert written(artifact, world, tmp_path / "page").exit_code == 0
+    with served(tmp_path / "page") as url, browsing(url, pages=3) as (first, second, third):
+        for page in (first, second, third):
+            page.goto(url)
+            page.wait_for_selector("body[data-state=paused]")
+            page.check("#together")
+            if page is first:
+                page.click("#cover")
+            page.wait_for_function("Number(document.body.dataset.frame) >= 20")
+        second.keyboard.down("Space")
+        first.wait_for_function("document.getElementById('parts').textContent.includes('shoot')")
+        second.click("#run")
+        first.wait_for_selector("body[data-state=paused]")
+        game = saved(first)
+        for page in (second, third):
+            while len(saved(page).checks) < len(game.checks):
+                pass
+            assert saved(page) == game
+        assert 0 < verify(artifact, world, game) < 1
+        first.close()
+        third.click("#cover")
+        for page in (second, third):
+            page.wait_for_function(f"Number(document.body.dataset.frame) > {len(game.checks)}")
+        third.click("#run")
+        second.wait_for_selector("body[data-state=paused]")
+        while len((game := saved(second)).checks) != len(saved(third).checks):
+            pass
+        forged = {"type": "frame", "number": len(game.checks) + 1, "token": 0, "digest": "0" * 64}
+        say = "([name, message]) => new BroadcastChannel(name).postMessage(message)"
+        second.evaluate(say, [f"fastcar play {game.weights}", forged])
+        for page in (second, third):
+            page.wait_for_selector("body[data-state=ended]")
+            assert "has other bits than in another window" in page.inner_text("#cover-hint")
+
+
+@pytest.mark.thorough
 def test_a_damaged_page_says_so(artifact: fc.Artifact, world: World, tmp_path: Path) -> None:
-    words = ["play", artifact.path, "--world", world.folder, "--static", tmp_path / "page", "--threads", "1"]
-    assert CliRunner().invoke(app, [str(word) for word in words]).exit_code == 0
+    assert written(artifact, world, tmp_path / "page").exit_code == 0
     (weights,) = (tmp_path / "page").rglob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     with served(tmp_path / "page") as url, browsing(url) as (page,):
         page.goto(url)
         page.wait_for_selector("body[data-state=ended]")
         assert "model.safetensors is not the file that manifest.json lists" in page.inner_text("#cover-hint")
-    done = CliRunner().invoke(app, [str(word) for word in words])
+    done = written(artifact, world, tmp_path / "page")
     assert done.exit_code != 0
     assert "the folder of the page has files" in done.output
 

@@ -77,6 +77,8 @@ const connection = new Connection({
     at("limit-text").textContent = `Limit to the game's ${message.frames_per_second.toFixed(1)} frames / s`;
     for (const input of document.querySelectorAll("[name=mode]")) input.disabled = message.gate === null && input.value !== "dense";
     at("record-card").hidden = message.record_frames === null && !message.saves;
+    at("together").parentElement.hidden = !message.saves;
+    at("together").checked = false;
     at("no-replay").hidden = message.gate !== null;
     at("replay-settings").hidden = message.gate === null;
     connection.send("visible", { value: !document.hidden });
@@ -213,6 +215,11 @@ at("record").addEventListener("click", () => connection.send("record", { value: 
 at("compiled").addEventListener("click", () => connection.send("threshold", { value: "compiled" }));
 at("heat").addEventListener("change", showLegend);
 at("limit").addEventListener("change", () => connection.send("limit", { value: at("limit").checked }));
+at("together").addEventListener("change", () => {
+  const { checked } = at("together");
+  document.querySelector("[name=mode][value=both]").disabled = checked || hello.gate === null;
+  connection.send("together", { value: checked });
+});
 at("threshold").addEventListener("input", () => {
   connection.send("threshold", { value: hello.levels[at("threshold").valueAsNumber] });
 });

@@ -1,7 +1,8 @@
 // A game without a server: what visit.py and game.py do there, in one thread of the browser.
 
 import { load } from "./fastcar.mjs";
-import { Recording, Track } from "./game.mjs";
+import { Recording, Track, hexadecimal } from "./game.mjs";
+import { Together } from "./together.mjs";
 
 const SIDES = { dense: ["dense"], replay: ["replay"], both: ["dense", "replay"] };
 const AVERAGED = 24; // frames that the frames per second are measured over
@@ -34,12 +35,12 @@ class Pixels {
 
 class Game {
   constructor({ hello, world, defaults, weights }, artifact, pixels) {
-    Object.assign(this, { hello, world, artifact, pixels, weights });
+    Object.assign(this, { world, artifact, pixels, weights });
     this.beginning = { start: 0, seed: 0, ...defaults };
     this.mode = hello.gate === null ? "dense" : "both";
     this.threshold = "compiled";
-    [this.running, this.visible, this.limited] = [false, true, true];
-    [this.held, this.pressed] = [new Set(), new Set()];
+    [this.running, this.limited, this.together] = [false, true, null];
+    [this.visible, this.held, this.pressed] = [new Set([""]), new Map(), new Set()]; // by window; "" is this one
     this.serial = this.drawn = this.due = 0;
     this.tracks = Object.fromEntries(SIDES[this.mode].map((side) => [side, new Track(artifact, world)]));
     this.begin();
@@ -50,6 +51,7 @@ class Game {
     for (const track of Object.values(this.tracks)) track.begin(this.beginning);
     this.applyThreshold();
     this.show("", Object.entries(this.tracks).map(([side, track]) => ({ side, codes: this.codes(track.frames.at(-1)) })));
+    this.together?.begun();
   }
 
   codes(frame) {
@@ -86,13 +88,14 @@ class Game {
 
   /** The action with the most buttons that are all held; the first one of several. */
   action() {
-    const held = new Set([...this.held, ...this.pressed]);
+    const held = new Set([...this.held.values(), ...this.pressed].flat());
     const possible = this.world.actions.filter(({ buttons }) => buttons.every((button) => held.has(button)));
     return possible.reduce((best, one) => (one.buttons.length > best.buttons.length ? one : best));
   }
 
-  frame() {
-    const action = this.action();
+  /** order: what the leader of several windows chose. */
+  frame(order) {
+    const action = order ? this.world.actions.find(({ token }) => token === order.token) : this.action();
     this.pressed.clear();
     const views = Object.entries(this.tracks).map(([side, track]) => {
       const start = performance.now(); // draws are part of the forwards here
@@ -100,6 +103,7 @@ class Game {
       return { side, ...frame, token_ms: (performance.now() - start) / this.world.tokens_per_frame };
     });
     this.number += 1;
+    this.together?.played(this, action.token, order);
     this.show(action.name, views);
     for (const track of Object.values(this.tracks)) track.settle();
   }
@@ -127,28 +131,70 @@ class Game {
     const { running, mode, threshold, limited } = this;
     const status = { type: "status", running, mode, threshold, start, seed, temperature, top_k: topK, limited, recorded: null, note };
     postMessage([status, null]);
+    if (this.together?.leads) this.together.send("status", { status });
   }
 
-  handle({ type, ...fields }) {
+  /** Begin or end to play with other windows. They have one side, whose hash is compared. */
+  join(value) {
+    this.together?.leave();
+    this.together = null;
+    [this.running, this.visible, this.held] = [false, new Set([""]), new Map()];
+    if (!value) return;
+    this.setMode(this.recorded);
+    this.together = new Together(`fastcar play ${this.weights}`, this);
+  }
+
+  /** Play the leader's game from its start. */
+  follow({ start, seed, temperature, top_k: topK }, { mode, threshold }) {
+    [this.beginning, this.threshold] = [{ start, seed, temperature, topK }, threshold];
+    this.setMode(mode);
+    this.begin();
+    this.next();
+  }
+
+  /** Show the leader's status. */
+  mirror(status) {
+    [this.running, this.limited] = [status.running, status.limited];
+    postMessage([status, null]);
+  }
+
+  /** Two windows have other frames: end the game here. */
+  part(number) {
+    this.join(false);
+    postMessage([{ type: "ended", reason: `Frame ${number} has other bits than in another window.` }, null]);
+  }
+
+  /** A message of the page or, where this window leads, of another one. */
+  handle(message, from = "") {
+    const { type, ...fields } = message;
     const told = {
       run: () => (this.running = fields.value),
-      visible: () => (this.visible = fields.value),
+      visible: () => (fields.value ? this.visible.add(from) : this.visible.delete(from)),
       limit: () => (this.limited = fields.value),
       mode: () => this.setMode(fields.value),
-      threshold: () => (this.threshold = fields.value) === undefined || this.applyThreshold(),
+      threshold: () => {
+        this.threshold = fields.value;
+        this.applyThreshold();
+      },
       restart: () => {
         this.beginning = { start: fields.start, seed: fields.seed, temperature: fields.temperature, topK: fields.top_k };
         this.begin();
       },
+      together: () => this.join(fields.value),
     };
     if (type === "record") this.save();
     if (type === "drawn") this.drawn = fields.serial;
+    if (this.together?.leads === false && !["together", "record", "drawn"].includes(type)) {
+      if (type === "visible") told.visible();
+      return this.together.send("told", { id: this.together.id, message }); // the leader decides
+    }
     if (type === "keys") {
-      for (const name of fields.held) if (!this.held.has(name)) this.pressed.add(name); // a short press counts
-      this.held = new Set(fields.held);
+      for (const name of fields.held) if (!this.held.get(from)?.includes(name)) this.pressed.add(name); // a short press counts
+      this.held.set(from, fields.held);
     }
     if (type in told) {
       told[type]();
+      if (this.together && ["mode", "threshold"].includes(type)) this.begin(); // a shared game has one of each
       if (["run", "visible", "limit"].includes(type)) this.times = [];
       this.tell();
     }
@@ -158,12 +204,14 @@ class Game {
   /** Generate the next frame when it is due. A message comes in between. */
   next() {
     clearTimeout(this.timer);
-    if (!this.running || !this.visible || this.serial - this.drawn >= IN_FLIGHT) return;
+    const follows = this.together?.follows;
+    const stalled = this.visible.has("") && this.serial - this.drawn >= IN_FLIGHT;
+    if (follows ? !this.together.orders.length : !this.running || !this.visible.size || stalled) return;
     this.timer = setTimeout(() => {
       this.due = Math.max(performance.now(), this.due + (this.limited ? 1000 / this.world.frames_per_second : 0));
-      this.frame();
+      this.frame(this.together?.orders.shift());
       this.next();
-    }, Math.max(0, this.due - performance.now()));
+    }, follows ? 0 : Math.max(0, this.due - performance.now()));
   }
 }
 
@@ -173,8 +221,8 @@ async function opened() {
     load(new URL("artifact/", import.meta.url)),
     read("pixels.wasm").then((answer) => answer.arrayBuffer()),
   ]);
-  const digest = Array.from(new Uint8Array(await crypto.subtle.digest("SHA-256", library)), (b) => b.toString(16).padStart(2, "0"));
-  if (digest.join("") !== page.pixels) throw new Error("pixels.wasm is not the file of this page");
+  const digest = hexadecimal(new Uint8Array(await crypto.subtle.digest("SHA-256", library)));
+  if (digest !== page.pixels) throw new Error("pixels.wasm is not the file of this page");
   const { instance } = await WebAssembly.instantiate(library, {});
   postMessage([page.hello, null]);
   const { image, tokens_per_frame: length } = page.world;

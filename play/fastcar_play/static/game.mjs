@@ -87,7 +87,8 @@ export class Ledger {
   }
 }
 
-const hexadecimal = (digest) => Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
+/** Bytes in hexadecimal. */
+export const hexadecimal = (digest) => Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
 
 /** A game while it is played; RecordedGame in lockstep.py says what a file of it has. */
 export class Recording {
