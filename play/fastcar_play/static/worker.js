@@ -50,12 +50,14 @@ class Game {
     this.number = 0;
     for (const track of Object.values(this.tracks)) track.begin(this.beginning);
     this.applyThreshold();
-    this.show("", Object.entries(this.tracks).map(([side, track]) => ({ side, codes: this.codes(track.frames.at(-1)) })));
+    this.showLast();
     this.together?.begun();
   }
 
-  codes(frame) {
-    return frame.slice(1).map((token) => token - this.world.image.offset);
+  /** Show the last frame of each side, which no key has made. */
+  showLast() {
+    const codes = ({ frames }) => frames.at(-1).slice(1).map((token) => token - this.world.image.offset);
+    this.show("", Object.entries(this.tracks).map(([side, track]) => ({ side, codes: codes(track) })));
   }
 
   applyThreshold() {
@@ -83,7 +85,7 @@ class Game {
     this.tracks = mode === "both" ? { dense: kept.twin(), replay: kept } : { [mode]: kept };
     this.mode = mode;
     this.applyThreshold();
-    this.show("", Object.entries(this.tracks).map(([side, track]) => ({ side, codes: this.codes(track.frames.at(-1)) })));
+    this.showLast();
   }
 
   /** The action with the most buttons that are all held; the first one of several. */
