@@ -29,12 +29,18 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Te
     return codes.gather(1, drawn)
 
 
-def open_decoder(path: Path, world: Format, rows: int, frames: int) -> fc.Session:
-    """Return a session of the decoder in a folder: float32, dense, `rows` plays of `frames` frames after a context."""
+def open_decoder(path: Path, world: Format, rows: int, frames: int, **options: Any) -> fc.Session:
+    """Return a session of the decoder in a folder: `rows` plays of `frames` frames after a context.
+
+    Args:
+        options: those of `fc.compile`; default: float32, dense. As many threads decode as torch has.
+    """
     longest = (world.context_frames + frames) * world.tokens_per_frame
-    options: dict[str, Any] = {"batch_size": rows, "max_seq_len": longest, "tokens_per_frame": world.tokens_per_frame}
+    options = {"replay": None, "tokens_per_frame": world.tokens_per_frame, **options}
     with TemporaryDirectory() as folder:
-        return fc.compile(path, "cpu", replay=None, output=Path(folder) / "decoder", **options).session()
+        output = Path(folder) / "decoder"
+        artifact = fc.compile(path, "cpu", batch_size=rows, max_seq_len=longest, output=output, **options)
+        return artifact.session(threads=torch.get_num_threads())
 
 
 def imagine(session: fc.Session, world: Format, context: Tensor, actions: Tensor, sampling: Sampling) -> np.ndarray:
