@@ -230,12 +230,12 @@ def _rotate(program: DecoderProgram) -> Iterator[CompileError]:
     modules = [m for m in (program.prefill, program.graph_module) if m is not None]
     tables: list[Tensor] = []
     for module in modules:
-        # All layers mostly share one pair of cosines and sines, whose table is evaluated once.
-        found, known = rotations(module.graph), dict[tuple[fx.Node, fx.Node], int | str]()
+        # All layers mostly share one pair of cosines and sines, each behind a view of its own. It is evaluated once.
+        found, known = rotations(module.graph), dict[object, int | str]()
         # Angles of single positions may differ from those of a chunk in the last bit. Both graphs get the chunk's.
         made = module is program.graph_module and program.prefill is not None
         for rotation in found:
-            pair = (rotation.cos, rotation.sin)
+            pair = tuple((n.target, n.args, n.kwargs) for n in (rotation.cos, rotation.sin))
             if pair not in known:
                 known[pair] = _table_number(module, rotation, tables, program.config.max_seq_len, made=made)
             number = known[pair]

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from decoders import llama
 from torch import Tensor
 
+import fastcar_compile as fc
 from fastcar_compile.errors import CompileError
+from fastcar_compile.passes import exact_arithmetic
 from fastcar_compile.passes.caches import QuantizeKvCache
 from fastcar_compile.passes.exact_arithmetic import ExactArithmetic
 from fastcar_compile.passes.pipeline import analysis_pipeline
@@ -42,3 +45,12 @@ def test_float_caches_and_weights_are_refused() -> None:
         after(*analysis_pipeline(), ExactArithmetic(), blocks=[Rotated])
     assert "its cache is not int8" in str(found.value)
     assert "its weight is not quantised" in str(found.value)
+
+
+def test_layers_that_share_their_angles_have_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, real = list[object](), exact_arithmetic.position_table
+    monkeypatch.setattr(exact_arithmetic, "position_table", lambda *given: made.append(given) or real(*given))
+    model = llama(num_hidden_layers=3)
+    options = {"quant": "w8a8", "kv": "int8", "numerics": "exact", "tokens_per_frame": 4, "replay": None}
+    assert not fc.compile(model, target="cpu", dry_run=True, **options).problems
+    assert len(made) == 2, "one of the prefill graph, and one of the decode step"
