@@ -138,13 +138,11 @@ def timed_build(model: Path, target: str, output: Path, **options: Any) -> dict[
     return clock.stages
 
 
-def child(checkout: Path, model: Path, target: str, options: dict[str, Any]) -> dict[str, Seconds]:
+def child(checkout: Path, model: Path, target: str, output: Path, options: dict[str, Any]) -> dict[str, Seconds]:
     """Return the seconds of one build in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory(dir=model.parent) as folder:
-        words = [str(model), target, f"{folder}/artifact", json.dumps(options)]
-        command = [sys.executable, __file__, "--child", *words]
-        run = subprocess.run(command, env=environment, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True)
+    command = [sys.executable, __file__, "--child", str(model), target, str(output), json.dumps(options)]
+    run = subprocess.run(command, env=environment, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True)
     return {name: Seconds(**values) for name, values in json.loads(run.stdout.splitlines()[-1]).items()}
 
 
@@ -156,7 +154,8 @@ def measure(
     runs: dict[tuple[Path, str], list[dict[str, Seconds]]] = {place: [] for place in places}
     for _ in range(rounds):
         for checkout, target in places:
-            runs[checkout, target].append(child(checkout, model, target, options))
+            with tempfile.TemporaryDirectory(dir=model.parent) as folder:
+                runs[checkout, target].append(child(checkout, model, target, Path(folder, "artifact"), options))
     return [_row(checkout, target, found) for (checkout, target), found in runs.items()]
 
 
@@ -165,10 +164,11 @@ def measure_cached(targets: Sequence[str], model: Path, rounds: int, options: di
     sweep = {"first": 0.25, "another threshold": 0.5, "equal": 0.5}
     runs: dict[str, list[dict[str, Seconds]]] = {f"{name}, {target}": [] for target in targets for name in sweep}
     for _, target in ((number, target) for number in range(rounds) for target in targets):
-        with tempfile.TemporaryDirectory(dir=model.parent) as cache:
+        # The artifacts of a sweep stay: removing one changes the states of the files that it shares with the cache.
+        with tempfile.TemporaryDirectory(dir=model.parent) as folder:
             for name, threshold in sweep.items():
-                given = {**options, "threshold": threshold, "cache": cache}
-                runs[f"{name}, {target}"].append(child(HERE, model, target, given))
+                given = {**options, "threshold": threshold, "cache": f"{folder}/cache"}
+                runs[f"{name}, {target}"].append(child(HERE, model, target, Path(folder, name), given))
     return [_row(HERE, name, found) for name, found in runs.items()]
 
 
