@@ -19,6 +19,7 @@ from decoders import llama
 import fastcar_compile as fc
 from fastcar_compile import compiler
 from fastcar_compile.artifact import cache as caches
+from fastcar_compile.artifact import digest as digests
 from fastcar_compile.artifact.cache import Cache, Entry, Kind, cache_of
 from fastcar_compile.artifact.digest import FileEntry
 from fastcar_compile.artifact.writer import ArtifactWriter, NotKept
@@ -40,14 +41,15 @@ def kept(cache: Cache, folder: Path, data: bytes = DATA, key: str = KEY, kind: K
     """Keep one file, `a`; return its path in the folder of the cache."""
     path = folder / "made"
     path.write_bytes(data)
-    cache.keep(kind, key, {"a": path}, Entry(files={"a": file_of(data)}, about=[1]))
+    cache.keep(kind, key, {"a": path}, Entry(files={"a": file_of(data)}, about=[1]), links=True)
     path.unlink()
     return cache.folder / "cas" / file_of(data).sha256
 
 
 def taken(cache: Cache, folder: Path, key: str = KEY, kind: Kind = Kind.WEIGHTS) -> bytes | None:
     """Take the file `a`; None: the cache does not have it."""
-    entry = cache.fetch(kind, key, lambda name: folder / f"taken_{name}")
+    (folder / "taken_a").unlink(missing_ok=True)
+    entry = cache.fetch(kind, key, lambda name: folder / f"taken_{name}", links=True)
     return None if entry is None else (folder / "taken_a").read_bytes()
 
 
@@ -211,12 +213,52 @@ def test_what_is_kept_is_taken_and_stays_apart(tmp_path: Path) -> None:
     assert cache.sizes() == {file_of(DATA).sha256: len(DATA)}
 
 
+def unread(patch: pytest.MonkeyPatch) -> None:
+    """Refuse to compute the SHA-256 of a file that is not copied."""
+
+    def refuse(*_: object) -> Any:
+        raise AssertionError("a file is read again")
+
+    patch.setattr(digests, "blocks", refuse)
+
+
+def test_a_large_file_has_two_names_and_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches, "LINKED", len(DATA))
+    cache = Cache(tmp_path / "cache")
+    path = kept(cache, tmp_path)
+    assert taken(cache, tmp_path) == DATA, "its other name went: it is read"
+    with monkeypatch.context() as patch:
+        unread(patch)
+        for number in range(2):
+            cache.settle({tmp_path / "taken_a": file_of(DATA)}, cache.digests)
+            (tmp_path / str(number)).mkdir()
+            assert taken(Cache(cache.folder), tmp_path / str(number)) == DATA
+            assert (tmp_path / str(number) / "taken_a").samefile(path)
+            Cache(cache.folder).settle({tmp_path / "taken_a": file_of(DATA)}, cache.digests)
+    assert not path.stat().st_mode & 0o222
+
+
+def test_a_large_file_that_someone_may_write_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches, "LINKED", len(DATA))
+    cache = Cache(tmp_path / "cache")
+    path = kept(cache, tmp_path)
+    assert taken(cache, tmp_path) == DATA
+    (tmp_path / "taken_a").chmod(0o644)
+    (tmp_path / "other").mkdir()
+    assert taken(cache, tmp_path / "other") == DATA
+    assert not (tmp_path / "other" / "taken_a").samefile(path)
+    (tmp_path / "taken_a").write_bytes(DATA[::-1])
+    assert taken(cache, tmp_path / "other") is None, "an edit of an artifact's file is damage of the kept one"
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("damaged", ["cas", "ac"])
 def test_what_is_damaged_is_refused_by_name_and_made_again(
     damaged: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = Cache(tmp_path / "cache")
     path = kept(cache, tmp_path) if damaged == "cas" else (kept(cache, tmp_path), cache.folder / "ac" / KEY)[1]
+    path.chmod(0o600)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     assert taken(cache, tmp_path) is None
     assert not (tmp_path / "taken_a").exists()
@@ -236,6 +278,7 @@ def test_a_file_on_another_file_system_is_copied(tmp_path: Path, monkeypatch: py
         raise OSError("another device")
 
     monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(caches, "LINKED", len(DATA))
     cache = Cache(tmp_path / "cache")
     kept(cache, tmp_path)
     assert taken(cache, tmp_path) == DATA
@@ -457,6 +500,30 @@ def test_an_equal_build_is_answered_with_its_warnings(
     assert len(caught) == 1
 
 
+def test_an_equal_build_in_the_place_of_another_is_not_read_again(
+    first: tuple[Cache, fc.Artifact], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replaced artifact's names of kept files go: that changes the states of files, and not their bytes."""
+    before = first[1]
+    weights = before.manifest.files["weights/model.safetensors"]
+    monkeypatch.setattr(caches, "LINKED", weights.size)
+    manifest = json.loads((before.path / "manifest.json").read_text("utf-8"))
+    files = {name: file for name, file in before.manifest.files.items() if not name.endswith(".onnx")}
+    manifest |= {"onnx": None, "files": {name: file.model_dump() for name, file in files.items()}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    paths = {name: before.path / name for name in files} | {"manifest.json": tmp_path / "manifest.json"}
+    entry = Entry(files=files | {"manifest.json": file_of(paths["manifest.json"].read_bytes())}, about=[])
+    Cache(tmp_path / "cache").keep(Kind.BUILD, KEY, paths, entry)
+    for number in range(3):
+        cache = Cache(tmp_path / "cache")
+        answered = compiler._answer(cache, KEY, tmp_path / "answered")
+        assert answered is not None
+        assert set(answered.manifest.files) == set(files)
+        assert (cache.folder / "cas" / weights.sha256).samefile(answered.path / "weights/model.safetensors")
+        if number == 0:
+            unread(monkeypatch)
+
+
 def test_a_damaged_build_is_made_again(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = Cache(tmp_path / "cache")
     key = compiler._key(cache, model, fc.load_target("cpu"), options(target="cpu"))
@@ -485,11 +552,20 @@ def test_a_command_is_answered_before_torch_is_imported(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("target", ["cpu", "zcu102"])
-def test_a_build_from_the_cache_has_the_bytes_of_one_without(target: str, model: Path, tmp_path: Path) -> None:
-    cache = Cache(tmp_path / "cache")
-    compiled(model, tmp_path / "first", cache, 0.25, target=target)
-    found = [compiled(model, tmp_path / str(c is None), c, 0.5, target=target).digest for c in (cache, None)]
-    assert found[0] == found[1]
+def test_a_build_from_the_cache_has_the_bytes_of_one_without(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caches, "LINKED", 1024)
+    model, cache = tmp_path / "model", Cache(tmp_path / "cache")
+    llama(num_hidden_layers=2, **SIZES | {"hidden_size": 64}).save_pretrained(model)  # heads that zcu102 computes, too
+    given = {"target": target, "offload": "all" if target == "zcu102" else None}
+    compiled(model, tmp_path / "first", cache, 0.25, **given)
+    one, other = (compiled(model, tmp_path / str(c is None), c, 0.5, **given) for c in (cache, None))
+    assert one.digest == other.digest
+    links = {name for name in one.manifest.files if (one.path / name).samefile(tmp_path / "first" / name)}
+    shared = {"weights/model.safetensors", "weights/accelerator.safetensors"} if target == "zcu102" else set[str]()
+    assert shared <= links
+    assert bool(shared) == bool(links)
 
 
 # The command.

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from fastcar_compile.artifact.digest import (
+    Digests,
     FileEntry,
     UserDigests,
     blocks,
@@ -43,6 +44,9 @@ NO_CACHE = "FASTCAR_NO_CACHE"
 """Environment variable: set, and not empty: builds whose caller names no cache have none."""
 
 _SCHEMES = ("http://", "https://")
+LINKED = 1 << 20
+"""Bytes of the smallest file that an artifact shares with the cache: nobody edits one of this size."""
+
 _SECONDS = 30
 """Time that a store may take to connect, or to send the next bytes."""
 
@@ -93,9 +97,9 @@ class Entry(BaseModel):
 class Cache:
     """A folder of what builds made, and an HTTP store behind it where one is named.
 
-    What is taken and kept is copied, and of what is taken the SHA-256 is computed of the very bytes that are written:
-    an artifact stays as it is, whatever becomes of the cache. A cache never fails a build: what is missing or damaged
-    is made again.
+    A large file of an artifact and the kept file are two names of one file that nobody may write. Its SHA-256 is
+    computed once for each state of the file. All other files are copied, and of what is taken the SHA-256 is computed
+    of the very bytes that are written. A cache never fails a build: what is missing or damaged is made again.
 
     Args:
         folder: default: `builds` in $FASTCAR_CACHE, else in ~/.cache/fastcar_compile.
@@ -133,20 +137,18 @@ class Cache:
             OSError: one cannot be read.
         """
         paths = sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors") and p.is_file())
-        before = dict(self.digests.known)
         found = at_once(self.digests.of_path, paths)
-        if self.digests.known != before:
-            try:
-                self.digests.save()
-            except UserError as error:
-                LOGGER.warning("%s", error.what)
+        self._save_digests()
         return {path.name: digest for path, digest in zip(paths, found, strict=True)}
 
-    def fetch(self, kind: Kind, key: str, place: Callable[[str], Path], *, only: str | None = None) -> Entry | None:
-        """Copy the files of an entry to where `place` wants each; None: it is not there, or is damaged.
+    def fetch(
+        self, kind: Kind, key: str, place: Callable[[str], Path], *, only: str | None = None, links: bool = False
+    ) -> Entry | None:
+        """Put the files of an entry where `place` wants each; None: it is not there, or is damaged.
 
         Args:
             key: of the entry. place: name of a file -> its path. only: name of the one file that the entry may have.
+            links: whether a large file may be the kept file under a second name.
         """
         far = self._is_far(kind)
         taken = list[Path]()
@@ -154,10 +156,12 @@ class Cache:
             entry = self._entry(key, far)
             if entry is None or (only is not None and [*entry.files] != [only]):
                 return None
+            # onnx refuses weights with several names: one of them might lead out of the model's folder.
+            links = links and not any(name.endswith(".onnx") for name in entry.files)
 
             def take(item: tuple[str, FileEntry]) -> bool:
                 taken.append(place(item[0]))
-                return self._take(item[1], taken[-1], far)
+                return self._take(item[1], taken[-1], far, links)
 
             if all(at_once(take, entry.files.items())):
                 os.utime(self._path(f"ac/{key}"))  # by these times `trim` knows what was used last
@@ -168,13 +172,25 @@ class Cache:
             path.unlink(missing_ok=True)
         return None
 
-    def keep(self, kind: Kind, key: str, paths: Mapping[str, Path], entry: Entry) -> None:
-        """Keep files, by name at these paths, under a key, and put them into the store where that is wanted."""
+    def keep(self, kind: Kind, key: str, paths: Mapping[str, Path], entry: Entry, *, links: bool = False) -> None:
+        """Keep files, by name at these paths, under a key, and put them into the store where that is wanted.
+
+        Args:
+            links: whether a large file may become the kept one, which nobody may write. Nobody else knows of it yet.
+        """
         try:
             for name, path in paths.items():
                 kept = self._path(f"cas/{entry.files[name].sha256}")
-                if not kept.exists():
-                    self._copy(path, kept)
+                if kept.exists():
+                    continue
+                kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                if links and entry.files[name].size >= LINKED:
+                    path.chmod(0o444)
+                    if self._link(path, kept, entry.files[name]):
+                        continue
+                with path.open("rb") as stream, self._new(f"cas/{kept.name}") as copy:
+                    for block in blocks(stream.fileno(), CHUNK):
+                        copy.write(block)
             with self._new(f"ac/{key}") as stream:
                 stream.write(entry.model_dump_json().encode())
         except OSError as error:
@@ -185,6 +201,19 @@ class Cache:
                 self._upload(name)
         if sum(self.sizes().values()) > limits.CACHE_BYTES:
             self.trim(limits.CACHE_BYTES)
+
+    def settle(self, files: Mapping[Path, FileEntry], digests: Digests) -> None:
+        """Remember the states that kept files have now, after names of them came or went; in `digests`, too.
+
+        Args:
+            files: of an artifact, by path.
+        """
+        for path, file in files.items():
+            kept = self._path(f"cas/{file.sha256}")
+            if file.size >= LINKED and kept.exists() and kept.samefile(path):
+                self.digests.note(kept, file.sha256)
+                digests.note(kept, file.sha256)
+        self._save_digests()
 
     def entries(self) -> dict[str, Entry]:
         """Return the entries of the folder by key, the least recently used first; damaged ones are left out."""
@@ -238,11 +267,21 @@ class Cache:
             path.unlink(missing_ok=True)
             return None
 
-    def _take(self, file: FileEntry, target: Path, far: bool) -> bool:
-        """Copy a file; return whether it was there, with the bytes of the entry."""
+    def _save_digests(self) -> None:
+        try:
+            self.digests.save()
+        except UserError as error:
+            LOGGER.warning("%s", error.what)
+
+    def _take(self, file: FileEntry, target: Path, far: bool, links: bool) -> bool:
+        """Link or copy a file; return whether it was there, with the bytes of the entry."""
         kept = self._path(f"cas/{file.sha256}")
         if not kept.exists() and not (far and self._download(f"cas/{file.sha256}", file.size)):
             return False
+        # Whoever made a kept file writable may be writing it.
+        shared = links and file.size >= LINKED and not kept.stat().st_mode & 0o222
+        if shared and self.digests.of_path(kept) == file.sha256 and self._link(kept, target, file):
+            return True
         hashing = hashlib.sha256()
         # Blocks of a huge page, as `_Chunks` writes weights; what is hashed is what is written.
         with kept.open("rb") as stream, target.open("wb") as copy:
@@ -255,6 +294,15 @@ class Cache:
         kept.unlink(missing_ok=True)
         return False
 
+    def _link(self, path: Path, new: Path, file: FileEntry) -> bool:
+        """Give a checked file a second name; return whether the file system does so."""
+        try:
+            os.link(path, new)
+        except OSError:
+            return False
+        self.digests.note(path, file.sha256)
+        return True
+
     @contextmanager
     def _new(self, name: str) -> Generator[BinaryIO]:
         """Write a file of the folder; it has its name once it is whole, and two writers do not mind each other."""
@@ -262,18 +310,13 @@ class Cache:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=".")
         try:
+            os.fchmod(descriptor, 0o444)
             with open(descriptor, "wb") as stream:
                 yield stream
             os.replace(new, path)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(new)
-
-    def _copy(self, path: Path, kept: Path) -> None:
-        # No link: onnx refuses weights with several links, as a link may lead out of the model's folder.
-        with path.open("rb") as stream, self._new(f"cas/{kept.name}") as copy:
-            for block in blocks(stream.fileno(), CHUNK):
-                copy.write(block)
 
     # The HTTP store fills the folder, and the folder fills it.
 

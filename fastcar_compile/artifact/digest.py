@@ -191,6 +191,7 @@ class UserDigests(Digests):
     def __init__(self, folder: Path | None = None) -> None:
         self._path = (folder or cache_folder()) / "digests.json"
         super().__init__(self._read())
+        self._saved = dict(self.known)
 
     def _read(self) -> dict[Identity, str]:
         for place in (self._path, self._path.parent):
@@ -207,11 +208,13 @@ class UserDigests(Digests):
         return dict(read.files)
 
     def save(self) -> None:
-        """Write the file atomically.
+        """Write the file atomically, where it would change.
 
         Raises:
             UserError: it cannot be written.
         """
+        if self.known == self._saved:
+            return
         text = _KnownFile(files=tuple(self.known.items())[-MOST_KNOWN:]).model_dump_json()
         with os_errors("the digests of checked files cannot be kept", self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -220,6 +223,7 @@ class UserDigests(Digests):
             with open(descriptor, "w", encoding="ascii") as stream:
                 stream.write(text)
             os.replace(name, self._path)
+        self._saved = dict(self.known)
 
 
 def cache_folder() -> Path:

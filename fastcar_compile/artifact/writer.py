@@ -47,6 +47,7 @@ class ArtifactWriter:
     Attributes:
         scratch: folder on the destination's file system for files that are not part of the artifact.
         digests: digests of the written files, once the block is left.
+        links: whether the cache and the artifact may share large files.
 
     Raises:
         ArtifactError: the destination is not an artifact, cannot be written, or belongs to another writer.
@@ -58,7 +59,7 @@ class ArtifactWriter:
         self._sections: Sections | None = None
         self._written = dict[str, FileEntry]()
         self._work = self._working()
-        self.digests = Digests()
+        self.digests, self.links = Digests(), True
 
     @property
     def root(self) -> Path:
@@ -135,12 +136,12 @@ class ArtifactWriter:
         if self.cache is None or key is None:
             return make(path)
         # A store's entry of weights can write this one file, and no other.
-        entry = self.cache.fetch(kind, key, lambda _name: path, only=_MADE)
+        entry = self.cache.fetch(kind, key, lambda _name: path, only=_MADE, links=self.links)
         if entry is None:
             about = make(path)
             file = FileEntry(sha256=self.digests.of_path(path), size=path.stat().st_size)
             entry = Entry(files={_MADE: file}, about=about)
-            self.cache.keep(kind, key, {_MADE: path}, entry)
+            self.cache.keep(kind, key, {_MADE: path}, entry, links=self.links)
         self.digests.note(path, entry.files[_MADE].sha256)
         return entry.about
 
@@ -152,7 +153,9 @@ class ArtifactWriter:
         """
         assert self.cache is not None
         manifest = self.scratch / MANIFEST
-        entry = self.cache.fetch(Kind.BUILD, key, lambda name: manifest if name == MANIFEST else self.file(name))
+        entry = self.cache.fetch(
+            Kind.BUILD, key, lambda name: manifest if name == MANIFEST else self.file(name), links=True
+        )
         if entry is None or MANIFEST not in entry.files:
             raise NotKept(key)
         for name in entry.files.keys() - {MANIFEST}:
@@ -170,8 +173,6 @@ class ArtifactWriter:
         assert self.cache is not None
         paths = {name: path for name, path in walk(self.path) if name in self._written}
         self.cache.keep(Kind.BUILD, key, paths, Entry(files=self._written, about=about))
-        for name, path in paths.items():
-            self.digests.note(path, self._written[name].sha256)
 
     def __enter__(self) -> Self:
         self._work.__enter__()
@@ -208,6 +209,10 @@ class ArtifactWriter:
                 raise
             finally:
                 self._root = None
+        if self.cache is not None:
+            # The replaced artifact is gone by now, and names of kept files with it.
+            placed = {path: self._written[name] for name, path in walk(self.path) if name in self._written}
+            self.cache.settle(placed, self.digests)
 
     def _place(self, building: Path) -> None:
         root = self.root

@@ -35,6 +35,7 @@ def emit_artifact(
         say: reports a stage.
     """
     program = plan.program
+    writer.links = plan.config.numerics == "exact"  # else onnx reads the weights, and refuses files with several names
     writer.require_room(program.params.nbytes())
     _emit_graphs(writer, program, original)
     say("writing the weights")
