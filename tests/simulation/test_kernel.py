@@ -28,14 +28,6 @@ def test_a_slow_consumer_stalls_its_producer() -> None:
     assert result.processes["a"].end == pytest.approx(190, abs=2)
 
 
-def test_a_slow_producer_starves_its_consumer() -> None:
-    """Word 99 is put at 4 * 99, read 3 clocks later and done after 5 more."""
-    result = simulate_network(pair(Run("a", 100, 4, 3, writes=("f",)), Run("b", 100, 1, 5, reads=("f",)), 4))
-    assert result.clocks == 4 * 99 + 3 + 5
-    assert result.processes["a"].stalls == {}
-    assert result.processes["b"].stalls == {"FIFO empty: f": pytest.approx(3 + 3 * 99)}
-
-
 @pytest.mark.parametrize(("copies", "clocks"), [(2, 10 * 12 + 9), (1, 10 * (12 + 9))])
 def test_a_ping_pong_buffer_overlaps_its_writer_and_reader(copies: int, clocks: int) -> None:
     """Ten blocks, 12 clocks to write one and 9 to read it: the pace of the slower, or one after the other."""
