@@ -38,19 +38,15 @@ class OneCall(Kernel):
 
 
 class Simulation:
-    """The kernel of `made` in a loaded library.
+    """The kernel of `made` in a loaded library."""
 
-    Args:
-        suffix: of the names of its functions there.
-    """
-
-    def __init__(self, library: ctypes.CDLL, made: Design, suffix: str = "") -> None:
+    def __init__(self, library: ctypes.CDLL, made: Design) -> None:
         self.design, self.batch, self.hidden = made, made.mlp.batch, made.mlp.hidden
         table = table_of_sizes(made)
         kernel = kernel_interface(made, StepDesign.of(short_program(made, table)), table).part
         # Room for any linear, not only those of the design.
         arguments = (a if a.kind == "scalar" else a.model_copy(update={"bytes": ROOM}) for a in kernel.arguments)
-        self.unit: ComputeUnit = CsimUnit(library, KernelPart(name=kernel.name + suffix, arguments=tuple(arguments)))
+        self.unit: ComputeUnit = CsimUnit(library, KernelPart(name=kernel.name, arguments=tuple(arguments)))
 
     @classmethod
     def build(cls, made: Design, folder: Path, libraries: Path) -> Simulation:
