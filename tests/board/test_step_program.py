@@ -61,6 +61,7 @@ def test_a_program_of_another_decoder_is_told(built: Built, word: int, value: in
     assert f"\n  where: {built.folder}/{TABLE}\n  hint:  use the files of one artifact together" in said
 
 
+@pytest.mark.thorough  # another host program is compiled for one sentence
 def test_rows_with_positions_of_their_own_are_refused(built: Built, native: Machine, tmp_path: Path) -> None:
     """By name, before anything is loaded: the program gives all rows one position."""
     shutil.copytree(built.folder, copy := tmp_path / "artifact")

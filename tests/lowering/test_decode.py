@@ -22,7 +22,7 @@ CASES = [Case(max_chain=1, couple_cfg=True, quant="w8a8"), Case(quant="w4a8", bi
 INF = float("inf")
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+@pytest.fixture(scope="module", params=[pytest.param(CASES[0], marks=pytest.mark.thorough), CASES[1]], ids=str)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Stepper, Stepper]:
     folder = tmp_path_factory.mktemp("libraries")
     case = request.param
