@@ -87,7 +87,8 @@ def test_the_page_is_built_from_the_world(tmp_path: Path) -> None:
     """The shipped weights and library are those that this compiler makes of the shipped decoder."""
     shipped = json.loads((PAGE / "artifact" / MANIFEST).read_text())
     options = {name: shipped["options"][name] for name in ("target", "quant", "kv", "numerics", "max_seq_len")}
-    replay = fc.ReplayConfig(**{name: shipped["options"]["replay"][name] for name in ("gate", "threshold")})
+    draft = fc.Draft.load(FOLDER / "draft.safetensors")
+    replay = fc.ReplayConfig(draft=draft, threshold=shipped["options"]["replay"]["threshold"])
     made = fc.compile(FOLDER / "world" / "decoder", replay=replay, output=tmp_path / "artifact", **options)
     used = [
         path.relative_to(PAGE / "artifact").as_posix()

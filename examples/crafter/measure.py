@@ -1,8 +1,8 @@
 """Measure the decoder on held-out play: loss by kind of tile and of motion, and what replay changes.
 
-The gate and the number formats are those of the shipped page. Frames are generated dense, with other draws, and with
-replay: under recorded actions, shown as strips, and under keys that are held. What the gate costs, and drafts with
---drafts, is measured on other sequences than the thresholds were chosen on. Both are written as files for
+The draft and the number formats are those of the shipped page. Frames are generated dense, with other draws, and with
+replay: under recorded actions, shown as strips, and under keys that are held. What replay costs, with other drafts and
+with a plain gate too, is measured on other sequences than the thresholds were chosen on. Both are written as files for
 `fastcar calibrate` and `fastcar evaluate`.
 """
 
@@ -49,8 +49,12 @@ SEQUENCES, SEQUENCE_FRAMES = {"calibration.npy": 6, "videos.npy": 18}, 16
 """Sequences that are written, and their frames; no frame is in both files."""
 
 PAGE = Path(__file__).parent / "page" / "artifact" / "manifest.json"
+DRAFT = Path(__file__).parent / "draft.safetensors"
 LIMIT = 0.05
 """Increase of the NLL that thresholds were chosen for."""
+
+PLAIN = fc.ReplayConfig(gate="input_delta", threshold=[0.683356, 0.611076, 0.272866, 0.304269])
+"""A gate without a draft, with thresholds that were chosen on the same sequences."""
 
 DRAWS = {"dense": 0, "dense, other draws": 1}
 """Seeds. Replay has the draws of seed 0. Other draws show how far apart two dense rollouts are."""
@@ -167,7 +171,7 @@ def rollouts(options: argparse.Namespace, play: Play, replay: fc.ReplayConfig) -
     recorded = chosen(play, CONTEXT_FRAMES + options.frames, ROLLOUTS + 2)[1:-1]
     inputs = {"held": contexts_of(held, WORLD, held.bounds[:, 0], options.frames)}
     inputs["recorded"] = contexts_of(play, WORLD, recorded, options.frames)
-    runs = {name: (None, seed) for name, seed in DRAWS.items()} | {replay.gate: (replay.threshold, DRAWS["dense"])}
+    runs = {name: (None, seed) for name, seed in DRAWS.items()} | {"replay": (replay.threshold, DRAWS["dense"])}
     made, found = {"game": {of: true for of, (_, _, true) in inputs.items()}}, dict[str, dict[str, Any]](game={})
     with open_decoder(options.decoder, WORLD, ROLLOUTS, options.frames, replay=replay, **formats) as session:
         for name, (thresholds, seed) in runs.items():
@@ -183,16 +187,17 @@ def rollouts(options: argparse.Namespace, play: Play, replay: fc.ReplayConfig) -
             found[name][f"equal_to_{other}"] = {n: round(float(equal[n - 1]), 3) for n in SHOWN if n <= len(equal)}
     pictures, shown = tile_pictures(), slice(SHOWN_EVERY - 1, None, SHOWN_EVERY)
     for number in range(STRIPS):
-        rows = {name: made[name]["recorded"][number] for name in ("game", "dense", replay.gate)}
+        rows = {name: made[name]["recorded"][number] for name in ("game", "dense", "replay")}
         videos = {name: render(codes, pictures)[shown] for name, codes in rows.items()}
         write_strip(videos, SHOWN_SIZE, options.out / f"rollout_{number + 1}.png")
     return found
 
 
 def fitted(options: argparse.Namespace, calibration: np.ndarray) -> dict[str, fc.ReplayConfig]:
-    """Return the shipped page's gate, and drafts of the shares in --drafts with thresholds that were chosen alike."""
-    shipped = json.loads(PAGE.read_text())["options"]["replay"]
-    found = {shipped["gate"]: fc.ReplayConfig.from_json(shipped)}
+    """Return the page's draft, a plain gate, and drafts of the shares in --drafts, with thresholds chosen alike."""
+    thresholds = json.loads(PAGE.read_text())["options"]["replay"]["threshold"]
+    shipped = fc.ReplayConfig(draft=fc.Draft.load(DRAFT), threshold=thresholds)
+    found = {"the page's draft": shipped, PLAIN.gate: PLAIN}
     for share in options.drafts:
         play = load_play(options.data, "train")
         draft = fc.fit_draft(
@@ -202,11 +207,13 @@ def fitted(options: argparse.Namespace, calibration: np.ndarray) -> dict[str, fc
             checkpoint=options.out / "draft.checkpoint",
             **GIVEN,
         )
+        draft.save(options.out / f"draft_{share:g}.safetensors")
         replay = fc.ReplayConfig(draft=draft)
         thresholds = fc.calibrate(
             load_decoder(options.decoder), calibration, replay=replay, quant="w8a8", max_nll_increase=LIMIT, **GIVEN
         )
         found[f"draft {share:g}"] = replay.model_copy(update={"threshold": thresholds.values})
+        print(f"draft {share:g}: thresholds {thresholds.values}")
     return found
 
 
