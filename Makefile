@@ -45,6 +45,7 @@ pytest: $(STAMP)
 
 # The cases that `make test` leaves out too, as pytest says at its end ("deselected").
 thorough: $(STAMP)
+	$(BIN)/pyright --threads 2
 	FASTCAR_HLS_CONFIGS=96 FASTCAR_KERNEL_EXAMPLES=24 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m ""
 
 families:
@@ -55,10 +56,12 @@ FUZZ_SECONDS ?= 25
 fuzz: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m fuzz.run --seconds $(FUZZ_SECONDS)
 
+# The tests' own types are checked by `make check`, where they changed, and by `make thorough`.
+TYPED := fastcar_compile play examples benchmarks tools
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright --threads 2
+	$(BIN)/pyright --threads 2 $(TYPED)
 
 # The lowest versions that pyproject.toml allows for what users install, in front of those of .venv, and a test of every part. torch stays
 # that of .venv: PyPI has no older build for CPUs.

@@ -68,6 +68,7 @@ def test_linears_are_stored_in_two_bytes(artifact: fc.Artifact) -> None:
     assert "linear_half" in (artifact.path / "graph/after.txt").read_text("utf-8")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("quant", QUANTS)
 def test_a_board_without_kernels_is_warned_of(tmp_path: Path, quant: str) -> None:
     text = f"target zcu102 gets no accelerator kernels: the kernels are int8, and quant is '{quant}'"

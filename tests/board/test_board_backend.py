@@ -93,6 +93,7 @@ def test_the_notebook_of_an_artifact_runs(
     assert capsys.readouterr().out.startswith(f"({len(names['second'])}, ")
 
 
+@pytest.mark.thorough
 def test_rows_that_the_host_has_replay_are_not_computed(foreign_artifact: fc.Artifact, pyxrt: Faulty) -> None:
     fake = pyxrt(foreign_artifact)
     decisions = assert_same_logits(foreign_artifact)

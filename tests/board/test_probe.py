@@ -78,7 +78,9 @@ def bench(
     return run
 
 
-@pytest.mark.parametrize(("name", "width"), [("example", 16), ("three_ports_in_pairs", 32)])
+@pytest.mark.parametrize(
+    ("name", "width"), [pytest.param("example", 16, marks=pytest.mark.thorough), ("three_ports_in_pairs", 32)]
+)
 def test_bench_passes(tmp_path: Path, bench: Callable[[Path], tuple[int, str]], name: str, width: int) -> None:
     """An AXI port of 256 bits is one port of the probe, whatever number of weight ports it carries."""
     made = DESIGNS[name]
@@ -92,8 +94,8 @@ def test_bench_passes(tmp_path: Path, bench: Callable[[Path], tuple[int, str]], 
     [
         ("probe_step(sum, weights[i])", "probe_step(sum, weights[0])"),
         ("((sum << 1) | (sum >> 31)) + lanes", "sum + lanes"),
-        ("lane < BITS / 32", "lane < BITS / 64"),
-        ("? words : 0", "? words : words"),
+        pytest.param("lane < BITS / 32", "lane < BITS / 64", marks=pytest.mark.thorough),
+        pytest.param("? words : 0", "? words : words", marks=pytest.mark.thorough),
     ],
     ids=["one word", "order", "half a word", "every port"],
 )

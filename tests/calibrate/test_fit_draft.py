@@ -78,6 +78,7 @@ def errors(model: LlamaForCausalLM, draft: fc.Draft, tokens: np.ndarray[Any, Any
     return found
 
 
+@pytest.mark.thorough
 def test_the_share_is_kept_and_more_of_it_errs_less(
     wide: LlamaForCausalLM, some: np.ndarray[Any, Any], fitted: dict[float, fc.Draft]
 ) -> None:

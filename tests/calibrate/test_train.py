@@ -106,6 +106,7 @@ def test_a_trained_network_beats_the_input_delta(
     assert trained < 0.95 * nll_increase(decoder, some[:64], ReplayConfig(gate="input_delta"), 0.5)
 
 
+@pytest.mark.thorough
 def test_trained_heads_beat_all_heads(decoder: LlamaForCausalLM, some: np.ndarray) -> None:
     lines: list[str] = []
     trained = train(decoder, some[64:], "tas", steps=20, progress=lines.append)
@@ -147,6 +148,7 @@ def test_an_interrupted_training_goes_on(decoder: LlamaForCausalLM, some: np.nda
     assert resumed.facts() == whole.facts()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gate", ["learned", pytest.param("tas", marks=pytest.mark.thorough)])
 def test_going_on_begins_where_the_gate_was(decoder: LlamaForCausalLM, some: np.ndarray, gate: str) -> None:
     trained = train(decoder, some[:32], gate, steps=3)

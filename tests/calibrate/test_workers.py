@@ -194,6 +194,7 @@ def test_loky_gives_the_same_bytes(loky: Executor, expected: str) -> None:
     assert reports(loky) == expected
 
 
+@pytest.mark.thorough
 def test_executors_of_the_command_line(tmp_path: Path) -> None:
     factory = tmp_path / "own.py"
     factory.write_text(

@@ -100,7 +100,7 @@ def middle(backend: EagerStepper) -> np.ndarray:
     return thresholds_between(scores[FRAME:])
 
 
-@pytest.fixture(scope="module", params=sorted(DECIDED))
+@pytest.fixture(scope="module", params=["heads", pytest.param("input_delta", marks=pytest.mark.thorough)])
 def decided(request: pytest.FixtureRequest, artifact: fc.Artifact) -> fc.Artifact:
     """The decoder of `artifact` with another rule."""
     folder = artifact.path.parent

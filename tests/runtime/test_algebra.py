@@ -44,8 +44,7 @@ PLACES = [
     pytest.param("bfloat16 ring", "onnxruntime", marks=pytest.mark.thorough),
     *[pytest.param(k, "cpu", marks=pytest.mark.thorough) for k in ("exact", "exact ring", "bfloat16 ring", "dense")],
     *[pytest.param(kind, "eager", marks=pytest.mark.thorough) for kind in KINDS if kind not in ON_KERNEL + NATIVE],
-    ("kernel rows", "hls-csim"),
-    *[pytest.param(k, "hls-csim", marks=pytest.mark.thorough) for k in ("kernel", "kernel ring", "kernel mlp")],
+    *[pytest.param(kind, "hls-csim", marks=pytest.mark.thorough) for kind in ON_KERNEL],
 ]
 
 

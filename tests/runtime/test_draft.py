@@ -172,6 +172,7 @@ def test_every_backend_is_close(quant: str, atol: float, tmp_path: Path) -> None
     check_close(artifact, token_ids(2), "cpu", "onnxruntime", atol=atol)
 
 
+@pytest.mark.thorough
 def test_an_mlp_with_biases_and_without_a_gate(tmp_path: Path) -> None:
     model, draft = PlainDecoder(rows=48, batch=2), random_draft(32, gated=False)
     options = {"gate": "input_delta", "threshold": 1.3}

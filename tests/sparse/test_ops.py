@@ -142,9 +142,8 @@ def test_kernel_of_attention(
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "isa", [pytest.param(PORTABLE, marks=pytest.mark.thorough), host_instruction_set()], ids=lambda isa: isa.name
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("isa", [PORTABLE, host_instruction_set()], ids=lambda isa: isa.name)
 def test_a_window_in_pieces(isa: InstructionSet) -> None:
     """Few heads over a long window: pieces of it in parallel, some of them empty; the ring wraps inside of one."""
     torch.manual_seed(0)

@@ -93,7 +93,9 @@ def kernel(csim_tools: None, build_kernel: BuildKernel, gate: str) -> Kernel:
     return found
 
 
-@pytest.mark.parametrize("gate", DECODERS)
+@pytest.mark.parametrize(
+    "gate", [pytest.param(g, marks=pytest.mark.thorough) if g in ("tas", "input_delta") else g for g in DECODERS]
+)
 def test_a_decoder_decodes_alike(kernel: Kernel, gate: str) -> None:
     """Outputs, caches and decisions of rows at positions of their own, past the RoPE table's end, around the ring."""
     made, rng = DECODERS[gate], np.random.default_rng(5)
