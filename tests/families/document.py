@@ -22,7 +22,7 @@ or 1e-2: a value near the middle of two stored values may round the other way.
 
 `make thorough` decodes every case on `eager`, `cpu`, `onnxruntime` and `hls-csim`, the C simulation of the
 accelerator. There, a w8a8 artifact gives the logits and decisions of `cpu` bit for bit. An ordinary run of the tests
-decodes the cases that together take every branch of the compiler, on the backends of the last column.
+decodes the cases that take every branch of front end and passes that any case takes; the last column has the backends.
 
 ## Sequence lengths
 
