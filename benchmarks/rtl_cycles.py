@@ -1,20 +1,28 @@
-"""Clocks of linears and MLPs: the RTL in Verilator against the closed form that `estimate` uses, by the same memory.
+"""Clocks of linears, MLPs and decisions: the RTL in Verilator against the closed form that `estimate` uses.
 
     python benchmarks/rtl_cycles.py --docs        # writes docs/measurements/rtl_cycles.md
 
 The designs are those of exploration with the most ports. The memory has the latency, rate and refreshes of the board,
 for all ports together. Clocks count from the start to the last word of the result: rows in, quantised, multiplied,
-scaled, written. Every result is compared with the emitted C++ and with the operators that define it, bit for bit.
+scaled, written. A decision's words are on chip: it counts keys, q, scores and thresholds. Every result is compared with
+the emitted C++ and with what defines it, bit for bit.
 """
 
 import argparse
+import ctypes
 import sys
 import tempfile
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
+from fastcar_compile.codegen.hls.control_table.builder import build_table
+from fastcar_compile.codegen.hls.control_table.gate import pack_rows
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape
+from fastcar_compile.codegen.hls.design.control_loops import decision_loops
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
@@ -27,6 +35,8 @@ from fastcar_compile.config.targets import load_target
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+from drs.tables import FRAME, LATER, Controller  # noqa: E402
+from drs.unit import DrsUnit  # noqa: E402
 from hls.library import best  # noqa: E402
 from rtl.simulation import Builder, EngineBench, Work  # noqa: E402
 
@@ -52,6 +62,11 @@ class Case:
     cores: int
     linears: tuple[tuple[str, int, int], ...]
     axi_bits: int | None = None
+
+    def place(self, ports: int) -> str:
+        """The first columns of the table."""
+        of_ports = f"{ports}, {self.axi_bits} bits" if self.axi_bits else str(ports)
+        return f"{self.board} | {self.decoder} {self.quant} | {of_ports} | {self.rows} on {self.cores}"
 
     @property
     def design(self) -> Design:
@@ -80,11 +95,14 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: clocks of the RTL and of the closed form."""
+    """A line of the table: clocks of the RTL and of the closed form.
 
-    case: Case
-    linear: str
-    ports: int
+    Args:
+        place: board, decoder, weight ports, and rows on cores. call: what was computed.
+    """
+
+    place: str
+    call: str
     rtl: int
     model: float
 
@@ -96,10 +114,7 @@ class Row:
     @property
     def text(self) -> str:
         """The line in Markdown."""
-        case = self.case
-        ports = f"{self.ports}, {case.axi_bits} bits" if case.axi_bits else str(self.ports)
-        place = f"{case.board} | {case.decoder} {case.quant} | {ports} | {case.rows} on {case.cores}"
-        return f"| {place} | {self.linear} | {self.rtl:,} | {self.model:,.0f} | {self.ratio:.3f} |"
+        return f"| {self.place} | {self.call} | {self.rtl:,} | {self.model:,.0f} | {self.ratio:.3f} |"
 
 
 def measure(case: Case, builder: Builder) -> list[Row]:
@@ -117,7 +132,29 @@ def measure(case: Case, builder: Builder) -> list[Row]:
         own = made.linears.get(what)
         work = Work.mlp(made, x, rng) if own is None else Work.linear(made, own, x, rng)
         clocks = bench.run(work, (1 << case.rows) - 1, engine.memory)
-        found.append(Row(case, what, made.ports, clocks, sum(parts) * engine.clock_hz))
+        found.append(Row(case.place(made.ports), what, clocks, sum(parts) * engine.clock_hz))
+    return found
+
+
+DECISIONS = (("VILA-U 7B", AttentionShape(32, 32, 128)), ("game", AttentionShape(4, 1, 64)))
+DECIDED = ("load_key", "row_sum", "scores_of_rows", "rows_that_pass")
+"""Functions whose loops the RTL of a decision has."""
+
+
+def decide(decoder: str, shape: AttentionShape, builder: Builder) -> list[Row]:
+    """Return the clocks of decisions of one and of eight rows with gate `tas`."""
+    rng, found = np.random.default_rng(0), list[Row]()
+    limits = build_table(1, 8, 1, FRAME, [0.0], attention=shape, scales=[1.0]).limits
+    options, name = (f"-GKEY_WORDS={limits.key_words}",), f"decide_{decoder}".replace(" ", "_")
+    path = builder.build(CASES[0].design, Path("fastcar_decide.sv"), "decide.cpp", name, *options, limits=limits)
+    controller, clocks = Controller(DrsUnit(path), limits), ctypes.c_int64.in_dll(ctypes.CDLL(str(path)), "clocks")
+    for rows in (1, 8):
+        table = build_table(1, rows, 1, FRAME, [0.0], attention=shape, scales=[1.0])
+        heads = (rng.normal(size=(rows, n, shape.head_dim)).astype(np.float32) for n in (shape.heads, shape.kv_heads))
+        query, key = map(pack_rows, heads)
+        controller.agreed(table, LayerCall(0, LATER, query, key, np.zeros(rows, np.int32)))
+        model = sum(loop.cycles for loop in decision_loops(table) if loop.process in DECIDED)
+        found.append(Row(f"any | {decoder} | - | {rows}", "decision", clocks.value, model))
     return found
 
 
@@ -125,8 +162,8 @@ NOTE = """<!-- Written by `python benchmarks/rtl_cycles.py --docs`; do not edit.
 
 # Clocks of the RTL
 
-Clocks of a linear or an MLP from its start to the last word of the result: RTL in Verilator, and the closed form of
-`fastcar estimate` by the same memory.
+Clocks of a linear or an MLP from its start to the last word of the result, and of a decision by `tas` with its words on
+chip: RTL in Verilator, and the closed form of `fastcar estimate` by the same memory.
 
 """
 
@@ -142,10 +179,11 @@ def main() -> None:
     arguments, lines = parser.parse_args(), list[str]()
     with tempfile.TemporaryDirectory() as folder:
         builder = Builder(Path(folder))
-        for case in CASES:
-            for row in measure(case, builder):
-                print(row.text, flush=True)
-                lines.append(row.text + "\n")
+        measured = (measure(case, builder) for case in CASES)
+        decided = (decide(*decision, builder) for decision in DECISIONS)
+        for row in chain.from_iterable(chain(measured, decided)):
+            print(row.text, flush=True)
+            lines.append(row.text + "\n")
     if arguments.docs:
         DOCUMENT.write_text(NOTE + HEAD + "".join(lines))
 

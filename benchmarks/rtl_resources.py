@@ -66,6 +66,8 @@ UNITS = (
     Unit("scale", "scale", "scale_tile, 4 ports, a core, w4a8", {"TILE": 8, "TILE_SUMS": 256, "SCALE_WORDS": 32}),
     Unit("fetch", "fetch", "fetch_tile, 4 ports"),
     Unit("finish", "finish", "finish_tile with SiLU, 4 ports, a core", {"TILE": 8, "RESULT_WORDS": 8}),
+    Unit("fixed_product", "fixed_product", "product of two float32 in units of 2^-24"),
+    Unit("decide", "decide", "decision by tas, keys of 4,096 elements", {"KEY_WORDS": 1024}),
     *ARRAYS,
 )
 

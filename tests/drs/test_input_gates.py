@@ -136,8 +136,12 @@ def test_every_gate_of_this_package_but_studies_is_decided_by_the_controller() -
 @pytest.mark.usefixtures("csim_tools")
 @pytest.mark.parametrize("name", CASES)
 def test_decisions_are_those_of_the_operator(name: str, folder: Path) -> None:
+    assert_decisions(name, controller_of(name, folder))
+
+
+def assert_decisions(name: str, unit: Controller) -> None:
     """Every row alone, and one that is not finite."""
-    case, unit = CASES[name], controller_of(name, folder)
+    case = CASES[name]
     sign = -1 if case.at_most else 1
     replayed = set()
     for seed in range(4 * len(KINDS)):

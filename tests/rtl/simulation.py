@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 from hls.library import Array, Linear, assert_same_bits, random_layer, reference
 
+from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.product import Product, float_words
 from fastcar_compile.codegen.hls.model.engine import Memory
 from fastcar_compile.codegen.hls.packing import pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.codegen.hls.render import render
 from fastcar_compile.runtime.backends.hls_csim import aligned, ap_types_folder
 
 HERE = Path(__file__).parent
@@ -50,10 +52,17 @@ class Builder:
     folder: Path
     optimise: str = "-O0"
 
-    def build(self, made: Design, top: Path, bench: str, output: str, *options: str) -> Path:
-        """Emit the project of `made`, and build `bench` with what Verilator makes of `top`; return its path."""
+    def build(
+        self, made: Design, top: Path, bench: str, output: str, *options: str, limits: Limits | None = None
+    ) -> Path:
+        """Emit the project of `made`, and build `bench` with what Verilator makes of `top`; return its path.
+
+        limits: of the controller, other ones than the project's.
+        """
         out = self.folder / output
         emit_hls(made, out / "hls")
+        if limits is not None:
+            (out / "fastcar_drs_config.hpp").write_text(render("fastcar_drs_config.hpp", limits=limits))
         rtl = out / "hls" / "rtl"
         top = top if top.is_absolute() else rtl / top
         places = (f"-I{rtl}", "-y", rtl, "--Mdir", out)

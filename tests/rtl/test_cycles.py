@@ -1,4 +1,4 @@
-"""Clocks of linears and MLPs in RTL against the closed form of `estimate`, on designs that exploration finds."""
+"""Clocks of linears, MLPs and decisions in RTL against the closed form of `estimate`."""
 
 from pathlib import Path
 
@@ -20,3 +20,11 @@ def test_the_closed_form_is_close(rtl_tools: None, builder: Builder, place: int)
         assert len(scripts.rtl_cycles.CASES) == 7
         for row in scripts.rtl_cycles.measure(scripts.rtl_cycles.CASES[place], builder):
             assert row.rtl == pytest.approx(row.model, rel=CLOSE, abs=ACTIVATION_DEPTH + CLOSE * row.model), row.text
+
+
+@pytest.mark.thorough
+def test_a_decision_takes_the_clocks_of_the_closed_form(rtl_tools: None, builder: Builder) -> None:
+    with imported([BENCHMARKS], ["rtl_cycles"]) as scripts:
+        for decision in scripts.rtl_cycles.DECISIONS:
+            for row in scripts.rtl_cycles.decide(*decision, builder):
+                assert row.rtl == pytest.approx(row.model, rel=CLOSE), row.text
