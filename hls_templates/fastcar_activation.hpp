@@ -3,43 +3,10 @@
 #ifndef FASTCAR_ACTIVATION_HPP
 #define FASTCAR_ACTIVATION_HPP
 
-#include "fastcar_activation_tables.hpp"
 #include "fastcar_numerics.hpp"
+#include "fastcar_tables.hpp"
 
 namespace fastcar {
-
-enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2 };
-
-// The table and the half width of its range, for each activation with a table.
-template <int ACTIVATION>
-struct Factor;
-
-template <>
-struct Factor<SILU> {
-    static const int LIMIT = 16;
-    static int32_t knot(int index) {
-        FASTCAR_INLINE
-        return SIGMOID_TABLE[index];
-    }
-};
-
-template <>
-struct Factor<GELU> {
-    static const int LIMIT = 8;
-    static int32_t knot(int index) {
-        FASTCAR_INLINE
-        return NORMAL_TABLE[index];
-    }
-};
-
-template <>
-struct Factor<GELU_TANH> {
-    static const int LIMIT = 8;
-    static int32_t knot(int index) {
-        FASTCAR_INLINE
-        return TANH_GATE_TABLE[index];
-    }
-};
 
 template <int ACTIVATION>
 float factor(float x) {

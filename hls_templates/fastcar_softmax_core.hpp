@@ -3,9 +3,9 @@
 #ifndef FASTCAR_SOFTMAX_CORE_HPP
 #define FASTCAR_SOFTMAX_CORE_HPP
 
-#include "fastcar_exp_table.hpp"
 #include "fastcar_gate_core.hpp"
 #include "fastcar_numerics.hpp"
+#include "fastcar_tables.hpp"
 
 namespace fastcar {
 namespace attention {

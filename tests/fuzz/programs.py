@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import IO
 
-from fastcar_compile.codegen.hls.project import format_header
+from fastcar_compile.codegen.hls.project import generated_headers
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder
 from fuzz.seeds import PYTHON
 
@@ -42,7 +42,8 @@ def build(name: str, folder: Path, log: IO[bytes]) -> Path | None:
     """The program of a fuzzer of C++ code; None where it cannot be built, and the log says why."""
     program = folder / name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "fastcar_format.hpp").write_text(format_header())
+    for header, text in generated_headers().items():
+        (folder / header).write_text(text)
     templates = files("hls_templates")
     include = [f"-I{folder}", f"-I{templates}", f"-I{templates / 'host'}", "-isystem", str(ap_types_folder())]
     source = [str(SOURCES / f"{name}.cpp"), "-o", str(program)]

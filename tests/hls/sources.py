@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from fastcar_compile.codegen.hls.project import format_header
+from fastcar_compile.codegen.hls.project import generated_headers
 from fastcar_compile.runtime.backends.hls_csim import SOURCES
 
 
@@ -17,4 +17,4 @@ def folder_sources(folder: Path, names: Sequence[str] = SOURCES) -> dict[str, by
 def headers() -> dict[str, bytes]:
     """Return the headers that do not depend on a design, by name."""
     found = {path.name: path.read_bytes() for path in files("hls_templates").iterdir() if path.name.endswith(".hpp")}
-    return found | {"fastcar_format.hpp": format_header().encode()}
+    return found | {name: text.encode() for name, text in generated_headers().items()}

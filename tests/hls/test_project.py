@@ -12,9 +12,9 @@ import pytest
 import torch
 from conftest import Precompiled
 
-from fastcar_compile.codegen.hls.project import emit_hls, format_header
+from fastcar_compile.codegen.hls.project import emit_hls, generated_headers
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir.ops.linear import FACTORS, activation_factor, factor_table
+from fastcar_compile.ir.ops.linear import FACTORS, activation_factor
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, open_library
 from hls.library import DESIGNS, assert_same_bits
 from hls.sources import folder_sources
@@ -26,12 +26,6 @@ HEADERS = sorted(p.name for p in files("hls_templates").iterdir() if p.name.ends
 def run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """A finished command with its texts."""
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-
-
-def test_table_header_holds_the_documented_integers() -> None:
-    text = (files("hls_templates") / "fastcar_activation_tables.hpp").read_text()
-    tables = [[int(n) for n in re.findall(r"\d+", body)] for body in re.findall(r"\{\n([\d,\s]*)\};", text)]
-    assert tables == [factor_table(name).tolist() for name in ("silu", "gelu", "gelu_tanh")]
 
 
 def check_syntax(compiler: str, sources: list[Path], *options: str) -> subprocess.CompletedProcess[str]:
@@ -57,6 +51,11 @@ TYPES = {
 """Header that precompiling brings along -> what needs it."""
 
 
+def write_generated(folder: Path) -> None:
+    for name, text in generated_headers().items():
+        (folder / name).write_text(text)
+
+
 def included(name: str) -> set[str]:
     """Everything that a header of the templates includes, also through others."""
     found = set(re.findall(r'^#include [<"]([^>"]+)[>"]', (files("hls_templates") / name).read_text(), re.MULTILINE))
@@ -66,7 +65,7 @@ def included(name: str) -> set[str]:
 def test_headers_compile_alone(csim_tools: None, precompiled: Precompiled, tmp_path: Path) -> None:
     assert {"fastcar_drs.hpp", "fastcar_engine_processes.hpp", "fastcar_probe.hpp"} <= set(HEADERS)
     types = precompiled(["-std=c++14", *WARNINGS, "-isystem", str(ap_types_folder())])
-    (tmp_path / "fastcar_format.hpp").write_text(format_header())
+    write_generated(tmp_path)
     includes = (f"-I{files('hls_templates')}", f"-I{tmp_path}")
     texts = {header: (files("hls_templates") / header).read_text() for header in HEADERS}
     # A header that another one includes before anything else is compiled alone with it.
@@ -96,7 +95,8 @@ def run_program(text: str, folder: Path, *options: str) -> bytes:
     """What a C++ program that uses the headers prints."""
     source, program = folder / "program.cpp", str(folder / "program")
     source.write_text(text)
-    include = [f"-I{files('hls_templates')}", "-isystem", str(ap_types_folder())]
+    write_generated(folder)
+    include = [f"-I{files('hls_templates')}", f"-I{folder}", "-isystem", str(ap_types_folder())]
     flags = ["-std=c++14", "-O1", "-ffp-contract=off", *WARNINGS, *options, *include]
     built = run("g++", *flags, str(source), "-o", program)
     assert built.returncode == 0, built.stderr

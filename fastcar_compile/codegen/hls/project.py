@@ -14,6 +14,7 @@ from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Status
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import total_latency
+from fastcar_compile.codegen.hls.design.spec import ACTIVATIONS
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS
 from fastcar_compile.codegen.hls.interface import KernelInterface, kernel_interface
@@ -23,6 +24,7 @@ from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus, cpp_format
 from fastcar_compile.codegen.hls.step_sample import sample_program
 from fastcar_compile.config.targets import Target
+from fastcar_compile.ir.exact import EXP_TABLE
 from fastcar_compile.ir.ops.linear import FACTORS, factor_table
 from fastcar_compile.support.packages import TEMPLATES
 
@@ -65,7 +67,7 @@ def emit_hls(
     values |= {"fifo_words": FIFO_WORDS // design.axi_words, "step_fifo_words": STEP_FIFO_WORDS // design.axi_words}
     values["total_turns"] = total_latency(design.budget.clock_mhz)
     texts = {name: render(name, **values) for name in SOURCES}
-    texts["fastcar_format.hpp"] = format_header()
+    texts |= generated_headers()
     limits = replace(table.limits, instructions=step.instructions)
     texts["fastcar_drs_config.hpp"] = render("fastcar_drs_config.hpp", limits=limits)
     texts |= vitis_files(design.budget.part, design.budget.clock_mhz, kernel, board)
@@ -102,9 +104,11 @@ def activation_knots(activation: str) -> dict[str, Any]:
     return {"knots": words[::-1], "limit_bits": int(math.log2(FACTORS[activation].limit))}
 
 
-def format_header() -> str:
-    """Return the header with the numbers of the control table and its program."""
-    return render("fastcar_format.hpp", spaces=cpp_format())
+def generated_headers() -> dict[str, str]:
+    """Return the headers that say what Python defines: the numbers of the control table and its program, and tables."""
+    factors = {name: (int(table.limit), factor_table(name).tolist()) for name, table in FACTORS.items()}
+    tables = render("fastcar_tables.hpp", activations=ACTIVATIONS, factors=factors, powers=EXP_TABLE.tolist())
+    return {"fastcar_format.hpp": render("fastcar_format.hpp", spaces=cpp_format()), "fastcar_tables.hpp": tables}
 
 
 # The test bench of the kernel.

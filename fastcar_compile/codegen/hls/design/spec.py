@@ -12,7 +12,7 @@ from fastcar_compile.config.formats import ACCELERATED, QUANT_FORMATS
 from fastcar_compile.errors import CompileError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-"""As in fastcar_activation.hpp; "gelu" is by erf, "relu2" is relu(x) squared."""
+"""In the order of the C++ enumeration; "gelu" is by erf, "relu2" is relu(x) squared."""
 
 WEIGHT_BITS = {name: QUANT_FORMATS[name].weight_bits for name in ACCELERATED}
 

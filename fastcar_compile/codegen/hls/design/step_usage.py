@@ -109,7 +109,7 @@ INTEGER = Usage(dsp=1)
 """A product of integers of at most 27 by 18 bits: a square of a norm, the step between two powers of two."""
 
 POWERS = (32, 257)
-"""Bits and depth of the table of powers of two (fastcar_exp_table.hpp); one per query head."""
+"""Bits and depth of the table of powers of two (fastcar_tables.hpp); one per query head."""
 
 SUM = Usage(lut=64, ff=usage.STAGES * 64)
 """An adder of 64 bits: a LUT per bit."""
