@@ -13,8 +13,7 @@
 #include "fastcar_digest.hpp"
 #include "fastcar_error.hpp"
 #include "fastcar_file.hpp"
-
-#include <nlohmann/json.hpp>
+#include "fastcar_json.hpp"
 
 namespace fastcar_host {
 
@@ -30,24 +29,6 @@ struct FileEntry {
 };
 
 typedef std::map<std::string, std::string> Digests;  // name -> SHA-256
-
-// The JSON of a file. Throws Error: it is none. The library's own message would repeat bytes of the file.
-inline nlohmann::json parse_json(const std::string& text, const std::string& where) {
-    try {
-        return nlohmann::json::parse(text);
-    } catch (const nlohmann::json::parse_error& error) {
-        throw Error("the file is damaged: no JSON at byte " + std::to_string(error.byte), where, "copy the artifact again");
-    }
-}
-
-// A number that is neither negative nor a fraction: get() would convert one that does not fit. Throws Error: it is something
-// else, which may be too deep to be shown.
-inline uint64_t whole_number(const nlohmann::json& value, const std::string& where) {
-    if (!value.is_number_unsigned()) {
-        throw Error("the file is damaged: a version or a size is no whole number", where, "copy the artifact again");
-    }
-    return value.get<uint64_t>();
-}
 
 // Throws Error: the object has other keys. What is not understood is refused, as by fastcar_compile/trust/bundle.py.
 inline const nlohmann::json& with_keys(const nlohmann::json& object, const std::vector<std::string>& keys,

@@ -5,9 +5,6 @@
 #if !__has_include(<openssl/opensslconf.h>)
 #error "openssl/opensslconf.h is missing: install OpenSSL's headers for the CPU that runs this program (Debian: libssl-dev), or give SSL_INCLUDE=FOLDER SSL_LIB=FOLDER"
 #endif
-#if !__has_include(<nlohmann/json.hpp>)
-#error "nlohmann/json.hpp is missing: install it (Debian: nlohmann-json3-dev), or give JSON_INCLUDE=FOLDER"
-#endif
 
 #include <openssl/bio.h>
 #include <openssl/evp.h>

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "fastcar_error.hpp"
+#include "fastcar_json.hpp"
 
 namespace fastcar_host {
 
@@ -30,149 +31,25 @@ inline uint64_t dtype_bytes(const std::string& dtype) {
     return found == sizes.end() ? 0 : found->second;
 }
 
-// The JSON that a safetensors header may hold: one object of flat objects. Anything else is refused.
-class HeaderParser {
-public:
-    explicit HeaderParser(const std::string& text) : text_(text) {}
-
-    std::map<std::string, TensorInfo> parse() {
-        std::map<std::string, TensorInfo> tensors;
-        members([&](const std::string& name) {
-            if (name == "__metadata__") {
-                members([&](const std::string&) { string(); });
-            } else if (!tensors.emplace(name, tensor()).second) {
-                fail("the tensor `" + name + "` twice");
-            }
-        });
-        blanks();
-        if (at_ != text_.size()) {
-            fail("text after the header");
+// The tensors of a header; other fields of a tensor are not read. Throws Error or a JSON exception: it is no such header.
+inline std::map<std::string, TensorInfo> parse_header(const std::string& text, const std::string& where) {
+    std::map<std::string, TensorInfo> tensors;
+    const nlohmann::json header = parse_json(text, where);
+    for (const auto& item : header.get_ref<const nlohmann::json::object_t&>()) {
+        if (item.first == "__metadata__") {
+            continue;
         }
-        return tensors;
-    }
-
-private:
-    [[noreturn]] void fail(const std::string& what) const {
-        throw Error("the header has " + what + " at byte " + std::to_string(at_), "", "");
-    }
-
-    char peek() const { return at_ < text_.size() ? text_[at_] : '\0'; }
-
-    void blanks() {
-        while (peek() == ' ' || peek() == '\n' || peek() == '\r' || peek() == '\t') {
-            ++at_;
+        TensorInfo& info = tensors[item.first];
+        info.dtype = item.second.at("dtype").get<std::string>();
+        for (const nlohmann::json& extent : item.second.at("shape")) {
+            info.shape.push_back(static_cast<int64_t>(whole_number(extent, where)));
         }
+        const nlohmann::json& offsets = item.second.at("data_offsets");
+        info.first = whole_number(offsets.at(0), where);
+        info.bytes = whole_number(offsets.at(1), where) - info.first;
     }
-
-    bool accept(char wanted) {
-        blanks();
-        const bool found = at_ < text_.size() && text_[at_] == wanted;
-        at_ += found ? 1 : 0;
-        return found;
-    }
-
-    void expect(char wanted) {
-        if (!accept(wanted)) {
-            fail(std::string("no `") + wanted + "`");
-        }
-    }
-
-    // `{ "key": <what read(key) consumes>, ... }`
-    template <class Read>
-    void members(Read read) {
-        expect('{');
-        if (accept('}')) {
-            return;
-        }
-        do {
-            const std::string key = string();
-            expect(':');
-            read(key);
-        } while (accept(','));
-        expect('}');
-    }
-
-    std::string string() {
-        expect('"');
-        std::string value;
-        while (peek() != '"') {
-            const char c = peek();
-            if (static_cast<unsigned char>(c) < 0x20) {
-                fail("a string without end");
-            }
-            ++at_;
-            value += c == '\\' ? escaped() : c;
-        }
-        ++at_;
-        return value;
-    }
-
-    char escaped() {
-        static const std::string codes = "\"\\/bfnrt", meaning = "\"\\/\b\f\n\r\t";
-        const size_t which = at_ < text_.size() ? codes.find(text_[at_]) : std::string::npos;
-        if (which == std::string::npos) {
-            fail("an escape that tensor names do not need");
-        }
-        ++at_;
-        return meaning[which];
-    }
-
-    uint64_t number() {
-        blanks();
-        const size_t start = at_;
-        uint64_t value = 0;
-        while (peek() >= '0' && peek() <= '9') {
-            if (value > (UINT64_MAX >> 1) / 10) {
-                fail("a number that is too large");
-            }
-            value = 10 * value + static_cast<uint64_t>(peek() - '0');
-            ++at_;
-        }
-        if (at_ == start) {
-            fail("no number");
-        }
-        return value;
-    }
-
-    std::vector<uint64_t> numbers() {
-        std::vector<uint64_t> values;
-        expect('[');
-        if (accept(']')) {
-            return values;
-        }
-        do {
-            values.push_back(number());
-        } while (accept(','));
-        expect(']');
-        return values;
-    }
-
-    TensorInfo tensor() {
-        TensorInfo info;
-        std::vector<uint64_t> offsets;
-        members([&](const std::string& key) {
-            if (key == "dtype") {
-                info.dtype = string();
-            } else if (key == "shape") {
-                const std::vector<uint64_t> shape = numbers();
-                info.shape.assign(shape.begin(), shape.end());
-            } else if (key == "data_offsets") {
-                offsets = numbers();
-            } else {
-                fail("the unknown key `" + key + "`");
-            }
-        });
-        if (offsets.size() != 2 || offsets[0] > offsets[1]) {
-            fail("no valid data_offsets");
-        }
-        info.first = offsets[0];
-        info.bytes = offsets[1] - offsets[0];
-        return info;
-    }
-
-    const std::string& text_;
-    size_t at_ = 0;
-};
+    return tensors;
+}
 
 class Safetensors {
 public:
@@ -193,8 +70,8 @@ public:
         }
         const std::string header(data + sizeof(prefix), length);
         try {
-            tensors_ = HeaderParser(header).parse();
-        } catch (const Error& error) {
+            tensors_ = parse_header(header, path);
+        } catch (const nlohmann::json::exception& error) {
             damaged(error.what());
         }
         check(sizeof(prefix) + length, size);
@@ -237,7 +114,7 @@ private:
                 damaged("`" + entry.first + "` has the unknown type " + tensor.dtype);
             }
             for (const int64_t extent : tensor.shape) {
-                if (extent > 0 && bytes > size / static_cast<uint64_t>(extent)) {
+                if (extent != 0 && bytes > size / static_cast<uint64_t>(extent)) {
                     damaged("`" + entry.first + "` is larger than the file");
                 }
                 bytes *= static_cast<uint64_t>(extent);

@@ -117,12 +117,13 @@ def test_a_pinned_digest_and_a_key_hold_on_the_board(
 
 
 @pytest.mark.parametrize(
-    ("header", "package"), [("openssl/opensslconf.h", "libssl-dev"), ("nlohmann/json.hpp", "nlohmann-json3-dev")]
+    ("name", "header", "package"),
+    [("digest", "openssl/opensslconf.h", "libssl-dev"), ("json", "nlohmann/json.hpp", "nlohmann-json3-dev")],
 )
 def test_a_missing_header_is_named(
-    artifact: fc.Artifact, native: Machine, tmp_path: Path, header: str, package: str
+    artifact: fc.Artifact, native: Machine, tmp_path: Path, name: str, header: str, package: str
 ) -> None:
-    source = artifact.path / "host" / "src" / "fastcar_digest.hpp"
+    source = artifact.path / "host" / "src" / f"fastcar_{name}.hpp"
     command = [native.compiler, "-std=c++17", "-nostdinc", f"-I{tmp_path}", "-E", "-x", "c++", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
