@@ -8,15 +8,6 @@
 namespace fastcar {
 namespace drs {
 
-// 32-bit words of the answer to a decision.
-enum ResultWord {
-    R_STATUS,
-    R_INDEX_REGISTER,
-    R_SCORES = 4,
-    R_CHAIN = R_SCORES + INDEX_REGISTER_BITS,
-    ANSWER_WORDS = R_CHAIN + INDEX_REGISTER_BITS
-};
-
 inline bool operands_fit(const uint32_t header[HEADER_WORDS], const Call& call) {
     FASTCAR_INLINE
     return call.query_words == header[F_QUERY_WORDS] && call.key_words == header[F_KEY_WORDS];

@@ -203,7 +203,7 @@ read_each_row:
         FASTCAR_TRIPS(1, D::ROWS)
         const word_t word = input[b];
         const uint32_t position = lane_bits(word, 0), step = lane_bits(word, 1), place = lane_bits(word, 2);
-        const uint32_t active = (place >> 16) & 1u, video = place & 0xFFFFu;
+        const uint32_t active = (place >> ACTIVE_BIT) & 1u, video = place & 0xFFFFu;
         const uint32_t deciding = step != NO_STEP ? active : 0;
         rows.position[b] = position;
         rows.step[b] = step;

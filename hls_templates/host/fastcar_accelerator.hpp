@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "fastcar_artifact.hpp"
+#include "fastcar_format.hpp"
 #include "fastcar_memory.hpp"
 #include "fastcar_program.hpp"
 #include "fastcar_safetensors.hpp"
@@ -19,27 +20,11 @@
 
 namespace fastcar_host {
 
-// Words of a control table's header, and of the instructions at its end (docs/reference/drs_table.md).
-enum Header {
-    ROWS = 5,
-    COUNT = 22,
-    PORTS = 23,
-    CONSTANT_WORDS = 26,
-    WEIGHT_WORDS = 27,
-    KEY_WORDS = 28,
-    VALUE_WORDS = 29,
-    INPUT_WORDS = 30,
-    OUTPUT_WORDS = 31,
-    REPLAY_WORDS = 32,
-    VIDEOS = 33,
-    HEADER_WORDS = 36
-};
-static const size_t INSTRUCTION_WORDS = 16;
-enum InstructionWord { QUERY = 1, KEY = 2, INPUTS = 3, CHANNELS = 4 };  // QUERY, KEY: of DECIDE_ROWS; the others of LINEAR
+namespace drs = fastcar::drs;
+namespace step = fastcar::step;
 
 // 32-bit words of the report: what became of the launch, and behind them the controller's answers.
 enum Report { STATUS = 0, INSTRUCTION = 1, ANSWERS = 4 };
-enum Answer { ANSWER_STATUS = 0, INDEX_REGISTER = 1, SCORES = 4, CHAIN = 36, ANSWER_WORDS = 68 };
 
 static const uint32_t ALL_ROWS = 0xFFFFFFFFu;
 
@@ -89,7 +74,7 @@ public:
         }
         reset();
         load(table, artifact.place(spec_.table));
-        kernel_.set("op", OP_RUN);
+        kernel_.set("op", static_cast<uint32_t>(step::RUN));
     }
 
     Accelerator(const Accelerator&) = delete;  // the compute unit refers to the device
@@ -107,24 +92,24 @@ public:
     // The rows of the next launch, float32 [B, H]: what is written here is what `run` gives the kernel.
     float* input() const { return input_.as<float>() + list_bytes() / sizeof(float); }
 
-    // One position of every row: decode forward `step`, or NO_STEP. Throws Error: the kernel stopped.
+    // One position of every row: decode forward `step`, or step::NO_STEP. Throws Error: the kernel stopped.
     void run(int64_t position, uint32_t step) {
-        launch(words_[INPUT_WORDS] * WORD, 0, static_cast<uint32_t>(position), step, ALL_ROWS, nullptr);
+        launch(words_[drs::F_READ_WORDS] * WORD, 0, static_cast<uint32_t>(position), step, ALL_ROWS, nullptr);
     }
 
     // The output of the last launch, float32 [B, output_stride()]: the logits, and what fills the last word; or hidden states.
     const float* output() {
-        output_.from_device(words_[OUTPUT_WORDS] * WORD);
+        output_.from_device(words_[drs::F_WRITTEN_WORDS] * WORD);
         return output_.as<float>();
     }
 
-    int64_t output_stride() const { return static_cast<int64_t>(words_[OUTPUT_WORDS] * WORD / sizeof(float)) / batch_; }
+    int64_t output_stride() const { return static_cast<int64_t>(words_[drs::F_WRITTEN_WORDS] * WORD / sizeof(float)) / batch_; }
 
     // How many (layer, row) replayed in the last launch, which was a decode forward. Throws Error: the controller stopped.
     int64_t replayed() const {
         int64_t count = 0;
         for (const int64_t layer : spec_.gated) {
-            const uint32_t computing = answer(layer, layer)[INDEX_REGISTER];
+            const uint32_t computing = answer(layer, layer)[drs::R_INDEX_REGISTER];
             for (int64_t row = 0; row < batch_; ++row) {
                 count += (computing >> row & 1u) == 0 ? 1 : 0;
             }
@@ -139,18 +124,18 @@ public:
         const uint32_t entry = decisions_.at(layer);
         const uint64_t query = put(list_bytes(), inputs.query, inputs.heads, inputs.depth, inputs.x);
         const uint64_t key = put(query, inputs.keys, inputs.kv_heads, inputs.depth, inputs.cached);
-        if (query - list_bytes() != field(entry, QUERY) * WORD || key - query != field(entry, KEY) * WORD) {
+        if (query - list_bytes() != field(entry, step::DECIDE_ROWS_QUERY_WORDS) * WORD || key - query != field(entry, step::DECIDE_ROWS_KEY_WORDS) * WORD) {
             throw Error("the gate reads other sizes than the program", "layer " + std::to_string(layer),
                         "use the files of one artifact together");
         }
         launch(key, entry, 0, static_cast<uint32_t>(inputs.step), ALL_ROWS, inputs.chain);
         const uint32_t* result = answer(layer, 0);
-        computing_[layer] = result[INDEX_REGISTER];
+        computing_[layer] = result[drs::R_INDEX_REGISTER];
         for (size_t row = 0; row < rows(); ++row) {
-            replay[row] = (result[INDEX_REGISTER] >> row & 1u) == 0 ? 1 : 0;
-            std::memcpy(&score[row], &result[SCORES + row], sizeof(float));
+            replay[row] = (result[drs::R_INDEX_REGISTER] >> row & 1u) == 0 ? 1 : 0;
+            std::memcpy(&score[row], &result[drs::R_SCORES + row], sizeof(float));
             score[row] = spec_.at_most ? -score[row] : score[row];
-            chain[row] = static_cast<int32_t>(result[CHAIN + row]);
+            chain[row] = static_cast<int32_t>(result[drs::R_CHAIN + row]);
         }
     }
 
@@ -179,7 +164,7 @@ public:
             throw Error("the accelerator has no linear `" + name + "`", "", "use the files of one artifact together");
         }
         const uint32_t entry = linears_.at(static_cast<size_t>(found - spec_.linears.begin()));
-        product(entry, x, field(entry, INPUTS), ALL_ROWS, y, field(entry, CHANNELS));
+        product(entry, x, field(entry, step::LINEAR_INPUTS), ALL_ROWS, y, field(entry, step::LINEAR_CHANNELS));
     }
 
 private:
@@ -210,24 +195,24 @@ private:
     }
 
     int64_t field(uint32_t instruction, size_t word) const {
-        return words_[words_.size() - INSTRUCTION_WORDS * (words_[COUNT] - instruction) + word];
+        return words_[words_.size() - drs::PROGRAM_WORDS * (words_[drs::F_INSTRUCTIONS] - instruction) + word];
     }
 
     // The kernel does not know how long its buffers are: a program that reaches beyond one must not get there.
     void read_program(const Mapping& program, const std::string& where, const DecoderSpec& decoder) {
         words_.resize(program.bytes() / sizeof(uint32_t));
-        if (words_.size() < HEADER_WORDS) {
+        if (words_.size() < drs::HEADER_WORDS) {
             throw Error("the control table is shorter than its header", where, "compile the model again");
         }
         std::memcpy(words_.data(), program.data(), words_.size() * sizeof(uint32_t));
-        const uint64_t ports = kernel_.weights().size(), together = words_[PORTS] / ports;
+        const uint64_t ports = kernel_.weights().size(), together = words_[drs::F_PORTS] / ports;
         const std::map<std::string, uint64_t> needs = {
-            {"weights_0", words_[WEIGHT_WORDS] * together},
-            {"cache_0", (static_cast<uint64_t>(words_[KEY_WORDS]) + words_[VALUE_WORDS]) * together},
-            {"constants", words_[CONSTANT_WORDS]},
-            {"inputs", words_[INPUT_WORDS]},
-            {"outputs", words_[OUTPUT_WORDS]},
-            {"replay", words_[REPLAY_WORDS]}};
+            {"weights_0", words_[drs::F_WEIGHT_WORDS] * together},
+            {"cache_0", (static_cast<uint64_t>(words_[drs::F_CACHED_KEY_WORDS]) + words_[drs::F_CACHED_VALUE_WORDS]) * together},
+            {"constants", words_[drs::F_CONSTANT_WORDS]},
+            {"inputs", words_[drs::F_READ_WORDS]},
+            {"outputs", words_[drs::F_WRITTEN_WORDS]},
+            {"replay", words_[drs::F_REPLAY_WORDS]}};
         for (const auto& need : needs) {
             const uint64_t room = need.second == 0 ? 0 : kernel_.bytes_of(need.first);
             if (need.second * WORD > room) {
@@ -237,17 +222,17 @@ private:
             }
         }
         const uint64_t logits = padded(decoder.vocab != 0 ? decoder.vocab : hidden_) / WORD, row = padded(hidden_) / WORD;
-        const bool step = words_[INPUT_WORDS] == words_[ROWS] * (1 + row) && words_[OUTPUT_WORDS] == words_[ROWS] * logits;
-        if (words_[ROWS] != rows() || words_[VIDEOS] != rows() || (spec_.whole && !step) || words_[PORTS] % ports != 0 ||
-            words_.size() < HEADER_WORDS + static_cast<uint64_t>(INSTRUCTION_WORDS) * words_[COUNT]) {
+        const bool step = words_[drs::F_READ_WORDS] == words_[drs::F_ROWS] * (1 + row) && words_[drs::F_WRITTEN_WORDS] == words_[drs::F_ROWS] * logits;
+        if (words_[drs::F_ROWS] != rows() || words_[drs::F_VIDEOS] != rows() || (spec_.whole && !step) || words_[drs::F_PORTS] % ports != 0 ||
+            words_.size() < drs::HEADER_WORDS + static_cast<uint64_t>(drs::PROGRAM_WORDS) * words_[drs::F_INSTRUCTIONS]) {
             throw Error("the control table is of another decoder than this host program", where,
                         "use the files of one artifact together");
         }
-        for (uint32_t i = 0; i < words_[COUNT]; ++i) {
+        for (uint32_t i = 0; i < words_[drs::F_INSTRUCTIONS]; ++i) {
             const uint32_t opcode = field(i, 0) & 0xFFFF, layer = static_cast<uint32_t>(field(i, 0)) >> 16;
-            if (opcode == OPCODE_DECIDE_ROWS) decisions_[layer] = i;
-            if (opcode == OPCODE_MLP) mlps_.push_back(i);
-            if (opcode == OPCODE_LINEAR) linears_.push_back(i);
+            if (opcode == step::OP_DECIDE_ROWS) decisions_[layer] = i;
+            if (opcode == step::OP_MLP) mlps_.push_back(i);
+            if (opcode == step::OP_LINEAR) linears_.push_back(i);
         }
     }
 
@@ -275,7 +260,7 @@ private:
     // Once: the kernel checks the table and keeps it on chip.
     void load(const Mapping& bytes, const std::string& where) {
         kernel_.write("step_program", bytes.data(), bytes.bytes());
-        kernel_.set("op", OP_LOAD);
+        kernel_.set("op", static_cast<uint32_t>(step::LOAD));
         kernel_.set("bytes", static_cast<uint32_t>(bytes.bytes()));
         kernel_.run();
         report_.from_device(WORD);
@@ -290,14 +275,14 @@ private:
     // of `active`: row b is there. chain: its replays in a row, int32 [B], or null. Throws Error: the kernel stopped.
     void launch(uint64_t given, uint32_t entry, uint32_t position, uint32_t step, uint32_t active, const int32_t* chain) {
         for (size_t row = 0; row < rows(); ++row) {
-            const uint32_t place = static_cast<uint32_t>(row) | (active >> row & 1u) << ACTIVE_BIT;
+            const uint32_t place = static_cast<uint32_t>(row) | (active >> row & 1u) << step::ACTIVE_BIT;
             const uint32_t word[] = {position, step, place, chain == nullptr ? 0u : static_cast<uint32_t>(chain[row])};
             std::memcpy(input_.as<char>() + row * WORD, word, WORD);
         }
         input_.to_device(given);
         kernel_.set(entry_, entry);
         kernel_.run();
-        report_.from_device(step == NO_STEP ? WORD : report_.bytes());
+        report_.from_device(step == step::NO_STEP ? WORD : report_.bytes());
         const uint32_t* report = report_.as<uint32_t>();
         if (report[STATUS] != 0) {
             throw Error("the kernel stopped with status " + name_of(report[STATUS], RUN_STATUSES) + " at instruction " +
@@ -308,9 +293,9 @@ private:
 
     // What the controller decided of a layer: answer `number` of the last report. Throws Error: it stopped.
     const uint32_t* answer(int64_t layer, int64_t number) const {
-        const uint32_t* found = report_.as<uint32_t>() + ANSWERS + ANSWER_WORDS * number;
-        if (found[ANSWER_STATUS] != 0) {
-            throw Error("the DRS controller stopped with status " + name_of(found[ANSWER_STATUS], TABLE_STATUSES),
+        const uint32_t* found = report_.as<uint32_t>() + ANSWERS + drs::ANSWER_WORDS * number;
+        if (found[drs::R_STATUS] != 0) {
+            throw Error("the DRS controller stopped with status " + name_of(found[drs::R_STATUS], TABLE_STATUSES),
                         "layer " + std::to_string(layer),
                         "docs/reference/drs_table.md lists the statuses; copy the artifact again");
         }
@@ -319,7 +304,7 @@ private:
 
     // The active rows of a product, x float32 [B, inputs] to y float32 [B, channels].
     void product(uint32_t entry, const float* x, int64_t inputs, uint32_t active, float* y, int64_t channels) {
-        launch(append(list_bytes(), x, rows(), inputs), entry, 0, NO_STEP, active, nullptr);
+        launch(append(list_bytes(), x, rows(), inputs), entry, 0, step::NO_STEP, active, nullptr);
         output_.from_device(rows() * padded(channels));
         for (size_t row = 0; row < rows(); ++row) {
             if ((active >> row & 1u) != 0) {

@@ -71,7 +71,7 @@ public:
         progress_.require_room(spec_, count);
         for (int64_t i = 0; i < count; ++i) {
             give(inputs, i, count);
-            accelerator_.run(progress_.position++, NO_STEP);
+            accelerator_.run(progress_.position++, step::NO_STEP);
         }
         return logits();
     }

@@ -12,10 +12,9 @@ from fastcar_compile.codegen.base import EmitContext
 from fastcar_compile.codegen.hls.control_table.table import Status
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import TYPE_BYTES, probe_interface
+from fastcar_compile.codegen.hls.project import format_header
 from fastcar_compile.codegen.hls.render import render
-from fastcar_compile.codegen.hls.step_program.instructions import Opcode
-from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus
-from fastcar_compile.codegen.hls.step_program.rows import ACTIVE_BIT, NO_STEP
+from fastcar_compile.codegen.hls.step_program.program import StepStatus
 from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.config.targets import Target
 from fastcar_compile.gates.registry import GateKind
@@ -84,6 +83,7 @@ def host_sources(
     if accelerator is not None:
         texts["fastcar_board.cpp"] = render("host/fastcar_board.cpp", step=accelerator.step)
         texts["fastcar_kernels.hpp"] = _kernels(target, accelerator)
+        texts["fastcar_format.hpp"] = format_header()
     texts["fastcar_program.hpp"] = render(
         "host/fastcar_program.hpp",
         manifest_schema=SCHEMA_VERSION,
@@ -129,11 +129,8 @@ def _kernels(target: Target, accelerator: AcceleratorSection) -> str:
         linears=[call.name for call in accelerator.linears] if step is None else [],
         step=step,
         statuses=_STATUSES,
-        no_step=NO_STEP,
-        active_bit=ACTIVE_BIT,
         constants=CONSTANTS,
         functions=FUNCTIONS if step is None else {},
-        operations={f"OP_{op.name}": op.value for op in StepOp} | {f"OPCODE_{op.name}": op.value for op in Opcode},
     )
 
 

@@ -104,11 +104,16 @@ def activation_knots(activation: str) -> dict[str, Any]:
     return {"knots": words[::-1], "limit_bits": int(math.log2(FACTORS[activation].limit))}
 
 
+def format_header() -> str:
+    """Return the header with the numbers of the control table and its program."""
+    return render("fastcar_format.hpp", spaces=cpp_format())
+
+
 def generated_headers() -> dict[str, str]:
     """Return the headers that say what Python defines: the numbers of the control table and its program, and tables."""
     factors = {name: (int(table.limit), factor_table(name).tolist()) for name, table in FACTORS.items()}
     tables = render("fastcar_tables.hpp", activations=ACTIVATIONS, factors=factors, powers=EXP_TABLE.tolist())
-    return {"fastcar_format.hpp": render("fastcar_format.hpp", spaces=cpp_format()), "fastcar_tables.hpp": tables}
+    return {"fastcar_format.hpp": format_header(), "fastcar_tables.hpp": tables}
 
 
 # The test bench of the kernel.

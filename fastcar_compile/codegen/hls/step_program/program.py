@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 from fastcar_compile.codegen.hls.control_table import reader, table
 from fastcar_compile.codegen.hls.control_table.reader import Header, header_of, require
+from fastcar_compile.codegen.hls.control_table.simulator import CHAIN, RESULT_WORDS, SCORES
 from fastcar_compile.codegen.hls.control_table.table import PROGRAM_WORDS, DrsTable, Limits, Status
 from fastcar_compile.codegen.hls.step_program.cache_layout import MAX_PORTS, MAX_WORDS, Sizes
 from fastcar_compile.codegen.hls.step_program.instruction import ROWS_ON_CHIP
@@ -21,7 +22,7 @@ from fastcar_compile.codegen.hls.step_program.instructions import (
     Opcode,
     Place,
 )
-from fastcar_compile.codegen.hls.step_program.rows import NO_STEP
+from fastcar_compile.codegen.hls.step_program.rows import ACTIVE_BIT, NO_STEP
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates.registry import GateKind
 
@@ -76,7 +77,9 @@ def cpp_format() -> dict[str, tuple[Constants, dict[str, Constants]]]:
         enums[f"{kind.__name__}Field"] = {f"{kind.opcode.name}_{name}": number for number, name in enumerate(names, 1)}
     enums |= {kind.__name__: {one.name: one.value for one in kind} for kind in (StepOp, StepStatus)}
     statuses = {status.name: status.value for status in Status}
-    return {"drs": (limits, {"Field": fields, "Status": statuses}), "step": (own | {"NO_STEP": NO_STEP}, enums)}
+    answer = {"R_STATUS": 0, "R_INDEX_REGISTER": 1, "R_SCORES": SCORES, "R_CHAIN": CHAIN, "ANSWER_WORDS": RESULT_WORDS}
+    own |= {"NO_STEP": NO_STEP, "ACTIVE_BIT": ACTIVE_BIT}
+    return {"drs": (limits, {"Field": fields, "Status": statuses, "ResultWord": answer}), "step": (own, enums)}
 
 
 class StepOp(IntEnum):
