@@ -35,7 +35,9 @@ cd $build/$kernel
 open_project hls
 set_top [dict get $config syn.top]
 add_files [file join $sources [dict get $config syn.file]] -cflags "-I$sources -std=c++14"
-add_files -tb [file join $sources [dict get $config tb.file]] -cflags "-I$sources -std=c++14"
+if {[dict exists $config tb.file]} {
+    add_files -tb [file join $sources [dict get $config tb.file]] -cflags "-I$sources -std=c++14"
+}
 open_solution -flow_target [dict get $config flow_target] solution
 set_part [dict get $config part]
 create_clock -period [dict get $config clock]

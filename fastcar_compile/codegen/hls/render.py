@@ -95,7 +95,7 @@ def vitis_files(
         # The lower 2 GB of a Zynq UltraScale+ are DDR_LOW, what is above is DDR_HIGH (UG1085).
         values["high"] = memory.capacity_bytes > 2 << 30
         texts |= {f"{script}.tcl": render(f"{script}.tcl", **values) for script in ("platform", "xpfm")}
-    return texts | kernel_config(kernel, part, clock_mhz, board)
+    return texts | kernel_config(kernel, part, clock_mhz, board, kernel.bench)
 
 
 def platform_name(board: Target | None) -> str:
@@ -109,9 +109,11 @@ def link_config(kernel: KernelInterface, clock_mhz: float, board: Target | None,
     return render("link.cfg", kernel=kernel, connections=lines, hertz=round(clock_mhz * 1e6))
 
 
-def kernel_config(kernel: KernelInterface, part: str, clock_mhz: float, board: Target | None) -> dict[str, str]:
-    """Return the HLS configuration of the kernel with its test bench, by file name."""
-    values = {"part": part, "clock": f"{clock_mhz:g}", "kernel": kernel.name, "testbench": kernel.bench}
+def kernel_config(
+    kernel: KernelInterface, part: str, clock_mhz: float, board: Target | None, bench: str | None = None
+) -> dict[str, str]:
+    """Return the HLS configuration of the kernel, by file name. bench: file of its test bench; None: it has none."""
+    values = {"part": part, "clock": f"{clock_mhz:g}", "kernel": kernel.name, "testbench": bench}
     fabric = None if board is None else board.fabric
     share = None if fabric is None else f"{fabric.clock_uncertainty:.4%}".rstrip("0%").rstrip(".")
     return {f"{kernel.name}_hls_config.cfg": render("hls_config.cfg", **values, uncertainty=share)}
@@ -144,19 +146,12 @@ def weight_port_count(kernel: KernelInterface) -> int:
 # The HLS sources of the bandwidth probe, and how it is linked: alone, so that the engine's ports stay its own.
 
 
-BENCH_WORDS = 64
-"""Words that the test bench reads on every port at most; no more than C/RTL co-simulation maps."""
-
-
 def probe_files(design: Design, board: Target | None) -> dict[str, str]:
-    """Return the texts of the probe by file name: top, test bench, HLS configuration and link configuration."""
+    """Return the texts of the probe by file name: top, HLS configuration and link configuration."""
     kernel = probe_interface(design)
-    ports, weights = weight_port_count(kernel), kernel.ports[0]
-    part, clock = design.budget.part, design.budget.clock_mhz
-    words = min(BENCH_WORDS, weights.depth)
+    ports, part, clock = weight_port_count(kernel), design.budget.part, design.budget.clock_mhz
     return {
         f"{kernel.name}.cpp": render("fastcar_probe.cpp", kernel=kernel, ports=ports),
-        kernel.bench: render(kernel.bench, kernel=kernel, ports=ports, words=words, word=weights.ctype),
         **kernel_config(kernel, part, clock, board),
         "probe_link.cfg": link_config(kernel, clock, board),
     } | {f"probe_link_{tag}.cfg": link_config(kernel, clock, board, tag) for tag in probe_variants(board, ports)}
