@@ -15,14 +15,6 @@
 
 namespace fastcar_host {
 
-// One --prompt per row, or one for all rows; ids are separated by commas.
-struct Arguments {
-    std::string artifact;
-    std::vector<std::vector<int64_t>> prompts;
-    int64_t num_tokens = 256;
-    std::map<std::string, std::string> options;  // what is not of the above, by name
-};
-
 inline int64_t parse_integer(const std::string& option, const std::string& text) {
     char* end = nullptr;
     errno = 0;
@@ -32,6 +24,22 @@ inline int64_t parse_integer(const std::string& option, const std::string& text)
     }
     return value;
 }
+
+// Options, each with a value; the last one of a name counts, but of --prompt all.
+struct Arguments {
+    std::string artifact;
+    std::vector<std::vector<int64_t>> prompts;
+    std::map<std::string, std::string> options;
+
+    std::string text(const std::string& name, const std::string& otherwise) const {
+        const auto found = options.find(name);
+        return found == options.end() ? otherwise : found->second;
+    }
+
+    int64_t integer(const std::string& name, int64_t otherwise) const {
+        return options.count(name) == 0 ? otherwise : parse_integer(name, options.at(name));
+    }
+};
 
 inline std::vector<int64_t> parse_ids(const std::string& text) {
     std::vector<int64_t> ids;
@@ -44,57 +52,48 @@ inline std::vector<int64_t> parse_ids(const std::string& text) {
     return ids;
 }
 
-// Options alone, each with a value, by name. Throws Error: one that is not `known`, or anything else.
-inline std::map<std::string, std::string> parse_options(int count, char** words, const std::vector<std::string>& known,
-                                                        const std::string& usage) {
-    std::map<std::string, std::string> options;
-    for (int i = 1; i < count; i += 2) {
-        const std::string word = words[i];
-        if (std::find(known.begin(), known.end(), word) == known.end() || i + 1 == count) {
-            throw Error("`" + word + "` is not understood", "", usage);
-        }
-        options[word] = words[i + 1];
-    }
-    return options;
-}
-
-// `known`: names of further options that take a value. Throws Error: anything else, or no artifact or prompt.
-inline Arguments parse_arguments(int count, char** words, const std::vector<std::string>& known, const std::string& usage) {
+// `known`: names of options; those of a program that decodes have --prompt, and then an artifact is named too. `needed`: an option
+// that has to be given. Throws Error: anything else.
+inline Arguments parse_arguments(int count, char** words, const std::vector<std::string>& known, const std::string& needed,
+                                 const std::string& usage) {
     Arguments parsed;
+    const auto knows = [&known](const std::string& name) { return std::find(known.begin(), known.end(), name) != known.end(); };
+    const bool decodes = knows("--prompt");
     for (int i = 1; i < count; ++i) {
         const std::string word = words[i];
-        if (word.rfind("--", 0) != 0 && parsed.artifact.empty()) {
+        if (decodes && word.rfind("--", 0) != 0 && parsed.artifact.empty()) {
             parsed.artifact = word;
             continue;
         }
-        bool found = word == "--prompt" || word == "--num-tokens";
-        for (const std::string& name : known) {
-            found = found || word == name;
-        }
-        if (!found || i + 1 == count) {
+        if (!knows(word) || i + 1 == count) {
             throw Error("`" + word + "` is not understood", "", usage);
         }
         const std::string value = words[++i];
         if (word == "--prompt") {
             parsed.prompts.push_back(parse_ids(value));
-        } else if (word == "--num-tokens") {
-            parsed.num_tokens = parse_integer(word, value);
         } else {
             parsed.options[word] = value;
         }
     }
-    if (parsed.artifact.empty() || parsed.prompts.empty()) {
+    if (decodes && (parsed.artifact.empty() || parsed.prompts.empty())) {
         throw Error("an artifact and a prompt are needed", "", usage);
+    }
+    if (!needed.empty() && parsed.options.count(needed) == 0) {
+        throw Error("no " + needed + " is given", "", usage);
     }
     return parsed;
 }
 
-// One prompt is repeated for every row.
-inline std::vector<std::vector<int64_t>> prompt_rows(const Arguments& arguments, int64_t batch) {
-    if (arguments.prompts.size() == 1) {
-        return std::vector<std::vector<int64_t>>(static_cast<size_t>(batch), arguments.prompts.front());
+// What a program does; an error is its text on stderr and status 2.
+template <class Work>
+int run_program(Work work) {
+    try {
+        work();
+        return 0;
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "error: %s\n", error.what());
+        return 2;
     }
-    return arguments.prompts;
 }
 
 inline void print_tokens(const std::vector<std::vector<int64_t>>& tokens) {
@@ -104,6 +103,17 @@ inline void print_tokens(const std::vector<std::vector<int64_t>>& tokens) {
         }
         std::printf("\n");
     }
+}
+
+// A decoder's tokens on stdout; one prompt is repeated for every row.
+template <class D>
+void decode(D& decoder, const Arguments& arguments, int64_t batch) {
+    std::vector<std::vector<int64_t>> prompts = arguments.prompts;
+    if (prompts.size() == 1) {
+        prompts.assign(static_cast<size_t>(batch), prompts.front());
+    }
+    print_tokens(decoder.generate(prompts, arguments.integer("--num-tokens", 256)));
+    std::fprintf(stderr, "replay ratio %.4f\n", decoder.replay_ratio());
 }
 
 }  // namespace fastcar_host

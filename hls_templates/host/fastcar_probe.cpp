@@ -103,31 +103,21 @@ inline void measure(Probe& probe, uint64_t bytes, int64_t repeats) {
 
 int main(int count, char** words) {
     using namespace fastcar_host;
-    try {
+    return run_program([&] {
         const std::string usage = "fastcar_probe --xclbin FILE [--megabytes 16] [--repeats 10] [--device 0] "
                                   "[--meminfo /proc/meminfo]";
-        std::map<std::string, std::string> options =
-            parse_options(count, words, {"--xclbin", "--megabytes", "--repeats", "--device", "--meminfo"}, usage);
-        if (options.count("--xclbin") == 0) {
-            throw Error("no --xclbin is given", "", usage);
-        }
-        const auto number = [&options](const std::string& name, int64_t otherwise) {
-            return options.count(name) == 0 ? otherwise : parse_integer(name, options[name]);
-        };
-        const int64_t megabytes = number("--megabytes", 16), repeats = number("--repeats", 10);
+        const std::vector<std::string> known = {"--xclbin", "--megabytes", "--repeats", "--device", "--meminfo"};
+        const Arguments arguments = parse_arguments(count, words, known, "--xclbin", usage);
+        const int64_t megabytes = arguments.integer("--megabytes", 16), repeats = arguments.integer("--repeats", 10);
         if (megabytes < 1 || megabytes > 256 || repeats < 1) {
             throw Error("--megabytes is 1 to 256, --repeats at least 1", "", usage);
         }
         const uint64_t bytes = static_cast<uint64_t>(megabytes) << 20;
-        Device device(static_cast<unsigned>(number("--device", 0)), options["--xclbin"], {probe_spec()});
+        Device device(static_cast<unsigned>(arguments.integer("--device", 0)), arguments.options.at("--xclbin"), {probe_spec()});
         if (accelerator_spec().shared_memory) {
-            require_contiguous(bytes * PROBE_PORTS, options.count("--meminfo") == 0 ? MEMINFO : options["--meminfo"]);
+            require_contiguous(bytes * PROBE_PORTS, arguments.text("--meminfo", MEMINFO));
         }
         Probe probe(device, bytes);
         measure(probe, bytes, repeats);
-        return 0;
-    } catch (const std::exception& error) {
-        std::fprintf(stderr, "error: %s\n", error.what());
-        return 2;
-    }
+    });
 }
