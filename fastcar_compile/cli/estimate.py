@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 SHAPE_CONTEXT, SHAPE_QUANT = 512, "w8a8"
 
 
+def _gone(value: str | None) -> None:
+    """Name the successor of an option that version 0.1 had."""
+    if value is not None:
+        raise UserError("--plot is gone", hint="--time-line FILE has the same spans; ui.perfetto.dev draws them")
+
+
 @command
 def estimate_command(
     artifact: Annotated[Path | None, Argument()] = None,
@@ -41,7 +47,7 @@ def estimate_command(
     gate_units: Annotated[int | None, Option(min=1)] = None,
     draft_share: Annotated[float | None, Option(min=0, max=1)] = None,
     what_if: bool = False,
-    plot: Annotated[Path | None, Writes("plot")] = None,
+    plot: Annotated[str | None, Option(hidden=True, callback=_gone)] = None,
     time_line: Annotated[Path | None, Writes("time line")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -66,12 +72,11 @@ def estimate_command(
         gate_units: Hidden units of gate learned; default: 16.
         draft_share: Weights of a draft in each layer, as a share of the MLP's; 0: none. Default: the artifact's.
         what_if: Predict also a board without artifacts, and what does not fit the memory.
-        plot: Draw the time line of one token into this file.
-        time_line: Write it in Chrome's trace format, call by call.
+        time_line: Write the time line of one token in Chrome's trace format, call by call.
     """
     from fastcar_compile.codegen.hls.model.rows import load_trace
     from fastcar_compile.codegen.hls.model.system import default_offload, estimate
-    from fastcar_compile.codegen.hls.model.time_line import plot_time_line, write_time_line
+    from fastcar_compile.codegen.hls.model.time_line import write_time_line
 
     require_one({"ARTIFACT": artifact, "--shape": shape})
     require_one({"--replay": replay, "--trace": trace})
@@ -96,16 +101,14 @@ def estimate_command(
     with stages(as_json, "estimate", "simulating one token"):
         decisions = None if trace is None else load_trace(existing(trace, "trace"))
         result = estimate(chosen, board, decisions=decisions, design=design, program=program, what_if=what_if)
-        for path, write in ((plot, plot_time_line), (time_line, write_time_line)):
-            if path is not None:
-                write(result, path)
-    written = {"plot": plot, "time_line_file": time_line}
+        if time_line is not None:
+            write_time_line(result, time_line)
     if as_json:
-        print_json(result.to_json() | written)
+        print_json(result.to_json() | {"time_line_file": time_line})
         return
     print_fields(_speed_fields(result) | _cost_fields(result))
-    for path in filter(None, written.values()):
-        print_text(f"time line written: {path}")
+    if time_line is not None:
+        print_text(f"time line written: {time_line}")
 
 
 Question = tuple["Workload", "fc.Target", "Design | None", "StepProgram | None"]

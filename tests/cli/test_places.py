@@ -36,7 +36,7 @@ COLLISIONS = [
     ("train-gate m --videos in.npy --target-replay 0.5 -o m/config.json", "--output would overwrite decoder"),
     ("fit-draft m --videos in.npy -o in.npy", "--output would overwrite videos"),
     ("opt g.json -p canonicalize -o g.json", "--output would overwrite path"),
-    ("estimate --shape llama2-7b --target t.toml --plot t.toml", "--plot would overwrite target"),
+    ("estimate --shape llama2-7b --target t.toml --time-line t.toml", "--time-line would overwrite target"),
     ("compile m -o there/../m", "--output would overwrite model"),
 ]
 

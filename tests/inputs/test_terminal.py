@@ -71,7 +71,7 @@ def test_a_usage_error(tmp_path: Path) -> None:
 OUTPUTS: dict[str, dict[str, list[str]]] = {
     "calibrate": {"output": [], "journal": ["-o", "{out}"]},
     "compile": {},
-    "estimate": {"plot": ["--shape", "x"], "time_line": ["--shape", "x"]},
+    "estimate": {"time_line": ["--shape", "x"]},
     "evaluate": {
         option: ["--calibration-videos", "{videos}"] for option in ("output", "save_cases", "plots", "journal")
     },
