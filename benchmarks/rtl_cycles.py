@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fastcar_compile.artifact.engine import MlpSpec
 from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_rows
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
@@ -25,7 +26,7 @@ from fastcar_compile.codegen.hls.control_table.table import AttentionShape
 from fastcar_compile.codegen.hls.design.control_loops import decision_loops
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
-from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS
 from fastcar_compile.codegen.hls.model.engine import Engine
 from fastcar_compile.codegen.hls.model.shapes import LinearShape

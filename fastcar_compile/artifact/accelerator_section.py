@@ -4,68 +4,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fastcar_compile.artifact.engine import BoardBudget, DraftProducts, MlpSpec, Product, Usage
 from fastcar_compile.artifact.sections import Part, Section
 from fastcar_compile.errors import InternalError
-
-
-class UsagePart(Part):
-    """Estimated FPGA resources."""
-
-    lut: int
-    ff: int
-    dsp: int
-    bram36: int
-    uram: int = 0
-
-
-class MlpSpecPart(Part):
-    """The MLP that all layers share: H, I, B rows, layers and compute cores."""
-
-    hidden: int
-    intermediate: int
-    batch: int
-    layers: int
-    cores: int
-    activation: str
-    gated: bool
-    quant: str
-    up_bias: bool
-    down_bias: bool
-
-
-class BudgetPart(Part):
-    """The resources of the board that the design may use."""
-
-    part: str
-    clock_mhz: float
-    lut: int
-    ff: int
-    dsp: int
-    bram36: int
-    uram: int
-    axi_ports: int
-    axi_bits: int
-
-
-class ProductPart(Part):
-    """One matrix product, cut into tiles. bits: bits of a weight."""
-
-    inputs: int
-    channels: int
-    ports: int
-    tile: int
-    tiles: int
-    bits: int
-    bias: bool
-
-
-class DraftPart(Part):
-    """A layer's draft: its two products, neurons and rank."""
-
-    first: ProductPart
-    outer: ProductPart
-    neurons: int
-    rank: int
 
 
 class DesignPart(Part):
@@ -81,23 +22,23 @@ class DesignPart(Part):
         usage_estimate, cycles_estimate, linear_cycles_estimate: not synthesised; clocks of one call.
     """
 
-    spec: MlpSpecPart
-    budget: BudgetPart
+    spec: MlpSpec
+    budget: BoardBudget
     ports: int
-    gate_up: ProductPart
-    down: ProductPart
-    linears: dict[str, ProductPart]
+    gate_up: Product
+    down: Product
+    linears: dict[str, Product]
     tiles_in_uram: bool
     axi_words: int
     lanes: int
     passes: int
     stream_bytes: int
     linear_stream_bytes: dict[str, int]
-    usage_estimate: UsagePart
+    usage_estimate: Usage
     cycles_estimate: int
     linear_cycles_estimate: dict[str, int]
     group: int = 0
-    drafts: dict[str, DraftPart] = Field(default_factory=dict[str, DraftPart])
+    drafts: dict[str, DraftProducts] = Field(default_factory=dict[str, DraftProducts])
 
 
 class ExplorationPart(Part):
@@ -173,7 +114,7 @@ class ControllerPart(Part):
     couple_cfg: bool
     max_chain: int | None
     limits: LimitsPart
-    usage_estimate: UsagePart
+    usage_estimate: Usage
     cycles_estimate: int
     refresh_period: int | None = None
 

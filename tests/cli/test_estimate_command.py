@@ -16,12 +16,12 @@ from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.accelerator_section import AcceleratorSection
+from fastcar_compile.artifact.engine import MlpSpec
 from fastcar_compile.artifact.sections import LayersSection
 from fastcar_compile.cli import opt
 from fastcar_compile.cli.estimate import as_compiled
 from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.exploration import KernelSpec, explore
-from fastcar_compile.codegen.hls.design.spec import MlpSpec
 from fastcar_compile.codegen.hls.model.workload import workload_of
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.config.targets import load_target

@@ -19,6 +19,7 @@ from cycle_model.network import (
     Run,
     Take,
 )
+from fastcar_compile.artifact.engine import float_words
 from fastcar_compile.codegen.hls.design.control_loops import control_loops
 from fastcar_compile.codegen.hls.design.loops import (
     SEND_DEPTH,
@@ -28,7 +29,6 @@ from fastcar_compile.codegen.hls.design.loops import (
     places_loop,
     tile_loops,
 )
-from fastcar_compile.codegen.hls.design.product import float_words
 from fastcar_compile.codegen.hls.model.engine import EngineCall, LoopCall, Memory
 
 ARRAY = "mac_tile"

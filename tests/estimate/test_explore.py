@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from fastcar_compile.artifact.engine import MlpSpec
 from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design import exploration as module
 from fastcar_compile.codegen.hls.design.controller import controller_usage
 from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, budget_of, explore, resources_of
 from fastcar_compile.codegen.hls.design.memory import measured_cap, memory_rate
-from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.step_usage import short_usage
 from fastcar_compile.codegen.hls.model import Workload, load_shape
 from fastcar_compile.codegen.hls.model.gate import GateModel

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from fastcar_compile.artifact.engine import Product
 from fastcar_compile.codegen.hls.design.exploration import explore
-from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.spec import StepSpec
 from fastcar_compile.codegen.hls.design.step_usage import step_units
 from fastcar_compile.codegen.hls.model import Estimate, Workload, estimate, load_shape

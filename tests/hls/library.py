@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fastcar_compile.artifact.engine import BoardBudget, MlpSpec, Product
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
-from fastcar_compile.codegen.hls.design.product import Product
-from fastcar_compile.codegen.hls.design.spec import BoardBudget, DraftSpec, LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.design.spec import DraftSpec, LinearSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear
 from fastcar_compile.codegen.hls.step_golden import activated
 from fastcar_compile.config.targets import load_target

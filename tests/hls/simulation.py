@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from fastcar_compile.artifact.accelerator_section import KernelPart
+from fastcar_compile.artifact.engine import Product
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface
 from fastcar_compile.codegen.hls.project import emit_hls, table_of_sizes

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fastcar_compile.artifact.engine import WEIGHT_BITS, MlpSpec
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import designs
-from fastcar_compile.codegen.hls.design.spec import ACTIVATIONS, WEIGHT_BITS, MlpSpec
+from fastcar_compile.codegen.hls.design.spec import ACTIVATIONS
 from fastcar_compile.codegen.hls.packing import pack_mlp
 from hls.library import assert_same_bits, best, random_layer, reference, zcu102
 from hls.simulation import Simulation

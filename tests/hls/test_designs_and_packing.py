@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcar_compile.artifact.accelerator_section import DesignPart
+from fastcar_compile.artifact.engine import MlpSpec
 from fastcar_compile.codegen.hls import packing
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import designs
-from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.usage import READS, WRITES
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
 from fastcar_compile.errors import CompileError, UserError

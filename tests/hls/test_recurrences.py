@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from fastcar_compile.artifact.engine import MlpSpec
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
 from fastcar_compile.codegen.hls.design.loops import MEMORY_CLOCKS, total_latency
-from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec
+from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.config.targets import available_targets, load_target
 from hls import lint

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from hls.library import Array, Linear, assert_same_bits, random_layer, reference
 
+from fastcar_compile.artifact.engine import Product, float_words
 from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.product import Product, float_words
 from fastcar_compile.codegen.hls.model.engine import Memory
 from fastcar_compile.codegen.hls.packing import pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls

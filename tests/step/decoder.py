@@ -8,11 +8,12 @@ import torch
 from gates.networks import networks
 from hls.library import design, linear, random_layer, random_linear, reference
 
+from fastcar_compile.artifact.engine import MlpSpec
 from fastcar_compile.codegen.hls.control import network_stream
 from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.spec import DraftSpec, MlpSpec
+from fastcar_compile.codegen.hls.design.spec import DraftSpec
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_draft, pack_linear, pack_mlp
 from fastcar_compile.codegen.hls.step_golden import activated
 from fastcar_compile.codegen.hls.step_program.builder import (

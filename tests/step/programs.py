@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from hls.library import zcu102
 
+from fastcar_compile.artifact.engine import MlpSpec, Product
 from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.product import Product
-from fastcar_compile.codegen.hls.design.spec import DraftSpec, MlpSpec
+from fastcar_compile.codegen.hls.design.spec import DraftSpec
 from fastcar_compile.codegen.hls.step_program.builder import (
     AttentionForm,
     CacheForm,

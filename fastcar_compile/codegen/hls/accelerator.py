@@ -6,13 +6,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from fastcar_compile.artifact.engine import MlpSpec
 from fastcar_compile.codegen.hls.control import control_table, network_streams, networks_of
 from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.decode_step import DecodeStep, decode_step
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, explore
 from fastcar_compile.codegen.hls.design.memory import Footprint, capacity, held, require_fit
-from fastcar_compile.codegen.hls.design.spec import LinearSpec, MlpSpec, StepSpec
+from fastcar_compile.codegen.hls.design.spec import LinearSpec, StepSpec, check_mlp
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import KernelInterface, kernel_interface
 from fastcar_compile.codegen.hls.step_program.builder import short_program
@@ -120,7 +121,7 @@ def choose_accelerator(program: DecoderProgram, config: CompileConfig, board: Ta
     linears = [LinearSpec(c.name, c.inputs, sum(c.channels), c.biased) for c in work.calls]
     step = None if work.step is None else _step_spec(program, work.step)
     mlp = _mlp_spec(program, config)
-    mlp.check()
+    check_mlp(mlp)
     table = control_table(program, config, 1)
     wanted = KernelSpec(mlp, table.limits, linears, step, () if work.step is None else work.step.drafts)
     # A memory that is too small for the decoder is reported elsewhere: its banks would refuse every design.

@@ -120,6 +120,6 @@ def controller_part(table: DrsTable) -> ControllerPart:
         max_chain=table.max_chain,
         refresh_period=table.refresh_period or None,
         limits=LimitsPart(**sizes, gate=table.gate.name.lower()),
-        usage_estimate=controller_usage(limits).part,
+        usage_estimate=controller_usage(limits),
         cycles_estimate=controller_cycles(table),
     )

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.artifact.engine import WORD_BYTES, DraftProducts, Product, section_words
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.product import WORD_BYTES, DraftProducts, Product, section_words
 from fastcar_compile.config.formats import GROUP
 from fastcar_compile.errors import UserError
 from fastcar_compile.support.machine import at_once

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastcar_compile.artifact.engine import FLOATS_PER_WORD, MlpSpec, Product, float_words
 from fastcar_compile.codegen.hls.control_table.gate import unpack_network
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, recomputes, run_layer
 from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, Product, float_words
-from fastcar_compile.codegen.hls.design.spec import TABLED, MlpSpec
+from fastcar_compile.codegen.hls.design.spec import TABLED
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.cache_layout import Sizes
 from fastcar_compile.codegen.hls.step_program.program import StepProgram

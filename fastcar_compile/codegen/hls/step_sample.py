@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fastcar_compile.artifact.engine import Product
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.product import Product
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 

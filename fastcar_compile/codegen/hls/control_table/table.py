@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Any
 
+from fastcar_compile.artifact.engine import FLOATS_PER_WORD
 from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.scores import float32
 
@@ -42,9 +43,6 @@ MAX_INSTRUCTIONS = 65535
 
 PROGRAM_WORDS = 16
 """32-bit words of an instruction of the program: four memory words."""
-
-FLOATS_PER_WORD = 4
-"""float32 values in a memory word of 128 bits; every head of q and k begins a word."""
 
 MAX_CHAIN = 0x7FFFFFFF
 """Chain counts are int32."""

@@ -2,11 +2,12 @@
 
 import itertools
 
+from fastcar_compile.artifact.engine import Usage
 from fastcar_compile.codegen.hls.control_table.gate import BFLOATS_PER_WORD
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, DrsTable, Limits
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
-from fastcar_compile.codegen.hls.design.usage import Usage, bram_blocks
+from fastcar_compile.codegen.hls.design.usage import bram_blocks
 from fastcar_compile.gates.registry import GateKind
 
 PRODUCT_DSP = 2

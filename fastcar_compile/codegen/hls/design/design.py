@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from fastcar_compile.artifact.accelerator_section import DesignPart
+from fastcar_compile.artifact.engine import (
+    WORD_BYTES,
+    BoardBudget,
+    DraftProducts,
+    MlpSpec,
+    Product,
+    Usage,
+    section_words,
+)
 from fastcar_compile.codegen.hls.design.loops import Load, load_loop, product_cycles, scale_rows
-from fastcar_compile.codegen.hls.design.product import WORD_BYTES, DraftProducts, Product, section_words
-from fastcar_compile.codegen.hls.design.spec import BoardBudget, LinearSpec, MlpSpec
-from fastcar_compile.codegen.hls.design.usage import Buffers, Usage, engine_usage
+from fastcar_compile.codegen.hls.design.spec import LinearSpec
+from fastcar_compile.codegen.hls.design.usage import Buffers, engine_usage
 from fastcar_compile.errors import CompileError
+
+STORED = ("spec", "budget", "ports", "gate_up", "down", "linears", "tiles_in_uram", "axi_words", "group", "drafts")
+"""Fields of a design in a manifest; the others follow from them."""
 
 
 @dataclass(frozen=True)
@@ -182,15 +194,14 @@ class Design:
     @property
     def part(self) -> DesignPart:
         """What the manifest and the report say of the design."""
-        fields = asdict(self)
+        own: dict[str, Any] = vars(self) | {"spec": self.mlp}
         return DesignPart(
-            spec=fields.pop("mlp"),
-            **fields,
+            **{name: own[name] for name in STORED},
             lanes=self.lanes,
             passes=self.passes,
             stream_bytes=self.stream_bytes,
             linear_stream_bytes={name: product.stream_bytes for name, product in self.linears.items()},
-            usage_estimate=self.usage.part,
+            usage_estimate=self.usage,
             cycles_estimate=self.mlp_cycles(),
             linear_cycles_estimate={name: self.cycles(name) for name in self.linears},
         )
@@ -198,16 +209,5 @@ class Design:
     @classmethod
     def of(cls, part: DesignPart) -> Design:
         """Return the design of a manifest."""
-        fields = part.model_dump(include={"ports", "tiles_in_uram", "axi_words", "group"})
-        return cls(
-            mlp=MlpSpec(**vars(part.spec)),
-            budget=BoardBudget(**vars(part.budget)),
-            gate_up=Product(**vars(part.gate_up)),
-            down=Product(**vars(part.down)),
-            linears={name: Product(**vars(product)) for name, product in part.linears.items()},
-            drafts={
-                name: DraftProducts(Product(**vars(own.first)), Product(**vars(own.outer)), own.neurons, own.rank)
-                for name, own in part.drafts.items()
-            },
-            **fields,
-        )
+        fields: dict[str, Any] = {name: getattr(part, name) for name in STORED}
+        return cls(mlp=fields.pop("spec"), **fields)

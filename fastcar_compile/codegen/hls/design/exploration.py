@@ -6,23 +6,22 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from fastcar_compile.artifact.accelerator_section import ExplorationPart
+from fastcar_compile.artifact.engine import WORD_BITS, WORD_BYTES, BoardBudget, MlpSpec, Product, Usage
 from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.controller import controller_usage
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.design.memory import bank_excess, memory_rate, require_banks
-from fastcar_compile.codegen.hls.design.product import WORD_BITS, WORD_BYTES, Product
 from fastcar_compile.codegen.hls.design.spec import (
-    BoardBudget,
     DraftSpec,
     LinearSpec,
-    MlpSpec,
     StepSpec,
     check_drafts,
     check_linears,
+    check_mlp,
 )
 from fastcar_compile.codegen.hls.design.step_usage import short_usage, step_usage
-from fastcar_compile.codegen.hls.design.usage import ROW_PORTS, Usage
+from fastcar_compile.codegen.hls.design.usage import ROW_PORTS
 from fastcar_compile.codegen.hls.step_program.cache_layout import MAX_PORTS
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError, TargetError
@@ -204,7 +203,7 @@ def designs(
     Raises:
         CompileError: there is no kernel for this MLP, a linear or a draft, or the board has too few ports.
     """
-    mlp.check(drafts=bool(drafts))
+    check_mlp(mlp, drafts=bool(drafts))
     check_linears(linears)
     check_drafts(mlp.batch, drafts)
     if budget.axi_bits < WORD_BITS or budget.axi_ports < ROW_PORTS + 1:

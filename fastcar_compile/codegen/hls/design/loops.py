@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
 
+from fastcar_compile.artifact.engine import PRODUCTS_PER_SUM, Product, float_words
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, MAX_ROWS
-from fastcar_compile.codegen.hls.design.product import PRODUCTS_PER_SUM, Product, float_words
 
 # A loop keeps an interval of one clock when what an iteration reads of an earlier one was written by then. The sources
 # declare such distances with FASTCAR_RECURRENCE; tests/hls/test_recurrences.py compares them with these latencies.

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fastcar_compile.artifact.engine import WORD_BYTES, DraftProducts, MlpSpec, Product, float_words
 from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS
-from fastcar_compile.codegen.hls.design.product import WORD_BYTES, DraftProducts, Product, float_words
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout
-from fastcar_compile.config.formats import ACCELERATED, QUANT_FORMATS
+from fastcar_compile.config.formats import ACCELERATED
 from fastcar_compile.errors import CompileError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """In the order of the C++ enumeration; "gelu" is by erf, "relu2" is relu(x) squared."""
-
-WEIGHT_BITS = {name: QUANT_FORMATS[name].weight_bits for name in ACCELERATED}
 
 MOST_INPUTS = 1 << 16
 """127 * 127 * 65536 < 2^31: the sums stay int32."""
@@ -22,72 +20,31 @@ MOST_INPUTS = 1 << 16
 MOST_CHANNELS = 1 << 18
 """MOST_CHANNELS of fastcar_engine_core.hpp: word counts of a call stay int32."""
 
-_NAMES = {"silu": "SwiGLU", "gelu": "GeGLU", "gelu_tanh": "GeGLU (tanh)", "relu": "ReGLU", "relu2": "squared ReGLU"}
-"""Titles of gated MLPs."""
-
 TABLED = ("silu", "gelu", "gelu_tanh")
 """Activations that read a table of factors."""
 
 
-@dataclass(frozen=True)
-class MlpSpec:
-    """The MLP of one decoder layer, as the accelerator sees it.
-
-    Args:
-        hidden: H, inputs and outputs of the MLP.
-        intermediate: I, outputs of gate and up.
-        batch: B, rows per call, at most 32.
-        layers: decoder layers that share the engine.
-        cores: C, compute cores that the rows are spread over.
-        activation: name of the nonlinearity, one of `ACTIVATIONS`.
-        gated: the MLP is down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
-        quant: "w8a8" or "w4a8".
-        up_bias: gate or up has a bias. down_bias: down has one.
-    """
-
-    hidden: int
-    intermediate: int
-    batch: int
-    layers: int
-    cores: int
-    activation: str = "silu"
-    gated: bool = True
-    quant: str = "w8a8"
-    up_bias: bool = False
-    down_bias: bool = False
-
-    @property
-    def weight_bits(self) -> int:
-        """Bits of one weight in the stream."""
-        return WEIGHT_BITS[self.quant]
-
-    @property
-    def title(self) -> str:
-        """What the kernel computes, for readers."""
-        kind = _NAMES[self.activation] if self.gated else f"plain {self.activation}"
-        return f"{self.quant} {kind} MLP"
-
-    def check(self, *, drafts: bool = False) -> None:
-        """Raise CompileError when no kernel exists for this MLP; `drafts` take two rows of the array for each row."""
-        if self.activation not in ACTIVATIONS or self.quant not in WEIGHT_BITS:
-            kind = f"{'gated' if self.gated else 'plain'} {self.quant} MLP with activation {self.activation!r}"
-            raise CompileError(
-                f"there is no HLS kernel for a {kind}",
-                hint="compile for a CPU target; the HLS kernels are gated, down(act(gate(x)) * up(x)), or plain, "
-                f"down(act(up(x))), with act one of {', '.join(ACTIVATIONS)}, and {' or '.join(WEIGHT_BITS)}",
-            )
-        sizes = {"hidden": self.hidden, "intermediate": self.intermediate, "layers": self.layers}
-        wrong = [f"{name} = {value}" for name, value in sizes.items() if value < 1]
-        for name, value in {"batch": self.batch, "cores": self.cores}.items():
-            if not 1 <= value <= MAX_ROWS:
-                wrong.append(f"{name} = {value} (1 to {MAX_ROWS}: the Index Register has {MAX_ROWS} bits)")
-        if max(self.hidden, self.intermediate) > MOST_INPUTS:
-            wrong.append(f"hidden = {self.hidden}, intermediate = {self.intermediate} (at most 65536: int32 sums)")
-        if self.cores > (2 if drafts else 1) * self.batch >= 1:
-            wrong.append(f"cores = {self.cores} for {self.batch} row(s): a core without a row is never used")
-        if wrong:
-            what = f"the MLP cannot be built: {'; '.join(wrong)}"
-            raise CompileError(what, hint="change the model or the batch size")
+def check_mlp(mlp: MlpSpec, *, drafts: bool = False) -> None:
+    """Raise CompileError when no kernel exists for this MLP; `drafts` take two rows of the array for each row."""
+    if mlp.activation not in ACTIVATIONS or mlp.quant not in ACCELERATED:
+        kind = f"{'gated' if mlp.gated else 'plain'} {mlp.quant} MLP with activation {mlp.activation!r}"
+        raise CompileError(
+            f"there is no HLS kernel for a {kind}",
+            hint="compile for a CPU target; the HLS kernels are gated, down(act(gate(x)) * up(x)), or plain, "
+            f"down(act(up(x))), with act one of {', '.join(ACTIVATIONS)}, and {' or '.join(ACCELERATED)}",
+        )
+    sizes = {"hidden": mlp.hidden, "intermediate": mlp.intermediate, "layers": mlp.layers}
+    wrong = [f"{name} = {value}" for name, value in sizes.items() if value < 1]
+    for name, value in {"batch": mlp.batch, "cores": mlp.cores}.items():
+        if not 1 <= value <= MAX_ROWS:
+            wrong.append(f"{name} = {value} (1 to {MAX_ROWS}: the Index Register has {MAX_ROWS} bits)")
+    if max(mlp.hidden, mlp.intermediate) > MOST_INPUTS:
+        wrong.append(f"hidden = {mlp.hidden}, intermediate = {mlp.intermediate} (at most 65536: int32 sums)")
+    if mlp.cores > (2 if drafts else 1) * mlp.batch >= 1:
+        wrong.append(f"cores = {mlp.cores} for {mlp.batch} row(s): a core without a row is never used")
+    if wrong:
+        what = f"the MLP cannot be built: {'; '.join(wrong)}"
+        raise CompileError(what, hint="change the model or the batch size")
 
 
 @dataclass(frozen=True)
@@ -231,36 +188,3 @@ def check_linears(linears: Sequence[LinearSpec]) -> None:
     if wrong:
         what = f"the engine has at most {MOST_INPUTS} inputs and {MOST_CHANNELS} channels: {'; '.join(wrong)}"
         raise CompileError(what, hint="compile with offload='mlp'")
-
-
-@dataclass(frozen=True)
-class BoardBudget:
-    """What a design may use of a board; counts are after utilisation limits.
-
-    Args:
-        part: vendor part name.
-        clock_mhz: fabric clock, MHz.
-        lut: look-up tables.
-        ff: flip-flops.
-        dsp: DSP slices.
-        bram36: 36 Kib block RAMs.
-        uram: 288 Kib blocks; the engine does not need them.
-        axi_ports: memory ports from the fabric.
-        axi_bits: data bits of one port.
-    """
-
-    part: str
-    clock_mhz: float
-    lut: int
-    ff: int
-    dsp: int
-    bram36: int
-    uram: int
-    axi_ports: int
-    axi_bits: int = 128
-
-    @property
-    def axi_words(self) -> int:
-        """128-bit words of one port's beat that the engine takes: 1, 2 or 4."""
-        # A port of 128 bits carries one word; a narrower one is refused in `designs`.
-        return max(words for words in (1, 2, 4) if words == 1 or words * 128 <= self.axi_bits)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastcar_compile.artifact.engine import FLOATS_PER_WORD, WORD_BITS, WORD_BYTES, Usage
 from fastcar_compile.codegen.hls.control_table.table import PROGRAM_WORDS
 from fastcar_compile.codegen.hls.design import usage
 from fastcar_compile.codegen.hls.design.controller import PRODUCT as CHANGE
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.product import FLOATS_PER_WORD, WORD_BITS, WORD_BYTES
 from fastcar_compile.codegen.hls.design.spec import DRAFT_INSTRUCTIONS, StepBuffers
-from fastcar_compile.codegen.hls.design.usage import FLOAT_ADD, STREAM, Usage, bram_blocks, memory
+from fastcar_compile.codegen.hls.design.usage import FLOAT_ADD, STREAM, bram_blocks, memory
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, CacheLayout
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES as CACHE_LANES
 from fastcar_compile.codegen.hls.step_program.instruction import LANES, ROWS_ON_CHIP, Opcode

@@ -8,51 +8,21 @@ Block RAM is counted in halves of a BRAM36, by their simple dual port shapes (UG
 from __future__ import annotations
 
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.resources import files
 from math import ceil, log2
-from operator import add
 
-from fastcar_compile.artifact.accelerator_section import UsagePart
-from fastcar_compile.codegen.hls.design.product import (
+from fastcar_compile.artifact.engine import (
     FLOATS_PER_WORD,
     PRODUCTS_PER_SUM,
     WORD_BITS,
     WORD_BYTES,
+    MlpSpec,
     Product,
+    Usage,
     float_words,
 )
-from fastcar_compile.codegen.hls.design.spec import TABLED, BoardBudget, MlpSpec
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Counts of LUT, FF, DSP slices, BRAM36 and URAM blocks."""
-
-    lut: int = 0
-    ff: int = 0
-    dsp: int = 0
-    bram36: int = 0
-    uram: int = 0
-
-    def __add__(self, other: Usage) -> Usage:
-        """Return what two parts take together."""
-        return Usage(*map(add, vars(self).values(), vars(other).values()))
-
-    def __mul__(self, count: int) -> Usage:
-        """Return what so many of it take."""
-        return Usage(*(count * used for used in vars(self).values()))
-
-    @property
-    def part(self) -> UsagePart:
-        """The counts for the manifest."""
-        return UsagePart(**asdict(self))
-
-    def over(self, budget: BoardBudget) -> list[str]:
-        """Return one text per resource whose use is above the budget."""
-        pairs = {name: (used, getattr(budget, name)) for name, used in vars(self).items()}
-        return [f"{name.upper()} {used} of {limit}" for name, (used, limit) in pairs.items() if used > limit]
-
+from fastcar_compile.codegen.hls.design.spec import TABLED
 
 ROW_PORTS = 2
 """AXI ports besides the weights: one reads x, one reads the cached rows and writes y."""

@@ -7,12 +7,12 @@ Loops come from the loop tables (codegen/hls/design/loops.py, control_loops.py).
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fastcar_compile.artifact.engine import WORD_BYTES, DraftProducts, Product, float_words
 from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.design import loops
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.memory import memory_rate, timing_of
-from fastcar_compile.codegen.hls.design.product import WORD_BYTES, DraftProducts, Product, float_words
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork, Repeated, attend_loops
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, READS, STEP_FIFO_WORDS

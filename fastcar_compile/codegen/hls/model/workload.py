@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from fastcar_compile.artifact.engine import MlpSpec
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderSection
@@ -14,7 +15,7 @@ from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsT
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import KernelSpec
 from fastcar_compile.codegen.hls.design.memory import Footprint, held
-from fastcar_compile.codegen.hls.design.spec import DraftSpec, LinearSpec, MlpSpec, StepSpec
+from fastcar_compile.codegen.hls.design.spec import DraftSpec, LinearSpec, StepSpec
 from fastcar_compile.codegen.hls.model.gate import TAS, GateModel
 from fastcar_compile.codegen.hls.model.shapes import DecoderShape, shape_of_sections
 from fastcar_compile.codegen.hls.step_program.program import StepProgram, read_program

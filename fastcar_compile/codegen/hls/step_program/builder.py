@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeVar
 
+from fastcar_compile.artifact.engine import Product, float_words
 from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.control_table.table import MAX_INSTRUCTIONS, DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.product import Product, float_words
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout, Sizes
 from fastcar_compile.codegen.hls.step_program.instructions import LANES, Place

@@ -1,12 +1,18 @@
-"""One matrix product on the engine: how it is cut into tiles, and its weight stream."""
+"""The engine as the manifest stores it: what the board has for it, its MLP, its matrix products in tiles."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil, gcd
+from operator import add
+from typing import ClassVar
 
-from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD
-from fastcar_compile.config.formats import GROUP
+from pydantic import ConfigDict
+
+from fastcar_compile.config.formats import ACCELERATED, GROUP, QUANT_FORMATS
+
+FLOATS_PER_WORD = 4
+"""float32 values in a memory word of 128 bits; every head of q and k begins a word."""
 
 WORD_BITS, WORD_BYTES = 128, 16
 
@@ -15,6 +21,115 @@ PRODUCTS_PER_SUM = 8
 
 SECTION_WORDS = 256
 """A port's section of a weight stream starts at a multiple of 4 KiB, which no AXI burst may cross."""
+
+WEIGHT_BITS = {name: QUANT_FORMATS[name].weight_bits for name in ACCELERATED}
+
+_STRICT = ConfigDict(extra="forbid")
+
+_NAMES = {"silu": "SwiGLU", "gelu": "GeGLU", "gelu_tanh": "GeGLU (tanh)", "relu": "ReGLU", "relu2": "squared ReGLU"}
+"""Titles of gated MLPs."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counts of LUT, FF, DSP slices, BRAM36 and URAM blocks."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    lut: int = 0
+    ff: int = 0
+    dsp: int = 0
+    bram36: int = 0
+    uram: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        """Return what two parts take together."""
+        return Usage(*map(add, vars(self).values(), vars(other).values()))
+
+    def __mul__(self, count: int) -> Usage:
+        """Return what so many of it take."""
+        return Usage(*(count * used for used in vars(self).values()))
+
+    def over(self, budget: BoardBudget) -> list[str]:
+        """Return one text per resource whose use is above the budget."""
+        pairs = {name: (used, getattr(budget, name)) for name, used in vars(self).items()}
+        return [f"{name.upper()} {used} of {limit}" for name, (used, limit) in pairs.items() if used > limit]
+
+
+@dataclass(frozen=True)
+class BoardBudget:
+    """What a design may use of a board; counts are after utilisation limits.
+
+    Args:
+        part: vendor part name.
+        clock_mhz: fabric clock, MHz.
+        lut: look-up tables.
+        ff: flip-flops.
+        dsp: DSP slices.
+        bram36: 36 Kib block RAMs.
+        uram: 288 Kib blocks; the engine does not need them.
+        axi_ports: memory ports from the fabric.
+        axi_bits: data bits of one port.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    part: str
+    clock_mhz: float
+    lut: int
+    ff: int
+    dsp: int
+    bram36: int
+    uram: int
+    axi_ports: int
+    axi_bits: int = 128
+
+    @property
+    def axi_words(self) -> int:
+        """128-bit words of one port's beat that the engine takes: 1, 2 or 4."""
+        # A port of 128 bits carries one word; a narrower one is refused in `designs`.
+        return max(words for words in (1, 2, 4) if words == 1 or words * 128 <= self.axi_bits)
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """The MLP of one decoder layer, as the accelerator sees it.
+
+    Args:
+        hidden: H, inputs and outputs of the MLP.
+        intermediate: I, outputs of gate and up.
+        batch: B, rows per call, at most 32.
+        layers: decoder layers that share the engine.
+        cores: C, compute cores that the rows are spread over.
+        activation: name of the nonlinearity, one of `ACTIVATIONS` of design/spec.py.
+        gated: the MLP is down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
+        quant: "w8a8" or "w4a8".
+        up_bias: gate or up has a bias. down_bias: down has one.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    hidden: int
+    intermediate: int
+    batch: int
+    layers: int
+    cores: int
+    activation: str = "silu"
+    gated: bool = True
+    quant: str = "w8a8"
+    up_bias: bool = False
+    down_bias: bool = False
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of one weight in the stream."""
+        return WEIGHT_BITS[self.quant]
+
+    @property
+    def title(self) -> str:
+        """What the kernel computes, for readers."""
+        kind = _NAMES[self.activation] if self.gated else f"plain {self.activation}"
+        return f"{self.quant} {kind} MLP"
 
 
 @dataclass(frozen=True)
@@ -30,6 +145,8 @@ class Product:
         bits: of a weight, 8 or 4; 4: float16 scales for groups of 128 inputs.
         bias: whether a tile has float32 biases.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     inputs: int
     channels: int
@@ -121,6 +238,8 @@ class DraftProducts:
         first: neurons, as in an MLP's first product, then linear features. outer: its inputs are both.
         neurons, rank: of the draft.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     first: Product
     outer: Product
