@@ -29,7 +29,6 @@ from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS
 from fastcar_compile.codegen.hls.model.engine import Engine
-from fastcar_compile.codegen.hls.model.shapes import LinearShape
 from fastcar_compile.codegen.hls.project import table_of_sizes
 from fastcar_compile.config.targets import load_target
 
@@ -125,8 +124,8 @@ def measure(case: Case, builder: Builder) -> list[Row]:
     name = f"{case.board}_{case.decoder}_{case.quant}_{case.rows}_{made.axi_words}".replace(" ", "_")
     # A whole MLP takes longer than its build.
     bench, found = EngineBench(made, replace(builder, optimise="-O1"), name), []
-    mlp = [LinearShape("", product.inputs, product.channels) for product in (made.gate_up, made.down)]
-    for what, *shapes in (*((own[0], LinearShape(*own)) for own in case.linears), ("MLP", *mlp)):
+    mlp = [LinearSpec("", product.inputs, product.channels) for product in (made.gate_up, made.down)]
+    for what, *shapes in (*((own[0], LinearSpec(*own)) for own in case.linears), ("MLP", *mlp)):
         call = engine.array_call(shapes, made.load(case.rows))
         parts = [part.seconds for part in engine.parts(call) if part.unit != "drs"]
         x = rng.normal(size=(case.rows, shapes[0].inputs)).astype(np.float32)

@@ -8,8 +8,9 @@ from manifests import decoder_config, layer_part, sections
 
 from fastcar_compile.artifact.explain import explain, own_windows
 from fastcar_compile.artifact.sections import LayersSection
+from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.model import available_shapes, load_shape
-from fastcar_compile.codegen.hls.model.shapes import LinearShape, shape_of_sections
+from fastcar_compile.codegen.hls.model.shapes import shape_of_sections
 from fastcar_compile.codegen.hls.model.workload import workload_of_sections
 from fastcar_compile.errors import UserError
 from fastcar_compile.ir.types import LayerSite
@@ -34,7 +35,7 @@ def test_mlp_share_of_a_llama2_block() -> None:
 
 
 def test_bytes_of_a_linear() -> None:
-    linear = LinearShape("x", 130, 3)
+    linear = LinearSpec("x", 130, 3)
     assert linear.weight_bytes("none") == 4 * 390
     assert linear.weight_bytes("w8a8") == 3 * (144 + 4)
     assert linear.weight_bytes("w4a8") == 3 * 2 * (64 + 2)

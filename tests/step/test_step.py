@@ -10,9 +10,8 @@ import pytest
 
 from fastcar_compile.codegen.hls.control_table.table import Status
 from fastcar_compile.codegen.hls.design.loops import tile_loops
-from fastcar_compile.codegen.hls.design.spec import DraftSpec
+from fastcar_compile.codegen.hls.design.spec import DraftSpec, LinearSpec
 from fastcar_compile.codegen.hls.model.engine import Engine, EngineCall
-from fastcar_compile.codegen.hls.model.shapes import LinearShape
 from fastcar_compile.codegen.hls.step_program.instructions import (
     Attend,
     Decide,
@@ -123,11 +122,11 @@ def test_a_decoder_decodes_alike(kernel: Kernel, gate: str) -> None:
 def requests(made: Decoder, engine: Engine, rows: Rows, decided: dict[int, Array]) -> Iterator[EngineCall]:
     """The array's requests of a launch, as the estimate has them."""
     spec, design = made.made.mlp, made.made
-    mlp = LinearShape("", HIDDEN, 2 * spec.intermediate), LinearShape("", spec.intermediate, HIDDEN)
+    mlp = LinearSpec("", HIDDEN, 2 * spec.intermediate), LinearSpec("", spec.intermediate, HIDDEN)
     for one in made.program.instructions:
         computing = decided[one.layer] if rows.deciding.any() and one.layer in decided else rows.active
         if isinstance(one, Linear):
-            shape = LinearShape("", one.inputs, one.channels)
+            shape = LinearSpec("", one.inputs, one.channels)
             yield engine.array_call([shape], design.load(int(rows.active.sum())), on_chip=True)
         elif isinstance(one, Mlp):
             yield engine.array_call(mlp, design.load(int(computing.sum())), on_chip=True)

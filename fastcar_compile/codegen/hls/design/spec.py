@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fastcar_compile.artifact.engine import WORD_BYTES, DraftProducts, MlpSpec, Product, float_words
 from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout
-from fastcar_compile.config.formats import ACCELERATED
+from fastcar_compile.config.formats import ACCELERATED, quant_format
 from fastcar_compile.errors import CompileError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
@@ -61,6 +61,15 @@ class LinearSpec:
     inputs: int
     channels: int
     biased: bool = False
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates for one row."""
+        return self.inputs * self.channels
+
+    def weight_bytes(self, quant: str) -> int:
+        """Return the bytes read once per call: weights and scales, padded as in the weight stream."""
+        return quant_format(quant).linear_bytes(self.channels, self.inputs)
 
     def product(self, ports: int, bits: int) -> Product:
         """Return the product, not cut yet."""

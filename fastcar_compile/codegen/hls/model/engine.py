@@ -16,7 +16,6 @@ from fastcar_compile.codegen.hls.design.memory import memory_rate, timing_of
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork, Repeated, attend_loops
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, READS, STEP_FIFO_WORDS
-from fastcar_compile.codegen.hls.model.shapes import LinearShape
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import count_text
 
@@ -242,7 +241,7 @@ class Engine:
         return loops.Load(rows, passes, self.cores, self.design.scale_rows)
 
     def array_call(
-        self, linears: Sequence[LinearShape], load: loops.Load, *, on_chip: bool = False, stays: bool = False
+        self, linears: Sequence[LinearSpec], load: loops.Load, *, on_chip: bool = False, stays: bool = False
     ) -> EngineCall:
         """Return one start for a linear or for the two of an MLP: the controller only places the rows.
 
@@ -272,11 +271,10 @@ class Engine:
             self._known[call] = self.parts(call)
         return self._known[call]
 
-    def _product(self, linear: LinearShape) -> Product:
+    def _product(self, linear: LinearSpec) -> Product:
         """Return how this engine computes a linear: as it is emitted, else with the tiles that its buffers hold."""
         own = {(p.inputs, p.channels): p for p in self.design.products}
-        fitted = LinearSpec(linear.name, linear.inputs, linear.outputs)
-        return own.get((linear.inputs, linear.outputs)) or self.design.fit(fitted)
+        return own.get((linear.inputs, linear.channels)) or self.design.fit(linear)
 
     def parts(self, call: Call) -> tuple[CallPart, ...]:
         """Return the spans of a call."""

@@ -2,36 +2,17 @@
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from math import ceil
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fastcar_compile.config.formats import quant_format
+from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.errors import InputError, UserError
 from fastcar_compile.gates.draft import DraftSize
 from fastcar_compile.ir.types import DecoderConfig, LayerSite
 from fastcar_compile.support import limits
-
-
-@dataclass(frozen=True)
-class LinearShape:
-    """One matrix product y = W x: `inputs` K, `outputs` N."""
-
-    name: str
-    inputs: int
-    outputs: int
-
-    @property
-    def macs(self) -> int:
-        """Multiply-accumulates for one row."""
-        return self.inputs * self.outputs
-
-    def weight_bytes(self, quant: str) -> int:
-        """Return the bytes read once per call: weights and scales, padded as in the weight stream."""
-        return quant_format(quant).linear_bytes(self.outputs, self.inputs)
 
 
 class DecoderShape(BaseModel):
@@ -64,17 +45,17 @@ class DecoderShape(BaseModel):
     source: str
 
     @property
-    def attention_linears(self) -> tuple[LinearShape, LinearShape]:
+    def attention_linears(self) -> tuple[LinearSpec, LinearSpec]:
         """q, k and v as one product (they share their input), then o."""
         width = self.heads * self.head_dim
-        qkv = LinearShape("qkv", self.hidden, width + 2 * self.kv_heads * self.head_dim)
-        return qkv, LinearShape("o", width, self.hidden)
+        qkv = LinearSpec("qkv", self.hidden, width + 2 * self.kv_heads * self.head_dim)
+        return qkv, LinearSpec("o", width, self.hidden)
 
     @property
-    def mlp_linears(self) -> tuple[LinearShape, LinearShape]:
+    def mlp_linears(self) -> tuple[LinearSpec, LinearSpec]:
         """Gate and up as one product, then down."""
-        first = LinearShape("gate_up", self.hidden, self.intermediate * (2 if self.gated else 1))
-        return first, LinearShape("down", self.intermediate, self.hidden)
+        first = LinearSpec("gate_up", self.hidden, self.intermediate * (2 if self.gated else 1))
+        return first, LinearSpec("down", self.intermediate, self.hidden)
 
     def drafts(self, share: float) -> tuple[DraftSize, ...]:
         """Return drafts of all layers with about this share of an MLP's weights, sized as `fastcar fit-draft` does; () for 0.
@@ -91,10 +72,10 @@ class DecoderShape(BaseModel):
             raise InputError(f"a draft with {share} of the MLP's weights is no smaller than the MLP", hint="give less")
         return (size,) * self.layers
 
-    def draft_linears(self, size: DraftSize) -> tuple[LinearShape, LinearShape]:
+    def draft_linears(self, size: DraftSize) -> tuple[LinearSpec, LinearSpec]:
         """Return the two products of a draft: its neurons and linear features, then its output."""
-        first = LinearShape("draft", self.hidden, size.neurons * (2 if self.gated else 1) + size.rank)
-        return first, LinearShape("outer", size.neurons + size.rank, self.hidden)
+        first = LinearSpec("draft", self.hidden, size.neurons * (2 if self.gated else 1) + size.rank)
+        return first, LinearSpec("outer", size.neurons + size.rank, self.hidden)
 
     @property
     def unit(self) -> str:
@@ -102,9 +83,9 @@ class DecoderShape(BaseModel):
         return "token" if self.vocab else "backbone position"
 
     @property
-    def head(self) -> LinearShape | None:
+    def head(self) -> LinearSpec | None:
         """The product onto the vocabulary."""
-        return LinearShape("head", self.hidden, self.vocab) if self.vocab else None
+        return LinearSpec("head", self.hidden, self.vocab) if self.vocab else None
 
     def weight_bytes(self, quant: str) -> int:
         """Return the bytes of every linear that one decode step reads; embeddings and norms are left out."""

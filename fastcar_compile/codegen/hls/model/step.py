@@ -11,10 +11,10 @@ from importlib.resources import files
 
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp
 from fastcar_compile.codegen.hls.design.loops import Load
+from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork, VectorWork, vector_loops
 from fastcar_compile.codegen.hls.model.engine import AttendCall, Call, CallPart, Engine, LoopCall
 from fastcar_compile.codegen.hls.model.gate import GateModel
-from fastcar_compile.codegen.hls.model.shapes import LinearShape
 from fastcar_compile.codegen.hls.model.workload import Workload
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK
@@ -234,7 +234,7 @@ class _Simulation:
         """Add work of the host on every row of the batch; it is in a cache, so it counts as no traffic."""
         self.step.add(name, layer, "host", self.board.host.row_seconds(moved * self.work.batch))
 
-    def _linear(self, linear: LinearShape, layer: int) -> None:
+    def _linear(self, linear: LinearSpec, layer: int) -> None:
         if self.work.offload != "mlp":
             self._call(linear.name, layer, self.board.engine.array_call([linear], self.board.every))
             return
@@ -343,11 +343,11 @@ class ProgramTimes:
             case _:
                 return self._vector(instruction, load)
 
-    def _linear(self, instruction: step.Linear) -> LinearShape:
-        names = {(x.inputs, x.outputs): x.name for x in self.board.work.shape.attention_linears}
+    def _linear(self, instruction: step.Linear) -> LinearSpec:
+        names = {(x.inputs, x.channels): x.name for x in self.board.work.shape.attention_linears}
         size = instruction.inputs, instruction.channels
         name = "head" if instruction.target is Place.OUTPUT else names.get(size, "linear")
-        return LinearShape(name, *size)
+        return LinearSpec(name, *size)
 
     def _attend(self, instruction: step.Attend, filled: int) -> AttendWork:
         queries = instruction.heads // instruction.key_heads

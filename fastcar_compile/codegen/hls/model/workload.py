@@ -137,9 +137,8 @@ class Workload:
         if self.offload == "mlp":
             return []
         shape, layers = self.shape, range(self.shape.layers)
-        named = ((f"layer_{n}.{x.name}", x) for n in layers for x in shape.attention_linears)
-        specs = [LinearSpec(name, x.inputs, x.outputs) for name, x in named]
-        return specs + ([LinearSpec("head", shape.head.inputs, shape.head.outputs)] if shape.head else [])
+        specs = [replace(x, name=f"layer_{n}.{x.name}") for n in layers for x in shape.attention_linears]
+        return specs + ([shape.head] if shape.head else [])
 
     def step_spec(self) -> StepSpec | None:
         """Return the rest of a step, where the engine computes it."""
