@@ -8,9 +8,6 @@ JSON_BYTES = 64 * MIB
 GRAPH_BYTES = 256 * MIB
 """Bytes of a graph file."""
 
-JSON_DEPTH = 64
-"""Brackets inside brackets. A manifest has 10, a graph file 20."""
-
 TOML_BYTES = 1 * MIB
 """Bytes of a target file."""
 

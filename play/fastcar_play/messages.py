@@ -11,9 +11,6 @@ from fastcar_compile.support.strict_json import parse_json
 from fastcar_play import limits
 from fastcar_play.game import Beginning, Mode, Side
 
-DEPTH = 4
-"""Brackets inside brackets of a message."""
-
 
 class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -103,7 +100,7 @@ def parse_request(text: str) -> Request:
         InputError: it is none.
     """
     try:
-        value = parse_json(text.encode("utf-8", "replace"), size=limits.MESSAGE_BYTES, depth=DEPTH)
+        value = parse_json(text.encode("utf-8", "replace"), size=limits.MESSAGE_BYTES)
         return _REQUEST.validate_python(value)
     except ValidationError as error:
         lines = "; ".join(describe_validation(error))

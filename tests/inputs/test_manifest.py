@@ -177,13 +177,10 @@ def test_no_manifest_at_all(content: bytes) -> None:
     refused(content)
 
 
-def test_a_key_twice_is_refused() -> None:
-    assert "is given twice" in refused(BYTES.replace(b'"checksum"', b'"schema_version"'))
-
-
 def test_another_form_is_refused() -> None:
     assert "damaged" in refused(json.dumps(DATA).encode())
     assert "damaged" in refused(BYTES + b"\n")
+    assert "damaged" in refused(BYTES.replace(b'"replay": 0.5', b'"replay": 1e999'))
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
