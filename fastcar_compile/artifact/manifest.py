@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fastcar_compile.artifact import sections
 from fastcar_compile.artifact.accelerator_section import AcceleratorSection
 from fastcar_compile.artifact.digest import FileEntry
-from fastcar_compile.artifact.layout import EMBEDDED
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import KV_TYPES
@@ -137,15 +136,6 @@ def producer_versions() -> dict[str, str]:
 # Checks that the sections agree with each other; the type of a section checks it alone.
 
 
-_FEEDS = frozenset({"tokens", "inputs_embeds", "position", "step", "spans", "thresholds"})
-"""Inputs that a session gives to a program besides the state."""
-
-_RESULTS = frozenset({"logits", "decisions", "scores"})
-"""Results that a program gives besides the state."""
-
-_CONTEXT, _EMBED = "context", "embed"
-"""Names of the programs that read the context of cross-attention, with inputs of its own, and the embedding."""
-
 _PAST = {
     StateRole.MLP_CACHE: ("tokens_per_frame", "batch_size", "hidden_size"),
     StateRole.GATE_CACHE: ("tokens_per_frame", "batch_size"),
@@ -162,7 +152,7 @@ def inconsistencies(manifest: Manifest) -> list[str]:
     problems = list(_sizes(manifest.decoder.config))
     if problems:
         return problems  # the other checks rely on the sizes
-    checks = (_options, _layers, _state, _names, _programs, _files, _thresholds, _accelerator)
+    checks = (_options, _layers, _state, _thresholds)
     return [problem for check in checks for problem in check(manifest)]
 
 
@@ -241,47 +231,6 @@ def _state(manifest: Manifest) -> Iterator[str]:
         yield "the states are larger than any machine's memory"
 
 
-def _names(manifest: Manifest) -> Iterator[str]:
-    decoder = manifest.decoder
-    states = {state.name for state in decoder.state}
-    yield from _unknown("decoder.inputs", decoder.inputs, states | _FEEDS)
-    yield from _unknown("decoder.outputs", decoder.outputs, states | _RESULTS)
-    yield from _unknown("decoder.prefill_outputs", decoder.prefill_outputs, states | _RESULTS)
-    needed = {decoder.config.input_name, "position"}
-    if lacking := sorted(needed - set(decoder.inputs)):
-        yield f"decoder.inputs lacks {', '.join(lacking)}"
-    if "logits" not in decoder.outputs:
-        yield "decoder.outputs lacks logits"
-
-
-def _programs(manifest: Manifest) -> Iterator[str]:
-    """Check the library of every CPU, and the names of its programs."""
-    host, states = manifest.host, {state.name for state in manifest.decoder.state}
-    groups = {variant.instruction_set: variant.programs for variant in host.variants}
-    groups |= {} if host.board is None else {host.board.cpu: host.board.programs}
-    for cpu, programs in groups.items():
-        yield from _not_a_file(manifest, f"library for {cpu}", programs.library)
-        for name, program in programs.named().items():
-            where = f"program {name} for {cpu}"
-            if name != _CONTEXT:
-                yield from _unknown(f"{where}, inputs", program.inputs, states | _FEEDS)
-            results = {EMBEDDED} if name == _EMBED else states | _RESULTS
-            yield from _unknown(f"{where}, outputs", program.outputs, results)
-            yield from (f"{where} has the parameter {param!r} twice" for param in _twice(program.params))
-
-
-def _files(manifest: Manifest) -> Iterator[str]:
-    if len(manifest.files) > limits.MANIFEST_FILES:
-        yield f"{len(manifest.files)} files are more than {limits.MANIFEST_FILES}"
-    if manifest.onnx is not None:
-        for name, value in manifest.onnx:
-            if isinstance(value, str):
-                yield from _not_a_file(manifest, f"onnx.{name}", value)
-    if manifest.accelerator is not None:
-        yield from _not_a_file(manifest, "accelerator.weights", manifest.accelerator.weights)
-        yield from _not_a_file(manifest, "accelerator.table", manifest.accelerator.table)
-
-
 def _thresholds(manifest: Manifest) -> Iterator[str]:
     gates = {gate for gate in manifest.layers.gates if gate is not None}
     if len(gates) > 1:
@@ -293,54 +242,6 @@ def _thresholds(manifest: Manifest) -> Iterator[str]:
             manifest.thresholds.check(manifest.layers.gates, "")
         except ArtifactError as error:
             yield error.what
-
-
-def _accelerator(manifest: Manifest) -> Iterator[str]:
-    section, config = manifest.accelerator, manifest.decoder.config
-    if section is None:
-        return
-    spec, layers = section.design.spec, manifest.layers.layers
-    sizes = {"batch": config.decode_rows, "layers": config.num_layers}
-    if layers:
-        sizes |= {"hidden": layers[0].mlp.hidden, "intermediate": layers[0].mlp.intermediate}
-    for name, size in sizes.items():
-        if getattr(spec, name) != size:
-            yield f"accelerator.design.spec.{name} is {getattr(spec, name)}, the decoder has {size}"
-    gated = {layer.layer for layer in layers if layer.replay is not None}
-    if set(section.controller.gated_layers) - gated:
-        yield "accelerator.controller.gated_layers names a layer that has no gate"
-    yield from (f"two kernels have the name {name!r}" for name in _twice(kernel.name for kernel in section.kernels))
-    for part in section.linears:
-        if part.layer is not None and not 0 <= part.layer < config.num_layers:
-            yield f"accelerator linear {part.name} is of layer {part.layer} of {config.num_layers}"
-    yield from _step(manifest, section)
-
-
-def _step(manifest: Manifest, section: AcceleratorSection) -> Iterator[str]:
-    """Check a whole decode step on the accelerator."""
-    if (section.step is not None) != (section.offload == "all"):
-        yield f"accelerator.offload is {section.offload!r}, but accelerator.step says otherwise"
-    if section.step is None:
-        return
-    states = {state.name for state in manifest.decoder.state}
-    if states != set(section.step.states):
-        yield "accelerator.step.states are not the states of the decoder"
-    if not all(0 <= word <= limits.SIZE for word in section.step.states.values()):
-        yield "accelerator.step.states are at impossible places"
-    for kernel in section.kernels:
-        if not kernel.weights() or len(kernel.weights()) != len(kernel.caches()):
-            yield f"kernel {kernel.name} has {len(kernel.weights())} weight ports and {len(kernel.caches())} for caches"
-
-
-def _unknown(where: str, names: Iterable[str], known: set[str] | frozenset[str]) -> Iterator[str]:
-    given = list(names)
-    yield from (f"{where}: there is no {name!r}" for name in given if name not in known)
-    yield from (f"{where}: {name!r} is there twice" for name in _twice(given))
-
-
-def _not_a_file(manifest: Manifest, where: str, name: str) -> Iterator[str]:
-    if name not in manifest.files:
-        yield f"{where}: {name!r} is not a file of the artifact"
 
 
 def _twice(names: Iterable[str]) -> list[str]:

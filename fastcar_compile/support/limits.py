@@ -26,9 +26,6 @@ INDEX_BYTES = 64 * MIB
 TEXT_ERROR = 300
 """Characters of a foreign text, or of a value from a file, that an error repeats."""
 
-MANIFEST_FILES = 20_000
-"""Files of one artifact."""
-
 FILE_NAME = 512
 """Characters of the name of an artifact's file."""
 
