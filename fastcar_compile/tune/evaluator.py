@@ -2,15 +2,12 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fastcar_compile.errors import InputError, count_text
-from fastcar_compile.gates import Gate
 from fastcar_compile.gates.base import Rotary
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_drafts import drafts_of, spared_of
@@ -18,8 +15,6 @@ from fastcar_compile.support.machine import at_once
 from fastcar_compile.tune.attention import Attend, MaskedAttention
 from fastcar_compile.tune.rule import Details, Measurement, Rules, Stages, counts
 from fastcar_compile.tune.slices import KEPT_BYTES, Reading, Slice, Sums, Thresholds, Tokens, What, slices_of
-
-R = TypeVar("R")
 
 SMALL = 1 << 26
 """Multiplications of a projection below which threads wait for each other longer than they compute."""
@@ -139,11 +134,19 @@ class Evaluator:
         return self._slices[index].answer(thresholds, what)
 
     def _answers(self, thresholds: Sequence[float | None], what: What) -> list[Any]:
-        """Return the answers of all slices, in order."""
-        vector = tuple(thresholds)
-        if self._ask is None:
-            return self._each(lambda part: part.answer(vector, what))
-        return list(self._ask(len(self._slices), vector, what, self._threads()))
+        """Return the answers of all slices, in order: by other processes, or by as many threads as PyTorch has."""
+        vector, own = tuple(thresholds), self._threads()
+        if self._ask is not None:
+            return list(self._ask(len(self._slices), vector, what, own))
+        threads = torch.get_num_threads()
+        workers = min(threads // own, len(self._slices))
+        torch.set_num_threads(own)
+        try:
+            if workers > 1:
+                return at_once(lambda part: part.answer(vector, what), self._slices, workers)
+            return [part.answer(vector, what) for part in self._slices]
+        finally:
+            torch.set_num_threads(threads)
 
     def _threads(self) -> int:
         """Return the number of PyTorch's threads that compute a slice: one where operators are SMALL, else all."""
@@ -151,29 +154,7 @@ class Evaluator:
         small = config.batch_size * config.prefill_chunk * config.hidden_size**2 < SMALL
         return 1 if small else torch.get_num_threads()
 
-    def _each(self, run: Callable[[Slice], R]) -> list[R]:
-        """Return `run` of every slice, in order, by as many threads as PyTorch has."""
-        threads, own = torch.get_num_threads(), self._threads()
-        workers = min(threads // own, len(self._slices))
-        torch.set_num_threads(own)
-        try:
-            return at_once(run, self._slices, workers) if workers > 1 else [run(part) for part in self._slices]
-        finally:
-            torch.set_num_threads(threads)
-
     @property
     def rotary(self) -> Rotary:
         """What is rotated where a gate compares the query with a key: alike in all layers."""
         return "key" if any(gate.rotary == "key" for gate in self._rules.gates) else "both"
-
-    def set_gate(self, layer: int, gate: Gate) -> None:
-        """Replace the gate of one layer. Its decisions and later layers will be computed again."""
-        assert self._ask is None, "other processes have the gates of the job"
-        gates = self._rules.gates
-        self._rules = replace(self._rules, gates=(*gates[:layer], gate, *gates[layer + 1 :]))
-        for part in self._slices:
-            part.set_rules(self._rules, layer)
-
-    def scores(self, layer: int) -> Tensor:
-        """Return the scores of the forwards t >= F, float32 [n], with this layer and the earlier ones closed."""
-        return torch.cat(self._each(lambda part: part.scores(layer)))

@@ -250,7 +250,7 @@ class LayerRule:
         threshold: float | None,
         draft: DraftBranch | None = None,
     ) -> None:
-        self._config, self._layer, self._scale, self._draft = config, layer, scale, draft
+        self._config, self._rules, self._layer, self._scale, self._draft = config, rules, layer, scale, draft
         self._gate = rules.gates[layer]
         longest = -1 if rules.max_chain is None else rules.max_chain
         at_most, refresh = self._gate.comparison is Comparison.AT_MOST, rules.refresh_every or 0
@@ -263,9 +263,9 @@ class LayerRule:
         self.scores: list[Tensor] = []
         self.replayed: list[Tensor] = []
 
-    def continued(self, rules: Rules, threshold: float | None) -> LayerRule:
-        """Return the rule with other gates and another threshold, where this one stands. Nothing has replayed yet."""
-        after = LayerRule(self._config, rules, self._layer, self._scale, threshold, self._draft)
+    def continued(self, threshold: float | None) -> LayerRule:
+        """Return the rule with another threshold, where this one stands. Nothing has replayed yet."""
+        after = LayerRule(self._config, self._rules, self._layer, self._scale, threshold, self._draft)
         after._outputs, after._inputs = self._outputs.clone(), self._inputs.clone()
         after.replayed = list(self.replayed)
         return after

@@ -6,7 +6,7 @@ one frame, so no cache slot occurs twice in it.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Generic, Literal, TypeVar
@@ -51,11 +51,6 @@ class Kept(Generic[T]):
         self._values.move_to_end(key)
         while len(self._values) > 1 and sum(size for _, size in self._values.values()) > self.limit:
             self._values.popitem(last=False)
-
-    def drop(self, gone: Callable[[Key], bool]) -> None:
-        """Forget the values of keys for which `gone` holds."""
-        for key in [key for key in self._values if gone(key)]:
-            del self._values[key]
 
 
 KEPT_BYTES = 1 << 29
@@ -183,20 +178,6 @@ class Slice:
             self._run(thresholds)
             return self._tokens() if what == "details" else self._sums(what == "scores")
 
-    def scores(self, layer: int) -> Tensor:
-        """Return the scores of the forwards t >= F, float32 [n], with this layer and the earlier ones closed."""
-        with self._lock, torch.inference_mode():
-            self._run((None,) * (layer + 1))
-            return self._done[layer].scores[:, self._valid].flatten()
-
-    def set_rules(self, rules: Rules, layer: int) -> None:
-        """Replace the gate of one layer. Its decisions and later layers will be computed again."""
-        self._rules, self._done = rules, []
-        # A key has a threshold per layer. Longer keys include this layer's decisions, shorter ones do not.
-        self._stage_store.drop(lambda key: len(key) > layer)
-        # Values before the decisions of this layer have a key without its threshold, so they stay.
-        self._fresh_store.drop(lambda key: len(key) > layer)
-
     def _sums(self, scores: bool) -> Sums:
         frame, loss, count = self._config.tokens_per_frame, 0.0, 0
         for logits, targets in self._predictions(frame):
@@ -241,7 +222,7 @@ class Slice:
             size = sum(part.nbytes for _, part in fresh)
             if size <= self._fresh_store.limit:
                 self._fresh_store.put(earlier, fresh, size)
-        rule = opening.rule.continued(self._rules, thresholds[-1])
+        rule = opening.rule.continued(thresholds[-1])
         decoded = [self._finish(layer, number, part, rule) for number, part in fresh]
         return _Stage(opening.kept + decoded, torch.cat(rule.scores), torch.cat(rule.replayed))
 

@@ -26,7 +26,6 @@ from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.tune.calibrate import rules_of
 from fastcar_compile.tune.evaluator import Evaluator
-from fastcar_compile.tune.heads import choose_heads
 from fastcar_compile.tune.rows import with_rows
 from fastcar_compile.tune.slices import slices_of
 
@@ -233,25 +232,3 @@ def test_bad_videos(plain: DecoderProgram) -> None:
 def test_coupled_videos_are_two_halves() -> None:
     assert slices_of(4, 6, True) == ([[0, 1, 3, 4], [2, 2, 5, 5]], [[True] * 4, [True, False] * 2])
     assert slices_of(2, 3, False) == ([[0, 1], [2, 2]], [[True, True], [True, False]])
-
-
-def test_heads_are_chosen_by_the_nll_of_their_replay() -> None:
-    """Against a search by hand: the best single head or its negative, and no later head makes it worse."""
-    replay = fc.ReplayConfig(gate="tas")
-    source = rewritten(replay)
-    evaluator = Evaluator(source, videos(), rules_of(replay, LAYERS))
-    lines: list[str] = []
-    chosen = list(choose_heads(evaluator, [2, 0], lines.append))
-    assert chosen[1] == ()
-    assert len(lines) == len(chosen[0])
-
-    def nll(heads: list[tuple[int, float]]) -> float:
-        one = fc.ReplayConfig(gate="tas", heads=[heads, None])
-        fresh = Evaluator(source, videos(), rules_of(one, LAYERS))
-        scores = fresh.measure([None, None]).scores[0].sort().values
-        return fresh.measure([float(scores[round(0.4 * len(scores)) - 1]), None]).nll
-
-    singles = {(h, s): nll([(h, s)]) for h in range(2) for s in (1.0, -1.0)}
-    assert chosen[0][0] == min(singles, key=singles.__getitem__)
-    steps = [nll(list(chosen[0][:count])) for count in range(1, len(chosen[0]) + 1)]
-    assert steps == sorted(steps, reverse=True)
