@@ -34,7 +34,7 @@ def write_page(artifact: fc.Artifact, stage: Stage, folder: Path) -> dict[str, i
         raise InputError("the artifact has no library for WebAssembly", where=str(artifact.path), hint=hint)
     if folder.is_dir() and any(folder.iterdir()):
         raise InputError("the folder of the page has files", where=str(folder), hint="give a new folder")
-    from fastcar_compile.codegen.tvm.onnx_library import write_onnx_library
+    from fastcar_play.onnx_library import write_onnx_library
 
     folder.mkdir(parents=True, exist_ok=True)
     for name in {*ASSETS, *ONLY_HERE} - {"connection.js"}:

@@ -21,9 +21,9 @@ from typer.testing import CliRunner, Result
 
 import fastcar_compile as fc
 from fastcar_compile.cli.commands import app
-from fastcar_compile.codegen.tvm.onnx_library import write_onnx_library
 from fastcar_compile.errors import CompileError
 from fastcar_play.lockstep import RecordedGame, load_game, verify
+from fastcar_play.onnx_library import write_onnx_library
 from fastcar_play.pixels import Pixels
 from fastcar_play.world import World, load_world
 
