@@ -213,22 +213,3 @@ def attention(query: Floats, keys: Bytes, values: Bytes, visible: Flags, factor:
         y = weighted_values(weights, np.where(seen[:, None], values, np.int8(0)), dim) * inverse
     unknown = (values[seen, dim:] == NOT_A_NUMBER).any(0)
     return np.where(np.repeat(unknown, BLOCK)[:dim], np.float32(np.nan), y)
-
-
-def visible_rows(rows: int, position: int, window: tuple[int, int, int] | None = None) -> Flags:
-    """Return which of the rows of a cache the token at `position` sees, bool [rows]; its own is the newest written.
-
-    Args:
-        window: of a ring cache: sinks, window, and the position that was written last. The ring is the rows behind the
-            sinks. None: a cache of all positions.
-    """
-    row = np.arange(rows)
-    if window is None:
-        return row <= position
-    sinks, size, newest = window
-    ring = rows - sinks
-    # Row sinks + (newest - sinks) % ring holds the newest position. A row k places behind it is k positions older.
-    held = np.where(row < sinks, row, newest - (newest - sinks - (row - sinks)) % ring)
-    # A row of the ring that was never written gets a position before the ring's first, so no window has it.
-    recent = (held >= sinks) & (held > position - size)
-    return (held <= position) & ((row < sinks) | recent)

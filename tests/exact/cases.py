@@ -39,6 +39,25 @@ def cache(kind: str, shape: tuple[int, int, int], dim: int, random: np.random.Ge
     return exact.stored_rows(values(kind, (*shape, dim), random))
 
 
+def visible_rows(rows: int, position: int, window: tuple[int, int, int] | None = None) -> Array:
+    """Return which of the rows of a cache the token at `position` sees, bool [rows]; its own is the newest written.
+
+    Args:
+        window: of a ring cache: sinks, window, and the position that was written last. The ring is the rows behind the
+            sinks. None: a cache of all positions.
+    """
+    row = np.arange(rows)
+    if window is None:
+        return row <= position
+    sinks, size, newest = window
+    ring = rows - sinks
+    # Row sinks + (newest - sinks) % ring holds the newest position. A row k places behind it is k positions older.
+    held = np.where(row < sinks, row, newest - (newest - sinks - (row - sinks)) % ring)
+    # A row of the ring that was never written gets a position before the ring's first, so no window has it.
+    recent = (held >= sinks) & (held > position - size)
+    return (held <= position) & ((row < sinks) | recent)
+
+
 def attended(
     query: Array, keys: Array, rows: Array, position: int, scale: float, window: tuple[int, int] | None = None
 ) -> Array:
@@ -48,7 +67,7 @@ def attended(
     y, factor = np.empty_like(query), exact.logit_factor(scale)
     for b, h, i in np.ndindex(batch, heads, steps):
         ring = None if window is None else (*window, newest)
-        visible = exact.visible_rows(size, position + i, ring)
+        visible = visible_rows(size, position + i, ring)
         y[b, h, i] = exact.attention(query[b, h, i], keys[b, h // group], rows[b, h // group], visible, factor)
     return y
 

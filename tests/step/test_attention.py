@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from exact.cases import visible_rows
 
 from fastcar_compile.codegen.hls.step_program.cache_layout import CacheLayout
-from fastcar_compile.ir.exact import attention, logit_factor, numerators, stored_rows, visible_rows
+from fastcar_compile.ir.exact import attention, logit_factor, numerators, stored_rows
 from step.conftest import Cores
 from step.values import Array, assert_same, random_row
 
