@@ -60,8 +60,8 @@ def test_the_artifact_tells_what_is_offloaded(example: SimpleNamespace) -> None:
     report = json.loads((artifact.path / "report.json").read_text())
     assert report["accelerator"]["linears"] == [c.model_dump(mode="json") for c in section.linears]
     offload = offload_lines(artifact.manifest)
-    assert [line.name for line in offload] == ["MLPs of the layers", *CALLS]
-    assert offload[1].shape == "128 → 128 + 128 + 128"
+    assert [line["name"] for line in offload] == ["MLPs of the layers", *CALLS]
+    assert offload[1]["shape"] == "128 → 128 + 128 + 128"
     text = artifact.explain()
     q, k, v = (f"model.layers.1.self_attn.{name}_proj" for name in "qkv")
     assert f"offload  layer_1.qkv: {q}, {k}, {v}; 128 -> 128 + 128 + 128, one call, all rows" in text

@@ -52,7 +52,7 @@ def test_a_draft_is_fitted_compiled_and_explained(folder: Path, monkeypatch: pyt
     page = replay_page(artifact.manifest, None)
     for number, layer in draft.layers.items():
         share = layer.size.share(256, gated=True)
-        assert page.layers[number].draft == f"{layer.size}: {share:.1%} of the weights"
+        assert page["layers"][number]["draft"] == f"{layer.size}: {share:.1%} of the weights"
         line = f"draft    {layer.size.neurons} neurons, rank {layer.size.rank}: a row that replays reads {share:.1%} of"
         assert line in text
     assert "gets the draft's output, and what is left of that of" in text

@@ -5,17 +5,16 @@ import re
 from typing import Any
 
 from fastcar_compile.report.page.graphs import page_graphs
-from fastcar_compile.report.page.models import PageData
 
 Json = dict[str, Any]
 
 
-def with_layers(data: PageData, before: Json, after: Json, layers: int) -> PageData:
+def with_layers(data: Json, before: Json, after: Json, layers: int) -> Json:
     """The page of `data` with copies of layer 1 in both graphs and in the table of layers."""
-    first, second = page_graphs(grown(before, layers), grown(after, layers))
-    lines = [data.replay.layers[min(n, 1)].model_copy(update={"layer": n}) for n in range(layers)]
-    replay = data.replay.model_copy(update={"layers": tuple(lines)})
-    return data.model_copy(update={"before": first, "after": second, "replay": replay})
+    graphs = zip(("before", "after"), page_graphs(grown(before, layers), grown(after, layers)), strict=True)
+    lines = [data["replay"]["layers"][min(n, 1)] | {"layer": n} for n in range(layers)]
+    changed = {name: graph.model_dump(mode="json", exclude_defaults=True) for name, graph in graphs}
+    return data | changed | {"replay": data["replay"] | {"layers": lines}}
 
 
 def grown(data: Json, layers: int) -> Json:

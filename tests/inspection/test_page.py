@@ -140,6 +140,6 @@ def test_heat_map() -> None:
     decisions[4:8, 0] = True
     decisions[8, 1, 0] = True
     heat = heat_map(decisions, 4)
-    assert heat.frames == ((0.0, 1.0, 0.0), (0.0, 0.0, 0.25))
-    assert heat.tokens == ((0.5, 0.5, 1.0, 1.0), (0.25, 0.0, 0.0, 0.0))
-    assert heat.total == pytest.approx(9 / 24, abs=1e-4)
+    assert heat["frames"] == [[0.0, 1.0, 0.0], [0.0, 0.0, 0.25]]
+    assert heat["tokens"] == [[0.5, 0.5, 1.0, 1.0], [0.25, 0.0, 0.0, 0.0]]
+    assert heat["total"] == pytest.approx(9 / 24, abs=1e-4)

@@ -260,7 +260,7 @@ def test_the_page_predicts_a_decode_step_of_all_rows(artifacts: dict[str, fc.Art
     session = artifacts["exact"].session("cpu", record=True)
     session.generate(prompt(), 2 * FRAME - LEAD, wavefront=fc.Wavefront(GRID, 1, LEAD))
     recorded, stored = session.stats.decisions, StoredArtifact(artifacts["exact"].path)
-    facts = {fact.label: fact.value for fact in speed_page(stored, recorded).facts}
+    facts = {fact["label"]: fact["value"] for fact in speed_page(stored, recorded)["facts"]}
     assert facts["workload"].startswith("w8a8, 2 videos of 4 rows with a position each, attention reads")
     assert facts["replay"].endswith("of all MLPs (drawn for the shares of the recorded decisions)")
     assert abs(float(facts["replay"].partition("%")[0]) / 100 - recorded.mean()) < 0.01

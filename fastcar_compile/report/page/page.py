@@ -19,7 +19,7 @@ from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.report.page.graphs import page_graphs, prefill_graphs
 from fastcar_compile.report.page.memory import memory_page
-from fastcar_compile.report.page.models import Fact, FileLine, PageData, PageGraph, PassLine, facts_of
+from fastcar_compile.report.page.models import Json, PageGraph, facts_of
 from fastcar_compile.report.page.replay import Decisions, replay_page
 from fastcar_compile.report.page.speed import speed_page
 from fastcar_compile.support.values import check_kind, path_of
@@ -55,7 +55,7 @@ def inspect(artifact: StoredArtifact, path: str | Path, decisions: Decisions | N
         raise InputError(f"the page cannot be written: {error.strerror}", where=str(page)) from error
 
 
-def page_data(artifact: StoredArtifact, decisions: Decisions | None = None) -> PageData:
+def page_data(artifact: StoredArtifact, decisions: Decisions | None = None) -> Json:
     """Return the content of the page.
 
     Raises:
@@ -67,29 +67,27 @@ def page_data(artifact: StoredArtifact, decisions: Decisions | None = None) -> P
     files_of_graphs = artifact.json(GRAPH_BEFORE), artifact.json(GRAPH_AFTER)
     before, after = page_graphs(*files_of_graphs)
     prefill_before, prefill_after = prefill_graphs(*files_of_graphs) or (None, None)
-    passes = tuple(_passes(manifest, after))
+    passes = [*_passes(manifest, after)]
     graphs = [graph for graph in (before, after, prefill_before, prefill_after) if graph is not None]
-    keys = {n.reason for graph in graphs for n in graph.nodes} | {line.name for line in passes}
+    keys = {n.reason for graph in graphs for n in graph.nodes} | {line["name"] for line in passes}
     # The linker's configuration; an artifact without kernels has none.
     link = artifact.files.data(LINK).decode("utf-8") if LINK in manifest.files else ""
     layer_of = {node.op: node.layer for node in after.nodes if node.kind == "weight"}
-    return PageData(
-        name=artifact.path.resolve().name,
-        facts=tuple(_facts(manifest)),
-        passes=passes,
-        before=before,
-        after=after,
-        prefill_before=prefill_before,
-        prefill_after=prefill_after,
-        reasons={key: manifest.pipeline.reason(*key.split(":", 1)) for key in sorted(keys - {""})},
-        replay=replay_page(manifest, decisions),
-        speed=speed_page(artifact, decisions),
-        memory=memory_page(manifest, artifact.arrays(), layer_of, link),
-        files=tuple(FileLine(name=n, bytes=f.size, sha256=f.sha256) for n, f in sorted(manifest.files.items())),
-    )
+    named = {"before": before, "after": after, "prefill_before": prefill_before, "prefill_after": prefill_after}
+    return {
+        "name": artifact.path.resolve().name,
+        "facts": _facts(manifest),
+        "passes": passes,
+        **{name: graph.model_dump(mode="json", exclude_defaults=True) for name, graph in named.items() if graph},
+        "reasons": {key: manifest.pipeline.reason(*key.split(":", 1)) for key in sorted(keys - {""})},
+        "replay": replay_page(manifest, decisions),
+        "speed": speed_page(artifact, decisions),
+        "memory": memory_page(manifest, artifact.arrays(), layer_of, link),
+        "files": [{"name": n, "bytes": f.size, "sha256": f.sha256} for n, f in sorted(manifest.files.items())],
+    }
 
 
-def page_html(data: PageData) -> str:
+def page_html(data: Json) -> str:
     """Return the page. Its policy allows the scripts and styles inside of it, and no request.
 
     Data is JSON in a block that no browser runs; `<` is escaped, so no text of a model can end the block. Half of a
@@ -99,7 +97,7 @@ def page_html(data: PageData) -> str:
     sheets = (folder / BASE, *(folder / name for name in STYLES))
     style = "\n".join(sheet.read_text("utf-8") for sheet in sheets)
     script = "\n".join((folder / name).read_text("utf-8") for name in SCRIPTS)
-    text = json.dumps(data.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     safe = re.sub("[&<>\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
     parts = {"style": style, "script": script, "style_hash": _hash(style), "script_hash": _hash(script)}
     return Template((folder / "page.html").read_text("utf-8")).substitute(parts, data=safe)
@@ -119,16 +117,17 @@ def _check(decisions: Decisions, manifest: Manifest) -> None:
         raise InputError(what, hint="record them with `fastcar run --trace` on this artifact")
 
 
-def _passes(manifest: Manifest, after: PageGraph) -> Iterator[PassLine]:
+def _passes(manifest: Manifest, after: PageGraph) -> Iterator[Json]:
+    """Yield the work of every pass; made: nodes of the rewritten graph that the pass made."""
     made = Counter(node.made_by for node in after.nodes)
     for entry in manifest.pipeline.log:
         spec, _, outcome = entry.rpartition(": ")
         name, brace, options = spec.partition("{")
         modified = outcome == "modified"
-        yield PassLine(name=name, options=brace + options, modified=modified, made=made[name], reason=name)
+        yield {"name": name, "options": brace + options, "modified": modified, "made": made[name], "reason": name}
 
 
-def _facts(manifest: Manifest) -> Iterator[Fact]:
+def _facts(manifest: Manifest) -> list[Json]:
     """Return target, sizes, numbers and versions."""
     options, config, target = manifest.options, manifest.decoder.config, manifest.target
     sparse = options.sparse_attention
@@ -156,5 +155,4 @@ def _facts(manifest: Manifest) -> Iterator[Fact]:
         },
         "written by": dict(sorted(manifest.producer.items())),
     }
-    for group, lines in rows.items():
-        yield from facts_of(lines, group)
+    return [fact for group, lines in rows.items() for fact in facts_of(lines, group)]

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.gates import gate_named
 from fastcar_compile.ir.types import LayerSite, ReplayFacts
-from fastcar_compile.report.page.models import Fact, HeatMap, LayerLine, ReplayPage, facts_of
+from fastcar_compile.report.page.models import Json, facts_of, given
 
 Decisions = NDArray[np.bool_]
 
@@ -14,17 +14,20 @@ DIGITS = 4
 """Decimals of a share on the page."""
 
 
-def replay_page(manifest: Manifest, decisions: Decisions | None) -> ReplayPage:
+def replay_page(manifest: Manifest, decisions: Decisions | None) -> Json:
     """Return every layer, the gate's facts, and the heat map of recorded decisions bool [forwards, layers, rows]."""
     stride = manifest.decoder.config.tokens_per_frame
     heat = None if decisions is None else heat_map(decisions, stride)
     measured = _measured(decisions, stride)
-    layers = tuple(_layer(manifest, part, measured) for part in manifest.layers.layers)
-    return ReplayPage(facts=_facts(manifest, heat), layers=layers, heat=heat)
+    layers = [_layer(manifest, part, measured) for part in manifest.layers.layers]
+    return {"facts": _facts(manifest, heat), "layers": layers, "heat": heat}
 
 
-def heat_map(decisions: Decisions, stride: int) -> HeatMap:
-    """Return layers x frames and layers x places of the frame. Forward t is place t mod F of frame t / F."""
+def heat_map(decisions: Decisions, stride: int) -> Json:
+    """Return the shares of the rows that replayed, layers x frames and layers x places of the frame.
+
+    Forward t is place t mod F of frame t / F. The first frame counts in no place, and not in the total.
+    """
     forwards, layers, rows = decisions.shape
     shares = decisions.mean(-1)
     frames = [shares[start : start + stride].mean(0) for start in range(0, forwards, stride)]
@@ -32,11 +35,12 @@ def heat_map(decisions: Decisions, stride: int) -> HeatMap:
     places = [later[place::stride].mean(0) for place in range(min(stride, len(later)))]
     by_frame, by_place = _by_layer(frames, layers), _by_layer(places, layers)
     total = round(float(later.mean()), DIGITS) if len(later) else None
-    return HeatMap(forwards=forwards, stride=stride, rows=rows, frames=by_frame, tokens=by_place, total=total)
+    sizes = {"forwards": forwards, "stride": stride, "rows": rows}
+    return sizes | {"frames": by_frame, "tokens": by_place, "total": total}
 
 
-def _by_layer(columns: list[NDArray[np.float64]], layers: int) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(round(float(column[layer]), DIGITS) for column in columns) for layer in range(layers))
+def _by_layer(columns: list[NDArray[np.float64]], layers: int) -> list[list[float]]:
+    return [[round(float(column[layer]), DIGITS) for column in columns] for layer in range(layers)]
 
 
 def _measured(decisions: Decisions | None, stride: int) -> list[float] | None:
@@ -46,11 +50,11 @@ def _measured(decisions: Decisions | None, stride: int) -> list[float] | None:
     return [round(float(share), DIGITS) for share in decisions[stride:].mean((0, 2))]
 
 
-def _layer(manifest: Manifest, part: LayerSite, measured: list[float] | None) -> LayerLine:
+def _layer(manifest: Manifest, part: LayerSite, measured: list[float] | None) -> Json:
     attention, mlp, replay, stored = part.attention, part.mlp, part.replay, manifest.thresholds
     heads = f"{attention.num_heads} query heads, {attention.num_kv_heads} key/value heads of {attention.head_dim}"
     kind = f"{mlp.activation}{', gated' if mlp.gated else ''}"
-    return LayerLine(
+    return given(
         layer=part.layer,
         module=part.module_path,
         source=part.source,
@@ -77,7 +81,7 @@ def _stored(replay: ReplayFacts, value: float | str | None) -> str:
     return "never replays" if value is None else _threshold(replay, float(value))
 
 
-def _facts(manifest: Manifest, heat: HeatMap | None) -> tuple[Fact, ...]:
+def _facts(manifest: Manifest, heat: Json | None) -> list[Json]:
     options, stride = manifest.options.replay, manifest.decoder.config.tokens_per_frame
     if options is None:
         return facts_of({"replay": "none: this is the dense decoder"})
@@ -99,7 +103,7 @@ def _facts(manifest: Manifest, heat: HeatMap | None) -> tuple[Fact, ...]:
         facts["calibration"] = f"{stored.goal}: {stored.replay:.1%} replay, {cost}"
         if stored.spared is not None:
             facts["calibration"] += f"; {stored.spared:.1%} of the MLPs' weights are not read, net of the drafts"
-    if heat is not None and heat.total is not None:
-        recorded = f"{heat.total:.1%} replay after the first frame; {heat.forwards} forwards, batch {heat.rows}"
-        facts["recorded"] = recorded
+    if heat is not None and heat["total"] is not None:
+        text = f"{heat['total']:.1%} replay after the first frame; {heat['forwards']} forwards, batch {heat['rows']}"
+        facts["recorded"] = text
     return facts_of(facts)

@@ -14,7 +14,7 @@ from fastcar_compile.codegen.hls.model.system import Estimate, estimate_question
 from fastcar_compile.codegen.hls.model.time_line import trace_events
 from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
 from fastcar_compile.errors import UserError, count_text
-from fastcar_compile.report.page.models import Fact, OffloadLine, SpeedPage, StepLine, facts_of
+from fastcar_compile.report.page.models import Json, facts_of, given
 from fastcar_compile.report.page.replay import Decisions
 
 
@@ -49,17 +49,17 @@ def replays_of(manifest: Manifest, recorded: Decisions | None) -> Replays:
     return Replays(np.concatenate(layers, 1), False, f"drawn for the shares of {origin}")
 
 
-def speed_page(artifact: StoredArtifact, decisions: Decisions | None) -> SpeedPage:
+def speed_page(artifact: StoredArtifact, decisions: Decisions | None) -> Json:
     """Return the prediction of `fastcar estimate` for an artifact on its own board, or why it has no prediction.
 
     Args:
         decisions: recorded decisions, bool [forwards, layers, rows]; None: the shares of the calibration, if any.
     """
     manifest, target, config = artifact.manifest, artifact.manifest.target, artifact.manifest.decoder.config
-    offload = tuple(offload_lines(manifest))
+    offload = offload_lines(manifest)
     if target.kind == "cpu":
         what = f"The target {target.name} is a CPU, and the hardware model predicts boards"
-        return SpeedPage(missing=f"{what}: `fastcar estimate --target`.")
+        return {"missing": f"{what}: `fastcar estimate --target`."}
     replays = replays_of(manifest, decisions)
     try:
         work, design, program = workload_of(manifest), design_of(manifest, target), program_of(artifact)
@@ -68,36 +68,42 @@ def speed_page(artifact: StoredArtifact, decisions: Decisions | None) -> SpeedPa
         )
         result = estimate_question(question)
     except UserError as error:
-        return SpeedPage(missing=f"There is no prediction: {error.what}.", offload=offload)
-    return SpeedPage(
-        facts=tuple(_facts(result, replays.text, rows_text(config.batch_size, config.rows))),
-        seconds=result.seconds_per_step,
-        shares=result.shares,
-        resources={name: (float(r["used"]), float(r["limit"])) for name, r in result.resources.items()},
-        offload=offload,
-        clock_hz=question.design.budget.clock_mhz * 1e6,
-        steps=tuple(step_lines(result, replays.text)),
-        unknown=replays.decisions is None and manifest.options.replay is not None,
-    )
+        return {"missing": f"There is no prediction: {error.what}.", "offload": offload}
+    return {
+        "facts": _facts(result, replays.text, rows_text(config.batch_size, config.rows)),
+        "seconds": result.seconds_per_step,
+        "shares": result.shares,
+        "resources": {name: (float(r["used"]), float(r["limit"])) for name, r in result.resources.items()},
+        "offload": offload,
+        "clock_hz": question.design.budget.clock_mhz * 1e6,
+        "steps": [*step_lines(result, replays.text)],
+        "unknown": replays.decisions is None and manifest.options.replay is not None,
+    }
 
 
-def step_lines(result: Estimate, decided: str) -> Iterator[StepLine]:
-    """Yield the dense step; then, where a row replays, the step with replay. decided: origin of the decisions."""
+def step_lines(result: Estimate, decided: str) -> Iterator[Json]:
+    """Yield the dense step; then, where a row replays, the step with replay.
+
+    Its events are in Chrome's trace format, as `fastcar estimate --time-line` writes them.
+
+    Args:
+        decided: origin of the decisions.
+    """
     lines = [("dense", "The decoder compiled without replay.", 0.0, result.dense)]
     if ratio := result.replay_ratio:
         note = f"{decided[0].upper()}{decided[1:]}. The step nearest to the mean is shown."
         lines.append((f"{ratio:.1%} replay", note, ratio, result.step))
     for title, note, replay, step in lines:
-        yield StepLine(title=title, note=note, replay=replay, seconds=step.seconds, events=tuple(trace_events(step)))
+        yield {"title": title, "note": note, "replay": replay, "seconds": step.seconds, "events": trace_events(step)}
 
 
-def offload_lines(manifest: Manifest) -> list[OffloadLine]:
+def offload_lines(manifest: Manifest) -> list[Json]:
     """Return the calls of the accelerator, and the linears that stay on the host; empty where it has no accelerator."""
     accelerator = manifest.accelerator
     if accelerator is None:
         return []
     design, spec = accelerator.design, accelerator.design.spec
-    mlp = OffloadLine(
+    mlp = given(
         name="MLPs of the layers",
         modules=tuple(layer.module_path for layer in manifest.layers.layers[:1]),
         shape=f"{spec.hidden} → {spec.intermediate} → {spec.hidden}",
@@ -105,7 +111,7 @@ def offload_lines(manifest: Manifest) -> list[OffloadLine]:
         cycles=design.cycles_estimate,
     )
     calls = [
-        OffloadLine(
+        given(
             name=call.name,
             modules=call.paths,
             shape=f"{call.inputs} → {' + '.join(map(str, call.channels))}",
@@ -116,12 +122,12 @@ def offload_lines(manifest: Manifest) -> list[OffloadLine]:
     ]
     if accelerator.step is not None:
         count = accelerator.step.instructions
-        calls.append(OffloadLine(name="whole step", modules=(), reason=f"one launch of {count} instructions per token"))
-    kept = [OffloadLine(name="on the host", modules=(h.path,), reason=h.reason) for h in accelerator.on_host]
+        calls.append(given(name="whole step", modules=(), reason=f"one launch of {count} instructions per token"))
+    kept = [given(name="on the host", modules=(h.path,), reason=h.reason) for h in accelerator.on_host]
     return [mlp, *calls, *kept]
 
 
-def _facts(result: Estimate, decided: str, rows: str) -> Iterator[Fact]:
+def _facts(result: Estimate, decided: str, rows: str) -> list[Json]:
     design = result.design
     key = {
         "predicted": f"{result.tokens_per_second:,.1f} {result.unit}s/s",
@@ -138,4 +144,4 @@ def _facts(result: Estimate, decided: str, rows: str) -> Iterator[Fact]:
         "bandwidth": f"{result.bandwidth_utilisation:.1%} of the memory's peak",
         "energy": f"{result.energy_per_token_j:.4f} J per {result.unit}, {result.power_w:.1f} W",
     }
-    yield from (*facts_of(key, "key"), *facts_of(further))
+    return facts_of(key, "key") + facts_of(further)
