@@ -12,6 +12,7 @@ from fastcar_compile.artifact.layout import REPORT_JSON
 from fastcar_compile.artifact.manifest import Sections
 from fastcar_compile.artifact.sections import State
 from fastcar_compile.artifact.writer import ArtifactWriter
+from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.gates import gate_named
 from fastcar_compile.gates.weights import PARAMETERS, gate_parameter, weight_bytes
@@ -57,13 +58,27 @@ def decoder_fields(sections: Sections) -> dict[str, str]:
     """Return what an artifact was compiled for and from, by name."""
     options, config = sections.options, sections.decoder.config
     order = {} if options.wavefront is None else {"order": f"wavefront over {options.wavefront}"}
+    if (sparse := options.sparse_attention) is not None:
+        seen = f"the last {sparse.window} and the first {sparse.sinks} tokens"
+        order["sees"] = f"{seen}, {sparse.positions} positions"
     return {
         "target": f"{options.target}, offload {options.offload}" if sections.accelerator else options.target,
         "decoder": f"{config.num_layers} layers of {config.hidden_size}, {config.tokens_per_frame} tokens per frame, "
         f"{config.max_seq_len} positions, {rows_text(config.batch_size, config.rows)}",
         "numbers": f"weights {options.quant}, KV cache {options.kv}, numerics {options.numerics}",
         **order,
+        **_rules(options.replay),
     }
+
+
+def _rules(replay: ReplayConfig | None) -> dict[str, str]:
+    """Return what limits replays, besides the gate."""
+    if replay is None:
+        return {}
+    rules = [f"at most {count_text(replay.max_chain, 'replay')} in a row"] if replay.max_chain else []
+    rules += [f"one frame in {replay.refresh_every} computes"] if replay.refresh_every else []
+    rules += ["guidance pairs together"] if replay.couple_cfg else []
+    return {"rules": ", ".join(rules)} if rules else {}
 
 
 def gate_text(gates: Sequence[str | None], thresholds: Sequence[float | None]) -> str:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from os.path import commonprefix
 from pathlib import Path, PurePosixPath
 from posixpath import basename, dirname
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 import fastcar_compile as fc
-from fastcar_compile.artifact.explain import rows_text
+from fastcar_compile.artifact.explain import decoder_fields, gate_text
 from fastcar_compile.artifact.layout import SIGNATURE
 from fastcar_compile.cli.common import ExitCode, JsonOption, Writes, command, stages
 from fastcar_compile.cli.options import ArtifactArgument, existing, require_one
-from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text, short_digest, size_text
+from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text, size_text
 from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ def _show_summary(loaded: fc.Artifact, size: int) -> None:
     manifest = loaded.manifest
     counts = f"{count_text(len(manifest.layers.layers), 'layer')}, {count_text(len(manifest.files), 'file')}"
     print_text(f"{loaded.path}: {counts}, {size_text(size)}\n")
-    fields, decoder = config_fields(manifest.options.to_json()), manifest.decoder
+    fields, decoder = decoder_fields(manifest), manifest.decoder
+    fields["gate"] = gate_text(manifest.layers.gates, manifest.layers.thresholds)
     state, token = sum(decoder.state_bytes().values()), decoder.token_bytes()
     fields["a session"] = f"{size_text(state)} of states; `rewind` keeps {size_text(token)} of each token"
     if libraries := host_lines(manifest.host):
@@ -136,55 +137,6 @@ def _folders(sizes: Mapping[str, int]) -> Iterator[tuple[object, ...]]:
         kinds = Counter(PurePosixPath(name).suffix or basename(name) for name in files).most_common()
         text = ", ".join(f"{number} {kind}" for kind, number in kinds[:3]) + ", ..." * (len(kinds) > 3)
         yield f"{folder or '.'}/", len(files), size_text(sum(sizes[name] for name in files)), text
-
-
-def config_fields(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options that the artifact was compiled with, as a person reads them."""
-    rows = rows_text(config["batch_size"], config.get("rows"))
-    return {
-        "target": f"{config['target']}, offload: {config['offload']}",
-        "sizes": f"{config['tokens_per_frame']} tokens per frame, {config['max_seq_len']} positions, {rows}",
-        "numbers": f"quant {config['quant']}, KV cache {config['kv']}, {config['numerics']} numerics",
-        "attention": _attention_text(config["sparse_attention"]),
-        **({"order": f"wavefront over {fc.Wavefront(**order)}"} if (order := config.get("wavefront")) else {}),
-        **_replay_fields(config["replay"]),
-    }
-
-
-def _attention_text(sparse: Mapping[str, Any] | None) -> str:
-    if sparse is None:
-        return "to all positions"
-    return f"to the last {sparse['window']} and the first {sparse['sinks']} tokens, {sparse['positions']} positions"
-
-
-def _replay_fields(replay: Mapping[str, Any] | None) -> dict[str, str]:
-    if replay is None:
-        return {"replay": "none (the dense decoder)"}
-    weights, chain, refresh = (replay.get(name) for name in ("gate_weights", "max_chain", "refresh_every"))
-    fields = {"gate": replay["gate"] + (f", weights {short_digest(weights)}" if weights else "")}
-    fields["threshold"] = _per_layer(replay.get("threshold"), _threshold_text, ", ")
-    if replay.get("heads"):
-        fields["heads"] = _per_layer(replay["heads"], _heads_text, "; ")
-    rules = [f"at most {count_text(chain, 'replay')} in a row" if chain else "any number of replays in a row"]
-    rules += [f"one frame in {refresh} computes" if refresh else ""]
-    rules += ["guidance pairs together" if replay.get("couple_cfg") else ""]
-    fields["replay"] = ", ".join(filter(None, rules))
-    return fields
-
-
-def _per_layer(value: object, text: Callable[[Any], str], separator: str) -> str:
-    """Return one text for all layers, or that of every layer."""
-    values = cast("list[Any]", value) if isinstance(value, list) else [value]
-    scope = "all layers" if len(values) == 1 else "layer by layer"
-    return f"{separator.join(map(text, values))} ({scope})"
-
-
-def _threshold_text(value: float | str | None) -> str:
-    return "never" if value is None else value if isinstance(value, str) else f"{value:.4g}"
-
-
-def _heads_text(heads: list[tuple[int, float]] | None) -> str:
-    return "all" if heads is None else " ".join(f"{head} ({weight:+.3f})" for head, weight in heads)
 
 
 PARTS = "options,versions,figures,graphs,weights,sections,files"

@@ -23,9 +23,6 @@ _UNSEEN = re.compile(
 )
 """Control characters but tab and line feed, signs of text direction, signs without width, halves of pairs."""
 
-DIGEST_DIGITS = 8
-"""Hexadecimal digits of a digest in a table; JSON has all of them."""
-
 
 def interactive() -> bool:
     """Return whether a person sees both what is printed and what is reported."""
@@ -119,11 +116,6 @@ def _print_whole(table: Table) -> None:
         console.print(table)
     # Trailing blanks of a table's last column are no part of a result.
     sys.stdout.writelines(line.rstrip() + "\n" for line in captured.get().splitlines())
-
-
-def short_digest(digest: str) -> str:
-    """Return a SHA-256 as a table shows it, for example `sha256:0123abcd...`."""
-    return f"sha256:{digest.removeprefix('sha256:')[:DIGEST_DIGITS]}..."
 
 
 def size_text(count: int) -> str:

@@ -16,11 +16,11 @@ def test_summary(fastcar: Fastcar) -> None:
     title, *lines = result.stdout.splitlines()
     assert title.endswith("artifact: 3 layers, 1 file, 2.0 MB")
     assert lines[1:4] == [
-        "target      zcu102, offload: mlp",
-        "sizes       4 tokens per frame, 32 positions, 2 rows",
-        "numbers     quant none, KV cache float32, native numerics",
+        "target      zcu102",
+        "decoder     3 layers of 128, 4 tokens per frame, 32 positions, 2 rows",
+        "numbers     weights none, KV cache float32, numerics native",
     ]
-    assert "threshold   2, never, inf (layer by layer)" in lines
+    assert "gate        none: the dense decoder" in lines
     assert f"digest  sha256:{'0' * 64}" in lines
     assert lines[-2:] == ["folder  files    size  kinds", "graph/      1  2.0 MB  1 .txt"]
 
