@@ -12,7 +12,7 @@ from fastcar_compile.gates.base import Rotary
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_drafts import drafts_of, spared_of
 from fastcar_compile.support.machine import at_once
-from fastcar_compile.tune.attention import Attend, MaskedAttention
+from fastcar_compile.tune.attention import Attend
 from fastcar_compile.tune.rule import Details, Measurement, Rules, Stages, counts
 from fastcar_compile.tune.slices import KEPT_BYTES, Reading, Slice, Sums, Thresholds, Tokens, What, slices_of
 
@@ -62,8 +62,7 @@ class Evaluator:
             what = "this decoder was compiled with sparse attention, for which no other attention can stand in"
             raise InputError(what, hint="evaluate it as it is, or a decoder compiled without sparse attention")
         assert program.prefill is not None
-        attention = attend or MaskedAttention()
-        stages = Stages(program.prefill, program.prefill_outputs, attention, in_place=True, rotary=self.rotary)
+        stages = Stages(program.prefill, program.prefill_outputs, attend, in_place=True, rotary=self.rotary)
         drafts = drafts_of(program, rules.draft) if rules.draft else [None] * program.config.num_layers
         self.layers = len(stages.layers)
         self.spared = spared_of(program, rules.draft)

@@ -10,7 +10,6 @@ from torch import Tensor, fx
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.runtime.compiled import Artifact
-from fastcar_compile.tune.attention import MaskedAttention
 from fastcar_compile.tune.rows import of_prefill, with_rows
 from fastcar_compile.tune.rule import Layer, Replace, Stages
 
@@ -74,7 +73,7 @@ class CompiledDecoder(WholeVideos):
         if length > (most := self.program.config.max_seq_len):
             what = f"the artifact was compiled for {count_text(most, 'token')}, and the videos have {length + 1}"
             raise InputError(what, hint="give shorter videos, or the decoder")
-        self._stages = Stages(self.prefill, self.program.prefill_outputs, MaskedAttention(), in_place=True)
+        self._stages = Stages(self.prefill, self.program.prefill_outputs, in_place=True)
 
     def run(self, tokens: Tensor, hooks: Sequence[Any]) -> Tensor:
         """Return the logits; arguments as for `WholeVideos`. A hook sees the tokens of all chunks at once."""
