@@ -163,8 +163,8 @@ LISTED = 50
 """Refused fields that an error names; it counts the further fields. A damaged file may have a fault in every value."""
 
 
-def describe_validation(error: ValidationError) -> list[str]:
-    """Return one text per field that pydantic refused, as `field.path: reason`; after `LISTED`, how many more."""
+def describe_validation(error: ValidationError) -> str:
+    """Return what pydantic refused, `field.path: reason` of each field; after `LISTED`, how many more."""
     lines: list[str] = []
     items = error.errors(include_url=False)
     for item in items[:LISTED]:
@@ -172,4 +172,4 @@ def describe_validation(error: ValidationError) -> list[str]:
         message = item["msg"].removeprefix("Value error, ")
         given = "" if item["type"] in ("missing", "value_error") else f" (given: {shown(item['input'])})"
         lines.append(f"{field}: {message}{given}")
-    return lines + [f"and {len(items) - LISTED} more"] * (len(items) > LISTED)
+    return "; ".join(lines + [f"and {len(items) - LISTED} more"] * (len(items) > LISTED))

@@ -90,7 +90,7 @@ class Sections(BaseModel):
         try:
             return kind.model_validate(self.extensions[name])
         except ValidationError as error:
-            text = "; ".join(describe_validation(error))
+            text = describe_validation(error)
             raise ArtifactError(f"the manifest's section {name} has bad fields: {text}") from error
 
 

@@ -268,8 +268,7 @@ def program_from_json(data: Json, params: Mapping[str, Tensor], *, missing_on_me
     except ArtifactError:
         raise
     except ValidationError as error:
-        text = "; ".join(describe_validation(error))
-        raise ArtifactError(f"the graph file is malformed: {text}", hint=_HINT) from error
+        raise ArtifactError(f"the graph file is malformed: {describe_validation(error)}", hint=_HINT) from error
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:  # also fx's
         text = str(error).partition("\n")[0][: limits.TEXT_ERROR]
         raise ArtifactError(f"the graph file is malformed: {type(error).__name__}: {text}", hint=_HINT) from error

@@ -164,7 +164,7 @@ def _validated(data: dict[str, Any], where: str) -> Manifest:
     try:
         manifest = Manifest.model_validate(data)
     except (ValidationError, UserError) as error:
-        text = error.what if isinstance(error, UserError) else "; ".join(describe_validation(error))
+        text = error.what if isinstance(error, UserError) else describe_validation(error)
         raise ArtifactError(f"the manifest has bad fields: {text}", where=where, hint=_HINT) from error
     bad = [f"{name!r} {problem}" for name in sorted(manifest.files) if (problem := name_problem(name))]
     bad += [f"{name!r} is reserved" for name in RESERVED if name in manifest.files]

@@ -96,8 +96,8 @@ class Thresholds(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            text = "; ".join(describe_validation(error))
-            raise ArtifactError(f"the thresholds are malformed: {text}", where=str(path), hint=_HINT) from error
+            what = f"the thresholds are malformed: {describe_validation(error)}"
+            raise ArtifactError(what, where=str(path), hint=_HINT) from error
 
     def check(self, gates: Sequence[str | None], where: str) -> None:
         """Raise ArtifactError unless the thresholds fit layers with these gates (None: a layer that never replays)."""

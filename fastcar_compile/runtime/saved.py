@@ -72,8 +72,8 @@ def read_session(file: Path, digest: str, most: int) -> tuple[SavedSession, dict
     try:
         about = SavedSession.model_validate_json(arrays[_ABOUT].tobytes())
     except ValidationError as error:
-        text = "; ".join(describe_validation(error))
-        raise ArtifactError(f"the session is malformed: {text}", where=str(file), hint=_HINT) from error
+        what = f"the session is malformed: {describe_validation(error)}"
+        raise ArtifactError(what, where=str(file), hint=_HINT) from error
     if about.digest != digest:
         what = f"the session is of the artifact {about.digest}, this one is {digest}"
         raise ArtifactError(what, where=str(file), hint="open the artifact that it was saved with")

@@ -241,9 +241,8 @@ def checked(error: type[UserError] = InputError, hint: str = "") -> Callable[[ty
 def _refusal(name: str, refused: ValidationError, error: type[UserError], hint: str) -> UserError:
     named = refused.errors(include_url=False)[:LISTED]
     fields = {".".join([name, *map(str, item["loc"])]): None for item in named}
-    text = "; ".join(describe_validation(refused))
     default = _ONE if len(fields) == 1 else "correct the fields named"
-    return error(f"{name} is not valid: {text}", where=", ".join(fields), hint=hint or default)
+    return error(f"{name} is not valid: {describe_validation(refused)}", where=", ".join(fields), hint=hint or default)
 
 
 # Arrays from .npy and .npz files: no pickle, and no more memory than the file accounts for.

@@ -194,7 +194,7 @@ def load_game(path: Path) -> RecordedGame:
     try:
         return RecordedGame.model_validate(parse_json(data, size=limits.GAME_BYTES))
     except ValidationError as error:
-        lines = "; ".join(describe_validation(error))[: limits.TEXT_ERROR]
+        lines = describe_validation(error)[: limits.TEXT_ERROR]
         raise InputError(f"the recorded game is malformed: {lines}", where=str(path), hint=HINT) from error
     except (ValueError, RecursionError) as error:
         text = str(error)[: limits.TEXT_ERROR]

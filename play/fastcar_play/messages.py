@@ -103,7 +103,7 @@ def parse_request(text: str) -> Request:
         value = parse_json(text.encode("utf-8", "replace"), size=limits.MESSAGE_BYTES)
         return _REQUEST.validate_python(value)
     except ValidationError as error:
-        lines = "; ".join(describe_validation(error))
+        lines = describe_validation(error)
         raise InputError(f"the message is malformed: {lines[: limits.TEXT_ERROR]}") from error
     except ValueError as error:
         raise InputError(f"the message is no JSON: {str(error)[: limits.TEXT_ERROR]}") from error

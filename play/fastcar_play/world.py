@@ -221,7 +221,7 @@ def _world_file(path: Path) -> WorldFile:
             tomllib.loads(content(path, limits.TOML_BYTES, f"world's {path.name}").decode("utf-8"))
         )
     except ValidationError as error:
-        lines = "; ".join(describe_validation(error))[: limits.TEXT_ERROR]
+        lines = describe_validation(error)[: limits.TEXT_ERROR]
         raise InputError(f"the world file is malformed: {lines}", where=str(path), hint=HINT) from error
     except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, a number of too many digits
         text = str(error)[: limits.TEXT_ERROR]

@@ -330,6 +330,6 @@ def _read_file(path: Path) -> Target:
     try:
         return Target.model_validate(data)
     except ValidationError as error:
-        lines = describe_validation(error)
-        what = f"the target file has {count_text(len(lines), 'bad field')}: {'; '.join(lines)}"
+        count = count_text(error.error_count(), "bad field")
+        what = f"the target file has {count}: {describe_validation(error)}"
         raise TargetError(what, where=str(path), hint=_HINT) from error
