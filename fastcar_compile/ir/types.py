@@ -1,11 +1,12 @@
 """What a decoder is to every part of the compiler and the runtime: its sizes and the roles of its state. No torch."""
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, ConfigDict, PlainSerializer
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from fastcar_compile.config.models import Threshold
 from fastcar_compile.gates.base import Rotary
 from fastcar_compile.gates.draft import DraftSize
 
@@ -138,18 +139,6 @@ class DecoderConfig:
 # The decoder's layers: where attention and MLP are in the rewritten graph, and what replay was inserted.
 
 
-def _parse_float(value: Any) -> Any:
-    return float(value) if value in ("inf", "-inf") else value
-
-
-def _dump_float(value: float) -> float | str:
-    return str(value) if value in (float("inf"), -float("inf")) else value
-
-
-Float = Annotated[float, BeforeValidator(_parse_float), PlainSerializer(_dump_float, when_used="json")]
-"""A float that JSON holds also where it is infinite, as "inf" or "-inf"."""
-
-
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ReplayFacts:
     """What insert-replay decided for one layer.
@@ -163,7 +152,7 @@ class ReplayFacts:
         rotary: what is rotated where the gate compares the query with a key: "both", or the "key" alone.
     """
 
-    threshold: Float
+    threshold: Threshold
     gate: str
     heads: tuple[tuple[int, float], ...] | None = None
     gate_units: int | None = None
