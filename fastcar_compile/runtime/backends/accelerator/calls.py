@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from fastcar_compile.config.formats import kv_type
 from fastcar_compile.errors import BackendError, InternalError
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.runtime.tvm_runtime import as_array, fill, register
+
+if TYPE_CHECKING:
+    from fastcar_compile.runtime.backends.accelerator.step import AcceleratorStepper
 
 # A kernel whose arguments are filled by name, wherever it runs.
 
@@ -135,32 +138,12 @@ class ComputeUnit(ABC):
 Array = NDArray[Any]
 
 
-class Offloaded(Protocol):
-    """The runner of offloaded gates, MLPs and linears."""
-
-    def gate(self, layer: int, inputs: GateInputs[Array], chain: Array) -> tuple[Array, Array, Array]:
-        """Return replay bool [B], score float32 [B] and chain int32 [B] of one layer.
-
-        Args:
-            inputs: what the layer's gate reads. chain: int32 [B], replays in a row at this slot.
-        """
-        ...
-
-    def mlp(self, layer: int, x: Array, replay: Array, cached: Array) -> Array:
-        """Return float32 [B, H]: row b of MLP(x), or cached[b] where replay[b]."""
-        ...
-
-    def linear(self, name: str, x: Array) -> Array:
-        """Return float32 [B, N] of x float32 [B, K] through the linears of call `name`."""
-        ...
-
-
-_current: ContextVar[Offloaded | None] = ContextVar("fastcar_accelerator_backend", default=None)
+_current: ContextVar[AcceleratorStepper | None] = ContextVar("fastcar_accelerator_backend", default=None)
 """The backend of the running library: TVM's functions are global, sessions are not."""
 
 
 @contextmanager
-def stepping(backend: Offloaded) -> Generator[None]:
+def stepping(backend: AcceleratorStepper) -> Generator[None]:
     """Bind offload programs to `backend` within this context."""
     token = _current.set(backend)
     try:
@@ -169,7 +152,7 @@ def stepping(backend: Offloaded) -> Generator[None]:
         _current.reset(token)
 
 
-def _backend() -> Offloaded:
+def _backend() -> AcceleratorStepper:
     backend = _current.get()
     if backend is None:
         raise BackendError("an offload program runs outside of its session", hint="open it with session(backend=…)")
