@@ -233,11 +233,11 @@ class AcceleratorStepper(CpuStepper):
         return AcceleratorStepper(self._loaded, self._kernel.unit.again())
 
     def gate(self, layer: int, inputs: GateInputs[Array], chain: Array) -> tuple[Array, Array, Array]:
-        """Return replay, score and chain of one layer."""
+        """Return replay bool [B], score float32 [B] and chain int32 [B] of one layer."""
         return self._gate.decide(layer, inputs, chain)
 
     def mlp(self, layer: int, x: Array, replay: Array, cached: Array) -> Array:
-        """Return the rows of one layer's MLP; replayed rows are rows of `cached`."""
+        """Return float32 [B, H]: row b of one layer's MLP(x), or cached[b] where replay[b]."""
         wanted = sum(1 << row for row, replayed in enumerate(replay.tolist()) if not replayed)
         self._gate.require(layer, wanted)
         if not wanted:  # nothing to launch
@@ -245,7 +245,7 @@ class AcceleratorStepper(CpuStepper):
         return self._kernel.mlp(layer, x, wanted, cached)
 
     def linear(self, name: str, x: Array) -> Array:
-        """Return every row of one linear call."""
+        """Return float32 [B, N] of x float32 [B, K] through the linears of call `name`."""
         return self._kernel.linear(self._linears.index(name), x)
 
 
