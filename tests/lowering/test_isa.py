@@ -70,6 +70,7 @@ def test_a_cpu_below_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("cortex-a53", "aarch64-linux-gnu", "neon"),
         ("cortex-a76", "aarch64-linux-gnu", "neon-dotprod"),
+        ("neoverse-v1", "aarch64-linux-gnu", "neon-i8mm"),
         ("x86-64-v3", "x86_64-linux-gnu", "avx2"),
         ("znver4", "x86_64-linux-gnu", "avx512-vnni"),
         ("alderlake", "x86_64-linux-gnu", "avx2-vnni"),

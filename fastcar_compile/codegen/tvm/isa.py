@@ -13,9 +13,9 @@ from typing import Any, Literal
 from fastcar_compile.errors import CompileError
 from fastcar_compile.support.machine import CPUINFO, cpu_flags
 
-Int8 = Literal["portable", "vnni512", "vnni256", "madd", "sdot", "smull", "dot"]
-"""How int8 products are summed: plain vectors; vpdpbusd on 512 or 256 bits; vpmaddwd; sdot; smull and sadalp;
-WebAssembly's i32x4.dot_i16x8_s."""
+Int8 = Literal["portable", "vnni512", "vnni256", "madd", "smmla", "sdot", "smull", "dot"]
+"""How int8 products are summed: plain vectors; vpdpbusd on 512 or 256 bits; vpmaddwd; smmla, and sdot for a
+single row; sdot; smull and sadalp; WebAssembly's i32x4.dot_i16x8_s."""
 
 NATIVE = "native"
 """In `host_cpus`: the best instruction set of the build machine."""
@@ -79,6 +79,17 @@ INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
     ),
     InstructionSet("avx2", _X86, "x86-64-v3", (), _V3, ("avx2", "fma", "f16c"), 8, "madd", True),
     InstructionSet("sse4", _X86, "x86-64-v2", (), _V2, ("sse4.2",), 4, "portable", False),
+    InstructionSet(
+        "neon-i8mm",
+        _ARM,
+        "generic",
+        ("+dotprod", "+i8mm"),
+        frozenset({"asimd", "asimddp", "i8mm"}),
+        ("dotprod", "i8mm"),
+        4,
+        "smmla",
+        True,
+    ),
     InstructionSet(
         "neon-dotprod", _ARM, "generic", ("+dotprod",), frozenset({"asimd", "asimddp"}), ("dotprod",), 4, "sdot", True
     ),

@@ -19,7 +19,7 @@ from tvm.tirx import Bind, DeclBuffer, For, ForKind, IfThenElse, IntImm, PrimFun
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import cache, draft, tas
 from fastcar_compile.codegen.tvm.kernels.attention import chunk, decode, exact, exact_rows, rows
-from fastcar_compile.codegen.tvm.kernels.linear import activations, floats, gemm_w4a8, w4a8, w8a8
+from fastcar_compile.codegen.tvm.kernels.linear import activations, floats, gemm_w4a8, smmla, w4a8, w8a8
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH, WeightType, holds
 from fastcar_compile.errors import InternalError
 
@@ -35,11 +35,15 @@ def _float_linear(dtype: WeightType, m: int, n: int, k: int, isa: InstructionSet
 
 
 def _int8_linear(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
+    if isa.int8 == "smmla" and m > 1 and k % smmla.STEP == 0:
+        return smmla.smmla_w8a8(m, n, k)
     # Measured: up to 8 rows, dot products along the reduction are as fast.
     return (w8a8.gemm_w8a8 if m > SMALL_BATCH and holds(n, k, isa) else w8a8.linear_w8a8)(m, n, k, isa)
 
 
 def _int4_linear(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
+    if isa.int8 == "smmla" and m > 1:
+        return smmla.smmla_w4a8(m, n, k)
     # pairs_w4a8 pads the active rows to eight and takes 24 weight rows a tile. Up to FEW rows that padding costs more.
     if m <= gemm_w4a8.FEW or n < gemm_w4a8.TILE or not holds(n, k, isa):
         return w4a8.linear_w4a8(m, n, k, isa)

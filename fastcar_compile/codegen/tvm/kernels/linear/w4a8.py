@@ -45,7 +45,7 @@ def nibbles(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
     return T.reinterpret(f"int8x{width}", low), T.reinterpret(f"int8x{width}", high)
 
 
-def _signed(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
+def signed_nibbles(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
     """Return low and high nibbles, sign-extended."""
     # The shift to the right is arithmetic: it extends the sign of the nibble that is on top.
     four = T.Broadcast(T.int8(4), width)
@@ -56,7 +56,7 @@ def _signed(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
 def _pairs(w: Load, q: Load, width: int) -> Iterator[tuple[Expr, Expr]]:
     """Yield signed nibbles and the activations that they meet: low ones the first 64 inputs, high ones the last 64."""
     for offset in range(0, HALF, width):
-        low, high = _signed(w, offset, width)
+        low, high = signed_nibbles(w, offset, width)
         yield low, q(offset, width)
         yield high, q(HALF + offset, width)
 
@@ -120,6 +120,7 @@ INT4_DOTS: dict[Int8, Int4Dot] = {
     "vnni512": Int4Dot(16, True, 1, _vpdpbusd(64)),
     "vnni256": Int4Dot(8, True, 1, _vpdpbusd(32)),
     "madd": Int4Dot(8, True, 8, _vpmaddubsw),
+    "smmla": Int4Dot(4, False, 8, _sdot),
     "sdot": Int4Dot(4, False, 8, _sdot),
     "smull": Int4Dot(4, False, 8, _smull),
     "dot": Int4Dot(4, False, 8, _wasm_dot),

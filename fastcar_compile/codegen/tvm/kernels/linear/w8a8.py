@@ -83,6 +83,7 @@ INT8_DOTS: dict[Int8, Int8Dot] = {
     "vnni512": Int8Dot(64, 16, True, 24, 1, _vpdpbusd(64)),
     "vnni256": Int8Dot(32, 8, True, 8, 1, _vpdpbusd(32)),
     "madd": Int8Dot(16, 8, False, 8, 8, _vpmaddwd),
+    "smmla": Int8Dot(16, 4, False, 12, 8, _sdot),
     "sdot": Int8Dot(16, 4, False, 12, 8, _sdot),
     "smull": Int8Dot(16, 4, False, 8, 8, _smull),
     "dot": Int8Dot(16, 4, False, 8, 8, _wasm_dot),
