@@ -96,8 +96,9 @@ def test_accumulators_stay_on_the_stack(count: int) -> None:
 
 
 def test_any_number_of_active_rows() -> None:
-    """Rows that do not fill a tile are one tile, whose code depends on how many they are; k with and without a tail."""
+    """None, some or all. What does not fill a tile has code of its own; k has a tail and has none."""
     cases = [IntegerCase("linear_w8a8", m, 9, k) for m, k in ((6, 200), (8, 256))]
+    cases += [IntegerCase("linear_w4a8", m, 53, k) for m, k in ((8, 640), (10, 132))]
     library = tvm.compile(module(host_instruction_set(), (*cases,)), target=host_target())
     for case in cases:
         for count in range(case.m + 1):

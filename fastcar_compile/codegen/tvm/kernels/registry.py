@@ -44,11 +44,11 @@ def _int8_linear(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> Prim
 def _int4_linear(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     if isa.int8 == "smmla" and m > 1:
         return smmla.smmla_w4a8(m, n, k)
-    # pairs_w4a8 pads the active rows to eight and takes 24 weight rows a tile. Up to FEW rows that padding costs more.
-    if m <= gemm_w4a8.FEW or n < gemm_w4a8.TILE or not holds(n, k, isa):
+    # Measured: two rows of x are faster as sums along the reduction than as half of a vector's rows.
+    if m <= 2 or n < gemm_w4a8.TILE or not holds(n, k, isa):
         return w4a8.linear_w4a8(m, n, k, isa)
-    # Up to eight rows of x share a vector with two weight rows; more rows of x fill vectors of 16.
-    return (gemm_w4a8.pairs_w4a8 if m <= SMALL_BATCH else gemm_w4a8.gemm_w4a8)(m, n, k, isa)
+    # Up to eight rows of x share a vector with four weight rows; more rows of x fill vectors of 16.
+    return (gemm_w4a8.few_w4a8 if m <= SMALL_BATCH else gemm_w4a8.gemm_w4a8)(m, n, k)
 
 
 @dataclass(frozen=True)

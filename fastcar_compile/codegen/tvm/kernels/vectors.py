@@ -115,17 +115,21 @@ def add_lanes(acc, start, lanes):
         acc[start] += acc[start + v + 1]
 
 
+def interleave(a: Expr, b: Expr, lanes: int, run: int, half: int) -> Expr:
+    """Return, for every block of four lanes, runs of `run` lanes of one half of a and b in turn."""
+    # Runs of one: a0, b0, a1, b1 or a2, b2, a3, b3 of every block of four lanes.
+    # Runs of two: a0, a1, b0, b1 or a2, a3, b2, b3.
+    runs = [range(start, start + run) for start in range(2 * half, 2 * half + 2, run)]
+    order = [which * lanes + lane for run_lanes in runs for which in (0, 1) for lane in run_lanes]
+    return T.Shuffle([a, b], [base + lane for base in range(0, lanes, 4) for lane in order])
+
+
 def interleave_add(a: Expr, b: Expr, lanes: int, run: int) -> Expr:
-    """Return, for every block of four lanes, runs of `run` lanes of a and b in turn, with the block's halves added.
+    """Return the sum of both halves of `interleave`.
 
     `interleave_fours` takes three of them for the sums of four vectors: a third of the cost of four `reduce_add`.
     """
-    # Runs of one: (a0, b0, a1, b1) + (a2, b2, a3, b3) in every block of four lanes.
-    # Runs of two: (a0, a1, b0, b1) + (a2, a3, b2, b3).
-    runs = [range(start, start + run) for start in range(0, 4, run)]
-    order = [which * lanes + lane for run_lanes in runs for which in (0, 1) for lane in run_lanes]
-    halves = [[base + lane for base in range(0, lanes, 4) for lane in part] for part in (order[:4], order[4:])]
-    return T.Shuffle([a, b], halves[0]) + T.Shuffle([a, b], halves[1])
+    return interleave(a, b, lanes, run, 0) + interleave(a, b, lanes, run, 1)
 
 
 def fold_fours(load: Load, lanes: int) -> Expr:
@@ -164,14 +168,14 @@ def prefetch_distance(rows: int, row_bytes: int) -> tuple[int, int]:
     return (0, NEAR_BYTES) if rows == 1 else (max(rows, -(-PREFETCH_BYTES // row_bytes)), 0)
 
 
-def prefetch(element: Expr) -> Expr:
-    """Return the prefetch of the line that holds a buffer's element, into the second-level cache.
+def prefetch(element: Expr, level: int = 2) -> Expr:
+    """Return the prefetch of the line that holds a buffer's element, into the cache of that level: 1 or 2.
 
     The element may lie past the buffer's end.
     """
-    # 0 is a read, 2 the locality of the second-level cache (prefetcht1 on x86), 1 the data cache.
+    # 0 is a read; 4 - level the locality, of which 2 is prefetcht1 on x86; 1 the data cache.
     # A prefetch is a hint: an address that is not mapped raises no fault.
-    return T.call_intrin("void", "tirx.prefetch", T.address_of(element), 0, 2, 1)
+    return T.call_intrin("void", "tirx.prefetch", T.address_of(element), 0, 4 - level, 1)
 
 
 # Functions in float32 as plain arithmetic, which LLVM vectorises. libm would take one call per element.

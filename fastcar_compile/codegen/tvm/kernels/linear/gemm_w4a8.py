@@ -6,18 +6,18 @@ from typing import Any
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script, vectors
 from fastcar_compile.codegen.tvm.kernels.linear import tiles
-from fastcar_compile.codegen.tvm.kernels.linear.tiles import FOUR, LANES, PANEL_ROWS, SUMS, WEIGHT_ROWS, WIDTH, in_turn
-from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import HALF, INT4_DOTS, Int4Sizes, few_rows, moved_rows, nibbles
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import FOUR, LANES, PANEL_ROWS, SUMS, WEIGHT_ROWS, WIDTH
+from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import HALF, nibbles
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, fence, load_from, ramp, vector, vpdpbusd
 from fastcar_compile.ir.ops.linear import GROUP
 
 # int4 products of up to eight rows of x with AVX-512 VNNI, bit for bit as `linear_w4a8`.
 #
-# A vector holds the sums of eight rows of x with two weight rows: four inputs of both weight rows are one broadcast
-# of eight bytes, and four inputs of every row of x stand twice. So no sum across lanes is needed.
+# A vector holds the sums of four rows of x with four weight rows: four inputs of each of the weight rows are one
+# broadcast of 16 bytes, which serves up to two vectors of rows, and four inputs of every row of x stand four times. So
+# no sum across lanes is needed.
 
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
@@ -25,179 +25,239 @@ from fastcar_compile.ir.ops.linear import GROUP
 
 
 ROWS = 8
-"""Rows of x."""
+"""Most rows of x."""
 
-FEW = 4
-"""Active rows that are multiplied as `linear_w4a8` does: padding them to eight would cost more."""
+QUADS = 12
+"""Quads of weight rows of a tile. With two vectors of rows of x they are 24 sums in registers."""
 
-PAIRS = 12
-"""Pairs of weight rows of a tile: as many sums as the latency of vpdpbusd needs, and a few more."""
-
-TILE = 2 * PAIRS
+TILE = FOUR * QUADS
 STEPS = GROUP // FOUR
+QUAD_BYTES = FOUR * GROUP
 
 
-def pair_buffers(groups: int) -> Any:
-    """Allocate the moved rows of x."""
+def few_buffers(vectors_of_x: int, groups: int) -> Any:
+    """Allocate the moved rows of x, four a vector."""
     return script.temporaries(
-        # The rows in fours, each twice; what the sums of a group begin with.
-        xt=(groups * STEPS, WIDTH, "int8"),
-        extra=(groups, LANES, "int32"),
-        # Scales of the rows, each twice; numbers of the rows, beyond the last, of the last.
-        scales=(LANES, "float32"),
-        at=(ROWS, "int32"),
+        # The rows in fours, each four times; what the sums of a group begin with.
+        xt=(vectors_of_x, groups * STEPS, WIDTH, "int8"),
+        extra=(vectors_of_x, groups, LANES, "int32"),
+        # Scales of the rows, each four times; numbers of the rows, beyond the last, of the last.
+        scales=(vectors_of_x * LANES, "float32"),
+        at=(vectors_of_x * FOUR, "int32"),
     )
 
 
 @script.inlined
-def _multiply_pairs(n, k, loop, o, p, active):
-    """Write the products of at most eight active rows; p as of `pair_buffers`."""
-    _move_few_rows(k, -(-k // GROUP), o.q, o.s, active, p)
-    # j: tiles of 24 weight rows. The last one begins at n - 24, and its overlap is computed twice, alike.
+def _multiply_few(count, n, k, loop, o, p, active):
+    """Write the products of `count` vectors of active rows; p as of `few_buffers`."""
+    _move_few_rows(count, k, -(-k // GROUP), o.q, o.s, active, p)
+    # j: tiles of 48 weight rows. The last one begins at n - 48, and its overlap is computed twice, alike.
     for j in loop(-(-n // TILE)):
-        _multiply_tile(-(-k // GROUP), o, p, T.min(j * TILE, n - TILE))
+        _multiply_tile(count, -(-k // GROUP), o, p, T.min(j * TILE, n - TILE))
+
+
+def _four_times(four: Expr) -> Expr:
+    return T.reinterpret("int8x16", T.Broadcast(T.reinterpret("int32", four), FOUR))
 
 
 @script.inlined
-def _move_few_rows(k, groups, q, s, active, p):
-    """Move the active rows of q int8 [m, k], at most eight, and add up groups."""
-    # i: eight places, of which those past the last active row repeat it. c: four inputs, written twice.
-    for i in range(ROWS):
+def _move_few_rows(count, k, groups, q, s, active, p):
+    """Move the active rows of q int8 [m, k], at most 4 * count, and add up groups."""
+    # i: places, of which those past the last active row repeat it.
+    for i in range(count * FOUR):
         p.at[i] = active.rows[T.min(i, active.count[0] - 1)]
-        # Row i has the lanes 2 i and 2 i + 1, one for each weight row of a pair.
-        p.scales[2 * i] = s[p.at[i]]
-        p.scales[2 * i + 1] = s[p.at[i]]
-        for c in range(k // FOUR):
-            p.xt[c, ramp(i * 2 * FOUR, FOUR)] = q[p.at[i], ramp(c * FOUR, FOUR)]
-            p.xt[c, ramp(i * 2 * FOUR + FOUR, FOUR)] = q[p.at[i], ramp(c * FOUR, FOUR)]
-    # Zeros up to a whole group add nothing, whatever the weights are.
-    for c in range(groups * STEPS - k // FOUR):
-        p.xt[k // FOUR + c, ramp(0, WIDTH)] = T.Broadcast(T.int8(0), WIDTH)
+        p.scales[vector(i, FOUR)] = T.Broadcast(s[p.at[i]], FOUR)
+    # piece: 64 inputs of every row. c: four of them, in the order of `_unpack_quads`.
+    for piece in range(groups * STEPS // LANES):
+        for i in range(count * FOUR):
+            row: T.let = p.at[i]
+            for c in T.unroll(LANES):
+                to = T.meta_var(piece * LANES + c % FOUR * FOUR + c // FOUR)
+                # Zeros up to a whole group add nothing, whatever the weights are. 4 divides k, so no four is cut.
+                if (piece * LANES + c) * FOUR < k:
+                    p.xt[i // FOUR, to, vector(i % FOUR, LANES)] = _four_times(
+                        q[row, ramp((piece * LANES + c) * FOUR, FOUR)]
+                    )
+                else:
+                    p.xt[i // FOUR, to, vector(i % FOUR, LANES)] = T.Broadcast(T.int8(0), LANES)
     # g: groups. Weights are 8 too large, so the sums begin with -8 times the sum of the inputs.
-    for g in range(groups):
-        sums = T.alloc_buffer((LANES,), "int32")
-        sums[vector(0, LANES)] = T.Broadcast(0, LANES)
-        for c in range(STEPS):
-            sums[vector(0, LANES)] = vpdpbusd(
-                sums[vector(0, LANES)], T.Broadcast(T.int8(8), WIDTH), p.xt[g * STEPS + c, ramp(0, WIDTH)], WIDTH
-            )
-        p.extra[g, ramp(0, LANES)] = T.Broadcast(0, LANES) - sums[vector(0, LANES)]
-
-
-def _dwords(o: Any, row: Expr, g: Expr, which: int) -> Expr:
-    # 64 nibbles as bytes are 16 lanes of four inputs.
-    return T.reinterpret("int32x16", nibbles(load_from(o.w, [row], g * HALF), 0, HALF)[which])
-
-
-def _in_fours(two: Any, half: int) -> Expr:
-    return T.reinterpret("int8x64", in_turn(two[vector(0, LANES)], two[vector(1, LANES)], 1, half))
+    for h in range(count):
+        for g in range(groups):
+            _zero_point(p.xt, p.extra, h, g)
 
 
 @script.inlined
-def _unpack_pairs(o, j, bytes, g, ahead):
-    # Fours of both weight rows in turn: 16 of the low nibbles, then of the high ones.
-    # p: pairs of weight rows. v: unrolled, the two rows. A group of a row is one cache line.
-    for p in range(PAIRS):
-        low, high = script.buffers(2, 2 * LANES, "int32")
-        for v in T.unroll(2):
-            T.evaluate(vectors.prefetch(o.w[j + ahead + 2 * p + v, g * HALF]))
-            low[vector(v, LANES)] = _dwords(o, j + 2 * p + v, g, 0)
-            high[vector(v, LANES)] = _dwords(o, j + 2 * p + v, g, 1)
-        bytes[p, ramp(0, WIDTH)] = _in_fours(low, 0)
-        bytes[p, ramp(WIDTH, WIDTH)] = _in_fours(low, 1)
-        bytes[p, ramp(2 * WIDTH, WIDTH)] = _in_fours(high, 0)
-        bytes[p, ramp(3 * WIDTH, WIDTH)] = _in_fours(high, 1)
-
-
-def _both(bytes: Any, p: Expr, c: Expr) -> Expr:
-    # Four inputs of the first weight row, then four of the second: eight bytes, repeated for eight rows of x.
-    eight = T.reinterpret("int64", bytes[p, ramp(c * 2 * FOUR, 2 * FOUR)])
-    return T.reinterpret("int8x64", T.Broadcast(eight, ROWS))
-
-
-def _both_scales(factors: Any, p: Expr, g: Expr) -> Expr:
-    # Even lanes get the scale of the first weight row, odd lanes that of the second.
-    first, second = (T.Broadcast(factors[2 * p + v, g], LANES) for v in range(2))
-    return in_turn(first, second, 1, 0)
-
-
-@script.inlined
-def _add_pairs(rows, bytes, factors, totals, g):
-    acc = T.alloc_buffer((PAIRS * LANES,), "int32")
-    for p in T.unroll(PAIRS):
-        acc[vector(p, LANES)] = rows.extra[g, ramp(0, LANES)]
-    # c: four inputs. p: unrolled, pairs of weight rows; all sums are in registers.
+def _zero_point(xt, extra, block, g):
+    """Write -8 times the sums of a group of a block of rows: what the sums with weights plus 8 begin with."""
+    sums = T.alloc_buffer((LANES,), "int32")
+    sums[vector(0, LANES)] = T.Broadcast(0, LANES)
+    # c: a vpdpbusd with the constant 8 adds 8 times four inputs of every row.
     for c in range(STEPS):
-        for p in T.unroll(PAIRS):
-            acc[vector(p, LANES)] = vpdpbusd(
-                acc[vector(p, LANES)], _both(bytes, p, c), rows.xt[g * STEPS + c, ramp(0, WIDTH)], WIDTH
-            )
+        sums[vector(0, LANES)] = vpdpbusd(
+            sums[vector(0, LANES)], T.Broadcast(T.int8(8), WIDTH), xt[block, g * STEPS + c, ramp(0, WIDTH)], WIDTH
+        )
+    extra[block, g, ramp(0, LANES)] = T.Broadcast(0, LANES) - sums[vector(0, LANES)]
+
+
+@script.inlined
+def _transpose_fours(one, two, lanes):
+    """Transpose four by four lanes of four vectors, in every block of four lanes."""
+    for p in T.unroll(2):
+        a, b = T.meta_var((one[vector(2 * p, lanes)], one[vector(2 * p + 1, lanes)]))
+        two[vector(2 * p, lanes)] = vectors.interleave(a, b, lanes, 1, 0)
+        two[vector(2 * p + 1, lanes)] = vectors.interleave(a, b, lanes, 1, 1)
+    for p in T.unroll(2):
+        a, b = T.meta_var((two[vector(p, lanes)], two[vector(2 + p, lanes)]))
+        one[vector(2 * p, lanes)] = vectors.interleave(a, b, lanes, 2, 0)
+        one[vector(2 * p + 1, lanes)] = vectors.interleave(a, b, lanes, 2, 1)
+
+
+def _nibbles(packed: Expr) -> tuple[Expr, Expr]:
+    return nibbles(lambda _offset, _width: T.reinterpret("uint8x64", packed), 0, WIDTH)
+
+
+@script.inlined
+def _unpack_quads(o, j, bytes, g):
+    # p: quads of weight rows. A group of a row is one cache line: 16 times four packed bytes.
+    for p in range(QUADS):
+        one, two = script.buffers(2, FOUR * LANES, "int32")
+        for v in T.unroll(FOUR):
+            one[vector(v, LANES)] = T.reinterpret("int32x16", o.w[j + FOUR * p + v, ramp(g * HALF, HALF)])
+        # Vector v then has the bytes v, 4 + v, 8 + v and 12 + v, each of all four rows. They are unpacked last.
+        _transpose_fours(one, two, LANES)
+        for v in T.unroll(FOUR):
+            bytes[p, vector(v, WIDTH)] = _nibbles(one[vector(v, LANES)])[0]
+            bytes[p, vector(FOUR + v, WIDTH)] = _nibbles(one[vector(v, LANES)])[1]
+
+
+@script.inlined
+def _widen_quads(groups, ws, j, factors):
+    """Write the float16 scales of a tile as float32 to factors [groups, 48]."""
+    for p in range(QUADS):
+        for b in range(groups // FOUR):
+            one, two = script.buffers(2, FOUR * FOUR)
+            for v in T.unroll(FOUR):
+                one[vector(v, FOUR)] = T.Cast("float32x4", ws[j + FOUR * p + v, vector(b, FOUR)])
+            _transpose_fours(one, two, FOUR)
+            for v in T.unroll(FOUR):
+                factors[b * FOUR + v, vector(p, FOUR)] = one[vector(v, FOUR)]
+        for g in range(groups % FOUR):
+            for v in T.unroll(FOUR):
+                factors[groups // FOUR * FOUR + g, FOUR * p + v] = T.Cast(
+                    "float32", ws[j + FOUR * p + v, groups // FOUR * FOUR + g]
+                )
+
+
+def _all_rows(four: Expr) -> Expr:
+    """Return four lanes four times."""
+    return T.Shuffle([four] * FOUR, [*range(LANES)])
+
+
+@script.inlined
+def _begin_quads(rows, g, acc, h):
+    for p in T.unroll(QUADS):
+        acc[vector(p, LANES)] = rows.extra[h, g, ramp(0, LANES)]
+
+
+@script.inlined
+def _add_quad(rows, bytes, g, c, p, acc, h):
+    weights = T.meta_var(_all_rows(T.reinterpret("int32x4", bytes[p, vector(c, LANES)])))
+    acc[vector(p, LANES)] = vpdpbusd(
+        acc[vector(p, LANES)], T.reinterpret("int8x64", weights), rows.xt[h, g * STEPS + c, ramp(0, WIDTH)], WIDTH
+    )
+
+
+@script.inlined
+def _add_quads(factors, g, accs, total, h):
     # A group's sum is exact. Groups are added in ascending order, and the fence rounds each product first.
-    for p in T.unroll(PAIRS):
-        totals[vector(p, LANES)] = totals[vector(p, LANES)] + fence(
-            "float32x16", T.Cast("float32x16", acc[vector(p, LANES)]) * _both_scales(factors, p, g)
+    for p in T.unroll(QUADS):
+        total[vector(p, LANES)] = total[vector(p, LANES)] + fence(
+            "float32x16", T.Cast("float32x16", accs[h][vector(p, LANES)]) * _all_rows(factors[g, vector(p, FOUR)])
         )
 
 
 @script.inlined
-def _multiply_tile(groups, o, rows, j):
-    """Write the products of 24 weight rows from j on; rows as of `pair_buffers`."""
-    bytes = T.alloc_buffer((PAIRS, 4 * WIDTH), "int8")
+def _clear_quads(total, _h):
+    for p in T.unroll(QUADS):
+        total[vector(p, LANES)] = T.Broadcast(T.float32(0), LANES)
+
+
+@script.inlined
+def _store_quads(o, rows, j, total, h):
+    for p in T.unroll(QUADS):
+        total[vector(p, LANES)] = total[vector(p, LANES)] * rows.scales[vector(h, LANES)]
+        # Four lanes are adjacent columns of a row: one store. A repeated row stores the same again.
+        for i in T.unroll(FOUR):
+            o.y[rows.at[h * FOUR + i], ramp(j + FOUR * p, FOUR)] = total[ramp(p * LANES + FOUR * i, FOUR)]
+
+
+@script.inlined
+def _multiply_tile(count, groups, o, rows, j):
+    """Write the products of 48 weight rows from j on with `count` vectors of rows of x; rows as of `few_buffers`."""
+    ahead = T.meta_var(vectors.prefetch_distance(TILE, groups * HALF)[0])
+    bytes = T.alloc_buffer((QUADS, QUAD_BYTES), "int8")
     # Scales are widened once per tile: they are read in every group.
-    factors = T.alloc_buffer((TILE, groups), "float32")
-    for r in range(TILE):
-        tiles.widen_scales(o.ws, j + r, factors, r, groups)
-    # 12 vectors of totals and 12 of sums fit the 32 registers.
-    totals = T.alloc_buffer((PAIRS * LANES,), "float32")
-    for p in T.unroll(PAIRS):
-        totals[vector(p, LANES)] = T.Broadcast(T.float32(0), LANES)
+    factors = T.alloc_buffer((groups, TILE), "float32")
+    _widen_quads(groups, o.ws, j, factors)
+    # A buffer for each vector of rows. The int32 sums of a group are what the registers hold.
+    totals = script.buffers(count, QUADS * LANES)
+    script.each(_clear_quads, totals)
     for g in range(groups):
-        _unpack_pairs(o, j, bytes, g, vectors.prefetch_distance(TILE, groups * HALF)[0])
-        _add_pairs(rows, bytes, factors, totals, g)
-    for p in T.unroll(PAIRS):
-        totals[vector(p, LANES)] = totals[vector(p, LANES)] * rows.scales[vector(0, LANES)]
-        # Lanes 2 i and 2 i + 1 are adjacent columns of row i: one store. A repeated row stores the same again.
-        for i in T.unroll(ROWS):
-            o.y[rows.at[i], ramp(j + 2 * p, 2)] = totals[ramp(p * LANES + 2 * i, 2)]
+        _unpack_quads(o, j, bytes, g)
+        accs = script.buffers(count, QUADS * LANES, "int32")
+        script.each(_begin_quads, accs, rows, g)
+        # b, c: four inputs. p: unrolled, quads of weight rows. A broadcast of weights serves all vectors of rows.
+        for b in range(STEPS // 2):
+            # This group of the next tile comes to the second-level cache, and the next group of this tile to the first,
+            # while products are added: three of the 48 rows at a time.
+            for v in T.unroll(3):
+                T.evaluate(vectors.prefetch(o.w[j + ahead + b * 3 + v, g * HALF]))
+                T.evaluate(vectors.prefetch(o.w[j + b * 3 + v, (g + 1) * HALF], 1))
+            for c in T.unroll(2):
+                for p in T.unroll(QUADS):
+                    script.each(_add_quad, accs, rows, bytes, g, 2 * b + c, p)
+        script.each(_add_quads, totals, factors, g, accs)
+    script.each(_store_quads, totals, o, rows, j)
 
 
 @script.kernel
-def pairs_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
-    """Return what `linear_w4a8` returns, for five to eight rows of x, 4 | k and n >= 24.
+def few_w4a8(m: int, n: int, k: int) -> PrimFunc:
+    """Return what `linear_w4a8` returns, for three to eight rows of x, 4 | k and n >= 48.
 
     Parallel over tiles of weight rows.
     """
     groups, packed = -(-k // GROUP), -(-k // GROUP) * HALF
     loop = T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial
-    few_loop = T.parallel if n * k >= tiles.PARALLEL_WEIGHTS else T.serial
-    move, few = few_rows(Int4Sizes(FEW, n, k, INT4_DOTS[isa.int8]), few_loop)
 
     @script.inlined
     def body(q, s, w, ws, y):
-        o = moved_rows(FEW, k, q=q, s=s, w=w, ws=ws, y=y)
-        rows = pair_buffers(groups)
+        o = script.temporaries(q=q, s=s, w=w, ws=ws, y=y)
+        rows = few_buffers(-(-m // FOUR), groups)
         active = tiles.active_rows(m)
         tiles.find_active(o, (m, n, k), active, tiles.nothing)
-        # Up to FEW rows: sums across lanes cost less than padding the rows to eight.
-        if active.count[0] <= FEW:
-            for i in range(active.count[0]):
-                move(o, active.rows[i], i)
-            few(o, active)
-        else:
-            _multiply_pairs(n, k, loop, o, rows, active)
+        _multiply_few_active(m, n, k, loop, o, rows, active)
 
-    return tiles.integer_linear("linear_i4_pairs", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
+    return tiles.integer_linear("linear_i4_few", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
+
+
+@script.inlined
+def _multiply_few_active(m, n, k, loop, o, rows, active):
+    # Without active rows there is no last one, which the places past it would repeat.
+    if active.count[0] > 0:
+        if m <= FOUR or active.count[0] <= FOUR:
+            _multiply_few(1, n, k, loop, o, rows, active)
+        else:
+            _multiply_few(2, n, k, loop, o, rows, active)
 
 
 @script.kernel
-def gemm_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
-    """Return what `linear_w4a8` returns, for more than eight rows of x, 4 | k and n >= 24.
+def gemm_w4a8(m: int, n: int, k: int) -> PrimFunc:
+    """Return what `linear_w4a8` returns, for more than eight rows of x, 4 | k and n >= 48.
 
     Weights plus 8 are the unsigned factor; a group's sums begin with -8 times the sum of x. A panel's weights become
-    bytes once. Up to eight active rows are multiplied in pairs of weight rows. Parallel over blocks of rows while they
+    bytes once. Up to eight active rows are multiplied as `few_w4a8` does. Parallel over blocks of rows while they
     are moved, then over panels of weight rows.
     """
-    del isa  # AVX-512 VNNI alone has these vectors
     blocks, groups, packed = -(-m // LANES), -(-k // GROUP), -(-k // GROUP) * HALF
     loop = T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial
     unpack, multiply = partial(_unpack, groups), partial(_multiply, groups)
@@ -208,12 +268,12 @@ def gemm_w4a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
         rows = tiles.blocks_of(m, groups * STEPS)
         # extra: what the sums of a group begin with.
         o = script.temporaries(q=q, s=s, w=w, ws=ws, y=y, rows=rows, extra=(blocks, groups, LANES, "int32"))
-        few = pair_buffers(groups)
+        few = few_buffers(2, groups)
         active = tiles.active_rows(m)
         tiles.find_active(o, (m, n, k), active, tiles.nothing)
         # Up to eight active rows: vectors of 16 rows would be half empty.
         if active.count[0] <= ROWS:
-            _multiply_pairs(n, k, loop, o, few, active)
+            _multiply_few_active(m, n, k, loop, o, few, active)
         else:
             for block in loop(blocks):
                 if block * LANES < active.count[0]:
@@ -238,16 +298,8 @@ def _row_sums(k, groups, xt, extra, block):
     # Zeros up to a whole group add nothing, whatever the weights are.
     for c in range(groups * STEPS - k // FOUR):
         xt[block, k // FOUR + c, ramp(0, WIDTH)] = T.Broadcast(T.int8(0), WIDTH)
-    # g: groups. A vpdpbusd with the constant 8 adds 8 times four inputs of each of 16 rows.
     for g in range(groups):
-        extra[block, g, ramp(0, LANES)] = T.Broadcast(0, LANES)
-        for c in range(STEPS):
-            four = T.meta_var(xt[block, g * STEPS + c, ramp(0, WIDTH)])
-            extra[block, g, ramp(0, LANES)] = vpdpbusd(
-                extra[block, g, ramp(0, LANES)], T.Broadcast(T.int8(8), WIDTH), four, WIDTH
-            )
-        # Weights are 8 too large, so this zero-point correction is what the sums begin with.
-        extra[block, g, ramp(0, LANES)] = T.Broadcast(0, LANES) - extra[block, g, ramp(0, LANES)]
+        _zero_point(xt, extra, block, g)
 
 
 @script.inlined

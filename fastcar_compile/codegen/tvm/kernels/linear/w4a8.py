@@ -38,10 +38,10 @@ class Int4Dot:
 
 def nibbles(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
     """Return low and high nibbles of `width` bytes, plus 8: of two's complement that is the sign bit inverted."""
-    flipped = T.bitwise_xor(w(offset, width), T.Broadcast(T.uint8(0x88), width))
-    mask = T.Broadcast(T.uint8(15), width)
-    low = T.bitwise_and(flipped, mask)
-    high = T.bitwise_and(T.shift_right(flipped, T.Broadcast(T.uint8(4), width)), mask)
+    # An and with an exclusive or behind it are one instruction of AVX-512, vpternlogd.
+    mask, sign = T.Broadcast(T.uint8(15), width), T.Broadcast(T.uint8(8), width)
+    high = T.shift_right(w(offset, width), T.Broadcast(T.uint8(4), width))
+    low, high = (T.bitwise_xor(T.bitwise_and(value, mask), sign) for value in (w(offset, width), high))
     return T.reinterpret(f"int8x{width}", low), T.reinterpret(f"int8x{width}", high)
 
 
@@ -136,16 +136,6 @@ _FLOAT_EXPONENT = 112 << 23
 
 PAGE = 4096
 """Bytes of the longest row that is one stream."""
-
-
-def moved_rows(rows: int, k: int, **arguments: Any) -> Any:
-    """Return the arguments of a kernel as operands, and allocate what `few_rows` needs for so many rows.
-
-    x holds the active rows side by side, padded with zeros to whole groups, so that no tile has a remainder along k.
-    correction goes with the rows of x.
-    """
-    groups = -(-k // GROUP)
-    return script.temporaries(x=(rows, groups * GROUP, "int8"), correction=(rows, groups, "int32"), **arguments)
 
 
 @dataclass(frozen=True)
@@ -308,27 +298,22 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     adds the bias.
     """
     groups, packed = -(-k // GROUP), -(-k // GROUP) * HALF
-    move, multiply = few_rows(
-        Int4Sizes(m, n, k, INT4_DOTS[isa.int8]), T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
-    )
+    sizes, shape = Int4Sizes(m, n, k, INT4_DOTS[isa.int8]), tile_shape(m, n, k, INT4_DOTS[isa.int8])
+    loop = T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial
+    ahead, _ = vectors.prefetch_distance(shape[0], packed)
+    one = _one_stream(m, k, sizes.dot)
+    multiply = partial(_groups_in_lanes, sizes) if one else partial(_rows_in_lanes, sizes, ahead)
 
     @script.inlined
     def body(q, s, w, ws, y):
-        o = moved_rows(m, k, q=q, s=s, w=w, ws=ws, y=y)
+        # x: the active rows side by side, padded with zeros to whole groups, so that no tile has a remainder along k.
+        x, correction = T.meta_var(((m, groups * GROUP, "int8"), (m, groups, "int32")))
+        o = script.temporaries(x=x, correction=correction, q=q, s=s, w=w, ws=ws, y=y)
         active = tiles.active_rows(m)
-        tiles.find_active(o, (m, n, k), active, move)
-        multiply(o, active)
+        tiles.find_active(o, (m, n, k), active, partial(_move_row, sizes))
+        tiles.for_tiles(tiles.Tiling(n, *shape, loop), multiply, o, active)
 
     return tiles.integer_linear("linear_i4", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
-
-
-def few_rows(sizes: Int4Sizes, loop: Any) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return two macros for active rows with a place each in `moved_rows`: (o, row, place) moves one; (o, active)."""
-    shape = tile_shape(sizes.rows, sizes.n, sizes.k, sizes.dot)
-    ahead, _ = vectors.prefetch_distance(shape[0], sizes.groups * HALF)
-    one = _one_stream(sizes.rows, sizes.k, sizes.dot)
-    multiply = partial(_groups_in_lanes, sizes) if one else partial(_rows_in_lanes, sizes, ahead)
-    return partial(_move_row, sizes), partial(tiles.for_tiles, tiles.Tiling(sizes.n, *shape, loop), multiply)
 
 
 def _zero_weights(_offset: int, size: int) -> Expr:
