@@ -15,6 +15,7 @@ from conftest import check_module, check_tool, imported
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.layout import MANIFEST
+from fastcar_compile.artifact.reader import parse_manifest
 from fastcar_play.page import NAMES, ONLY_HERE
 from fastcar_play.pixels import Pixels
 from fastcar_play.world import load_world
@@ -69,6 +70,10 @@ def test_the_shipped_page_has_the_players_files() -> None:
             assert path.read_text("utf-8") == here.read_text("utf-8").replace("/static/", ""), path.name
     runtime = files("fastcar_compile.runtime.web") / "fastcar.mjs"
     assert (PAGE / "fastcar.mjs").read_text("utf-8") == runtime.read_text("utf-8")
+    layers = parse_manifest((PAGE / "artifact" / MANIFEST).read_bytes(), MANIFEST).layers.layers
+    hello = json.loads((PAGE / "page.json").read_text("utf-8"))["hello"]
+    assert hello["spared"] == [1 - layer.draft_share for layer in layers]
+    assert max(hello["spared"]) < 1
 
 
 def test_the_shipped_page_plays_the_recorded_game() -> None:

@@ -127,7 +127,8 @@ def _stage(loaded: fc.Artifact, world: Path, backend: str, threads: int | None) 
     name = f"{loaded.path.resolve().name}, {loaded.manifest.options.quant}"
     gate = gates[0] if gates else None
     opener = Opener(loaded.session, backend, threads)
-    return rehearsed(Stage(name, gate, loaded.config.num_layers, found, Pixels(found, threads), opener))
+    spared = tuple(1 - layer.draft_share for layer in loaded.manifest.layers.layers)
+    return rehearsed(Stage(name, gate, spared, found, Pixels(found, threads), opener))
 
 
 def _announce(stage: Stage, url: str, places: int, as_json: bool) -> None:

@@ -73,12 +73,13 @@ class Stage:
     """What all visitors share.
 
     Args:
-        name: of the artifact. gate: of its layers; None: there is no replay. layers: how many.
+        name: of the artifact. gate: of its layers; None: there is no replay.
+        spared: of each layer, the share of its MLP's weights that a replay does not read: all but its draft's.
     """
 
     name: str
     gate: str | None
-    layers: int
+    spared: tuple[float, ...]
     world: World
     pixels: Pixels
     opener: Opener

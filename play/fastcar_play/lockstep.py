@@ -145,7 +145,7 @@ def verify(artifact: fc.Artifact, world: World, game: RecordedGame) -> float:
     for found, step in _played(artifact, world, beginning, game.thresholds, game.tokens(), ledger):
         if found != game.checks[len(shares)]:
             raise _differs(f"frame {len(shares) + 1} of {len(game.checks)}")
-        shares.append(float(step.replayed.mean()))
+        shares.append(float(step.decisions.mean()))
     if ledger.digest.hex() != game.digest:
         raise _differs("a late frame")
     return sum(shares) / max(1, len(shares))

@@ -120,14 +120,15 @@ class Hello(_Message):
     """What a page shows; the first message.
 
     Args:
-        artifact, gate: see Stage. size, aspect, grid: see Image. levels: see Replay. record_frames: of one recording.
+        artifact, gate, spared: see Stage. size, aspect, grid: see Image. levels: see Replay.
+        record_frames: of one recording.
     """
 
     type: Literal["hello"] = "hello"
     world: str
     artifact: str
     gate: str | None
-    layers: int
+    spared: tuple[float, ...]
     tokens_per_frame: int
     frames_per_second: float
     size: tuple[int, int]
@@ -183,6 +184,7 @@ class SideHeader(_Message):
     Args:
         bytes: of its PNG. token_ms: of one forward. sampling_ms: of the whole frame's draws.
         replayed: per token in raster order, the share of layers that replayed, in percent; empty for a start.
+        by_layer: per layer, the share of tokens at which it replayed; empty for a start.
     """
 
     side: Side
@@ -190,6 +192,7 @@ class SideHeader(_Message):
     token_ms: float | None
     sampling_ms: float | None
     replayed: tuple[int, ...]
+    by_layer: tuple[float, ...]
 
 
 class FrameHeader(_Message):

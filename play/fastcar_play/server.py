@@ -34,7 +34,6 @@ ASSETS = {
     "connection.js": "text/javascript",
     "controls.js": "text/javascript",
     "picture.js": "text/javascript",
-    "plot.js": "text/javascript",
     "main.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
@@ -240,7 +239,7 @@ def hello(stage: Stage) -> Hello:
         world=file.name,
         artifact=stage.name,
         gate=stage.gate,
-        layers=stage.layers,
+        spared=stage.spared,
         tokens_per_frame=file.tokens_per_frame,
         frames_per_second=file.frames_per_second,
         size=file.image.size,

@@ -95,14 +95,14 @@ class Step:
 
     Attributes:
         codes: image codes, int64 [tokens].
-        replayed: share of the layers that replayed in the forward that chose each token, float32 [tokens].
+        decisions: True where a layer replayed in the forward that chose a token, bool [tokens, L].
         scores: of the gate in the same forwards, float32 [tokens, L]. logits: of these forwards, float32 [tokens, V].
         seconds: of the forwards. sampling: of the draws. forwards: how many.
         refilled: the session was full, and reads the last frames again.
     """
 
     codes: Tokens
-    replayed: NDArray[np.float32]
+    decisions: NDArray[np.bool_]
     scores: NDArray[np.float32]
     logits: NDArray[np.float32]
     seconds: float
@@ -202,7 +202,7 @@ class Track:
         self._frames.append(frame)
         return Step(
             codes=frame[1:] - image.offset,
-            replayed=np.array(decisions, np.float32).mean(1),
+            decisions=np.array(decisions, np.bool_),
             scores=np.array(scores, np.float32),
             logits=np.array(seen, np.float32),
             seconds=seconds,

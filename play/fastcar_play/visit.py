@@ -271,11 +271,12 @@ def _shown(game: Game) -> float | Literal["compiled"] | None:
 def _side(view: View, size: int) -> SideHeader:
     step = view.step
     if step is None:
-        return SideHeader(side=view.side, bytes=size, token_ms=None, sampling_ms=None, replayed=())
+        return SideHeader(side=view.side, bytes=size, token_ms=None, sampling_ms=None, replayed=(), by_layer=())
     return SideHeader(
         side=view.side,
         bytes=size,
         token_ms=step.seconds / step.forwards * 1000,
         sampling_ms=step.sampling * 1000,
-        replayed=tuple(round(100 * float(share)) for share in step.replayed),
+        replayed=tuple(round(100 * float(share)) for share in step.decisions.mean(1)),
+        by_layer=tuple(float(share) for share in step.decisions.mean(0)),
     )

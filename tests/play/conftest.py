@@ -35,4 +35,4 @@ def stage(built: tuple[Path, Path]) -> Stage:
     artifact, world = fc.load(built[0]), load_world(built[1])
     world.check_decoder(artifact.config)
     opener = Opener(artifact.session, threads=1)
-    return rehearsed(Stage("tiny", "input_delta", 2, world, Pixels(world, 1), opener))
+    return rehearsed(Stage("tiny", "input_delta", (1.0, 1.0), world, Pixels(world, 1), opener))

@@ -68,7 +68,7 @@ def test_thresholds_change_one_side_and_levels_go_from_never_to_often(stage: Sta
         game.begin(Beginning())
         game.set_threshold(levels[level])
         steps = [view.step for held in KEYS for view in game.advance(held).views]
-        dense, replay = ([float(step.replayed.mean()) for step in steps[side::2] if step] for side in (0, 1))
+        dense, replay = ([float(step.decisions.mean()) for step in steps[side::2] if step] for side in (0, 1))
         assert max(dense) == 0
         assert replay[0] == 0, "the first frame has nothing to replay"
         shares.append(np.mean(replay[1:]))

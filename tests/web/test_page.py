@@ -64,14 +64,20 @@ def saved(page: "Page") -> RecordedGame:
 
 
 def test_the_browser_plays_by_itself(artifact: fc.Artifact, world: World, tmp_path: Path) -> None:
-    """Side by side at first, with the pixels of the world's model; then dense with a key that is held."""
+    """Side by side at first, with the pixels of the world's model; then dense with a key that is held.
+
+    The page is told of drafts, whose weights it takes off what replay spares.
+    """
     done = written(artifact, world, tmp_path / "page")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["bytes"] == sum(path.stat().st_size for path in (tmp_path / "page").rglob("*") if path.is_file())
+    facts = tmp_path / "page" / "page.json"
+    facts.write_text(facts.read_text().replace('"spared": [1.0, 1.0]', '"spared": [0.5, 0.5]'))
     with served(tmp_path / "page") as url, browsing(url) as (page,):
         page.goto(url)
         page.wait_for_selector("body[data-frame='0'][data-state=paused]")
+        assert "a draft with 50 % of its weights, and its output" in page.inner_text(".about")
         data = page.eval_on_selector("canvas.image", "c => [...c.getContext('2d').getImageData(0, 0, 2, 2).data]")
         shown = np.array(data, np.uint8).reshape(2, 2, 4)[..., :3]
         assert (shown == Pixels(world, 1)(world.starts[0, -1, 1:] - 1)).all()
@@ -82,6 +88,8 @@ def test_the_browser_plays_by_itself(artifact: fc.Artifact, world: World, tmp_pa
         game = saved(page)
         assert len(game.checks) >= 20
         assert 0 < verify(artifact, world, game) < 1
+        read = "['share', 'spared'].map((id) => parseInt(document.getElementById(id).textContent))"
+        page.wait_for_function(f"(([share, spared]) => spared > 0 && Math.abs(spared - share / 2) < 1)({read})")
         page.get_by_label("Dense", exact=True).check()
         page.click("#record")
         page.wait_for_function("document.getElementById('note').textContent.includes('Start a new game')")
@@ -98,6 +106,7 @@ def test_windows_play_one_game(artifact: fc.Artifact, world: World, tmp_path: Pa
         for page in (first, second, third):
             page.goto(url)
             page.wait_for_selector("body[data-state=paused]")
+            assert "short cut will do: its output of the frame before." in page.inner_text(".about")
             page.check("#together")
             if page is first:
                 page.click("#cover")

@@ -46,17 +46,16 @@ export class Track {
     const refilled = this.session.position + length + (this.pending !== null) > this.session.config.max_seq_len;
     if (refilled) this.fill();
     this.settle();
-    const [tokens, replayed] = [[action], []];
-    const { num_layers: layers } = this.session.config;
+    const [tokens, decisions] = [[action], []];
     for (let i = 1; i < length; ++i) {
       const logits = this.session.step(tokens[i - 1]);
       each(this.session, logits, i - 1);
-      replayed.push(this.session.decisions.reduce((sum, flag) => sum + flag, 0) / layers);
+      decisions.push(Array.from(this.session.decisions, Number));
       tokens.push(this.sampler.choose(logits.subarray(image.offset, image.offset + image.count)) + image.offset);
     }
     this.pending = tokens[length - 1];
     this.frames = [...this.frames, tokens].slice(-this.kept);
-    return { codes: tokens.slice(1).map((token) => token - image.offset), replayed, refilled };
+    return { codes: tokens.slice(1).map((token) => token - image.offset), decisions, refilled };
   }
 }
 

@@ -8,6 +8,8 @@ const SIDES = { dense: ["dense"], replay: ["replay"], both: ["dense", "replay"] 
 const AVERAGED = 24; // frames that the frames per second are measured over
 const IN_FLIGHT = 3; // frames that were sent and are not drawn yet
 
+const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+
 const read = async (name) => {
   const answer = await fetch(new URL(name, import.meta.url));
   if (!answer.ok) throw new Error(`${name} cannot be read: HTTP ${answer.status}`);
@@ -116,8 +118,10 @@ class Game {
     const now = performance.now();
     this.times = [...(name ? this.times : []), now].slice(-AVERAGED - 1);
     const span = now - this.times[0];
-    const sides = views.map(({ side, token_ms = null, replayed = [] }, i) => ({
-      side, token_ms, sampling_ms: 0, kind: "rgba", bytes: pictures[i].length, replayed: replayed.map((share) => Math.round(100 * share)),
+    const sides = views.map(({ side, token_ms = null, decisions = [] }, i) => ({
+      side, token_ms, sampling_ms: 0, kind: "rgba", bytes: pictures[i].length,
+      replayed: decisions.map((flags) => Math.round(100 * mean(flags))),
+      by_layer: (decisions[0] ?? []).map((_, layer) => mean(decisions.map((flags) => flags[layer]))),
     }));
     const header = {
       type: "frame", serial: ++this.serial, number: this.number, action: name, sides, png_ms: 0, pixels_ms: now - start,

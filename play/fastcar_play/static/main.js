@@ -3,14 +3,12 @@
 import { Connection } from "./connection.js";
 import { Controls } from "./controls.js";
 import { Pictures } from "./picture.js";
-import { Plot } from "./plot.js";
 
 const at = (id) => document.getElementById(id);
 const RETRY_MS = 10_000;
 const NOTE_MS = 6_000;
 
 const pictures = new Pictures(at("pictures"));
-const plots = { fps: new Plot(at("fps-plot")), "token-ms": new Plot(at("token-ms-plot")), share: new Plot(at("share-plot"), 1.02) };
 let hello = null;
 let status = null;
 let played = false; // a first key starts the game, later ones do not end a pause
@@ -69,7 +67,7 @@ const connection = new Connection({
     played = false;
     document.title = `${message.world} – fastcar play`;
     at("world").textContent = message.world;
-    at("artifact").textContent = `${message.artifact}, ${message.layers} layers, ${message.tokens_per_frame} tokens per frame`;
+    at("artifact").textContent = `${message.artifact}, ${message.spared.length} layers, ${message.tokens_per_frame} tokens per frame`;
     pictures.shape(message);
     controls.build(message.buttons);
     at("start").replaceChildren(...message.starts.map((name) => new Option(name.replaceAll("_", " "))));
@@ -79,6 +77,9 @@ const connection = new Connection({
     at("record-card").hidden = message.record_frames === null && !message.saves;
     at("together").parentElement.hidden = !message.saves;
     at("together").checked = false;
+    const draft = 1 - mean(message.spared);
+    at("stand-in").textContent = `${draft ? `a draft with ${percent(draft)} of its weights, and ` : ""}its output of the frame before`;
+    at("how-replay").hidden = message.gate === null;
     at("no-replay").hidden = message.gate !== null;
     at("replay-settings").hidden = message.gate === null;
     connection.send("visible", { value: !document.hidden });
@@ -137,7 +138,6 @@ const connection = new Connection({
 function again() {
   if (document.body.dataset.state === "full" || document.body.dataset.state === "ended") {
     state("connecting", "Connecting", "");
-    for (const plot of Object.values(plots)) plot.clear();
     connection.open();
   }
 }
@@ -179,31 +179,24 @@ const percent = (share) => `${Math.round(100 * share)} %`;
 function showFigures(frame) {
   const generated = frame.sides.filter((side) => side.token_ms !== null);
   if (!generated.length) return;
-  const byside = (value) => Object.fromEntries(generated.map((side) => [side.side, value(side)]));
-  const ms = byside((side) => side.token_ms);
-  const share = byside((side) => mean(side.replayed) / 100);
-  figure("token-ms", ms, (value) => value.toFixed(2));
-  figure("share", share, percent);
-  if (frame.fps !== null) {
-    at("fps").textContent = frame.fps.toFixed(1);
-    plots.fps.add({ [generated.at(-1).side]: frame.fps });
-  }
+  figure("token-ms", generated, (side) => side.token_ms.toFixed(2));
+  figure("share", generated.slice(-1), (side) => percent(mean(side.by_layer)));
+  figure("spared", generated.slice(-1), (side) => percent(mean(side.by_layer.map((share, layer) => share * hello.spared[layer]))));
+  if (frame.fps !== null) at("fps").textContent = frame.fps.toFixed(1);
   const steps = generated.reduce((sum, side) => sum + side.token_ms * hello.tokens_per_frame, 0);
   const draws = generated.reduce((sum, side) => sum + side.sampling_ms, 0);
   const parts = [["steps", steps], ["draws", draws], ["pixels", frame.pixels_ms], ["PNG", frame.png_ms]].filter(([, ms]) => ms > 0);
   at("parts").textContent = `Frame ${frame.number}, ${frame.action}: ${parts.map(([name, value]) => `${name} ${value.toFixed(1)} ms`).join(", ")}.`;
 }
 
-function figure(id, values, text) {
-  const sides = Object.entries(values);
-  at(id).classList.toggle("pair", sides.length > 1);
-  at(id).replaceChildren(...sides.map(([side, value]) => {
+/** text: of a side of the frame. */
+function figure(id, sides, text) {
+  at(id).replaceChildren(...sides.map((side) => {
     const span = document.createElement("span");
-    span.className = `side-${side}`;
-    span.textContent = text(value);
+    span.className = `side-${side.side}`;
+    span.textContent = text(side);
     return span;
   }));
-  plots[id].add(values);
 }
 
 at("cover").addEventListener("click", () => (status === null ? again() : run(true)));

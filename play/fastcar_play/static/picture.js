@@ -2,7 +2,7 @@
 
 const NAMES = { dense: "Dense", replay: "Replay" };
 const HEAT = "rgb(25 200 255 / ";
-const CELL = 16; // pixels of the heat map along a token, whose outline is drawn: whoever plays still sees the picture
+const CELL = 32; // pixels of the heat map along a token, whose outline is one of them: whoever plays still sees the picture
 
 export class Pictures {
   constructor(place) {
@@ -70,7 +70,7 @@ export class Pictures {
     context.clearRect(0, 0, heat.width, heat.height);
     side.replayed.forEach((percent, token) => {
       context.strokeStyle = `${HEAT}${percent / 100})`;
-      context.strokeRect(CELL * (token % this.grid[1]) + 1, CELL * Math.floor(token / this.grid[1]) + 1, CELL - 2, CELL - 2);
+      context.strokeRect(CELL * (token % this.grid[1]) + 0.5, CELL * Math.floor(token / this.grid[1]) + 0.5, CELL - 1, CELL - 1);
     });
   }
 }

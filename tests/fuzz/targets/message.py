@@ -77,7 +77,7 @@ class Scripted(Visit):
 def _stage() -> Stage:
     world = load_world(write_world(folder() / "game"))
     replay = Replay((3.0,) * LAYERS, (None, 1.0))
-    return Stage("a", "input_delta", LAYERS, world, Pixels(world, 1), StandInOpener(_no_session), replay)
+    return Stage("a", "input_delta", (1.0,) * LAYERS, world, Pixels(world, 1), StandInOpener(_no_session), replay)
 
 
 _STAGE = _stage()
