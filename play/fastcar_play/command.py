@@ -40,7 +40,9 @@ def play_command(
     visitors: Annotated[
         int | None, Option(min=1, max=limits.VISITORS, help="Players at once; default: one per core.")
     ] = None,
-    backend: Annotated[str, Option(help="cpu or onnxruntime.", autocompletion=BACKENDS)] = "cpu",
+    backend: Annotated[
+        str, Option(help="cpu or onnxruntime; a recorded game also hls-csim or board.", autocompletion=BACKENDS)
+    ] = "cpu",
     threads: Annotated[int | None, Option(min=1, help="CPU threads of each player.")] = None,
     static: Annotated[
         Path | None, Option(help="Write the page into this folder, for any file server: the browser plays by itself.")
@@ -67,7 +69,7 @@ def play_command(
         loaded = fc.load(artifact, digest=digest, require_signature=public_key, reread=reread)
         if recorded is not None:
             show("playing the recorded game again")
-            _verify(loaded, world, recorded, as_json)
+            _verify(loaded, world, recorded, backend, as_json)
             return
         show("generating the first frames")
         stage = _stage(loaded, world, backend, threads)
@@ -98,13 +100,13 @@ def _write(loaded: fc.Artifact, stage: Stage, folder: Path, as_json: bool) -> No
     print_result(as_json, {"folder": str(folder), "files": found, "bytes": total}, lambda: print_fields(fields))
 
 
-def _verify(loaded: fc.Artifact, world: Path, recorded: Path, as_json: bool) -> None:
+def _verify(loaded: fc.Artifact, world: Path, recorded: Path, backend: str, as_json: bool) -> None:
     from fastcar_play.lockstep import load_game, verify
     from fastcar_play.world import load_world
 
     game, found = load_game(recorded), load_world(world)
     found.check_decoder(loaded.config)
-    share = verify(loaded, found, game)
+    share = verify(loaded, found, game, backend)
     fields = {"verified": f"{count_text(len(game.checks), 'frame')}, bit for bit", "MLPs replayed": f"{share:.1%}"}
     facts = {"frames": len(game.checks), "replayed": share, "digest": game.digest}
     print_result(as_json, facts, lambda: print_fields(fields | {"digest": game.digest}))

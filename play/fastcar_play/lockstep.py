@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 import fastcar_compile as fc
 from fastcar_compile.errors import InputError, describe_validation
+from fastcar_compile.runtime.backends import OpenStepper
 from fastcar_compile.support.strict_json import parse_json
 from fastcar_play import limits
 from fastcar_play.game import Beginning
@@ -125,8 +126,8 @@ def recorded(artifact: fc.Artifact, world: World, beginning: Beginning, actions:
     )
 
 
-def verify(artifact: fc.Artifact, world: World, game: RecordedGame) -> float:
-    """Play a recorded game again; return the share of the MLPs that replayed.
+def verify(artifact: fc.Artifact, world: World, game: RecordedGame, backend: str | OpenStepper = "cpu") -> float:
+    """Play a recorded game again; return the share of the MLPs that replayed. backend: see `Artifact.session`.
 
     Raises:
         InputError: it is of another world or decoder, or a frame has other bits.
@@ -142,7 +143,7 @@ def verify(artifact: fc.Artifact, world: World, game: RecordedGame) -> float:
             )
     beginning = Beginning(game.start, game.seed, game.temperature, game.top_k)
     ledger, shares = Ledger(), list[float]()
-    for found, step in _played(artifact, world, beginning, game.thresholds, game.tokens(), ledger):
+    for found, step in _played(artifact, world, beginning, game.thresholds, game.tokens(), ledger, backend):
         if found != game.checks[len(shares)]:
             raise _differs(f"frame {len(shares) + 1} of {len(game.checks)}")
         shares.append(float(step.decisions.mean()))
@@ -163,6 +164,7 @@ def _played(
     thresholds: tuple[Threshold, ...],
     actions: Iterable[int],
     ledger: Ledger,
+    backend: str | OpenStepper = "cpu",
 ) -> Iterator[tuple[str, Step]]:
     """Yield check and frame of every action."""
     if artifact.manifest.options.numerics != "exact":
@@ -171,7 +173,7 @@ def _played(
     if not 0 <= beginning.start < len(world.starts):
         raise InputError(f"there is no start {beginning.start}", hint=f"choose one of {len(world.starts)}, from 0")
     known = {action.token for action in world.file.actions}
-    track = Track(world, Opener(artifact.session, threads=1))
+    track = Track(world, Opener(artifact.session, backend, threads=1))
     try:
         track.begin(world.starts[beginning.start], beginning.sampling(world.file.image.count))
         track.set_threshold(list(thresholds))

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.runtime.backends.base import (
-    BACKENDS,
     Array,
     BackendOptions,
     Numbers,
     OpenStepper,
     Stepper,
     StepResult,
+    opened,
 )
 from fastcar_compile.runtime.sampling import Sampling, TokenChoice
 from fastcar_compile.runtime.session import Session
@@ -71,22 +71,21 @@ class Watch(Stepper):
 
 @dataclass(frozen=True)
 class Opener:
-    """Opens watched sessions of one artifact. session: for example `Artifact.session`."""
+    """Opens watched sessions of one artifact. session: for example `Artifact.session`. backend: as it takes one."""
 
     session: OpenSession
-    backend: str = "cpu"
+    backend: str | OpenStepper = "cpu"
     threads: int | None = None
 
     def __call__(self) -> tuple[Session, Watch]:
         """Return a session and what watches it."""
         watches: list[Watch] = []
-        inner: OpenStepper = BACKENDS.load(self.backend)
 
-        def opened(artifact: StoredArtifact, options: BackendOptions) -> Watch:
-            watches.append(Watch(inner(artifact, options)))
+        def watched(artifact: StoredArtifact, options: BackendOptions) -> Watch:
+            watches.append(Watch(opened(artifact, self.backend, options.threads)))
             return watches[0]
 
-        return self.session(opened, threads=self.threads), watches[0]
+        return self.session(watched, threads=self.threads), watches[0]
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ def test_the_command_verifies_a_recorded_game(artifact: fc.Artifact, world: Worl
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["frames"] == len(ACTIONS)
     assert 0.1 < json.loads(done.stdout)["replayed"] < 0.9
+    assert "unknown backend 'abacus'" in CliRunner().invoke(app, [*words, "--backend", "abacus"]).output
     for frame, wrong in changed(game).items():
         place = f"frame {frame} of" if frame < len(ACTIONS) else "a late frame"
         with pytest.raises(InputError, match=f"{place}.* has other bits than the recorded game"):
