@@ -7,7 +7,7 @@ from fastcar_compile.codegen.hls.control_table.gate import BFLOATS_PER_WORD
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, DrsTable, Limits
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
-from fastcar_compile.codegen.hls.design.usage import bram_blocks
+from fastcar_compile.codegen.hls.design.usage import bram_blocks, measured
 from fastcar_compile.gates.registry import GateKind
 
 PRODUCT_DSP = 2
@@ -22,8 +22,11 @@ CHECK_DSP = 1
 ANSWER_BANKS = 4
 """The answer is collected in four banks of 32-bit words, so that it leaves as 128-bit words."""
 
+TAS_PRODUCT = measured("fixed_product")
+"""Shifter, rounding and limit of one product of q and a key. Measured."""
+
 PRODUCT = Usage(lut=350, ff=400)
-"""The shifter, rounding and limit of one product, and its share of the adder. Estimate."""
+"""The same of a product or magnitude of another gate, and its share of the adder. Estimate."""
 
 CONTROL = Usage(lut=2_500, ff=3_000)
 """Checks, CRC-32 of a word per clock, gate and mapping. Estimate."""
@@ -41,7 +44,7 @@ UNIT_BITS = 160
 _CHANGE = Usage(dsp=FLOATS_PER_WORD * SUBTRACT_DSP + DIVIDE_DSP) + PRODUCT * (2 * FLOATS_PER_WORD)
 _NETWORK = Usage(dsp=BFLOATS_PER_WORD * WEIGHT_DSP + PRODUCT_DSP + 2 * SCORE_DSP + 2 * SUBTRACT_DSP)
 SCORE_UNITS = {
-    GateKind.TAS: Usage(dsp=FLOATS_PER_WORD * PRODUCT_DSP + SCORE_DSP) + PRODUCT * FLOATS_PER_WORD,
+    GateKind.TAS: Usage(dsp=FLOATS_PER_WORD * PRODUCT_DSP + SCORE_DSP) + TAS_PRODUCT * FLOATS_PER_WORD,
     GateKind.INPUT_DELTA: _CHANGE,
     GateKind.LEARNED: Usage(dsp=FLOATS_PER_WORD * SUBTRACT_DSP)
     + PRODUCT * (FLOATS_PER_WORD + BFLOATS_PER_WORD + 1)

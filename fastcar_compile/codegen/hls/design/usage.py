@@ -53,13 +53,13 @@ STAGES = 2
 """Flip-flops per such LUT: registers before and behind an adder. Estimate; of the array yosys counts 1.0 to 1.5."""
 
 
-def _measured(unit: str) -> Usage:
+def measured(unit: str) -> Usage:
     """Return LUTs and flip-flops that yosys counts of a unit of the RTL."""
     table = tomllib.loads((files("fastcar_compile.codegen.hls.design") / "rtl_resources.toml").read_text())
     return Usage(table[unit]["lut"], table[unit]["ff"])
 
 
-STREAM = _measured("fifo")
+STREAM = measured("fifo")
 """A FIFO of sixteen 128-bit words. Measured."""
 
 FLOAT_MULTIPLY, FLOAT_ADD = Usage(350, 550, dsp=3), Usage(350, 550, dsp=2)
