@@ -214,19 +214,20 @@ def test_only_layers_of_one_kind_stand_for_each_other(kinds: str, captured: int)
     assert len(skeleton.model(captured).model.layers) == captured
 
 
-def artifact(model: object, path: Path) -> fc.Artifact:
-    return fc.compile(model, "cpu", tokens_per_frame=FRAME, quant="w8a8", output=path, prefill_chunk=4)  # pyright: ignore[reportArgumentType]
+def artifact(model: object, path: Path, chunk: int) -> fc.Artifact:
+    return fc.compile(model, "cpu", tokens_per_frame=FRAME, quant="w8a8", output=path, prefill_chunk=chunk)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("chunk", [1, pytest.param(4, marks=pytest.mark.thorough)])
 def test_artifact_of_a_folder_equals_that_of_the_model(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     """Bit for bit, also with the weights read in blocks and kept in several files, and the ONNX model reading those."""
-    whole = artifact(loaded(folder), tmp_path / "whole")
+    whole = artifact(loaded(folder), tmp_path / "whole", chunk)
     monkeypatch.setattr("fastcar_compile.ir.weights.BLOCK_ELEMENTS", 1000)
     monkeypatch.setattr(emit, "SHARD_BYTES", 100_000)
     monkeypatch.setattr("fastcar_compile.codegen.onnx.export.EXTERNAL_DATA_FROM", 0)
-    lazy = artifact(folder, tmp_path / "lazy")
+    lazy = artifact(folder, tmp_path / "lazy", chunk)
     files = set(lazy.manifest.files)
     assert {"weights/model-00001.safetensors", "weights/model-00002.safetensors", layout.ONNX_EXTERNAL} <= files
     assert layout.ONNX_INLINE not in files

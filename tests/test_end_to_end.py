@@ -21,7 +21,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact
     return {
         quant: fc.compile(
             llama(), target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=2, quant=quant,
-            replay=fc.ReplayConfig(threshold=0.0), prefill_chunk=16, output=folder / quant,
+            replay=fc.ReplayConfig(threshold=0.0), prefill_chunk=1, output=folder / quant,
         )
         for quant in ("none", "w8a8")
     }  # fmt: skip

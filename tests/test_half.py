@@ -21,16 +21,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 QUANTS = ["bf16", pytest.param("fp16", marks=pytest.mark.thorough)]
 
 
-def build(model: nn.Module, quant: str, folder: Path, target: str = "cpu") -> fc.Artifact:
+def build(model: nn.Module, quant: str, folder: Path, target: str = "cpu", chunk: int = 1) -> fc.Artifact:
     return fc.compile(
         model, target=target, tokens_per_frame=FRAME, max_seq_len=LENGTH, quant=quant,
-        replay=fc.ReplayConfig(threshold=0.0), prefill_chunk=12, output=folder,
+        replay=fc.ReplayConfig(threshold=0.0), prefill_chunk=chunk, output=folder,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=QUANTS)
 def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    return build(llama(), request.param, tmp_path_factory.mktemp("half") / "artifact")
+    return build(llama(), request.param, tmp_path_factory.mktemp("half") / "artifact", chunk=12)
 
 
 def tokens() -> torch.Tensor:

@@ -28,6 +28,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:LAYERS], LAYERS
     replay = fc.ReplayConfig(threshold=(0.0, -25.0))
     options = {"target": "zcu102", "tokens_per_frame": FRAME, "batch_size": 2, "replay": replay, "offload": "linears"}
+    options["prefill_chunk"] = 1
     report = fc.compile(model, dry_run=True, **options)
     artifact = fc.compile(model, output=tmp_path_factory.mktemp("linears") / "artifact", **options)
     return SimpleNamespace(artifact=artifact, report=report)

@@ -132,7 +132,9 @@ def test_what_is_missing_is_named(device: Path, artifact: fc.Artifact, code: str
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """In bfloat16, which numpy does not have."""
     folder, replay = tmp_path_factory.mktemp("artifact") / "artifact", fc.ReplayConfig(threshold=-100.0)
-    return fc.compile(llama(), target="cpu", tokens_per_frame=8, replay=replay, quant="bf16", output=folder)
+    return fc.compile(
+        llama(), target="cpu", tokens_per_frame=8, replay=replay, quant="bf16", output=folder, prefill_chunk=1
+    )
 
 
 def git(folder: Path, *words: str) -> None:

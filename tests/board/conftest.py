@@ -30,7 +30,7 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import probe_interface
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder
 
-FRAME, LENGTH, CHUNK = 8, 65, 16
+FRAME, LENGTH, CHUNK = 8, 65, 4
 XRT_HEADERS = Path("/usr/include/xrt")
 PACKAGES = ("apache-tvm", "apache-tvm-ffi")
 LIBRARIES = ("libtvm_runtime.so", "libtvm_ffi.so")

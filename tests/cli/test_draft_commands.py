@@ -42,7 +42,7 @@ def test_a_draft_is_fitted_compiled_and_explained(folder: Path, monkeypatch: pyt
         str(i): {"neurons": own.size.neurons, "rank": own.size.rank} for i, own in draft.layers.items()
     }
     assert f"layer 1  {draft.layers[1].size.neurons} neurons" in fastcar(*words).stdout.replace("   ", "  ")
-    sizes = ("--tokens-per-frame", FRAME, "--max-seq-len", LENGTH, "--prefill-chunk", 4, "--target", "cpu")
+    sizes = ("--tokens-per-frame", FRAME, "--max-seq-len", LENGTH, "--prefill-chunk", 1, "--target", "cpu")
     fastcar("compile", folder / "model", "-o", folder / "built", "--draft", file, "--threshold", "0.5", *sizes)
     artifact = fc.load(folder / "built")
     replay = artifact.manifest.options.replay

@@ -38,8 +38,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     check_module("hls4ml")
     folder = tmp_path_factory.mktemp("cli")
     llama().save_pretrained(folder / "model")
-    options = ("--offload", "mlp", "--tokens-per-frame", 8, "--threshold", "0.0,inf", "--batch-size", 2, "--json")
-    result = fastcar("compile", folder / "model", "-o", folder / "artifact", *options)
+    options = ("--offload", "mlp", "--tokens-per-frame", 8, "--threshold", "0.0,inf", "--batch-size", 2)
+    result = fastcar("compile", folder / "model", "-o", folder / "artifact", *options, "--prefill-chunk", 4, "--json")
     assert result.exit_code == 0, result.stderr
     return folder / "artifact", json.loads(result.stdout)
 

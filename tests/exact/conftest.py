@@ -16,7 +16,7 @@ FRAME, LENGTH, BATCH, PROMPT = 8, 65, 2, 21
 
 def compiled(folder: Path, **options: Any) -> fc.Artifact:
     """A grouped-query Llama with exact numerics."""
-    defaults: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "prefill_chunk": 16}
+    defaults: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "prefill_chunk": 4}
     if options.get("offload") != "all":
         defaults |= {"kv": "int8", "numerics": "exact"}
     return fc.compile(

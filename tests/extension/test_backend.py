@@ -30,7 +30,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     replay = fc.ReplayConfig(threshold=-100.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(SITE)
-        return fc.compile(llama(), target="cpu", tokens_per_frame=8, replay=replay, prefill_chunk=4, output=folder)
+        return fc.compile(llama(), target="cpu", tokens_per_frame=8, replay=replay, prefill_chunk=1, output=folder)
 
 
 def test_it_decodes_like_the_backend_that_it_wraps(artifact: fc.Artifact, tmp_path: Path) -> None:

@@ -37,12 +37,12 @@ def warned(case: Case) -> AbstractContextManager[object]:
     return nullcontext() if case.warned is None else pytest.warns(UserWarning, match=case.warned)
 
 
-def compiled(case: Case, output: Path, target: str = "cpu", quant: str = "none") -> fc.Artifact:
+def compiled(case: Case, output: Path, target: str = "cpu", quant: str = "none", chunk: int = CHUNK) -> fc.Artifact:
     """Return the artifact of a case, whose warning is asserted."""
     with warned(case):
         return fc.compile(
             case.build(), target, quant=quant, offload="mlp", tokens_per_frame=case.frame, max_seq_len=case.length,
-            batch_size=BATCH, prefill_chunk=CHUNK, kv=case.kv, replay=fc.ReplayConfig(gate=case.gate), output=output,
+            batch_size=BATCH, prefill_chunk=chunk, kv=case.kv, replay=fc.ReplayConfig(gate=case.gate), output=output,
         )  # fmt: skip
 
 

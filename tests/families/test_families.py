@@ -61,7 +61,7 @@ def test_the_accelerator_decodes_as_the_cpu(
     """Its MLPs are integers, so that logits of C simulation are those of the CPU bit for bit."""
     require_tool("g++")
     require_module("hls4ml")
-    artifact = compiled(case, tmp_path / "built", "zcu102", "w8a8")
+    artifact = compiled(case, tmp_path / "built", "zcu102", "w8a8", chunk=1)
     cpu, hls = (artifact.session(backend, record=True) for backend in ("cpu", "hls-csim"))
     thresholds = expected(case)[1].thresholds
     for session in (cpu, hls):

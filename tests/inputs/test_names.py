@@ -70,7 +70,7 @@ def test_a_name_that_cannot_be_written_is_refused(what: str) -> None:
 @pytest.fixture(scope="module")
 def strange(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("names") / "a"
-    options: dict[str, Any] = {"target": "zcu102", "offload": "mlp", "tokens_per_frame": 4}
+    options: dict[str, Any] = {"target": "zcu102", "offload": "mlp", "tokens_per_frame": 4, "prefill_chunk": 1}
     fc.compile(named(STRANGE), **options, output=str(folder), replay=fc.ReplayConfig())
     return folder
 

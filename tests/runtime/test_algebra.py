@@ -225,7 +225,7 @@ def test_prompts_of_different_lengths_decode_as_each_alone(
 
 
 def test_only_what_was_kept_is_taken_back(artifacts: Compiled) -> None:
-    with artifacts["bfloat16 ring"].session("cpu", record=True, keep=4) as session:
+    with artifacts["native ring"].session("cpu", record=True, keep=4) as session:
         run(session, [("extend", 6), ("step", 10)], 1)
         with pytest.raises(InputError, match=r"5 tokens cannot be taken back, only 4\n.*keep"):
             session.rewind(5)
@@ -248,7 +248,9 @@ def test_only_what_was_kept_is_taken_back(artifacts: Compiled) -> None:
 def test_a_file_that_is_no_session_is_refused(tmp_path: Path, artifacts: Compiled) -> None:
     """And nothing of the session is lost."""
     saved, file = tmp_path / "saved", tmp_path / "file"
-    with artifacts["exact rows"].session("cpu", record=True) as session, artifacts["dense"].session("cpu") as other:
+    kinds = ("exact rows", "native ring")
+    session, other = (artifacts[kind].session("cpu", record=True) for kind in kinds)
+    with session, other:
         before = run(session, [("extend", 6), ("step", 8)], 1)
         session.save(saved)
         with pytest.raises(ArtifactError, match="the session is of the artifact sha256:"):
@@ -279,12 +281,12 @@ def test_a_stepper_that_gives_no_states_is_refused_by_name(artifacts: Compiled) 
         def decode(self, *_: Any, **__: Any) -> Any: ...
 
     refused = pytest.raises(BackendError, match="the states of Sealed cannot be copied nor set back")
-    with artifacts["dense"].session(lambda artifact, options: Sealed()) as session:
+    with artifacts["native ring"].session(lambda artifact, options: Sealed()) as session:
         for call in (session.fork, lambda: session.save("file"), lambda: session.rewind(0)):
             with refused:
                 call()
     with refused:
-        artifacts["dense"].session(lambda artifact, options: Sealed(), keep=1)
+        artifacts["native ring"].session(lambda artifact, options: Sealed(), keep=1)
 
 
 # Known tokens at any position: one after the other as all at once, and what they mean for replay.

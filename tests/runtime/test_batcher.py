@@ -18,16 +18,16 @@ FRAME, LENGTH, PLACES = 6, 40, 3
 OPTIONS: dict[str, Any] = {"quant": "w8a8", "offload": "all"}
 
 
-def build(folder: Path, **options: Any) -> fc.Artifact:
+def build(folder: Path, chunk: int = 4, **options: Any) -> fc.Artifact:
     return fc.compile(
-        llama(head_dim=32), target="zcu102", tokens_per_frame=FRAME, max_seq_len=LENGTH, prefill_chunk=4,
+        llama(head_dim=32), target="zcu102", tokens_per_frame=FRAME, max_seq_len=LENGTH, prefill_chunk=chunk,
         replay=fc.ReplayConfig(threshold=0.0, max_chain=2, refresh_every=3), output=folder, **OPTIONS, **options,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    return build(tmp_path_factory.mktemp("alone") / "a")
+    return build(tmp_path_factory.mktemp("alone") / "a", chunk=1)
 
 
 @pytest.fixture(

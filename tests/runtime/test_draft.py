@@ -22,7 +22,7 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.gates.draft import Draft, LayerDraft
 
 FRAME, LENGTH, PROMPT, HIDDEN = 5, 36, 4, 64
-OPTIONS: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": 48, "prefill_chunk": 4, "target": "cpu"}
+OPTIONS: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": 48, "prefill_chunk": 1, "target": "cpu"}
 EXACT: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
 
 
@@ -107,7 +107,7 @@ def test_a_session_follows_the_rule(layers: tuple[int, ...], tmp_path: Path) -> 
 CASES: dict[str, dict[str, Any]] = {
     "one row": {},
     "three rows": {"batch_size": 3},
-    "rows of their own": {"batch_size": 2, "rows": 2},
+    "rows of their own": {"batch_size": 2, "rows": 2, "prefill_chunk": 4},
     "pairs": {"batch_size": 4, "replay": {"couple_cfg": True}},
     "one pair": {"batch_size": 2, "replay": {"couple_cfg": True}},
     "other gate": {"batch_size": 2, "replay": {"gate": "input_delta", "threshold": 1.2}},

@@ -18,7 +18,7 @@ HEAVY += "fastcar_compile.ir.ops fastcar_compile.ir.program fastcar_compile.code
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     folder = tmp_path_factory.mktemp("light") / "artifact"
-    return fc.compile(llama(), target="cpu", tokens_per_frame=8, prefill_chunk=4, output=folder)
+    return fc.compile(llama(), target="cpu", tokens_per_frame=8, prefill_chunk=1, output=folder)
 
 
 def test_importing_the_package_loads_no_other_module_of_it() -> None:

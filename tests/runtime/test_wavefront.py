@@ -40,7 +40,7 @@ def build(
 ) -> fc.Artifact:
     return fc.compile(
         decoder(window), **{"target": "cpu", **options}, tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=2,
-        rows=rows, prefill_chunk=6, replay=fc.ReplayConfig(threshold=0.0), output=folder, **others,
+        rows=rows, prefill_chunk=2, replay=fc.ReplayConfig(threshold=0.0), output=folder, **others,
     )  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     check_tool("g++")
     return fc.compile(
         llama(initializer_range=0.2), target="zcu102", offload="mlp", tokens_per_frame=8, max_seq_len=65, batch_size=2,
-        kv=request.param, replay=fc.ReplayConfig(threshold=0.0), prefill_chunk=16,
+        kv=request.param, replay=fc.ReplayConfig(threshold=0.0), prefill_chunk=4,
         sparse_attention=fc.SparseAttention(window=5, sinks=3, positions="cache"),
         output=tmp_path_factory.mktemp("sparse") / "artifact",
     )  # fmt: skip
@@ -113,17 +113,17 @@ def test_all_backends_decide_and_compute_alike(artifact: fc.Artifact) -> None:
 def test_explanation_and_report(artifact: fc.Artifact) -> None:
     text = artifact.explain()
     assert "sparse    3 sinks and the last 5 tokens, rotary positions inside the cache" in text
-    assert "27 rows of keys and values instead of 65" in text
+    assert "15 rows of keys and values instead of 65" in text
     dim, element = (16, 4) if artifact.manifest.options.kv == "float32" else (16 + 1, 1)
     caches = [s for s in artifact.state if s.role in (StateRole.KEY_CACHE, StateRole.VALUE_CACHE)]
     assert {s.dtype for s in caches} == {artifact.manifest.options.kv}
     assert {s.dtype for s in artifact.state if s not in caches} == {"float32", "int32"}
     each = 2 * 2 * dim * element
-    kind = f"key_cache_0: {artifact.manifest.options.kv} [2, 2, 27, {dim}], {27 * each / 2**20:.3f} MiB"
+    kind = f"key_cache_0: {artifact.manifest.options.kv} [2, 2, 15, {dim}], {15 * each / 2**20:.3f} MiB"
     assert kind in artifact.explain(layer=0)
     report = json.loads((artifact.path / "report.json").read_text())["sparse_attention"]
     assert report == {
-        "sinks": 3, "window": 5, "positions": "cache", "cache_rows": 27, "kv_bytes": 2 * 2 * 27 * each,
+        "sinks": 3, "window": 5, "positions": "cache", "cache_rows": 15, "kv_bytes": 2 * 2 * 15 * each,
         "kv_bytes_of_full_cache": 2 * 2 * 65 * each,
     }  # fmt: skip
     assert fc.load(artifact.path).config.ring == artifact.program.config.ring

@@ -15,7 +15,7 @@ from play.worlds import FRAME
 import fastcar_compile as fc
 from fastcar_compile.artifact.layout import WEB_MODULE
 
-LENGTH, CHUNK = 65, 16
+LENGTH, CHUNK = 65, 4
 
 
 def compiled(output: Path, **options: Any) -> fc.Artifact:
