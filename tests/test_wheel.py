@@ -85,8 +85,8 @@ def device(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Programs of a virtual environment with the package and its base dependencies, from the package index."""
     folder = tmp_path_factory.mktemp("device") / "venv"
     venv.create(folder)
-    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
-    command = [*pip, "install", "--quiet", "--no-compile", str(wheel)]
+    uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet"]
+    command = [*uv, "--python", str(folder / "bin" / "python"), str(wheel)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     return folder / "bin"

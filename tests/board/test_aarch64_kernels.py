@@ -53,6 +53,7 @@ def write(cases: Sequence[Any], path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.thorough  # test_host_program.py decodes on the emulated CPU by default
 @pytest.mark.parametrize(
     ("name", "cpu", "cases"),
     [

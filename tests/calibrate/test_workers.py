@@ -147,6 +147,7 @@ def test_threads_give_the_same_bytes_and_a_failed_task_is_tried_again(expected: 
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.thorough  # three processes of it; threads lose tasks above, and tasks are data
 def test_dask_gives_the_same_bytes_while_a_worker_is_killed(dask: Any, expected: str) -> None:
     killed: list[int] = []
 
