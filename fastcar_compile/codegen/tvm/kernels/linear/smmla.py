@@ -148,21 +148,24 @@ def smmla_w8a8(m: int, n: int, k: int) -> PrimFunc:
     """Return what `linear_w8a8` returns, for two or more rows of x and 16 | k. Parallel over tiles of weight rows."""
     steps, rows = k // STEP, min(INT8_ROWS, n)
     multiply = partial(_multiply_int8, steps, vectors.prefetch_distance(rows, k)[0])
-    tiling = _tiling(m, n, k, rows)
+    body = _body((m, n, k), steps, rows, multiply)
+    return tiles.integer_linear("linear_i8_smmla", (m, n, k), ((n, k), "int8"), ((n,), "float32"), body)
+
+
+def _body(shape: tuple[int, int, int], steps: int, rows: int, multiply: Any) -> Any:
+    """Return the macro of a kernel: it moves the active rows of x, and then multiplies tiles of `rows` weight rows."""
+    m, n, k = shape
+    loop = T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial
+    tiling = tiles.Tiling(n, rows, min(COLUMNS, -(-m // 2)), loop, together=True)
 
     @script.inlined
     def body(q, s, w, ws, y):
         pairs = _pairs(m, steps)
         o = script.temporaries(q=q, s=s, w=w, ws=ws, y=y, pairs=pairs)
-        _move((m, n, k), steps, o)
+        _move(shape, steps, o)
         tiles.for_tiles(tiling, multiply, o, o.pairs)
 
-    return tiles.integer_linear("linear_i8_smmla", (m, n, k), ((n, k), "int8"), ((n,), "float32"), body)
-
-
-def _tiling(m: int, n: int, k: int, rows: int) -> tiles.Tiling:
-    loop = T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial
-    return tiles.Tiling(n, rows, min(COLUMNS, -(-m // 2)), loop, together=True)
+    return body
 
 
 @script.inlined
@@ -234,14 +237,6 @@ def smmla_w4a8(m: int, n: int, k: int) -> PrimFunc:
     """Return what `linear_w4a8` returns, for two or more rows of x. Parallel over tiles of weight rows."""
     groups, steps, rows = -(-k // GROUP), -(-k // GROUP) * GROUP // STEP, min(INT4_ROWS, n)
     multiply = partial(_multiply_int4, groups, vectors.prefetch_distance(rows, groups * HALF)[0])
-    tiling = _tiling(m, n, k, rows)
-
-    @script.inlined
-    def body(q, s, w, ws, y):
-        pairs = _pairs(m, steps)
-        o = script.temporaries(q=q, s=s, w=w, ws=ws, y=y, pairs=pairs)
-        _move((m, n, k), steps, o)
-        tiles.for_tiles(tiling, multiply, o, o.pairs)
-
+    body = _body((m, n, k), steps, rows, multiply)
     weights, scales = ((n, groups * HALF), "uint8"), ((n, groups), "float16")
     return tiles.integer_linear("linear_i4_smmla", (m, n, k), weights, scales, body)
