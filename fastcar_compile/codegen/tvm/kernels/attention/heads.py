@@ -81,11 +81,11 @@ def add_lanes_of_all(sums, mixed):
     sums[0][vector(0, LANES)] = ((_lane(mixed, 0) + _lane(mixed, 1)) + _lane(mixed, 2)) + _lane(mixed, 3)
 
 
-# Query heads of a group meet float cached rows together on AVX-512, which has registers for all of their sums.
+# Query heads of a group meet cached rows together on AVX-512, which has registers for all of their sums.
 #
-# Every sum is added in the order of `softmax.attend_rows`, so results are equal bit for bit. What differs is what the
-# lanes of a vector hold: the 16 logits of a part are those of several heads and keys. So the sums across lanes and
-# exp take one vector for 16 logits, and a value row is loaded once for all heads.
+# Every sum is added in the order of `softmax.attend_rows`; with float caches results are equal bit for bit. What
+# differs is what the lanes of a vector hold: the 16 logits of a part are those of several heads and keys. So the sums
+# across lanes and exp take one vector for 16 logits, and a value row is loaded and widened once for all heads.
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class HeadTile:
 
 def heads_together(d: int, group: int, dtype: str, isa: InstructionSet) -> int:
     """Return how many heads share a pass: a vector's worth of accumulators at most; 1 where they cannot."""
-    # A tile takes vectors of 16 lanes that cover D and elements without a block exponent.
-    if isa.float_lanes != LANES or d % LANES or kv_type(dtype).block:
+    # Vectors of 16 lanes cover D, and each has one exponent.
+    if isa.float_lanes != LANES or d % max(LANES, kv_type(dtype).block or 0):
         return 1
     # n accumulators of d float32 are at most 256 sums: 16 of the 32 registers.
     return next((n for n in (4, 2) if group % n == 0 and n * d <= LANES * LANES), 1)
@@ -229,8 +229,8 @@ def _begin(d, state, step, block, acc, g):
 def _add_row(tile, o, step, r, weights, acc, g):
     for c in T.unroll(tile.rows_of.dim // LANES):
         for v in T.vectorized(LANES):
-            acc[c * LANES + v] += tile.rows_of.weighted(
-                weights[r * tile.heads + g], row_at(o.values, *step.index(r)), c * LANES, v
+            acc[c * LANES + v] += weights[r * tile.heads + g] * tile.rows_of.element(
+                row_at(o.values, *step.index(r)), c * LANES, v
             )
 
 
