@@ -92,6 +92,9 @@ def quantize_rows(m: int, k: int) -> PrimFunc:
 TABLE_LANES = 16
 """Elements whose integer steps are vectorised. Only the table is read one element at a time."""
 
+LOOKUP_COST = 4
+"""The time of an element that is looked up, of one that is only quantised."""
+
 
 def fixed_input(x: Any, activation: str) -> Any:
     """Return u of the definition: x as an int32 in 1/64 of the table's step, from 0."""
@@ -240,7 +243,7 @@ def activate_quantize(m: int, k: int, activation: str, isa: InstructionSet = POR
 
     The factor is read from table int32 [513]. Rows of zeros, which are inactive, are not looked up.
     """
-    knots, loop, read = KNOTS, row_loop(m, k), read_knots(isa)
+    knots, loop, read = KNOTS, row_loop(m, LOOKUP_COST * k), read_knots(isa)
 
     @script.prim_func(private=True, s_tir=True)
     def activate_quantize_i8(
