@@ -86,15 +86,15 @@ def thresholds() -> list[float | None]:
     return next(case["replay"]["threshold"] for case in cases if case["calibration"] == CASE)
 
 
-def compiled(lag: int, gate: bool, folder: Path) -> fc.Artifact:
-    """Return the decoder with the rows that a lag needs."""
+def compiled(lag: int, gate: bool, folder: Path, isa: str = "native") -> fc.Artifact:
+    """Return the decoder with the rows that a lag needs, for an instruction set of this CPU."""
     rows = fc.Wavefront(GRID, lag, LEAD).rows
     replay = None
     if gate:
         weights = ROOT / "gates" / "learned.safetensors"
         replay = fc.ReplayConfig(gate="learned", gate_weights=weights, threshold=thresholds())
     place = folder / f"{lag}-{gate}"
-    sizes: dict[str, Any] = {"max_seq_len": 17 * 65, "rows": None if rows == 1 else rows}
+    sizes: dict[str, Any] = {"max_seq_len": 17 * 65, "rows": None if rows == 1 else rows, "host_cpus": [isa]}
     return fc.compile(ROOT / "world" / "decoder", "cpu", quant="w8a8", kv="int8", replay=replay, output=place, **sizes)
 
 
@@ -330,6 +330,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=0, help="rollouts of each sequence")
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--isa", default="native", help="avx2: an older one of this CPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.wide:
@@ -337,7 +338,9 @@ def main() -> None:
     if options.parts:
         return measure_parts(sorted({1, options.threads}))
     with tempfile.TemporaryDirectory() as folder:
-        artifacts = {(lag, gate): compiled(lag, gate, Path(folder)) for gate in (False, True) for lag in LAGS}
+        artifacts = {
+            (lag, gate): compiled(lag, gate, Path(folder), options.isa) for gate in (False, True) for lag in LAGS
+        }
         results = measure(artifacts, options.rounds, options.threads)
         rolled = list(rollouts(artifacts, options.draws)) if options.draws else []
     dense = results[0]
