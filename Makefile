@@ -44,7 +44,7 @@ pytest: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # The cases that `make test` leaves out too, as pytest says at its end ("deselected").
-thorough: $(STAMP)
+thorough: $(STAMP) lowest
 	$(BIN)/pyright --threads 2
 	FASTCAR_HLS_CONFIGS=96 FASTCAR_KERNEL_EXAMPLES=24 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m ""
 
@@ -61,7 +61,7 @@ TYPED := fastcar_compile play examples benchmarks tools
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright --threads 2 $(TYPED)
+	$(BIN)/pyright $(TYPED)
 
 # The lowest versions that pyproject.toml allows for what users install, in front of those of .venv, and a test of every part. torch stays
 # that of .venv: PyPI has no older build for CPUs.
