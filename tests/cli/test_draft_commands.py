@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 import fastcar_compile as fc
 from fastcar_compile.cli import app
 from fastcar_compile.report.page.replay import replay_page
+from fastcar_compile.tune.training import surrogate
 
 
 def fastcar(*words: object) -> Result:
@@ -33,6 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_draft_is_fitted_compiled_and_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surrogate, "STEPS", 30)  # the gate's quality is no matter here
     given, file = ("--videos", folder / "videos.npy"), folder / "draft.safetensors"
     words = ("fit-draft", folder / "model", *given, "--share", 0.7, "-o", file)
     report = json.loads(fastcar(*words, "--json").stdout)
