@@ -1,7 +1,5 @@
 """A matrix of decoders, targets, precisions and gates: speed beside measured quality, one row each."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

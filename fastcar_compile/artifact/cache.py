@@ -8,8 +8,6 @@
 A key is a SHA-256 of inputs as JSON. SECURITY.md says whom a cache trusts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`fastcar cache`: what the build cache holds, and its trimming."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Annotated

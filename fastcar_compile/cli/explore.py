@@ -1,7 +1,5 @@
 """`fastcar explore`: compare a matrix of decoders, targets, precisions and gates."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """The results of a matrix as CSV and as one self-contained page, with the rows that no other row beats."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Figures of a kernel's reports beside those of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal

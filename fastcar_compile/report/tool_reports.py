@@ -4,8 +4,6 @@ Formats: csynth.xml (UG1399, "Synthesis Report"), report_utilization and report_
 `xclbinutil --info` (XRT). A tool that reports something elsewhere, or in another form, leaves the field empty.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Continuous batching: sequences of many callers share decode steps, each of which reads the weights once."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import deque

@@ -1,7 +1,5 @@
 """From prompts to videos: guidance pairs, frames, pixels and files around a compiled decoder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path

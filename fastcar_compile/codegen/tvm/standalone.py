@@ -4,8 +4,6 @@ After `flatten` an entry is a list of buffers, kernel calls and branches, and ev
 machine has nothing left to decide, and each statement is a statement of C.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ are the gates, which were fitted to predict errors: on the game decoder gates th
 less.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path

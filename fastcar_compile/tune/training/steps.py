@@ -1,7 +1,5 @@
 """The steps of a training: slices of the videos, what each adds, and the optimiser. `train.py` says what is trained."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

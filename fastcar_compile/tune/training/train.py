@@ -6,8 +6,6 @@ dense NLL, plus a price on every forward that computes. The price follows the sh
 frozen, or trained with its gates (`tune`); then the dense NLL is part of the loss.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

@@ -6,8 +6,6 @@ most of its time. Here calls and subscripts of known values are simply made, and
 built is the same but for the places of expressions.
 """
 
-from __future__ import annotations
-
 import builtins
 import inspect
 from collections.abc import Callable, Generator, Sequence
