@@ -102,10 +102,6 @@ class RowFormat:
 # The append to a key/value cache: rows rounded to the KV type, bit for bit as ir/ops/operator.py defines it.
 
 
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
-
 _INFINITY = 0xFF << 23
 """Bits of a float32."""
 
@@ -283,10 +279,6 @@ def _opaque(tensors: list[Any], name: str) -> PrimFunc:
 #
 # The slot of a forward is step mod F. V videos have B rows, and row b is one of video b // (B / V). Rows share one
 # step, or each has its own; below 0 it keeps nothing.
-
-
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
 
 
 def _element(row: tuple[int, ...], at: Any) -> tuple[Expr, ...]:

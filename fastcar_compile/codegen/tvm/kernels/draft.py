@@ -3,9 +3,6 @@
 No product is contracted with a sum.
 """
 
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
 import math
 
 from tvm.script import tirx as T

@@ -13,9 +13,6 @@ from fastcar_compile.codegen.tvm.kernels.vectors import Expr, magnitude_bits, ra
 from fastcar_compile.gates.scores import HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS
 from fastcar_compile.ir.types import INACTIVE
 
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
 
 @script.kernel
 def input_delta(rows: int, width: int) -> PrimFunc:
@@ -98,10 +95,6 @@ def random_score(rows: int, layer: int, share: int = 0) -> PrimFunc:
 
 
 # The replay gate: which rows replay.
-
-
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,5 @@
 """Score of the gate `learned`: a network with one hidden layer over the MLP's input and its change."""
 
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 

@@ -20,10 +20,6 @@ from fastcar_compile.codegen.tvm.kernels.vectors import Expr, broadcast, cast, f
 from fastcar_compile.ir import exact
 from fastcar_compile.ir.ops.operator import MANTISSA_BITS
 
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
-
 SUM_LANES = 32
 """Partial sums of a row on every instruction set, so that all have one order of summation."""
 

@@ -63,10 +63,6 @@ def finite_or_nan(largest: Expr, score: Expr) -> Expr:
     return T.Select(largest < T.int32(INFINITY), score, T.reinterpret("float32", T.int32(NOT_A_NUMBER)))
 
 
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
-
 PARALLEL_ROWS = 8
 """Rows from which a second thread pays for launching and awaiting a parallel region: 2.7 µs."""
 

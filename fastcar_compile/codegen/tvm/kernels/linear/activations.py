@@ -13,10 +13,6 @@ from fastcar_compile.codegen.tvm.kernels.linear.tiles import SCAN_LANES, is_zero
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, broadcast, intrinsic, ramp
 from fastcar_compile.ir.ops.linear import FACTORS, INPUT_STEPS, KNOTS
 
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
-
 TINY = 1e-30
 INV_127 = float(np.float32(1.0) / np.float32(127.0))
 MAX_LANES = 32
@@ -83,10 +79,6 @@ def quantize_rows(m: int, k: int) -> PrimFunc:
 
 
 # Table factor of an activation, bit for bit as fastcar_compile.ir.ops.linear defines it.
-
-
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
 
 
 TABLE_LANES = 16
@@ -201,10 +193,6 @@ def activation_factor(size: int, activation: str, isa: InstructionSet = PORTABLE
 #
 # Bit for bit what the three operators give one after the other: no sum could be reordered, and no float32 product
 # feeds an addition.
-
-
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
 
 
 @script.inlined

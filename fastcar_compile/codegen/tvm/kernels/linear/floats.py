@@ -1,8 +1,5 @@
 """Linears with weights of 32 or 16 bits: dot products along the reduction for a few rows, tiles for many."""
 
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
 from dataclasses import replace
 from typing import Any
 

@@ -20,10 +20,6 @@ from fastcar_compile.ir.ops.linear import GROUP
 # no sum across lanes is needed.
 
 
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
-
 ROWS = 8
 """Most rows of x."""
 

@@ -5,9 +5,6 @@ the active rows of x are moved once, in pairs: eight inputs of both in turn. Wei
 goes across lanes, and the int4 groups are scaled as whole vectors.
 """
 
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
 from functools import partial
 from typing import Any
 

@@ -14,10 +14,6 @@ from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, intrinsic, prefetch, ramp, vector
 
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
-
 SMALL_BATCH = 8
 """The most rows of x for a kernel of few rows. Up to here the arithmetic per weight hides behind the memory."""
 

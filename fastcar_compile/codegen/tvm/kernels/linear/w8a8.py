@@ -3,9 +3,6 @@
 Lane widths and saturation are those of Intel's Intrinsics Guide and of Arm's Neon Intrinsics Reference.
 """
 
-# The annotations of a T.prim_func are calls, which TVMScript evaluates.
-# pyright: reportInvalidTypeForm=false
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
