@@ -16,8 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fastcar_compile.errors import UserError, os_errors
 from fastcar_compile.support.strict_json import parse_json
 
-# Files of an artifact: allowed names, content of a folder, expected checksum and size of a file.
-
 
 class FileEntry(BaseModel):
     """The expected checksum and size of one file: SHA-256 as 64 hex digits, size in bytes."""

@@ -253,9 +253,6 @@ def _taken(replay: ReplayFacts) -> str:
     return "keeps the MLP output of" if replay.draft is None else "gets the draft's output, and what is left of that of"
 
 
-# report.json: sizes, memory, the share of the MLPs, the largest possible speedup.
-
-
 def write_report(writer: ArtifactWriter, sections: Sections) -> None:
     """Write sizes, memory, MLP share and the replay ceiling of an artifact."""
     writer.write_text(REPORT_JSON, json.dumps(build_report(sections), sort_keys=True, indent=2) + "\n")

@@ -8,8 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from fastcar_compile.config.formats import DTYPES, DType
 from fastcar_compile.ir.types import REPLAY_ROLES, DecoderConfig, LayerSite, StateRole
 
-# What every part of a manifest is: frozen, typed, without unknown fields.
-
 
 class Part(BaseModel):
     """Something inside a section."""
@@ -102,9 +100,6 @@ class DecoderSection(Section):
         return sum(s.nbytes // s.shape[2] for s in rings) + sum(s.nbytes // s.shape[0] for s in replay)
 
 
-# The decoder's layers: where attention and MLP are in the rewritten graph, and what replay was inserted.
-
-
 class LayersSection(Section):
     """Every layer, in order."""
 
@@ -124,9 +119,6 @@ class LayersSection(Section):
     def gate(self) -> str | None:
         """The gate of the layers that may replay; None: none may."""
         return next(filter(None, self.gates), None)
-
-
-# Libraries for CPUs: one per instruction set, and one for the board's own CPU.
 
 
 class ProgramPart(Part):
@@ -201,9 +193,6 @@ class HostSection(Section):
     board: BoardPart | None
 
 
-# The ONNX models.
-
-
 class OnnxSection(Section):
     """The files. An updated state is the output `<state>_out`: ONNX inputs and outputs share one name space.
 
@@ -219,9 +208,6 @@ class OnnxSection(Section):
     def output_name(state: str) -> str:
         """Return the name of a state's updated value."""
         return f"{state}_out"
-
-
-# How the graph was rewritten.
 
 
 class PipelineSection(Section):

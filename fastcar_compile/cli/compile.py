@@ -37,9 +37,6 @@ T = TypeVar("T")
 FORMATS = "fastcar_compile.config.formats"
 
 
-# The text of `fastcar compile --dry-run`.
-
-
 def show_dry_run(report: fc.DryRun) -> None:
     """Print what would be built: layers, places, memory, engine, speed, and what is refused."""
     memory = report.memory

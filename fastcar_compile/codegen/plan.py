@@ -322,8 +322,6 @@ def _board_libraries(board: Target) -> Iterator[Fallback]:
         yield Fallback(kind="library", what=what, instead=instead, reason=reason, hint=hint)
 
 
-# Where everything runs, and what every memory holds.
-
 REST = "attention, norms, embedding, residual adds"
 NO_KERNEL = "the accelerator has no kernel for them"
 WHOLE = "decode step: MLPs, gates, linears, attention, norms, residual adds"

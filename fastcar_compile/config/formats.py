@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from fastcar_compile.errors import InputError, InternalError
 
-# Element types of tensors: one entry per type, with its name in every format that the compiler writes.
-
 
 @dataclass(frozen=True)
 class DType:
@@ -54,9 +52,6 @@ def dtype_of(array: np.ndarray[Any, Any]) -> DType:
     if name not in DTYPES:
         raise InternalError(f"no format is registered for arrays of {name}")
     return DTYPES[name]
-
-
-# KV types: what a cache stores of keys and values.
 
 
 @dataclass(frozen=True)
@@ -118,9 +113,6 @@ def kv_type(dtype: object) -> KvType:
     if name not in KV_TYPES:
         raise InputError(f"no KV cache has the type {name!r}", hint=f"use one of: {', '.join(KV_TYPES)}")
     return KV_TYPES[name]
-
-
-# Quantisation formats: how the weights of linears are stored, and what a linear then reads.
 
 
 GROUP = 128

@@ -22,9 +22,6 @@ from fastcar_compile.gates.weights import DIGEST
 from fastcar_compile.support import limits
 from fastcar_compile.support.values import checked, number, shown
 
-# Thresholds, query heads and gate weights, as a caller may write them.
-
-
 Heads = tuple[tuple[int, float], ...]
 """(query head, weight) pairs."""
 
@@ -172,9 +169,6 @@ def _one_of(known: Mapping[str, object], what: str, listed: str = "known") -> Af
         return name
 
     return AfterValidator(check)
-
-
-# What all configurations share: frozen fields, JSON, and errors that name every bad field.
 
 
 @checked(CompileError)

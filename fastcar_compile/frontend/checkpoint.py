@@ -226,9 +226,6 @@ def _headers(folder: Path, files: Iterable[str], problems: list[CompileError]) -
     return found
 
 
-# A folder without weights: enough for a dry run.
-
-
 class ConfigFolder(Checkpoint):
     """The decoder of a config.json. Its weights have shapes, and random values where a pass has to look at some.
 

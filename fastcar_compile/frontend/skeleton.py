@@ -144,9 +144,6 @@ _FIELDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 """Fields that may be left out -> what is allowed in them, and a hint."""
 
 
-# What the tensors of a checkpoint are called in the model, by Transformers' own rules for loading them.
-
-
 @dataclass(frozen=True)
 class StoredNames:
     """The names of a checkpoint.

@@ -6,9 +6,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Constants of the scores, and the factors that turn their integer sums into scores (docs/reference/numerics.md).
-
-
 TAS_FRACTION_BITS = 24
 """Products of a Temporal Attention Score are summed as integers of 2^-24."""
 

@@ -15,9 +15,6 @@ from fastcar_compile.errors import InternalError
 aten = torch.ops.aten
 
 
-# Arguments of a graph's calls by the names of their operators' schemas.
-
-
 def _declared(operator: object) -> list[Any]:
     """Return the arguments that an operator declares, or raise InternalError where it declares none."""
     schema = getattr(operator, "_schema", None)
@@ -41,9 +38,6 @@ def bound(node: fx.Node) -> dict[str, Any]:
 def index_of(operator: object, name: str) -> int:
     """Return the position of an argument in the operator's schema."""
     return [str(a.name) for a in _declared(operator)].index(name)
-
-
-# Graph modules and what they hold: placeholders, tensor attributes, branches.
 
 
 def graph_module(root: nn.Module | Mapping[str, Any], graph: fx.Graph) -> fx.GraphModule:

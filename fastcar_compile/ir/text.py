@@ -83,9 +83,6 @@ def _type_text(node: fx.Node) -> str:
     return type(val).__name__ if val is not None else "branch"
 
 
-# One node of a rewritten graph, as text for people.
-
-
 def explain_node(module: fx.GraphModule, name: str, reason: Callable[[str, str], str]) -> str:
     """Return one node: its operator, shape, source line, module, the pass that made it, its inputs and users.
 

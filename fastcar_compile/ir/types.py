@@ -136,9 +136,6 @@ class DecoderConfig:
         return "inputs_embeds" if self.takes_embeddings else "tokens"
 
 
-# The decoder's layers: where attention and MLP are in the rewritten graph, and what replay was inserted.
-
-
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ReplayFacts:
     """What insert-replay decided for one layer.

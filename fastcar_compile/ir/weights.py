@@ -283,9 +283,6 @@ def _require_same(name: str, made: Tensor, value: Tensor) -> None:
         raise InternalError(f"parameter {name} was read as {found}, but the graph has {expected}")
 
 
-# Between torch tensors and the numpy arrays that artifacts are written from and read as.
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a torch type in `formats.dtypes`."""
     return str(dtype).removeprefix("torch.")

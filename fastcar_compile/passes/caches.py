@@ -57,9 +57,6 @@ def reads_earlier_key(node: fx.Node) -> bool:
     return {"key_cache", "position", "stride"} <= set(names) and bound(node)["key_cache"] is not None
 
 
-# Full caches become rings: placeholders, writes, and where scores find the key of one frame earlier.
-
-
 def rows_needed(config: DecoderConfig, window: int, *, scored: bool, rows: int = 1) -> int:
     """Return the positions past the sinks that a ring holds.
 
@@ -311,9 +308,6 @@ def _make_sparse(module: fx.GraphModule, ring: Ring, config: DecoderConfig) -> N
     caches.find_keys()
 
 
-# Caches of layers with a sliding window of their own: rings that hold what is still read.
-
-
 @dataclass(frozen=True)
 class WindowCaches(Pass):
     """Keep of keys and values only the rows that a window of the model's own still reads, in both graphs.
@@ -354,9 +348,6 @@ class WindowCaches(Pass):
         cache = node_arg(write, 0)
         rows = rows_needed(program.config, window.window, scored=str(cache.target) in scored, rows=self.rows)
         return RingRows(window.sinks, rows) if window.sinks + rows < shape_of(cache)[2] else None
-
-
-# Keys and values cached in fewer bytes.
 
 
 TYPES = {name: getattr(torch, name) for name in KV_TYPES if name != "float32"}

@@ -95,9 +95,6 @@ def _is_float(node: fx.Node) -> bool:
     return any(isinstance(v, Tensor) and v.is_floating_point() for v in values)
 
 
-# The cosines and sines of every position, as a graph computes them.
-
-
 TOLERANCE = 1e-5
 """Between the two graphs, and between two calls: their angles may differ in the last bit."""
 

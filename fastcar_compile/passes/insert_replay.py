@@ -35,9 +35,6 @@ from fastcar_compile.passes.caches import earlier_key, reads_earlier_key
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 
-# The conditional of one layer: replay what was cached, or compute the MLP.
-
-
 @dataclass(frozen=True)
 class ReplayCond:
     """What the conditional of one layer is made of.
@@ -103,9 +100,6 @@ class ReplayCond:
         cached = self._inputs(graph, constants)[self.cached]
         graph.output((Inserter(graph, self.output, self.made_by)(aten.clone.default, cached),))
         return graph_module(torch.nn.Module(), graph)
-
-
-# Score, gate, conditional MLP and caches of the layers that may replay.
 
 
 @dataclass(frozen=True)

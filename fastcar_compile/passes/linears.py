@@ -21,9 +21,6 @@ from fastcar_compile.ir.rewrite import Edit, attribute, before, derived_paramete
 aten = torch.ops.aten
 
 
-# Products with a constant matrix become `linear`, however the model writes them and stores the weight.
-
-
 _PRODUCTS = (aten.addmm, aten.mm, aten.matmul)
 _VIEWS = (aten.view, aten.reshape, aten.flatten, aten._unsafe_view)
 _TRANSPOSES = (aten.t, aten.numpy_T, aten.transpose, aten.permute, aten.mT, aten.matrix_H)
@@ -126,9 +123,6 @@ def _unfolded(node: fx.Node, x: fx.Node) -> fx.Node | None:
     return before if width == shape_of(x)[-1] and back and node.users else None
 
 
-# Operators over rows [B * T, H] become operators over [B, T, H], where a model folds its batch for a while (OPT).
-
-
 _POINTWISE = (aten.add, aten.sub, aten.mul, aten.div, aten.pow, aten.neg, aten.rsqrt, aten.erf, aten.exp, aten.square)
 
 
@@ -216,9 +210,6 @@ def _unfold(fold: fx.Node, region: set[fx.Node]) -> None:
             with before(node, UnfoldRows.name) as emit:
                 whole = emit(aten.reshape.default, whole, shape)
         node.replace_all_uses_with(whole)
-
-
-# Low-rank adapters (LoRA) beside a linear become a part of its weight.
 
 
 _SUFFIX = "_merged"
@@ -328,9 +319,6 @@ def _merge(module: fx.GraphModule, adapter: Adapter) -> None:
         new_weight = attribute(module, f"{weight.target}{_SUFFIX}", merged, linear, MergeAdapters.name)
         new = emit(aten.linear.default, node_arg(linear, 0), new_weight, *linear.args[2:])
     adapter.closing.replace_all_uses_with(new)
-
-
-# One linear that computes gate and up together becomes the two linears of a gated MLP.
 
 
 class SplitGateUp(Pass):

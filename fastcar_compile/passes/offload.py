@@ -23,9 +23,6 @@ from fastcar_compile.passes.caches import reads_earlier_key
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 
-# Score and gate of every layer become one call to the score unit.
-
-
 class OffloadGate(Pass):
     """Let the accelerator decide which rows replay; prefill has no gate.
 
@@ -76,9 +73,6 @@ def _gate_call(emit: Inserter, gate: fx.Node, score: fx.Node) -> list[fx.Node]:
     return [emit(operator.getitem, decided, i) for i in range(3)]
 
 
-# A quantised MLP becomes one call, with the replay decision of each row.
-
-
 class OffloadMlp(Pass):
     """Let the accelerator compute the MLPs of the decode step; prefill stays on the host.
 
@@ -121,9 +115,6 @@ def _replay(emit: Inserter, batch: int, hidden: int) -> tuple[fx.Node, fx.Node]:
         return placeholder(emit.graph, "replay"), placeholder(emit.graph, "cached")
     replay = emit(aten.full.default, [batch], False, dtype=torch.bool)
     return replay, emit(aten.full.default, [batch, hidden], 0.0, dtype=torch.float32)
-
-
-# Which linears of the decode step an accelerator computes besides the MLPs, and in how many calls.
 
 
 @dataclass(frozen=True)
@@ -243,9 +234,6 @@ def _linear_call(name: str, nodes: list[fx.Node]) -> LinearCall:
         inputs=shape_of(node_arg(nodes[0], 0))[-1],
         channels=tuple(shape_of(node_arg(n, 1))[0] for n in nodes),
     )
-
-
-# The projections and the head, too.
 
 
 class OffloadLinears(Pass):

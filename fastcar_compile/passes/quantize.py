@@ -18,9 +18,6 @@ from fastcar_compile.ir.weights import LazyWeights, Make, blocks_of_rows
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 
-# Linears whose weight is a parameter, and the same linears with the weight in another format.
-
-
 def _is_plain(node: fx.Node) -> bool:
     """Return whether the node is a linear whose weight is a parameter: neither computed nor transposed in the graph."""
     return is_op(node, aten.linear) and node_arg(node, 1).op == "get_attr"
@@ -40,9 +37,6 @@ def replace_linears(
         replace_call(node, edit.made_by, target, node_arg(node, 0), *parts, bound(node)["bias"])
 
     return rewrite_each(modules, _is_plain, replace_one)
-
-
-# bf16 and fp16: weights of every linear in 16 bits, activations and sums in float32.
 
 
 SUFFIX = quant_format("bf16").suffix
@@ -106,9 +100,6 @@ class Float16Weights(_HalfWeights):
     make = staticmethod(to_float16)
 
 
-# w8a8 and w4a8: every linear becomes an integer one, activations go through tables (docs/reference/numerics.md).
-
-
 class _Quantize(Pass):
     """Quantise the linears of both graphs, by the format that `name` ends in.
 
@@ -167,9 +158,6 @@ def stored_like(linear: fx.Node, weight: Tensor) -> tuple[Callable[..., Any], di
         make = to_bfloat16 if value_of(node_arg(linear, 1)).dtype == torch.bfloat16 else to_float16
         return fastcar.linear_half.default, {"": make(weight)[0]}
     return aten.linear.default, {"": weight}
-
-
-# An embedding table of bfloat16 values is stored as such: half the bytes, and the same numbers.
 
 
 class Bfloat16Embedding(Pass):

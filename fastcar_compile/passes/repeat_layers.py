@@ -16,9 +16,6 @@ from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import get_attribute, output_nodes
 from fastcar_compile.ir.rewrite import set_outputs
 
-# Copies of the last layers of a graph, after the proof that they equal the layers before them.
-
-
 Nodes = dict[fx.Node, fx.Node]
 HINT = "give the loaded model instead of its folder: then every layer is captured"
 

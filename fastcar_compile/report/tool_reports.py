@@ -141,9 +141,6 @@ def _number(text: str | None) -> float | None:
         return None  # "undef", "-" or a range
 
 
-# Vivado's text reports, and xclbinutil's.
-
-
 _SITES = {"CLB LUTs": "lut", "CLB Registers": "ff", "DSPs": "dsp", "Block RAM Tile": "bram36", "URAM": "uram"}
 
 

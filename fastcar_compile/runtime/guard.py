@@ -13,9 +13,6 @@ from fastcar_compile.runtime.tvm_runtime import global_function
 from fastcar_compile.support.machine import usable_cores
 from fastcar_compile.support.values import plain
 
-# TVM's thread pool.
-
-
 SPIN_COUNT = "4000"
 """Times that an idle worker of TVM's pool yields before it sleeps: about 2 ms, longer than the time between two decode
 steps. TVM's own default is about 160 ms, for which it would take a core from the next program."""

@@ -62,9 +62,6 @@ def check_ids(ids: NDArray[Any], vocab_size: int) -> None:
         raise InputError(what, hint=f"use ids 0 .. {vocab_size - 1}")
 
 
-# The context of a session: what a caller gives, checked and brought to the compiled length.
-
-
 def checked_context(config: DecoderConfig, context: Array, mask: Array | None) -> tuple[Array, Array | None]:
     """Return a context of the compiled length, float32 [B, L, C], and its mask bool [B, L], or None without masks.
 

@@ -60,9 +60,6 @@ def usable_cores() -> int:
     return max(1, min(cores, quota // period))
 
 
-# Memory that this process may still take: of the machine, and of its container.
-
-
 def require_memory(needed: int, what: str, hint: str = "") -> None:
     """Raise UserError unless this process may take `needed` more bytes of memory.
 
@@ -105,9 +102,6 @@ def collector_paused() -> Generator[None]:
             gc.enable()
 
 
-# What the running CPU offers, as the kernel names it.
-
-
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -137,9 +131,6 @@ def linker_text(compiler: str) -> list[str]:
 @cache
 def _stated(program: str, option: str) -> str:
     return run([program, option]).stdout
-
-
-# Child processes that end with this one.
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -40,9 +40,6 @@ def release() -> str:
     return Version(installed_version()).base_version
 
 
-# What a build was made by.
-
-
 def versions(*distributions: str) -> dict[str, str]:
     """Return the versions of Python and of these distributions; "none" where one is not installed."""
     found = {"python": platform.python_version()}
@@ -87,9 +84,6 @@ def sources_digest() -> str | None:
     return digest.hexdigest()
 
 
-# Parts of the package that an installation may lack, and the command that adds them.
-
-
 @contextmanager
 def needs(extra: str) -> Generator[None]:
     """Raise an error that names the extra to install where an import of the block fails.
@@ -116,9 +110,6 @@ def pyplot() -> Any:
     with needs("evaluate"):
         import_module("matplotlib").use("Agg")
         return import_module("matplotlib.pyplot")
-
-
-# Objects by name: from this package, and from other installed packages through entry points.
 
 
 @dataclass(frozen=True)

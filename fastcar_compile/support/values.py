@@ -197,9 +197,6 @@ def token_table(what: str, value: Any) -> NDArray[np.int64]:
     return np.ascontiguousarray(table, np.int64)
 
 
-# Public models and dataclasses: a refused value is a user error instead of pydantic's own.
-
-
 T = TypeVar("T")
 
 _ONE = "correct the field named"

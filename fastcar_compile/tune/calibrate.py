@@ -32,9 +32,6 @@ from fastcar_compile.tune.search import Journal, Search, Values
 from fastcar_compile.tune.workers import Setting, Subject, Workers
 from fastcar_compile.tune.workers import rules_of as rules_of
 
-# What share other videos will replay: cross-validation over the videos of a calibration.
-
-
 CONFIDENCE = 0.9
 """Confidence of the interval. A test counts how often it holds on drawn videos."""
 

@@ -8,9 +8,6 @@ import numpy as np
 
 from fastcar_compile.errors import InputError
 
-# Dynamic programming over measured loss curves: how much each layer replays.
-
-
 UNITS = 1000
 """Steps of a ratio from 0 to 1. Ratios are rounded down, so that a target met in units is met in fact."""
 

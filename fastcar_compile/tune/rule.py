@@ -27,9 +27,6 @@ from fastcar_compile.tune.attention import Attend
 fastcar = torch.ops.fastcar
 
 
-# The prefill graph cut into stages: one per decoder layer, then the head.
-
-
 Replace = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(query, written key cache, MLP input, MLP output) -> the value for the residual add in place of the MLP output."""
 
@@ -159,9 +156,6 @@ def _layers(module: fx.GraphModule, rotary: Rotary) -> list[Layer]:
         query, swapped = (node_arg(attention, 0), False) if rotations is None else rotations.unrotated(attention)
         layers.append(Layer(query, keys, x, added, leave, attention_site(attention).scale, swapped))
     return layers
-
-
-# The rule itself.
 
 
 @dataclass(frozen=True)
@@ -317,9 +311,6 @@ class LayerRule:
             params=self._gate.params(),
         )
         return self._gate.score(lambda op, *arguments: op(*arguments), values)
-
-
-# What an evaluation of thresholds gives: means, or every token's own result.
 
 
 @dataclass(frozen=True)

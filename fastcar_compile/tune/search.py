@@ -23,8 +23,6 @@ from fastcar_compile.support.strict_json import read_json
 from fastcar_compile.tune.curves import LossCurves, Point, allocate, allocate_budget
 from fastcar_compile.tune.evaluator import Evaluator
 
-# The measurements of a calibration, in a file.
-
 
 class Journal:
     """All measurements, in a JSON file, so that an interrupted calibration or evaluation continues.

@@ -20,9 +20,6 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_drafts import DraftBranch
 from fastcar_compile.tune.rule import Fresh, LayerRule, Rules, Stages, counts, token_losses
 
-# A store of a limited size that forgets what was not used for longest.
-
-
 T = TypeVar("T")
 Key = tuple[float | None, ...]
 

@@ -35,8 +35,6 @@ from fastcar_compile.tune.rows import of_prefill, with_rows
 from fastcar_compile.tune.rule import Rules
 from fastcar_compile.tune.slices import Sums, Thresholds, Tokens, What
 
-# What a measurement depends on, in this process.
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -94,9 +92,6 @@ def _gate(replay: ReplayConfig, layer: int, heads: tuple[tuple[int, float], ...]
     if weights.layers and layer not in weights.layers and replay.thresholds(layers)[layer] is None:
         return gate_named("never")
     return gate_named(replay.gate, heads, weights.layer(layer))
-
-
-# The same as data.
 
 
 @dataclass(frozen=True)
@@ -217,9 +212,6 @@ def answer(task: Task) -> Sums | Tokens:
         evaluator = _evaluator(task.job)
     use_threads(task.threads)
     return evaluator.answer(task.index, task.thresholds, task.what)
-
-
-# Who is asked.
 
 
 Write = Callable[[Path, Any], object]

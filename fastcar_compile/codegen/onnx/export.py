@@ -179,9 +179,6 @@ def _export_error(module: fx.GraphModule, error: BaseException) -> CompileError:
     return CompileError(f"the graph cannot be exported to ONNX: {text}", where=place)
 
 
-# The ONNX part of an artifact.
-
-
 EXTERNAL_DATA_FROM = 1 << 26
 """Bytes of parameters from which they stay in the weight files; below, the model stands alone."""
 

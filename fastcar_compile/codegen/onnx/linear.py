@@ -17,9 +17,6 @@ from fastcar_compile.ir.ops import linear as activations
 from fastcar_compile.ir.ops import linear as quant
 from fastcar_compile.ir.types import INACTIVE
 
-# What the ONNX definitions share: the operators, the type of a traced value, and constants.
-
-
 if TYPE_CHECKING:
     from onnxscript.ir import Value
 else:

@@ -33,9 +33,6 @@ from fastcar_compile.codegen.onnx.linear import Value
 aten = torch.ops.aten
 
 
-# The ONNX definitions of the `fastcar::` operators, for `torch.onnx.export(custom_translation_table=…)`.
-
-
 Definition = Callable[..., Value]
 """Takes the operator's arguments by the names of its schema."""
 

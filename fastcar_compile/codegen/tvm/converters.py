@@ -156,9 +156,6 @@ def _gelu(call: Call) -> Value:
     return _elementwise(vectors.gelu_tanh if call.text("approximate") == "tanh" else vectors.gelu, call)
 
 
-# Linears, the quantisation of their rows, and the activations between them.
-
-
 def _float_linear(rows: str, call: Call) -> Value:
     x, weight = call.tensor(rows), call.tensor("weight")
     m, k = x.rows
@@ -223,9 +220,6 @@ def _activation_factor(call: Call) -> Value:
     size = math.prod(x.shape)
     args = [call.reshape(x.value, (size,)), call.constant(factor_table(activation).numpy())]
     return call.reshape(call.kernel(call.dispatch("activation_factor", size, activation), args, (size,)), x.shape)
-
-
-# Norms, alone and with the quantisation of their rows, and the rotary embedding.
 
 
 def _rows_and_weight(call: Call) -> list[relax.Expr]:

@@ -42,8 +42,6 @@ from fastcar_compile.support.values import warn
 if TYPE_CHECKING:
     from fastcar_compile.codegen.tvm.build import LoweredModule
 
-# What the host computes for an accelerator that runs whole decode steps: the rows that the first layer reads.
-
 
 def embedding_graph(program: DecoderProgram) -> HostGraph | None:
     """Return the part of the decode step that makes the input of the first layer; None: it is the decoder's own input.

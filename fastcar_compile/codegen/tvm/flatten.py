@@ -7,8 +7,6 @@ from tvm import relax
 
 from fastcar_compile.codegen.tvm.relax_api import bindings_of, module_pass, untyped, with_functions
 
-# Which variables of a function may share memory with its results.
-
 
 def reachable(function: relax.Function) -> set[relax.Var]:
     """Return variables whose memory a result may be in: through every operand, as a callee may return its argument."""

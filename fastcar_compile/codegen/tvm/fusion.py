@@ -140,9 +140,6 @@ def keep_frame(
     return fastcar.slot_write(cache, outputs, step), fastcar.slot_write(inputs, kept, step)
 
 
-# The steps.
-
-
 GraphStep = Callable[[fx.Graph], None]
 """A rewrite of one graph. A step finds its own pattern and leaves everything else as it is."""
 
@@ -321,9 +318,6 @@ def _written_output(kept: dict[str, Any]) -> tuple[fx.Node, fx.Node] | None:
                 if write and value is result and value is not kept["x"] and write["step"] is kept["step"]:
                     return user, result
     return None
-
-
-# fuse-rotary: a rotary position embedding that is written out becomes one operator.
 
 
 ROTARY = "fuse-rotary"

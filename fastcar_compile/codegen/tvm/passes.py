@@ -19,15 +19,10 @@ from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH
 from fastcar_compile.codegen.tvm.kernels.registry import KIND, LINEARS, OPTIONS, dispatch, specialise
 from fastcar_compile.codegen.tvm.relax_api import add_kernel, bindings_of, module_pass, tensor_type, untyped
 
-# specialise-kernels: kernels that depend on the instruction set are replaced by those of another.
-
 
 def specialise_kernels(isa: InstructionSet) -> tvm.transform.Pass:
     """Return the pass that gives a module the kernels of `isa`, so that one import serves every library."""
     return module_pass("specialise-kernels", lambda module: specialise(module, isa))
-
-
-# combine-parallel-matmuls: matmuls of one input become one kernel, such as q, k and v, or gate and up.
 
 
 _CALL_TIR = tvm.ir.Op.get("relax.call_tir")

@@ -64,9 +64,6 @@ def with_functions(module: tvm.IRModule, functions: Mapping[tvm.ir.GlobalVar, An
     return tvm.IRModule(dict(functions), attrs=cast(Any, module).attrs)
 
 
-# The module's entry: a function that calls prologue, layers and epilogue.
-
-
 def parameters(segments: Sequence[Segment]) -> dict[str, fx.Node]:
     """Return a node for every parameter, by its attribute path. Several nodes may read one parameter."""
     found: dict[str, fx.Node] = {}

@@ -18,9 +18,6 @@ from fastcar_compile.ir.exact import EXP_TABLE
 fastcar = torch.ops.fastcar
 
 
-# Attention over the whole cache and over a window, and the temporal attention scores.
-
-
 def _softcap(call: Call) -> tuple[float, ...]:
     """Return the soft-cap as an option of a kernel; nothing without one."""
     return (call.number("softcap"),) if call.has("softcap") else ()
@@ -122,9 +119,6 @@ def _tas_heads(call: Call) -> Value:
     return call.kernel(kernel, [*call.values("query", "key_cache", "position"), call.constant(factors)])
 
 
-# Key and value caches, ring caches, and the slots that hold one frame.
-
-
 @converts(fastcar.cache_write.default, fastcar.ring_write.default)
 def _cache_write(call: Call) -> Value:
     batch, _, rows, d = call.tensor("value").shape
@@ -169,9 +163,6 @@ def _keep_frame(call: Call) -> Value:
     # Both caches are written in place: results 0 and 1 are arguments 0 and 1.
     kernel = cache.slots_write(call.tensor("cache").shape, *_steps(call))
     return call.in_place(kernel, call.values("cache", "inputs", "y", "x", "replay", "step"), (0, 1))
-
-
-# The gate, and the scores that are no attention.
 
 
 @converts(fastcar.gate.default)
@@ -236,9 +227,6 @@ def _constant_score(call: Call) -> Value:
 def _random_score(call: Call) -> Value:
     kernel = gate.random_score(call.shape[0], call.integer("layer"), call.integer("share"))
     return call.kernel(kernel, call.values("step"))
-
-
-# Calls of the accelerator, as packed functions that the runtime registers.
 
 
 @converts(fastcar.offloaded_mlp.default)

@@ -241,9 +241,6 @@ class Target(_Frozen):
         return {name: int(getattr(self.fabric, name) * getattr(self.limits, share)) for name, share in shares.items()}
 
 
-# Targets by name, and what follows from them.
-
-
 def available_targets() -> tuple[str, ...]:
     """Return the names of the targets that ship with the package, sorted."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))

@@ -265,9 +265,6 @@ def _attend_window(
     return torch.softmax(capped(logits * scale, softcap).masked_fill(~seen, -torch.inf), -1) @ values
 
 
-# Cross-attention: attention to a context that is the same for a whole video.
-
-
 @operator(
     "Cross-attention: the context's keys and values were made before the prompt.",
     lambda query, values: query.new_empty((*query.shape[:3], values.shape[3])),

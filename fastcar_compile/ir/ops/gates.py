@@ -128,9 +128,6 @@ def random_score(step: Tensor, rows: int, layer: int, share: int = 0) -> Tensor:
     return ((x // 2 ** (31 - scores.HASH_BITS) + 1).float() * 2.0**-scores.HASH_BITS).flatten()
 
 
-# Replay operators: gate, slot_read, slot_write.
-
-
 @dataclass(frozen=True)
 class ReplayRule:
     """The constants of a decision, as `gate` takes them."""

@@ -231,9 +231,6 @@ def activation_factor(x: Tensor, activation: str) -> Tensor:
     return ((low * (64 - fraction) + high * fraction + 32) >> 6).float() * 2.0**-FRACTION_BITS
 
 
-# Linear with floats of 16 bits as weights. Activations and sums are float32.
-
-
 @operator("A linear with weights of 16 bits.", lambda x, weight: x.new_empty((*x.shape[:-1], weight.shape[0])))
 def linear_half(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return a linear of 16-bit floats, each converted to float32, which is exact.

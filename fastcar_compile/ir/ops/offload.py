@@ -13,9 +13,6 @@ from fastcar_compile.errors import BackendError
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.ir.ops.operator import loaded, operator
 
-# What computes the offloaded operators in eager PyTorch. A session's backend binds packed functions instead.
-
-
 Accelerator = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, x float32 [B, H], replay bool [B], cached float32 [B, H]) -> float32 [B, H]."""
 

@@ -14,9 +14,6 @@ from fastcar_compile.ir.query import bound, is_op, shape_of, value_of
 aten = torch.ops.aten
 
 
-# Products, sums and calls in a graph, as the matchers of norms and rotary embeddings read them.
-
-
 def factors(node: object) -> list[tuple[fx.Node, fx.Node]]:
     """Return both orders of the two factors of a product; none where `node` is no product of two nodes."""
     return _either_order(node, aten.mul)
@@ -230,9 +227,6 @@ def _item(node: object, index: int) -> dict[str, Any] | None:
     """Return the arguments of `aten.var_mean` where node is its result of that number."""
     taken = isinstance(node, fx.Node) and node.target is operator.getitem and node.args[1] == index
     return arguments(node.args[0], aten.var_mean) if isinstance(node, fx.Node) and taken else None
-
-
-# A rotary position embedding that is written out.
 
 
 def rotary(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:

@@ -65,9 +65,6 @@ def _meminfo(path: Path) -> dict[str, int]:
     return {w[0]: 1024 * int(w[1]) for w in words if len(w) > 1 and w[1].isdecimal()}
 
 
-# A device through pyxrt, and a kernel on it whose arguments are filled by name: fastcar_xrt.hpp in Python.
-
-
 XCLBIN, DEVICE = "FASTCAR_XCLBIN", "FASTCAR_DEVICE"
 """Environment variables: path of the device binary; index of the device, 0 if not set."""
 

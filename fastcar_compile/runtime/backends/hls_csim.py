@@ -24,9 +24,6 @@ from fastcar_compile.runtime.backends.base import BackendOptions, Stepper
 from fastcar_compile.runtime.tvm_runtime import aligned
 from fastcar_compile.support import machine as processes
 
-# The emitted HLS sources as a library, built with g++.
-
-
 FLAGS = [
     *("-std=c++14", "-O2", "-ffp-contract=off", "-fno-strict-aliasing"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
@@ -142,8 +139,6 @@ def _compile(command: Sequence[str], files: Mapping[str, bytes], sources: Sequen
             raise BackendError(what, where=", ".join(sources), hint=hint)
         os.replace(output, path)
 
-
-# A kernel of a C simulation library.
 
 WORD_BYTES = 16
 """Alignment of a 128-bit word, in bytes."""

@@ -126,9 +126,6 @@ def strips(truth: np.ndarray, dense: np.ndarray, replays: Mapping[str, np.ndarra
     save_figure(plt, figure, path)
 
 
-# All pictures of a study, in one folder.
-
-
 SHOWN_RATIO = 0.8
 """The case of each gate nearest to this replay ratio is drawn in detail."""
 

@@ -267,9 +267,6 @@ def _own_parts(training: Training, number: int) -> list[Part]:
     return [training.part(number, index, training.now()) for index in range(training.slices)]
 
 
-# The slices of a step by other processes.
-
-
 @dataclass(frozen=True)
 class TrainingJob:
     """What every step of a training depends on: files of decoder and videos, tokens of the prompt, options."""

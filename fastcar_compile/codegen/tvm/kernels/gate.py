@@ -94,9 +94,6 @@ def random_score(rows: int, layer: int, share: int = 0) -> PrimFunc:
     return hashed_score
 
 
-# The replay gate: which rows replay.
-
-
 @dataclass(frozen=True)
 class _Counters:
     """Rows, slots and videos of a gate, and how many steps it is given: one, or one for each row."""

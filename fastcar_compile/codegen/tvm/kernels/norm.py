@@ -276,9 +276,6 @@ layer_norm, layer_norm_quantize = partial(_norm, _layer_row, True), partial(_nor
 """(x - mean) / sqrt(variance + epsilon) * w + b of rows (m, k, epsilon), and these rows quantised."""
 
 
-# Rotary position embedding of queries or keys.
-
-
 PARALLEL_ROTARY_ELEMENTS = 1 << 17
 """Elements from which a second thread pays for launching and awaiting a parallel region."""
 

@@ -21,9 +21,6 @@ from fastcar_compile.runtime.tvm_runtime import as_array, fill, register
 if TYPE_CHECKING:
     from fastcar_compile.runtime.backends.accelerator.step import AcceleratorStepper
 
-# A kernel whose arguments are filled by name, wherever it runs.
-
-
 Bytes = NDArray[np.uint8]
 Buffer = Any
 """Memory of a device; only the unit that made it knows its form."""

@@ -170,9 +170,6 @@ class StepStepper(Stepper):
             raise ArtifactError(what, where=file, hint="use the files of one artifact together")
 
 
-# A session whose gates, MLPs and linears run on an accelerator; the host program is TVM's.
-
-
 def accelerator_of(artifact: StoredArtifact) -> AcceleratorSection:
     """Return the accelerator's section.
 

@@ -281,10 +281,6 @@ def _rows_in_lanes(sizes, ahead, o, tile):
             o.y[tile.active_row(v), tile.weight_row(v)] = total[v] * o.s[tile.active_row(v)]
 
 
-# int4 GEMV and GEMM in groups of 128, exact int32 group sums, bit for bit as fastcar_compile.ir.ops.linear defines
-# it.
-
-
 @script.kernel
 def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Return y[m, n] = s[m] * sum_g float(sum_k q[m, k] * w[n, k]) * ws[n, g], groups g in ascending order.

@@ -88,9 +88,6 @@ INT8_DOTS: dict[Int8, Int8Dot] = {
 }
 
 
-# int8 GEMV and GEMM with exact int32 accumulation, bit for bit as fastcar_compile.ir.ops.linear defines it.
-
-
 def tile_shape(m: int, n: int, dot: Int8Dot) -> tuple[int, int]:
     """Return weight rows and activation rows of a tile, so that the fewest tiles cover m."""
     if m == 1 or (m == 2 and dot.streams == 1):
@@ -202,9 +199,6 @@ def _multiply(dot, k, ahead, o, tile):
             script.each(_add_row, accs, dot, o, tile, c)
         for i in T.unroll(tile.columns):
             script.each(_finish_four, range(0, tile.rows, 4), dot, k, o, tile, accs, t, i)
-
-
-# int8 GEMM of many rows with AVX-512 VNNI, bit for bit as `linear_w8a8`.
 
 
 @script.kernel
