@@ -14,7 +14,7 @@ import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.artifact.cache import Cache
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.emit import emit_artifact
-from fastcar_compile.codegen.plan import BuildPlan, Fallback, assumed_frame, decide
+from fastcar_compile.codegen.plan import Fallback, assumed_frame, decide
 from fastcar_compile.codegen.tvm.emit import host_variants
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.config.targets import Target, whole_step
@@ -98,7 +98,8 @@ def build(
         if writer is None or original is None:
             return dry_run_of(plan)
         plan.require_buildable()
-        _warn_of_host(plan)
+        for reason in (fallback.reason for fallback in plan.fallbacks if fallback.kind == "accelerator"):
+            warn(f"target {plan.board.name} gets no accelerator kernels: {reason}", 3)
         _warn_of_defaults(plan.config.replay)
         emit_artifact(writer, plan, original, variants, say)
     if key is not None:
@@ -133,7 +134,9 @@ def _captured(model: Model, config: CompileConfig, say: Progress) -> tuple[Decod
     say("capturing the decode step")
     sizes = {name: getattr(config, name) for name in ("batch_size", "max_seq_len", "tokens_per_frame")}
     program = capture(model, **sizes, prefill_chunk=config.chunk, rows=config.rows)
-    _check_capture(program, config)
+    if program.config.batch_size != config.batch_size * (config.rows or 1):
+        what = f"the exported program has batch {program.config.batch_size}, but batch_size is {config.batch_size}"
+        raise CompileError(what, hint=f"give batch_size={program.config.batch_size}, or export again")
     passes: list[Pass] = [*analysis_pipeline(), *_repetition(model)]
     run_pipeline(program, passes)
     if merged := merged_weights(program):
@@ -172,14 +175,6 @@ def _sizes(
     return {"tokens_per_frame": frame, "max_seq_len": length}, assumed
 
 
-def _warn_of_host(plan: BuildPlan) -> None:
-    """Warn where a board gets no kernels."""
-    for fallback in plan.fallbacks:
-        if fallback.kind == "accelerator":
-            text = f"target {plan.board.name} gets no accelerator kernels: {fallback.reason}"
-            warn(text, 4)
-
-
 def _warn_of_defaults(replay: ReplayConfig | None) -> None:
     """Warn of thresholds that nobody gave: the default threshold of a gate fits no decoder in particular."""
     if replay is None or "threshold" in replay.model_fields_set:
@@ -207,9 +202,3 @@ def _repetition(model: object) -> list[Pass]:
     if skeleton.layers_path is None or skeleton.captured_layers == skeleton.layers:
         return []
     return [RepeatLayers(skeleton.layers_path, skeleton.layers, skeleton.period)]
-
-
-def _check_capture(program: DecoderProgram, config: CompileConfig) -> None:
-    if program.config.batch_size != config.batch_size * (config.rows or 1):
-        what = f"the exported program has batch {program.config.batch_size}, but batch_size is {config.batch_size}"
-        raise CompileError(what, hint=f"give batch_size={program.config.batch_size}, or export again")

@@ -34,17 +34,14 @@ class Described:
 
     def __repr__(self) -> str:
         title, fields = self._description()
-        return "\n".join([title, *(f"  {name:<8} {_printable(value)}" for name, value in fields.items())])
+        # Control characters of a file's texts are written out, as this is for a terminal.
+        shown = {name: value if value.isprintable() else ascii(value) for name, value in fields.items()}
+        return "\n".join([title, *(f"  {name:<8} {value}" for name, value in shown.items())])
 
     def _repr_html_(self) -> str:
         title, fields = self._description()
         rows = "".join(f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in fields.items())
         return f"<table><caption>{escape(title)}</caption>{rows}</table>"
-
-
-def _printable(text: str) -> str:
-    """Return a text of a file for a terminal: control characters are written out."""
-    return text if text.isprintable() else ascii(text)
 
 
 def rows_text(batch_size: int, rows: int | None) -> str:

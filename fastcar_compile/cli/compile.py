@@ -249,7 +249,12 @@ def compile_command(
     given["threshold"] = None if threshold is None else parse_thresholds(threshold)
     given["heads"] = None if heads is None else parse_heads(heads)
     given["positions"] = window_positions
-    given["wavefront"] = None if grid is None else fc.Wavefront(_sides(grid), lag, lead, prefix)
+    if grid is not None:
+        sides = re.fullmatch(r"(\d{1,9})x(\d{1,9})", grid, re.ASCII)
+        if sides is None:
+            hint = "give image rows and columns, for example 8x8"
+            raise UserError(f"{grid!r} is not a grid", where="--grid", hint=hint)
+        given["wavefront"] = fc.Wavefront((int(sides[1]), int(sides[2])), lag, lead, prefix)
     options = _of(fc.CompileConfig, given) | {"sparse_attention": _sparse(given), "strict": strict}
     options["replay"] = None if no_replay else fc.ReplayConfig(**_of(fc.ReplayConfig, given))
     options["host_cpus"] = [name.strip() for name in host_cpus.split(",")]
@@ -273,14 +278,6 @@ def compile_command(
 def _of(config: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
     """Return the options that are fields of a configuration. Those that were left out are None, and left to it."""
     return {name: given[name] for name in config.model_fields if given.get(name) is not None}
-
-
-def _sides(grid: str) -> tuple[int, int]:
-    """Return rows and columns of "8x8"."""
-    rows, _, columns = grid.partition("x")
-    if not all(side.isdecimal() and len(side) < 10 for side in (rows, columns)):
-        raise UserError(f"{grid!r} is not a grid", where="--grid", hint="give image rows and columns, for example 8x8")
-    return int(rows), int(columns)
 
 
 def _sparse(given: dict[str, Any]) -> fc.SparseAttention | None:

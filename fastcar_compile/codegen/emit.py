@@ -37,7 +37,10 @@ def emit_artifact(
     program = plan.program
     writer.links = plan.config.numerics == "exact"  # else onnx reads the weights, and refuses files with several names
     writer.require_room(program.params.nbytes())
-    _emit_graphs(writer, program, original)
+    writer.write_text(layout.TEXT_BEFORE, graph_to_text(original.graph_module))
+    writer.write_text(layout.TEXT_AFTER, graph_to_text(program.graph_module))
+    writer.write_text(layout.GRAPH_BEFORE, graph_file_text(original))
+    writer.write_text(layout.GRAPH_AFTER, graph_file_text(program))
     say("writing the weights")
     places = _emit_weights(writer, program, one_file=plan.board.kind == "fpga")
     if program.lazy is not None:
@@ -45,7 +48,9 @@ def emit_artifact(
         written = WrittenTensors(writer.root, places, program.params.specs())
         program = dataclasses.replace(program, lazy=LazyWeights(written))
     context = EmitContext(writer, plan, variants, places, say, sections={})
-    pipeline = PipelineSection(passes=plan.pipeline, log=tuple(program.log), reasons=_reasons(program, original))
+    modules = (m for p in (program, original) for step in p.graphs() for m in with_branches(step))
+    reasons = dict(sorted({**program.reasons, **operator_reasons(modules)}.items()))
+    pipeline = PipelineSection(passes=plan.pipeline, log=tuple(program.log), reasons=reasons)
     sections = _sections(program, plan, pipeline, _run_emitters(program, context))
     write_report(writer, sections)
     writer.finish(sections)
@@ -61,12 +66,6 @@ def _run_emitters(program: DecoderProgram, context: EmitContext) -> dict[str, Se
         if section is not None:
             found = {**found, name: section}
     return found
-
-
-def _reasons(program: DecoderProgram, original: DecoderProgram) -> dict[str, str]:
-    """Return why the passes ran, and why the operators of both graphs are there."""
-    modules = (m for p in (program, original) for step in p.graphs() for m in with_branches(step))
-    return dict(sorted({**program.reasons, **operator_reasons(modules)}.items()))
 
 
 def _sections(
@@ -100,13 +99,6 @@ def _emit_weights(writer: ArtifactWriter, program: DecoderProgram, *, one_file: 
         inputs = None if digest is None else params.origins(names, digest)
         places |= writer.write_pieces(file, {name: specs[name] for name in names}, params.pieces(names), inputs)
     return places
-
-
-def _emit_graphs(writer: ArtifactWriter, program: DecoderProgram, original: DecoderProgram) -> None:
-    writer.write_text(layout.TEXT_BEFORE, graph_to_text(original.graph_module))
-    writer.write_text(layout.TEXT_AFTER, graph_to_text(program.graph_module))
-    writer.write_text(layout.GRAPH_BEFORE, graph_file_text(original))
-    writer.write_text(layout.GRAPH_AFTER, graph_file_text(program))
 
 
 SHARD_BYTES = 1 << 30

@@ -49,15 +49,11 @@ def exact_weights(w1: Tensor) -> Tensor:
     rounded = w1.to(torch.bfloat16).double()
     for _ in range(2):
         _, exponents = torch.frexp(rounded.abs().sum(-1, keepdim=True))
-        step = _power_of_two(exponents.clamp(min=LEAST_EXPONENT) - (WEIGHT_BITS - 1))
+        fields = exponents.clamp(min=LEAST_EXPONENT) - (WEIGHT_BITS - 1) + 1023
+        # Powers are made of bits: `exp2` of a backend may be off by one unit.
+        step = (fields.to(torch.int64) << 52).view(torch.float64)
         rounded = (rounded / step).round() * step
     return rounded.to(torch.bfloat16)
-
-
-def _power_of_two(exponents: Tensor) -> Tensor:
-    """Return 2^exponent of integers, made of its bits: float64."""
-    # Powers are made of bits: `exp2` of a backend may be off by one unit.
-    return ((exponents.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
 def problems_of(layer: int, params: Mapping[str, Tensor]) -> list[str]:

@@ -140,7 +140,8 @@ class _Chunks:
     def _keep(self, start: int, inside: int, data: memoryview) -> int:
         """Copy what belongs to the chunk at `start`; return how many bytes that were."""
         length = min(CHUNK, self._size - start)
-        chunk, filled = self._open.pop(start, None) or (self._buffer(length), 0)
+        spare = self._spare.pop() if self._spare and length == CHUNK and start not in self._open else None
+        chunk, filled = self._open.pop(start, None) or (spare or bytearray(length), 0)
         taken = min(len(data), length - inside)
         chunk[inside : inside + taken] = data[:taken]
         if filled + taken < length:
@@ -150,9 +151,6 @@ class _Chunks:
             if length == CHUNK:
                 self._spare.append(chunk)
         return taken
-
-    def _buffer(self, length: int) -> bytearray:
-        return self._spare.pop() if self._spare and length == CHUNK else bytearray(length)
 
     def _put(self, at: int, data: memoryview) -> None:
         self._stream.seek(at)

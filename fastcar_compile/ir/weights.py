@@ -160,16 +160,17 @@ class LazyWeights:
                 yield from ((name, 0, self.load(name)) for name in found if name in wanted)
             else:
                 with _one_thread_per_operator():
-                    for made in streamed(self._rows, [(part, rows) for part in some for rows in self._blocks(part)]):
+                    sources = ((part, part.source if isinstance(part, Recipe) else part) for part in some)
+                    blocks = [
+                        (part, rows) for part, name in sources for rows in blocks_of_rows(self.source.shape(name))
+                    ]
+                    for made in streamed(self._rows, blocks):
                         yield from (block for block in made if block[0] in wanted)
 
     def _is_whole(self, part: Recipe | str) -> bool:
         if isinstance(part, Recipe):
             return not part.by_rows or part.source in self.recipes
         return not self.source.shape(part)
-
-    def _blocks(self, part: Recipe | str) -> list[tuple[int, int]]:
-        return blocks_of_rows(self.source.shape(part.source if isinstance(part, Recipe) else part))
 
     def _rows(self, job: tuple[Recipe | str, tuple[int, int]]) -> list[Block]:
         """Return rows of the results of a recipe, or of a tensor of the source."""

@@ -86,7 +86,12 @@ def _clean(module: fx.GraphModule) -> bool:
             modified = True
         if is_op(node, *_ASSERTS):
             graph.erase_node(node)
-        elif _is_identity(node):
+        # The third argument of `dropout` is `train`: off, it returns its input.
+        elif (
+            is_op(node, *_IDENTITIES, aten.contiguous)
+            or (is_op(node, aten.dropout) and node.args[2] is False)
+            or is_same(node)
+        ):
             source = node_arg(node, 0)
             # Views behind the copy were recorded for its layout. They now stand on the source, whose layout is another.
             if is_op(node, aten.contiguous) and value_of(node).stride() != value_of(source).stride():
@@ -110,10 +115,3 @@ def _repeated(node: fx.Node) -> fx.Node | None:
     with before(node, Canonicalize.name) as emit:
         expanded = emit(aten.expand.default, emit(aten.unsqueeze.default, x, axis + 1), wide)
         return emit(aten.reshape.default, expanded, list(shape_of(node)))
-
-
-def _is_identity(node: fx.Node) -> bool:
-    # The third argument of `dropout` is `train`: off, it returns its input.
-    if is_op(node, *_IDENTITIES, aten.contiguous) or (is_op(node, aten.dropout) and node.args[2] is False):
-        return True
-    return is_same(node)

@@ -177,7 +177,10 @@ class ExactArithmetic(Pass):
         # Rotary embeddings go first: both graphs must share one list of tables.
         problems = list(_rotate(program))
         parts = [part for module in program.graphs() for part in with_branches(module)]
-        modified |= rewrite_each(parts, rms_norm, _replace_norm)
+        exact_norm = fastcar.exact_norm.default
+        modified |= rewrite_each(
+            parts, rms_norm, lambda _, node: replace_call(node, self.name, exact_norm, *(rms_norm(node) or ()))
+        )
         modified |= rewrite_each(parts, layer_norm, _replace_layer_norm)
         # An attention without an exact form stays, and `inexact` reports it with its reason.
         modified |= rewrite_each(parts, _has_exact_form, _replace_attention)
@@ -188,10 +191,6 @@ class ExactArithmetic(Pass):
         problems += inexact(program.graphs())
         CompileError.raise_all(problems)
         return modified
-
-
-def _replace_norm(_module: fx.GraphModule, node: fx.Node) -> None:
-    replace_call(node, ExactArithmetic.name, fastcar.exact_norm.default, *(rms_norm(node) or ()))
 
 
 def _replace_layer_norm(module: fx.GraphModule, node: fx.Node) -> None:
@@ -240,7 +239,12 @@ def _rotate(program: DecoderProgram) -> Iterator[CompileError]:
                 what = f"numerics='exact': the rotary embedding {rotation.node.name}: {number}"
                 yield error_at(rotation.node, what, _HINT)
             else:
-                _replace_rotation(module, rotation, tables[number], number)
+                position = placeholder(module.graph, "position")
+                with module.graph.inserting_before(rotation.node):
+                    name = f"rotary_table_{number}"
+                    angles = attribute(module, name, tables[number], rotation.node, ExactArithmetic.name)
+                arguments = (fastcar.exact_rotary.default, rotation.x, angles, position)
+                replace_call(rotation.node, ExactArithmetic.name, *arguments)
 
 
 def _table_number(
@@ -262,10 +266,3 @@ def _table_number(
         return "the prefill graph has other angles"
     tables.append(table)
     return len(tables) - 1
-
-
-def _replace_rotation(module: fx.GraphModule, rotation: Rotation, table: Tensor, number: int) -> None:
-    made_by, position = ExactArithmetic.name, placeholder(module.graph, "position")
-    with module.graph.inserting_before(rotation.node):
-        angles = attribute(module, f"rotary_table_{number}", table, rotation.node, made_by)
-    replace_call(rotation.node, made_by, fastcar.exact_rotary.default, rotation.x, angles, position)

@@ -230,7 +230,7 @@ class _Matcher:
                 raise self._error(node, f"{node.name} inside the MLP is also used by {escaping[0].name}", "one exit")
             # Parameters, and what is computed of them alone, may enter anywhere; activations enter at the start only.
             outside = [a for a in node.all_input_nodes if a not in inside and a is not start]
-            free = [a for a in outside if not _is_constant(a)]
+            free = [a for a in outside if any(n.op != "get_attr" for n in ancestors(a) if not n.all_input_nodes)]
             if free:
                 raise self._error(node, f"{node.name} inside the MLP also reads {free[0].name}", "one entry")
         return region
@@ -269,10 +269,6 @@ def _by_role(linears: list[fx.Node]) -> list[fx.Node] | None:
         return None
     roles = [node_arg(activated[0], 0), *(n for n in factors if n not in activated)]
     return [*roles, down] if set(roles) == set(first) else None
-
-
-def _is_constant(node: fx.Node) -> bool:
-    return all(n.op == "get_attr" for n in ancestors(node) if not n.all_input_nodes)
 
 
 class FindSites(Pass):

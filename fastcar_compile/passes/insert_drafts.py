@@ -169,7 +169,8 @@ class InsertDrafts(Pass):
             return False
         layers, config = role_nodes(program.graph_module), program.config
         self.draft.check([config.hidden_size] * len(layers))
-        alone = config.batch_size // (2 if _coupled(program) else 1) == 1
+        gates = (n for n in program.graph_module.graph.nodes if is_op(n, fastcar.gate))
+        alone = config.batch_size // (2 if any(bound(n)["couple_cfg"] for n in gates) else 1) == 1
         modified = False
         facts = [replay_of(nodes[Role.GATE]) for nodes in layers.values() if Role.GATE in nodes]
         if any(f is not None and f.draft is not None for f in facts):
@@ -190,7 +191,10 @@ class InsertDrafts(Pass):
         assert facts is not None
         with before(found.cond, self.name, origin=nodes[Role.EXIT]) as emit:
             # A row that is not there counts as replaying, so that others decide whether the MLP runs; here it does not.
-            rows = found.decision if alone else _present(emit, found.decision)
+            rows = found.decision
+            if not alone:
+                there = emit(aten.ge.Scalar, bound(rows)["step"], 0)
+                rows = emit(aten.logical_and.default, rows, there)
             operands = {"x": found.x, "cached_x": found.cached_x, "cached": found.cached, "rows": rows}
             branch = DraftBranch.of(MlpNodes.of(nodes), draft, program.config.batch_size, zero=not alone)
             weights = {
@@ -250,17 +254,6 @@ def _inserted(module: fx.GraphModule, layers: int) -> list[DraftBranch | None]:
             weights = {str(n.target): tensor_attribute(module, str(n.target)) for n in operands[4:]}
             found[layer] = DraftBranch(branches_of(module)[name], weights)
     return found
-
-
-def _coupled(program: DecoderProgram) -> bool:
-    gates = (n for n in program.graph_module.graph.nodes if is_op(n, fastcar.gate))
-    return any(bound(n)["couple_cfg"] for n in gates)
-
-
-def _present(emit: Inserter, decision: fx.Node) -> fx.Node:
-    """Rows that replay and are there."""
-    there = emit(aten.ge.Scalar, bound(decision)["step"], 0)
-    return emit(aten.logical_and.default, decision, there)
 
 
 def _keep(operands: Mapping[str, fx.Node], emit: Inserter) -> fx.GraphModule:

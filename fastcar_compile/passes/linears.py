@@ -146,20 +146,16 @@ class UnfoldRows(Pass):
 
 def _unfold_all(graph: fx.Graph) -> bool:
     modified = False
-    for node in [n for n in graph.nodes if _folds(n)]:
+    for node in [n for n in graph.nodes if is_op(n, *_VIEWS)]:
+        before, after = shape_of(node_arg(node, 0)), shape_of(node)
+        if not (len(before) == 3 and len(after) == 2 and before[-1] == after[-1]):
+            continue
         region = _region(node)
         if region is not None:
             _unfold(node, region)
             modified = True
     graph.eliminate_dead_code()
     return modified
-
-
-def _folds(node: fx.Node) -> bool:
-    if not is_op(node, *_VIEWS):
-        return False
-    before, after = shape_of(node_arg(node, 0)), shape_of(node)
-    return len(before) == 3 and len(after) == 2 and before[-1] == after[-1]
 
 
 def _region(fold: fx.Node) -> set[fx.Node] | None:
@@ -363,13 +359,11 @@ def _split(module: fx.GraphModule, node: fx.Node, edit: Edit) -> None:
     linear, names = node_arg(node, 0), ("first", "second")
     with module.graph.inserting_before(linear):
         derive = partial(derived_parameters, module, origin=linear, by_rows=False)
-        parts = [derive(n, names, _halves, edit) for n in _parameters(linear)]
+        parts = [
+            derive(n, names, lambda v: tuple(h.contiguous() for h in v.chunk(2)), edit) for n in _parameters(linear)
+        ]
     for half in list(node.users):
         # `getitem(chunk, 0)` is the half of the first N / 2 outputs, whether the model calls it gate or up.
         own = [p[0] if half.args[1] == 0 else p[1] for p in parts]
         with before(half, edit.made_by, origin=linear) as emit:
             half.replace_all_uses_with(emit(aten.linear.default, node_arg(linear, 0), *own))
-
-
-def _halves(value: Tensor) -> tuple[Tensor, ...]:
-    return tuple(half.contiguous() for half in value.chunk(2, 0))

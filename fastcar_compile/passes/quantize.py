@@ -18,11 +18,6 @@ from fastcar_compile.ir.weights import LazyWeights, Make, blocks_of_rows
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 
-def _is_plain(node: fx.Node) -> bool:
-    """Return whether the node is a linear whose weight is a parameter: neither computed nor transposed in the graph."""
-    return is_op(node, aten.linear) and node_arg(node, 1).op == "get_attr"
-
-
 def replace_linears(
     modules: Iterable[fx.GraphModule], target: Callable[..., Any], suffixes: tuple[str, ...], make: Make, edit: Edit
 ) -> bool:
@@ -36,7 +31,10 @@ def replace_linears(
             parts = derived_parameters(module, node_arg(node, 1), suffixes, make, edit, origin=node)
         replace_call(node, edit.made_by, target, node_arg(node, 0), *parts, bound(node)["bias"])
 
-    return rewrite_each(modules, _is_plain, replace_one)
+    # A linear whose weight is a parameter: neither computed nor transposed in the graph.
+    return rewrite_each(
+        modules, lambda node: is_op(node, aten.linear) and node_arg(node, 1).op == "get_attr", replace_one
+    )
 
 
 SUFFIX = quant_format("bf16").suffix

@@ -79,15 +79,11 @@ def _linears_after_a_bias(graph: fx.Graph, hidden: fx.Node) -> list[fx.Node]:
                 found.append(node)
             else:
                 moved.add(node)
-        if _adds(node):
+        # A norm or a linear with a bias.
+        place = next((place for op, place in _BIAS.items() if is_op(node, op)), len(node.args))
+        if len(node.args) > place and node.args[place] is not None:
             moved.add(node)
     return found
-
-
-def _adds(node: fx.Node) -> bool:
-    """A norm or a linear with a bias."""
-    place = next((place for op, place in _BIAS.items() if is_op(node, op)), len(node.args))
-    return len(node.args) > place and node.args[place] is not None
 
 
 def _kept(at: fx.Node, replay: fx.Node, zero: fx.Node, x: fx.Node) -> fx.Node:

@@ -61,8 +61,9 @@ def read_reports(folder: Path, kernel: str) -> ToolReports:
         _read_synthesis(_xml(path), kernel, found, path)
     reports = [(path, _text(path)) for path in sorted(folder.rglob("*.rpt"), key=_stage)]
     for path, text in reports:
-        if "Design Timing Summary" in text and (slack := _slack(text)) is not None and found.slack_ns is None:
-            found.slack_ns = slack
+        slack = re.search(r"^ *WNS\(ns\).*\n[ -]*\n *(-?\d+\.\d+)", text, re.MULTILINE)
+        if "Design Timing Summary" in text and slack is not None and found.slack_ns is None:
+            found.slack_ns = float(slack[1])
             found.files.append(path)
         if "Utilization Design Information" in text and not found.placed and (placed := dict(_placed(text))):
             found.placed = placed
@@ -148,11 +149,6 @@ def _placed(text: str) -> Iterator[tuple[str, float]]:
     for site, used in re.findall(r"^\| *([A-Za-z ]+?)\*? *\| *([\d.]+) *\|", text, re.MULTILINE):
         if site in _SITES:
             yield _SITES[site], float(used)
-
-
-def _slack(text: str) -> float | None:
-    found = re.search(r"^ *WNS\(ns\).*\n[ -]*\n *(-?\d+\.\d+)", text, re.MULTILINE)
-    return None if found is None else float(found[1])
 
 
 def _clock(text: str) -> float | None:

@@ -64,7 +64,9 @@ def interval(shares: np.ndarray, distance: float, searched: int = 0) -> Expected
     # Few videos give an uncertain deviation, so Student's t is used and not the normal distribution.
     half, middle = error * student(count - 1), float(left.mean())
     replay, low, high = np.clip((middle, middle - half, middle + half), 0.0, 1.0).tolist()
-    needed = _needed(error * math.sqrt(count))
+    # The number of videos whose interval is GOAL to either side, if they deviate as much as these.
+    deviation = error * math.sqrt(count)
+    needed = next(n for n in itertools.count(2) if student(n - 1) * deviation / math.sqrt(n) <= GOAL)
     videos = {"videos": count, "searched": searched or count, "videos_needed": needed}
     return Expected(replay=replay, low=low, high=high, confidence=CONFIDENCE, **videos)
 
@@ -82,11 +84,6 @@ def _left_out(shares: np.ndarray, video: int, distance: float) -> float:
         return float(shares[0, video])
     own = (shares[1] - shares[0])[video] / distance
     return float(shares[0, video] + own * (shares[0].mean() - others[0]) / slope)
-
-
-def _needed(deviation: float) -> int:
-    """Return the number of videos whose interval is GOAL to either side, if they deviate as much as these."""
-    return next(n for n in itertools.count(2) if student(n - 1) * deviation / math.sqrt(n) <= GOAL)
 
 
 def student(freedom: int) -> float:
@@ -235,7 +232,12 @@ def search_of(
     def search(on: np.ndarray, kept: Journal) -> Search:
         rows = batch_rows(len(on), program.config.prefill_chunk, replay.couple_cfg)
         evaluator = Subject(program, replay, on, setting, rows).evaluator(workers)
-        told = _told(progress, len(on), len(videos))
+        where = "all videos" if len(on) == len(videos) else f"{len(on)} of {len(videos)} videos"
+
+        def told(line: str) -> None:
+            if progress is not None:
+                progress(f"{where}: {line}")
+
         return Search(evaluator, GATES[replay.gate], able, kept, told, evaluator.spared)
 
     found, some = search(videos, book), some_of(videos, replay.couple_cfg, SEARCH_TOKENS, setting.search_videos)
@@ -243,12 +245,6 @@ def search_of(
         # The search on some videos is built at its first use, and once: building measures the dense decoder.
         found.few = cache(lambda: search(some, book.part(f"{len(some)} videos")))
     return found, key
-
-
-def _told(progress: Callable[[str], None] | None, some: int, videos: int) -> Callable[[str], None]:
-    """Return a progress whose lines say which videos were measured."""
-    where = "all videos" if some == videos else f"{some} of {videos} videos"
-    return lambda line: None if progress is None else progress(f"{where}: {line}")
 
 
 def batch_rows(videos: int, chunk: int, coupled: bool) -> int:

@@ -182,13 +182,13 @@ class Search:
 
     def curves(self) -> LossCurves:
         """Return loss curves of single layers, with the others closed, of which nothing is measured yet."""
-        return LossCurves(self._alone, self._able)
 
-    def _alone(self, layer: int, share: float) -> Point:
-        """Return the point of a layer's share with the other layers closed."""
-        value = self.at(layer, share)
-        found = self.outcome(_with(self.closed, layer, value))
-        return Point(value, found.ratios[layer], found.loss)
+        def alone(layer: int, share: float) -> Point:
+            value = self.at(layer, share)
+            found = self.outcome(_with(self.closed, layer, value))
+            return Point(value, found.ratios[layer], found.loss)
+
+        return LossCurves(alone, self._able)
 
     def near(self, layer: int, base: Values, spread: float, ends: bool = False) -> list[Point]:
         """Return the loss of thresholds around this layer's own in `base`, relative to `base`.
@@ -220,7 +220,9 @@ class Search:
         x, read = (below[0], 0.0, above[0]), []
         for part in BETWEEN:
             for end in (below[0], above[0]):
-                weights = _lagrange(x, part * end)
+                # The weights of the three points' values in that of the parabola through them (Lagrange).
+                at = part * end
+                weights = [math.prod((at - x[j]) / (x[i] - x[j]) for j in range(3) if j != i) for i in range(3)]
                 ratio, loss = (
                     sum(w * value for w, value in zip(weights, values, strict=True))
                     for values in ((below[1].ratio, own.ratio, above[1].ratio), (below[1].loss, 0.0, above[1].loss))
@@ -427,8 +429,3 @@ def _with(values: Values, layer: int, value: float | None) -> Values:
 def _most(curves: list[list[Point]]) -> float:
     # Rounding down may cost every layer a unit, so the most that is sought is a unit less.
     return sum(max(p.ratio for p in curve) for curve in curves) / len(curves) - 0.001
-
-
-def _lagrange(x: tuple[float, float, float], at: float) -> tuple[float, ...]:
-    """Return the weights of three points' values in that of the parabola through them."""
-    return tuple(math.prod((at - x[j]) / (x[i] - x[j]) for j in range(3) if j != i) for i in range(3))

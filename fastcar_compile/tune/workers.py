@@ -218,13 +218,11 @@ Write = Callable[[Path, Any], object]
 """Writes a value to a path."""
 
 
-def _write_weights(path: Path, program: DecoderProgram) -> None:
-    write_pieces(path.parent, path.name, program.params.specs(), program.params.pieces(program.params))
-
-
 PROGRAM: dict[str, Write] = {
     ".json": lambda path, program: path.write_text(graph_file_text(program), "utf-8"),
-    ".safetensors": _write_weights,
+    ".safetensors": lambda path, program: write_pieces(
+        path.parent, path.name, program.params.specs(), program.params.pieces(program.params)
+    ),
 }
 VIDEOS: dict[str, Write] = {".npy": np.save}
 NETWORKS: dict[str, Write] = {".safetensors": lambda path, networks: networks.save(path)}

@@ -37,11 +37,6 @@ def loaded(rows: Value, cache: Value, dim: int) -> Value:
     return KV_TYPES[dtype_name(cache)][1](rows, dim)
 
 
-def _store_float16(value: Value) -> Value:
-    """Cast rounds half to even."""
-    return cast(op.Clip(value, floats(-FLOAT16_MAX), floats(FLOAT16_MAX)), TensorProto.FLOAT16)
-
-
 def _load_float(rows: Value, _dim: int) -> Value:
     return cast(rows, TensorProto.FLOAT)
 
@@ -90,7 +85,11 @@ def _load_int8(rows: Value, dim: int) -> Value:
 
 KV_TYPES: dict[str, tuple[Callable[[Value], Value], Callable[[Value, int], Value]]] = {
     "float32": (lambda value: value, lambda rows, _dim: rows),
-    "float16": (_store_float16, _load_float),
+    # Cast rounds half to even.
+    "float16": (
+        lambda value: cast(op.Clip(value, floats(-FLOAT16_MAX), floats(FLOAT16_MAX)), TensorProto.FLOAT16),
+        _load_float,
+    ),
     "bfloat16": (lambda value: cast(value, TensorProto.BFLOAT16), _load_float),
     "int8": (_store_int8, _load_int8),
 }

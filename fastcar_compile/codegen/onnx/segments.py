@@ -289,20 +289,14 @@ def module_path(part: Segment) -> str:
 
 def input_names(part: Segment) -> list[str]:
     """Return an identifier for each input of a segment: its parameter inside of the module, or its node."""
-    own, taken, names = module_path(part), Counter[str](), []
+    own, taken, names, layer = module_path(part), Counter[str](), [], layer_of(part.nodes[0])
     for node in part.inputs:
         # Layers share a function, so the names inside of it leave out the layer.
-        path = str(node.target) if node.op == "get_attr" else _without_layer(node, part)
+        path = str(node.target) if node.op == "get_attr" else node.name.removesuffix(f"_{layer}")
         name = _NO_IDENTIFIER.sub("_", path.removeprefix(f"{own}.") if own else path)
         taken[name] += 1
         names.append(name if taken[name] == 1 else f"{name}_{taken[name]}")
     return names
-
-
-def _without_layer(node: fx.Node, part: Segment) -> str:
-    """Return a node's name; a state's without the number of its layer, since layers share a function."""
-    layer = layer_of(part.nodes[0])
-    return node.name if layer is None else node.name.removesuffix(f"_{layer}")
 
 
 def call_origin(node: onnx.NodeProto, part: Segment, fallback: str) -> None:
@@ -324,7 +318,9 @@ def function_origins(function: onnx.FunctionProto, part: Segment) -> None:
         if origin is None or proto.op_type != "If":
             continue
         branches = [part.branches[a] for a in origin.all_input_nodes if a in part.branches]
-        for graph, branch in zip(_then_else(proto), branches, strict=True):
+        found = {a.name: a.g for a in proto.attribute if a.HasField("g")}
+        # In the order of the arguments of `cond`.
+        for graph, branch in zip((found["then_branch"], found["else_branch"]), branches, strict=True):
             operators = list(branch.graph.nodes)
             names.note(list(graph.node), [_marked(inner, operators) for inner in graph.node])
     names.note(list(function.node), origins)
@@ -371,12 +367,6 @@ def _stem(operator: fx.Node) -> str:
     """Return an operator's own name: `linear` of `aten.linear.default`."""
     parts = str(operator.target).split(".")
     return parts[-2] if len(parts) > 2 else parts[-1]
-
-
-def _then_else(proto: onnx.NodeProto) -> list[onnx.GraphProto]:
-    """Return the branches of an `If` in the order of `cond`'s arguments."""
-    found = {a.name: a.g for a in proto.attribute if a.HasField("g")}
-    return [found["then_branch"], found["else_branch"]]
 
 
 def _marked(proto: onnx.NodeProto, operators: Sequence[fx.Node]) -> fx.Node | None:

@@ -1,6 +1,7 @@
 """flatten: one function for each entry. Layers are compiled once, and called nowhere."""
 
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 import tvm
 from tvm import relax
@@ -134,9 +135,10 @@ class _Flattener:
         if isinstance(value, relax.Var | relax.Tuple | relax.TupleGetItem):
             values[var] = _replaced(value, values)
             return []
-        callee = self._callee(value)
-        if callee is not None and isinstance(value, relax.Call):
-            statements, values[var] = self._call(callee, [_replaced(a, values) for a in value.args])
+        target = _operator(value)
+        if isinstance(target, tvm.ir.GlobalVar) and target.name_hint in self._functions:
+            arguments = [_replaced(a, values) for a in cast(relax.Call, value).args]
+            statements, values[var] = self._call(target.name_hint, arguments)
             return statements
         if isinstance(value, relax.If):
             then, otherwise = (self._branch(b, values) for b in (value.true_branch, value.false_branch))
@@ -147,12 +149,6 @@ class _Flattener:
         result = relax.Var(var.name, var.ty)
         values[var] = result
         return [relax.VarBinding(result, value)]
-
-    def _callee(self, value: relax.Expr) -> str | None:
-        """Return the name of the function that the value calls, if it is one to inline."""
-        target = _operator(value)
-        name = target.name_hint if isinstance(target, tvm.ir.GlobalVar) else None
-        return name if name in self._functions else None
 
     def _branch(self, branch: relax.Expr, values: Values) -> relax.SeqExpr:
         assert isinstance(branch, relax.SeqExpr)
@@ -176,7 +172,9 @@ class _Flattener:
         kept = reachable(function)
         shared: Values = {}
         for var, value in bindings_of(function.body):
-            source = value.args[0] if isinstance(value, relax.Call) and _derives(value) else None
+            # A tensor in a storage, and a view of a tensor: its memory is that of its first argument.
+            derived = _operator(value) == _TENSOR or _packed(value) == _VIEW
+            source = cast(relax.Call, value).args[0] if derived else None
             if var not in kept and (_operator(value) == _STORAGE or source in shared):
                 made = relax.Var(var.name, var.ty)
                 self._made.append(relax.VarBinding(made, _replaced(value, shared)))
@@ -222,11 +220,6 @@ def _packed(value: relax.Expr) -> str:
     """Return the name of the packed function that the value is a call of."""
     operator = _operator(value)
     return str(operator.global_symbol) if isinstance(operator, relax.ExternFunc) else ""
-
-
-def _derives(value: relax.Call) -> bool:
-    """Whether the value is a tensor in a storage, or a view of a tensor: its memory is that of its first argument."""
-    return _operator(value) == _TENSOR or _packed(value) == _VIEW
 
 
 def _is_check(value: relax.Expr) -> bool:

@@ -184,8 +184,9 @@ class Call:
 
     def reshape(self, value: relax.Expr, shape: Shape) -> relax.Expr:
         """Return the value in another shape. A reshape of a reshape is one: TVM would fuse two into a copy."""
-        while (before := self._reshaped(value)) is not None:
-            value = before
+        made = self._builder.lookup_binding(value) if isinstance(value, relax.Var) else None
+        if isinstance(made, relax.Call) and made.op == _RESHAPE:
+            return self.reshape(made.args[0], shape)
         return value if shape_of(value) == shape else self.emit(untyped.op.reshape(value, shape))
 
     def constant(self, value: np.ndarray) -> relax.Expr:
@@ -200,11 +201,6 @@ class Call:
     def _operand(self, node: fx.Node) -> Operand:
         val = node.meta["val"]
         return Operand(self._importer.env[node], tuple(int(d) for d in val.shape), dtype_of(val))
-
-    def _reshaped(self, value: relax.Expr) -> relax.Expr | None:
-        """Return what the value is a reshape of; None where it is none."""
-        made = self._builder.lookup_binding(value) if isinstance(value, relax.Var) else None
-        return made.args[0] if isinstance(made, relax.Call) and made.op == _RESHAPE else None
 
 
 Converter = Callable[[Call], Value]

@@ -158,7 +158,11 @@ def schedule_elementwise() -> tvm.transform.Pass:
 
 
 def _scheduled(function: Any) -> Any:
-    if not isinstance(function, PrimFunc) or _is_own(function) or not _is_large(function):
+    # Kernels of `kernels/` have a schedule. The last argument is the result.
+    if not isinstance(function, PrimFunc) or dict(function.attrs or {}).get("op_pattern") == OPAQUE:
+        return function
+    result: Any = list(cast(Any, function).params)[-1]
+    if prod(int(extent) for extent in result.shape) < PARALLEL_ELEMENTS:
         return function
     # A kernel with a reduction or another structure keeps TVM's schedule.
     schedule: Any = s_tir.Schedule(cast(Any, function))
@@ -172,16 +176,6 @@ def _scheduled(function: Any) -> Any:
             _in_parallel(schedule, block)
     _in_parallel(schedule, blocks[-1])
     return schedule.mod["main"].with_attrs(function.attrs)
-
-
-def _is_own(function: Any) -> bool:
-    """Whether a kernel is one of `kernels/`: those have a schedule."""
-    return function.attrs is not None and function.attrs.get("op_pattern", None) == OPAQUE
-
-
-def _is_large(function: Any) -> bool:
-    """Whether the result, the last argument of a kernel, has at least `PARALLEL_ELEMENTS`."""
-    return prod(int(extent) for extent in function.params[-1].shape) >= PARALLEL_ELEMENTS
 
 
 def _is_elementwise(block: Any) -> bool:
@@ -221,10 +215,8 @@ def no_alias() -> tvm.transform.Pass:
     """
 
     def run(module: tvm.IRModule) -> tvm.IRModule:
-        return relax_api.with_functions(module, {v: _marked(f) for v, f in module.functions_items()})
+        functions: dict[Any, Any] = dict(module.functions_items())
+        marked = {v: f.with_attr(_NO_ALIAS, True) if isinstance(f, PrimFunc) else f for v, f in functions.items()}
+        return relax_api.with_functions(module, marked)
 
     return module_pass("no-alias", run)
-
-
-def _marked(function: Any) -> Any:
-    return cast(Any, function).with_attr(_NO_ALIAS, True) if isinstance(function, PrimFunc) else function

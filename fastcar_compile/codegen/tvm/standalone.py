@@ -56,7 +56,8 @@ def standalone_sources(module: tvm.IRModule, isa: InstructionSet, entries: Seque
 
 def link_command(compiler: str, isa: InstructionSet, entries: Iterable[str]) -> list[str]:
     """Return the command of zig that links C and object files, without its inputs and its output."""
-    includes = (str(files(__package__ or "").joinpath("")), *_ffi_includes())
+    own, ffi = files(__package__ or "").joinpath(""), tvm_ffi.libinfo
+    includes = dict.fromkeys(map(str, (own, ffi.find_include_path(), ffi.find_dlpack_include_path())))
     return [
         compiler,
         "cc",
@@ -72,11 +73,6 @@ def link_command(compiler: str, isa: InstructionSet, entries: Iterable[str]) -> 
         *(f"-Wl,--export={name}" for name in entries),
         "-Wl,-z,stack-size=" + str(STACK_BYTES),
     ]
-
-
-def _ffi_includes() -> tuple[str, ...]:
-    found = [tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path()]
-    return tuple(dict.fromkeys(map(str, found)))
 
 
 @dataclass
@@ -111,7 +107,9 @@ class _Writer:
         results = body.body.fields if isinstance(body.body, relax.Tuple) else [body.body]
         lines += [f"results[{i}] = {self._value(value)}.data;" for i, value in enumerate(results)]
         self._function(f"int32_t {name}(void **arguments, void **results)", lines)
-        sizes = ", ".join(str(_nbytes(var)) for var in function.params)
+        sizes = ", ".join(
+            str(prod(shape_of(var)) * ((tvm.DataType(_dtype(var)).bits + 7) // 8)) for var in function.params
+        )
         self._data.append(f"static const uint32_t {name}_bytes[] = {{{sizes}}};")
         lines = [f"return first_difference({name}_bytes, bytes, {len(function.params)});"]
         self._function(f"int32_t {check_of(name)}(const uint32_t *bytes)", lines, returns=False)
@@ -141,7 +139,7 @@ class _Writer:
             case "relax.vm.alloc_storage":
                 name = f"storage_{len(self._names)}"
                 self._names[var] = name
-                self._data.append(f"STORAGE({name}, {prod(_dimensions(value.args[0]))})")
+                self._data.append(f"STORAGE({name}, {prod(map(int, cast(Any, value.args[0]).values))})")
                 return []
             case "relax.vm.alloc_tensor":
                 storage, offset = self._names[cast(relax.Var, value.args[0])], _integer(value.args[1])
@@ -198,15 +196,6 @@ def _operator(value: relax.Call) -> str:
 
 def _dtype(value: relax.Expr) -> str:
     return str(cast(Any, value.ty).dtype)
-
-
-def _nbytes(value: relax.Expr) -> int:
-    dtype = tvm.DataType(_dtype(value))
-    return prod(shape_of(value)) * ((dtype.bits + 7) // 8)
-
-
-def _dimensions(value: relax.Expr) -> list[int]:
-    return [int(d) for d in cast(Any, value).values]
 
 
 def _integer(value: relax.Expr) -> int:

@@ -15,7 +15,7 @@ from fastcar_compile.artifact.layout import EMBEDDED
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderSection, HostSection, ProgramPart, ProgramsPart, State
 from fastcar_compile.errors import BackendError
-from fastcar_compile.ir.types import CONTEXT_ROLES, PROMPT, REPLAY_ROLES, ContextInput, DecoderConfig
+from fastcar_compile.ir.types import CONTEXT_ROLES, PROMPT, REPLAY_ROLES, DecoderConfig
 from fastcar_compile.runtime.backends.accelerator.calls import register_functions
 from fastcar_compile.runtime.backends.base import (
     Array,
@@ -194,13 +194,6 @@ def _forward_feeds(config: DecoderConfig, length: int) -> _Feeds:
     )
 
 
-def _context_feeds(context: ContextInput, rows: int) -> _Feeds:
-    """Return memory for what the context program takes."""
-    shape = (rows, context.length)
-    blank: dict[str, Array] = {"context": np.zeros((*shape, context.size), np.float32)}
-    return _Feeds(blank | ({"context_mask": np.zeros(shape, np.bool_)} if context.masked else {}))
-
-
 class Embedding:
     """The host's program for an accelerator that runs whole decode steps: the rows of one token per batch row.
 
@@ -282,8 +275,10 @@ class CpuStepper(Stepper):
         self.prefill_chunk = self._config.prefill_chunk if self._prefill else 1
         # An offload program launches kernels for every single token, so a padded chunk on the host reads a prompt.
         self.single_tokens = self.prefill_chunk // SINGLE_TOKENS if decode == "decode" else 0
-        if programs.context is not None and self._config.context is not None:
-            self._given = _context_feeds(self._config.context, self._config.batch_size)
+        if programs.context is not None and (context := self._config.context) is not None:
+            shape = (self._config.batch_size, context.length)
+            blank: dict[str, Array] = {"context": np.zeros((*shape, context.size), np.float32)}
+            self._given = _Feeds(blank | ({"context_mask": np.zeros(shape, np.bool_)} if context.masked else {}))
             self._context = _Program(machine, programs.context, known | self._given.tensors)
 
     def reset(self) -> None:

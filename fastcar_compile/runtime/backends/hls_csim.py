@@ -84,12 +84,9 @@ def open_library(files: Mapping[str, bytes], build_dir: Path, defines: Sequence[
     # NFS keeps the name of a file that is mapped.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="fastcar-", ignore_cleanup_errors=True) as folder:
         library = ctypes.CDLL(str(shutil.copy(path, folder)))
-    weakref.finalize(library, _unload, library._handle).atexit = False
+    handle = ctypes.c_void_p(library._handle)
+    weakref.finalize(library, ctypes.CDLL(None).dlclose, handle).atexit = False
     return library
-
-
-def _unload(handle: int) -> None:
-    ctypes.CDLL(None).dlclose(ctypes.c_void_p(handle))
 
 
 def build_library(

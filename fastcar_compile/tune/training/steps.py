@@ -119,7 +119,10 @@ class Training:
         self._decoder, self._videos, self._options, self.key = decoder, videos, options, key
         random = torch.Generator().manual_seed(options.seed)
         self.slices = max(1, min(options.batch, len(videos)) // decoder.rows)
-        self.parts: Callable[[Training, int], list[Part]] = _own_parts
+        # By itself a training computes the parts in this thread.
+        self.parts: Callable[[Training, int], list[Part]] = lambda training, number: [
+            training.part(number, index, training.now()) for index in range(training.slices)
+        ]
         # The first slice sets the scale of the inputs, and so the first weights.
         samples = decoder.samples(self._batch(0)[:, :-1])
         self.scorers = nn.ModuleList(self._made(samples, random))
@@ -260,11 +263,6 @@ class Training:
 
     def _list(self) -> list[Scorer]:
         return [scorer for scorer in self.scorers if isinstance(scorer, Scorer)]
-
-
-def _own_parts(training: Training, number: int) -> list[Part]:
-    """Return the parts of a step, computed in this thread."""
-    return [training.part(number, index, training.now()) for index in range(training.slices)]
 
 
 @dataclass(frozen=True)
