@@ -54,49 +54,76 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
     return ["Record a run with ", record, " and show it with ", show, "."];
   };
 
-  /* A table; columns are [title, class]; cells are text or elements. */
-  page.table = (caption, columns, rows) => {
+  /* A framed part of a tab. */
+  page.card = (title, note, ...children) => {
     const { el } = page;
-    const head = columns.map(([title, kind]) => el("th", { scope: "col", class: kind }, title));
-    const body = rows.map((cells) =>
-      el(
-        "tr",
-        {},
-        cells.map((cell, n) => el("td", { class: columns[n][1] }, cell)),
-      ),
-    );
     return el(
-      "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
-      el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)),
+      "section",
+      { class: "card" },
+      el("h2", {}, title),
+      note && el("p", { class: "muted" }, note),
+      ...children,
     );
   };
 
-  /* A framed part of a tab. */
-  page.card = (title, note, ...children) =>
-    page.el(
-      "section",
-      { class: "card" },
-      page.el("h2", {}, title),
-      note ? page.el("p", { class: "muted" }, note) : null,
-      ...children,
+  /* A card with a table. Columns are titles, with a class behind a colon: "file | size:number"; cells are text or
+     elements. */
+  page.table = (title, note, columns, rows) => {
+    const { el } = page;
+    const [titles, kinds] = [0, 1].map((part) => columns.split(" | ").map((column) => column.split(":")[part] ?? ""));
+    const cell = (content, n) => el("td", { class: kinds[n] }, content);
+    const head = titles.map((text, n) => el("th", { scope: "col", class: kinds[n] }, text));
+    const body = rows.map((cells) => el("tr", {}, cells.map(cell)));
+    const table = el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body));
+    return page.card(
+      title,
+      note,
+      el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, table),
     );
+  };
 
-  /* Figures in large type. */
-  page.figures = (facts) =>
-    page.el(
-      "dl",
-      { class: "figures" },
-      facts.map((f) => page.el("div", {}, page.el("dt", {}, f.label), page.el("dd", {}, f.value))),
-    );
+  const list = (kind) => (facts) => {
+    const { el } = page;
+    const lines = facts.map((f) => el("div", {}, el("dt", {}, f.label), el("dd", {}, f.value)));
+    return el("dl", { class: kind }, lines);
+  };
 
-  /* Labels and values in two columns. */
-  page.facts = (facts) =>
-    page.el(
-      "dl",
-      { class: "facts" },
-      facts.map((f) => page.el("div", {}, page.el("dt", {}, f.label), page.el("dd", {}, f.value))),
+  /* Figures in large type; labels and values in two columns. */
+  [page.figures, page.facts] = [list("figures"), list("facts")];
+
+  /* A bar of parts and its key; of each part its name, text, value as text, share of the bar, and colour. */
+  page.stack = (parts) => {
+    const { el } = page;
+    const look = (part, more) => ({ style: { background: `var(${part.colour})`, ...more } });
+    const bar = parts.map((p) => page.tip(el("i", look(p, { width: `${100 * p.share}%` })), `${p.text}: ${p.value}`));
+    const keys = parts.map((p) =>
+      el("li", {}, el("i", { class: "swatch", ...look(p) }), `${p.text} `, el("b", {}, p.value)),
     );
+    const label = parts.map((p) => `${p.name} ${p.value}`).join(", ");
+    return [el("div", { class: "stack", role: "img", "aria-label": label }, bar), el("ul", { class: "keys" }, keys)];
+  };
+
+  /* A share as a bar with its number; nothing for no share. */
+  page.share = (value) => {
+    if (value === undefined || value === null) return "";
+    const bar = page.el("i", { style: { width: `${Math.min(100, 100 * value)}%` } });
+    return page.el("span", { class: "share" }, bar, page.el("b", {}, page.percent(value)));
+  };
+
+  page.button = (text, label, onclick) =>
+    page.el("button", { type: "button", "aria-label": label, title: label, onclick }, text);
+
+  /* Buttons of which one is pressed: name -> text. `mark(name)` shows one as pressed. */
+  page.choice = (style, kind, label, options, choose) => {
+    const buttons = Object.entries(options).map(([name, text]) =>
+      page.el("button", { type: "button", [`data-${kind}`]: name, onclick: () => choose(name) }, text),
+    );
+    const group = page.el("div", { class: style, role: "group", "aria-label": label }, buttons);
+    group.mark = (name) => {
+      for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset[kind] === name));
+    };
+    return group;
+  };
 
   /* Shows a text beside the pointer or the focused element. `text` may be a function of the event. */
   page.tip = (element, text) => {
@@ -121,32 +148,14 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
     return element;
   };
 
+  /* What a node is where the page's data say nothing of it. */
+  const TEXTS = ["made_by", "source", "module", "args", "branch", "role", "twin", "reason"];
+  const BLANK = { inputs: [], weights: [], branches: [], change: "kept", layer: null };
+  for (const name of TEXTS) BLANK[name] = "";
+
   function index(graph, side, step) {
-    const nodes = new Map(
-      graph.nodes.map((node, place) => [
-        node.id,
-        {
-          inputs: [],
-          weights: [],
-          branches: [],
-          made_by: "",
-          source: "",
-          module: "",
-          change: "kept",
-          args: "",
-          branch: "",
-          role: "",
-          twin: "",
-          reason: "",
-          layer: null,
-          ...node,
-          place,
-          side,
-          step,
-          users: [],
-        },
-      ]),
-    );
+    const own = (node, place) => [node.id, { ...BLANK, ...node, place, side, step, users: [] }];
+    const nodes = new Map(graph.nodes.map(own));
     for (const node of nodes.values()) {
       for (const id of [...node.inputs, ...node.weights]) nodes.get(id)?.users.push(node.id);
     }

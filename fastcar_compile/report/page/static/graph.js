@@ -9,10 +9,16 @@
   const shown = () => (NARROW.matches ? "after" : "both");
   const open = new Set();
   const panes = {};
+  const sides = page.choice(
+    "which",
+    "side",
+    "Graph shown",
+    { before: "before", both: "both", after: "after" },
+    showSide,
+  );
+  const steps = page.choice("which steps", "step", "Step shown", { decode: "decode", prefill: "prefill" }, setStep);
   let zoom = 1;
   let fit = true;
-
-  const nameOf = (group) => group.title;
 
   /* Groups and runs: of equal layers in a row, all behind the first are one line. */
   function rows(side) {
@@ -77,8 +83,8 @@
     const detail = like === undefined ? note(side, group) : `equal to layer ${like}`;
     return el(
       "section",
-      { class: "group", "data-name": nameOf(group) },
-      header(nameOf(group), group.title, detail, changes(side, group)),
+      { class: "group", "data-name": group.title },
+      header(group.title, group.title, detail, changes(side, group)),
       el("div", { class: "canvas" }),
     );
   }
@@ -113,11 +119,11 @@
     return panes[side];
   }
 
+  const inPanes = (selector) => panes.after?.querySelector(selector) ?? panes.before?.querySelector(selector);
+
   /* The run that holds a group, or nothing. */
   const runOf = (name) => {
-    const member =
-      panes.after?.querySelector(`.members > [data-name="${CSS.escape(name)}"]`) ??
-      panes.before?.querySelector(`.members > [data-name="${CSS.escape(name)}"]`);
+    const member = inPanes(`.members > [data-name="${CSS.escape(name)}"]`);
     return member?.closest(".run").dataset.name;
   };
 
@@ -138,7 +144,7 @@
 
   function fillCanvas(side, name, canvas) {
     const graph = page.graphs[side];
-    const group = graph.groups.find((g) => nameOf(g) === name);
+    const group = graph.groups.find((g) => g.title === name);
     const choose = (box) => (box.kind === "module" ? unfoldModule(box) : page.select(side, box.node.id));
     canvas.replaceChildren(page.draw(page.layout(graph, group), `${side}-${group.layer ?? group.key}`, choose));
   }
@@ -161,11 +167,8 @@
     const homes = SIDES.map(
       (side) => page.graphs[side].home.get(box.node.id) ?? page.graphs[side].home.get(box.node.twin),
     );
-    redraw(new Set(homes.filter(Boolean).map(nameOf)));
-    const shown =
-      panes.after.querySelector(`[data-id="${CSS.escape(box.node.id)}"]`) ??
-      panes.before.querySelector(`[data-id="${CSS.escape(box.node.id)}"]`);
-    shown?.focus();
+    redraw(new Set(homes.filter(Boolean).map((home) => home.title)));
+    inPanes(`[data-id="${CSS.escape(box.node.id)}"]`)?.focus();
   }
 
   function foldModules(button) {
@@ -211,16 +214,16 @@
     const shown = node?.kind === "weight" ? graph.nodes.get(node.users[0]) : node;
     const home = graph.home.get(shown?.id);
     if (!home) return null;
-    const run = runOf(nameOf(home));
+    const run = runOf(home.title);
     if (run && !open.has(run)) page.toggle(run, true);
-    if (!open.has(nameOf(home))) page.toggle(nameOf(home), true);
+    if (!open.has(home.title)) page.toggle(home.title, true);
     const box = () =>
       panes[side].querySelector(
-        `[data-name="${CSS.escape(nameOf(home))}"] > .canvas [data-id="${CSS.escape(shown.id)}"]`,
+        `[data-name="${CSS.escape(home.title)}"] > .canvas [data-id="${CSS.escape(shown.id)}"]`,
       );
     if (!box() && shown.module) {
       page.openModules.add(shown.module);
-      redraw(new Set([nameOf(home)]));
+      redraw(new Set([home.title]));
     }
     return box();
   }
@@ -249,7 +252,7 @@
   /* Shows a node: in its graph, its twin in the other one, and its details. */
   page.select = (side, id, step = page.step) => {
     page.showTab("graph");
-    page.setStep(step);
+    setStep(step);
     bringSide(side);
     const node = page.node(side, id);
     const other = SIDES.find((name) => name !== side);
@@ -266,8 +269,7 @@
   /* Shows one graph or both; on a narrow screen "both" is the one after the passes. */
   function showSide(side) {
     document.querySelector(".panes").dataset.side = side;
-    for (const button of document.querySelectorAll(".which [data-side]"))
-      button.setAttribute("aria-pressed", String(button.dataset.side === side));
+    sides.mark(side);
     resize();
   }
 
@@ -281,24 +283,9 @@
   /* Unfolds every distinct part, or folds all. */
   function every(wanted) {
     for (const row of rows("after")) {
-      if (row.group) page.toggle(nameOf(row.group), wanted);
-      else if (!wanted) for (const group of row.run) page.toggle(nameOf(group), false);
+      if (row.group) page.toggle(row.group.title, wanted);
+      else if (!wanted) for (const group of row.run) page.toggle(group.title, false);
     }
-  }
-
-  const button = (text, label, action) =>
-    el("button", { type: "button", "aria-label": label, title: label, onclick: action }, text);
-
-  function sides() {
-    const choices = ["before", "both", "after"].map((side) => {
-      const pressed = String(side === shown());
-      return el(
-        "button",
-        { type: "button", "data-side": side, "aria-pressed": pressed, onclick: () => showSide(side) },
-        side,
-      );
-    });
-    return el("div", { class: "which", role: "group", "aria-label": "Graph shown" }, choices);
   }
 
   function legend() {
@@ -311,7 +298,7 @@
   }
 
   function tools() {
-    const modules = button("modules", "Draw a norm and other small modules as one box", (event) =>
+    const modules = page.button("modules", "Draw a norm and other small modules as one box", (event) =>
       foldModules(event.target),
     );
     modules.setAttribute("aria-pressed", "true");
@@ -319,55 +306,40 @@
       "div",
       { class: "tools", role: "group", "aria-label": "View" },
       modules,
-      button("fold all", "Fold every part", () => every(false)),
-      button("unfold", "Unfold every distinct part", () => every(true)),
-      button("−", "Zoom out", () => setZoom(1 / 1.2)),
-      button("+", "Zoom in", () => setZoom(1.2)),
-      button("fit", "Fit to the width", () => setZoom(null)),
+      page.button("fold all", "Fold every part", () => every(false)),
+      page.button("unfold", "Unfold every distinct part", () => every(true)),
+      page.button("−", "Zoom out", () => setZoom(1 / 1.2)),
+      page.button("+", "Zoom in", () => setZoom(1.2)),
+      page.button("fit", "Fit to the width", () => setZoom(null)),
     );
   }
 
   /* Shows the decode step or the prefill. */
-  page.setStep = (step) => {
+  function setStep(step) {
     if (step === page.step) return;
     page.step = step;
     page.graphs = page.steps[step];
     page.closeDetails();
     open.clear();
     fill();
-    for (const each of document.querySelectorAll(".steps button"))
-      each.setAttribute("aria-pressed", String(each.dataset.step === step));
-  };
-
-  function steps() {
-    const names = Object.keys(page.steps);
-    const title = { decode: "Decode: one token per row", prefill: "Prefill: a chunk of the prompt" };
-    const choices = names.map((step) =>
-      el(
-        "button",
-        {
-          ...{ type: "button", "data-step": step, title: title[step], "aria-pressed": String(step === page.step) },
-          onclick: () => page.setStep(step),
-        },
-        step,
-      ),
-    );
-    return el("div", { class: "which steps", role: "group", "aria-label": "Step shown" }, choices);
+    steps.mark(step);
   }
 
   /* Both panes with the first layer unfolded. */
   function fill() {
     document.querySelector(".panes").replaceChildren(...SIDES.map(drawPane));
     const layers = page.graphs.after.groups.filter((g) => g.layer !== null);
-    page.toggle(nameOf(layers[0] ?? page.graphs.after.groups[0]), true);
+    page.toggle((layers[0] ?? page.graphs.after.groups[0]).title, true);
   }
 
   page.addTab("graph", "Graph", (panel) => {
     panel.append(
-      el("div", { class: "toolbar" }, sides(), page.steps.prefill ? steps() : null, legend(), tools()),
+      el("div", { class: "toolbar" }, sides, page.steps.prefill && steps, legend(), tools()),
       el("div", { class: "panes", "data-side": shown() }),
       page.detailsPanel(),
     );
+    sides.mark(shown());
+    steps.mark(page.step);
     fill();
     addEventListener("resize", resize);
   });

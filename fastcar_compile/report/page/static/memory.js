@@ -2,6 +2,10 @@
 (() => {
   "use strict";
   const { el } = page;
+  const COLOURS = {
+    ...{ weights: "--linear", weight_stream: "--linear", mlp_cache: "--gate", gate_cache: "--removed" },
+    ...{ key_cache: "--attention", value_cache: "--values", chain_count: "--plain" },
+  };
 
   /* One memory: what lies in it, against its capacity. */
   function bar(item) {
@@ -10,47 +14,18 @@
     const text = item.capacity
       ? `${page.bytes(used)} of ${page.bytes(item.capacity)} (${page.percent(used / item.capacity)})`
       : page.bytes(used);
-    return el(
+    const head = el(
       "div",
-      { class: "bank" },
-      el(
-        "div",
-        { class: "bank-head" },
-        el("strong", {}, item.name),
-        el("span", { class: "muted" }, item.note),
-        el("span", { class: "amount" }, text),
-      ),
-      el(
-        "div",
-        {
-          class: "stack",
-          role: "img",
-          "aria-label": item.pieces.map((p) => `${p.name} ${page.bytes(p.bytes)}`).join(", "),
-        },
-        item.pieces.map((piece) =>
-          page.tip(
-            el("i", {
-              class: `piece-${piece.name.replace(/ /g, "_")}`,
-              style: { width: `${(100 * piece.bytes) / whole}%` },
-            }),
-            `${piece.name}: ${page.bytes(piece.bytes)}`,
-          ),
-        ),
-      ),
-      el(
-        "ul",
-        { class: "keys" },
-        item.pieces.map((piece) =>
-          el(
-            "li",
-            {},
-            el("i", { class: `swatch piece-${piece.name.replace(/ /g, "_")}` }),
-            `${piece.name.replace(/_/g, " ")} `,
-            el("b", {}, page.bytes(piece.bytes)),
-          ),
-        ),
-      ),
+      { class: "bank-head" },
+      el("strong", {}, item.name),
+      el("span", { class: "muted" }, item.note),
+      el("span", { class: "amount" }, text),
     );
+    const parts = item.pieces.map(({ name, bytes }) => {
+      const [text, colour] = [name.replace(/_/g, " "), COLOURS[name.replace(/ /g, "_")]];
+      return { name, text, value: page.bytes(bytes), share: bytes / whole, colour };
+    });
+    return el("div", { class: "bank" }, head, ...page.stack(parts));
   }
 
   /* Tensors of the same name but for the layer's number, type and shape are one line. */
@@ -77,23 +52,8 @@
       page.bytes(line.bytes),
       page.bytes(line.total),
     ]);
-    return page.card(
-      title,
-      note,
-      page.table(
-        title,
-        [
-          ["name", ""],
-          ["kind", ""],
-          ["type", ""],
-          ["shape", "number"],
-          ["layers", "number"],
-          ["each", "number"],
-          ["together", "number"],
-        ],
-        rows,
-      ),
-    );
+    const columns = "name | kind | type | shape:number | layers:number | each:number | together:number";
+    return page.table(title, note, columns, rows);
   }
 
   /* What the host gives to a kernel and takes from it, and over which port of the memory. */
@@ -107,38 +67,20 @@
       line.kernel,
       page.bytes(line.bytes),
     ]);
-    const columns = [
-      ["buffer", ""],
-      ["port or banks", ""],
-      ["direction", ""],
-      ["kernel", ""],
-      ["bytes of a call, at most", "number"],
-    ];
-    return page.card(
-      "Buffers of the kernels",
-      "What the host gives to a kernel and takes from it, and the port of the memory that each is connected to.",
-      page.table("Buffers of the kernels", columns, rows),
-    );
+    const note =
+      "What the host gives to a kernel and takes from it, and the port of the memory that each is connected to.";
+    const columns = "buffer | port or banks | direction | kernel | bytes of a call, at most:number";
+    return page.table("Buffers of the kernels", note, columns, rows);
   }
 
   page.addTab("memory", "Memory", (panel) => {
     const { bars, state, weights } = page.data.memory;
     const [whole, ...banks] = bars;
-    panel.append(
-      page.card(
-        "Memory",
-        "What the decoder keeps: parameters of the rewritten graph, and the state of a session.",
-        bar(whole),
-      ),
-    );
-    if (banks.length)
-      panel.append(
-        page.card(
-          "Weight ports and banks",
-          "The weight streams are cut into one section per port.",
-          el("div", { class: "banks" }, banks.map(bar)),
-        ),
-      );
+    const kept = "What the decoder keeps: parameters of the rewritten graph, and the state of a session.";
+    panel.append(page.card("Memory", kept, bar(whole)));
+    const ports = "The weight streams are cut into one section per port.";
+    const map = el("div", { class: "banks" }, banks.map(bar));
+    if (banks.length) panel.append(page.card("Weight ports and banks", ports, map));
     for (const card of [
       tensors("State", "Kept from step to step. A star stands for the number of the layer.", state),
       buffers(page.data.memory.buffers),

@@ -8,37 +8,19 @@
   }
 
   function passes() {
-    const rows = page.data.passes.map((line, number) => [
-      String(number + 1),
-      line.made
-        ? el("button", { type: "button", class: "link", onclick: () => page.search(line.name) }, line.name)
-        : el("code", {}, line.name),
-      line.modified
-        ? line.made
-          ? page.plural(line.made, "node")
-          : "changed"
-        : el("span", { class: "muted" }, "nothing to do"),
-      el(
-        "span",
-        {},
-        page.data.reasons[line.reason] ?? "",
-        line.options ? el("code", { class: "options" }, line.options) : null,
-      ),
-    ]);
-    return page.card(
-      "Passes",
-      "In the order in which they ran. A name finds the nodes that the pass made.",
-      page.table(
-        "Passes",
-        [
-          ["#", "number"],
-          ["pass", ""],
-          ["made", "short"],
-          ["why", "wide"],
-        ],
-        rows,
-      ),
-    );
+    const rows = page.data.passes.map((line, number) => {
+      const finds = { type: "button", class: "link", onclick: () => page.search(line.name) };
+      const made = line.made ? page.plural(line.made, "node") : "changed";
+      const options = line.options && el("code", { class: "options" }, line.options);
+      return [
+        String(number + 1),
+        line.made ? el("button", finds, line.name) : el("code", {}, line.name),
+        line.modified ? made : el("span", { class: "muted" }, "nothing to do"),
+        el("span", {}, page.data.reasons[line.reason] ?? "", options || null),
+      ];
+    });
+    const note = "In the order in which they ran. A name finds the nodes that the pass made.";
+    return page.table("Passes", note, "#:number | pass | made:short | why:wide", rows);
   }
 
   function files() {
@@ -48,19 +30,8 @@
       el("code", { class: "muted", title: file.sha256 }, file.sha256.slice(0, 12)),
     ]);
     const total = page.data.files.reduce((sum, file) => sum + file.bytes, 0);
-    return page.card(
-      "Files",
-      `${page.plural(rows.length, "file")}, ${page.bytes(total)}. The manifest holds the SHA-256 of each.`,
-      page.table(
-        "Files",
-        [
-          ["file", ""],
-          ["size", "number"],
-          ["SHA-256", ""],
-        ],
-        rows,
-      ),
-    );
+    const note = `${page.plural(rows.length, "file")}, ${page.bytes(total)}. The manifest holds the SHA-256 of each.`;
+    return page.table("Files", note, "file | size:number | SHA-256", rows);
   }
 
   page.addTab("overview", "Overview", (panel) => {

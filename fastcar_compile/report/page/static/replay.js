@@ -10,52 +10,36 @@
     chain_count: "chain counts",
   };
 
-  function share(value) {
-    if (value === undefined || value === null) return "";
-    return el(
-      "span",
-      { class: "share" },
-      el("i", { style: { width: `${100 * value}%` } }),
-      el("b", {}, page.percent(value)),
-    );
-  }
+  const EXTRA = {
+    draft: "draft",
+    calibrated: "calibrated",
+    expected: "replay, calibration",
+    measured: "replay, recorded",
+  };
 
   function layers() {
     const { layers: lines } = page.data.replay;
     const roles = Object.keys(ROLES).filter((role) => lines.some((line) => line.bytes[role]));
-    const extra = [
-      ["draft", "draft"],
-      ["calibrated", "calibrated"],
-      ["expected", "replay, calibration"],
-      ["measured", "replay, recorded"],
-    ].filter(([name]) => lines.some((line) => line[name] !== undefined && line[name] !== null));
+    const extra = Object.keys(EXTRA).filter((name) => lines.some((line) => (line[name] ?? null) !== null));
     const columns = [
-      ["layer", "number"],
-      ["module", ""],
-      ["gate", "short"],
-      ["threshold", "short"],
-      ...extra.map(([, title]) => [title, "short"]),
-      ...roles.map((role) => [ROLES[role], "number"]),
-      ["attention", "short"],
-      ["MLP", "short"],
-      ["source", ""],
-    ];
+      "layer:number | module | gate:short | threshold:short",
+      ...extra.map((name) => `${EXTRA[name]}:short`),
+      ...roles.map((role) => `${ROLES[role]}:number`),
+      "attention:short | MLP:short | source",
+    ].join(" | ");
     const rows = lines.map((line) => [
       String(line.layer),
       el("code", {}, line.module),
       line.gate || "none",
       line.threshold,
-      ...extra.map(([name]) => (typeof line[name] === "number" ? share(line[name]) : (line[name] ?? ""))),
+      ...extra.map((name) => (typeof line[name] === "number" ? page.share(line[name]) : (line[name] ?? ""))),
       ...roles.map((role) => page.bytes(line.bytes[role] ?? 0)),
       line.attention,
       line.mlp,
       el("code", {}, line.source),
     ]);
-    return page.card(
-      "Layers",
-      "A site is a layer whose MLP may be replayed. Bytes are of the state that the layer keeps.",
-      page.table("Layers", columns, rows),
-    );
+    const note = "A site is a layer whose MLP may be replayed. Bytes are of the state that the layer keeps.";
+    return page.table("Layers", note, columns, rows);
   }
 
   function mix(low, high, value) {
@@ -84,10 +68,10 @@
     );
   }
 
-  const VIEWS = [
-    { name: "frames", title: "layers × frames", column: "frame" },
-    { name: "tokens", title: "layers × places of the frame", column: "place" },
-  ];
+  const VIEWS = {
+    frames: { title: "layers × frames", column: "frame" },
+    tokens: { title: "layers × places of the frame", column: "place" },
+  };
 
   /* What is under the pointer. */
   function under(event, canvas, values, column) {
@@ -98,41 +82,33 @@
     return value === undefined ? "" : `layer ${y}, ${column} ${x}: ${page.percent(value)} of the rows replayed`;
   }
 
-  function choices(views, choose) {
-    const buttons = views.map((view, n) => {
-      const press = (event) => {
-        for (const other of buttons) other.setAttribute("aria-pressed", String(other === event.target));
-        choose(view);
-      };
-      return el("button", { type: "button", "aria-pressed": String(n === 0), onclick: press }, view.title);
-    });
-    return el("div", { class: "sides", role: "group", "aria-label": "View" }, buttons);
-  }
-
   function heatMap(heat) {
-    const views = VIEWS.filter((item) => heat[item.name][0]?.length);
+    const names = Object.keys(VIEWS).filter((name) => heat[name][0]?.length);
     const canvas = el("canvas", { class: "heat", role: "img", tabindex: "0" });
     const axis = el("div", { class: "axis muted" });
-    let view = views[0];
+    let [name] = names;
     const redraw = () => {
       if (!canvas.isConnected || !canvas.parentElement.clientWidth) return;
-      const values = heat[view.name];
+      const [values, view] = [heat[name], VIEWS[name]];
       const size = `${values.length} layers, ${values[0].length} columns`;
       paint(canvas, values);
       canvas.setAttribute("aria-label", `Replay, ${view.title}: ${size}; the table of layers has the means`);
       const texts = [`${view.column} 0`, "layer 0 at the top", `${view.column} ${values[0].length - 1}`];
       axis.replaceChildren(...texts.map((text) => el("span", {}, text)));
     };
-    const choose = (item) => {
-      view = item;
+    const options = Object.fromEntries(names.map((each) => [each, VIEWS[each].title]));
+    const views = page.choice("sides", "view", "View", options, (chosen) => {
+      name = chosen;
+      views.mark(name);
       redraw();
-    };
-    page.tip(canvas, (event) => under(event, canvas, heat[view.name], view.column));
+    });
+    views.mark(name);
+    page.tip(canvas, (event) => under(event, canvas, heat[name], VIEWS[name].column));
     page.onTheme.push(redraw);
     addEventListener("resize", redraw);
     const scale = el("div", { class: "scale" }, el("span", {}, "0 %"), el("i", {}), el("span", {}, "100 %"));
     const size = `${page.plural(heat.forwards, "forward")} of ${page.plural(heat.rows, "row")}`;
-    const tools = el("div", { class: "toolbar" }, choices(views, choose), scale);
+    const tools = el("div", { class: "toolbar" }, views, scale);
     const box = el("div", { class: "heat-box" }, canvas);
     const element = page.card("Recorded replay", `${size}; the first frame always computes.`, tools, box, axis);
     return { redraw, element };

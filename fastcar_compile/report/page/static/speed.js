@@ -18,38 +18,13 @@
   page.unitText = (unit) => `It waits for: ${WORDS[unit] ?? unit}.`;
 
   function shares(values) {
-    const parts = Object.entries(values).sort((a, b) => b[1] - a[1]);
-    return page.card(
-      "Where the time goes",
-      null,
-      el(
-        "div",
-        {
-          class: "stack",
-          role: "img",
-          "aria-label": parts.map(([unit, value]) => `${unit} ${page.percent(value)}`).join(", "),
-        },
-        parts.map(([unit, value]) =>
-          page.tip(
-            el("i", { class: `unit-${unit}`, style: { width: `${100 * value}%` } }),
-            `${WORDS[unit] ?? unit}: ${page.percent(value)}`,
-          ),
-        ),
-      ),
-      el(
-        "ul",
-        { class: "keys" },
-        parts.map(([unit, value]) =>
-          el(
-            "li",
-            {},
-            el("i", { class: `swatch unit-${unit}` }),
-            `${WORDS[unit] ?? unit} `,
-            el("b", {}, page.percent(value)),
-          ),
-        ),
-      ),
-    );
+    const parts = Object.entries(values)
+      .sort((a, b) => b[1] - a[1])
+      .map(([name, share]) => {
+        const text = WORDS[name] ?? name;
+        return { name, text, value: page.percent(share), share, colour: page.timeDrawing.units[name] };
+      });
+    return page.card("Where the time goes", null, ...page.stack(parts));
   }
 
   function resources(values) {
@@ -57,31 +32,14 @@
       name.toUpperCase(),
       used.toLocaleString("en"),
       limit.toLocaleString("en"),
-      el(
-        "span",
-        { class: "share" },
-        el("i", { style: { width: `${Math.min(100, (100 * used) / Math.max(limit, 1))}%` } }),
-        el("b", {}, page.percent(used / Math.max(limit, 1))),
-      ),
+      page.share(used / Math.max(limit, 1)),
     ]);
-    return page.card(
-      "Resources of the fabric",
-      "Estimated, not synthesised; the limit is what a design may use of the board.",
-      page.table(
-        "Resources",
-        [
-          ["resource", ""],
-          ["used", "number"],
-          ["limit", "number"],
-          ["share", ""],
-        ],
-        rows,
-      ),
-    );
+    const note = "Estimated, not synthesised; the limit is what a design may use of the board.";
+    return page.table("Resources of the fabric", note, "resource | used:number | limit:number | share", rows);
   }
 
   function offload(lines) {
-    if (!lines?.length) return null;
+    if (!lines?.length) return "";
     const rows = lines.map((line) => [
       line.name,
       el("code", {}, line.modules.join(", ")),
@@ -89,48 +47,28 @@
       line.reason ? "" : page.bytes(line.stream_bytes),
       line.reason ? "" : line.cycles.toLocaleString("en"),
     ]);
-    return page.card(
-      "Calls of the accelerator",
-      "Weights of one call, and its clocks as the hardware model estimates them. A call of the MLP is per layer.",
-      page.table(
-        "Calls of the accelerator",
-        [
-          ["call", "short"],
-          ["modules", ""],
-          ["shape", "short"],
-          ["weights", "number"],
-          ["clocks", "number"],
-        ],
-        rows,
-      ),
-    );
+    const note =
+      "Weights of one call, and its clocks as the hardware model estimates them. A call of the MLP is per layer.";
+    const columns = "call:short | modules | shape:short | weights:number | clocks:number";
+    return page.table("Calls of the accelerator", note, columns, rows);
   }
 
   page.addTab("speed", "Speed", (panel) => {
     const speed = { facts: [], shares: {}, resources: {}, steps: [], ...page.data.speed };
+    const calls = offload(speed.offload);
     if (speed.missing) {
-      panel.append(
-        page.card("Estimate", null, el("p", { class: "muted" }, speed.missing)),
-        offload(speed.offload) ?? "",
-      );
+      panel.append(page.card("Estimate", null, el("p", { class: "muted" }, speed.missing)), calls);
       return;
     }
     const lines = page.timeLines(speed);
+    const facts = page.facts(speed.facts.filter((f) => f.group !== "key"));
+    const workload = page.card("Workload", "A prediction of the hardware model; nothing was run.", facts);
     panel.append(
       page.figures(speed.facts.filter((f) => f.group === "key")),
       shares(speed.shares),
       ...lines.elements,
-      el(
-        "div",
-        { class: "columns" },
-        page.card(
-          "Workload",
-          "A prediction of the hardware model; nothing was run.",
-          page.facts(speed.facts.filter((f) => f.group !== "key")),
-        ),
-        resources(speed.resources),
-      ),
-      offload(speed.offload) ?? "",
+      el("div", { class: "columns" }, workload, resources(speed.resources)),
+      calls,
     );
     page.tabs.find((tab) => tab.id === "speed").shown = lines.redraw;
     requestAnimationFrame(lines.redraw);

@@ -103,7 +103,7 @@
   }
 
   page.timeDrawing = {
-    ...{ modelOf, Drawing, lane: LANE, left: LEFT, right: RIGHT },
+    ...{ modelOf, Drawing, lane: LANE, left: LEFT, right: RIGHT, units: UNITS },
     /* Forgets the colours of the theme. */
     forget: () => palette.clear(),
   };

@@ -143,26 +143,23 @@
     const chart = new Chart(speed);
     const { model } = chart;
     const [note, numbers] = [el("p", { class: "muted time-note" }), el("div", {})];
+    const titles = Object.fromEntries(model.steps.map((step, n) => [n, step.title]));
     const choose = (number) => {
       const step = model.steps[number];
       note.textContent = step.note;
       numbers.replaceChildren(figures(model, step));
-      buttons.forEach((button, n) => button.setAttribute("aria-pressed", String(n === number)));
+      steps.mark(String(number));
       chart.choose(number);
     };
-    const buttons = model.steps.map((step, n) =>
-      el("button", { type: "button", onclick: () => choose(n) }, step.title),
-    );
-    const button = (text, label, action) =>
-      el("button", { type: "button", title: label, "aria-label": label, onclick: action }, text);
+    const steps = page.choice("sides", "step", "Step", titles, choose);
     const tools = el(
       "div",
       { class: "tools", role: "group", "aria-label": "Time line" },
-      button("←", "Earlier", () => chart.change(1, -0.5)),
-      button("→", "Later", () => chart.change(1, 0.5)),
-      button("−", "Zoom out", () => chart.change(2)),
-      button("+", "Zoom in", () => chart.change(0.5)),
-      button("whole", "Show the whole step", () => chart.change(1e9)),
+      page.button("←", "Earlier", () => chart.change(1, -0.5)),
+      page.button("→", "Later", () => chart.change(1, 0.5)),
+      page.button("−", "Zoom out", () => chart.change(2)),
+      page.button("+", "Zoom in", () => chart.change(0.5)),
+      page.button("whole", "Show the whole step", () => chart.change(1e9)),
     );
     choose(model.steps.length - 1);
     const redraw = () => {
@@ -174,13 +171,7 @@
     const element = page.card(
       "Time line of one decode step",
       "What the host and each unit of the engine do, call by call or instruction by instruction. Drag to move; double click or Ctrl and the wheel to zoom.",
-      el(
-        "div",
-        { class: "toolbar" },
-        el("div", { class: "sides", role: "group", "aria-label": "Step" }, buttons),
-        chart.select,
-        tools,
-      ),
+      el("div", { class: "toolbar" }, steps, chart.select, tools),
       note,
       speed.unknown
         ? el("p", { class: "muted" }, "The artifact does not say how much replays. ", page.recording())
