@@ -110,7 +110,7 @@ def test_gate_with_refresh_and_comparison(
     options = (6, max_chain, couple, refresh, at_most)
     assert fastcar.gate(*tensors, *options).tolist() == passes
     kernel = gate(4, 6, *options)
-    assert run(kernel, *tensors, torch.zeros(4, dtype=torch.bool))[-1].tolist() == passes
+    assert run(kernel, chain, *tensors[:3], torch.zeros(4, dtype=torch.bool))[-1].tolist() == passes
     assert run_onnx(fastcar.gate.default, tensors, options, tmp_path / "op.onnx").tolist() == passes
 
 

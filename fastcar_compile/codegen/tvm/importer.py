@@ -63,6 +63,11 @@ class Call:
         return bound(self._node)
 
     @property
+    def target(self) -> Target:
+        """The operator."""
+        return self._node.target
+
+    @property
     def shape(self) -> Shape:
         """Shape of the one result."""
         return tuple(int(d) for d in self._node.meta["val"].shape)

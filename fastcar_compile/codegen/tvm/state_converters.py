@@ -100,23 +100,17 @@ def _context_attention(call: Call) -> Value:
     return call.kernel(kernel, [*call.values("query", "keys", "values"), added])
 
 
-@converts(fastcar.tas.default)
+@converts(fastcar.tas.default, fastcar.tas_heads.default)
 def _tas(call: Call) -> Value:
-    query, keys = call.tensor("query"), call.tensor("key_cache")
+    query, keys, kind = call.tensor("query"), call.tensor("key_cache"), "tas"
+    arguments = call.values("query", "key_cache", "position")
+    if call.has("heads"):
+        # Heads and weights are data and not options: one kernel serves all layers.
+        kind, factors = "tas_heads", np.zeros(query.shape[1], np.float32)
+        factors[call.numbers("heads")] = call.numbers("weights")
+        arguments.append(call.constant(factors))
     options = (call.integer("stride"), call.number("scale"), keys.dtype, *positions(call))
-    kernel = call.dispatch("tas", query.shape, keys.shape, *options)
-    return call.kernel(kernel, call.values("query", "key_cache", "position"))
-
-
-@converts(fastcar.tas_heads.default)
-def _tas_heads(call: Call) -> Value:
-    query, keys = call.tensor("query"), call.tensor("key_cache")
-    # Heads and weights are data and not options: one kernel serves all layers.
-    factors = np.zeros(query.shape[1], np.float32)
-    factors[call.numbers("heads")] = call.numbers("weights")
-    options = (call.integer("stride"), call.number("scale"), keys.dtype, *positions(call))
-    kernel = call.dispatch("tas_heads", query.shape, keys.shape, *options)
-    return call.kernel(kernel, [*call.values("query", "key_cache", "position"), call.constant(factors)])
+    return call.kernel(call.dispatch(kind, query.shape, keys.shape, *options), arguments)
 
 
 @converts(fastcar.cache_write.default, fastcar.ring_write.default)
@@ -165,26 +159,18 @@ def _keep_frame(call: Call) -> Value:
     return call.in_place(kernel, call.values("cache", "inputs", "y", "x", "replay", "step"), (0, 1))
 
 
-@converts(fastcar.gate.default)
+@converts(fastcar.gate.default, fastcar.gate_and_count.default)
 def _gate(call: Call) -> Value:
-    return call.kernel(gate.gate(*_gate_options(call)), call.values("score", "threshold", "step", "chain"))
-
-
-@converts(fastcar.gate_and_count.default)
-def _gate_and_count(call: Call) -> Value:
-    # The decision is a new tensor; the counters are written in place.
-    arguments = call.values("chain", "score", "threshold", "step")
-    return call.in_place(gate.gate_and_count(*_gate_options(call)), arguments, (FRESH, 0))
-
-
-def _gate_options(call: Call) -> tuple[Any, ...]:
-    """Return the options of `gate`, in their order."""
     slots, videos = call.tensor("chain").shape
     (batch,) = call.tensor("score").shape
-    steps = tuple((videos, count) for count in _steps(call))
+    steps = next(((videos, count) for count in _steps(call)), None)
     limits = (call.integer("stride"), call.integer("max_chain"))
     rules = (bool(call.integer("couple_cfg")), call.integer("refresh_every"), bool(call.integer("at_most")))
-    return (batch, slots, *limits, *rules, *steps)
+    counts = call.target is fastcar.gate_and_count.default
+    kernel = gate.gate(batch, slots, *limits, *rules, steps, counts)
+    arguments = call.values("chain", "score", "threshold", "step")
+    # The decision is a new tensor; the counters are written in place.
+    return call.in_place(kernel, arguments, (FRESH, 0)) if counts else call.kernel(kernel, arguments)
 
 
 @converts(fastcar.input_delta.default)

@@ -286,7 +286,7 @@ def _element(row: tuple[int, ...], at: Any) -> tuple[Expr, ...]:
     return (at,) if len(row) == 1 else tuple(at)
 
 
-def _slot(slots: int, share: int, step: Any, at: tuple[Expr, ...]) -> tuple[Expr, ...]:
+def slot_of(slots: int, share: int, step: Any, at: tuple[Expr, ...]) -> tuple[Expr, ...]:
     """Return the index of the element `at` of a row [B] or [B, H] in a cache [F, V] or [F, V, H]."""
     # A step of -1 has a slot too: what is read there is not used.
     return (T.truncmod(T.Cast("int32", number_of(step, at[0])) + slots, slots), at[0] // share, *at[1:])
@@ -305,7 +305,7 @@ def slot_read(shape: tuple[int, ...], dtype: str, steps: int = 1) -> PrimFunc:
         for at in T.grid(*row):
             with T.sblock("copy"):
                 script.access([cache, step], [y])
-                y[element(at)] = cache[_slot(slots, share, step, element(at))]
+                y[element(at)] = cache[slot_of(slots, share, step, element(at))]
 
     return read_slot
 
@@ -323,7 +323,7 @@ def slot_write(shape: tuple[int, ...], dtype: str, steps: int = 1) -> PrimFunc:
             with T.sblock("copy"):
                 script.access([value, step], [cache])
                 if alone or number_of(step, element(at)[0]) >= 0:
-                    cache[_slot(slots, share, step, element(at))] = value[element(at)]
+                    cache[slot_of(slots, share, step, element(at))] = value[element(at)]
 
     return write_slot
 
@@ -352,10 +352,10 @@ def slots_write(shape: tuple[int, ...], steps: int = 1) -> PrimFunc:
                 for c in range(width):
                     with T.sblock("outputs"):
                         script.access([y, step], [cache])
-                        cache[_slot(slots, share, step, (i, c))] = y[i, c]
+                        cache[slot_of(slots, share, step, (i, c))] = y[i, c]
                 for c in range(width):
                     with T.sblock("inputs"):
                         script.access([x, step], [inputs])
-                        inputs[_slot(slots, share, step, (i, c))] = x[i, c]
+                        inputs[slot_of(slots, share, step, (i, c))] = x[i, c]
 
     return write_slots

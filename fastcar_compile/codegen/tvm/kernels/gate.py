@@ -1,15 +1,12 @@
 """Scores of the gates beside `tas`: float32 [B], of exact sums as ops/gates.py defines them."""
 
-from dataclasses import dataclass
-from typing import Any
-
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.kernels import script, tas
-from fastcar_compile.codegen.tvm.kernels.cache import number_of
+from fastcar_compile.codegen.tvm.kernels.cache import number_of, slot_of
 from fastcar_compile.codegen.tvm.kernels.tas import finite_or_nan
-from fastcar_compile.codegen.tvm.kernels.vectors import Expr, magnitude_bits, ramp, vector_lanes
+from fastcar_compile.codegen.tvm.kernels.vectors import magnitude_bits, ramp, vector_lanes
 from fastcar_compile.gates.scores import HASH_BITS, HASH_FACTORS, HASH_PRIME, HASH_ROUNDS
 from fastcar_compile.ir.types import INACTIVE
 
@@ -94,57 +91,6 @@ def random_score(rows: int, layer: int, share: int = 0) -> PrimFunc:
     return hashed_score
 
 
-@dataclass(frozen=True)
-class _Counters:
-    """Rows, slots and videos of a gate, and how many steps it is given: one, or one for each row."""
-
-    rows: int
-    slots: int
-    videos: int
-    steps: int
-
-    @classmethod
-    def of(cls, batch: int, slots: int, steps: tuple[int, int] | None) -> "_Counters":
-        """Return the sizes; `steps` (videos, steps), or None: a row of each video, and one step."""
-        videos, count = steps or (batch, 1)
-        return cls(batch, slots, videos, count)
-
-    def slot(self, step: Any, row: Expr) -> tuple[Expr, Expr]:
-        """Return the place of a row's counter."""
-        at = T.truncmod(T.Cast("int32", number_of(step, row)) + self.slots, self.slots)
-        return at, row // (self.rows // self.videos)
-
-
-def _decide_row(sizes: _Counters, stride: int, max_chain: int, couple: bool, refresh_every: int, at_most: bool) -> Any:
-    """Return the macro (score, threshold, step, chain, y, i): y[i] is whether row i replays."""
-    batch = sizes.rows
-    half = batch // 2 if couple else 0
-    limited = 1 if max_chain >= 0 else 0
-    period = max(refresh_every, 1)
-    refreshed = 1 if refresh_every > 0 else 0
-    sign = -1.0 if at_most else 1.0
-
-    @script.inlined
-    def decide_row(score, threshold, step, chain, y, i):
-        now: T.let = T.Cast("int32", number_of(step, i))
-        # Without `couple`, half is 0 and a row is its own pair.
-        pair: T.let = (i + half) % batch
-        # The sign turns "at most" into "at least". A NaN fails the comparison, so its row is computed.
-        least: T.let = number_of(threshold, i) * T.float32(sign)
-        other: T.let = number_of(threshold, pair) * T.float32(sign)
-        # A row that is not there takes no part in the launch: the rows beside it decide whether the MLP runs.
-        y[i] = (sizes.steps > 1 and now == INACTIVE) or (
-            (now >= stride)
-            # A frame is `stride` steps, and every `period`-th frame is computed whole.
-            and (refreshed == 0 or now // stride % period != 0)
-            and (score[i] * T.float32(sign) >= least)
-            and (score[pair] * T.float32(sign) >= other)
-            and (limited == 0 or (chain[sizes.slot(step, i)] < max_chain and chain[sizes.slot(step, pair)] < max_chain))
-        )
-
-    return decide_row
-
-
 @script.kernel
 def gate(
     batch: int,
@@ -155,70 +101,58 @@ def gate(
     refresh_every: int = 0,
     at_most: bool = False,
     steps: tuple[int, int] | None = None,
+    counts: bool = False,
 ) -> PrimFunc:
     """Return bool [B]: whether a row replays.
 
     It does from step `stride` on, where its score passes the threshold, the frame is no refresh and its chain is below
     `max_chain` (negative: no limit). With `couple`, rows i and i + B/2 replay only together. With `at_most`,
     scores up to the threshold pass, else scores from the threshold on.
+
+    Args:
+        steps: (videos, steps); None: a row of each video, and one step.
+        counts: write the chain counters of this step, in place: one more, or 0 for rows that do not replay.
     """
-    sizes = _Counters.of(batch, slots, steps)
-    videos, count = sizes.videos, sizes.steps
-    decide_row = _decide_row(sizes, stride, max_chain, couple, refresh_every, at_most)
+    videos, count = steps or (batch, 1)
+    share, half, sign = batch // videos, batch // 2 if couple else 0, -1.0 if at_most else 1.0
+    # TVMScript reads numbers where Python would have None.
+    limited, refreshed, period = int(max_chain >= 0), int(refresh_every > 0), max(refresh_every, 1)
 
     @script.prim_func(private=True, s_tir=True)
     def decide(
+        chain: T.Buffer((slots, videos), "int32"),
         score: T.Buffer((batch,), "float32"),
         threshold: T.Buffer((count,), "float32"),
         step: T.Buffer((count,), "int64"),
-        chain: T.Buffer((slots, videos), "int32"),
         y: T.Buffer((batch,), "bool"),
     ):
         for i in range(batch):
             with T.sblock("row"):
                 script.access([score, threshold, step, chain], [y])
-                decide_row(score, threshold, step, chain, y, i)
+                now: T.let = T.Cast("int32", number_of(step, i))
+                # Without `couple`, half is 0 and a row is its own pair.
+                pair: T.let = (i + half) % batch
+                # The sign turns "at most" into "at least". A NaN fails the comparison, so its row is computed.
+                least: T.let = number_of(threshold, i) * T.float32(sign)
+                other: T.let = number_of(threshold, pair) * T.float32(sign)
+                own, its = T.meta_var((slot_of(slots, share, step, (i,)), slot_of(slots, share, step, (pair,))))
+                # A row that is not there takes no part in the launch: the rows beside it decide whether the MLP runs.
+                y[i] = (count > 1 and now == INACTIVE) or (
+                    (now >= stride)
+                    # A frame is `stride` steps, and every `period`-th frame is computed whole.
+                    and (refreshed == 0 or now // stride % period != 0)
+                    and (score[i] * T.float32(sign) >= least)
+                    and (score[pair] * T.float32(sign) >= other)
+                    and (limited == 0 or (chain[own] < max_chain and chain[its] < max_chain))
+                )
+        # A second loop: a row reads its pair's counter before it changes.
+        if counts:
+            for i in range(batch):
+                with T.sblock("count"):
+                    script.access([y, step, chain], [chain])
+                    # The counter is the number of replays in succession: a computed row begins again at 0.
+                    if count == 1 or number_of(step, i) >= 0:
+                        at = T.meta_var(slot_of(slots, share, step, (i,)))
+                        chain[at] = T.if_then_else(y[i], chain[at] + 1, 0)
 
     return decide
-
-
-@script.kernel
-def gate_and_count(
-    batch: int,
-    slots: int,
-    stride: int,
-    max_chain: int,
-    couple: bool,
-    refresh_every: int = 0,
-    at_most: bool = False,
-    steps: tuple[int, int] | None = None,
-) -> PrimFunc:
-    """Return what `gate` does, and write the chain counters of this step, in place: one more, or 0 for other rows.
-
-    Its first argument is the counters.
-    """
-    sizes = _Counters.of(batch, slots, steps)
-    videos, count = sizes.videos, sizes.steps
-    decide_row = _decide_row(sizes, stride, max_chain, couple, refresh_every, at_most)
-
-    @script.prim_func(private=True, s_tir=True)
-    def decide_and_count(
-        chain: T.Buffer((slots, videos), "int32"),
-        score: T.Buffer((batch,), "float32"),
-        threshold: T.Buffer((count,), "float32"),
-        step: T.Buffer((count,), "int64"),
-        y: T.Buffer((batch,), "bool"),
-    ):
-        for i in range(batch):
-            with T.sblock("row"):
-                script.access([score, threshold, step, chain], [y])
-                decide_row(score, threshold, step, chain, y, i)
-        # A second loop: a row reads its pair's counter before it changes.
-        for i in range(batch):
-            with T.sblock("count"):
-                script.access([y, step, chain], [chain])
-                # The counter is the number of replays in succession: a computed row begins again at 0.
-                if count == 1 or number_of(step, i) >= 0:
-                    chain[sizes.slot(step, i)] = T.if_then_else(y[i], chain[sizes.slot(step, i)] + 1, 0)
-
-    return decide_and_count

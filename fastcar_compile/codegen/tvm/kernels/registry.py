@@ -167,7 +167,7 @@ KERNELS: dict[str, Kernel] = {
     "ring_write": cache.ring_write,
     "spans_attention": rows.spans_attention,
     "tas": tas.tas,
-    "tas_heads": tas.tas_heads,
+    "tas_heads": functools.partial(tas.tas, weighted=True),
     "window_attention": decode.window_attention,
     **{kind: linear.kernel for kind, linear in LINEARS.items()},
 }

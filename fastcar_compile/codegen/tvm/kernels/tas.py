@@ -158,25 +158,6 @@ def _scores(heads, stride, factor, reads, query, keys, position, y):
             y[i] = T.Cast("float32", acc[0]) * T.float32(factor)
 
 
-def _kernel(heads: _Heads, stride: int, factor: float, *, weighted: bool) -> PrimFunc:
-    """Return the kernel of query, keys and position, where it is `weighted` of a weight per head, and of the scores."""
-    (b, hq, t, d), (videos, hkv, s, _), width = heads.query, heads.cache, heads.keys_of.size
-
-    @script.prim_func(private=True, s_tir=True)
-    def temporal_score(
-        q: T.Buffer((b, hq, t, d), "float32"),
-        keys: T.Buffer((videos, hkv, s, width), heads.dtype),
-        position: T.Buffer((heads.positions,), "int64"),
-        weight: T.Buffer((hq,), "float32"),
-        y: T.Buffer((b,), "float32"),
-    ):
-        query = T.meta_var(_weighted(q, weight) if weighted else _queries(q))
-        reads = T.meta_var([q, keys, position, weight] if weighted else [q, keys, position])
-        _scores(heads, stride, factor, reads, query, keys, position, y)
-
-    return temporal_score if weighted else script.without(temporal_score, 3)
-
-
 @script.kernel
 def tas(
     query: HeadShape,
@@ -186,30 +167,30 @@ def tas(
     dtype: str = "float32",
     positions: int = 1,
     isa: InstructionSet = PORTABLE,
+    weighted: bool = False,
 ) -> PrimFunc:
     """Return the mean over heads of scale * <query, key at position - stride>: float32 [B].
 
-    query float32 [B, Hq, T, D], of which row 0 counts, keys [V, Hkv, S, D] of `dtype`. Bit for bit as the operator:
-    each product is rounded to fixed point, and integer sums are exact in any order.
+    query float32 [B, Hq, T, D], of which row 0 counts, keys [V, Hkv, S, D] of `dtype`. Where `weighted` the kernel
+    takes a weight per query head, 0 for one that is not chosen, and gives the sum of scale * <weight * query, key>.
+    Bit for bit as the operators: each product is rounded to fixed point, and integer sums are exact in any order.
     """
-    return _kernel(_Heads(query, cache, dtype, positions, isa), stride, score_factor(scale, query[1]), weighted=False)
+    heads, factor = _Heads(query, cache, dtype, positions, isa), score_factor(scale, 1 if weighted else query[1])
+    (b, hq, t, d), (videos, hkv, s, _), width = query, cache, heads.keys_of.size
 
+    @script.prim_func(private=True, s_tir=True)
+    def temporal_score(
+        q: T.Buffer((b, hq, t, d), "float32"),
+        keys: T.Buffer((videos, hkv, s, width), dtype),
+        position: T.Buffer((positions,), "int64"),
+        weight: T.Buffer((hq,), "float32"),
+        y: T.Buffer((b,), "float32"),
+    ):
+        elements = T.meta_var(_weighted(q, weight) if weighted else _queries(q))
+        reads = T.meta_var([q, keys, position, weight] if weighted else [q, keys, position])
+        _scores(heads, stride, factor, reads, elements, keys, position, y)
 
-@script.kernel
-def tas_heads(
-    query: HeadShape,
-    cache: HeadShape,
-    stride: int,
-    scale: float,
-    dtype: str = "float32",
-    positions: int = 1,
-    isa: InstructionSet = PORTABLE,
-) -> PrimFunc:
-    """Return the sum over query heads of scale * <weight[head] * query, key at position - stride>: float32 [B].
-
-    The weight of a head that is not chosen is 0. Shapes and bits are as for `tas`.
-    """
-    return _kernel(_Heads(query, cache, dtype, positions, isa), stride, score_factor(scale, 1), weighted=True)
+    return temporal_score if weighted else script.without(temporal_score, 3)
 
 
 def _queries(q: Any) -> Callable[[Expr, Expr], Row]:
