@@ -62,7 +62,7 @@ UNITS = (
     Unit("activation", "activation", "SiLU by table, float32"),
     Unit("fifo", "fifo", "FIFO of 16 words of 128 bits", {"BITS": 128, "WORDS": 16}),
     Unit("axi_read", "axi_read", "AXI4 read master of 128 bits with its 1,536 words", {"BITS": 128, "WORDS": 1536}),
-    Unit("axi_write", "axi_write", "AXI4 write master of 128 bits"),
+    Unit("control", "control", "registers behind AXI4-Lite, 4 addresses", {"ARGUMENTS": 4}),
     Unit("scale", "scale", "scale_tile, 4 ports, a core, w4a8", {"TILE": 8, "TILE_SUMS": 256, "SCALE_WORDS": 32}),
     Unit("fetch", "fetch", "fetch_tile, 4 ports"),
     Unit("finish", "finish", "finish_tile with SiLU, 4 ports, a core", {"TILE": 8, "RESULT_WORDS": 8}),
@@ -86,7 +86,8 @@ def synthesize(unit: Unit, folder: Path) -> dict[str, int]:
         SystemExit: yosys found an error, or made a cell of another kind.
     """
     module = f"fastcar_{unit.module}"
-    paths = sorted(path for path in folder.glob("*.sv") if unit is ENGINE or path.name != "fastcar_engine.sv")
+    tops = ("fastcar_product.sv", "fastcar_engine.v")
+    paths = sorted(path for path in folder.glob("*.*v") if unit is ENGINE or path.name not in tops)
     sources = f"-I{folder} " + " ".join(map(str, paths))
     sizes = "".join(f"chparam -set {name} {value} {module}; " for name, value in unit.parameters.items())
     script = f"read_verilog -sv {sources}; {sizes}{SYNTHESIS} -top {module}; tee -o /dev/stdout stat"

@@ -136,6 +136,19 @@ inline int product_words(const Product& product) {
     return product.tiles * (product.head_words + product.tile * product.channel_words);
 }
 
+// Words of one sum, and rows of a tile in the loop over groups.
+template <class C>
+int sum_words_of(const Product& product) {
+    FASTCAR_INLINE
+    return product.sums == 1 ? product.channel_words : 128 / Shapes<C>::LANES;
+}
+
+template <class C>
+int scale_rows_of(const Product& product) {
+    FASTCAR_INLINE
+    return product.sums == 1 || product.tile > Shapes<C>::SCALE_ROWS ? product.tile : Shapes<C>::SCALE_ROWS;
+}
+
 // Products of a request: 0 when the engine refuses it.
 template <class C>
 int products_of(uint32_t op, int inputs, int channels, int tile, int tiles) {

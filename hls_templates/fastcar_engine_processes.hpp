@@ -82,6 +82,33 @@ tiles:
     }
 }
 
+static const int CALL_WORDS = 5;
+
+// A call as the engine in RTL takes it (fastcar_product.sv), 32 bits for each scalar; the rows that compute follow. first: the word of every section at
+// which its weights begin.
+template <class C>
+void send_call(const Call& call, int passes, int first, hls::stream<word_t>& out) {
+    FASTCAR_NO_INLINE
+    const Product& p = call.last;
+    int rows = 0;
+count_rows:
+    for (int row = 0; row < C::BATCH; ++row) {
+        FASTCAR_PIPELINE(1)
+        rows += row_computes(call.computing, row) ? 1 : 0;
+    }
+    const int scalars[4 * CALL_WORDS] = {
+        call.products, rows, passes, call.result_words, first, call.words, p.inputs, p.channels, p.tiles, p.tile, p.sums,
+        p.channel_words, p.scale_words, p.head_words, p.tile * p.channel_words, p.tile * p.sums,
+        sum_words_of<C>(p), scale_rows_of<C>(p), p.tile * C::PORTS, p.bias};
+    FASTCAR_PARTITION(scalars, 0)
+send_words:
+    for (int i = 0; i < CALL_WORDS; ++i) {
+        FASTCAR_PIPELINE(1)
+        const int at = i * FLOAT_LANES;
+        out.write(word_of_bits(scalars[at], scalars[at + 1], scalars[at + 2], scalars[at + 3]));
+    }
+}
+
 // words: of head and weights, one of every port per clock.
 template <class S>
 void fetch_tile(hls::stream<word_t> in[S::PORTS], int head_words, int words, word_t head[S::PORTS][S::HEAD_WORDS],
@@ -177,9 +204,9 @@ void run_product(hls::stream<word_t> weights[C::PORTS],
     const int tile_words = product.tile * product.channel_words;
     const int tile_sums = product.tile * product.sums;
     const int chunk = product.tile * C::PORTS;
-    const int scale_rows = product.sums == 1 || product.tile > S::SCALE_ROWS ? product.tile : S::SCALE_ROWS;
+    const int scale_rows = scale_rows_of<C>(product);
     const int scale_steps = passes * product.sums * scale_rows * S::PORT_BLOCKS;
-    const int sum_words = product.sums == 1 ? product.channel_words : 128 / S::LANES;
+    const int sum_words = sum_words_of<C>(product);
     const int result_words = product.inner ? 0 : words_for(product.channels, FLOAT_LANES);
     run_tiles<C>(weights, q, row_scale, occupied, computing, core_of, pass_of, product.tiles, product.tile, product.sums,
                  product.channel_words, product.scale_words, product.head_words, product.channels, product.inner,

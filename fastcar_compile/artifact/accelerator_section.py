@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from fastcar_compile.artifact.engine import BoardBudget, DraftProducts, MlpSpec, Product, Usage
+from fastcar_compile.artifact.engine import BoardBudget, DraftProducts, EngineKind, MlpSpec, Product, Usage
 from fastcar_compile.artifact.sections import Part, Section
 from fastcar_compile.errors import InternalError
 
@@ -18,6 +18,7 @@ class DesignPart(Part):
         ports: logical weight ports of 128 bits. axi_words: weight ports that one AXI port carries, word by word.
         passes: passes over a tile when every row computes.
         group: query heads that a kernel of whole steps multiplies in parallel; 0: the kernel runs no whole steps.
+        engine: where the products are.
         stream_bytes: bytes of one layer's MLP. linear_stream_bytes: bytes of each linear call.
         usage_estimate, cycles_estimate, linear_cycles_estimate: not synthesised; clocks of one call.
     """
@@ -39,6 +40,7 @@ class DesignPart(Part):
     linear_cycles_estimate: dict[str, int]
     group: int = 0
     drafts: dict[str, DraftProducts] = Field(default_factory=dict[str, DraftProducts])
+    engine: EngineKind = "hls"
 
 
 class ExplorationPart(Part):
@@ -60,10 +62,11 @@ class ArgumentPart(Part):
 
 
 class KernelPart(Part):
-    """A kernel as the host calls it."""
+    """A kernel as the host calls it. streams: names of its streams from and to another kernel, behind the arguments."""
 
     name: str
     arguments: tuple[ArgumentPart, ...]
+    streams: tuple[str, ...] = ()
 
     def index(self, argument: str) -> int:
         """Return the position of an argument in the signature.
@@ -155,7 +158,7 @@ class AcceleratorSection(Section):
 
     Args:
         weights: file of the weight streams. table: the control table with its program.
-        kernels: the kernel that a host calls.
+        kernels: what a host starts: the kernel that executes programs, then the engine where it is a kernel of its own.
         linears, on_host: the calls outside of the MLPs, and with offload="linears" the linears that the host keeps.
         step: with offload="all", the whole decode step.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil, gcd
 from operator import add
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
@@ -23,6 +23,9 @@ SECTION_WORDS = 256
 """A port's section of a weight stream starts at a multiple of 4 KiB, which no AXI burst may cross."""
 
 WEIGHT_BITS = {name: QUANT_FORMATS[name].weight_bits for name in ACCELERATED}
+
+EngineKind = Literal["hls", "rtl"]
+"""Where the products are: in the one kernel, in C++; or in a kernel of their own, in RTL."""
 
 _STRICT = ConfigDict(extra="forbid")
 

@@ -22,7 +22,7 @@ module fastcar_send #(
     input logic [1:0] read_copy,
     input logic [19:0] result_at,
     input logic [CORES*128-1:0] results,
-    // To the writer of rows; with `room` it takes four words more at least.
+    // To the stream of results; with `room` it takes four words more at least.
     input logic room,
     output logic put,
     output logic [127:0] word

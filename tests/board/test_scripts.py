@@ -20,7 +20,7 @@ def files_of(board: Target) -> dict[str, str]:
     """What is generated for a kernel with a weight port."""
     ports = (KernelPort("weights_0", "fastcar::word_t", "m_axi", "gmem_w0", 8),)
     clock = 300.0 if board.fabric is None else board.fabric.clock_mhz
-    return vitis_files(board.part or "", clock, KernelInterface("kernel", ports), board=board)
+    return vitis_files(board.part or "", clock, [KernelInterface("kernel", ports)], board=board)
 
 
 @pytest.fixture

@@ -97,14 +97,14 @@ def kernel(name: str, weights: int, *others: str) -> KernelInterface:
 def test_no_other_port_shares_the_banks_of_a_weight_port() -> None:
     tags = {"weights_0": "0:9", "weights_1": "10:19", "weights_2": "20:29", "x": "30", "y": "31", "z": "30"}
     expected = [f"sp=b_1.{port}:HBM[{tag}]" for port, tag in tags.items()]
-    assert connections(U280, kernel("b", 3, "x", "y", "z")) == expected
-    assert [line[-4:] for line in connections(load_target("kv260"), kernel("a", 6, "x"))][-2:] == ["HPC1", "HPC1"]
+    assert connections(U280, [kernel("b", 3, "x", "y", "z")]) == expected
+    assert [line[-4:] for line in connections(load_target("kv260"), [kernel("a", 6, "x")])][-2:] == ["HPC1", "HPC1"]
 
 
 def test_a_board_without_connections_leaves_them_to_the_linker() -> None:
     own = U280.model_copy(update={"memories": (U280.memories[0].model_copy(update={"connections": ()}),)})
-    assert connections(own, kernel("a", 2, "x")) == []
-    assert connections(None, kernel("a", 2, "x")) == []
+    assert connections(own, [kernel("a", 2, "x")]) == []
+    assert connections(None, [kernel("a", 2, "x")]) == []
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_the_probe_of_another_port(project: Path) -> None:
 
 def test_a_kria_loads_what_make_writes(tmp_path: Path, require_tool: Callable[[str], str]) -> None:
     require_tool("make")
-    files = vitis_files("part", 300.0, kernel("a", 1), board=load_target("kv260"))
+    files = vitis_files("part", 300.0, [kernel("a", 1)], board=load_target("kv260"))
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     tools, found = tmp_path / "bin", tmp_path / "build" / "platform" / "dt" / "pl.dtsi"
@@ -291,7 +291,7 @@ def test_a_pcie_card_has_nothing_to_package(tmp_path: Path, require_tool: Callab
     require_tool("make")
     assert U280.fabric is not None
     board = U280.model_copy(update={"fabric": U280.fabric.model_copy(update={"clock_uncertainty": 0.125})})
-    files = vitis_files("xcu280-fsvh2892-2L-e", 276.0, kernel("a", 1), board=board)
+    files = vitis_files("xcu280-fsvh2892-2L-e", 276.0, [kernel("a", 1)], board=board)
     assert "\nclock_uncertainty=12.5%\n" in files["a_hls_config.cfg"]
     assert "freqHz=276000000:a_1" in files["link.cfg"]
     for name, text in files.items():

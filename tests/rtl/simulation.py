@@ -12,8 +12,10 @@ import numpy as np
 from hls.library import Array, Linear, assert_same_bits, random_layer, reference
 
 from fastcar_compile.artifact.engine import Product, float_words
-from fastcar_compile.codegen.hls.control_table.table import Limits
+from fastcar_compile.codegen.hls.control_table.table import DrsTable, Limits
 from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.step_usage import StepDesign
+from fastcar_compile.codegen.hls.interface import KernelInterface, weight_ports
 from fastcar_compile.codegen.hls.model.engine import Memory
 from fastcar_compile.codegen.hls.packing import pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
@@ -22,8 +24,9 @@ from fastcar_compile.runtime.backends.hls_csim import aligned, ap_types_folder
 
 HERE = Path(__file__).parent
 OP_MLP, OP_LINEAR, OP_LINEAR_BIAS = range(3)
-LINT = ("-Wall", "-Wno-DECLFILENAME", "-Wno-UNUSEDSIGNAL", "-Wno-VARHIDDEN")
-"""Every warning of Verilator is an error, but for bits that nobody reads, and names of functions' arguments."""
+LINT = ("-Wall", "-Wno-DECLFILENAME", "-Wno-UNUSEDSIGNAL", "-Wno-VARHIDDEN", "-Wno-SYMRSVDWORD")
+"""Every warning of Verilator is an error, but for bits that nobody reads, names of functions' arguments, and the name
+`interrupt`, which UG1393 asks for."""
 
 FAST = ("--x-assign", "fast", "--x-initial", "fast")
 FLAGS = ("-std=gnu++17", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-unknown-pragmas")
@@ -34,6 +37,22 @@ def _verilator_includes() -> list[str]:
     done = subprocess.run(["verilator", "--getenv", "VERILATOR_ROOT"], capture_output=True, text=True, check=True)
     include = Path(done.stdout.strip()) / "include"
     return [f"-I{include}", f"-I{include / 'vltstd'}"]
+
+
+SIGNALS = ("arvalid", "arready", "araddr", "arlen", "arsize", "arburst", "rvalid", "rready", "rlast", "rdata")
+
+
+def _ports(made: Design, whole: bool) -> str:
+    """Return the header engine_ports.hpp."""
+    weights = weight_ports(made)
+    ports = (", ".join(f"&dut.m_axi_{port.bundle}_{name}" for name in SIGNALS) for port in weights)
+    types = {"araddr": "QData", "rdata": "void"}
+    return f"""{"#define FASTCAR_STEP" if whole else ""}
+struct Signals {{ {" ".join(f"{types.get(name, 'CData')}* {name};" for name in SIGNALS)} }};
+#define ENGINE_PORTS(dut) std::vector<Signals>{{{", ".join(f"{{{own}}}" for own in ports)}}}
+#define ENGINE_SIGNATURE {KernelInterface("fastcar_engine", tuple(weights)).signature()}
+#define ENGINE_SECTIONS {{{", ".join(port.name for port in weights)}}}
+"""
 
 
 def _checked(*command: object) -> None:
@@ -53,14 +72,24 @@ class Builder:
     optimise: str = "-O0"
 
     def build(
-        self, made: Design, top: Path, bench: str, output: str, *options: str, limits: Limits | None = None
+        self,
+        made: Design,
+        top: Path,
+        bench: str,
+        output: str,
+        *options: str,
+        limits: Limits | None = None,
+        whole: tuple[DrsTable, StepDesign] | None = None,
     ) -> Path:
         """Emit the project of `made`, and build `bench` with what Verilator makes of `top`; return its path.
 
-        limits: of the controller, other ones than the project's.
+        Args:
+            limits: of the controller, other ones than the project's.
+            whole: the kernel of whole steps, which meets the engine; None: the bench meets it.
         """
-        out = self.folder / output
-        emit_hls(made, out / "hls")
+        out, (table, step) = self.folder / output, whole or (None, None)
+        emit_hls(made, out / "hls", table, step=step)
+        (out / "engine_ports.hpp").write_text(_ports(made, whole is not None))
         if limits is not None:
             (out / "fastcar_drs_config.hpp").write_text(render("fastcar_drs_config.hpp", limits=limits))
         rtl = out / "hls" / "rtl"
@@ -126,7 +155,7 @@ class EngineBench:
 
     def __init__(self, made: Design, builder: Builder, name: str) -> None:
         self.design = made
-        path = builder.build(made, Path("fastcar_engine.sv"), "engine.cpp", name)
+        path = builder.build(made, Path("fastcar_engine.v"), "engine.cpp", name)
         self._run = ctypes.CDLL(str(path)).fastcar_rtl_engine
 
     def run(self, work: Work, rows: int, memory: Memory, *, held: int = 0) -> int:
@@ -136,7 +165,7 @@ class EngineBench:
 
         Args:
             rows: bit b says whether row b computes. memory: its words under way are the RTL's own.
-            held: clocks of a thousand in which the port of the result is not ready.
+            held: clocks of a thousand in which the other end of a stream is not ready.
         """
         product, x = work.product, work.x
         last = product or self.design.down
@@ -157,7 +186,7 @@ class EngineBench:
         )
         clocks = ctypes.c_int64()
         done = self._run(*at[:2], *request, ctypes.byref(kept), *at[2:], ctypes.byref(clocks))
-        assert done == 1, {0: "the engine refuses the request", -1: "the RTL does not end"}[done]
+        assert done == 1, "the engine refuses the request"
         rtl, cpp = buffers[2:]
         assert_same_bits(rtl, cpp)
         computes = np.array([rows >> b & 1 for b in range(len(x))], bool)

@@ -15,7 +15,7 @@ from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSp
 from fastcar_compile.codegen.hls.design.memory import Footprint, capacity, held, require_fit
 from fastcar_compile.codegen.hls.design.spec import LinearSpec, StepSpec, check_mlp
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
-from fastcar_compile.codegen.hls.interface import KernelInterface, kernel_interface
+from fastcar_compile.codegen.hls.interface import KernelInterface, kernel_interfaces
 from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.config import CompileConfig
@@ -72,9 +72,9 @@ class Accelerator(Offloaded):
         return StepDesign.of(self.program, self.design.group if self.step is not None else None)
 
     @property
-    def kernel(self) -> KernelInterface:
-        """The kernel as a host calls it."""
-        return kernel_interface(self.design, self.kernel_design, self.table)
+    def kernels(self) -> tuple[KernelInterface, ...]:
+        """The kernels as a host calls them."""
+        return kernel_interfaces(self.design, self.kernel_design, self.table)
 
     @property
     def streams(self) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def write_weights(
     Args:
         origins: what decides the weights that the streams are packed from, as JSON; None: that is not known.
     """
-    ports, order = plan.kernel.part.weights(), plan.streams
+    ports, order = plan.kernels[-1].part.weights(), plan.streams
     section, rest = divmod(sum(streams[name][0] for name in order), len(ports))
     if rest:
         raise InternalError(f"weight streams do not divide into {len(ports)} ports")
@@ -129,7 +129,7 @@ class HlsEmitter:
             controller=controller_part(plan.table),
             design=plan.design.part,
             exploration=plan.found.part,
-            kernels=(plan.kernel.part,),
+            kernels=tuple(kernel.part for kernel in plan.kernels),
             linears=tuple(LinearCallPart(**call.to_json()) for call in plan.calls),
             on_host=tuple(HostLinearPart(**asdict(linear)) for linear in plan.kept),
             step=step,

@@ -1,6 +1,6 @@
 """The typed interface of a kernel: signature, pragmas, connections and what the host fills all come from it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fastcar_compile.artifact.accelerator_section import ArgumentPart, KernelPart
@@ -33,17 +33,17 @@ class KernelPort:
     """One argument of a kernel.
 
     Args:
-        ctype: element type (memory) or type (scalar) in C++.
-        mode: "m_axi" for memory, "s_axilite" for a scalar.
+        ctype: element type (memory, stream) or type (scalar) in C++.
+        mode: "m_axi" for memory, "s_axilite" for a scalar, "axis" for a stream between kernels, which no host fills.
         bundle: the AXI port that a memory argument uses.
         depth: elements of the buffer.
-        writable: whether the kernel writes this memory.
+        writable: whether the kernel writes this memory or stream.
         mapped: elements that C/RTL co-simulation maps, where the test bench has a smaller buffer; 0: all.
     """
 
     name: str
     ctype: str
-    mode: Literal["m_axi", "s_axilite"] = "s_axilite"
+    mode: Literal["m_axi", "s_axilite", "axis"] = "s_axilite"
     bundle: str = "control"
     depth: int = 0
     writable: bool = False
@@ -64,6 +64,8 @@ class KernelPort:
         """The argument in the C++ signature."""
         if self.mode == "s_axilite":
             return f"{self.ctype} {self.name}"
+        if self.mode == "axis":
+            return f"hls::stream<{self.ctype}>& {self.name}"
         return f"{'' if self.writable else 'const '}{self.ctype}* {self.name}"
 
     @property
@@ -82,6 +84,8 @@ class KernelPort:
 
     def pragmas(self) -> list[str]:
         """Return the interface pragmas of this argument."""
+        if self.mode == "axis":
+            return [f"#pragma HLS INTERFACE mode=axis port={self.name}"]
         control = f"#pragma HLS INTERFACE mode=s_axilite port={self.name} bundle=control"
         if self.mode == "s_axilite":
             return [control]
@@ -95,7 +99,7 @@ class KernelPort:
 
 @dataclass(frozen=True)
 class KernelInterface:
-    """A top-level function and its arguments, in order."""
+    """A kernel and its arguments, in order; streams come last."""
 
     name: str
     ports: tuple[KernelPort, ...]
@@ -103,7 +107,9 @@ class KernelInterface:
     @property
     def part(self) -> KernelPart:
         """The kernel as a host calls it."""
-        return KernelPart(name=self.name, arguments=tuple(port.part for port in self.ports))
+        streams = self.streams()
+        arguments = tuple(port.part for port in self.ports if port not in streams)
+        return KernelPart(name=self.name, arguments=arguments, streams=tuple(port.name for port in streams))
 
     @property
     def bench(self) -> str:
@@ -111,13 +117,22 @@ class KernelInterface:
         return f"{self.name.removeprefix('fastcar_')}_testbench.cpp"
 
     def signature(self) -> str:
-        """Return the C++ declaration, without `extern "C"` and semicolon."""
-        return f"void {self.name}({', '.join(p.declaration for p in self.ports)})"
+        """Return the C++ declaration, without `extern "C"` and semicolon.
+
+        Streams stand as FASTCAR_STREAMS: in C simulation they are no arguments, so that a host's call is complete.
+        """
+        streams = self.streams()
+        declared = ", ".join(port.declaration for port in self.ports if port not in streams)
+        return f"void {self.name}({declared}{' FASTCAR_STREAMS' if streams else ''})"
 
     def pragmas(self) -> list[str]:
         """Return one or two interface pragmas per argument, and the block control."""
         lines = [line for port in self.ports for line in port.pragmas()]
         return [*lines, "#pragma HLS INTERFACE mode=s_axilite port=return bundle=control"]
+
+    def streams(self) -> list[KernelPort]:
+        """Return the streams to and from another kernel, in order."""
+        return [port for port in self.ports if port.mode == "axis"]
 
     def memories(self) -> list[KernelPort]:
         """Return the memory arguments, in order."""
@@ -143,10 +158,22 @@ SCALARS = ("op", "bytes", "entry")
 """Scalar arguments of the kernel."""
 
 
+CALLS, RESULTS = "calls", "results"
+"""Streams between the kernel and an engine in RTL: calls with their rows, and words of their results."""
+
+
+def engine_interface(design: Design, step: StepDesign) -> KernelInterface:
+    """Return the interface of the engine as a kernel of its own, in RTL (docs/explanation/rtl.md)."""
+    words = step.program.sizes.weight_words
+    weights = [replace(port, depth=words) for port in weight_ports(design)]
+    streams = [KernelPort(CALLS, WORD, "axis"), KernelPort(RESULTS, WORD, "axis", writable=True)]
+    return KernelInterface("fastcar_engine", (*weights, *streams))
+
+
 def kernel_interface(design: Design, step: StepDesign, table: DrsTable) -> KernelInterface:
     """Return the interface of the kernel (docs/reference/accelerator.md).
 
-    `weights_p` takes section p of all weight streams, one after another. `cache_p` takes that of all keys, then of all
+    `weights_p` takes section p of all weight streams, one after another; with an engine in RTL the streams stand there instead. `cache_p` takes that of all keys, then of all
     values. `step_program` takes the control table with its program. A kernel of short
     programs has no caches and no replay buffer. Co-simulation maps the memory of the test bench, which is one layer's.
     """
@@ -164,7 +191,11 @@ def kernel_interface(design: Design, step: StepDesign, table: DrsTable) -> Kerne
         bundle = f"gmem_w{port}"
         return KernelPort(f"{name}_{port}", beat, "m_axi", bundle, words, writable, mapped=mapped)
 
-    weights = [of_port("weights", p, sizes.weight_words, bench.weight_words, writable=False) for p in ports]
+    apart = design.engine == "rtl"
+    weights = [
+        of_port("weights", p, sizes.weight_words, bench.weight_words, writable=False) for p in ports if not apart
+    ]
+    streams = [KernelPort(CALLS, WORD, "axis", writable=True), KernelPort(RESULTS, WORD, "axis")] if apart else []
     caches = [of_port("cache", p, cached, mapped, writable=True) for p in ports if step.program.whole]
     constants = [memory("constants", sizes.constant_words, bench.constant_words)] if step.reads_constants else []
     replay = [memory("replay", sizes.replay_words, bench.replay_words, written=True)] if step.program.whole else []
@@ -180,8 +211,15 @@ def kernel_interface(design: Design, step: StepDesign, table: DrsTable) -> Kerne
             *replay,
             memory("step_report", report, report, written=True),
             *(KernelPort(name, "uint32_t") for name in SCALARS),
+            *streams,
         ),
     )
+
+
+def kernel_interfaces(design: Design, step: StepDesign, table: DrsTable) -> tuple[KernelInterface, ...]:
+    """Return the interfaces of a design's kernels: the one that executes programs, and the engine where it is apart."""
+    engine = [engine_interface(design, step)] if design.engine == "rtl" else []
+    return (kernel_interface(design, step, table), *engine)
 
 
 def probe_interface(design: Design) -> KernelInterface:

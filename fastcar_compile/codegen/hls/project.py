@@ -17,7 +17,7 @@ from fastcar_compile.codegen.hls.design.loops import total_latency
 from fastcar_compile.codegen.hls.design.spec import ACTIVATIONS
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS
-from fastcar_compile.codegen.hls.interface import KernelInterface, kernel_interface
+from fastcar_compile.codegen.hls.interface import KernelInterface, engine_interface, kernel_interfaces
 from fastcar_compile.codegen.hls.render import probe_files, render, vitis_files
 from fastcar_compile.codegen.hls.step_golden import Golden
 from fastcar_compile.codegen.hls.step_program.builder import short_program
@@ -31,8 +31,11 @@ from fastcar_compile.support.packages import TEMPLATES
 SOURCES = ("fastcar_config.hpp", "fastcar_step_config.hpp", "fastcar_step.hpp", "fastcar_step.cpp")
 """What depends on the design."""
 
-RTL, RTL_CONFIG = "rtl", "fastcar_rtl_config.svh"
-"""Folder of the SystemVerilog sources, and the one of them that depends on the design."""
+ENGINE_SOURCE = "fastcar_engine.cpp"
+"""The engine in C simulation, where it is a kernel of its own."""
+
+RTL, RTL_CONFIGURED = "rtl", ("fastcar_rtl_config.svh", "fastcar_engine.v")
+"""Folder of the RTL, and those of its files that depend on the design."""
 
 
 def emit_hls(
@@ -55,31 +58,33 @@ def emit_hls(
     out_dir.mkdir(parents=True, exist_ok=True)
     table = table or table_of_sizes(design)
     step = step or StepDesign.of(short_program(design, table))
-    kernel = kernel_interface(design, step, table)
+    kernels = kernel_interfaces(design, step, table)
+    kernel, engine = kernels[0], next(iter(kernels[1:]), None)
     of_ports = {name: [p for p in kernel.ports if p.name.startswith(name)] for name in ("weights_", "cache_")}
     values = {
         "design": design,
         "step": step,
         "kernel": kernel,
-        "weights": of_ports["weights_"],
+        "engine": engine,
+        "weights": of_ports["weights_"] or kernel.streams(),
         "caches": of_ports["cache_"],
     }
     values |= {"fifo_words": FIFO_WORDS // design.axi_words, "step_fifo_words": STEP_FIFO_WORDS // design.axi_words}
     values["total_turns"] = total_latency(design.budget.clock_mhz)
-    texts = {name: render(name, **values) for name in SOURCES}
+    texts = {name: render(name, **values) for name in (*SOURCES, *([] if engine is None else [ENGINE_SOURCE]))}
     texts |= generated_headers()
     limits = replace(table.limits, instructions=step.instructions)
     texts["fastcar_drs_config.hpp"] = render("fastcar_drs_config.hpp", limits=limits)
-    texts |= vitis_files(design.budget.part, design.budget.clock_mhz, kernel, board)
+    texts |= vitis_files(design.budget.part, design.budget.clock_mhz, kernels, board)
     texts |= probe_files(design, board)
     texts |= {p.name: p.read_text() for p in files(TEMPLATES).iterdir() if p.name.endswith((".hpp", ".cpp", ".tcl"))}
-    texts |= rtl_sources(values)
+    texts |= rtl_sources(values | {"engine": engine_interface(design, step)})
     for name, text in texts.items():
         (out_dir / name).parent.mkdir(exist_ok=True)
         (out_dir / name).write_text(text)
 
     def bench(path: Path) -> None:
-        path.write_text(step_bench(design, step, table, kernel))
+        path.write_text(step_bench(design, step, table, kernel, engine))
 
     if made is None:
         bench(out_dir / kernel.bench)
@@ -89,9 +94,10 @@ def emit_hls(
 
 
 def rtl_sources(values: dict[str, Any]) -> dict[str, str]:
-    """Return the SystemVerilog of linears and MLPs, and the sizes of a design for it, by file name."""
+    """Return the RTL of linears and MLPs by file name, with the sizes of a design and its ports."""
     found = {p.name: p.read_text() for p in (files(TEMPLATES) / RTL).iterdir() if p.name.endswith(".sv")}
-    found[RTL_CONFIG] = render(f"{RTL}/{RTL_CONFIG}", **values, **activation_knots(values["design"].mlp.activation))
+    values = values | activation_knots(values["design"].mlp.activation)
+    found |= {name: render(f"{RTL}/{name}", **values) for name in RTL_CONFIGURED}
     return {f"{RTL}/{name}": text for name, text in found.items()}
 
 
@@ -126,7 +132,13 @@ def bench_inputs(design: Design, step: StepDesign, table: DrsTable, kernel: Kern
     return [repr(design), repr(kernel), repr(program.sizes), hashlib.sha256(data).hexdigest()]
 
 
-def step_bench(design: Design, step: StepDesign, table: DrsTable, kernel: KernelInterface) -> str:
+def step_bench(
+    design: Design,
+    step: StepDesign,
+    table: DrsTable,
+    kernel: KernelInterface,
+    engine: KernelInterface | None = None,
+) -> str:
     """Return the text of the test bench: a layer of the decoder and its head with drawn weights, and their outputs."""
     program = sample_program(step.program, design)
     golden = Golden(program, design, table)
@@ -135,6 +147,7 @@ def step_bench(design: Design, step: StepDesign, table: DrsTable, kernel: Kernel
         kernel.bench,
         step=step,
         kernel=kernel,
+        engine=engine,
         ports=design.axi_weight_ports,
         sizes=program.sizes,
         words=[f"0x{word:08x}u" for word in struct.unpack(f"<{len(data) // 4}I", data)],

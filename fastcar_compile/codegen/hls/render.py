@@ -1,6 +1,7 @@
 """Jinja templates of the HLS sources. A text of a model or of a target file cannot become code in them."""
 
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 from itertools import cycle
 
@@ -54,7 +55,7 @@ def _harmless(value: object) -> object:
     return value
 
 
-# The Vitis project: one HLS configuration per kernel, the linker's configuration, and the Makefile.
+# The Vitis project: one HLS configuration per kernel, a Tcl script for one in RTL, the linker's configuration, and the Makefile.
 #
 # Keys and commands follow UG1399 ("HLS Config File Commands", "Package Options") and UG1393 or UG1702 ("v++ Command")
 # of Vitis 2023.2 and newer. No Vitis has run them.
@@ -66,28 +67,33 @@ _WEIGHT_BUNDLE = re.compile(r"gmem_w(\d+)")
 def vitis_files(
     part: str,
     clock_mhz: float,
-    kernel: KernelInterface,
+    kernels: Sequence[KernelInterface],
     board: Target | None = None,
 ) -> dict[str, str]:
     """Return the texts of the project by file name: Makefile, link.cfg and `<kernel>_hls_config.cfg`.
 
     Args:
         part: vendor part name. clock_mhz: kernel clock, MHz.
-        board: whose memory the kernel is connected to; None: v++ chooses.
+        kernels: the one in C++, then the engine where it is one in RTL.
+        board: whose memory the kernels are connected to; None: v++ chooses.
     """
+    kernel, *engines = kernels
     platform = None if board is None else board.platform
     texts = {
         "Makefile": render(
             "Makefile",
             kernel=kernel.name,
+            engine=engines[0].name if engines else None,
             bench=kernel.bench.removesuffix(".cpp"),
             card=board is not None and not board.shares_memory,
             platform=platform,
             title=platform_name(board),
-            variants=probe_variants(board, weight_port_count(kernel)),
+            variants=probe_variants(board, weight_port_count(kernels)),
         ),
-        "link.cfg": link_config(kernel, clock_mhz, board),
+        "link.cfg": link_config(kernels, clock_mhz, board),
     }
+    if engines:
+        texts["package_engine.tcl"] = render("package_engine.tcl", engine=engines[0], part=part)
     if board is not None and platform is not None:
         memory = board.weight_memories[0]
         values = {"target": board, "platform": platform, "title": platform_name(board), "clock": f"{clock_mhz:g}"}
@@ -95,7 +101,8 @@ def vitis_files(
         # The lower 2 GB of a Zynq UltraScale+ are DDR_LOW, what is above is DDR_HIGH (UG1085).
         values["high"] = memory.capacity_bytes > 2 << 30
         texts |= {f"{script}.tcl": render(f"{script}.tcl", **values) for script in ("platform", "xpfm")}
-    return texts | kernel_config(kernel, part, clock_mhz, board, kernel.bench)
+    # Co-simulation runs the bench on one kernel alone, and this one would wait for its engine.
+    return texts | kernel_config(kernel, part, clock_mhz, board, None if engines else kernel.bench)
 
 
 def platform_name(board: Target | None) -> str:
@@ -103,10 +110,13 @@ def platform_name(board: Target | None) -> str:
     return "" if board is None else re.sub(r"\W", "_", board.name, flags=re.ASCII)
 
 
-def link_config(kernel: KernelInterface, clock_mhz: float, board: Target | None, last: str | None = None) -> str:
-    """Return the linker's configuration of a kernel; see `connections`."""
-    lines = connections(board, kernel, last)
-    return render("link.cfg", kernel=kernel, connections=lines, hertz=round(clock_mhz * 1e6))
+def link_config(
+    kernels: Sequence[KernelInterface], clock_mhz: float, board: Target | None, last: str | None = None
+) -> str:
+    """Return the linker's configuration of kernels; see `connections`."""
+    lines = [*connections(board, kernels, last), *_stream_connections(kernels)]
+    names = [kernel.name for kernel in kernels]
+    return render("link.cfg", kernels=names, connections=lines, hertz=round(clock_mhz * 1e6))
 
 
 def kernel_config(
@@ -119,7 +129,7 @@ def kernel_config(
     return {f"{kernel.name}_hls_config.cfg": render("hls_config.cfg", **values, uncertainty=share)}
 
 
-def connections(board: Target | None, kernel: KernelInterface, last: str | None = None) -> list[str]:
+def connections(board: Target | None, kernels: Sequence[KernelInterface], last: str | None = None) -> list[str]:
     """Return one `sp=` line per memory argument: weight ports on memories of their own, others on what is left in turn.
 
     None for a board whose target file names no connections: v++ picks the memory itself.
@@ -127,20 +137,28 @@ def connections(board: Target | None, kernel: KernelInterface, last: str | None 
     Args:
         last: tag that the last weight port takes; None: its own.
     """
-    banks = bank_map(board, weight_port_count(kernel)) if board else None
+    banks = bank_map(board, weight_port_count(kernels)) if board else None
     if banks is None:
         return []
     weights = banks.weights if last is None else (*banks.weights[:-1], last)
     others, tag_of = cycle(banks.others), dict[str, str]()
-    for bundle in kernel.bundles():
+    for bundle in dict.fromkeys(bundle for kernel in kernels for bundle in kernel.bundles()):
         weight = _WEIGHT_BUNDLE.fullmatch(bundle)
         tag_of[bundle] = weights[int(weight[1])] if weight else next(others)
-    return [f"sp={kernel.name}_1.{port.name}:{tag_of[port.bundle]}" for port in kernel.memories()]
+    return [f"sp={own.name}_1.{port.name}:{tag_of[port.bundle]}" for own in kernels for port in own.memories()]
 
 
-def weight_port_count(kernel: KernelInterface) -> int:
-    """Return the AXI ports of a kernel that read weight streams."""
-    return sum(_WEIGHT_BUNDLE.fullmatch(bundle) is not None for bundle in kernel.bundles())
+def _stream_connections(kernels: Sequence[KernelInterface]) -> list[str]:
+    """Return a `stream_connect=` line per stream, from the kernel that writes it to the one that reads it."""
+    ends = [(port, f"{kernel.name}_1.{port.name}") for kernel in kernels for port in kernel.streams()]
+    pairs = [(a, b) for p, a in ends for q, b in ends if p.name == q.name and p.writable and not q.writable]
+    return [f"stream_connect={source}:{target}" for source, target in pairs]
+
+
+def weight_port_count(kernels: Sequence[KernelInterface]) -> int:
+    """Return the memories that kernels read weight streams from, each through an AXI port of its own."""
+    bundles = {bundle for kernel in kernels for bundle in kernel.bundles()}
+    return sum(_WEIGHT_BUNDLE.fullmatch(bundle) is not None for bundle in bundles)
 
 
 # The HLS sources of the bandwidth probe, and how it is linked: alone, so that the engine's ports stay its own.
@@ -149,12 +167,12 @@ def weight_port_count(kernel: KernelInterface) -> int:
 def probe_files(design: Design, board: Target | None) -> dict[str, str]:
     """Return the texts of the probe by file name: top, HLS configuration and link configuration."""
     kernel = probe_interface(design)
-    ports, part, clock = weight_port_count(kernel), design.budget.part, design.budget.clock_mhz
+    ports, part, clock = weight_port_count([kernel]), design.budget.part, design.budget.clock_mhz
     return {
         f"{kernel.name}.cpp": render("fastcar_probe.cpp", kernel=kernel, ports=ports),
         **kernel_config(kernel, part, clock, board),
-        "probe_link.cfg": link_config(kernel, clock, board),
-    } | {f"probe_link_{tag}.cfg": link_config(kernel, clock, board, tag) for tag in probe_variants(board, ports)}
+        "probe_link.cfg": link_config([kernel], clock, board),
+    } | {f"probe_link_{tag}.cfg": link_config([kernel], clock, board, tag) for tag in probe_variants(board, ports)}
 
 
 def probe_variants(board: Target | None, ports: int) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from fastcar_compile.artifact.engine import (
     WORD_BYTES,
     BoardBudget,
     DraftProducts,
+    EngineKind,
     MlpSpec,
     Product,
     Usage,
@@ -18,10 +19,13 @@ from fastcar_compile.artifact.engine import (
 )
 from fastcar_compile.codegen.hls.design.loops import Load, load_loop, product_cycles, scale_rows
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
-from fastcar_compile.codegen.hls.design.usage import Buffers, engine_usage
+from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS, Buffers, engine_usage
 from fastcar_compile.errors import CompileError
 
-STORED = ("spec", "budget", "ports", "gate_up", "down", "linears", "tiles_in_uram", "axi_words", "group", "drafts")
+STORED = (
+    *("spec", "budget", "ports", "gate_up", "down", "linears", "tiles_in_uram", "axi_words", "group", "drafts"),
+    "engine",
+)
 """Fields of a design in a manifest; the others follow from them."""
 
 
@@ -38,6 +42,7 @@ class Design:
         axi_words: logical ports that one AXI port carries, word by word: 1, 2 or 4.
         group: query heads that a kernel of whole steps multiplies side by side; 0: it is none.
         drafts: name of a layer's draft -> its products.
+        engine: where the products are.
     """
 
     mlp: MlpSpec
@@ -50,6 +55,7 @@ class Design:
     axi_words: int = 1
     group: int = 0
     drafts: dict[str, DraftProducts] = field(default_factory=dict)
+    engine: EngineKind = "hls"
 
     @property
     def array_rows(self) -> int:
@@ -160,10 +166,15 @@ class Design:
         """128-bit words that one port reads in such a forward."""
         return self.mlp.layers * self.port_words + sum(p.port_words for p in self.linears.values())
 
+    @property
+    def fifo_words(self) -> int:
+        """128-bit words of a weight port's FIFO, but for the longer ones of a kernel of whole steps."""
+        return STEP_FIFO_WORDS if self.engine == "rtl" else FIFO_WORDS
+
     @cached_property
     def usage(self) -> Usage:
         """Estimated resources (not synthesised)."""
-        return engine_usage(self.mlp, self.gate_up, self.axi_words, self.buffers)
+        return engine_usage(self.mlp, self.gate_up, self.axi_words, self.buffers, self.fifo_words)
 
     def excess(self) -> list[str]:
         """Return one text per resource that the design needs more of than the budget has."""

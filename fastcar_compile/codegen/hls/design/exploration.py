@@ -6,7 +6,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from fastcar_compile.artifact.accelerator_section import ExplorationPart
-from fastcar_compile.artifact.engine import WORD_BITS, WORD_BYTES, BoardBudget, MlpSpec, Product, Usage
+from fastcar_compile.artifact.engine import WORD_BITS, WORD_BYTES, BoardBudget, EngineKind, MlpSpec, Product, Usage
 from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.controller import controller_usage
 from fastcar_compile.codegen.hls.design.design import Design
@@ -82,6 +82,7 @@ class KernelSpec:
         controller: what the gate's unit and the controller have to hold, on any number of cores; the engine leaves room for them.
         linears: every other linear of a step that the engine computes, in call order.
         step: the rest of a step; None: the host computes it. drafts: of its layers.
+        engine: see Design.
     """
 
     mlp: MlpSpec
@@ -89,6 +90,7 @@ class KernelSpec:
     linears: Sequence[LinearSpec] = ()
     step: StepSpec | None = None
     drafts: Sequence[DraftSpec] = ()
+    engine: EngineKind = "hls"
 
 
 def explore(
@@ -111,15 +113,17 @@ def explore(
         CompileError: there is no kernel for this MLP or a linear, or nothing fits; the text has the numbers.
         TargetError: the target has no fabric.
     """
-    mlp, linears, drafts = wanted.mlp, wanted.linears, wanted.drafts
-    short = Usage() if wanted.step else short_usage(mlp.layers, len(linears))
+    mlp, others = wanted.mlp, (wanted.linears, wanted.drafts)
+    short = Usage() if wanted.step else short_usage(mlp.layers, len(wanted.linears))
     budget = _beside(budget_of(target), controller_usage(wanted.controller) + short)
-    numbers = cores or core_choices((2 if drafts else 1) * mlp.batch)
+    numbers = cores or core_choices((2 if wanted.drafts else 1) * mlp.batch)
     room = _Room(target, wanted.step, banks=banks)
     # One row on one core shows how many ports a single sequence can use.
-    alone = [(step_seconds(d, target), d) for d in designs(replace(mlp, batch=1, cores=1), budget, linears, drafts)]
+    alone = [
+        (step_seconds(d, target), d) for d in designs(replace(mlp, batch=1, cores=1), budget, *others, wanted.engine)
+    ]
     ports = min(((s, _share(d), d.ports) for s, d in alone if not room.excess(d)), default=(0.0, 0.0, 1))[2]
-    every = [d for n in numbers for d in designs(replace(mlp, cores=n), budget, linears, drafts)]
+    every = [d for n in numbers for d in designs(replace(mlp, cores=n), budget, *others, wanted.engine)]
     fitting = [(step_seconds(d, target), d) for d in every if not room.excess(d)]
     if not fitting:
         # Where no design fits the banks, the banks are the reason; else the least design shows what the fabric lacks.
@@ -196,7 +200,11 @@ def _best(fitting: Sequence[tuple[float, Design]], ports: int, target: Target) -
 
 
 def designs(
-    mlp: MlpSpec, budget: BoardBudget, linears: Sequence[LinearSpec] = (), drafts: Sequence[DraftSpec] = ()
+    mlp: MlpSpec,
+    budget: BoardBudget,
+    linears: Sequence[LinearSpec] = (),
+    drafts: Sequence[DraftSpec] = (),
+    engine: EngineKind = "hls",
 ) -> Iterator[Design]:
     """Yield every design that the board has ports for, most ports and longest tiles first, whether or not it fits.
 
@@ -222,7 +230,7 @@ def designs(
         for words, uram in memories:
             made = _design(mlp, budget, linears, ports, words, uram)
             own = {d.name: d.products(mlp, ports).cut(words) for d in drafts}
-            yield replace(made, drafts=own) if own else made
+            yield replace(made, drafts=own, engine=engine)
 
 
 def _design(

@@ -225,10 +225,13 @@ def _store_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
     places, *operands = (memory(WORD_BITS, buffers.rows * words, uram=uram) for words in of_rows)
     rows = sum(operands, start=places * ROWS_ON_CHIP + memory(WORD_BITS, buffers.row_words, uram=uram))
     fifos = memory(beat, usage.STEP_FIFO_WORDS // design.axi_words, axi, uram=uram)
-    short = bram_blocks(beat, usage.FIFO_WORDS // design.axi_words, axi)
+    short = bram_blocks(beat, design.fifo_words // design.axi_words, axi)
     instructions = buffers.instructions + DRAFT_INSTRUCTIONS * len(design.drafts)
     program = memory(WORD_BITS, instructions * PROGRAM_WORDS // FLOATS_PER_WORD)
-    return {
+    # Weights and caches share AXI ports, unless the engine is a kernel of its own.
+    reads = usage.PORT * axi + Usage(bram36=usage.READS.blocks(design.axi_words * WORD_BYTES, axi))
+    apart = {"cache ports": reads} if design.engine == "rtl" else {}
+    return apart | {
         "cache writes": Usage(bram36=usage.WRITES.blocks(design.axi_words * WORD_BYTES, axi)),
         "rows": rows + Usage(lut=PLACE_USERS * WORD_BITS * PLACE_LUT),
         # In place of the shorter ones that the array is counted with: the negative count takes them out of the sum.

@@ -34,7 +34,7 @@ FIFO_WORDS = 512
 """128-bit words that each weight port's FIFO holds."""
 
 STEP_FIFO_WORDS = 2048
-"""The same in a kernel of whole steps. With the requests under way it holds what a port streams while a row of 4,096 values is
+"""The same in a kernel of whole steps, and in RTL. With the requests under way it holds what a port streams while a row of 4,096 values is
 loaded and quantised, 3 x 1,024 clocks."""
 
 HALF_SHAPES = ((36, 512), (18, 1024), (9, 2048))
@@ -161,11 +161,11 @@ def memory(bits: int, depth: int, copies: int = 1, *, uram: bool = False) -> Usa
     return Usage(lut=copies * bits if depth <= LUT_RAM_DEPTH else 0, bram36=bram_blocks(bits, depth, copies))
 
 
-def engine_usage(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffers) -> Usage:
+def engine_usage(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffers, fifo_words: int) -> Usage:
     """Return the resources of an engine: its array, AXI ports and buffers.
 
     Args:
-        product: any of the design's, for its ports and bits.
+        product: any of the design's, for its ports and bits. fifo_words: of every weight port's FIFO.
     """
     ports, cores, axi = product.ports, mlp.cores, product.ports // axi_words
     multiplied, added = _float_operators(mlp, product)
@@ -176,7 +176,13 @@ def engine_usage(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffer
     bursts = READS.blocks(axi_words * WORD_BYTES, axi) + READS.blocks(WORD_BYTES, ROW_PORTS) + WRITES.blocks(WORD_BYTES)
     fixed = Usage(around, STAGES * around, product.lanes * multipliers(cores, ports) + cores * blend, bursts)
     array = FLOAT_MULTIPLY * multiplied + FLOAT_ADD * added + CORE * cores + ARRAY + CONTROL + BASE
-    return fixed + array + PORT * (axi + ROW_PORTS) + STREAM * ports + _memories(mlp, product, axi_words, buffers)
+    return (
+        fixed
+        + array
+        + PORT * (axi + ROW_PORTS)
+        + STREAM * ports
+        + _memories(mlp, product, axi_words, buffers, fifo_words)
+    )
 
 
 def multipliers(rows: int, ports: int) -> int:
@@ -209,7 +215,7 @@ def _float_operators(mlp: MlpSpec, product: Product) -> tuple[int, int]:
     return mlp.cores * multiply + 1, mlp.cores * add  # and one for the rows' scales
 
 
-def _memories(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffers) -> Usage:
+def _memories(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffers, fifo_words: int) -> Usage:
     """Return the blocks of every buffer.
 
     The cores share tiles and heads. Tiles, sums, values and results are there twice, heads three times, the rest once.
@@ -224,7 +230,7 @@ def _memories(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffers) 
         (2 * cores, WORD_BITS, passes * float_words(buffers.tile * ports)),
         (cores, 8 * product.lanes, passes * buffers.channel_words),
         (FLOATS_PER_WORD * cores, 32, passes * float_words(buffers.inputs)),
-        (ports // axi_words, axi_words * WORD_BITS, FIFO_WORDS // axi_words),
+        (ports // axi_words, axi_words * WORD_BITS, fifo_words // axi_words),
         (cores if mlp.activation in TABLED else 0, *FACTOR_ROM),
     ]
     # Tiles are double-buffered: one is fetched while the other is multiplied.

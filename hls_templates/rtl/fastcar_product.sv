@@ -1,12 +1,13 @@
-// A linear or an MLP from memory to memory: rows of x are read and quantised, the weight stream meets them tile by tile, and the
-// rows of the result are written. An MLP has two products: neurons of the first replace the rows of x, and are quantised for the last.
+// Calls of the engine, one after another: a call and its rows come by stream, the rows are quantised, the weight stream meets them
+// tile by tile, and words of the result leave by stream. An MLP has two products: neurons of the first replace the rows of x, and are
+// quantised for the last. `start` begins to serve; the call without products ends it (`done`).
 //
 // The design's sizes and the first product are in fastcar_rtl_config.svh. The last product comes as plain scalars, as
-// `run_product` of fastcar_engine_processes.hpp derives them, which keep their values while `busy`.
+// `send_call` of fastcar_engine_processes.hpp derives them, each in 32 bits of the call's words.
 //
 // AXI port a of weights begins at weights_address[a]; it carries AXI_WORDS weight ports, word by word.
 `include "fastcar_rtl_config.svh"
-module fastcar_engine #(
+module fastcar_product #(
     parameter int PORTS = `FASTCAR_PORTS,
     parameter int AXI_WORDS = `FASTCAR_AXI_WORDS,
     parameter int ROWS = `FASTCAR_ROWS,
@@ -25,63 +26,23 @@ module fastcar_engine #(
     input logic clk,
     input logic reset,
     input logic start,
-    output logic busy,
-    output logic fetching,  // the tiles have begun
-    // The call.
-    input logic mlp,
-    input logic [ROWS-1:0] computing,
-    input logic [19:0] rows,
-    input logic [19:0] passes,
-    input logic [19:0] row_words,
-    input logic [19:0] result_words,
-    // Its last product.
-    input logic [19:0] last_inputs,
-    input logic [19:0] last_channels,
-    input logic [19:0] last_tiles,
-    input logic [19:0] last_tile,
-    input logic [19:0] last_sums,
-    input logic [19:0] last_channel_words,
-    input logic [19:0] last_scale_words,
-    input logic [19:0] last_head_words,
-    input logic [19:0] last_tile_words,
-    input logic [19:0] last_tile_sums,
-    input logic [19:0] last_sum_words,
-    input logic [19:0] last_scale_rows,
-    input logic [19:0] last_chunk,
-    input logic last_bias,
-    input logic [31:0] words,
+    output logic done,
     input logic [AXI*64-1:0] weights_address,
-    input logic [63:0] input_address,
-    input logic [63:0] output_address,
+    input logic calls_tvalid,
+    output logic calls_tready,
+    input logic [127:0] calls_tdata,
+    output logic results_tvalid,
+    input logic results_tready,
+    output logic [127:0] results_tdata,
     // Ports of weights.
-    output logic [AXI-1:0] w_ar_valid,
-    input logic [AXI-1:0] w_ar_ready,
-    output logic [AXI*64-1:0] w_ar_address,
-    output logic [AXI*8-1:0] w_ar_length,
-    input logic [AXI-1:0] w_r_valid,
-    output logic [AXI-1:0] w_r_ready,
-    input logic [AXI*128*AXI_WORDS-1:0] w_r_data,
-    input logic [AXI-1:0] w_r_last,
-    // The port of x.
-    output logic x_ar_valid,
-    input logic x_ar_ready,
-    output logic [63:0] x_ar_address,
-    output logic [7:0] x_ar_length,
-    input logic x_r_valid,
-    output logic x_r_ready,
-    input logic [127:0] x_r_data,
-    input logic x_r_last,
-    // The port of the result.
-    output logic y_aw_valid,
-    input logic y_aw_ready,
-    output logic [63:0] y_aw_address,
-    output logic [7:0] y_aw_length,
-    output logic y_w_valid,
-    input logic y_w_ready,
-    output logic [127:0] y_w_data,
-    output logic y_w_last,
-    input logic y_b_valid,
-    output logic y_b_ready
+    output logic [AXI-1:0] arvalid,
+    input logic [AXI-1:0] arready,
+    output logic [AXI*64-1:0] araddr,
+    output logic [AXI*8-1:0] arlen,
+    input logic [AXI-1:0] rvalid,
+    output logic [AXI-1:0] rready,
+    input logic [AXI*128*AXI_WORDS-1:0] rdata,
+    input logic [AXI-1:0] rlast
 );
     localparam int LANES = 128 / WEIGHT_BITS, PASSES = (ROWS + CORES - 1) / CORES;
     localparam int PORT_LANES = WEIGHT_BITS == 4 ? (PORTS + 3) / 4 : 1, PORT_BLOCKS = (PORTS + PORT_LANES - 1) / PORT_LANES;
@@ -89,22 +50,45 @@ module fastcar_engine #(
     // As many words as a port has under way, besides those that wait.
     localparam int READ_WORDS = FIFO_WORDS + 4 * (256 / AXI_WORDS);
 
+    // Its words, in the order of `send_call`; the first one comes last to the low end. A row follows when all are there.
+    localparam int CALL_WORDS = 5, SIZES = 13;
+    logic [CALL_WORDS*128-1:0] call;
+    logic [2:0] call_word;
+    logic serves, works, begins;
+    wire rows_busy, busy;
+    wire takes_call = serves && !works && calls_tvalid;
+    wire complete = takes_call && call_word == 3'(CALL_WORDS - 1);
+    wire mlp = call[1];
+    wire [19:0] rows = call[32+:20], passes = call[64+:20], result_words = call[96+:20];
+    wire [31:0] first_beat = call[128+:32], beats = call[160+:32];
+    wire [SIZES*20:0] last_product;
+    for (genvar i = 0; i < SIZES; i++) begin : g_size
+        assign last_product[SIZES*20-20*i-:20] = call[192+32*i+:20];
+    end
+    assign last_product[0] = call[192+32*SIZES];
+    assign calls_tready = serves && (!works || rows_busy);
+    assign done = takes_call && call_word == 3'd0 && calls_tdata[31:0] == 32'd0;
+    always_ff @(posedge clk) begin
+        if (takes_call) call <= {calls_tdata, call[CALL_WORDS*128-1:128]};
+        call_word <= reset || start || complete ? 3'd0 : call_word + 3'(takes_call);
+        serves <= !reset && (start || (serves && !done));
+        begins <= complete;
+        works <= !reset && (complete || (works && (begins || busy)));
+    end
+
     // The product at hand.
     logic inner;  // the first of an MLP
     wire [19:0] inputs, channels, tiles, tile, sums, channel_words, scale_words, head_words, tile_words, tile_sums;
     wire [19:0] sum_words, scale_rows, chunk;
     wire bias, neurons_done;
     assign {inputs, channels, tiles, tile, sums, channel_words, scale_words, head_words, tile_words, tile_sums, sum_words, scale_rows,
-            chunk, bias} = inner ? `FASTCAR_FIRST_PRODUCT :
-           {last_inputs, last_channels, last_tiles, last_tile, last_sums, last_channel_words, last_scale_words, last_head_words,
-            last_tile_words, last_tile_sums, last_sum_words, last_scale_rows, last_chunk, last_bias};
-    always_ff @(posedge clk) inner <= !reset && (start ? mlp : inner && !neurons_done);
+            chunk, bias} = inner ? `FASTCAR_FIRST_PRODUCT : last_product;
+    always_ff @(posedge clk) inner <= !reset && (begins ? mlp : inner && !neurons_done);
 
     // Rows in, quantised; then the tiles.
-    wire rows_read, rows_busy, quantised, quantise_busy, write_busy;
+    wire rows_loaded, quantised, quantise_busy;
     wire [CORES-1:0] write_x, write_row_scale, write_row;
     wire [19:0] x_at, row_at;
-    wire [127:0] x_word;
     wire [4:0] row_scale_at;
     wire [31:0] row_scale;
     wire [CORES*LANES*8-1:0] row_values;
@@ -115,20 +99,16 @@ module fastcar_engine #(
     wire [19:0] whole = chunk >> 2;
     wire [19:0] stream_words = head_words + tile_words;
     wire fetch_busy, multiply_busy, scale_busy, finish_busy, send_busy;
-    assign fetching = fetch_busy;
-    assign busy = rows_busy || quantise_busy || inner || go || fetch_busy || multiply_busy || scale_busy || finish_busy || send_busy ||
-                  write_busy;
-    fastcar_read_rows #(.ROWS(ROWS), .CORES(CORES), .ROW_WORDS(ROW_WORDS)) read_rows (
-        .clk, .reset, .go(start), .computing, .row_words, .address(input_address), .busy(rows_busy), .done(rows_read),
-        .ar_valid(x_ar_valid), .ar_ready(x_ar_ready), .ar_address(x_ar_address), .ar_length(x_ar_length),
-        .r_valid(x_r_valid), .r_ready(x_r_ready), .r_data(x_r_data), .r_last(x_r_last),
-        .write(write_x), .write_at(x_at), .word(x_word)
+    assign busy = rows_busy || quantise_busy || inner || go || fetch_busy || multiply_busy || scale_busy || finish_busy || send_busy;
+    fastcar_load_rows #(.CORES(CORES), .ROW_WORDS(ROW_WORDS)) load_rows (
+        .clk, .reset, .go(begins), .rows, .row_words((inputs + 20'd3) >> 2), .busy(rows_busy), .done(rows_loaded),
+        .valid(calls_tvalid), .write(write_x), .write_at(x_at)
     );
     fastcar_quantize_rows #(
         .CORES(CORES), .PASSES(PASSES), .LANES(LANES), .ROW_WORDS(ROW_WORDS), .CHANNEL_WORDS(CHANNEL_WORDS)
     ) quantize_rows (
-        .clk, .reset, .go(rows_read || neurons_done), .passes, .inputs, .channel_words, .busy(quantise_busy), .done(quantised),
-        .write(write_x), .write_at(x_at), .word(x_word), .write_neuron,
+        .clk, .reset, .go(rows_loaded || neurons_done), .passes, .inputs, .channel_words, .busy(quantise_busy), .done(quantised),
+        .write(write_x), .write_at(x_at), .word(calls_tdata), .write_neuron,
         .neuron_at, .neurons, .write_row_scale, .row_scale_at, .row_scale, .write_row, .row_at,
         .row_words(row_values)
     );
@@ -140,10 +120,10 @@ module fastcar_engine #(
     for (genvar a = 0; a < AXI; a++) begin : g_axi
         wire beat_valid;
         fastcar_axi_read #(.BITS(128 * AXI_WORDS), .WORDS(READ_WORDS)) reader (
-            .clk, .reset, .start, .address(weights_address[64*a+:64]), .beats(words),
-            .ar_valid(w_ar_valid[a]), .ar_ready(w_ar_ready[a]), .ar_address(w_ar_address[64*a+:64]),
-            .ar_length(w_ar_length[8*a+:8]), .r_valid(w_r_valid[a]), .r_ready(w_r_ready[a]),
-            .r_data(w_r_data[128*AXI_WORDS*a+:128*AXI_WORDS]), .r_last(w_r_last[a]),
+            .clk, .reset, .start(begins), .address(weights_address[64*a+:64] + 64'(first_beat) * 64'(16 * AXI_WORDS)), .beats,
+            .ar_valid(arvalid[a]), .ar_ready(arready[a]), .ar_address(araddr[64*a+:64]),
+            .ar_length(arlen[8*a+:8]), .r_valid(rvalid[a]), .r_ready(rready[a]),
+            .r_data(rdata[128*AXI_WORDS*a+:128*AXI_WORDS]), .r_last(rlast[a]),
             .valid(beat_valid), .taken, .data(stream[128*AXI_WORDS*a+:128*AXI_WORDS])
         );
         assign valid[AXI_WORDS*a+:AXI_WORDS] = {AXI_WORDS{beat_valid}};
@@ -223,10 +203,10 @@ module fastcar_engine #(
         .ends(send_ends), .busy(send_busy), .write_results, .write_copy(results_write), .read_copy(results_read), .result_at,
         .results, .room, .put, .word(sent)
     );
-    fastcar_write_rows #(.ROWS(ROWS)) write_rows (
-        .clk, .reset, .go(go_last), .tiles, .computing, .whole, .result_words, .address(output_address), .busy(write_busy), .put,
-        .word(sent), .room, .aw_valid(y_aw_valid), .aw_ready(y_aw_ready), .aw_address(y_aw_address), .aw_length(y_aw_length),
-        .w_valid(y_w_valid), .w_ready(y_w_ready), .w_data(y_w_data), .w_last(y_w_last), .b_valid(y_b_valid),
-        .b_ready(y_b_ready)
+    localparam int WAITING = 16;
+    wire [4:0] waiting;
+    assign room = waiting <= 5'(WAITING - 4);
+    fastcar_fifo #(.BITS(128), .WORDS(WAITING)) fifo (
+        .clk, .reset, .put, .in(sent), .count(waiting), .valid(results_tvalid), .taken(results_tready), .out(results_tdata)
     );
 endmodule
