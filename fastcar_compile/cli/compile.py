@@ -87,10 +87,11 @@ def _engine(report: fc.DryRun) -> dict[str, str]:
     design, found = report.design, report.exploration
     if design is None or found is None:
         return {"engine": "none"}
+    apart = ", in RTL" if design.engine == "rtl" else ""
     why = f"; a faster one needs {', '.join(found.faster)}" if found.faster else ""
     return {
         "engine": f"{count_text(design.ports, 'weight port')} of 128 bits, {count_text(design.lanes, 'lane')}, "
-        f"{count_text(design.spec.cores, 'core')} at {design.budget.clock_mhz:g} MHz",
+        f"{count_text(design.spec.cores, 'core')} at {design.budget.clock_mhz:g} MHz{apart}",
         "chosen": f"of {count_text(found.tried, 'design')}, {found.rejected} too large; bound by {found.bound_by}{why}",
     }
 
@@ -182,6 +183,7 @@ def compile_command(
     heads: str | None = None,
     refresh_every: int | None = None,
     offload: str | None = None,
+    engine: str | None = None,
     max_chain: int | None = None,
     couple_cfg: bool = False,
     no_replay: bool = False,
@@ -225,6 +227,7 @@ def compile_command(
         refresh_every: Every n-th frame computes everything.
         offload: What the accelerator computes: mlp; linears (also projections and head); all (the step).
             Default: all where it can, or linears where that is faster; else mlp.
+        engine: The accelerator's linears and MLPs: hls (in its one kernel, default), or rtl (a kernel of their own).
         max_chain: Replays in a row at one slot at most.
         couple_cfg: Guidance pairs replay together.
         no_replay: Compile the dense decoder.

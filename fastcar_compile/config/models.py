@@ -347,6 +347,8 @@ class CompileConfig(Config):
             frame of at most 256.
         offload: what an accelerator computes: "mlp"; "linears": the MLPs, the projections and the head; or "all": the
             whole decode step, one launch per token. "all" implies kv "int8" and numerics "exact".
+        engine: what computes an accelerator's linears and MLPs: "hls": its one kernel, in C++; "rtl": a kernel of their
+            own (docs/explanation/rtl.md).
         sparse_attention: None: attention to all positions.
         kv: type of cached keys and values, a name of `fastcar_compile.config.formats.KV_TYPES`. `compile` says more.
         numerics: "native": attention, norms and rotary positions are float32, summed in each backend's own order.
@@ -368,6 +370,7 @@ class CompileConfig(Config):
     replay: ReplayConfig | None = None
     prefill_chunk: int | None = Field(default=None, ge=1, le=limits.SIZE, strict=True)
     offload: Literal["mlp", "linears", "all"] = "mlp"
+    engine: Literal["hls", "rtl"] = "hls"
     sparse_attention: SparseAttention | None = None
     kv: Annotated[str, _one_of(KV_TYPES, "KV type")] = "float32"
     numerics: Literal["native", "exact"] = "native"

@@ -50,8 +50,8 @@ public:
     // Throws Error: no device, an xclbin of another design, too little memory, or files that do not fit the design.
     Accelerator(const Artifact& artifact, const DecoderSpec& decoder, const std::string& xclbin, unsigned device,
                 const std::string& meminfo)
-        : spec_(accelerator_spec()), batch_(decoder.batch), hidden_(decoder.hidden), device_(device, xclbin, {kernel_spec()}),
-          kernel_(device_, kernel_spec()) {
+        : spec_(accelerator_spec()), batch_(decoder.batch), hidden_(decoder.hidden), device_(device, xclbin, kernel_specs()),
+          kernel_(device_, kernel_specs()) {
         const Mapping& table = artifact.data(spec_.table);
         read_program(table, artifact.place(spec_.table), decoder);
         if (spec_.shared_memory) {
@@ -188,8 +188,10 @@ private:
     // Bytes of every buffer on the device.
     static uint64_t buffer_bytes() {
         uint64_t bytes = 0;
-        for (const ArgumentSpec& argument : kernel_spec().arguments) {
-            bytes += argument.kind == Kind::SCALAR ? 0 : (argument.bytes + PAGE - 1) / PAGE * PAGE;
+        for (const KernelSpec& kernel : kernel_specs()) {
+            for (const ArgumentSpec& argument : kernel.arguments) {
+                bytes += argument.kind == Kind::SCALAR ? 0 : (argument.bytes + PAGE - 1) / PAGE * PAGE;
+            }
         }
         return bytes;
     }

@@ -73,6 +73,9 @@ private:
         for (const ArgumentSpec& argument : kernel.arguments) {
             expected += " " + argument.name;
         }
+        for (const std::string& stream : kernel.streams) {
+            expected += " " + stream;
+        }
         if (names != expected) {
             throw Error("the xclbin is of another design: " + kernel.name + " takes" + names + "; expected are" + expected,
                         where_, hint);
@@ -116,9 +119,16 @@ private:
     uint64_t bytes_ = 0;
 };
 
-// One compute unit. Every argument has to be filled before the first run; it keeps its value after a run.
+// One compute unit, or with a second kernel both ends of its streams, which run together. Every argument has to be filled before the first run; it
+// keeps its value after a run.
 class ComputeUnit {
 public:
+    ComputeUnit(const Device& device, const std::vector<KernelSpec>& kernels) : ComputeUnit(device, kernels.front()) {
+        for (size_t i = 1; i < kernels.size(); ++i) {
+            others_.emplace_back(device, kernels[i]);
+        }
+    }
+
     ComputeUnit(const Device& device, const KernelSpec& spec)
         : device_(device), spec_(spec),
           kernel_(Device::attempt("the kernel cannot be opened", spec.name, "end other programs that use the board",
@@ -161,7 +171,14 @@ public:
     void fill(const std::string& argument) { own(argument, 0); }
 
     // The argument's own buffer, which it is given if it has none yet.
-    Mapped map(const std::string& argument) { return Mapped(own(argument, 0), bytes_of(argument)); }
+    Mapped map(const std::string& argument) {
+        for (ComputeUnit& other : others_) {
+            if (!other.beginning(argument).empty()) {
+                return other.map(argument);
+            }
+        }
+        return Mapped(own(argument, 0), bytes_of(argument));
+    }
 
     // Where a scalar is in the signature.
     template <class T>
@@ -187,18 +204,24 @@ public:
 
     // One execution, waited for. Throws Error: an argument was never filled, or the kernel did not complete.
     void run() {
-        if (!all_filled_) {
-            fill_outputs();
+        for (ComputeUnit& other : others_) {
+            other.start();
         }
-        run_.start();
-        const ert_cmd_state state = run_.wait(std::chrono::milliseconds(TIMEOUT_MS));
-        if (state != ERT_CMD_STATE_COMPLETED) {
-            throw Error("the kernel did not complete, XRT state " + std::to_string(state), spec_.name,
-                        "see `dmesg` and `xbutil examine`; load the xclbin again");
+        start();
+        wait();
+        for (ComputeUnit& other : others_) {
+            other.wait();
         }
     }
 
-    uint64_t bytes_of(const std::string& argument) const { return spec_.arguments[index(argument)].bytes; }
+    uint64_t bytes_of(const std::string& argument) const {
+        for (const ComputeUnit& other : others_) {
+            if (!other.beginning(argument).empty()) {
+                return other.bytes_of(argument);
+            }
+        }
+        return spec_.arguments[index(argument)].bytes;
+    }
 
     // Arguments that take one section of a weight stream each, in the order of the sections.
     std::vector<std::string> weights() const { return beginning("weights_"); }
@@ -211,11 +234,30 @@ public:
                 names.push_back(argument.name);
             }
         }
+        for (const ComputeUnit& other : others_) {
+            const std::vector<std::string> found = other.beginning(prefix);
+            names.insert(names.end(), found.begin(), found.end());
+        }
         return names;
     }
 
 private:
     static constexpr int TIMEOUT_MS = 10000;
+
+    void start() {
+        if (!all_filled_) {
+            fill_outputs();
+        }
+        run_.start();
+    }
+
+    void wait() {
+        const ert_cmd_state state = run_.wait(std::chrono::milliseconds(TIMEOUT_MS));
+        if (state != ERT_CMD_STATE_COMPLETED) {
+            throw Error("the kernel did not complete, XRT state " + std::to_string(state), spec_.name,
+                        "see `dmesg` and `xbutil examine`; load the xclbin again");
+        }
+    }
 
     void fill_outputs() {
         for (size_t i = 0; i < filled_.size(); ++i) {
@@ -261,6 +303,7 @@ private:
     std::vector<bool> filled_;
     bool all_filled_ = false;
     std::map<std::string, xrt::bo> buffers_;
+    std::vector<ComputeUnit> others_;
 };
 
 }  // namespace fastcar_host

@@ -19,6 +19,7 @@ import tvm_ffi
 from conftest import board_libraries, check_module, check_tool, missing, shared_folder
 from decoders import llama
 from exact.conftest import artifact as step_artifact  # noqa: F401, a fixture
+from exact.conftest import compiled as exact_step
 from filelock import FileLock
 from gates import foreign
 from gates.networks import networks
@@ -58,6 +59,18 @@ def half_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer, batch 2, w8a8: the accelerator decides by keys in float16."""
     changes: dict[str, Any] = {"threshold": (0.0,), "kv": "float16", "prefill_chunk": 1}
     return built_once(tmp_path_factory, "half", lambda output: compiled(output, layers=1, **changes))
+
+
+@pytest.fixture(scope="session")
+def rtl_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """Whole steps, with the engine as a kernel of its own."""
+    changes: dict[str, Any] = {"offload": "all", "engine": "rtl", "replay": fc.ReplayConfig(threshold=0.0)}
+
+    def build(output: Path) -> fc.Artifact:
+        exact_step(output.with_name("rtl_build"), **changes).path.rename(output)
+        return fc.load(output)
+
+    return built_once(tmp_path_factory, "rtl", build)
 
 
 @pytest.fixture(scope="module")  # the gate is registered for no other file
@@ -162,7 +175,8 @@ def meminfo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 def argument_names(kernels: list[dict[str, Any]]) -> str:
     """The header fake_names.hpp."""
-    names = (f'{{"{k["name"]}", {{{", ".join(json.dumps(a["name"]) for a in k["arguments"])}}}}}' for k in kernels)
+    of_kernels = [(k["name"], [*(a["name"] for a in k["arguments"]), *k["streams"]]) for k in kernels]
+    names = (f'{{"{name}", {{{", ".join(map(json.dumps, own))}}}}}' for name, own in of_kernels)
     table = f"const std::map<std::string, std::vector<std::string>> ARGUMENT_NAMES = {{{', '.join(names)}}};"
     return f"#include <map>\n#include <string>\n#include <vector>\n{table}\n"
 

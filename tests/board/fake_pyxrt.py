@@ -14,7 +14,8 @@ class FakeXrt:
     """`module` is what `import pyxrt` gives; `calls` is what was done with it, in order.
 
     Args:
-        kernels: name -> the types of its C arguments in order (`"memory"` or `"scalar"`) and the function.
+        kernels: name -> the types of its arguments in order (`"memory"`, `"scalar"`, or `"stream"`, which the function
+            does not take) and the function.
         fault: one of the faults of fake_xrt.cpp, or "".
     """
 
@@ -137,8 +138,9 @@ class _Run:
 
     def start(self) -> None:
         kinds, function = self._xrt.kernels[self._kernel.name]
-        assert sorted(self._values) == list(range(len(kinds))), "an argument was not set"
-        values = [self._values[i] for i in range(len(kinds))]
+        filled = [i for i, kind in enumerate(kinds) if kind != "stream"]
+        assert sorted(self._values) == filled, "an argument was not set"
+        values = [self._values[i] for i in filled]
         # Of a buffer its beginning, which may be a list of rows.
         given = tuple(v & 0xFFFFFFFF if isinstance(v, int) else bytes(v.device[:512]) for v in values)
         self._xrt.calls.append(("start", self._kernel.name, given))

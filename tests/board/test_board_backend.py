@@ -36,7 +36,7 @@ def pyxrt(fake_library: Callable[[fc.Artifact], Path], monkeypatch: pytest.Monke
         kernels = {}
         for kernel in accelerator_of(artifact).kernels:
             kinds = ["scalar" if a.kind == "scalar" else "memory" for a in kernel.arguments]
-            kernels[kernel.name] = (kinds, getattr(library, kernel.name))
+            kernels[kernel.name] = (kinds + ["stream"] * len(kernel.streams), getattr(library, kernel.name))
         fake = FakeXrt(kernels, fault)
         monkeypatch.setitem(sys.modules, "pyxrt", fake.module)
         monkeypatch.setenv("FASTCAR_XCLBIN", str(artifact.path / "drs" / "table.bin"))  # any file
@@ -76,6 +76,14 @@ def test_logits_equal_those_of_the_cpu(name: str, linears: int, request: pytest.
     assert len(accelerator_of(offloaded).linears) == linears
     launched = int((~decisions.all(2)).sum()) + linears * decisions.shape[0]
     assert starts(fake) == {"fastcar_step": 1 + decisions.shape[0] + launched}
+
+
+@pytest.mark.thorough
+def test_an_engine_of_its_own_runs_with_every_launch(rtl_artifact: fc.Artifact, pyxrt: Faulty) -> None:
+    fake = pyxrt(rtl_artifact)
+    decisions = assert_same_logits(rtl_artifact)
+    launches = 1 + 1 + decisions.shape[0]  # the table, the prompt's token, the decode steps
+    assert starts(fake) == {"fastcar_engine": launches, "fastcar_step": launches}
 
 
 def test_the_notebook_of_an_artifact_runs(

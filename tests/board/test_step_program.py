@@ -41,6 +41,17 @@ def test_a_launch_per_position_gives_the_tokens_of_the_session(built: Built, tmp
     ]
 
 
+@pytest.mark.thorough
+def test_an_engine_of_its_own_runs_with_every_launch(
+    rtl_artifact: fc.Artifact, native: Machine, fake_library: Fake, tmp_path: Path
+) -> None:
+    """It is started first: in C simulation a kernel without its engine aborts."""
+    built = build(rtl_artifact, native, fake_library, tmp_path)
+    same_tokens(built, PROMPT, log := tmp_path / "log")
+    kernels = [line.split()[0] for line in log.read_text().splitlines()]
+    assert kernels == ["fastcar_engine", "fastcar_step"] * (len(PROMPT[0]) + TOKENS)
+
+
 @pytest.mark.parametrize(
     ("word", "value", "text"),
     [

@@ -113,8 +113,8 @@ def choose_accelerator(program: DecoderProgram, config: CompileConfig, board: Ta
     Where it does, the banks behind every weight port hold that port's part.
 
     Raises:
-        CompileError: no kernel fits the fabric and the banks, there is none for a shape, the layers differ, or a weight
-            of an MLP is computed in the graph.
+        CompileError: no kernel fits the fabric and the banks, there is none for a shape, the layers differ, a weight
+            of an MLP is computed in the graph, or an engine in RTL would have to compute drafts.
     """
     _check_equal(program.sites)
     _check_quantised(program, config)
@@ -123,7 +123,11 @@ def choose_accelerator(program: DecoderProgram, config: CompileConfig, board: Ta
     mlp = _mlp_spec(program, config)
     check_mlp(mlp)
     table = control_table(program, config, 1)
-    wanted = KernelSpec(mlp, table.limits, linears, step, () if work.step is None else work.step.drafts)
+    drafts = () if work.step is None else work.step.drafts
+    if drafts and config.engine == "rtl":
+        what = "engine='rtl' has no drafts: they exist in the C++ of the engine only"
+        raise CompileError(what, hint="leave engine out, or give offload='linears', where the host computes drafts")
+    wanted = KernelSpec(mlp, table.limits, linears, step, drafts, config.engine)
     # A memory that is too small for the decoder is reported elsewhere: its banks would refuse every design.
     found = explore(wanted, board, banks=footprint_of(program, config, board).total <= capacity(board))
     table = replace(table, cores=found.design.mlp.cores)

@@ -112,13 +112,13 @@ def _unused(accelerator: AcceleratorSection | None) -> tuple[str, ...]:
 
 
 def _kernels(target: Target, accelerator: AcceleratorSection) -> str:
-    """Return the kernel, the probe, and what the host calls the kernel with."""
-    (kernel,) = accelerator.kernels
-    step = accelerator.step
+    """Return the kernels, the probe, and what the host calls the kernels with."""
+    step, kernels = accelerator.step, dict(zip(("kernel", "engine"), accelerator.kernels, strict=False))
     probe = probe_interface(Design.of(accelerator.design))
     return render(
         "host/fastcar_kernels.hpp",
-        kernel=kernel,
+        kernels=kernels,
+        roles={**kernels, "probe": probe.part},
         probe=probe.part,
         probe_word_bytes=TYPE_BYTES[probe.ports[0].ctype],
         weights=accelerator.weights,

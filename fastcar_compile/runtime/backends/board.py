@@ -141,8 +141,9 @@ def _check_kernel(image: Any, kernel: KernelPart, path: Path) -> None:
     found = [k for k in image.get_kernels() if k.get_name() == kernel.name]
     if not found:
         raise BackendError(f"the xclbin has no kernel {kernel.name}", where=str(path), hint=hint)
-    if found[0].get_num_args() != len(kernel.arguments):
-        given, wanted = found[0].get_num_args(), len(kernel.arguments)
+    # XRT counts streams as arguments, which nobody fills.
+    given, wanted = found[0].get_num_args(), len(kernel.arguments) + len(kernel.streams)
+    if given != wanted:
         what = f"the xclbin is of another design: {kernel.name} has {given} arguments, expected are {wanted}"
         raise BackendError(what, where=str(path), hint=hint)
 
@@ -150,8 +151,8 @@ def _check_kernel(image: Any, kernel: KernelPart, path: Path) -> None:
 class XrtUnit(ComputeUnit):
     """A kernel of the xclbin."""
 
-    def __init__(self, device: Device, kernel: KernelPart) -> None:
-        super().__init__(kernel)
+    def __init__(self, device: Device, kernel: KernelPart, engine: ComputeUnit | None = None) -> None:
+        super().__init__(kernel, engine)
         self._device, xrt = device, device.xrt
         # Exclusive access: the kernel keeps a table on chip, which a second program could replace.
         with _xrt_errors("the kernel cannot be opened", kernel.name, "end other programs that use the board"):
@@ -178,8 +179,10 @@ class XrtUnit(ComputeUnit):
         """Set an argument; pyxrt takes a scalar as a C int."""
         self._run.set_arg(index, (value & 0xFFFFFFFF ^ 1 << 31) - (1 << 31) if isinstance(value, int) else value)
 
-    def _execute(self) -> None:
+    def _start(self) -> None:
         self._run.start()
+
+    def _wait(self) -> None:
         state = self._run.wait(TIMEOUT_MS)
         if state != self._device.xrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED:
             hint = "see `dmesg` and `xbutil examine`; load the xclbin again"
@@ -196,7 +199,8 @@ def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
             too little contiguous memory.
     """
     section = accelerator_of(artifact)
-    (kernel,) = section.kernels
-    device = Device([kernel])
+    device = Device(section.kernels)
     require_contiguous(artifact.manifest, section)
-    return stepper_on(artifact, options, XrtUnit(device, kernel))
+    kernel, *engines = section.kernels
+    engine = XrtUnit(device, engines[0]) if engines else None
+    return stepper_on(artifact, options, XrtUnit(device, kernel, engine))

@@ -29,8 +29,8 @@ FLAGS = [
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
     *("-fPIC", "-shared", "-fno-gnu-unique"),  # a library with unique symbols is never unloaded
 ]
-SOURCES = ("fastcar_step.cpp",)
-"""Source of a library: the project's kernel."""
+SOURCES = ("fastcar_step.cpp", "fastcar_engine.cpp")
+"""Sources of a library: the project's kernel, and the engine where it is a kernel of its own."""
 
 INSTALL_EXTRA = "install the extra `csim`: pip install 'fastcar_compile[csim]'"
 
@@ -80,7 +80,7 @@ def open_library(files: Mapping[str, bytes], build_dir: Path, defines: Sequence[
     Raises:
         BackendError: a source, g++ or the ap_types headers are missing, or the sources do not compile.
     """
-    path = build_library(files, build_dir, SOURCES, defines)
+    path = build_library(files, build_dir, [name for name in SOURCES if name in files or name == SOURCES[0]], defines)
     # NFS keeps the name of a file that is mapped.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="fastcar-", ignore_cleanup_errors=True) as folder:
         library = ctypes.CDLL(str(shutil.copy(path, folder)))
@@ -146,12 +146,17 @@ class CsimUnit(ComputeUnit):
 
     Args:
         another: loads the library once more, for a session of its own.
+        engine: the kernel at the other end of this one's streams, in the same library.
     """
 
     def __init__(
-        self, library: ctypes.CDLL, kernel: KernelPart, another: Callable[[], ctypes.CDLL] | None = None
+        self,
+        library: ctypes.CDLL,
+        kernel: KernelPart,
+        another: Callable[[], ctypes.CDLL] | None = None,
+        engine: KernelPart | None = None,
     ) -> None:
-        super().__init__(kernel)
+        super().__init__(kernel, None if engine is None else CsimUnit(library, engine))
         self._another = another
         self._function = library[kernel.name]  # as an attribute it would keep the library from being unloaded
         self._function.restype = None
@@ -159,7 +164,10 @@ class CsimUnit(ComputeUnit):
 
     def again(self) -> ComputeUnit:
         """Return a unit whose library is a copy of its own; see ComputeUnit.again."""
-        return super().again() if self._another is None else CsimUnit(self._another(), self.kernel, self._another)
+        if self._another is None:
+            return super().again()
+        engine = None if self.engine is None else self.engine.kernel
+        return CsimUnit(self._another(), self.kernel, self._another, engine)
 
     def make_buffer(self, name: str, data: Bytes) -> Bytes:
         """Return the bytes themselves where they are aligned."""
@@ -183,8 +191,11 @@ class CsimUnit(ComputeUnit):
     def _set_argument(self, index: int, value: Bytes | int) -> None:
         self._values[index] = value
 
-    def _execute(self) -> None:
+    def _start(self) -> None:
         self._function(*(_c_value(self._values[index]) for index in range(len(self.kernel.arguments))))
+
+    def _wait(self) -> None:
+        """Do nothing: the function has returned."""
 
 
 def _c_value(value: Bytes | int) -> ctypes.c_uint32 | ctypes.c_void_p:
@@ -200,7 +211,7 @@ def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
         BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
         UserError: the library cannot be written.
     """
-    (kernel,) = accelerator_of(artifact).kernels
+    kernel, *engines = accelerator_of(artifact).kernels
     sources, folder = sources_of(artifact), cache_folder() / "csim"
 
     def library() -> ctypes.CDLL:
@@ -208,7 +219,7 @@ def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
         with os_errors("the C simulation cannot be built", folder, hint):
             return open_library(sources, folder)
 
-    return stepper_on(artifact, options, CsimUnit(library(), kernel, library))
+    return stepper_on(artifact, options, CsimUnit(library(), kernel, library, *engines))
 
 
 def sources_of(artifact: StoredArtifact) -> dict[str, bytes]:

@@ -65,7 +65,7 @@ STREAM = measured("fifo")
 FLOAT_MULTIPLY, FLOAT_ADD = Usage(350, 550, dsp=3), Usage(350, 550, dsp=2)
 """A float32 operator of Vitis HLS: DSP48E2 at the usage that it takes by default (PG060, "full" multiplier and adder), and the
 fabric around it. Estimate of the fabric. Those of the RTL are other units: they keep subnormal numbers, multiply with two DSP48E2 and
-405 LUT, and add with 455 LUT and none."""
+401 LUT, and add with 455 LUT and none."""
 
 CORE = Usage(lut=800, ff=1_000)
 """One core besides its sums and float32 operators: converters and the multiplexers of its row. Estimate."""

@@ -27,10 +27,14 @@ Buffer = Any
 
 
 class ComputeUnit(ABC):
-    """One kernel. Every argument has to be filled before the first run; it keeps its value after a run."""
+    """One kernel. Every argument has to be filled before the first run; it keeps its value after a run.
 
-    def __init__(self, kernel: KernelPart) -> None:
-        self.kernel = kernel
+    Args:
+        engine: unit of the kernel at the other end of this one's streams, which every run starts too; None: no streams.
+    """
+
+    def __init__(self, kernel: KernelPart, engine: ComputeUnit | None = None) -> None:
+        self.kernel, self.engine = kernel, engine
         self._buffers: dict[str, Buffer] = {}
         self._filled: set[str] = set()
 
@@ -51,8 +55,12 @@ class ComputeUnit(ABC):
         """Give the argument at this place in the signature a buffer, or a scalar of 32 bits."""
 
     @abstractmethod
-    def _execute(self) -> None:
-        """Run the kernel once and wait for it.
+    def _start(self) -> None:
+        """Start the kernel."""
+
+    @abstractmethod
+    def _wait(self) -> None:
+        """Wait until the kernel has ended.
 
         Raises:
             BackendError: the kernel did not complete.
@@ -110,17 +118,24 @@ class ComputeUnit(ABC):
             self._filled.add(name)
 
     def run(self) -> None:
-        """Run the kernel once.
+        """Run the kernel once, and its engine.
 
         Raises:
-            InternalError: an argument was never filled. BackendError: the kernel did not complete.
+            InternalError: an argument was never filled. BackendError: a kernel did not complete.
         """
+        units = [self] if self.engine is None else [self.engine, self]
+        for unit in units:
+            unit._begin()
+        for unit in units:
+            unit._wait()
+
+    def _begin(self) -> None:
         # No caller fills outputs before a run, so they get their buffers here.
         self.fill(*(a.name for a in self.kernel.arguments if a.kind == "out"))
         lacking = [a.name for a in self.kernel.arguments if a.name not in self._filled]
         if lacking:
             raise InternalError(f"{self.kernel.name}: arguments that were never filled: {', '.join(lacking)}")
-        self._execute()
+        self._start()
 
     def _own(self, name: str, size: int) -> Buffer:
         limit = self.argument(name).bytes
