@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 from hls.library import Array, Linear, assert_same_bits, random_layer, reference
+from step.decoder import Decoder
+from step.kernel import Kernel
 
 from fastcar_compile.artifact.engine import Product, float_words
 from fastcar_compile.codegen.hls.control_table.table import DrsTable, Limits
@@ -123,6 +125,24 @@ class _Memory(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("latency", "refresh_interval", "refresh", "held")),
     ]
 
+    @classmethod
+    def of(cls, memory: Memory, held: int) -> _Memory:
+        """The memory as engine.cpp takes it; the model's rate is a mean over time, refreshes included."""
+        rate = memory.rate / (1 - memory.refreshing)
+        return cls(rate, memory.latency, round(memory.refresh_interval), round(memory.refresh), held)
+
+
+def step_kernel(made: Decoder, builder: Builder, name: str, memory: Memory, held: int) -> Kernel:
+    """Return the kernel of whole steps of a decoder, whose engine is the RTL.
+
+    Its library counts in `fastcar_clocks`, int64, the clocks of all linears and MLPs: see Engine in engine.cpp.
+    """
+    step = StepDesign.of(made.program, 2)
+    path = builder.build(made.made, Path("fastcar_engine.v"), "engine.cpp", name, whole=(made.table, step))
+    library = ctypes.CDLL(str(path))
+    ctypes.pointer(_Memory.in_dll(library, "fastcar_memory"))[0] = _Memory.of(memory, held)
+    return Kernel(library, made, step)
+
 
 @dataclass(frozen=True)
 class Work:
@@ -176,15 +196,7 @@ class EngineBench:
         buffers = [aligned(array) for array in (whole, work.stream, *results)]
         at = [ctypes.c_void_p(buffer.ctypes.data) for buffer in buffers]
         request = (rows, op, last.inputs, last.channels, last.tile, last.tiles)
-        # The model's rate is a mean over time, refreshes included.
-        kept = _Memory(
-            memory.rate / (1 - memory.refreshing),
-            memory.latency,
-            round(memory.refresh_interval),
-            round(memory.refresh),
-            held,
-        )
-        clocks = ctypes.c_int64()
+        kept, clocks = _Memory.of(memory, held), ctypes.c_int64()
         done = self._run(*at[:2], *request, ctypes.byref(kept), *at[2:], ctypes.byref(clocks))
         assert done == 1, "the engine refuses the request"
         rtl, cpp = buffers[2:]

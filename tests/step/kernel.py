@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
-from fastcar_compile.codegen.hls.interface import REPORT_LAYER_WORDS, KernelInterface, kernel_interface
+from fastcar_compile.codegen.hls.interface import REPORT_LAYER_WORDS, kernel_interfaces
 from fastcar_compile.codegen.hls.step_program.program import StepOp
 from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.runtime.backends.hls_csim import aligned
@@ -16,7 +16,7 @@ from step.values import Array
 
 @dataclass
 class Kernel:
-    """A loaded kernel and its memory: one buffer per memory argument, of the size that the interface says."""
+    """Loaded kernels and their memory: one buffer per memory argument, of the size that the interface says."""
 
     library: ctypes.CDLL
     made: Decoder
@@ -25,9 +25,9 @@ class Kernel:
 
     def __post_init__(self) -> None:
         """Fill weights, constants and empty caches."""
-        self._function = self.library["fastcar_step"]
-        self._function.restype = None
-        for port in self.interface.part.arguments:
+        interfaces = kernel_interfaces(self.made.made, self.step, self.made.table)
+        self._kernels = [kernel.part for kernel in interfaces]
+        for port in (argument for kernel in self._kernels for argument in kernel.arguments):
             if port.kind != "scalar":
                 self.memory[port.name] = aligned(np.zeros(port.bytes, np.uint8))
         self.put("constants", self.made.constants)
@@ -35,11 +35,6 @@ class Kernel:
             self.put(f"weights_{number}", section)
         empty = self.made.memory()
         self.set_caches(empty.keys, empty.values)
-
-    @property
-    def interface(self) -> KernelInterface:
-        """Its arguments."""
-        return kernel_interface(self.made.made, self.step, self.made.table)
 
     def put(self, name: str, array: Array) -> None:
         """Copy an array to the beginning of a buffer."""
@@ -53,8 +48,10 @@ class Kernel:
 
     def launch(self, op: int, size: int = 0) -> tuple[int, int]:
         """Launch once; return the status, and the number of the instruction or row that was refused."""
-        memories = (ctypes.c_void_p(array.ctypes.data) for array in self.memory.values())
-        self._function(*memories, *(ctypes.c_uint32(value) for value in (op, size, 0)))
+        values = {name: ctypes.c_uint32(value) for name, value in (("op", op), ("bytes", size), ("entry", 0))}
+        values |= {name: ctypes.c_void_p(array.ctypes.data) for name, array in self.memory.items()}
+        for kernel in reversed(self._kernels):
+            self.library[kernel.name](*(values[argument.name] for argument in kernel.arguments))
         status, number = self.memory["step_report"][:8].view(np.uint32)
         return int(status), int(number)
 
