@@ -15,30 +15,41 @@ import tempfile
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import torch
 
+import fastcar_compile as fc
 from fastcar_compile.artifact.engine import MlpSpec
 from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_rows
+from fastcar_compile.codegen.hls.control_table.reader import read_table
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape
 from fastcar_compile.codegen.hls.design.control_loops import decision_loops
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
+from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS
 from fastcar_compile.codegen.hls.model.engine import Engine
 from fastcar_compile.codegen.hls.project import table_of_sizes
+from fastcar_compile.codegen.hls.step_program.instructions import Instruction, Linear, Mlp
+from fastcar_compile.codegen.hls.step_program.program import read_program
 from fastcar_compile.config.targets import load_target
+from fastcar_compile.runtime.backends import hls_csim
+from fastcar_compile.runtime.backends.accelerator.step import accelerator_of
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+from decoders import llama  # noqa: E402
 from drs.tables import FRAME, LATER, Controller  # noqa: E402
 from drs.unit import DrsUnit  # noqa: E402
 from hls.library import best  # noqa: E402
-from rtl.simulation import Builder, EngineBench, Work  # noqa: E402
+from rtl.simulation import ENGINE, Builder, EngineBench, Work, loaded  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "measurements" / "rtl_cycles.md"
 
@@ -158,6 +169,45 @@ def decide(decoder: str, shape: AttentionShape, builder: Builder) -> list[Row]:
     return found
 
 
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1536, "num_key_value_heads": 1, "vocab_size": 1024}
+
+
+def token(builder: Builder) -> list[Row]:
+    """Return the clocks of all linears and MLPs of a token, in whole steps of two layers of the game's sizes.
+
+    The controller is the emitted C++, and calls the RTL; the logits are those of backend `cpu`.
+    """
+    options: dict[str, Any] = {"target": "kv260", "quant": "w8a8", "offload": "all", "engine": "rtl", "replay": None}
+    built = fc.compile(llama(**WIDE), tokens_per_frame=8, output=builder.folder / "token", prefill_chunk=1, **options)
+    section = accelerator_of(built)
+    made, data = Design.of(section.design), (built.path / section.table).read_bytes()
+    table, program = read_table(data), read_program(data)
+    whole = table, StepDesign.of(program, made.group)
+    path = replace(builder, optimise="-O1").build(made, ENGINE, "engine.cpp", "token_rtl", whole=whole)
+    engine = Engine(made, load_target("kv260"), table)
+    library = loaded(path, engine.memory)
+    with patch.object(hls_csim, "open_library", lambda *_: library):
+        sessions = [built.session(backend=name) for name in ("hls-csim", "cpu")]
+    clocks = ctypes.c_int64.in_dll(library, "fastcar_clocks")
+    for session in sessions:
+        session.prefill(torch.tensor([[5]]))
+    before = clocks.value
+    rtl, cpu = (session.step(torch.tensor([7])) for session in sessions)
+    assert torch.equal(rtl, cpu)
+    calls = [products for i in program.instructions if (products := _products(i, made))]
+    parts = [engine.parts(engine.array_call(own, made.load(1), on_chip=True, stays=True)) for own in calls]
+    model = sum(part.seconds for call in parts for part in call if part.unit != "drs") * engine.clock_hz
+    place = f"kv260 | game's sizes, two layers w8a8 | {made.ports} | 1 on 1"
+    return [Row(place, f"a token: {len(calls)} calls", clocks.value - before, model)]
+
+
+def _products(instruction: Instruction, made: Design) -> list[LinearSpec]:
+    if isinstance(instruction, Linear):
+        return [LinearSpec("", instruction.inputs, instruction.channels)]
+    mlp = (made.gate_up, made.down) if isinstance(instruction, Mlp) else ()
+    return [LinearSpec("", product.inputs, product.channels) for product in mlp]
+
+
 NOTE = """<!-- Written by `python benchmarks/rtl_cycles.py --docs`; do not edit. -->
 
 # Clocks of the RTL
@@ -181,7 +231,7 @@ def main() -> None:
         builder = Builder(Path(folder))
         measured = (measure(case, builder) for case in CASES)
         decided = (decide(*decision, builder) for decision in DECISIONS)
-        for row in chain.from_iterable(chain(measured, decided)):
+        for row in chain.from_iterable(chain(measured, [token(builder)], decided)):
             print(row.text, flush=True)
             lines.append(row.text + "\n")
     if arguments.docs:

@@ -89,6 +89,7 @@ def test_frame_not_smaller_than_sequence() -> None:
         ({"kv": "float8"}, "kv: unknown KV type 'float8'; known: float32, float16, bfloat16, int8"),
         ({"batch_size": 33}, "batch_size: Input should be less than or equal to 32 (given: 33)"),
         ({"max_seq_len": 12.5}, "max_seq_len: Input should be a valid integer"),
+        ({"engine": "vhdl"}, "engine: Input should be 'hls' or 'rtl' (given: 'vhdl')"),
         ({"offload": "head"}, "offload: Input should be 'mlp', 'linears' or 'all' (given: 'head')"),
     ],
 )

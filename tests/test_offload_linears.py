@@ -76,6 +76,8 @@ def test_the_artifact_tells_what_is_offloaded(example: SimpleNamespace) -> None:
 def test_a_target_without_an_accelerator_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match="offload='linears' needs an accelerator, and target cpu has none"):
         fc.compile(llama(), "cpu", tokens_per_frame=8, offload="linears", output=tmp_path / "a")
+    with pytest.raises(CompileError, match="engine='rtl' needs an accelerator, and target cpu has none"):
+        fc.compile(llama(), "cpu", tokens_per_frame=8, engine="rtl", output=tmp_path / "a")
     with pytest.raises(CompileError, match="offload: Input should be 'mlp', 'linears' or 'all'"):
         fc.compile(llama(), "zcu102", tokens_per_frame=8, offload="head", output=tmp_path / "a")
     assert not (tmp_path / "a").exists()

@@ -1,6 +1,6 @@
 # Stands in for Vivado, XSCT and Vitis HLS: records every call as one line, and refuses a command, an option, a property or an
 # IP that is not listed. The lists are of AMD's public documentation: UG835 (Vivado), UG1400 (XSCT), UG1399 (Vitis HLS), UG1393
-# (platform properties), PG201 (processing system), PG065 (clocks), PG099 (interrupts).
+# (properties of platforms and of kernels in RTL), PG201 (processing system), PG065 (clocks), PG099 (interrupts).
 set documented_options {
     create_project {-force -part} get_board_parts {-quiet -latest_file_version} create_bd_design {} create_bd_cell {-type -vlnv}
     apply_bd_automation {-rule -config} get_bd_cells {} get_bd_pins {} get_bd_intf_pins {} connect_bd_net {} current_project {}
@@ -8,6 +8,10 @@ set documented_options {
     generate_target {} write_hw_platform {-hw -hw_emu -force -file} validate_hw_platform {}
     {platform create} {-name -hw -hw_emu -proc -os -no-boot-bsp -out} {platform write} {} {platform generate} {}
     createdts {-hw -zocl -platform-name -git-branch -overlay -compile -out}
+    ipx::package_project {-root_dir -vendor -library -taxonomy -import_files} ipx::current_core {} ipx::get_memory_maps {-of_objects}
+    ipx::associate_bus_interfaces {-busif -clock -reset} ipx::get_address_blocks {-of_objects} ipx::add_register {}
+    ipx::add_register_parameter {} ipx::update_checksums {} ipx::save_core {}
+    package_xo {-force -xo_path -kernel_name -ip_directory -ctrl_protocol}
     open_project {-reset} set_top {} add_files {-tb -cflags} open_solution {-reset -flow_target} set_part {} create_clock {-period -name}
     set_clock_uncertainty {} csim_design {-argv} csynth_design {} cosim_design {-rtl} export_design {-format -output -rtl}
 }
@@ -19,9 +23,11 @@ set documented_properties {
     CONFIG.PSU__CRL_APB__PL0_REF_CTRL__FREQMHZ CONFIG.PSU__HIGH_ADDRESS__ENABLE
     CONFIG.PSU__SAXIGP0__DATA_WIDTH CONFIG.PSU__SAXIGP1__DATA_WIDTH CONFIG.PSU__SAXIGP2__DATA_WIDTH
     CONFIG.PSU__SAXIGP3__DATA_WIDTH CONFIG.PSU__SAXIGP4__DATA_WIDTH CONFIG.PSU__SAXIGP5__DATA_WIDTH
+    sdx_kernel sdx_kernel_type vitis_drc ipi_drc address_offset size value
     CONFIG.PRIM_SOURCE CONFIG.RESET_TYPE CONFIG.RESET_PORT CONFIG.CLKOUT1_REQUESTED_OUT_FREQ CONFIG.C_IRQ_CONNECTION
 }
-set documented_answers {get_bd_cells cell get_bd_pins pin get_bd_intf_pins pin get_files file current_project project current_fileset fileset}
+set documented_answers {ipx::current_core core ipx::get_memory_maps map ipx::get_address_blocks block ipx::add_register register
+    ipx::add_register_parameter parameter get_bd_cells cell get_bd_pins pin get_bd_intf_pins pin get_files file current_project project current_fileset fileset}
 
 proc checked {command arguments} {
     foreach argument $arguments {

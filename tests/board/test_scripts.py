@@ -1,13 +1,17 @@
 """The Tcl scripts of a project, in tclsh with stand-ins that know only what AMD documents."""
 
 import os
+import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hls.library import DESIGNS
 
 from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
+from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.codegen.hls.render import vitis_files
 from fastcar_compile.config.targets import Target, available_targets, load_target
 
@@ -83,6 +87,32 @@ def test_the_platform_for_v(tcl: Tcl, name: str) -> None:
     assert lines[0].startswith(f"platform create -name fastcar_{name} -hw out/platform/fastcar_{name}.xsa -hw_emu ")
     assert lines[1:3] == ["platform write", "platform generate"]
     assert [line.split()[0] for line in lines[3:]] == ["createdts"] * (board.platform.loader == "xmutil")
+
+
+def test_the_engine_is_packaged_with_its_registers_and_ports(tcl: Tcl, tmp_path: Path) -> None:
+    """From the sources of a project: every bus of its top has the clock, and every AXI port an address."""
+    made = replace(DESIGNS["eight_ports_one_row"], engine="rtl")
+    emit_hls(made, tmp_path)
+    done = tcl((tmp_path / "package_engine.tcl").read_text())
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    top = (tmp_path / "rtl" / "fastcar_engine.v").read_text()
+    buses = re.findall(r"^    (?:in|out)put wire \[\d+:0\] (\w+)_(?:t|r)data,?$", top, re.MULTILINE)
+    assert len(buses) == 3 + made.axi_weight_ports
+    clocked = [f"ipx::associate_bus_interfaces -busif {bus} -clock ap_clk core:" for bus in buses]
+    assert sorted(line for line in lines if "-busif" in line) == sorted(clocked)
+    added = {line.split("/")[-1] for line in lines if line.startswith("add_files ")}
+    assert {"fastcar_engine.v", "fastcar_product.sv", "fastcar_control.sv", "fastcar_rtl_config.svh"} <= added
+    assert not {"DSP48E2.sv", "fastcar_decide.sv"} & added
+    arguments = [
+        *("set_property address_offset 0x{0:03x} register:weights_{1}", "set_property size 64 register:weights_{1}"),
+        "set_property value m_axi_gmem_w{1} parameter:ASSOCIATED_BUSIF",
+    ]
+    wanted = [own.format(0x10 + 12 * p, p) for p in range(made.axi_weight_ports) for own in arguments]
+    at = lines.index("set_property address_offset 0x010 register:weights_0")
+    assert lines[at : at + len(wanted)] == wanted
+    xo = "build/fastcar_engine/fastcar_engine.xo -kernel_name fastcar_engine -ip_directory build/fastcar_engine/ip"
+    assert lines[-1] == f"package_xo -force -xo_path {xo} -ctrl_protocol ap_ctrl_hs"
 
 
 def test_vitis_hls_takes_what_the_configuration_says(tcl: Tcl, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,28 @@ def test_link_configuration(project: Path) -> None:
     others = {"step_program": "HP2", "inputs": "HP2", "outputs": "HPC1", "step_report": "HPC1"}
     assert lines[2:10] == [f"sp=fastcar_step_1.{name}:{port}" for name, port in (weights | others).items()]
     assert lines[10:] == ["", "[clock]", "freqHz=250000000:fastcar_step_1"]
+
+
+def test_an_engine_of_its_own_is_linked(vpp: dict[str, str], tmp_path: Path) -> None:
+    """Both kernels and their streams; weights come to the engine. Vitis cannot simulate one without the other."""
+    made = replace(DESIGNS["example"], engine="rtl")
+    emit_hls(made, tmp_path / "project", board=load_target("zcu102"))
+    lines = (tmp_path / "project" / "link.cfg").read_text().splitlines()
+    weights = {"weights_0": "HP0", "weights_1": "HP1", "weights_2": "HP3", "weights_3": "HPC0"}
+    assert lines[1:3] == [f"nk={name}:1:{name}_1" for name in ("fastcar_step", "fastcar_engine")]
+    assert [line for line in lines if "weights" in line] == [
+        f"sp=fastcar_engine_1.{name}:{tag}" for name, tag in weights.items()
+    ]
+    assert [line for line in lines if line.startswith("stream_connect=")] == [
+        "stream_connect=fastcar_step_1.calls:fastcar_engine_1.calls",
+        "stream_connect=fastcar_engine_1.results:fastcar_step_1.results",
+    ]
+    assert lines[-2:] == [f"freqHz=250000000:{name}_1" for name in ("fastcar_step", "fastcar_engine")]
+    done = make(tmp_path / "project", "-n", "link", "PLATFORM=p", **vpp)
+    assert "BUILD=build vivado -mode batch -source package_engine.tcl" in done.stdout
+    objects = [f"build/{name}/{name}.xo" for name in ("fastcar_step", "fastcar_engine")]
+    assert f"-o build/fastcar.xclbin {' '.join(objects)}\n" in done.stdout, done.stderr
+    assert_refused(make(tmp_path / "project", "cosim"), "co-simulation of Vitis has one kernel, and fastcar_step waits")
 
 
 def kernel(name: str, weights: int, *others: str) -> KernelInterface:

@@ -113,8 +113,10 @@ def find_ports_without_pragma(text: str) -> list[str]:
     for _, parameters, body in tops:
         names = [re.split(r"[\s*&]+", parameter)[-1] for parameter in parameters]
         memories = [("m_axi", n) for n, parameter in zip(names, parameters, strict=True) if "*" in parameter]
-        controls = [("s_axilite", name) for name in [*names, "return"]]
-        pairs, wanted = re.findall(r"#pragma HLS INTERFACE mode=(\w+) port=(\w+) ", body), memories + controls
+        streams = [("axis", n) for n, parameter in zip(names, parameters, strict=True) if "hls::stream" in parameter]
+        controls = [("s_axilite", name) for name in [*names, "return"] if ("axis", name) not in streams]
+        wanted = memories + streams + controls
+        pairs = re.findall(r"#pragma HLS INTERFACE mode=(\w+) port=(\w+)\s", body)
         if sorted(pairs) != sorted(wanted):
             found += [f"port: {pair}" for pair in sorted(set(pairs) ^ set(wanted))] or ["port: named twice"]
     return found

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ from fastcar_compile.codegen.hls.project import emit_hls
 from hls import lint
 from hls.library import DESIGNS
 
-NOT_SYNTHESISED = {"step_testbench.cpp"}
+NOT_SYNTHESISED = {"step_testbench.cpp", "fastcar_engine.cpp"}
 TOPS = ("fastcar_step.cpp", "fastcar_probe.cpp")
 PROBE_FILES = {"fastcar_probe.cpp", "fastcar_probe.hpp"}
 AXI_PORTS = "EngineConfig::PORTS / EngineConfig::AXI_WORDS"
@@ -80,6 +81,17 @@ def test_kernel_sources_are_clean(project: dict[str, str]) -> None:
     assert [found for text in project.values() for found in lint.find_run_specific(text)] == []
     defined = {name for text in kernels.values() for name, _, _ in lint.functions(lint.code_of(text))}
     assert {"fastcar_step", "compute", "mac_tile", "quantize_rows", "decide_layer"} < defined
+
+
+def test_a_kernel_without_its_engine_is_clean(tmp_path: Path) -> None:
+    """Its streams are arguments where it is synthesised, and no weight is read."""
+    emit_hls(replace(DESIGNS["linears"], engine="rtl"), tmp_path)
+    kernels = kernels_of({path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()})
+    (streams,) = re.findall(r"#define FASTCAR_STREAMS (, .*)", kernels["fastcar_step.hpp"])
+    top = kernels["fastcar_step.cpp"].replace(" FASTCAR_STREAMS", streams)
+    assert findings(kernels | {"fastcar_step.cpp": top}) == []
+    assert re.findall(r"mode=axis port=(\w+)\n", top) == ["calls", "results"]
+    assert "weights_0" not in top
 
 
 def test_no_floating_point_in_the_mac_array(project: dict[str, str]) -> None:

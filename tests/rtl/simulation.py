@@ -41,6 +41,7 @@ def _verilator_includes() -> list[str]:
     return [f"-I{include}", f"-I{include / 'vltstd'}"]
 
 
+ENGINE = Path("fastcar_engine.v")
 SIGNALS = ("arvalid", "arready", "araddr", "arlen", "arsize", "arburst", "rvalid", "rready", "rlast", "rdata")
 
 
@@ -133,15 +134,20 @@ class _Memory(ctypes.Structure):
 
 
 def step_kernel(made: Decoder, builder: Builder, name: str, memory: Memory, held: int) -> Kernel:
-    """Return the kernel of whole steps of a decoder, whose engine is the RTL.
-
-    Its library counts in `fastcar_clocks`, int64, the clocks of all linears and MLPs: see Engine in engine.cpp.
-    """
+    """Return the kernel of whole steps of a decoder, whose engine is the RTL."""
     step = StepDesign.of(made.program, 2)
-    path = builder.build(made.made, Path("fastcar_engine.v"), "engine.cpp", name, whole=(made.table, step))
+    path = builder.build(made.made, ENGINE, "engine.cpp", name, whole=(made.table, step))
+    return Kernel(loaded(path, memory, held), made, step)
+
+
+def loaded(path: Path, memory: Memory, held: int = 0) -> ctypes.CDLL:
+    """Return the library of a kernel of whole steps whose engine, the RTL, reads this memory.
+
+    It counts in `fastcar_clocks`, int64, the clocks of all linears and MLPs: see Engine in engine.cpp.
+    """
     library = ctypes.CDLL(str(path))
     ctypes.pointer(_Memory.in_dll(library, "fastcar_memory"))[0] = _Memory.of(memory, held)
-    return Kernel(library, made, step)
+    return library
 
 
 @dataclass(frozen=True)
@@ -175,7 +181,7 @@ class EngineBench:
 
     def __init__(self, made: Design, builder: Builder, name: str) -> None:
         self.design = made
-        path = builder.build(made, Path("fastcar_engine.v"), "engine.cpp", name)
+        path = builder.build(made, ENGINE, "engine.cpp", name)
         self._run = ctypes.CDLL(str(path)).fastcar_rtl_engine
 
     def run(self, work: Work, rows: int, memory: Memory, *, held: int = 0) -> int:

@@ -23,6 +23,14 @@ def test_the_closed_form_is_close(rtl_tools: None, builder: Builder, place: int)
 
 
 @pytest.mark.thorough
+def test_a_token_takes_the_clocks_of_the_closed_form(rtl_tools: None, builder: Builder) -> None:
+    """All its linears and MLPs: the activation's stages of every linear are missing."""
+    with imported([BENCHMARKS], ["rtl_cycles"]) as scripts:
+        (row,) = scripts.rtl_cycles.token(builder)
+        assert row.rtl == pytest.approx(row.model, rel=CLOSE), row.text
+
+
+@pytest.mark.thorough
 def test_a_decision_takes_the_clocks_of_the_closed_form(rtl_tools: None, builder: Builder) -> None:
     with imported([BENCHMARKS], ["rtl_cycles"]) as scripts:
         for decision in scripts.rtl_cycles.DECISIONS:

@@ -190,6 +190,11 @@ def test_the_accelerator_has_the_mlps_and_the_host_the_draft(tmp_path: Path) -> 
         built(tmp_path / "strict", target="zcu102", quant="w8a8", offload="mlp", batch_size=2, strict=True)
 
 
+def test_an_engine_in_rtl_has_no_drafts(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=r"engine='rtl' has no drafts: .* C\+\+ .*\n.*offload='linears'"):
+        built(tmp_path / "built", llama(head_dim=32), **EXACT, **WHOLE, engine="rtl")
+
+
 def test_rows_beyond_the_array_are_refused(tmp_path: Path) -> None:
     """A draft takes two rows of it for each that replays."""
     with pytest.raises(CompileError, match=r"drafts on the accel.*: 17 rows are more than 16\n.*at most 16 rows"):
