@@ -7,6 +7,7 @@ module fastcar_multiply #(
     parameter int WEIGHT_BITS = 4,
     parameter int TILE_WORDS = 64,
     parameter int CHANNEL_WORDS = 12,
+    parameter TILE_STYLE = "auto",
     localparam int LANES = 128 / WEIGHT_BITS,
     localparam int TILE_BITS = $clog2(2 * TILE_WORDS),
     localparam int ROW_BITS = $clog2(PASSES * CHANNEL_WORDS + 1)
@@ -67,7 +68,7 @@ module fastcar_multiply #(
     wire [PORTS*128-1:0] weights;
     wire [CORES*LANES*8-1:0] inputs;
     for (genvar p = 0; p < PORTS; p++) begin : g_tile
-        fastcar_ram #(.BITS(128), .WORDS(2 * TILE_WORDS)) tile (
+        fastcar_ram #(.BITS(128), .WORDS(2 * TILE_WORDS), .STYLE(TILE_STYLE)) tile (
             .clk, .write(write_tile), .write_at(TILE_BITS'(write_at + (write_copy[0] ? 20'(TILE_WORDS) : 20'd0))),
             .data(words[128*p+:128]), .read_at(TILE_BITS'(at + (read_copy[0] ? 20'(TILE_WORDS) : 20'd0))),
             .found(weights[128*p+:128])

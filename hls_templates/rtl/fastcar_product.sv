@@ -171,7 +171,7 @@ module fastcar_product #(
     );
     fastcar_multiply #(
         .PORTS(PORTS), .CORES(CORES), .PASSES(PASSES), .WEIGHT_BITS(WEIGHT_BITS), .TILE_WORDS(TILE_WORDS),
-        .CHANNEL_WORDS(CHANNEL_WORDS)
+        .CHANNEL_WORDS(CHANNEL_WORDS), .TILE_STYLE(`FASTCAR_TILE_STYLE)
     ) multiply (
         .clk, .reset, .go, .tiles, .passes, .tile_words, .channel_words, .sum_words,
         .blocks_ready(tile_readable && sums_writable), .begins(multiply_begins), .ends(multiply_ends), .busy(multiply_busy),

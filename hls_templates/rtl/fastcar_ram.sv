@@ -4,6 +4,9 @@ module fastcar_ram #(
     parameter int BITS = 32,
     parameter int WORDS = 16,
     parameter int LATENCY = 2,
+    // verilator lint_off UNUSEDPARAM
+    parameter STYLE = "auto",  // "ultra": UltraRAM; for synthesis only
+    // verilator lint_on UNUSEDPARAM
     localparam int PLACE_BITS = WORDS > 1 ? $clog2(WORDS) : 1
 ) (
     input logic clk,
@@ -13,7 +16,7 @@ module fastcar_ram #(
     input logic [PLACE_BITS-1:0] read_at,
     output logic [BITS-1:0] found
 );
-    logic [BITS-1:0] memory[0:WORDS-1];
+    (* ram_style = STYLE *) logic [BITS-1:0] memory[0:WORDS-1];
     logic [BITS-1:0] word;
     always_ff @(posedge clk) begin
         if (write) memory[write_at] <= data;
