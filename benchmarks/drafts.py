@@ -1,6 +1,7 @@
 """What a draft of the MLPs spares, and what it costs: docs/explanation/drafts.md.
 
     python benchmarks/drafts.py quality --data build/doom/data --json quality.json
+    python benchmarks/drafts.py quality --only "distilled, share 0.28"
     python benchmarks/drafts.py rollouts --quality quality.json
     python benchmarks/drafts.py precisions --quality quality.json
     python benchmarks/drafts.py speed --quality quality.json
@@ -25,7 +26,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,15 @@ def held_out(setup: Setup, quant: str = "none") -> Study:
     )
 
 
-def quality(setup: Setup, output: Path | None) -> None:
-    """Print replay and bytes spared within each limit, and what each method costs at the same bytes."""
+def quality(setup: Setup, output: Path | None, only: Sequence[str]) -> None:
+    """Print replay and bytes spared within each limit, and what each method costs at the same bytes. only: methods."""
     study = held_out(setup)
-    shares, compared = natural_shares(setup.tokens("held_out")), methods(setup)
+    shares, compared = natural_shares(setup.tokens("held_out")), methods(setup, only)
     rows = {name: study.rows(cases) for name, cases in compared.items()}
     for share in DISTILLED:
         name, other = f"distilled, share {share}", f"by chance, share {share}"
+        if name not in compared:
+            continue
         compared[other] = [by_chance(case, row) for case, row in zip(compared[name], rows[name], strict=True)]
         rows[other] = study.rows(compared[other])
     found = dict[str, Any]()
@@ -269,6 +272,7 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, default=DOOM.parents[1] / "build" / "doom" / "drafts")
     parser.add_argument("--quality", type=Path, help="what quality wrote with --json")
+    parser.add_argument("--only", nargs="+", default=[], help='methods of quality, such as "distilled, share 0.28"')
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.what in alone:
@@ -279,7 +283,7 @@ def main() -> None:
     for split in ("calibration", "held_out"):
         setup.record(split)
     if options.what == "quality":
-        quality(setup, options.json)
+        quality(setup, options.json, options.only)
     else:
         read[options.what](setup, json.loads(options.quality.read_text("utf-8")))
 

@@ -1,7 +1,9 @@
 """Drafts of the game decoder, fitted and distilled, and what they have to beat."""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,12 +50,18 @@ def point_of(row: dict[str, Any], shares: dict[str, float]) -> tuple[float, floa
 
 
 def sequences(setup: Setup, steps: int = 0) -> np.ndarray:
-    """Return the sequences that a draft is fitted to, and then one for each further step."""
+    """Return the sequences that a draft is fitted to, and then more: as many as the steps read without a repetition."""
     split, frames = setup.tokens("calibration"), setup.counts.frames
     random, every = np.random.default_rng(SEED), split.sequences(frames)
     starts = np.sort(random.choice(every, SEQUENCES, replace=False))
-    more = random.choice(every, max(0, steps - SEQUENCES), replace=False)
+    wanted = steps * batch_of(frames)
+    more = random.choice(every, max(0, wanted - SEQUENCES), replace=False)
     return split.take(np.concatenate([starts, more]), frames)
+
+
+def batch_of(frames: int) -> int:
+    """Return the sequences that a step of a distillation decodes."""
+    return round(distill.STEP_TOKENS / (frames * TOKENS_PER_FRAME))
 
 
 def fitted(setup: Setup, share: float, steps: int = 0) -> fc.Draft:
@@ -85,7 +93,8 @@ def narrow(setup: Setup, draft: fc.Draft) -> fc.Draft:
     layers = {i: gate_of(draft, i) for i in range(setup.dense.model().config.num_hidden_layers)}
     for i, own in draft.layers.items():
         layers[i] |= own.params() | {"gains": torch.zeros_like(own.gains)}
-    options = train.Options("learned", REPLAY, 1, STEPS, 1, 0, start=draft.digest, counted=COUNTED)
+    batch = batch_of(setup.counts.frames)
+    options = train.Options("learned", REPLAY, 1, STEPS, batch, 0, start=draft.digest, counted=COUNTED)
     setting = train.Setup(TOKENS_PER_FRAME, TOKENS_PER_FRAME, checkpoint=setup.work / "narrow.checkpoint")
     began = time.perf_counter()
     model, videos = setup.dense.model(), sequences(setup, STEPS)
@@ -119,16 +128,24 @@ def by_chance(case: Case, row: dict[str, Any]) -> Case:
     return replace(case, replay=case.replay.model_copy(update=changes))
 
 
-def methods(setup: Setup) -> dict[str, list[Case]]:
-    """Return what is compared, by its name in tables: cases of more and more replay."""
+def methods(setup: Setup, only: Sequence[str] = ()) -> dict[str, list[Case]]:
+    """Return what is compared, by its name in tables: cases of more and more replay. only: these names; none: all."""
     plain = load_cases(DOOM / "cases.json", setup.dense.gate_weights())
-    found = {gate: [case for case in plain if case.gate == gate] for gate in PLAIN}
-    drafts = {share: fitted(setup, share) for share in SHARES}
-    found |= {f"draft, share {share}": cases_of(setup, draft) for share, draft in drafts.items()}
-    found |= {f"distilled, share {share}": cases_of(setup, fitted(setup, share, STEPS)) for share in DISTILLED}
-    found["without cache"] = cases_of(setup, narrow(setup, drafts[DISTILLED[0]]))
-    # The last case replays every row.
-    found["narrower MLPs"] = found["without cache"][-1:]
+
+    def drafted(share: float, steps: int = 0) -> list[Case]:
+        return cases_of(setup, fitted(setup, share, steps))
+
+    def narrower() -> list[Case]:
+        return cases_of(setup, narrow(setup, fitted(setup, DISTILLED[0])))
+
+    makers: dict[str, Callable[[], list[Case]]] = {}
+    makers |= {gate: partial(list, [case for case in plain if case.gate == gate]) for gate in PLAIN}
+    makers |= {f"draft, share {share}": partial(drafted, share) for share in SHARES}
+    makers |= {f"distilled, share {share}": partial(drafted, share, STEPS) for share in DISTILLED}
+    makers["without cache"] = narrower
+    found = {name: make() for name, make in makers.items() if not only or name in only}
+    if "without cache" in found:
+        found["narrower MLPs"] = found["without cache"][-1:]  # it replays every row
     return found
 
 

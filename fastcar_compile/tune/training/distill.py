@@ -22,7 +22,7 @@ from fastcar_compile.tune.training.surrogate import Mlp, surrogate
 from fastcar_compile.tune.training.train import Options, Setup, Training
 from fastcar_compile.tune.training.trained import TrainingState
 
-STEP_TOKENS = 1024
+STEP_TOKENS = 2048
 """A step decodes as many videos as hold about so many tokens."""
 
 FIRST = 8
