@@ -41,7 +41,7 @@ def _all(call: Call) -> Value:
 def _transpose(call: Call) -> Value:
     """Emit a view where no element moves: at most one axis from the first to the last is longer than 1."""
     x = call.tensor("self")
-    first, last = sorted(call.integer(name) % len(x.shape) for name in ("dim0", "dim1"))
+    first, last = sorted(call[name] % len(x.shape) for name in ("dim0", "dim1"))
     if sum(n > 1 for n in x.shape[first : last + 1]) <= 1:
         return call.reshape(x.value, call.shape)
     axes = list(range(len(x.shape)))
@@ -58,7 +58,7 @@ def _embedding(call: Call) -> Value:
 @converts(aten.full.default)
 def _full(call: Call) -> Value:
     """Emit a constant, spread over the shape, for infinities: TVM's own fails for them."""
-    value = call.number("fill_value")
+    value = float(call["fill_value"])
     if not math.isinf(value):
         return call.stock()
     return call.emit(untyped.op.broadcast_to(relax.const(value, call.dtype), call.shape))
@@ -67,7 +67,7 @@ def _full(call: Call) -> Value:
 @converts(aten.masked_fill.Scalar)
 def _masked_fill(call: Call) -> Value:
     """Emit a choice for infinities, for the same reason."""
-    value = call.number("value")
+    value = float(call["value"])
     if not math.isinf(value):
         return call.stock()
     filling = relax.const(value, call.dtype)
@@ -82,26 +82,25 @@ def _clamp(call: Call) -> Value:
     value = call.tensor("self").value
     for name, bound in (("min", relax.op.maximum), ("max", relax.op.minimum)):
         if call.has(name):
-            value = call.emit(bound(value, relax.const(call.integer(name), call.dtype)))
+            value = call.emit(bound(value, relax.const(call[name], call.dtype)))
     return value
 
 
 @converts(aten.select.int)
 def _select(call: Call) -> Value:
     """Emit a clipping lookup, as for the embedding: TVM's own does not check the index."""
-    index = relax.const(call.integer("index"), "int64")
-    return call.emit(relax.op.take(call.tensor("self").value, index, axis=call.integer("dim"), mode="clip"))
+    index = relax.const(call["index"], "int64")
+    return call.emit(relax.op.take(call.tensor("self").value, index, axis=call["dim"], mode="clip"))
 
 
 @converts(aten.index.Tensor)
 def _index(call: Call) -> Value:
     """Emit a clipping lookup for one index of int64, such as rows by position; else TVM's own."""
-    x, given = call.tensor("self"), call.optionals("indices")
-    axes = [axis for axis, index in enumerate(given) if index is not None]
-    index = given[axes[0]] if len(axes) == 1 else None
-    if index is None or index.dtype != "int64":
+    axes = [axis for axis, index in enumerate(call["indices"]) if index is not None]
+    index = call.operand(call["indices"][axes[0]])
+    if len(axes) > 1 or index.dtype != "int64":
         return call.stock()
-    return call.emit(relax.op.take(x.value, index.value, axis=axes[0], mode="clip"))
+    return call.emit(relax.op.take(call.tensor("self").value, index.value, axis=axes[0], mode="clip"))
 
 
 @converts(aten.cat.default)
@@ -153,7 +152,7 @@ def _elementwise(function: Callable[[Any], Any], call: Call) -> Value:
 
 @converts(aten.gelu.default)
 def _gelu(call: Call) -> Value:
-    return _elementwise(vectors.gelu_tanh if call.text("approximate") == "tanh" else vectors.gelu, call)
+    return _elementwise(vectors.gelu_tanh if call["approximate"] == "tanh" else vectors.gelu, call)
 
 
 def _float_linear(rows: str, call: Call) -> Value:
@@ -191,7 +190,7 @@ def _quantize_rows(call: Call) -> Value:
 
 @converts(fastcar.gated_quantize.default)
 def _gated_quantize(call: Call) -> Value:
-    gate, up, activation = call.tensor("gate"), call.tensor("up"), call.text("activation")
+    gate, up, activation = call.tensor("gate"), call.tensor("up"), call["activation"]
     table = call.constant(factor_table(activation).numpy())
     values = [*(call.reshape(x.value, x.rows) for x in (gate, up)), table]
     return quantized(call, call.dispatch("activate_quantize", *gate.rows, activation), values, gate)
@@ -199,7 +198,7 @@ def _gated_quantize(call: Call) -> Value:
 
 @converts(fastcar.draft_features_quantize.default)
 def _draft_features_quantize(call: Call) -> Value:
-    (rows, neurons), rank, activation = call.tensor("gate").rows, call.tensor("inner").rows[1], call.text("activation")
+    (rows, neurons), rank, activation = call.tensor("gate").rows, call.tensor("inner").rows[1], call["activation"]
     kernel = call.dispatch("draft_features_quantize", rows // 2, neurons, rank, activation)
     arguments = [*call.values("gate", "up", "inner", "gain"), call.constant(factor_table(activation).numpy())]
     types = [((rows // 2, neurons + rank), "int8"), ((rows // 2,), "float32")]
@@ -216,7 +215,7 @@ def quantized(call: Call, kernel: PrimFunc, args: list[relax.Expr], x: Operand) 
 
 @converts(fastcar.activation_factor.default)
 def _activation_factor(call: Call) -> Value:
-    x, activation = call.tensor("x"), call.text("activation")
+    x, activation = call.tensor("x"), call["activation"]
     size = math.prod(x.shape)
     args = [call.reshape(x.value, (size,)), call.constant(factor_table(activation).numpy())]
     return call.reshape(call.kernel(call.dispatch("activation_factor", size, activation), args, (size,)), x.shape)
@@ -237,12 +236,12 @@ def _rows_weight_and_bias(call: Call) -> list[relax.Expr]:
 
 def _norm(kernel: Kernel, arguments: Callable[[Call], list[relax.Expr]], call: Call) -> Value:
     x = call.tensor("x")
-    return call.reshape(call.kernel(kernel(*x.rows, call.number("epsilon")), arguments(call), x.rows), x.shape)
+    return call.reshape(call.kernel(kernel(*x.rows, float(call["epsilon"])), arguments(call), x.rows), x.shape)
 
 
 def _norm_quantize(kernel: Kernel, arguments: Callable[[Call], list[relax.Expr]], call: Call) -> Value:
     x = call.tensor("x")
-    return quantized(call, kernel(*x.rows, call.number("epsilon")), arguments(call), x)
+    return quantized(call, kernel(*x.rows, float(call["epsilon"])), arguments(call), x)
 
 
 CONVERTERS |= {

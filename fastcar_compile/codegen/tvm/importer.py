@@ -96,15 +96,11 @@ class Call:
     def optional(self, name: str) -> Operand | None:
         """Return a tensor argument that may be None."""
         node = self._arguments[name]
-        return None if node is None else self._operand(node)
+        return None if node is None else self.operand(node)
 
     def tensors(self, name: str) -> list[Operand]:
         """Return an argument that is a list of tensors."""
-        return [self._operand(node) for node in self._arguments[name]]
-
-    def optionals(self, name: str) -> list[Operand | None]:
-        """Return an argument that is a list of tensors, any of which may be None."""
-        return [None if node is None else self._operand(node) for node in self._arguments[name]]
+        return [self.operand(node) for node in self._arguments[name]]
 
     def values(self, *names: str) -> list[relax.Expr]:
         """Return the Relax values of tensor arguments."""
@@ -114,25 +110,13 @@ class Call:
         """Return whether the operator has such an argument, and it is not None."""
         return self._arguments.get(name) is not None
 
-    def integer(self, name: str) -> int:
-        """Return an integer argument, or a truth value as 0 or 1."""
-        return int(self._arguments[name])
-
-    def number(self, name: str) -> float:
-        """Return a float argument."""
-        return float(self._arguments[name])
-
-    def text(self, name: str) -> str:
-        """Return a text argument."""
-        return str(self._arguments[name])
-
-    def numbers(self, name: str) -> list[Any]:
-        """Return an argument that is a list of numbers."""
-        return list(self._arguments[name])
+    def __getitem__(self, name: str) -> Any:
+        """Return an argument that is no tensor."""
+        return self._arguments[name]
 
     def literal(self, name: str) -> relax.Var:
         """Return the function's variable for an argument that names the layer."""
-        return self._importer.literals[self.integer(name)]
+        return self._importer.literals[int(self[name])]
 
     def stock(self) -> relax.Expr:
         """Emit what TVM's own converter makes of the call."""
@@ -203,7 +187,8 @@ class Call:
         several = self.emit(value)
         return [self.emit(relax.TupleGetItem(several, i)) for i in range(count)]
 
-    def _operand(self, node: fx.Node) -> Operand:
+    def operand(self, node: fx.Node) -> Operand:
+        """Return what a node stands for."""
         val = node.meta["val"]
         return Operand(self._importer.env[node], tuple(int(d) for d in val.shape), dtype_of(val))
 

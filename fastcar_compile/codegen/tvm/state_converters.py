@@ -20,7 +20,7 @@ fastcar = torch.ops.fastcar
 
 def _softcap(call: Call) -> tuple[float, ...]:
     """Return the soft-cap as an option of a kernel; nothing without one."""
-    return (call.number("softcap"),) if call.has("softcap") else ()
+    return (float(call["softcap"]),) if call.has("softcap") else ()
 
 
 def positions(call: Call, *before: Any) -> tuple[Any, ...]:
@@ -42,13 +42,13 @@ def _attention(call: Call) -> Value:
     # One row reads each key once; a chunk is tiled, so that keys are reused by its rows.
     kind = "attention" if query.shape[2] == 1 else "attention_chunk"
     last = _softcap_and_positions(call) if kind == "attention" else _softcap(call)
-    kernel = call.dispatch(kind, query.shape, keys.shape, call.number("scale"), keys.dtype, *last)
+    kernel = call.dispatch(kind, query.shape, keys.shape, float(call["scale"]), keys.dtype, *last)
     return call.kernel(kernel, call.values("query", "key_cache", "value_cache", "position"))
 
 
 def _spans_attention(call: Call) -> Value:
     query, keys, (ranges, count) = call.tensor("query"), call.tensor("key_cache"), _ranges(call)
-    options = (call.number("scale"), keys.dtype, *(_softcap(call) or (None,)), count)
+    options = (float(call["scale"]), keys.dtype, *(_softcap(call) or (None,)), count)
     kernel = call.dispatch("spans_attention", query.shape, keys.shape, *options)
     return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache"), ranges])
 
@@ -59,7 +59,7 @@ def _ranges(call: Call) -> tuple[relax.Expr, int]:
     if not call.has("window"):
         return spans.value, spans.shape[1]
     rows, count, _ = spans.shape
-    kernel = decode.ring_spans(rows, count, call.integer("window"), call.tensor("key_cache").shape[2])
+    kernel = decode.ring_spans(rows, count, call["window"], call.tensor("key_cache").shape[2])
     made = call.kernel(kernel, [spans.value, *call.values("position")], (rows, count + 1, 2), "int64")
     return made, count + 1
 
@@ -69,7 +69,7 @@ def _window_attention(call: Call) -> Value:
     if call.has("spans"):
         return _spans_attention(call)
     query, keys = call.tensor("query"), call.tensor("key_cache")
-    options = (call.number("scale"), call.integer("sinks"), call.integer("window"), keys.dtype)
+    options = (float(call["scale"]), call["sinks"], call["window"], keys.dtype)
     kernel = call.dispatch("window_attention", query.shape, keys.shape, *options, *_softcap_and_positions(call))
     sink_query = call.optional("sink_query") or query
     return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache", "position"), sink_query.value])
@@ -82,10 +82,10 @@ def _exact_attention(call: Call) -> Value:
     table, own = call.constant(EXP_TABLE.astype(np.int32)), call.values("query", "key_cache", "value_cache")
     if call.has("spans"):
         ranges, count = _ranges(call)
-        kernel = call.dispatch("exact_spans_attention", query.shape, keys.shape, call.number("scale"), count)
+        kernel = call.dispatch("exact_spans_attention", query.shape, keys.shape, float(call["scale"]), count)
         return call.kernel(kernel, [*own, ranges, table])
-    window = (call.integer("sinks"), call.integer("window")) if call.has("window") else None
-    options = (call.number("scale"), window, *positions(call))
+    window = (call["sinks"], call["window"]) if call.has("window") else None
+    options = (float(call["scale"]), window, *positions(call))
     kernel = call.dispatch("exact_attention", query.shape, keys.shape, *options)
     return call.kernel(kernel, [*own, *call.values("position"), table])
 
@@ -96,7 +96,7 @@ def _context_attention(call: Call) -> Value:
     query, values, mask = call.tensor("query"), call.tensor("values"), call.optional("mask")
     rows = 1 if mask is None else mask.shape[0]
     added = call.constant(np.zeros((1, 1, 1, values.shape[2]), np.float32)) if mask is None else mask.value
-    kernel = context_attention(query.shape, values.shape, rows, call.number("scale"), *_softcap(call))
+    kernel = context_attention(query.shape, values.shape, rows, float(call["scale"]), *_softcap(call))
     return call.kernel(kernel, [*call.values("query", "keys", "values"), added])
 
 
@@ -107,9 +107,9 @@ def _tas(call: Call) -> Value:
     if call.has("heads"):
         # Heads and weights are data and not options: one kernel serves all layers.
         kind, factors = "tas_heads", np.zeros(query.shape[1], np.float32)
-        factors[call.numbers("heads")] = call.numbers("weights")
+        factors[list(call["heads"])] = list(call["weights"])
         arguments.append(call.constant(factors))
-    options = (call.integer("stride"), call.number("scale"), keys.dtype, *positions(call))
+    options = (call["stride"], float(call["scale"]), keys.dtype, *positions(call))
     return call.kernel(call.dispatch(kind, query.shape, keys.shape, *options), arguments)
 
 
@@ -118,7 +118,7 @@ def _cache_write(call: Call) -> Value:
     batch, _, rows, d = call.tensor("value").shape
     count = call.tensor("position").shape[0]
     last = ((batch, count),) if count > 1 else ()
-    kind, sinks = ("ring_write", (call.integer("sinks"),)) if call.has("sinks") else ("cache_write", ())
+    kind, sinks = ("ring_write", (call["sinks"],)) if call.has("sinks") else ("cache_write", ())
     # The kernels take the cache's shape with D of a head, whatever bytes a cached row has.
     kernel = call.dispatch(kind, (*call.shape[:3], d), rows, *sinks, call.dtype, *last)
     return call.in_place(kernel, call.values("cache", "value", "position"))
@@ -126,13 +126,13 @@ def _cache_write(call: Call) -> Value:
 
 @converts(fastcar.ring_row.default)
 def _ring_row(call: Call) -> Value:
-    kernel = decode.ring_row(call.integer("back"), call.integer("sinks"), call.integer("ring"), *positions(call))
+    kernel = decode.ring_row(call["back"], call["sinks"], call["ring"], *positions(call))
     return call.kernel(kernel, call.values("position"))
 
 
 @converts(fastcar.limit.default)
 def _limit(call: Call) -> Value:
-    return call.emit(relax.op.minimum(call.tensor("positions").value, relax.const(call.integer("most"), "int64")))
+    return call.emit(relax.op.minimum(call.tensor("positions").value, relax.const(call["most"], "int64")))
 
 
 @converts(fastcar.slot_read.default)
@@ -164,8 +164,8 @@ def _gate(call: Call) -> Value:
     slots, videos = call.tensor("chain").shape
     (batch,) = call.tensor("score").shape
     steps = next(((videos, count) for count in _steps(call)), None)
-    limits = (call.integer("stride"), call.integer("max_chain"))
-    rules = (bool(call.integer("couple_cfg")), call.integer("refresh_every"), bool(call.integer("at_most")))
+    limits = (call["stride"], call["max_chain"])
+    rules = (bool(call["couple_cfg"]), call["refresh_every"], bool(call["at_most"]))
     counts = call.target is fastcar.gate_and_count.default
     kernel = gate.gate(batch, slots, *limits, *rules, steps, counts)
     arguments = call.values("chain", "score", "threshold", "step")
@@ -206,12 +206,12 @@ def _draft_sum(call: Call) -> Value:
 
 @converts(fastcar.constant_score.default)
 def _constant_score(call: Call) -> Value:
-    return call.emit(call.constant(np.full(call.shape, call.number("value"), np.float32)))
+    return call.emit(call.constant(np.full(call.shape, float(call["value"]), np.float32)))
 
 
 @converts(fastcar.random_score.default)
 def _random_score(call: Call) -> Value:
-    kernel = gate.random_score(call.shape[0], call.integer("layer"), call.integer("share"))
+    kernel = gate.random_score(call.shape[0], call["layer"], call["share"])
     return call.kernel(kernel, call.values("step"))
 
 
@@ -231,4 +231,4 @@ def _offloaded_gate(call: Call) -> Value:
     given = [call.optional(name) for name in ("query", "key_cache", "x", "cached")]
     operands = [IntImm("int64", 0) if operand is None else operand.value for operand in given]
     tensors: list[relax.Expr] = [*operands, *call.values("chain", "position", "step")]
-    return call.packed(GATE_FUNCTION, [*tensors, IntImm("int64", call.integer("stride")), call.literal("layer")])
+    return call.packed(GATE_FUNCTION, [*tensors, IntImm("int64", call["stride"]), call.literal("layer")])
