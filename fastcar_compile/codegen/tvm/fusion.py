@@ -173,26 +173,19 @@ def replace_all(nodes: Sequence[fx.Node], target: OpOverload, args: tuple[Any, .
         node.replace_all_uses_with(place)
 
 
-# fuse-norms: a root-mean-square norm that is written out, and a layer norm over the last axis, become one operator.
-
-
-NORMS = "fuse-norms"
-
-
 def fuse_norms(graph: fx.Graph) -> None:
-    """Replace every norm that has a kernel. A layer norm of another form stays TVM's own."""
+    """Replace every root-mean-square norm that is written out, and every layer norm over the last axis.
+
+    A layer norm of another form stays TVM's own.
+    """
     for node in list(graph.nodes):
         # The nodes of the pattern stay where they are: without readers they go as dead code.
         if (found := norms.rms_norm(node)) is not None:
-            replace(node, fastcar.rms_norm.default, found, NORMS)
+            replace(node, fastcar.rms_norm.default, found, "fuse-norms")
         elif (found := norms.layer_norm(node)) is not None:
-            replace(node, fastcar.layer_norm.default, found, NORMS)
+            replace(node, fastcar.layer_norm.default, found, "fuse-norms")
 
 
-# fuse-quantize: the quantisation of rows joins the norm, or the product of a gated MLP, that makes them.
-
-
-QUANTIZE = "fuse-quantize"
 _QUANTIZED_NORMS = {
     fastcar.rms_norm.default: fastcar.rms_norm_quantize.default,
     fastcar.exact_norm.default: fastcar.exact_norm_quantize.default,
@@ -213,11 +206,11 @@ def fuse_quantize(graph: fx.Graph) -> None:
         x = quantize["x"]
         # fuse-norms ran before, so a norm is one node by now.
         if x.target in _QUANTIZED_NORMS:
-            replace(node, _QUANTIZED_NORMS[x.target], tuple(bound(x).values()), QUANTIZE)
+            replace(node, _QUANTIZED_NORMS[x.target], tuple(bound(x).values()), "fuse-quantize")
         elif (found := gated_product(x)) is not None:
-            replace(node, fastcar.gated_quantize.default, found, QUANTIZE)
+            replace(node, fastcar.gated_quantize.default, found, "fuse-quantize")
         elif (draft := _features(x)) is not None:
-            replace(node, fastcar.draft_features_quantize.default, draft, QUANTIZE)
+            replace(node, fastcar.draft_features_quantize.default, draft, "fuse-quantize")
 
 
 def gated_product(node: fx.Node) -> tuple[fx.Node, fx.Node, str] | None:
@@ -244,10 +237,6 @@ def _features(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, str] |
     return None if found is None else (*found[:2], inner, difference["gain"], found[2])
 
 
-# fuse-replay: what a layer decides and counts is one kernel, what it keeps for the next frame another.
-
-
-REPLAY = "fuse-replay"
 _RULES = ("stride", "max_chain", "couple_cfg", "refresh_every", "at_most")
 _GATE_ARGUMENTS = ("chain", "score", "threshold", "step", *_RULES)
 
@@ -259,14 +248,14 @@ def fuse_replay(graph: fx.Graph) -> None:
             # The count follows from the decision, so one kernel makes both and reads the counters once.
             gate = bound(node)
             args = tuple(gate[name] for name in _GATE_ARGUMENTS)
-            replace_all((node, counted), fastcar.gate_and_count.default, args, REPLAY)
+            replace_all((node, counted), fastcar.gate_and_count.default, args, "fuse-replay")
     for node in list(graph.nodes):
         if (kept := _kept_input(node)) is not None and (found := _written_output(kept)) is not None:
             output, result = found
             cached = arguments(output, fastcar.slot_write)
             assert cached is not None
             args = (cached["cache"], kept["cache"], result, kept["x"], kept["replay"], kept["step"])
-            replace_all((output, node), fastcar.keep_frame.default, args, REPLAY)
+            replace_all((output, node), fastcar.keep_frame.default, args, "fuse-replay")
 
 
 def _counted(gate: fx.Node) -> fx.Node | None:
@@ -320,28 +309,21 @@ def _written_output(kept: dict[str, Any]) -> tuple[fx.Node, fx.Node] | None:
     return None
 
 
-ROTARY = "fuse-rotary"
-
-
 def fuse_rotary(graph: fx.Graph) -> None:
     """Replace every rotary embedding of four axes."""
     for node in list(graph.nodes):
         if (found := norms.rotary(node)) is not None:
-            replace(node, fastcar.rotary.default, found, ROTARY)
+            replace(node, fastcar.rotary.default, found, "fuse-rotary")
 
 
-# split-quantized-linears: a quantised linear becomes the quantisation of its rows and an integer product.
-#
-# Linears that share their rows share one quantisation, and the steps after this one can fuse it with what makes the
-# rows.
-
-
-SPLIT_LINEARS = "split-quantized-linears"
 QUANTIZED_LINEARS = frozenset(kind.default for kind in quant.INTEGER_LINEARS)
 
 
 def split_quantized_linears(graph: fx.Graph) -> None:
-    """Replace every `linear_w8a8` and `linear_w4a8`."""
+    """Replace every `linear_w8a8` and `linear_w4a8` by the quantisation of its rows and an integer product.
+
+    Linears that share their rows share one quantisation, and later steps can fuse it with what makes the rows.
+    """
     rows: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
     for node in list(graph.nodes):
         if node.target not in QUANTIZED_LINEARS:
@@ -352,11 +334,11 @@ def split_quantized_linears(graph: fx.Graph) -> None:
         # q, k and v, or gate and up, read one x: its rows are quantised once.
         if x not in rows:
             rows[x] = _quantized(node, x)
-        replace(node, fastcar.integer_linear.default, (*rows[x], *arguments.values()), SPLIT_LINEARS)
+        replace(node, fastcar.integer_linear.default, (*rows[x], *arguments.values()), "split-quantized-linears")
 
 
 def _quantized(linear: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Return rows and scales of x, placed before the first linear that reads them."""
-    with before(linear, SPLIT_LINEARS) as emit:
+    with before(linear, "split-quantized-linears") as emit:
         both = emit(fastcar.quantize_rows.default, x)
         return emit(operator.getitem, both, 0), emit(operator.getitem, both, 1)
