@@ -62,7 +62,7 @@ def test_the_page_has_ratios_within_a_round(plan: DoomPlan) -> None:
         ("attend_to_window", {"key_cache_0", "value_cache_0"}, ATTENTION),
         ("append", {"key_cache_3"}, KV),
         ("temporal_score", {"key_cache_3"}, GATE),
-        ("decide_and_count", {"thresholds"}, GATE),
+        ("decide", {"thresholds"}, GATE),
         ("relative_change", {"model.layers.1.post_attention_layernorm.weight"}, GATE),
         ("write_slots", {"mlp_cache_1"}, GATE),
         ("linear_i8_x3", {"model.layers.0.self_attn.q_proj.weight_int8"}, LINEARS),

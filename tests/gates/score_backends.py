@@ -17,7 +17,7 @@ import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.gate import input_delta
 from fastcar_compile.codegen.tvm.kernels.learned_score import learned_score
-from fastcar_compile.codegen.tvm.kernels.tas import tas_heads
+from fastcar_compile.codegen.tvm.kernels.tas import tas
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.gates.base import FabricGate, GateInputs, ScoreConstants
 from fastcar_compile.gates.input_delta import InputDeltaGate
@@ -85,7 +85,7 @@ def compiled(name: str, shape: Shape, isa: InstructionSet | None = None) -> Scor
     """The TVM kernels."""
     isa = isa or host_instruction_set()
     if name == "tas_heads":
-        kernel = tas_heads(shape.query, shape.cache, STRIDE, SCALE, "float32", isa=isa)
+        kernel = tas(shape.query, shape.cache, STRIDE, SCALE, isa=isa, weighted=True)
     elif name == "learned_score":
         kernel = learned_score(shape.rows, shape.width, shape.units)
     else:

@@ -4,6 +4,7 @@ B batch rows, S cache capacity.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from onnx import TensorProto
@@ -112,11 +113,6 @@ def _written(cache: Value, value: Value, row: Value, position: Value) -> Value:
     return op.ScatterElements(cache, index, stored(value, cache), axis=2)
 
 
-def capped(logits: Value, softcap: float | None) -> Value:
-    """Return soft-capped logits; None: the logits."""
-    return logits if softcap is None else op.Mul(op.Tanh(op.Div(logits, floats(softcap))), floats(softcap))
-
-
 def attention(
     query: Value,
     key_cache: Value,
@@ -134,13 +130,17 @@ def attention(
         seen = op.LessOrEqual(columns, _column(position)) if spans is None else _in(columns, spans)
         return _masked(query, key_cache, value_cache, seen, scale, softcap)
     end = op.Add(position, ints(1))
-    keys = loaded(op.Slice(key_cache, ints(0), end, ints(2)), key_cache, dim)
-    values = loaded(op.Slice(value_cache, ints(0), end, ints(2)), value_cache, dim)
-    # Query heads that share keys are the rows of one matmul, which T = 1 makes possible.
-    grouped = op.Reshape(query, ints(batch, kv_heads, heads // kv_heads, dim))
-    logits = op.MatMul(op.Mul(grouped, floats(scale)), op.Transpose(keys, perm=[0, 1, 3, 2]))
-    out = op.MatMul(op.Softmax(capped(logits, softcap), axis=-1), values)
+    keys, values = (loaded(op.Slice(c, ints(0), end, ints(2)), c, dim) for c in (key_cache, value_cache))
+    out = op.MatMul(op.Softmax(_logits(query, keys, kv_heads, scale, softcap), axis=-1), values)
     return op.Reshape(out, ints(batch, heads, 1, dim))
+
+
+def _logits(query: Value, keys: Value, kv_heads: int, scale: float, softcap: float | None) -> Value:
+    """Return soft-capped logits [B, Hkv, Hq / Hkv * T, S]: query heads that share keys are rows of one matmul."""
+    batch, heads, steps, dim = shape(query)
+    grouped = op.Reshape(op.Mul(query, floats(scale)), ints(batch, kv_heads, heads // kv_heads * steps, dim))
+    logits = op.MatMul(grouped, op.Transpose(keys, perm=[0, 1, 3, 2]))
+    return logits if softcap is None else op.Mul(op.Tanh(op.Div(logits, floats(softcap))), floats(softcap))
 
 
 def _in(columns: Value, spans: Value) -> Value:
@@ -176,13 +176,8 @@ def _masked(
     `sinks`: the query that meets some of the rows, and which rows these are, bool [S].
     """
     batch, heads, _, dim = shape(query)
-    kv_heads = shape(key_cache)[1]
     keys, values = (loaded(_sections(cache, batch), cache, dim) for cache in (key_cache, value_cache))
-
-    def logits(one: Value) -> Value:
-        grouped = op.Mul(op.Reshape(one, ints(batch, kv_heads, heads // kv_heads, dim)), floats(scale))
-        return capped(op.MatMul(grouped, op.Transpose(keys, perm=[0, 1, 3, 2])), softcap)
-
+    logits = partial(_logits, keys=keys, kv_heads=shape(key_cache)[1], scale=scale, softcap=softcap)
     met = logits(query) if sinks is None else op.Where(sinks[1], logits(sinks[0]), logits(query))
     # A row that is not there sees nothing: the least float32 keeps its softmax a number, and it is zero in the end.
     weights = op.Softmax(op.Where(seen, met, floats(float(np.finfo(np.float32).min))), axis=-1)
@@ -194,10 +189,8 @@ def context_attention(
     query: Value, keys: Value, values: Value, scale: float, mask: Value | None = None, softcap: float | None = None
 ) -> Value:
     """Return softmax attention to all tokens of a context."""
-    batch, heads, steps, dim = shape(query)
-    kv_heads = shape(keys)[1]
-    grouped = op.Reshape(op.Mul(query, floats(scale)), ints(batch, kv_heads, heads // kv_heads * steps, dim))
-    logits = capped(op.MatMul(grouped, op.Transpose(keys, perm=[0, 1, 3, 2])), softcap)
+    batch, heads, steps, _ = shape(query)
+    logits = _logits(query, keys, shape(keys)[1], scale, softcap)
     if mask is not None:
         logits = op.Add(logits, mask)
     return op.Reshape(op.MatMul(op.Softmax(logits, axis=-1), values), ints(batch, heads, steps, shape(values)[3]))
@@ -385,14 +378,29 @@ def window_attention(
     # Sinks are in the rows of their positions; the window's positions wrap around the ring.
     indices = [first, _row_of(recent, sinks, rows - sinks)] if sinks else [_row_of(recent, sinks, rows)]
     queries = [query if sink_query is None else sink_query, query] if sinks else [query]
-
-    def logits(one: Value, index: Value) -> Value:
-        grouped = op.Mul(op.Reshape(one, ints(batch, kv_heads, heads // kv_heads, dim)), floats(scale))
-        keys = loaded(op.Gather(key_cache, index, axis=2), key_cache, dim)
-        return capped(op.MatMul(grouped, op.Transpose(keys, perm=[0, 1, 3, 2])), softcap)
-
-    parts = [logits(one, index) for one, index in zip(queries, indices, strict=True)]
+    met = [loaded(op.Gather(key_cache, index, axis=2), key_cache, dim) for index in indices]
+    parts = [_logits(one, keys, kv_heads, scale, softcap) for one, keys in zip(queries, met, strict=True)]
     # One softmax over both parts: sinks and window share their denominator.
     weights = op.Softmax(op.Concat(*parts, axis=-1) if sinks else parts[0], axis=-1)
     values = op.Gather(value_cache, op.Concat(*indices, axis=0) if sinks else indices[0], axis=2)
     return op.Reshape(op.MatMul(weights, loaded(values, value_cache, dim)), ints(batch, heads, 1, dim))
+
+
+def draft_gain(x: Value, cached: Value, edges: Value, gains: Value) -> Value:
+    """Return the gain of every row; 0 where the change is not a number."""
+    change = op.Unsqueeze(input_delta(x, cached), ints(1))
+    reached = cast(op.GreaterOrEqual(change, edges), TensorProto.INT64)
+    found = op.Gather(gains, op.ReduceSum(reached, ints(1), keepdims=0), axis=0)
+    return op.Where(op.IsNaN(op.Squeeze(change, ints(1))), floats(0.0), found)
+
+
+def draft_difference(both: Value, gain: Value) -> Value:
+    """Return the first half of the rows minus gain times the second half."""
+    own, cached = op.Split(both, num_outputs=2, axis=0)
+    return op.Sub(own, op.Mul(op.Unsqueeze(gain, ints(1)), cached))
+
+
+def draft_sum(left: Value, cached: Value, bias: Value, gain: Value) -> Value:
+    """Return bias + gain * (cached - bias) + left, in this order."""
+    kept = op.Mul(op.Unsqueeze(gain, ints(1)), op.Sub(cached, bias))
+    return op.Add(op.Add(bias, kept), left)

@@ -27,7 +27,7 @@ from torch.onnx._internal.exporter import _core, _fx_passes
 from torch.onnx._internal.exporter import _registration as exporter
 from torch.onnx._internal.exporter._torchlib import _torchlib_registry
 
-from fastcar_compile.codegen.onnx import attention, draft, linear
+from fastcar_compile.codegen.onnx import attention, linear
 from fastcar_compile.codegen.onnx.linear import Value
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ Definition = Callable[..., Value]
 
 def translation_table() -> dict[OpOverload, Definition]:
     """Return the definition of every operator that has one: a function of its name in these modules."""
-    functions = {**vars(attention), **vars(draft), **vars(linear)}
+    functions = {**vars(attention), **vars(linear)}
     names = [name for name, value in functions.items() if isfunction(value) and hasattr(torch.ops.fastcar, name)]
     return {getattr(torch.ops.fastcar, name).default: functions[name] for name in names}
 
