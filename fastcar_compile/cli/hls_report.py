@@ -14,7 +14,7 @@ from fastcar_compile.cli.output import print_result, print_table, print_text
 from fastcar_compile.errors import count_text
 
 if TYPE_CHECKING:
-    from fastcar_compile.report.tool_checks import Check
+    from fastcar_compile.report.tool_reports import Check
 
 TOLERANCE = 0.1
 
@@ -36,8 +36,7 @@ def hls_report_command(
         tolerance: Share by which a depth or a resource may exceed the model; an interval or a clock may not.
     """
     from fastcar_compile.codegen.hls.model.expected import expected_of
-    from fastcar_compile.report.tool_checks import compared
-    from fastcar_compile.report.tool_reports import read_reports
+    from fastcar_compile.report.tool_reports import compared, read_reports
 
     expected = expected_of(fc.load(artifact))
     found = read_reports(existing(folder, "folder"), expected.kernel)

@@ -10,8 +10,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli import app
 from fastcar_compile.codegen.hls.model.expected import Expected, expected_of
 from fastcar_compile.errors import InputError
-from fastcar_compile.report.tool_checks import Check, compared
-from fastcar_compile.report.tool_reports import ToolLoop, read_reports
+from fastcar_compile.report.tool_reports import Check, ToolLoop, compared, read_reports
 
 CSYNTH = """<?xml version="1.0" encoding="UTF-8"?>
 <profile>
