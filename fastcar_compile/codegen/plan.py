@@ -333,7 +333,9 @@ def _placements(
     """Yield the parts, the accelerator's first. `kept`: the fallbacks, whose reasons the host's parts repeat."""
     layers = tuple(site.layer for site in program.sites)
     if plan is None:
-        yield Placement(what="every part", unit="host", layers=layers, reason=_why_host(board, kept))
+        reason = next((f.reason for f in kept if f.kind == "accelerator"), "no engine was found: see the problems")
+        reason = reason if board.kind == "fpga" else f"target {board.name} has no accelerator"
+        yield Placement(what="every part", unit="host", layers=layers, reason=reason)
         return
     if config.offload == "all":
         reason = "a launch for every position of a prompt"
@@ -354,13 +356,6 @@ def _placements(
     yield Placement(what=REST, unit="host", layers=layers, reason=NO_KERNEL)
     if program.prefill is not None:
         yield Placement(what="prefill", unit="host", layers=layers, reason="the accelerator decodes only")
-
-
-def _why_host(board: Target, kept: Sequence[Fallback]) -> str:
-    """Return why nothing is offloaded."""
-    if board.kind != "fpga":
-        return f"target {board.name} has no accelerator"
-    return next((f.reason for f in kept if f.kind == "accelerator"), "no engine was found: see the problems")
 
 
 def _calls(plan: Accelerator) -> Iterator[Placement]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
@@ -47,11 +48,6 @@ def parse_threshold(value: object) -> float:
         raise ValueError(what) from error
 
 
-def _dump_threshold(value: float) -> float | str:
-    """Return a threshold for JSON, which has no infinity."""
-    return value if math.isfinite(value) else str(value)
-
-
 def parse_heads(value: object) -> Heads | None:
     """Return one layer's heads from None, {head: weight}, [head, …] (equal weights) or [(head, weight), …].
 
@@ -60,17 +56,15 @@ def parse_heads(value: object) -> Heads | None:
     """
     if value is None:
         return None
-    pairs = [_pair(item) for item in _head_items(value)]
+    if isinstance(value, Mapping):
+        items = list[object](sorted(cast("Mapping[Any, Any]", value).items()))
+    else:
+        given = _listed(value)
+        items = [(item, 1 / len(given)) if isinstance(item, int) else item for item in given]
+    pairs = [_pair(item) for item in items]
     if not pairs or len({head for head, _ in pairs}) != len(pairs):
         raise ValueError(f"heads are one or more query heads, each named once, not {value!r}")
     return tuple(pairs)
-
-
-def _head_items(value: object) -> list[object]:
-    if isinstance(value, Mapping):
-        return list[object](sorted(cast("Mapping[Any, Any]", value).items()))
-    items = _listed(value)
-    return [(item, 1 / len(items)) if isinstance(item, int) else item for item in items]
 
 
 def _listed(value: object) -> Sequence[object]:
@@ -128,15 +122,12 @@ def _parse_stored(value: object, kind: type[GateWeights] | type[Draft], what: st
     return kind.load(value)
 
 
-def _parse_weights(value: object) -> GateWeights | Draft | None:
-    return _parse_stored(value, GateWeights, "gate weights are")
+_parse_weights = partial(_parse_stored, kind=GateWeights, what="gate weights are")
+_parse_draft = partial(_parse_stored, kind=Draft, what="a draft is")
 
-
-def _parse_draft(value: object) -> GateWeights | Draft | None:
-    return _parse_stored(value, Draft, "a draft is")
-
-
-Threshold = Annotated[float, BeforeValidator(parse_threshold), PlainSerializer(_dump_threshold, when_used="json")]
+_FINITE = PlainSerializer(lambda value: value if math.isfinite(value) else str(value), when_used="json")
+"""JSON has no infinity."""
+Threshold = Annotated[float, BeforeValidator(parse_threshold), _FINITE]
 _NAMED = PlainSerializer(lambda weights: None if weights is None else weights.name, when_used="json")
 Weights = Annotated[Any, BeforeValidator(_parse_weights), _NAMED]
 """A GateWeights or None; pydantic knows it as Any, because a GateWeights is not a model."""

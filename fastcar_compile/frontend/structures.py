@@ -24,6 +24,7 @@ _CONTEXT_HINT = (
 
 
 _STEP_INPUTS = ("input_ids", "inputs_embeds", "cache_position", "context", "context_mask")
+_BIASES = ("build_alibi_tensor", "build_mpt_alibi_tensor", "relative_attention_bias", "alibi_slopes")
 _PADDING = ("attention_mask", "padding_mask", "key_padding_mask", "position_ids")
 
 
@@ -102,11 +103,6 @@ def _alike(module: nn.Module) -> int:
     return len(module) if len(kinds) == 1 and linears in (2, 3) else 0
 
 
-def _has_own_state(module: nn.Module) -> bool:
-    """Whether a convolution runs along time, one filter per channel, as in state-space and linear-attention layers."""
-    return any(isinstance(m, nn.Conv1d) and m.groups == m.in_channels > 1 for m in module.children())
-
-
 def _is_recurrent(module: nn.Module) -> bool:
     config = getattr(module, "config", None)
     heads = config is None or hasattr(config, "num_attention_heads") or not hasattr(config, "context_length")
@@ -115,22 +111,6 @@ def _is_recurrent(module: nn.Module) -> bool:
 
 def _config_says(name: str) -> Callable[[nn.Module], bool]:
     return lambda module: bool(getattr(getattr(module, "config", None), name, False))
-
-
-def _has_latents(module: nn.Module) -> bool:
-    """Whether an attention caches what a linear makes keys and values of."""
-    return hasattr(module, "kv_lora_rank") and hasattr(module, "kv_b_proj")
-
-
-def _has_magnitudes(module: nn.Module) -> bool:
-    """Whether an adapter scales every row of its linear's weight, as peft's DoRA does."""
-    magnitudes = getattr(module, "lora_magnitude_vector", None)
-    return isinstance(magnitudes, nn.ModuleDict) and len(magnitudes) > 0
-
-
-def _has_bias(module: nn.Module) -> bool:
-    names = ("build_alibi_tensor", "build_mpt_alibi_tensor", "relative_attention_bias", "alibi_slopes")
-    return any(hasattr(module, name) for name in names) or _config_says("alibi")(module)
 
 
 _STRUCTURES: dict[str, tuple[Callable[[nn.Module], bool], str, str]] = {
@@ -150,7 +130,8 @@ _STRUCTURES: dict[str, tuple[Callable[[nn.Module], bool], str, str]] = {
         "compile a dense decoder, such as the family's model without experts",
     ),
     "a state-space layer or another one with a convolution along time": (
-        _has_own_state,
+        # One filter per channel runs along time, as in state-space and linear-attention layers.
+        lambda module: any(isinstance(m, nn.Conv1d) and m.groups == m.in_channels > 1 for m in module.children()),
         f"it carries a state of its own from token to token, and {_REPLAY}",
         "compile a decoder whose layers all have attention",
     ),
@@ -160,17 +141,18 @@ _STRUCTURES: dict[str, tuple[Callable[[nn.Module], bool], str, str]] = {
         "compile a decoder whose layers all have attention",
     ),
     "multi-head latent attention": (
-        _has_latents,
+        lambda module: hasattr(module, "kv_lora_rank") and hasattr(module, "kv_b_proj"),
         "it caches one latent per token, from which every step makes the keys and values of all positions again",
         "compile a decoder that caches keys and values: multi-head, grouped-query or multi-query attention",
     ),
     "ALiBi or another bias of the attention scores": (
-        _has_bias,
+        lambda module: any(hasattr(module, name) for name in _BIASES) or _config_says("alibi")(module),
         "attention is compiled with a causal mask or a window, and nothing added to the scores",
         "compile a decoder with rotary or learned positions",
     ),
     "DoRA adapters": (
-        _has_magnitudes,
+        # An adapter scales every row of its linear's weight, as peft has it.
+        lambda module: isinstance(m := getattr(module, "lora_magnitude_vector", None), nn.ModuleDict) and len(m) > 0,
         "the norm of every weight is computed at each step, and the compiler merges adapters of plain LoRA alone",
         "merge the adapters before compiling: model = model.merge_and_unload()",
     ),

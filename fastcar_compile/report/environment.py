@@ -72,7 +72,11 @@ def doctor() -> tuple[Check, ...]:
     """Return checks of Python, packages, compilers, emulator, headers, vendor tools, CPU and disk space."""
     vitis = "v++ is not on PATH: kernels cannot be synthesised here"
     synthesis = _check("vitis", shutil.which("v++"), "info", vitis, "see docs/tutorial/board.md")
-    compilers = (_linker(), *_cross_compilers(), _headers(), *_host_headers())
+    what = "is not on PATH, or does not run: no library for this CPU can be linked, and hls-csim cannot run"
+    # Without the compiler's packages, a machine only decodes.
+    severity: Severity = "info" if importlib.util.find_spec("torch") is None else "error"
+    linker = _check("g++", _version("g++"), severity, what, "install it (Debian: apt install g++)")
+    compilers = (linker, *_cross_compilers(), _headers(), *_host_headers())
     return (*_packages(), *compilers, synthesis, _xrt(), _cpu(), _disk())
 
 
@@ -94,17 +98,12 @@ def _packages() -> Iterator[Check]:
     python = Requirement(f"python{wanted}")
     yield _version_check(python, platform.python_version(), "error", f"install Python {wanted}")
     for extra in EXTRAS:
-        for requirement in requirements:
-            if requirement.name != PACKAGE and _belongs(requirement, extra):
+        for requirement in (each for each in requirements if each.name != PACKAGE):
+            marker = requirement.marker
+            # Of an extra is what the base installation does not take too.
+            base = marker is None or marker.evaluate({"extra": ""})
+            if base if not extra else not base and marker is not None and marker.evaluate({"extra": extra}):
                 yield _package(requirement, extra)
-
-
-def _belongs(requirement: Requirement, extra: str) -> bool:
-    """Return whether a requirement belongs to this extra, and not to the base installation."""
-    marker = requirement.marker
-    if marker is None:
-        return not extra
-    return marker.evaluate({"extra": extra}) and not (extra and marker.evaluate({"extra": ""}))
 
 
 def _package(requirement: Requirement, extra: str) -> Check:
@@ -121,13 +120,6 @@ def _package(requirement: Requirement, extra: str) -> Check:
 def _version_check(wanted: Requirement, version: str, severity: Severity, hint: str) -> Check:
     text, fits = f"{version} (wants {wanted.specifier})", wanted.specifier.contains(version, prereleases=True)
     return _check(wanted.name, text if fits else None, severity, text, hint)
-
-
-def _linker() -> Check:
-    """Return whether libraries for this machine can be linked."""
-    what = "is not on PATH, or does not run: no library for this CPU can be linked, and hls-csim cannot run"
-    builds = importlib.util.find_spec("torch") is not None  # without the compiler's packages, a machine only decodes
-    return _check("g++", _version("g++"), "error" if builds else "info", what, "install it (Debian: apt install g++)")
 
 
 def _cross_compilers() -> Iterator[Check]:
