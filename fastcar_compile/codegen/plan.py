@@ -224,9 +224,6 @@ def _plan(
     )
 
 
-# What runs in another way than the options ask for, and why.
-
-
 def _fallbacks(program: DecoderProgram, config: CompileConfig, board: Target) -> Iterator[Fallback]:
     """Yield what the rewritten program does in another way than the options ask for, the linears of the host apart."""
     yield from _unquantised(program, config)

@@ -22,9 +22,6 @@ from fastcar_compile.ir.types import ReplayFacts
 fastcar = torch.ops.fastcar
 
 
-# Ring caches in a graph: which caches are rings, and how large they are. `ops/window.py` defines the rows.
-
-
 WINDOWED = (fastcar.window_attention, fastcar.exact_window_attention)
 ATTENTIONS = (fastcar.attention, fastcar.exact_attention, *WINDOWED)
 """Attention of a decoder layer to its own cache; of these, to a window."""

@@ -22,9 +22,6 @@ from fastcar_compile.ir.types import ATTENTION_ROLES, DecoderConfig, Ring
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 
-# Where a score finds the key of one frame earlier, in a full cache and in a ring.
-
-
 def earlier_key(config: DecoderConfig, cache: fx.Node, origin: fx.Node, made_by: str) -> tuple[fx.Node, int]:
     """Return (position, stride) with which a score finds the key of one frame earlier at row `position - stride`.
 

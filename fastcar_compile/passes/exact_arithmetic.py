@@ -21,9 +21,6 @@ from fastcar_compile.passes.patterns.norms import layer_norm, rms_norm, rotary
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 
-# Operators without a definition bit for bit, and why each of them has none.
-
-
 MOVES = (
     *(aten.view, aten.reshape, aten._unsafe_view, aten.transpose, aten.permute, aten.t, aten.unsqueeze, aten.squeeze),
     *(aten.flatten, aten.unflatten, aten.movedim, aten.swapaxes, aten.roll, aten.flip),

@@ -19,9 +19,6 @@ from fastcar_compile.ir.sites import LINEARS, mlp_start
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 
-# The sum that closes a parallel block: the layer's entry, its attention, and an MLP that does not read attention.
-
-
 @dataclass(frozen=True)
 class ParallelSum:
     """A sum of entry, attention and MLP, in whatever order and association the model adds them.

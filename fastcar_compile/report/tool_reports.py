@@ -99,9 +99,6 @@ def _xml(path: Path) -> ElementTree.Element:
         raise InputError(f"the report is no XML: {error}", where=str(path), hint="run `make csynth` again") from error
 
 
-# csynth.xml: estimates of the top, and the loops of every module.
-
-
 _RESOURCES = {"LUT": "lut", "FF": "ff", "DSP": "dsp", "DSP48E": "dsp", "URAM": "uram"}
 
 

@@ -228,9 +228,6 @@ def tas(query: Value, key_cache: Value, position: Value, stride: int, scale: flo
     return op.Mul(total, floats(score_factor(scale, shape(query)[1])))
 
 
-# The gates' scores beside `tas`; each mirrors the eager definition of the same name in ops/gates.py.
-
-
 _FIELDS = np.arange(scores.LEAST_EXPONENT, 255)
 """Exponent fields of a row of finite features."""
 
@@ -316,9 +313,6 @@ def random_score(step: Value, rows: int, layer: int, share: int = 0) -> Value:
         x = op.Mod(op.Add(op.Mul(fourth, x), ints(offset)), prime)
     number = op.Add(op.Div(x, ints(2 ** (31 - scores.HASH_BITS))), ints(1))
     return op.Mul(cast(number, TensorProto.FLOAT), floats(2.0**-scores.HASH_BITS))
-
-
-# Sparse attention over a ring cache, for one new row; each mirrors the eager definition in ops/window.py.
 
 
 def _row_of(position: Value, sinks: int, ring: int) -> Value:

@@ -143,9 +143,6 @@ def activation_factor(x: Value, activation: str) -> Value:
     return op.Mul(cast(shifted, TensorProto.FLOAT), floats(2.0**-activations.FRACTION_BITS))
 
 
-# The gate and the slots of one frame; each mirrors the eager definition of the same name in ops/replay.py.
-
-
 def gate(
     score: Value,
     threshold: Value,

@@ -19,9 +19,6 @@ from fastcar_compile.ir.rewrite import Inserter, attribute
 aten = torch.ops.aten
 
 
-# In-place writes into activations, and into parts of them, as functional operators.
-
-
 MADE_BY = "normalize-state"
 _SHAPED = (aten.view, aten.reshape, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.flatten, aten.unflatten)
 """Views with the elements of their source in the same order."""

@@ -13,9 +13,6 @@ from fastcar_compile.codegen.tvm.kernels.cache import Row, RowFormat, number_of,
 from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, broadcast, cast, prefetch, ramp, vector_type
 from fastcar_compile.gates.scores import TAS_FRACTION_BITS, TAS_LIMIT, score_factor
 
-# Fixed point of the scores: float64 to integers on vectors of every instruction set.
-
-
 ROUNDER = 1.5 * 2.0**52
 """A float64 of at most 2^51 plus this has the nearest integer, half to even, in its low bits. AVX2 has no conversion of
 float64 to int64, and this takes one addition where there is one too."""

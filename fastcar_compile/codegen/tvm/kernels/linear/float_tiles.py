@@ -1,7 +1,5 @@
 """Register tiles of the GEMM with weights of 32 or 16 bits: a weight is one broadcast for a vector of rows of x."""
 
-# pyright: reportInvalidTypeForm=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence
