@@ -31,6 +31,7 @@ from fastcar_compile.codegen.hls.control_table.table import AttentionShape
 from fastcar_compile.codegen.hls.design.control_loops import decision_loops
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
+from fastcar_compile.codegen.hls.design.loops import places_loop
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS
@@ -50,6 +51,9 @@ from drs.tables import FRAME, LATER, Controller  # noqa: E402
 from drs.unit import DrsUnit  # noqa: E402
 from hls.library import best  # noqa: E402
 from rtl.simulation import ENGINE, Builder, EngineBench, Work, loaded  # noqa: E402
+
+PLACED = places_loop().cycles
+"""Clocks of a call that the controller takes before it sends it: each row gets a core and a pass."""
 
 DOCUMENT = ROOT / "docs" / "measurements" / "rtl_cycles.md"
 
@@ -143,7 +147,7 @@ def measure(case: Case, builder: Builder) -> list[Row]:
         own = made.linears.get(what)
         work = Work.mlp(made, x, rng) if own is None else Work.linear(made, own, x, rng)
         clocks = bench.run(work, (1 << case.rows) - 1, engine.memory)
-        found.append(Row(case.place(made.ports), what, clocks, sum(parts) * engine.clock_hz))
+        found.append(Row(case.place(made.ports), what, clocks, sum(parts) * engine.clock_hz - PLACED))
     return found
 
 
@@ -197,6 +201,7 @@ def token(builder: Builder) -> list[Row]:
     calls = [products for i in program.instructions if (products := _products(i, made))]
     parts = [engine.parts(engine.array_call(own, made.load(1), on_chip=True, stays=True)) for own in calls]
     model = sum(part.seconds for call in parts for part in call if part.unit != "drs") * engine.clock_hz
+    model -= PLACED * len(calls)
     place = f"kv260 | game's sizes, two layers w8a8 | {made.ports} | 1 on 1"
     return [Row(place, f"a token: {len(calls)} calls", clocks.value - before, model)]
 

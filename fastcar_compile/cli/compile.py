@@ -183,7 +183,7 @@ def compile_command(
     heads: str | None = None,
     refresh_every: int | None = None,
     offload: str | None = None,
-    engine: str | None = None,
+    engine: str = "hls",
     max_chain: int | None = None,
     couple_cfg: bool = False,
     no_replay: bool = False,

@@ -75,7 +75,7 @@ def test_huggingface_folder(fastcar: Fastcar, calls: list[dict[str, Any]], tmp_p
     assert call == {
         "target": "kv260", "tokens_per_frame": 4, "max_seq_len": 32, "batch_size": 2, "quant": "w8a8",
         "offload": "linears", "sparse_attention": None, "output": str(tmp_path / "out"),
-        "host_cpus": ["native", "avx2"], "kv": "float16", "strict": False, "cache": True,
+        "host_cpus": ["native", "avx2"], "kv": "float16", "engine": "hls", "strict": False, "cache": True,
     }  # fmt: skip
 
 
