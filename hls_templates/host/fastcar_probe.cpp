@@ -40,7 +40,7 @@ inline uint32_t fill_port(xrt::bo& buffer, uint64_t bytes, uint32_t seed) {
 // The kernel on a device, with a buffer of `bytes` bytes on every port.
 class Probe {
 public:
-    Probe(const Device& device, uint64_t bytes) : unit_(device, probe_spec()), bytes_(bytes) {
+    Probe(const Device& device, uint64_t bytes) : unit_(device, {probe_spec()}), bytes_(bytes) {
         for (const std::string& name : unit_.weights()) {
             xrt::bo buffer = unit_.make_buffer(name, bytes);
             ports_.push_back({name, fill_port(buffer, bytes, static_cast<uint32_t>(ports_.size()))});

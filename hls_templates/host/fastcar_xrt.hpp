@@ -119,21 +119,23 @@ private:
     uint64_t bytes_ = 0;
 };
 
-// One compute unit, or with a second kernel both ends of its streams, which run together. Every argument has to be filled before the first run; it
-// keeps its value after a run.
+// A compute unit, and with one at the other end of its streams both, which run together and have different arguments. Every argument
+// has to be filled before the first run; it keeps its value after a run.
 class ComputeUnit {
 public:
-    ComputeUnit(const Device& device, const std::vector<KernelSpec>& kernels) : ComputeUnit(device, kernels.front()) {
-        for (size_t i = 1; i < kernels.size(); ++i) {
-            others_.emplace_back(device, kernels[i]);
+    ComputeUnit(const Device& device, const std::vector<KernelSpec>& kernels) : device_(device) {
+        for (const KernelSpec& kernel : kernels) {
+            kernels_.push_back(Device::attempt("the kernel cannot be opened", kernel.name, "end other programs that use the board",
+                                               [&] { return xrt::kernel(device.device(), device.uuid(), kernel.name, ACCESS); }));
+            runs_.emplace_back(kernels_.back());
+            for (size_t i = 0; i < kernel.arguments.size(); ++i) {
+                places_.push_back({kernels_.size() - 1, static_cast<int>(i)});
+            }
+            spec_.name = spec_.name.empty() ? kernel.name : spec_.name;
+            spec_.arguments.insert(spec_.arguments.end(), kernel.arguments.begin(), kernel.arguments.end());
         }
+        filled_.resize(spec_.arguments.size(), false);
     }
-
-    ComputeUnit(const Device& device, const KernelSpec& spec)
-        : device_(device), spec_(spec),
-          kernel_(Device::attempt("the kernel cannot be opened", spec.name, "end other programs that use the board",
-                                  [&] { return xrt::kernel(device.device(), device.uuid(), spec.name, ACCESS); })),
-          run_(kernel_), filled_(spec.arguments.size(), false) {}
 
     // A buffer of `bytes` bytes for an argument, in the memory that it is connected to.
     xrt::bo make_buffer(const std::string& argument, uint64_t bytes) {
@@ -141,15 +143,16 @@ public:
         if (spec_.arguments[i].kind == Kind::SCALAR) {
             throw Error(argument + " is a scalar", spec_.name, "");
         }
+        const Place at = places_[i];
         return Device::attempt("no memory for " + std::to_string(bytes) + " bytes", place(argument),
                                "free device memory, or compile for fewer layers, rows or bits",
-                               [&] { return xrt::bo(device_.device(), bytes, kernel_.group_id(static_cast<int>(i))); });
+                               [&] { return xrt::bo(device_.device(), bytes, kernels_[at.kernel].group_id(at.argument)); });
     }
 
     // The argument reads from or writes to this buffer from now on.
     void bind(const std::string& argument, const xrt::bo& buffer) {
         const size_t i = index(argument);
-        run_.set_arg(static_cast<int>(i), buffer);
+        runs_[places_[i].kernel].set_arg(places_[i].argument, buffer);
         filled_[i] = true;
     }
 
@@ -171,14 +174,7 @@ public:
     void fill(const std::string& argument) { own(argument, 0); }
 
     // The argument's own buffer, which it is given if it has none yet.
-    Mapped map(const std::string& argument) {
-        for (ComputeUnit& other : others_) {
-            if (!other.beginning(argument).empty()) {
-                return other.map(argument);
-            }
-        }
-        return Mapped(own(argument, 0), bytes_of(argument));
-    }
+    Mapped map(const std::string& argument) { return Mapped(own(argument, 0), bytes_of(argument)); }
 
     // Where a scalar is in the signature.
     template <class T>
@@ -193,7 +189,7 @@ public:
     // `place`: what `scalar` returned for this type.
     template <class T>
     void set(size_t place, T value) {
-        run_.set_arg(static_cast<int>(place), value);
+        runs_[places_[place].kernel].set_arg(places_[place].argument, value);
         filled_[place] = true;
     }
 
@@ -204,24 +200,22 @@ public:
 
     // One execution, waited for. Throws Error: an argument was never filled, or the kernel did not complete.
     void run() {
-        for (ComputeUnit& other : others_) {
-            other.start();
+        if (!all_filled_) {
+            fill_outputs();
         }
-        start();
-        wait();
-        for (ComputeUnit& other : others_) {
-            other.wait();
+        for (size_t i = runs_.size(); i-- > 0;) {
+            runs_[i].start();
+        }
+        for (const xrt::run& run : runs_) {
+            const ert_cmd_state state = run.wait(std::chrono::milliseconds(TIMEOUT_MS));
+            if (state != ERT_CMD_STATE_COMPLETED) {
+                throw Error("the kernel did not complete, XRT state " + std::to_string(state), spec_.name,
+                            "see `dmesg` and `xbutil examine`; load the xclbin again");
+            }
         }
     }
 
-    uint64_t bytes_of(const std::string& argument) const {
-        for (const ComputeUnit& other : others_) {
-            if (!other.beginning(argument).empty()) {
-                return other.bytes_of(argument);
-            }
-        }
-        return spec_.arguments[index(argument)].bytes;
-    }
+    uint64_t bytes_of(const std::string& argument) const { return spec_.arguments[index(argument)].bytes; }
 
     // Arguments that take one section of a weight stream each, in the order of the sections.
     std::vector<std::string> weights() const { return beginning("weights_"); }
@@ -234,30 +228,11 @@ public:
                 names.push_back(argument.name);
             }
         }
-        for (const ComputeUnit& other : others_) {
-            const std::vector<std::string> found = other.beginning(prefix);
-            names.insert(names.end(), found.begin(), found.end());
-        }
         return names;
     }
 
 private:
     static constexpr int TIMEOUT_MS = 10000;
-
-    void start() {
-        if (!all_filled_) {
-            fill_outputs();
-        }
-        run_.start();
-    }
-
-    void wait() {
-        const ert_cmd_state state = run_.wait(std::chrono::milliseconds(TIMEOUT_MS));
-        if (state != ERT_CMD_STATE_COMPLETED) {
-            throw Error("the kernel did not complete, XRT state " + std::to_string(state), spec_.name,
-                        "see `dmesg` and `xbutil examine`; load the xclbin again");
-        }
-    }
 
     void fill_outputs() {
         for (size_t i = 0; i < filled_.size(); ++i) {
@@ -297,13 +272,17 @@ private:
     }
 
     const Device& device_;
-    KernelSpec spec_;
-    xrt::kernel kernel_;
-    xrt::run run_;
+    struct Place {
+        size_t kernel;
+        int argument;
+    };
+    KernelSpec spec_;  // the first kernel, with the arguments of all
+    std::vector<xrt::kernel> kernels_;
+    std::vector<xrt::run> runs_;
+    std::vector<Place> places_;  // of the arguments
     std::vector<bool> filled_;
     bool all_filled_ = false;
     std::map<std::string, xrt::bo> buffers_;
-    std::vector<ComputeUnit> others_;
 };
 
 }  // namespace fastcar_host

@@ -149,18 +149,22 @@ def _check_kernel(image: Any, kernel: KernelPart, path: Path) -> None:
 
 
 class XrtUnit(ComputeUnit):
-    """A kernel of the xclbin."""
+    """Kernels of the xclbin."""
 
-    def __init__(self, device: Device, kernel: KernelPart, engine: ComputeUnit | None = None) -> None:
-        super().__init__(kernel, engine)
+    def __init__(self, device: Device, *kernels: KernelPart) -> None:
+        super().__init__(*kernels)
         self._device, xrt = device, device.xrt
-        # Exclusive access: the kernel keeps a table on chip, which a second program could replace.
-        with _xrt_errors("the kernel cannot be opened", kernel.name, "end other programs that use the board"):
-            self._kernel = xrt.kernel(device.device, device.uuid, kernel.name, xrt.kernel.exclusive)
-        self._run = xrt.run(self._kernel)
+        self._opened, self._places = list[Any](), list[tuple[int, int]]()
+        for number, kernel in enumerate(kernels):
+            # Exclusive access: the kernel keeps a table on chip, which a second program could replace.
+            with _xrt_errors("the kernel cannot be opened", kernel.name, "end other programs that use the board"):
+                self._opened.append(xrt.kernel(device.device, device.uuid, kernel.name, xrt.kernel.exclusive))
+            self._places += [(number, index) for index in range(len(kernel.arguments))]
+        self._runs = [xrt.run(kernel) for kernel in self._opened]
 
     def _allocate(self, name: str, size: int) -> Buffer:
-        xrt, device, group = self._device.xrt, self._device.device, self._kernel.group_id(self.kernel.index(name))
+        number, index = self._places[self.kernel.index(name)]
+        xrt, device, group = self._device.xrt, self._device.device, self._opened[number].group_id(index)
         hint = "free device memory, or compile for fewer layers, rows or bits"
         with _xrt_errors(f"no memory for {size} bytes", f"{self.kernel.name}, argument {name}", hint):
             return xrt.bo(device, size, xrt.bo.normal, group)
@@ -177,16 +181,17 @@ class XrtUnit(ComputeUnit):
 
     def _set_argument(self, index: int, value: Buffer | int) -> None:
         """Set an argument; pyxrt takes a scalar as a C int."""
-        self._run.set_arg(index, (value & 0xFFFFFFFF ^ 1 << 31) - (1 << 31) if isinstance(value, int) else value)
+        number, own = self._places[index]
+        self._runs[number].set_arg(own, (value & 0xFFFFFFFF ^ 1 << 31) - (1 << 31) if isinstance(value, int) else value)
 
-    def _start(self) -> None:
-        self._run.start()
-
-    def _wait(self) -> None:
-        state = self._run.wait(TIMEOUT_MS)
-        if state != self._device.xrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED:
-            hint = "see `dmesg` and `xbutil examine`; load the xclbin again"
-            raise BackendError(f"the kernel did not complete: {state}", where=self.kernel.name, hint=hint)
+    def _execute(self) -> None:
+        for run in reversed(self._runs):
+            run.start()
+        for run, kernel in zip(self._runs, self.kernels, strict=True):
+            state = run.wait(TIMEOUT_MS)
+            if state != self._device.xrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED:
+                hint = "see `dmesg` and `xbutil examine`; load the xclbin again"
+                raise BackendError(f"the kernel did not complete: {state}", where=kernel.name, hint=hint)
 
 
 def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
@@ -201,6 +206,4 @@ def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
     section = accelerator_of(artifact)
     device = Device(section.kernels)
     require_contiguous(artifact.manifest, section)
-    kernel, *engines = section.kernels
-    engine = XrtUnit(device, engines[0]) if engines else None
-    return stepper_on(artifact, options, XrtUnit(device, kernel, engine))
+    return stepper_on(artifact, options, XrtUnit(device, *section.kernels))

@@ -142,32 +142,30 @@ WORD_BYTES = 16
 
 
 class CsimUnit(ComputeUnit):
-    """A kernel as a C function. Device memory is the process's own. Runs release the GIL.
+    """Kernels as C functions of one library. Device memory is the process's own. Runs release the GIL.
 
     Args:
         another: loads the library once more, for a session of its own.
-        engine: the kernel at the other end of this one's streams, in the same library.
     """
 
     def __init__(
-        self,
-        library: ctypes.CDLL,
-        kernel: KernelPart,
-        another: Callable[[], ctypes.CDLL] | None = None,
-        engine: KernelPart | None = None,
+        self, library: ctypes.CDLL, *kernels: KernelPart, another: Callable[[], ctypes.CDLL] | None = None
     ) -> None:
-        super().__init__(kernel, None if engine is None else CsimUnit(library, engine))
+        super().__init__(*kernels)
         self._another = another
-        self._function = library[kernel.name]  # as an attribute it would keep the library from being unloaded
-        self._function.restype = None
+        # As attributes of the library they would keep it from being unloaded.
+        self._functions = [library[kernel.name] for kernel in kernels]
+        for function in self._functions:
+            function.restype = None
         self._values: dict[int, Bytes | int] = {}
 
     def again(self) -> ComputeUnit:
         """Return a unit whose library is a copy of its own; see ComputeUnit.again."""
-        if self._another is None:
-            return super().again()
-        engine = None if self.engine is None else self.engine.kernel
-        return CsimUnit(self._another(), self.kernel, self._another, engine)
+        return (
+            super().again()
+            if self._another is None
+            else CsimUnit(self._another(), *self.kernels, another=self._another)
+        )
 
     def make_buffer(self, name: str, data: Bytes) -> Bytes:
         """Return the bytes themselves where they are aligned."""
@@ -191,11 +189,11 @@ class CsimUnit(ComputeUnit):
     def _set_argument(self, index: int, value: Bytes | int) -> None:
         self._values[index] = value
 
-    def _start(self) -> None:
-        self._function(*(_c_value(self._values[index]) for index in range(len(self.kernel.arguments))))
-
-    def _wait(self) -> None:
-        """Do nothing: the function has returned."""
+    def _execute(self) -> None:
+        end = len(self.kernel.arguments)
+        for function, kernel in reversed([*zip(self._functions, self.kernels, strict=True)]):
+            end -= len(kernel.arguments)
+            function(*(_c_value(self._values[end + index]) for index in range(len(kernel.arguments))))
 
 
 def _c_value(value: Bytes | int) -> ctypes.c_uint32 | ctypes.c_void_p:
@@ -211,7 +209,7 @@ def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
         BackendError: g++ or the ap_types headers are missing, or the sources do not compile.
         UserError: the library cannot be written.
     """
-    kernel, *engines = accelerator_of(artifact).kernels
+    kernels = accelerator_of(artifact).kernels
     sources, folder = sources_of(artifact), cache_folder() / "csim"
 
     def library() -> ctypes.CDLL:
@@ -219,7 +217,7 @@ def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
         with os_errors("the C simulation cannot be built", folder, hint):
             return open_library(sources, folder)
 
-    return stepper_on(artifact, options, CsimUnit(library(), kernel, library, *engines))
+    return stepper_on(artifact, options, CsimUnit(library(), *kernels, another=library))
 
 
 def sources_of(artifact: StoredArtifact) -> dict[str, bytes]:

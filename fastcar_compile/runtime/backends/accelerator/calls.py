@@ -27,14 +27,18 @@ Buffer = Any
 
 
 class ComputeUnit(ABC):
-    """One kernel. Every argument has to be filled before the first run; it keeps its value after a run.
+    """A kernel, and with one at the other end of its streams both, which run together and have different arguments.
 
-    Args:
-        engine: unit of the kernel at the other end of this one's streams, which every run starts too; None: no streams.
+    Every argument has to be filled before the first run; it keeps its value after a run.
+
+    Attributes:
+        kernel: the first one, with the arguments of all.
     """
 
-    def __init__(self, kernel: KernelPart, engine: ComputeUnit | None = None) -> None:
-        self.kernel, self.engine = kernel, engine
+    def __init__(self, *kernels: KernelPart) -> None:
+        self.kernels = kernels
+        arguments = tuple(argument for own in kernels for argument in own.arguments)
+        self.kernel = KernelPart(name=kernels[0].name, arguments=arguments)
         self._buffers: dict[str, Buffer] = {}
         self._filled: set[str] = set()
 
@@ -55,15 +59,11 @@ class ComputeUnit(ABC):
         """Give the argument at this place in the signature a buffer, or a scalar of 32 bits."""
 
     @abstractmethod
-    def _start(self) -> None:
-        """Start the kernel."""
-
-    @abstractmethod
-    def _wait(self) -> None:
-        """Wait until the kernel has ended.
+    def _execute(self) -> None:
+        """Run the kernels once and wait for them; the last one is started first.
 
         Raises:
-            BackendError: the kernel did not complete.
+            BackendError: a kernel did not complete.
         """
 
     def again(self) -> ComputeUnit:
@@ -118,24 +118,17 @@ class ComputeUnit(ABC):
             self._filled.add(name)
 
     def run(self) -> None:
-        """Run the kernel once, and its engine.
+        """Run the kernel once.
 
         Raises:
-            InternalError: an argument was never filled. BackendError: a kernel did not complete.
+            InternalError: an argument was never filled. BackendError: the kernel did not complete.
         """
-        units = [self] if self.engine is None else [self.engine, self]
-        for unit in units:
-            unit._begin()
-        for unit in units:
-            unit._wait()
-
-    def _begin(self) -> None:
         # No caller fills outputs before a run, so they get their buffers here.
         self.fill(*(a.name for a in self.kernel.arguments if a.kind == "out"))
         lacking = [a.name for a in self.kernel.arguments if a.name not in self._filled]
         if lacking:
             raise InternalError(f"{self.kernel.name}: arguments that were never filled: {', '.join(lacking)}")
-        self._start()
+        self._execute()
 
     def _own(self, name: str, size: int) -> Buffer:
         limit = self.argument(name).bytes

@@ -43,9 +43,8 @@ class Kernel:
         self._report: NDArray[np.uint32] = np.zeros(0, np.uint32)
         arguments = unit.kernel.arguments
         self._kept = [a.name for a in arguments if a.name in (*unit.kernel.caches(), "replay")]
-        for own in (unit,) if unit.engine is None else (unit, unit.engine):
-            for name in (a.name for a in own.kernel.arguments if a.name in (*own.kernel.weights(), "constants")):
-                own.bind(name, own.make_buffer(name, _bytes(own, tensors, name)))
+        for name in (a.name for a in arguments if a.name in (*unit.kernel.weights(), "constants")):
+            unit.bind(name, unit.make_buffer(name, self._bytes(tensors, name)))
         unit.fill("inputs")
         unit.set({a.name: 0 for a in arguments if a.kind == "scalar"})
         self._mlps, self._linears = (
@@ -165,22 +164,21 @@ class Kernel:
             raise BackendError(f"the DRS controller stopped with status {trace.status.name}", where=where, hint=_HINT)
         return trace
 
+    def _bytes(self, tensors: Mapping[str, Array], name: str) -> Bytes:
+        """Return the bytes of an argument.
+
+        Raises:
+            ArtifactError: it is missing, or not as long as the kernel's argument.
+        """
+        wanted = self.unit.argument(name).bytes
+        found = tensors.get(name)
+        if found is None or found.nbytes != wanted:
+            what = f"`{name}` has {0 if found is None else found.nbytes} bytes; the kernel reads {wanted}"
+            raise ArtifactError(what, where=self.unit.kernel.name, hint="use the files of one artifact together")
+        return found.view(np.uint8).reshape(-1)
+
     def _error(self, what: str) -> BackendError:
         return BackendError(f"the kernel {what}", where=self.unit.kernel.name, hint=_HINT)
-
-
-def _bytes(unit: ComputeUnit, tensors: Mapping[str, Array], name: str) -> Bytes:
-    """Return the bytes of an argument.
-
-    Raises:
-        ArtifactError: it is missing, or not as long as the kernel's argument.
-    """
-    wanted = unit.argument(name).bytes
-    found = tensors.get(name)
-    if found is None or found.nbytes != wanted:
-        what = f"`{name}` has {0 if found is None else found.nbytes} bytes; the kernel reads {wanted}"
-        raise ArtifactError(what, where=unit.kernel.name, hint="use the files of one artifact together")
-    return found.view(np.uint8).reshape(-1)
 
 
 def padded_rows(rows: Array) -> NDArray[np.uint8]:
