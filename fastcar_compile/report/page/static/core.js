@@ -17,19 +17,15 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
   }
 
   /* An HTML element; children are elements or text. */
-  page.el = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
+  const el = (page.el = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children));
 
   /* An SVG element. */
   page.svg = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
   page.bytes = (count) => {
     const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let value = count;
-    let unit = 0;
-    while (value >= 1024 && unit < units.length - 1) {
-      value /= 1024;
-      unit += 1;
-    }
+    const unit = count < 1 ? 0 : Math.min(units.length - 1, Math.floor(Math.log2(count) / 10));
+    const value = count / 1024 ** unit;
     return `${unit && value < 100 ? value.toFixed(value < 10 ? 2 : 1) : Math.round(value)} ${units[unit]}`;
   };
 
@@ -48,7 +44,7 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
 
   /* How to record what replays, and to show it. */
   page.recording = () => {
-    const code = (text) => page.el("code", {}, text);
+    const code = (text) => el("code", {}, text);
     const record = code("fastcar run ARTIFACT --prompt TOKENS --trace trace.npy");
     const show = code("fastcar inspect ARTIFACT --html FILE --trace trace.npy");
     return ["Record a run with ", record, " and show it with ", show, "."];
@@ -56,34 +52,23 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
 
   /* A framed part of a tab. */
   page.card = (title, note, ...children) => {
-    const { el } = page;
-    return el(
-      "section",
-      { class: "card" },
-      el("h2", {}, title),
-      note && el("p", { class: "muted" }, note),
-      ...children,
-    );
+    const muted = note && el("p", { class: "muted" }, note);
+    return el("section", { class: "card" }, el("h2", {}, title), muted, ...children);
   };
 
   /* A card with a table. Columns are titles, with a class behind a colon: "file | size:number"; cells are text or
      elements. */
   page.table = (title, note, columns, rows) => {
-    const { el } = page;
     const [titles, kinds] = [0, 1].map((part) => columns.split(" | ").map((column) => column.split(":")[part] ?? ""));
     const cell = (content, n) => el("td", { class: kinds[n] }, content);
     const head = titles.map((text, n) => el("th", { scope: "col", class: kinds[n] }, text));
     const body = rows.map((cells) => el("tr", {}, cells.map(cell)));
     const table = el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body));
-    return page.card(
-      title,
-      note,
-      el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, table),
-    );
+    const look = { class: "scroll", tabindex: "0", role: "region", "aria-label": title };
+    return page.card(title, note, el("div", look, table));
   };
 
   const list = (kind) => (facts) => {
-    const { el } = page;
     const lines = facts.map((f) => el("div", {}, el("dt", {}, f.label), el("dd", {}, f.value)));
     return el("dl", { class: kind }, lines);
   };
@@ -93,7 +78,6 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
 
   /* A bar of parts and its key; of each part its name, text, value as text, share of the bar, and colour. */
   page.stack = (parts) => {
-    const { el } = page;
     const look = (part, more) => ({ style: { background: `var(${part.colour})`, ...more } });
     const bar = parts.map((p) => page.tip(el("i", look(p, { width: `${100 * p.share}%` })), `${p.text}: ${p.value}`));
     const keys = parts.map((p) =>
@@ -106,19 +90,19 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
   /* A share as a bar with its number; nothing for no share. */
   page.share = (value) => {
     if (value === undefined || value === null) return "";
-    const bar = page.el("i", { style: { width: `${Math.min(100, 100 * value)}%` } });
-    return page.el("span", { class: "share" }, bar, page.el("b", {}, page.percent(value)));
+    const bar = el("i", { style: { width: `${Math.min(100, 100 * value)}%` } });
+    return el("span", { class: "share" }, bar, el("b", {}, page.percent(value)));
   };
 
   page.button = (text, label, onclick) =>
-    page.el("button", { type: "button", "aria-label": label, title: label, onclick }, text);
+    el("button", { type: "button", "aria-label": label, title: label, onclick }, text);
 
   /* Buttons of which one is pressed: name -> text. `mark(name)` shows one as pressed. */
   page.choice = (style, kind, label, options, choose) => {
     const buttons = Object.entries(options).map(([name, text]) =>
-      page.el("button", { type: "button", [`data-${kind}`]: name, onclick: () => choose(name) }, text),
+      el("button", { type: "button", [`data-${kind}`]: name, onclick: () => choose(name) }, text),
     );
-    const group = page.el("div", { class: style, role: "group", "aria-label": label }, buttons);
+    const group = el("div", { class: style, role: "group", "aria-label": label }, buttons);
     group.mark = (name) => {
       for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset[kind] === name));
     };

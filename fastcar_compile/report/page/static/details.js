@@ -10,14 +10,8 @@
   };
 
   page.detailsPanel = () => {
-    page.detailsBox = el("aside", {
-      class: "details",
-      id: "details",
-      "aria-live": "polite",
-      "aria-label": "Selected node",
-      hidden: true,
-    });
-    return page.detailsBox;
+    const look = { class: "details", "aria-live": "polite", "aria-label": "Selected node", hidden: true };
+    return (page.detailsBox = el("aside", { ...look, id: "details" }));
   };
 
   function link(side, id) {
@@ -38,35 +32,21 @@
   /* Fills the panel with a node of one graph. */
   page.details = (side, node) => {
     const other = side === "before" ? "after" : "before";
-    const close = el(
-      "button",
-      { type: "button", class: "close", "aria-label": "Close", onclick: page.closeDetails },
-      "×",
-    );
-    const place =
-      node.layer === null
-        ? "outside of the layers"
-        : `layer ${node.layer}${node.branch ? `, ${node.branch.replace(/_\d+$/, "").replace("_", " ")}` : ""}`;
-    const twin = node.twin
-      ? el(
-          "span",
-          {},
-          node.change === "replaced" ? (side === "after" ? "replaces " : "is now ") : "the same node: ",
-          link(other, node.twin),
-          ` ${other} the passes`,
-        )
-      : "";
+    const close = page.button("×", "Close", page.closeDetails);
+    close.className = "close";
+    const branch = node.branch ? `, ${node.branch.replace(/_\d+$/, "").replace("_", " ")}` : "";
+    const place = node.layer === null ? "outside of the layers" : `layer ${node.layer}${branch}`;
+    const where = [page.step === "prefill" ? "prefill" : "", side, place].filter(Boolean).join(" · ");
+    const changed = side === "after" ? "replaces " : "is now ";
+    const relation = node.change === "replaced" ? changed : "the same node: ";
+    const twin = node.twin && el("span", {}, relation, link(other, node.twin), ` ${other} the passes`);
     page.detailsBox.replaceChildren(
       el(
         "header",
         {},
-        el("h2", {}, node.kind === "weight" || node.kind === "op" || node.kind === "cond" ? node.op : node.id),
+        el("h2", {}, ["weight", "op", "cond"].includes(node.kind) ? node.op : node.id),
         el("span", { class: `chip ${node.change}` }, WORDS[node.change]),
-        el(
-          "span",
-          { class: "muted" },
-          [page.step === "prefill" ? "prefill" : "", side, place].filter(Boolean).join(" · "),
-        ),
+        el("span", { class: "muted" }, where),
         close,
       ),
       el(
@@ -91,7 +71,6 @@
 
   page.closeDetails = () => {
     page.detailsBox.hidden = true;
-    for (const mark of document.querySelectorAll(".pane .selected, .pane .twin"))
-      mark.classList.remove("selected", "twin");
+    page.clearMarks();
   };
 })();

@@ -9,13 +9,9 @@
   const shown = () => (NARROW.matches ? "after" : "both");
   const open = new Set();
   const panes = {};
-  const sides = page.choice(
-    "which",
-    "side",
-    "Graph shown",
-    { before: "before", both: "both", after: "after" },
-    showSide,
-  );
+  const GRAPHS = { before: "before", both: "both", after: "after" };
+  const MARKS = { added: "+ inserted", replaced: "~ replaced", removed: "− removed" };
+  const sides = page.choice("which", "side", "Graph shown", GRAPHS, showSide);
   const steps = page.choice("which steps", "step", "Step shown", { decode: "decode", prefill: "prefill" }, setStep);
   let zoom = 1;
   let fit = true;
@@ -36,57 +32,35 @@
   }
 
   function changes(side, group) {
-    const counts = { added: 0, replaced: 0, removed: 0 };
-    for (const id of group.nodes) {
-      const node = page.node(side, id);
-      if (node.kind !== "weight" && node.change !== "kept") counts[node.change] += 1;
-    }
-    const marks = { added: "+", replaced: "~", removed: "−" };
-    const words = { added: "inserted", replaced: "replaced", removed: "removed" };
-    return Object.entries(counts)
-      .filter(([, n]) => n)
-      .map(([kind, n]) => el("span", { class: `chip ${kind}`, title: `${n} ${words[kind]}` }, `${marks[kind]}${n}`));
+    const nodes = group.nodes.map((id) => page.node(side, id)).filter((node) => node.kind !== "weight");
+    return Object.entries(MARKS).map(([kind, text]) => {
+      const [count, [mark, word]] = [nodes.filter((node) => node.change === kind).length, text.split(" ")];
+      return count ? el("span", { class: `chip ${kind}`, title: `${count} ${word}` }, `${mark}${count}`) : null;
+    });
   }
 
   function note(side, group) {
     const ops = group.nodes.filter((id) => ["op", "cond"].includes(page.node(side, id).kind)).length;
     const line = page.data.replay.layers[group.layer ?? -1];
-    const replay =
-      side === "after" && page.step === "decode" && line?.replays
-        ? ` · replays at ${line.calibrated || line.threshold}`
-        : "";
-    return `${page.plural(ops, "operator")}${replay}`;
+    const replays = side === "after" && page.step === "decode" && line?.replays;
+    return `${page.plural(ops, "operator")}${replays ? ` · replays at ${line.calibrated || line.threshold}` : ""}`;
   }
 
   function header(name, title, detail, chips) {
-    return el(
-      "h3",
-      {},
-      el(
-        "button",
-        {
-          type: "button",
-          class: "fold",
-          "aria-expanded": "false",
-          "data-group": name,
-          onclick: () => page.toggle(name),
-        },
-        el("span", { class: "arrow", "aria-hidden": "true" }, "▸"),
-        el("span", { class: "group-title" }, title),
-        el("span", { class: "muted" }, detail),
-        el("span", { class: "chips" }, chips),
-      ),
-    );
+    const look = { type: "button", class: "fold", "aria-expanded": "false", "data-group": name };
+    const parts = [
+      el("span", { class: "arrow", "aria-hidden": "true" }, "▸"),
+      el("span", { class: "group-title" }, title),
+      el("span", { class: "muted" }, detail),
+      el("span", { class: "chips" }, chips),
+    ];
+    return el("h3", {}, el("button", { ...look, onclick: () => page.toggle(name) }, parts));
   }
 
   function groupElement(side, group, like) {
     const detail = like === undefined ? note(side, group) : `equal to layer ${like}`;
-    return el(
-      "section",
-      { class: "group", "data-name": group.title },
-      header(group.title, group.title, detail, changes(side, group)),
-      el("div", { class: "canvas" }),
-    );
+    const head = header(group.title, group.title, detail, changes(side, group));
+    return el("section", { class: "group", "data-name": group.title }, head, el("div", { class: "canvas" }));
   }
 
   function runElement(side, row) {
@@ -94,27 +68,18 @@
     if (row.run.length === 1) return groupElement(side, first, row.like);
     const name = `layers ${first.layer} to ${last.layer}`;
     const title = `layers ${first.layer} – ${last.layer}`;
-    return el(
-      "section",
-      { class: "run", "data-name": name },
-      header(name, title, `${row.run.length} layers, equal to layer ${row.like}`, changes(side, first)),
-      el(
-        "div",
-        { class: "members" },
-        row.run.map((group) => groupElement(side, group, row.like)),
-      ),
-    );
+    const detail = `${row.run.length} layers, equal to layer ${row.like}`;
+    const members = row.run.map((group) => groupElement(side, group, row.like));
+    const head = header(name, title, detail, changes(side, first));
+    return el("section", { class: "run", "data-name": name }, head, el("div", { class: "members" }, members));
   }
 
   function drawPane(side) {
     const groups = rows(side).map((row) => (row.group ? groupElement(side, row.group) : runElement(side, row)));
     const body = el("div", { class: "pane-body", tabindex: "-1" }, el("div", { class: "groups" }, groups));
-    panes[side] = el(
-      "section",
-      { class: `pane ${side}`, "aria-label": TITLES[side] },
-      el("h2", {}, TITLES[side], el("span", { class: "muted" }, `${page.graphs[side].operators} operators`)),
-      body,
-    );
+    const count = el("span", { class: "muted" }, `${page.graphs[side].operators} operators`);
+    const title = el("h2", {}, TITLES[side], count);
+    panes[side] = el("section", { class: `pane ${side}`, "aria-label": TITLES[side] }, title, body);
     panes[side].body = body;
     return panes[side];
   }
@@ -202,10 +167,10 @@
     resize();
   }
 
-  function clearMarks() {
+  page.clearMarks = () => {
     for (const mark of document.querySelectorAll(".pane .selected, .pane .twin, .pane .near"))
       mark.classList.remove("selected", "twin", "near");
-  }
+  };
 
   /* The box of a node; its group and the run around that are unfolded first. */
   function reveal(side, id) {
@@ -217,10 +182,8 @@
     const run = runOf(home.title);
     if (run && !open.has(run)) page.toggle(run, true);
     if (!open.has(home.title)) page.toggle(home.title, true);
-    const box = () =>
-      panes[side].querySelector(
-        `[data-name="${CSS.escape(home.title)}"] > .canvas [data-id="${CSS.escape(shown.id)}"]`,
-      );
+    const place = `[data-name="${CSS.escape(home.title)}"] > .canvas [data-id="${CSS.escape(shown.id)}"]`;
+    const box = () => panes[side].querySelector(place);
     if (!box() && shown.module) {
       page.openModules.add(shown.module);
       redraw(new Set([home.title]));
@@ -257,7 +220,7 @@
     const node = page.node(side, id);
     const other = SIDES.find((name) => name !== side);
     page.details(side, node);
-    clearMarks();
+    page.clearMarks();
     const place = node.twin || nearest(side, node);
     const twin = place ? reveal(other, place) : null;
     twin?.classList.add(node.twin ? "twin" : "near");
@@ -289,8 +252,7 @@
   }
 
   function legend() {
-    const marks = { added: "+ inserted", replaced: "~ replaced", removed: "− removed" };
-    const chips = Object.entries(marks).map(([kind, text]) => el("span", { class: `chip ${kind}` }, text));
+    const chips = Object.entries(MARKS).map(([kind, text]) => el("span", { class: `chip ${kind}` }, text));
     const families = ["linear", "attention", "cache", "gate"].map((kind) =>
       el("span", { class: "family" }, el("i", { class: `swatch ${kind}` }), kind),
     );

@@ -26,41 +26,23 @@
   };
 
   function move(event) {
-    const steps = { ArrowRight: 1, ArrowLeft: -1 };
     const now = page.tabs.findIndex((tab) => tab.button === event.target);
-    const last = page.tabs.length - 1;
-    let next = null;
-    if (event.key in steps) next = (now + steps[event.key] + last + 1) % (last + 1);
-    if (event.key === "Home") next = 0;
-    if (event.key === "End") next = last;
-    if (next === null) return;
+    const count = page.tabs.length;
+    const next = { ArrowRight: now + 1, ArrowLeft: now + count - 1, Home: 0, End: count - 1 }[event.key];
+    if (next === undefined) return;
     event.preventDefault();
-    page.showTab(page.tabs[next].id, true);
+    page.showTab(page.tabs[next % count].id, true);
   }
 
   page.startTabs = () => {
     const bar = document.getElementById("tabs");
     const main = document.getElementById("main");
     for (const tab of page.tabs) {
-      tab.button = el(
-        "button",
-        {
-          type: "button",
-          role: "tab",
-          id: `tab-${tab.id}`,
-          "aria-controls": `panel-${tab.id}`,
-          onclick: () => page.showTab(tab.id),
-          onkeydown: move,
-        },
-        tab.title,
-      );
-      tab.panel = el("section", {
-        role: "tabpanel",
-        id: `panel-${tab.id}`,
-        class: `panel ${tab.id}`,
-        "aria-labelledby": `tab-${tab.id}`,
-        hidden: true,
-      });
+      const [own, panel] = [`tab-${tab.id}`, `panel-${tab.id}`];
+      const acts = { type: "button", onclick: () => page.showTab(tab.id), onkeydown: move };
+      tab.button = el("button", { ...acts, role: "tab", id: own, "aria-controls": panel }, tab.title);
+      const look = { role: "tabpanel", class: `panel ${tab.id}`, "aria-labelledby": own, hidden: true };
+      tab.panel = el("section", { ...look, id: panel });
       bar.append(tab.button);
       main.append(tab.panel);
     }
@@ -68,19 +50,12 @@
     page.showTab(location.hash.slice(1));
   };
 
-  function stored() {
+  /* A file page may have no storage: a choice then holds until the page is closed. */
+  function storage(use) {
     try {
-      return localStorage.getItem(KEY);
+      return use(localStorage);
     } catch {
       return null;
-    } // a file page may have no storage
-  }
-
-  function keep(theme) {
-    try {
-      localStorage.setItem(KEY, theme);
-    } catch {
-      /* the choice holds until the page is closed */
     }
   }
 
@@ -93,10 +68,12 @@
       button.setAttribute("aria-label", isDark() ? "Switch to the light theme" : "Switch to the dark theme");
       for (const redraw of page.onTheme) redraw();
     };
-    if (stored()) document.documentElement.dataset.theme = stored();
+    const kept = storage((items) => items.getItem(KEY));
+    if (kept) document.documentElement.dataset.theme = kept;
     button.addEventListener("click", () => {
-      document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-      keep(document.documentElement.dataset.theme);
+      const theme = isDark() ? "light" : "dark";
+      document.documentElement.dataset.theme = theme;
+      storage((items) => items.setItem(KEY, theme));
       label();
     });
     system.addEventListener("change", label);

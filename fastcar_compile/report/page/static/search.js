@@ -4,6 +4,7 @@
 (() => {
   "use strict";
   const { el } = page;
+  const [field, list] = ["query", "results"].map((id) => document.getElementById(id));
   const MOST = 80;
   const MOST_GROUPS = 2; // of each kind
   const MOST_EXACT = 6; // above the groups: nodes whose operator or kind is the word itself
@@ -95,49 +96,39 @@
   }
 
   function option(entry, number) {
-    return el(
-      "li",
-      {
-        role: "option",
-        id: `found-${number}`,
-        "aria-selected": "false",
-        onpointerdown: (event) => {
-          event.preventDefault();
-          go(entry);
-        },
-      },
-      words(entry),
-    );
+    const choose = (event) => {
+      event.preventDefault();
+      go(entry);
+    };
+    const look = { role: "option", id: `found-${number}`, "aria-selected": "false", onpointerdown: choose };
+    return el("li", look, words(entry));
   }
 
   function show(query) {
-    const list = document.getElementById("results");
     const found = find(query);
     active = -1;
     list.replaceChildren(...found.slice(0, MOST).map(option));
     list.found = found;
     if (query.trim()) {
       const more = found.length > MOST ? `, the first ${MOST} are shown` : "";
-      list.append(
-        el(
-          "li",
-          { class: "count muted", role: "presentation" },
-          found.length ? `${page.plural(found.length, "place")} found${more}` : "Nothing has all of these words.",
-        ),
-      );
+      const places = found.length
+        ? `${page.plural(found.length, "place")} found${more}`
+        : "Nothing has all of these words.";
+      list.append(el("li", { class: "count muted", role: "presentation" }, places));
     }
-    list.hidden = !query.trim();
-    document.getElementById("query").setAttribute("aria-expanded", String(!list.hidden));
+    expand(Boolean(query.trim()));
   }
 
-  function close() {
-    document.getElementById("results").hidden = true;
-    document.getElementById("query").setAttribute("aria-expanded", "false");
+  function expand(shown) {
+    list.hidden = !shown;
+    field.setAttribute("aria-expanded", String(shown));
   }
+
+  const close = () => expand(false);
 
   function go({ side, node }) {
     close();
-    document.getElementById("query").blur();
+    field.blur();
     page.select(side, node.id, node.step);
   }
 
@@ -148,7 +139,7 @@
     active = (active + step + options.length) % options.length;
     options[active].setAttribute("aria-selected", "true");
     options[active].scrollIntoView({ block: "nearest" });
-    document.getElementById("query").setAttribute("aria-activedescendant", options[active].id);
+    field.setAttribute("aria-activedescendant", options[active].id);
   }
 
   function key(event) {
@@ -160,20 +151,18 @@
       close();
       event.target.blur();
     }
-    const chosen = document.getElementById("results").found?.[Math.max(0, active)];
+    const chosen = list.found?.[Math.max(0, active)];
     if (event.key === "Enter" && chosen) go(chosen);
   }
 
   /* Puts a text into the search field and shows what it finds. */
   page.search = (text) => {
-    const field = document.getElementById("query");
     field.value = text;
     field.focus();
     show(text);
   };
 
   page.startSearch = () => {
-    const field = document.getElementById("query");
     field.addEventListener("input", () => show(field.value));
     field.addEventListener("focus", () => {
       if (field.value) show(field.value);
