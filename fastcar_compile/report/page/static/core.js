@@ -109,6 +109,14 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
     return group;
   };
 
+  /* Gives a canvas its size; returns pixels per unit of it. */
+  page.resize = (canvas, width, height) => {
+    const ratio = Math.min(devicePixelRatio || 1, 2);
+    Object.assign(canvas, { width: width * ratio, height: height * ratio });
+    canvas.style.setProperty("height", `${height}px`);
+    return ratio;
+  };
+
   /* Shows a text beside the pointer or the focused element. `text` may be a function of the event. */
   page.tip = (element, text) => {
     const box = document.getElementById("tip");

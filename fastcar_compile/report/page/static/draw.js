@@ -18,7 +18,7 @@
 
   function path(points, top) {
     const at = points.map((p) => [p.x, p.y]);
-    if (top !== undefined) at[at.length - 1][1] = top;
+    at[at.length - 1][1] = top;
     if (at.length < 3) return `M${at.map((p) => p.join()).join("L")}`;
     let text = `M${at[0].join()}`;
     for (let n = 1; n < at.length - 1; n += 1) {
@@ -34,14 +34,8 @@
     if (box.kind === "next") return box.label;
     if (box.kind === "result" || box.kind === "state-out") return `result ${box.label}`;
     if (box.kind === "module") return `module ${box.path}, ${box.detail}, folded`;
-    const parts = [
-      page.stem(node.op),
-      node.id,
-      node.type,
-      WORDS[node.change],
-      node.made_by ? `by ${node.made_by}` : "",
-    ];
-    return parts.filter(Boolean).join(", ");
+    const made = node.made_by && `by ${node.made_by}`;
+    return [page.stem(node.op), node.id, node.type, WORDS[node.change], made].filter(Boolean).join(", ");
   }
 
   function text(x, y, content, kind, anchor = "start") {
@@ -111,17 +105,8 @@
     const kinds = { cond: branches, op: operator, module };
     const content = (kinds[box.kind] ?? pill)(box, pane);
     const change = ["op", "cond", "state", "input"].includes(box.kind) ? node.change : "kept";
-    const element = svg(
-      "g",
-      {
-        class: `node ${box.kind} ${change}`,
-        transform: `translate(${at.x},${at.y})`,
-        role: "button",
-        tabindex: -1,
-        "aria-label": label(box),
-      },
-      ...content,
-    );
+    const place = { transform: `translate(${at.x},${at.y})`, role: "button", tabindex: -1, "aria-label": label(box) };
+    const element = svg("g", { class: `node ${box.kind} ${change}`, ...place }, ...content);
     element.fastcar = { box, jump: ["port", "next"].includes(box.kind) };
     if (box.kind === "module") element.dataset.module = box.path;
     else if (!element.fastcar.jump) element.dataset.id = node.id;
@@ -129,16 +114,10 @@
   }
 
   function parts(drawing, pane) {
-    const lines = drawing.lines.map((line) =>
-      svg("path", {
-        class: "line",
-        d: path(
-          line.points.map((p) => ({ ...p })),
-          drawing.at[line.to].y,
-        ),
-        "marker-end": `url(#arrow-${pane})`,
-      }),
-    );
+    const lines = drawing.lines.map((line) => {
+      const d = path(line.points, drawing.at[line.to].y);
+      return svg("path", { class: "line", d, "marker-end": `url(#arrow-${pane})` });
+    });
     return [...lines, ...drawing.boxes.map((box, n) => boxElement(box, drawing.at[n], pane))];
   }
 
@@ -150,12 +129,8 @@
       { id: `arrow-${pane}`, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 6, markerHeight: 6, orient: "auto" },
       svg("path", { class: "head", d: "M0 0L8 4L0 8z" }),
     );
-    const root = svg(
-      "svg",
-      { viewBox: `0 0 ${width} ${height}`, role: "group" },
-      svg("defs", {}, arrow),
-      ...parts(drawing, pane),
-    );
+    const look = { viewBox: `0 0 ${width} ${height}`, role: "group" };
+    const root = svg("svg", look, svg("defs", {}, arrow), ...parts(drawing, pane));
     const top = drawing.boxes
       .map((box, n) => [drawing.at[n].y, drawing.at[n].x + box.width / 2, box.kind])
       .filter(([, , kind]) => kind !== "port");

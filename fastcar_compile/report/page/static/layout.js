@@ -78,26 +78,13 @@
     );
     for (const [path, own] of groups) {
       const outer = members.some((n) => n.module.startsWith(`${path}.`));
-      if (
-        own.length < 3 ||
-        outer ||
-        page.openModules.has(path) ||
-        own.some((n) => page.family(n) !== "plain") ||
-        circular(graph, own, ids)
-      )
-        continue;
+      const others = own.some((n) => page.family(n) !== "plain");
+      if (own.length < 3 || outer || others || page.openModules.has(path) || circular(graph, own, ids)) continue;
       const last = own[own.length - 1];
       const [title, detail] = [path.split(".").pop(), `${own.length} operators  ${page.shapeText(last.type)}`];
-      const width = Math.max(textWidth(title, "600 12px system-ui"), textWidth(detail, "10.5px system-ui"));
-      const box = {
-        kind: "module",
-        node: last,
-        path,
-        title,
-        detail,
-        width: Math.ceil(width * 1.04) + 36,
-        height: HEIGHT,
-      };
+      const widest = Math.max(textWidth(title, "600 12px system-ui"), textWidth(detail, "10.5px system-ui"));
+      const size = { width: Math.ceil(widest * 1.04) + 36, height: HEIGHT };
+      const box = { kind: "module", node: last, path, title, detail, ...size };
       for (const node of own) found.set(node.id, box);
     }
     return found;
@@ -140,23 +127,17 @@
   /* Pills for what the next group reads and for the results of the step. */
   function leaving(graph, members, place, add, edges) {
     for (const node of members) {
-      for (const name of graph.results.get(node.id) ?? []) {
-        const state = page.data.memory.state.some((s) => s.name === name);
-        edges.push([
-          place.get(node.id),
-          add({ kind: state ? "state-out" : "result", node, label: name, ...pillSize(name) }),
-        ]);
-      }
+      const leave = (kind, to, label) => {
+        edges.push([place.get(node.id), add({ kind, node: to, label, ...pillSize(label) })]);
+      };
+      for (const name of graph.results.get(node.id) ?? [])
+        leave(page.data.memory.state.some((s) => s.name === name) ? "state-out" : "result", node, name);
       const readers = node.users
         .map((id) => graph.nodes.get(id))
         .filter((user) => graph.home.get(user.id) !== graph.home.get(node.id));
       const homes = new Map(readers.map((user) => [graph.home.get(user.id)?.title, user]));
       if (homes.size > 2 || node.kind === "input" || node.kind === "state") continue; // every layer reads it: no pill
-      for (const [title, user] of homes)
-        edges.push([
-          place.get(node.id),
-          add({ kind: "next", node: user, label: `to ${title}`, ...pillSize(`to ${title}`) }),
-        ]);
+      for (const [title, user] of homes) leave("next", user, `to ${title}`);
     }
   }
 
@@ -199,11 +180,10 @@
     const shape = (box) => box.kind + (box.parts ? box.parts.map((part) => part.boxes.map(shape)) : "");
     const key = [graph.step, graph.side, group.key, parts.boxes.map(shape), parts.edges].join(" ");
     const before = known.get(key);
-    if (before)
-      return {
-        ...before,
-        boxes: parts.boxes.map((box, n) => ({ ...box, width: before.boxes[n].width, height: before.boxes[n].height })),
-      };
+    if (before) {
+      const size = (n) => ({ width: before.boxes[n].width, height: before.boxes[n].height });
+      return { ...before, boxes: parts.boxes.map((box, n) => ({ ...box, ...size(n) })) };
+    }
     const found = arrange(parts);
     known.set(key, found);
     return found;

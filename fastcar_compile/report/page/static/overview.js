@@ -36,17 +36,7 @@
 
   page.addTab("overview", "Overview", (panel) => {
     const key = page.data.facts.filter((fact) => fact.group === "key");
-    panel.append(
-      page.figures(key),
-      el(
-        "div",
-        { class: "columns" },
-        group("decoder", "Decoder"),
-        group("options", "Compiled with"),
-        group("written by", "Written by"),
-      ),
-      passes(),
-      files(),
-    );
+    const groups = [group("decoder", "Decoder"), group("options", "Compiled with"), group("written by", "Written by")];
+    panel.append(page.figures(key), el("div", { class: "columns" }, groups), passes(), files());
   });
 })();

@@ -49,11 +49,8 @@
   /* Draws values [rows][columns] with one rectangle each. */
   function paint(canvas, values) {
     const columns = values[0]?.length ?? 0;
-    const ratio = Math.min(devicePixelRatio || 1, 2);
-    const width = canvas.parentElement.clientWidth || 600;
     const height = Math.min(26, Math.max(8, 420 / values.length)) * values.length;
-    Object.assign(canvas, { width: width * ratio, height: height * ratio });
-    canvas.style.setProperty("height", `${height}px`);
+    const ratio = page.resize(canvas, canvas.parentElement.clientWidth || 600, height);
     const context = canvas.getContext("2d");
     const [low, high] = [page.colour("--heat-low"), page.colour("--heat-high")];
     const [w, h] = [canvas.width / columns, canvas.height / values.length];

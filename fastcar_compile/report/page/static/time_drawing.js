@@ -26,10 +26,7 @@
   class Drawing {
     constructor(view, canvas) {
       const width = Math.max(300, canvas.parentElement.clientWidth);
-      const ratio = Math.min(devicePixelRatio || 1, 2);
-      const height = view.step.lanes.length * LANE + 26;
-      Object.assign(canvas, { width: width * ratio, height: height * ratio });
-      canvas.style.setProperty("height", `${height}px`);
+      const ratio = page.resize(canvas, width, view.step.lanes.length * LANE + 26);
       Object.assign(this, { view, width, context: canvas.getContext("2d") });
       this.context.scale(ratio, ratio);
       this.scale = (width - LEFT - RIGHT) / (view.end - view.start);

@@ -19,26 +19,19 @@
   /* The choices of what is shown: the step, the first start of every call, every layer. */
   function parts(view, show) {
     const option = (text, spans) => {
-      const ends = spans.map((s) => s.start + s.seconds);
-      return el(
-        "option",
-        { "data-start": Math.min(...spans.map((s) => s.start)), "data-end": Math.max(...ends) },
-        text,
-      );
+      const [start, end] = [spans.map((s) => s.start), spans.map((s) => s.start + s.seconds)];
+      return el("option", { "data-start": Math.min(...start), "data-end": Math.max(...end) }, text);
     };
-    const first = (calls) => [calls[0]];
-    const calls = [...Map.groupBy(callsOf(view.step), (s) => s.name)].map(([name, own]) => option(name, first(own)));
-    const layers = [...Map.groupBy(view.step.spans, (s) => s.layer)].sort(([a], [b]) => a - b);
+    const calls = [...Map.groupBy(callsOf(view.step), (s) => s.name)].map(([name, own]) => option(name, [own[0]]));
+    const layers = [...Map.groupBy(view.step.spans, (s) => s.layer)]
+      .sort(([a], [b]) => a - b)
+      .map(([layer, own]) => option(page.layerText(layer), own));
     const select = el(
       "select",
       { "aria-label": "Part of the step", onchange: () => show(select.selectedOptions[0].dataset) },
       option("whole step", view.step.spans),
       el("optgroup", { label: "calls of the engine" }, calls),
-      el(
-        "optgroup",
-        { label: "layers" },
-        layers.map(([layer, own]) => option(page.layerText(layer), own)),
-      ),
+      el("optgroup", { label: "layers" }, layers),
     );
     return select;
   }
@@ -120,10 +113,7 @@
         this.change(1, (held - event.clientX) / (this.canvas.clientWidth - LEFT - RIGHT));
         held = event.clientX;
       });
-      for (const name of ["pointerup", "pointercancel"])
-        this.canvas.addEventListener(name, () => {
-          held = null;
-        });
+      for (const name of ["pointerup", "pointercancel"]) this.canvas.addEventListener(name, () => (held = null));
     }
   }
 
@@ -173,9 +163,7 @@
       "What the host and each unit of the engine do, call by call or instruction by instruction. Drag to move; double click or Ctrl and the wheel to zoom.",
       el("div", { class: "toolbar" }, steps, chart.select, tools),
       note,
-      speed.unknown
-        ? el("p", { class: "muted" }, "The artifact does not say how much replays. ", page.recording())
-        : null,
+      speed.unknown && el("p", { class: "muted" }, "The artifact does not say how much replays. ", page.recording()),
       numbers,
       el("div", { class: "time-box" }, chart.canvas),
     );
