@@ -236,18 +236,13 @@ def _replay_lines(part: LayerSite, replay: ReplayFacts, stride: int) -> list[str
         around = "MLP (the gate reads the norm before it)"
     read = f"query {part.attention.query}, {stride} positions back, " if gate.reads_query else ""
     kept = f", and keeps the MLP input of every computed visit (gate_cache_{layer})" if gate.caches_input else ""
+    gets = "keeps the MLP output of" if replay.draft is None else "gets the draft's output, and what is left of that of"
     return [
         f"  inserted gate {gate.name}: {gate.describe()}; {read}"
         f"replaying at a score {gate.comparison.value} {replay.threshold:g}{kept}; "
         f"cond around {around} (replay_branch_{layer} | compute_branch_{layer})",
-        f"  why      a row whose score passes {_taken(replay)} {stride} forwards ago; "
-        "the MLP is skipped when every row does",
+        f"  why      a row whose score passes {gets} {stride} forwards ago; the MLP is skipped when every row does",
     ]
-
-
-def _taken(replay: ReplayFacts) -> str:
-    """Return what a row that replays gets, before its age."""
-    return "keeps the MLP output of" if replay.draft is None else "gets the draft's output, and what is left of that of"
 
 
 def write_report(writer: ArtifactWriter, sections: Sections) -> None:

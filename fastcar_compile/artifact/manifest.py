@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from math import prod
 from typing import Any, TypeVar, cast
@@ -218,7 +218,8 @@ def _cache(config: DecoderConfig, kv: str, layer: LayerSite, state: sections.Sta
 
 def _state(manifest: Manifest) -> Iterator[str]:
     config, states = manifest.decoder.config, manifest.decoder.state
-    yield from (f"two states have the name {name!r}" for name in _twice(state.name for state in states))
+    names = Counter(state.name for state in states)
+    yield from (f"two states have the name {name!r}" for name in sorted(names) if names[name] > 1)
     for state in states:
         if not all(0 < size <= limits.SIZE for size in state.shape):
             yield f"state {state.name} has the impossible shape {list(state.shape)}"
@@ -242,7 +243,3 @@ def _thresholds(manifest: Manifest) -> Iterator[str]:
             manifest.thresholds.check(manifest.layers.gates, "")
         except ArtifactError as error:
             yield error.what
-
-
-def _twice(names: Iterable[str]) -> list[str]:
-    return sorted(name for name, count in Counter(names).items() if count > 1)

@@ -104,7 +104,11 @@ class OpenedFiles:
         Raises:
             ArtifactError: lists every missing, changed, unexpected or refused file at once.
         """
-        kept = _small(files)
+        # The smallest files: each of at most KEPT_FILE bytes, and KEPT_BYTES together.
+        ordered = sorted((entry.size, name) for name, entry in files.items())
+        totals = accumulate(size for size, _ in ordered)
+        within = zip(ordered, totals, strict=True)
+        kept = {name for (size, name), total in within if size <= KEPT_FILE and total <= KEPT_BYTES}
 
         def check(name: str) -> str | None:
             problem = name_problem(name) or self._problem(name, files[name], None if name in kept else digests)
@@ -262,13 +266,6 @@ class OpenedFiles:
                         folders.append(f"{name}/")
                     else:
                         yield name, mode
-
-
-def _small(files: Mapping[str, FileEntry]) -> set[str]:
-    """Return the names of the smallest files: each of at most KEPT_FILE bytes, and KEPT_BYTES together."""
-    ordered = sorted((entry.size, name) for name, entry in files.items())
-    totals = accumulate(size for size, _ in ordered)
-    return {n for (size, n), total in zip(ordered, totals, strict=True) if size <= KEPT_FILE and total <= KEPT_BYTES}
 
 
 def _read(descriptor: int, size: int) -> bytes:

@@ -156,7 +156,10 @@ def decide(
         try:
             work = whole_steps(program, wish)
         except CompileError as error:
-            refused.append(_refused_wish(error))
+            # Nobody asked for whole steps, but everybody would like them.
+            instead, hint = "the accelerator computes its MLPs, the host the rest", "give offload='mlp' (--offload mlp)"
+            reason = "; ".join(dict.fromkeys(single.what for single in error.problems or (error,)))
+            refused.append(Fallback(kind="offload", what="decode step", instead=instead, reason=reason, hint=hint))
         else:
             plan = _plan(program, wish, board, before, work)
             if _best_offload(plan) == "all":
@@ -179,13 +182,6 @@ def whole_steps(program: DecoderProgram, config: CompileConfig) -> Offloaded:
     """
     run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
     return offloaded(program, config.offload)
-
-
-def _refused_wish(error: CompileError) -> Fallback:
-    """Return that the decode step is not the accelerator's, as nobody asked but everybody would like."""
-    instead, hint = "the accelerator computes its MLPs, the host the rest", "give offload='mlp' (--offload mlp)"
-    reason = "; ".join(dict.fromkeys(single.what for single in error.problems or (error,)))
-    return Fallback(kind="offload", what="decode step", instead=instead, reason=reason, hint=hint)
 
 
 def _best_offload(plan: BuildPlan) -> str:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -77,7 +77,8 @@ def export_error(step: nn.Module, error: Exception, arguments: Mapping[str, Any]
 
 def _place(step: nn.Module, trace: TracebackType | None) -> str:
     """Module path and source line of the deepest frame in the model's own code."""
-    frames = [(frame, line) for frame, line in traceback.walk_tb(trace) if _is_theirs(frame)]
+    names = (_TORCH, _OWN, "<")
+    frames = [(f, line) for f, line in traceback.walk_tb(trace) if not f.f_code.co_filename.startswith(names)]
     paths = {id(module): path for path, module in step.named_modules()}
     # The deepest frame with a module as `self` gives a path in the model, which says more than a line.
     for frame, line in reversed(frames):
@@ -90,11 +91,6 @@ def _place(step: nn.Module, trace: TracebackType | None) -> str:
         frame, line = frames[-1]
         return f"{importable_path(frame.f_code.co_filename)}:{line}"
     return type(step).__name__
-
-
-def _is_theirs(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    return not file.startswith((_TORCH, _OWN, "<"))
 
 
 # A decode step must be a function of its inputs: what draws random numbers is refused.
@@ -244,6 +240,8 @@ def _exported(step: nn.Module, arguments: dict[str, Any]) -> ExportedProgram:
 def _config(graph: Any, chunk: Any, max_seq_len: int, tokens_per_frame: int, prefill_chunk: int) -> DecoderConfig:
     tokens = next(n for n in graph.graph.nodes if n.op == "placeholder")
     embeddings = tokens.target == "inputs_embeds"
+    # A session refuses token ids beyond the rows of the table that they select.
+    tables = [node_arg(user, 0) for user in tokens.users if is_op(user, torch.ops.aten.embedding)]
     output = graph.graph.output_node().args[0][0].meta["val"]
     if output.dim() != 3:
         raise CompileError(f"the step returns shape {tuple(output.shape)}; expected [B, T, V] or [B, T, H]")
@@ -258,7 +256,7 @@ def _config(graph: Any, chunk: Any, max_seq_len: int, tokens_per_frame: int, pre
         vocab_size=int(output.shape[-1]),
         takes_embeddings=embeddings,
         prefill_chunk=prefill_chunk if chunk is not None else 0,
-        embedding_rows=_embedding_rows(tokens),
+        embedding_rows=min((shape_of(table)[0] for table in tables), default=None),
         context=_context(graph.graph),
         input_size=int(tokens.meta["val"].shape[-1]) if embeddings else None,
     )
@@ -283,9 +281,3 @@ def _context(graph: fx.Graph) -> ContextInput | None:
     given = ", ".join(f"{name} {str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for name, v in found.items())
     hint = "take context float32 [B, L, C], and with it context_mask bool [B, L] where it has padding"
     raise CompileError(f"the step takes {given}, which is no context for cross-attention", hint=hint)
-
-
-def _embedding_rows(tokens: fx.Node) -> int | None:
-    """Return the rows of the table that token ids select, so that a session can refuse ids beyond it."""
-    tables = [node_arg(user, 0) for user in tokens.users if is_op(user, torch.ops.aten.embedding)]
-    return min((shape_of(table)[0] for table in tables), default=None)

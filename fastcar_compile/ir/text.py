@@ -27,7 +27,10 @@ def graph_to_text(module: fx.GraphModule) -> str:
         if node.op == "output":
             lines.append(f"return {node.args[0]}")
             continue
-        notes = ", ".join(_notes(node))
+        layer, role = layer_of(node), role_of(node)
+        place = "" if layer is None else f"layer {layer}" + (f" {role}" if role else "")
+        made = f"made by {node.meta['made_by']}" if "made_by" in node.meta else ""
+        notes = ", ".join(note for note in (place, made, module_path_of(node), source_of(node)) if note)
         expression = node.op if node.op == "placeholder" else _expression(node)
         lines.append(f"{node.name}: {_type_text(node)} = {expression}" + (f"  # {notes}" if notes else ""))
     for name, child in branches_of(module).items():
@@ -60,13 +63,6 @@ def target_name(target: Any) -> str:
     if isinstance(target, OpOverload) and target.namespace in NAMESPACES:
         return name
     raise InternalError(f"operator {name} cannot be written to a graph file")
-
-
-def _notes(node: fx.Node) -> list[str]:
-    layer, role = layer_of(node), role_of(node)
-    place = [] if layer is None else [f"layer {layer}" + (f" {role}" if role else "")]
-    made = [f"made by {node.meta['made_by']}"] if "made_by" in node.meta else []
-    return place + made + [t for t in (module_path_of(node), source_of(node)) if t]
 
 
 def _expression(node: fx.Node) -> str:

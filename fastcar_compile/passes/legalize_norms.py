@@ -1,7 +1,6 @@
 """Norms get the one spelling that backends, exact numerics and the accelerator are tested with."""
 
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import fx
@@ -54,19 +53,13 @@ def _rewrite(module: fx.GraphModule, node: fx.Node) -> None:
     layer_norm, norm = written_layer_norm(node), rms_norm(node)
     with before(node, LegalizeNorms.name) as emit:
         if layer_norm is not None:
-            new = _write_layer_norm(emit, module, node, *layer_norm)
+            x, *scales, epsilon = layer_norm
+            rows = [None if v is None else _row(module, v, node) for v in scales]
+            new = emit(aten.layer_norm.default, x, [shape_of(x)[-1]], *rows, epsilon)
         else:
             assert norm is not None
             new = _write_rms_norm(emit, module, node, *norm)
     replace(node, new)
-
-
-def _write_layer_norm(
-    emit: Inserter, module: fx.GraphModule, node: fx.Node, x: fx.Node, *scales_and_epsilon: Any
-) -> fx.Node:
-    *scales, epsilon = scales_and_epsilon
-    rows = [None if v is None else _row(module, v, node) for v in scales]
-    return emit(aten.layer_norm.default, x, [shape_of(x)[-1]], *rows, epsilon)
 
 
 def _write_rms_norm(

@@ -123,7 +123,11 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
             self.session.reset()
         # Transformers gives all ids so far in every call. The session holds all of them but the last column.
         logits = self.session.prefill(rows) if first else self.session.step(rows[:, -1])
-        return CausalLMOutput(logits=self._guided(logits)[:, None])
+        if self._guidance is not None:
+            # As Transformers' UnbatchedClassifierFreeGuidanceLogitsProcessor, from both halves of the rows.
+            conditional, unconditional = logits.log_softmax(-1).chunk(2)
+            logits = self._guidance.scale * (conditional - unconditional) + unconditional
+        return CausalLMOutput(logits=logits[:, None])
 
     def _pairs(self, input_ids: Tensor, first: bool) -> Tensor:
         """Return the rows of the call and, after them, the rows of their unconditional prompts."""
@@ -138,13 +142,6 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
             hint = "give as many tokens for both: the rows of a session share their position"
             raise InputError(what, where="negative_prompt_ids", hint=hint)
         return torch.cat([input_ids, negative.repeat_interleave(input_ids.shape[0] // negative.shape[0], 0)])
-
-    def _guided(self, logits: Tensor) -> Tensor:
-        """Return scores as Transformers' UnbatchedClassifierFreeGuidanceLogitsProcessor, from both halves of rows."""
-        if self._guidance is None:
-            return logits
-        conditional, unconditional = logits.log_softmax(-1).chunk(2)
-        return self._guidance.scale * (conditional - unconditional) + unconditional
 
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]  # a model names its own
         self,

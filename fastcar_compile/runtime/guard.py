@@ -72,23 +72,14 @@ def use_threads(count: int) -> None:
     _pool.forks = getattr(_pool, "forks", forks())  # a pool stays in the process in which it was made
 
 
-class _Forks:
-    """Counts the forks between the first process and this one: cheaper to compare than a process id."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        os.register_at_fork(after_in_child=self._forked)
-
-    def _forked(self) -> None:
-        self.count += 1
-
-
-_forks = _Forks()
+_forks: list[None] = []
+"""One entry for each fork between the first process and this one: cheaper to compare than a process id."""
+os.register_at_fork(after_in_child=lambda: _forks.append(None))
 
 
 def forks() -> int:
     """Return the number of Python's forks between this process and the first process."""
-    return _forks.count
+    return len(_forks)
 
 
 class Guard:
@@ -104,7 +95,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._inside = dict[str, int]()
-        self._owner, self._forks, self._closed, self.calling = 0, _forks.count, False, False
+        self._owner, self._forks, self._closed, self.calling = 0, len(_forks), False, False
 
     def __enter__(self) -> None:
         """Enter; the first thread that enters owns the sequence.
@@ -143,18 +134,18 @@ class Guard:
         """
         # Entering first refuses to close during a call.
         # A child process skips it: the fork may have copied a call that never ends here.
-        if self._forks == _forks.count and not self._closed:
+        if self._forks == len(_forks) and not self._closed:
             with self.begun():
                 self._closed = True
         self._closed = True
-        return self._forks == _forks.count
+        return self._forks == len(_forks)
 
     def _enter(self) -> int:
         """Return the calling thread, which is inside from then on."""
         thread = get_ident()
         # Ctrl-C may come before an exit has noted anything. So a thread that seems to be inside may enter again, unless
         # it is in a caller's function. `setdefault` is atomic for all threads.
-        refused = self._forks != _forks.count or self._closed
+        refused = self._forks != len(_forks) or self._closed
         if refused or self._inside.setdefault("thread", thread) != thread or self.calling:
             raise self._refusal()
         return thread
@@ -170,7 +161,7 @@ class Guard:
     def _refusal(self) -> InputError:
         what = "the session is used by a second thread while a call is running"
         hint = "open one session per thread; sessions share the weights"
-        if self._forks != _forks.count:
+        if self._forks != len(_forks):
             what = "the session was opened before a fork, in the parent process"
             hint = "open the session in the child process, or start children with multiprocessing's 'spawn'"
         elif self._closed:

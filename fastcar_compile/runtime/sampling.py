@@ -110,7 +110,10 @@ class Sampling:
             conditional, unconditional = np.split(_log_softmax(scores), 2)
             scores = unconditional + self.guidance * (conditional - unconditional)
         if self.repetition_penalty != 1:
-            scores = self._penalised(scores, seen)
+            held = np.zeros(scores.shape, bool)
+            np.put_along_axis(held, seen[: len(scores)], True, axis=-1)
+            penalised = np.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
+            scores = np.where(held, penalised, scores)
         if self.temperature > 0:
             scores = scores / self.temperature
         if self.top_k is not None and self.top_k < scores.shape[-1]:
@@ -123,12 +126,6 @@ class Sampling:
         """Return top_k, where it alone decides which tokens of a single row may be drawn; else None."""
         alone = self.top_p is None and self.repetition_penalty == self.guidance == 1 and self.temperature > 0
         return self.top_k if alone and self.top_k is not None and self.top_k < logits.size == logits.shape[1] else None
-
-    def _penalised(self, scores: Scores, seen: Tokens) -> Scores:
-        held = np.zeros(scores.shape, bool)
-        np.put_along_axis(held, seen[: len(scores)], True, axis=-1)
-        penalised = np.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
-        return np.where(held, penalised, scores)
 
     @staticmethod
     def _nucleus(scores: Scores, share: float) -> Scores:

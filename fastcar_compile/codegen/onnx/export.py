@@ -139,7 +139,11 @@ class _Builder:
         signed = spec.dtype == torch.int8
         stored = f"{name}.stored" if signed else name
         kind = TensorProto.UINT8 if signed else from_torch_dtype(spec.dtype)
-        self.initializers[stored] = _external(stored, kind, tuple(spec.shape), self.places[name])
+        place, external = self.places[name], TensorProto.EXTERNAL
+        tensor = TensorProto(name=stored, data_type=kind, dims=spec.shape, data_location=external)
+        for key, value in (("location", place.file), ("offset", place.offset), ("length", place.length)):
+            tensor.external_data.add(key=key, value=str(value))
+        self.initializers[stored] = tensor
         if signed:
             # As above; onnxruntime folds this when it loads the model.
             top_bit = numpy_helper.from_array(np.array(ZERO_POINT, np.uint8), "top_bit")
@@ -151,13 +155,6 @@ def _inline(name: str, value: Tensor) -> TensorProto:
     # By way of bytes: numpy has no bfloat16.
     raw = value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
     return helper.make_tensor(name, from_torch_dtype(value.dtype), tuple(value.shape), raw, raw=True)
-
-
-def _external(name: str, kind: int, shape: tuple[int, ...], place: Placement) -> TensorProto:
-    tensor = TensorProto(name=name, data_type=kind, dims=shape, data_location=TensorProto.EXTERNAL)
-    for key, value in (("location", place.file), ("offset", place.offset), ("length", place.length)):
-        tensor.external_data.add(key=key, value=str(value))
-    return tensor
 
 
 def _info(name: str, node: fx.Node, notes: Mapping[str, str]) -> onnx.ValueInfoProto:

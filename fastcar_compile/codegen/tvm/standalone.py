@@ -142,7 +142,8 @@ class _Writer:
                 self._data.append(f"STORAGE({name}, {prod(map(int, cast(Any, value.args[0]).values))})")
                 return []
             case "relax.vm.alloc_tensor":
-                storage, offset = self._names[cast(relax.Var, value.args[0])], _integer(value.args[1])
+                storage, at = self._names[cast(relax.Var, value.args[0])], cast(Any, value.args[1])
+                offset = int(getattr(at, "value", at))
                 return [f"{self._tensor(var, var)}.data = {storage} + {offset};"]
             case "vm.builtin.reshape":
                 return [f"{self._tensor(var, var)}.data = {self._value(value.args[0])}.data;"]
@@ -196,7 +197,3 @@ def _operator(value: relax.Call) -> str:
 
 def _dtype(value: relax.Expr) -> str:
     return str(cast(Any, value.ty).dtype)
-
-
-def _integer(value: relax.Expr) -> int:
-    return int(getattr(value, "value", value))  # pyright: ignore[reportArgumentType]
