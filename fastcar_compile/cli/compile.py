@@ -146,11 +146,8 @@ def _lines(what: str, where: str, hint: str) -> str:
 
 
 def _show_list(title: str, items: Iterable[str]) -> None:
-    texts = list(items)
-    if texts:
-        print_text(f"\n{title}:")
-    for text in texts:
-        print_text(f"  - {text}")
+    if texts := [f"  - {text}" for text in items]:
+        print_text("\n".join([f"\n{title}:", *texts]))
 
 
 def span(layers: Sequence[int]) -> str:

@@ -1,7 +1,6 @@
 """`fastcar run`: decode with a compiled artifact."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,27 +13,6 @@ from fastcar_compile.cli.common import JsonOption, Writes, command, stages
 from fastcar_compile.cli.output import print_fields, print_result, print_text
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption
 from fastcar_compile.errors import UserError, count_text, os_errors
-
-
-class Clock:
-    """Counts tokens as they are chosen, and keeps the time.
-
-    Attributes:
-        first: time of the first token in seconds, when the prompt has been read; None before it.
-        count: tokens so far.
-    """
-
-    def __init__(self, total: int, show: Callable[[str], None]) -> None:
-        self.total, self.show = total, show
-        self.first: float | None = None
-        self.count = 0
-
-    def __call__(self, _tokens: object) -> None:
-        """Count one token per row."""
-        if self.first is None:
-            self.first = time.perf_counter()
-        self.count += 1
-        self.show(f"{self.count} of {self.total} tokens")
 
 
 @command
@@ -110,12 +88,17 @@ def run_command(
         if context is not None:
             seen = None if context_mask is None else options.read_context(context_mask, mask=True)
             session.set_context(options.read_context(context, mask=False), seen)
-        clock = Clock(num_tokens, show)
+        times = list[float]()  # when each token was chosen
+
+        def count(_tokens: object) -> None:
+            times.append(time.perf_counter())
+            show(f"{len(times)} of {num_tokens} tokens")
+
         start = time.perf_counter()
-        tokens = session.generate(ids, num_tokens, sample=sampling, on_token=clock)
+        tokens = session.generate(ids, num_tokens, sample=sampling, on_token=count)
         end = time.perf_counter()
     rows: list[list[int]] = np.asarray(tokens).tolist()
-    report = summary(session, rows, start, clock.first or end, end)
+    report = summary(session, rows, start, times[0] if times else end, end)
     report |= {"backend": backend, "output": output, "trace": trace}
     _write(tokens, output)
     _write(session.stats.decisions if trace else None, trace)
