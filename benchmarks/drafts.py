@@ -1,8 +1,8 @@
 """What a draft of the MLPs spares, and what it costs: docs/explanation/drafts.md.
 
     python benchmarks/drafts.py quality --data build/doom/data --json quality.json
-    python benchmarks/drafts.py quality --only "distilled, share 0.28"
-    python benchmarks/drafts.py rollouts --quality quality.json
+    python benchmarks/drafts.py quality --only "distilled, share 0.28" --limit 1.05 --json quality.json
+    python benchmarks/drafts.py rollouts --quality quality.json --rollouts 24
     python benchmarks/drafts.py precisions --quality quality.json
     python benchmarks/drafts.py speed --quality quality.json
     python benchmarks/drafts.py shapes
@@ -78,8 +78,12 @@ def held_out(setup: Setup, quant: str = "none") -> Study:
     )
 
 
-def quality(setup: Setup, output: Path | None, only: Sequence[str]) -> None:
-    """Print replay and bytes spared within each limit, and what each method costs at the same bytes. only: methods."""
+def quality(setup: Setup, output: Path | None, only: Sequence[str], limit: float) -> None:
+    """Print replay and bytes spared within each limit, and what each method costs at the same bytes.
+
+    Args:
+        output: gets it as JSON, with each method's thresholds within `limit`. only: methods; none: all.
+    """
     study = held_out(setup)
     shares, compared = natural_shares(setup.tokens("held_out")), methods(setup, only)
     rows = {name: study.rows(cases) for name, cases in compared.items()}
@@ -105,7 +109,7 @@ def quality(setup: Setup, output: Path | None, only: Sequence[str]) -> None:
             )
     for name, cases in compared.items():
         measured = [(*point_of(row, shares), case) for case, row in zip(cases, rows[name], strict=True)]
-        within = [(replay, case) for replay, _, cost, case in measured if cost <= LIMITS[-1]]
+        within = [(replay, case) for replay, _, cost, case in measured if cost <= limit]
         if within:
             found[f"{name}, thresholds"] = max(within, key=lambda pair: pair[0])[1].to_json()
     if output is not None:
@@ -113,7 +117,7 @@ def quality(setup: Setup, output: Path | None, only: Sequence[str]) -> None:
 
 
 def rollouts(setup: Setup, found: dict[str, Any]) -> None:
-    """Print PSNR by generated frame of gate `learned` and of drafts within the greater limit, beside other draws."""
+    """Print PSNR by generated frame of gate `learned` and of drafts within quality's limit, beside other draws."""
     start = start_of(setup)
     made = rolled(setup, setup.dense, chosen(setup, found), start)
     for name, result in likenesses(setup, start, made).items():
@@ -133,15 +137,21 @@ def precisions(setup: Setup, found: dict[str, Any]) -> None:
 
 
 def chosen(setup: Setup, found: dict[str, Any]) -> dict[str, Case]:
-    """Return the cases within the greater limit that `quality` found, of gate `learned` and of drafts of one share."""
-    learned = Case.from_json(found["learned, thresholds"])
-    assert learned.replay is not None
-    plain = learned.replay.model_copy(update={"gate_weights": setup.dense.gate_weights()})
-    cases, share = {"learned": Case("learned", plain)}, DISTILLED[-1]
-    for name, steps in ((f"draft, share {share}", 0), (f"distilled, share {share}", STEPS)):
-        draft = fc.Draft.load(file_of(setup, share, steps))
-        thresholds = found[f"{name}, thresholds"]["replay"]["threshold"]
-        cases[name] = Case(name, fc.ReplayConfig(draft=draft, threshold=thresholds))
+    """Return the cases within a limit that `quality` found, of gate `learned` and of drafts of the distilled shares."""
+    cases = dict[str, Case]()
+    plain = {"learned": {"gate_weights": setup.dense.gate_weights()}}
+    files = {f"draft, share {share}": file_of(setup, share) for share in DISTILLED}
+    files |= {f"distilled, share {share}": file_of(setup, share, STEPS) for share in DISTILLED}
+    for name in (*plain, *files):
+        if (kept := found.get(f"{name}, thresholds")) is None:
+            continue
+        if name in plain:
+            replay = Case.from_json(kept).replay
+            assert replay is not None
+            cases[name] = Case(name, replay.model_copy(update=plain[name]))
+        else:
+            config = fc.ReplayConfig(draft=fc.Draft.load(files[name]), threshold=kept["replay"]["threshold"])
+            cases[name] = Case(name, config)
     return cases
 
 
@@ -273,17 +283,19 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=DOOM.parents[1] / "build" / "doom" / "drafts")
     parser.add_argument("--quality", type=Path, help="what quality wrote with --json")
     parser.add_argument("--only", nargs="+", default=[], help='methods of quality, such as "distilled, share 0.28"')
+    parser.add_argument("--limit", type=float, default=LIMITS[-1], help="NLL over dense of what quality's JSON has")
+    parser.add_argument("--rollouts", type=int, default=Counts.rollouts)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.what in alone:
         alone[options.what]()
         return
     options.work.mkdir(parents=True, exist_ok=True)
-    setup = Setup(options.data, DOOM / "world", DOOM, options.work, Counts(), print)
+    setup = Setup(options.data, DOOM / "world", DOOM, options.work, Counts(rollouts=options.rollouts), print)
     for split in ("calibration", "held_out"):
         setup.record(split)
     if options.what == "quality":
-        quality(setup, options.json, options.only)
+        quality(setup, options.json, options.only, options.limit)
     else:
         read[options.what](setup, json.loads(options.quality.read_text("utf-8")))
 
