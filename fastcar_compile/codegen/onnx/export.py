@@ -169,7 +169,7 @@ def _export_error(module: fx.GraphModule, error: BaseException) -> CompileError:
     # The exporter wraps the error of an operator several times. The innermost one names the operator.
     while error.__cause__ is not None:
         error = error.__cause__
-    text = str(error).splitlines()[0]
+    text = (str(error) or type(error).__name__).splitlines()[0]
     graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
     nodes = [n for graph in graphs for n in graph.nodes if n.op == "call_function" and repr(n.target) in text]
     place = where(nodes[0]) if nodes else "the decode step"
