@@ -141,7 +141,7 @@ def measure(case: Case, builder: Builder) -> list[Row]:
     bench, found = EngineBench(made, replace(builder, optimise="-O1"), name), []
     mlp = [LinearSpec("", product.inputs, product.channels) for product in (made.gate_up, made.down)]
     for what, *shapes in (*((own[0], LinearSpec(*own)) for own in case.linears), ("MLP", *mlp)):
-        call = engine.array_call(shapes, made.load(case.rows), on_chip=True, stays=True)
+        call = engine.array_call(shapes, replace(made.load(case.rows), bypasses=True), on_chip=True, stays=True)
         parts = [part.seconds for part in engine.parts(call) if part.unit != "drs"]
         x = rng.normal(size=(case.rows, shapes[0].inputs)).astype(np.float32)
         own = made.linears.get(what)

@@ -84,7 +84,8 @@ class Design:
 
     def load(self, rows: int | None = None) -> Load:
         """Return what the array does when `rows` rows compute (None: every row), mapped by DRS."""
-        return Load.balanced(self.mlp.batch if rows is None else rows, self.mlp.cores, self.scale_rows)
+        rows, cores = self.mlp.batch if rows is None else rows, self.mlp.cores
+        return Load(rows, -(-rows // cores), cores, self.scale_rows, self.engine == "rtl")
 
     @property
     def products(self) -> list[Product]:

@@ -110,17 +110,14 @@ class Load:
     Args:
         rows: that compute. passes: of the busiest core. cores: that work in lock step.
         scale_rows: least rows of a tile in the loop over groups (`scale_rows`).
+        bypasses: values that no activation takes pass by its stages. In RTL they do; a loop of HLS has one depth.
     """
 
     rows: int
     passes: int
     cores: int
     scale_rows: int
-
-    @classmethod
-    def balanced(cls, rows: int, cores: int, scale_rows: int) -> Load:
-        """Return the load of rows that DRS maps."""
-        return cls(rows, ceil(rows / cores), cores, scale_rows)
+    bypasses: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,11 +147,12 @@ def tile_loops(product: Product, load: Load, *, inner: bool = False) -> TileLoop
     turns = product.tile if product.sums == 1 else max(product.tile, load.scale_rows)
     scaled = load.passes * product.sums * turns * product.port_blocks
     sent = 0 if inner else load.rows * channels // FLOATS_PER_WORD
+    finish = FINISH_DEPTH - (ACTIVATION_DEPTH if load.bypasses and not inner else 0)
     return TileLoops(
         Loop("fetch_tile", "words", product.head_words + product.tile_words, FETCH_DEPTH),
         Loop("mac_tile", "words", load.passes * product.tile_words, mac_depth(product.lanes)),
         Loop("scale_tile", "groups", scaled, INT8_SCALE_DEPTH if product.bits == 8 else INT4_SCALE_DEPTH),
-        Loop("finish_tile", "channels", load.passes * channels, FINISH_DEPTH),
+        Loop("finish_tile", "channels", load.passes * channels, finish),
         Loop("send_tile", "words", sent, SEND_DEPTH * load.rows),
     )
 

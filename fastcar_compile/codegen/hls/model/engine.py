@@ -238,7 +238,7 @@ class Engine:
 
     def load(self, rows: int, passes: int) -> loops.Load:
         """Return what the array does for so many rows. passes: of the core that has most of them."""
-        return loops.Load(rows, passes, self.cores, self.design.scale_rows)
+        return loops.Load(rows, passes, self.cores, self.design.scale_rows, self.design.engine == "rtl")
 
     def array_call(
         self, linears: Sequence[LinearSpec], load: loops.Load, *, on_chip: bool = False, stays: bool = False
