@@ -96,6 +96,7 @@ BUILD: dict[str, tuple[dict[str, Any], Callable[[pytest.MonkeyPatch, Path], obje
     "rows": ({"rows": 2}, None),
     "wavefront": ({"wavefront": fc.Wavefront(grid=(2, 4))}, None),
     "prefill_chunk": ({"prefill_chunk": 2}, None),
+    "engine": ({"engine": "rtl"}, None),
     "offload": ({"offload": "mlp"}, None),
     "kv": ({"kv": "float16"}, None),
     "numerics": ({"numerics": "exact"}, None),
