@@ -92,7 +92,11 @@ def test_the_browser_plays_by_itself(artifact: fc.Artifact, world: World, tmp_pa
         page.wait_for_function(f"(([share, spared]) => spared > 0 && Math.abs(spared - share / 2) < 1)({read})")
         page.get_by_label("Dense", exact=True).check()
         page.click("#record")
-        page.wait_for_function("document.getElementById('note').textContent.includes('Start a new game')")
+        answered = "document.getElementById('note').textContent.includes('Start a new game')"
+        page.wait_for_function(answered)
+        last = int(page.get_attribute("body", "data-frame") or 0) + 13
+        page.wait_for_function(f"Number(document.body.dataset.frame) >= {last}")  # a context later
+        assert page.evaluate(answered)
         page.keyboard.down("Space")
         page.wait_for_function("document.getElementById('parts').textContent.includes('shoot')")
         assert page.locator("figure").count() == 1

@@ -111,7 +111,8 @@ const connection = new Connection({
     });
     showFigures(message);
     showRecorded(message.recorded);
-    if (message.refilled) note("The decoder's context was full: it has read the last frames again.");
+    const shown = at("note").textContent; // an answer stays
+    if (message.refilled && !shown) note("The decoder's context was full: it has read the last frames again.");
   },
 
   recording(message, body) {
