@@ -101,13 +101,19 @@ def flat_module(module: tvm.IRModule, isa: InstructionSet, entries: Sequence[str
         return tvm.transform.Sequential(cpu_passes(isa, entries))(module)
 
 
-def compile_module(module: tvm.IRModule, isa: InstructionSet, entries: Sequence[str]) -> relax.VMExecutable:
-    """Return the virtual machine's executable of an imported module, with the kernels of an instruction set.
+def kernel_context() -> tvm.transform.PassContext:
+    """Return what kernels are built in."""
+    # They do not check their arguments: that code was twice the kernels' own. `check_of` checks those of the entries,
+    # and all others are buffers that an entry makes itself. Nor are buffers shrunk to the part that is used: it took a
+    # tenth of a build, and most libraries have the same bytes without it.
+    return tvm.transform.PassContext(
+        config={"tirx.disable_assert": True}, disabled_pass=["s_tir.CompactBufferAllocation"]
+    )
 
-    Kernels do not check their arguments: that code was twice the kernels' own. The functions `check_of` check those of
-    the entries, and all others are buffers that an entry makes itself.
-    """
-    with tvm.transform.PassContext(config={"tirx.disable_assert": True}):
+
+def compile_module(module: tvm.IRModule, isa: InstructionSet, entries: Sequence[str]) -> relax.VMExecutable:
+    """Return the virtual machine's executable of an imported module, with the kernels of an instruction set."""
+    with kernel_context():
         steps = tvm.transform.Sequential(cpu_passes(isa, entries))
         executable = tvm.compile(module, target=host_target(isa), relax_pipeline=steps)
     assert isinstance(executable, relax.VMExecutable)

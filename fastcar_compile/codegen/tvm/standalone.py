@@ -16,7 +16,7 @@ import tvm_ffi.libinfo
 from tvm import relax
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.pipeline import check_of, flat_module
+from fastcar_compile.codegen.tvm.pipeline import check_of, flat_module, kernel_context
 from fastcar_compile.codegen.tvm.relax_api import Shape, bindings_of, shape_of, with_functions
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import InternalError
@@ -43,7 +43,7 @@ class StandaloneSources:
 def standalone_sources(module: tvm.IRModule, isa: InstructionSet, entries: Sequence[str]) -> StandaloneSources:
     """Return the sources of an imported module's library, with the kernels of an instruction set."""
     target = host_target(isa)
-    with tvm.transform.PassContext(config={"tirx.disable_assert": True}):
+    with kernel_context():
         flat = flat_module(module, isa, entries)
         functions: dict[Any, Any] = dict(flat.functions_items())
         kernels = {v: f for v, f in functions.items() if not isinstance(f, relax.Function)}
