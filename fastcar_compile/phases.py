@@ -63,7 +63,7 @@ def build(
     Raises:
         UserError: see `compile`.
     """
-    variants = host_variants(given["host_cpus"], board)
+    variants = host_variants(given["host_cpus"], board, given["quant"] == "bf16")
     if isinstance(model, Path):
         say("checking the model folder")
         model = open_folder(model, weights=not dry_run)

@@ -329,7 +329,7 @@ class CompileConfig(Config):
         max_seq_len: positions of a sequence; tokens. Without sparse attention the KV cache has as many rows.
         batch_size: rows decoded together; at most 32 (the width of the DRS Index Register).
         quant: "none" (float32), "bf16" or "fp16" (bfloat16 or float16 weights, float32 sums), "w8a8" or "w4a8" (int4
-            weights in groups of 128).
+            weights in groups of 128). With "bf16" some CPUs round more than eight rows, as of a prompt, to bfloat16.
         rows: rows of each video in a decode step, each with a position of its own; batch_size x rows is at most 32.
             None: one row of each, and all share one position.
         wavefront: the order in which `generate` decodes; None: raster order.

@@ -1,5 +1,6 @@
 """Usable cores, and a parallel map over them."""
 
+import ctypes
 import gc
 import os
 import re
@@ -105,12 +106,26 @@ def collector_paused() -> Generator[None]:
 CPUINFO = Path("/proc/cpuinfo")
 
 
+_TILES = "amx_tile"
+
+
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """Return the first `flags` (x86) or `Features` (Arm) line; empty where the file or the line is missing."""
+    """Return what this process may use of the first `flags` (x86) or `Features` (Arm) line.
+
+    Empty where the file or the line is missing.
+    """
     with suppress(OSError):
         if found := re.search(r"^(?:flags|Features)\s*:(.*)", cpuinfo.read_text("utf-8"), re.MULTILINE):
-            return frozenset(found[1].split())
+            flags = frozenset(found[1].split())
+            return flags - {_TILES} if _TILES in flags and not _tiles_granted() else flags
     return frozenset()
+
+
+@cache
+def _tiles_granted() -> bool:
+    # Linux lets all threads of a process use AMX once it has asked (Documentation/arch/x86/xstate.rst): x86-64's
+    # arch_prctl is system call 158, ARCH_REQ_XCOMP_PERM is 0x1023, and tiles are state component 18.
+    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
 
 _LINKING = ("COMPILER_PATH", "GCC_EXEC_PREFIX", "LD_RUN_PATH", "LIBRARY_PATH", "SOURCE_DATE_EPOCH")

@@ -1,4 +1,4 @@
-"""The integer kernels, 16-bit and int8 caches and the gate `learned` for AArch64 under qemu-user, bit for bit."""
+"""The linears, 16-bit and int8 caches and the gate `learned` for AArch64 under qemu-user, bit for bit."""
 
 import struct
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 import tvm
 from gates.cases import CASES as GATE_CASES
 from lowering.integer_cases import CASES as INTEGER_CASES
-from lowering.integer_cases import TOGETHER
+from lowering.integer_cases import ROUNDED, TOGETHER
 from lowering.test_cached import CASES as CACHED_CASES
 from tvm.support import cc
 
@@ -58,7 +58,7 @@ def write(cases: Sequence[Any], path: Path) -> None:
     [
         # test_host_program.py decodes on an emulated CPU of this set by default.
         pytest.param("neon", "cortex-a53", CASES, marks=pytest.mark.thorough),
-        ("neon-i8mm", "max", INTEGERS[::4]),
+        ("neon-i8mm", "max", (*INTEGERS[::4], *ROUNDED)),
         pytest.param("neon-i8mm", "max", INTEGERS, marks=pytest.mark.thorough),
         pytest.param("neon-dotprod", "max", INTEGERS, marks=pytest.mark.thorough),
     ],

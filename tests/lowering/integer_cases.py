@@ -1,7 +1,9 @@
 """Integer linears over small shapes: arguments, what the reference gives, and one module with a kernel for each."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 import torch
 import tvm
@@ -82,6 +84,34 @@ class TogetherCase:
         return named(KERNELS["linears"](self.kind, self.m, self.ns, self.k, isa=isa), self.name)
 
 
+@dataclass(frozen=True)
+class RoundedCase:
+    """A linear with bfloat16 weights whose rows are rounded to bfloat16. Products and sums are exact in float32."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def name(self) -> str:
+        return f"linear_bfloat16_{self.m}_{self.n}_{self.k}"
+
+    def arguments(self, seed: int = 0) -> list[np.ndarray]:
+        """As of `IntegerCase`. Odd integers above 256 lie between two bfloat16."""
+        rng = np.random.default_rng(seed)
+        x = rng.integers(-600, 601, (self.m, self.k)).astype(np.float32)
+        w = rng.integers(-3, 4, (self.n, self.k)).astype(ml_dtypes.bfloat16)
+        return [x, w, x.astype(ml_dtypes.bfloat16).astype(np.float32) @ w.astype(np.float32).T]
+
+    def kernel(self, isa: InstructionSet) -> tvm.tirx.PrimFunc:
+        """For an instruction set, under the case's name."""
+        return named(KERNELS["linear_bfloat16"](self.m, self.n, self.k, isa=isa), self.name)
+
+
+ROUNDED = tuple(RoundedCase(*shape) for shape in ((9, 33, 64), (17, 32, 32), (40, 100, 2080), (70, 130, 96)))
+"""Several panels of weight rows, tiles that overlap, odd blocks of rows, and a reduction of two parts."""
+
+
 CASES = tuple(IntegerCase(kind, *shape) for kind in KINDS for shape in SHAPES)
 TOGETHER = tuple(
     TogetherCase(kind, *shape) for kind in KINDS for shape in ((1, (257, 3, 300), 2041), (3, (101, 90), 1999))
@@ -89,6 +119,6 @@ TOGETHER = tuple(
 """Large enough for a parallel loop, but for the linear of three channels."""
 
 
-def module(isa: InstructionSet, cases: tuple[IntegerCase | TogetherCase, ...] = CASES) -> tvm.IRModule:
+def module(isa: InstructionSet, cases: Sequence[IntegerCase | TogetherCase | RoundedCase] = CASES) -> tvm.IRModule:
     """The cases' kernels."""
     return tvm.IRModule({case.name: case.kernel(isa) for case in cases})

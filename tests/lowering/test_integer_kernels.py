@@ -1,4 +1,4 @@
-"""w8a8 and w4a8 kernels of every instruction set that this CPU runs, bit for bit."""
+"""w8a8 and w4a8 kernels, and those that round to bfloat16, of every instruction set that this CPU runs, bit for bit."""
 
 import ctypes
 import faulthandler
@@ -22,7 +22,7 @@ from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import INT4_DOTS
 from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import INT8_DOTS
 from fastcar_compile.codegen.tvm.target import host_target
 
-from .integer_cases import CASES, KINDS, TOGETHER, IntegerCase, TogetherCase, module
+from .integer_cases import CASES, KINDS, ROUNDED, TOGETHER, IntegerCase, RoundedCase, TogetherCase, module
 from .kernel_runs import HERE, few, needs
 
 EVEX = replace(instruction_set("avx512-vnni"), name="vpdpbusd on 256 bits", int8="vnni256")
@@ -31,7 +31,10 @@ X86 = (*(isa for isa in INSTRUCTION_SETS if isa.machine == "x86_64"), EVEX)
 
 
 def check(
-    library: tvm.runtime.Executable, case: IntegerCase | TogetherCase, seed: int = 0, skipped: tuple[int, ...] = ()
+    library: tvm.runtime.Executable,
+    case: IntegerCase | TogetherCase | RoundedCase,
+    seed: int = 0,
+    skipped: tuple[int, ...] = (),
 ) -> None:
     """The kernel's outputs equal the reference's; rows that are skipped are zero."""
     arguments, results = case.arguments(seed), getattr(case, "results", 1)
@@ -57,6 +60,16 @@ def test_kernels_are_exact(isa: InstructionSet) -> None:
         check(library, case)
         check(library, case, skipped=tuple(range(0, case.m, 3)))
         check(library, case, skipped=tuple(range(2, case.m)))
+
+
+@pytest.mark.parametrize("isa", [isa for isa in X86 if isa.bfloat16], ids=lambda isa: isa.name)
+def test_rows_are_rounded_to_bfloat16(isa: InstructionSet) -> None:
+    needs(isa)
+    library = tvm.compile(module(isa, ROUNDED), target=host_target(isa))
+    for case in ROUNDED:
+        check(library, case)
+        check(library, case, skipped=tuple(range(0, case.m, 3)))
+        check(library, case, skipped=tuple(range(case.m)))
 
 
 @few

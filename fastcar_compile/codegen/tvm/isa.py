@@ -17,6 +17,9 @@ Int8 = Literal["portable", "vnni512", "vnni256", "madd", "smmla", "sdot", "smull
 """How int8 products are summed: plain vectors; vpdpbusd on 512 or 256 bits; vpmaddwd; smmla, and sdot for a
 single row; sdot; smull and sadalp; WebAssembly's i32x4.dot_i16x8_s."""
 
+BFloat16 = Literal["", "vdpbf16ps", "tdpbf16ps", "bfmmla"]
+"""What multiplies bfloat16 with bfloat16: nothing; AVX-512; AMX's tiles, which have 8 times its peak; Arm."""
+
 NATIVE = "native"
 """In `host_cpus`: the best instruction set of the build machine."""
 
@@ -35,6 +38,7 @@ class InstructionSet:
         float_lanes: float32 lanes of a register.
         int8: see `Int8`.
         float16: whether it converts between float16 and float32; else that takes integer arithmetic.
+        bfloat16: see `BFloat16`.
         hosted: whether TVM's runtime is there; else a library calls its kernels itself (`codegen/tvm/standalone.py`).
     """
 
@@ -47,7 +51,13 @@ class InstructionSet:
     float_lanes: int
     int8: Int8
     float16: bool
+    bfloat16: BFloat16 = ""
     hosted: bool = True
+
+    @property
+    def for_bfloat16(self) -> bool:
+        """Whether it has nothing to offer but products of bfloat16 over the next one of the table."""
+        return self.machine == "x86_64" and self.bfloat16 != ""
 
     @property
     def machine(self) -> str:
@@ -67,10 +77,36 @@ _V2 = frozenset({"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "avx512_vnni"}
 
+_BF16 = ("+avx512vnni", "+avx512bf16")
+
 _WASM_FEATURES = ("+simd128", "+bulk-memory", "+nontrapping-fptoint", "+sign-ext")
 """All of what every browser with SIMD has. Relaxed SIMD is left out: its results may differ between machines."""
 
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
+    InstructionSet(
+        "avx512-amx",
+        _X86,
+        "x86-64-v4",
+        (*_BF16, "+amx-bf16"),
+        _V4 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+        ("avx512bw", "avx512vnni", "avx512bf16", "amx-bf16"),
+        16,
+        "vnni512",
+        True,
+        "tdpbf16ps",
+    ),
+    InstructionSet(
+        "avx512-bf16",
+        _X86,
+        "x86-64-v4",
+        _BF16,
+        _V4 | {"avx512_bf16"},
+        ("avx512bw", "avx512vnni", "avx512bf16"),
+        16,
+        "vnni512",
+        True,
+        "vdpbf16ps",
+    ),
     InstructionSet(
         "avx512-vnni", _X86, "x86-64-v4", ("+avx512vnni",), _V4, ("avx512bw", "avx512vnni"), 16, "vnni512", True
     ),
@@ -83,12 +119,13 @@ INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
         "neon-i8mm",
         _ARM,
         "generic",
-        ("+dotprod", "+i8mm"),
-        frozenset({"asimd", "asimddp", "i8mm"}),
-        ("dotprod", "i8mm"),
+        ("+dotprod", "+i8mm", "+bf16"),
+        frozenset({"asimd", "asimddp", "i8mm", "bf16"}),
+        ("dotprod", "i8mm", "bf16"),
         4,
         "smmla",
         True,
+        "bfmmla",
     ),
     InstructionSet(
         "neon-dotprod", _ARM, "generic", ("+dotprod",), frozenset({"asimd", "asimddp"}), ("dotprod",), 4, "sdot", True
@@ -114,8 +151,10 @@ def instruction_set(name: str) -> InstructionSet:
     return known[name]
 
 
-def instruction_sets(names: Sequence[str]) -> list[InstructionSet]:
+def instruction_sets(names: Sequence[str], bfloat16: bool = False) -> list[InstructionSet]:
     """Return the rows of these names, in the table's order, each once. "native" is the best one of this machine.
+
+    bfloat16: whether weights are; see `host_instruction_set`.
 
     Raises:
         CompileError: an unknown name, or none at all.
@@ -123,7 +162,7 @@ def instruction_sets(names: Sequence[str]) -> list[InstructionSet]:
     if isinstance(names, str) or not names:
         text = f"host_cpus is a list of names, not {names!r}" if names else "no instruction set is named"
         raise CompileError(text, where="host_cpus", hint='give for example ["native", "avx2"]')
-    chosen = {(host_instruction_set() if name == NATIVE else instruction_set(name)).name for name in names}
+    chosen = {(host_instruction_set(bfloat16) if name == NATIVE else instruction_set(name)).name for name in names}
     return [isa for isa in INSTRUCTION_SETS if isa.name in chosen]
 
 
@@ -139,18 +178,21 @@ def runnable(sets: Iterable[InstructionSet], machine: str, flags: frozenset[str]
     return [isa for isa in INSTRUCTION_SETS if isa.name in able]
 
 
-def host_instruction_set() -> InstructionSet:
+def host_instruction_set(bfloat16: bool = False) -> InstructionSet:
     """Return the best one of this machine.
+
+    bfloat16: whether weights are. Otherwise a library would gain nothing by the sets that multiply bfloat16, and run on
+    fewer CPUs.
 
     Raises:
         CompileError: the CPU runs none of the table.
     """
     machine, flags = platform.machine(), cpu_flags()
-    able = runnable(INSTRUCTION_SETS, machine, flags)
-    if able:
+    sets = [isa for isa in INSTRUCTION_SETS if bfloat16 or not isa.for_bfloat16]
+    if able := runnable(sets, machine, flags):
         return able[0]
-    sets = [isa.name for isa in INSTRUCTION_SETS if isa.machine == machine]
-    text = f"of {', '.join(sets)}" if sets else f"for {machine}"
+    names = [isa.name for isa in sets if isa.machine == machine]
+    text = f"of {', '.join(names)}" if names else f"for {machine}"
     hint = "compile on a CPU with at least SSE 4.2 or NEON, or name the instruction sets: host_cpus"
     raise CompileError(f"this CPU runs no instruction set {text}", where=str(CPUINFO), hint=hint)
 

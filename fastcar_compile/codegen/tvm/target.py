@@ -24,7 +24,7 @@ def board_instruction_set(cpu: str, triple: str) -> InstructionSet:
         TargetError: LLVM does not know the CPU, or it runs none of the table.
     """
     machine = triple.split("-", maxsplit=1)[0]
-    table = [isa for isa in INSTRUCTION_SETS if isa.machine == machine]
+    table = [isa for isa in INSTRUCTION_SETS if isa.machine == machine and not isa.for_bfloat16]
     if not table:
         known = ", ".join(sorted({isa.triple for isa in INSTRUCTION_SETS}))
         raise TargetError(f"there are no kernels for {triple}", where="host.triple", hint=f"known: {known}")

@@ -19,7 +19,7 @@ from tvm.tirx import Bind, DeclBuffer, For, ForKind, IfThenElse, IntImm, PrimFun
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import cache, draft, tas
 from fastcar_compile.codegen.tvm.kernels.attention import chunk, decode, exact, exact_rows, rows
-from fastcar_compile.codegen.tvm.kernels.linear import activations, floats, gemm_w4a8, smmla, w4a8, w8a8
+from fastcar_compile.codegen.tvm.kernels.linear import activations, bfloat16, floats, gemm_w4a8, smmla, w4a8, w8a8
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH, WeightType, holds
 from fastcar_compile.errors import InternalError
 
@@ -29,6 +29,12 @@ every instruction set."""
 
 
 def _float_linear(dtype: WeightType, m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
+    # The CPU's own products of bfloat16 round x, so they are for prompts and batches only.
+    if dtype == "bfloat16" and m > SMALL_BATCH:
+        if isa.bfloat16 == "bfmmla" and k % 8 == 0:
+            return smmla.bfmmla_bfloat16(m, n, k)
+        if bfloat16.multiplies(n, k, isa):
+            return bfloat16.gemm_bfloat16(m, n, k, isa)
     # Measured: a vector of eight rows or more is worth its padding from six rows on.
     few = 5 if isa.float_lanes >= SMALL_BATCH else SMALL_BATCH
     return (floats.float_gemv if m <= few else floats.float_gemm)(m, n, k, dtype, isa)

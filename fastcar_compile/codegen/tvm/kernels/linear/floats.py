@@ -1,6 +1,7 @@
 """Linears with weights of 32 or 16 bits: dot products along the reduction for a few rows, tiles for many."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tvm.script import tirx as T
@@ -132,18 +133,17 @@ def _round(low, high, first, second):
 
 
 @script.inlined
-def transpose_rows(x, xt, active, o, step):
-    """Write inputs 16 step .. of the 16 active rows from 16 o on to xt[o, 16 step ..], a vector per input.
+def transpose_rows(load, xt, active, o, step):
+    """Write 16 lanes of each of the 16 active rows from 16 o on to xt[o, 16 step ..], a vector per lane.
 
-    Four rounds transpose 16 x 16. A buffer of all vectors would be too large for registers.
+    load(row, step): the lanes of a row. Four rounds transpose 16 x 16. A buffer of all vectors would be too large for
+    registers.
     """
     a, b, c, d = script.buffers(4, HALF * LANES)
     # a and b: eight rows each, one vector of 16 inputs per row.
     for i in T.unroll(HALF):
-        a[vector(i, LANES)] = x[active.rows[T.min(o * LANES + i, active.count[0] - 1)], ramp(step * LANES, LANES)]
-        b[vector(i, LANES)] = x[
-            active.rows[T.min(o * LANES + HALF + i, active.count[0] - 1)], ramp(step * LANES, LANES)
-        ]
+        a[vector(i, LANES)] = load(active.rows[T.min(o * LANES + i, active.count[0] - 1)], step)
+        b[vector(i, LANES)] = load(active.rows[T.min(o * LANES + HALF + i, active.count[0] - 1)], step)
     # A round interleaves row i with row i + 8. Four rounds exchange the numbers of rows and of inputs.
     _round(a, b, c, d)
     _round(c, d, a, b)
@@ -152,6 +152,24 @@ def transpose_rows(x, xt, active, o, step):
     for i in T.unroll(HALF):
         xt[o, step * LANES + i, ramp(0, LANES)] = a[vector(i, LANES)]
         xt[o, step * LANES + HALF + i, ramp(0, LANES)] = b[vector(i, LANES)]
+
+
+@script.inlined
+def find_rows(x, y, shape, active, scan):
+    """List the active rows of x [m, k] and write the results of the others; `shape` is (m, n, k)."""
+    zero = T.alloc_buffer((shape[0],), "int32")
+    # The search is parallel and the list is serial, so that the order of the active rows is fixed.
+    for i in scan(shape[0]):
+        bits = T.alloc_buffer((tiles.SCAN_LANES,), "uint32")
+        tiles.or_float32(x, i, shape[2], bits)
+        zero[i] = T.Cast("int32", tiles.is_zero(bits))
+    active.count[0] = 0
+    for i in range(shape[0]):
+        if zero[i] != 0:
+            for j in range(shape[1]):
+                y[i, j] = T.float32(0)
+        else:
+            tiles.append_active(active, i)
 
 
 @script.kernel
@@ -176,19 +194,7 @@ def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
             # A vector of xt has `run` inputs of each of its rows. Zeros pad the inputs to whole steps.
             xt = T.alloc_buffer((groups, shape.steps * shape.width // shape.run, shape.lanes), "float32")
             active = tiles.active_rows(m)
-            zero = T.alloc_buffer((m,), "int32")
-            # The search is parallel and the list is serial, so that the order of the active rows is fixed.
-            for i in scan(m):
-                bits = T.alloc_buffer((tiles.SCAN_LANES,), "uint32")
-                tiles.or_float32(x, i, k, bits)
-                zero[i] = T.Cast("int32", tiles.is_zero(bits))
-            active.count[0] = 0
-            for i in range(m):
-                if zero[i] != 0:
-                    for j in range(n):
-                        y[i, j] = T.float32(0)
-                else:
-                    tiles.append_active(active, i)
+            find_rows(x, y, (m, n, k), active, scan)
             for step in scan(shape.steps):
                 _move(shape, x, xt, active, step)
             # panel: weight rows. packed and sums belong to one iteration, so iterations share no temporary.
@@ -241,9 +247,13 @@ def _move(shape, x, xt, active, step):
         if step < whole:
             # 16 rows by 16 inputs are transposed in registers instead of written one element at a time.
             if shape.columns == FLOATS and shape.dtype == "float32":
-                transpose_rows(x, xt, active, o, step)
+                transpose_rows(partial(_line, x), xt, active, o, step)
             else:
                 _move_vector(shape, x, xt, active, step, o)
+
+
+def _line(x: Any, row: Expr, step: Expr) -> Expr:
+    return x[row, ramp(step * LANES, LANES)]
 
 
 def _place(n: int, shape: TileShape, panel: Expr, tile: Expr, block: Expr, first: Expr) -> Place:

@@ -372,4 +372,4 @@ def _multiply(groups, blocks, o, p, place):
         tiles.prefetch_panel(o.w, place, g * HALF)
         _multiply_group(blocks, o, p, place, g, totals)
     script.each(_finish, totals, o, p, place)
-    tiles.store_blocks(o.y, o.rows, p.sums, blocks, place)
+    tiles.store_blocks(o.y, o.rows, p.sums, (), 0, blocks, place)

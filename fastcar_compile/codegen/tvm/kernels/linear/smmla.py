@@ -1,8 +1,8 @@
-"""int8 and int4 products of several rows with Arm's SMMLA, bit for bit as `linear_w8a8` and `linear_w4a8`.
+"""Products of several rows with Arm's SMMLA and BFMMLA: int8 and int4 bit for bit as `linear_w8a8` and `linear_w4a8`.
 
 SMMLA adds the products of two rows of eight bytes with two other rows of eight bytes to a block of 2 x 2 int32 sums. So
 the active rows of x are moved once, in pairs: eight inputs of both in turn. Weight rows are paired in registers. No sum
-goes across lanes, and the int4 groups are scaled as whole vectors.
+goes across lanes, and the int4 groups are scaled as whole vectors. BFMMLA does the same with four bfloat16.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.kernels import script, vectors
-from fastcar_compile.codegen.tvm.kernels.linear import tiles
+from fastcar_compile.codegen.tvm.kernels.linear import floats, tiles
 from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import HALF, signed_nibbles
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, fence, intrinsic, load_from, ramp, vector
 from fastcar_compile.ir.ops.linear import GROUP
@@ -31,6 +31,24 @@ totals too, so there are half as many."""
 def _smmla(acc: Expr, x: Expr, w: Expr) -> Expr:
     # The lanes are x0 w0, x0 w1, x1 w0, x1 w1.
     return intrinsic("int32x4", "llvm.aarch64.neon.smmla.v4i32.v16i8", acc, x, w)
+
+
+_DOT, _ROUND = "fastcar_bfmmla", "fastcar_round_bfloat16"
+_BRIDGE = f"""
+declare <4 x float> @llvm.aarch64.neon.bfmmla(<4 x float>, <8 x bfloat>, <8 x bfloat>)
+define <4 x float> @{_DOT}(<4 x float> %sum, <16 x i8> %x, <16 x i8> %w) {{
+  %a = bitcast <16 x i8> %x to <8 x bfloat>
+  %b = bitcast <16 x i8> %w to <8 x bfloat>
+  %y = call <4 x float> @llvm.aarch64.neon.bfmmla(<4 x float> %sum, <8 x bfloat> %a, <8 x bfloat> %b)
+  ret <4 x float> %y
+}}
+define <8 x i8> @{_ROUND}(<4 x float> %x) {{
+  %a = fptrunc <4 x float> %x to <4 x bfloat>
+  %y = bitcast <4 x bfloat> %a to <8 x i8>
+  ret <8 x i8> %y
+}}
+"""
+"""TVM has no values of LLVM's type bfloat, which the intrinsic takes."""
 
 
 def _zip(first: Expr, second: Expr, half: int) -> Expr:
@@ -237,3 +255,86 @@ def smmla_w4a8(m: int, n: int, k: int) -> PrimFunc:
     body = _body((m, n, k), steps, rows, multiply)
     weights, scales = ((n, groups * HALF), "uint8"), ((n, groups), "float16")
     return tiles.integer_linear("linear_i4_smmla", (m, n, k), weights, scales, body)
+
+
+# bfloat16: eight bytes are four inputs.
+
+
+@script.inlined
+def _move_rounded(k, x, active, pairs):
+    """Move the active rows of x float32 to pairs of rows of bfloat16."""
+    pairs.count[0] = (active.count[0] + 1) // 2
+    for p in range(pairs.count[0]):
+        for v in T.unroll(2):
+            row: T.let = active.rows[T.min(2 * p + v, active.count[0] - 1)]
+            pairs.rows[2 * p + v] = row
+            for c in range(k // 4):
+                pairs.xt[p, c, ramp(8 * v, 8)] = T.call_pure_extern("int8x8", _ROUND, x[row, ramp(4 * c, 4)])
+
+
+def _eight(o: Any, row: Expr, c: Expr) -> Expr:
+    return T.reinterpret(f"int8x{STEP}", o.w[row, vector(c, STEP // 2)])
+
+
+@script.inlined
+def _add_bfloat16(o, tile, c, acc, r):
+    two = T.alloc_buffer((2 * STEP,), "int8")
+    first, second = T.meta_var(tuple(_pair(tile, r)))
+    two[vector(0, STEP)] = _zip(_eight(o, first, c), _eight(o, second, c), 0)
+    two[vector(1, STEP)] = _zip(_eight(o, first, c), _eight(o, second, c), 1)
+    for i in T.unroll(tile.columns):
+        for h in T.unroll(2):
+            acc[vector(i, 4)] = T.call_pure_extern(
+                "float32x4",
+                _DOT,
+                acc[vector(i, 4)],
+                o.pairs.xt[tile.i + i, 2 * c + h, ramp(0, STEP)],
+                two[vector(h, STEP)],
+            )
+
+
+@script.inlined
+def _finish_bfloat16(o, tile, acc, r):
+    sums = T.alloc_buffer((4,), "float32")
+    for i in T.unroll(tile.columns):
+        sums[ramp(0, 4)] = acc[vector(i, 4)]
+        _store(o, tile, sums, r, i)
+
+
+@script.inlined
+def _multiply_bfloat16(steps, ahead, o, tile):
+    """Write the outputs of a tile of weight rows by pairs of rows of x."""
+    with T.sblock("tile"):
+        script.access([o.w, o.pairs.rows, o.pairs.xt], [o.y])
+        accs = script.buffers(-(-tile.rows // 2), 4 * tile.columns)
+        script.each(_clear_totals, accs, tile.columns)
+        # c: eight inputs, which are a vector of each weight row.
+        for c in range(steps):
+            _prefetch(o, tile, ahead, c * STEP // 2)
+            script.each(_add_bfloat16, accs, o, tile, c)
+        script.each(_finish_bfloat16, accs, o, tile)
+
+
+@script.kernel
+def bfmmla_bfloat16(m: int, n: int, k: int) -> PrimFunc:
+    """Return what `gemm_bfloat16` returns but for the order of sums, for 8 | k. Parallel over tiles of weight rows."""
+    steps, rows = k // (STEP // 2), min(INT8_ROWS, n)
+    loop = T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial
+    tiling = tiles.Tiling(n, rows, min(COLUMNS, -(-m // 2)), loop, together=True)
+    multiply = partial(_multiply_bfloat16, steps, vectors.prefetch_distance(rows, 2 * k)[0])
+
+    @script.prim_func(private=True, s_tir=True)
+    def linear_bfloat16_bfmmla(
+        x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), "bfloat16"), y: T.Buffer((m, n), "float32")
+    ):
+        with T.sblock("product"):
+            script.access([x, w], [y])
+            T.attr(0, "pragma_import_llvm", _BRIDGE)
+            active = tiles.active_rows(m)
+            floats.find_rows(x, y, (m, n, k), active, T.serial)
+            pairs = _pairs(m, steps)
+            o = script.temporaries(w=w, y=y, pairs=pairs)
+            _move_rounded(k, x, active, o.pairs)
+            tiles.for_tiles(tiling, multiply, o, o.pairs)
+
+    return linear_bfloat16_bfmmla

@@ -12,7 +12,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
-from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, intrinsic, prefetch, ramp, vector
+from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, intrinsic, load_from, prefetch, ramp, vector
 
 SMALL_BATCH = 8
 """The most rows of x for a kernel of few rows. Up to here the arithmetic per weight hides behind the memory."""
@@ -135,8 +135,8 @@ def _interleaved(buffer: Any, a: Expr, b: Expr, run: int, half: int) -> Expr:
 
 
 @script.inlined
-def store_blocks(y, rows, sums, vectors, place):
-    """Write sums float32 [vectors, 8, 16], eight weight rows by blocks of x to y.
+def store_blocks(y, rows, sums, index, first, vectors, place):
+    """Write sums[*index] float32 [vectors, 8, 16] from vector `first` on, eight weight rows by blocks of x, to y.
 
     Three rounds of interleaving give runs of two, four and eight weight rows of one row of x.
     """
@@ -144,7 +144,7 @@ def store_blocks(y, rows, sums, vectors, place):
         one, two = script.buffers(2, SUMS)
         # two: one vector per weight row, with 16 rows of x in its lanes.
         for p in T.unroll(WEIGHT_ROWS):
-            two[vector(p, LANES)] = sums[vector(v * WEIGHT_ROWS + p, LANES)]
+            two[vector(p, LANES)] = load_from(sums, index, (first + v * WEIGHT_ROWS + p) * LANES)(0, LANES)
         # First round: lanes of two weight rows in turn.
         for p in T.unroll(4):
             one[vector(p * 2, LANES)] = _interleaved(two, p * 2, p * 2 + 1, 1, 0)

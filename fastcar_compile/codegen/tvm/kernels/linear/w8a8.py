@@ -307,4 +307,4 @@ def _multiply_blocks(k, blocks, o, p, place):
     for c in range(k % WIDTH // FOUR):
         _add_all(o, place, sums, k // WIDTH * LANES + c)
     script.each(_finish, sums, o, p, place)
-    tiles.store_blocks(o.y, o.rows, p.sums, blocks, place)
+    tiles.store_blocks(o.y, o.rows, p.sums, (), 0, blocks, place)
