@@ -63,13 +63,13 @@ def build(
     Raises:
         UserError: see `compile`.
     """
-    variants = host_variants(given["host_cpus"], board, given["quant"] == "bf16")
+    rows, offload, quant, front = (given[name] for name in ("rows", "offload", "quant", "wavefront"))
+    variants = host_variants(given["host_cpus"], board, isinstance(quant, str) and quant == "bf16")
     if isinstance(model, Path):
         say("checking the model folder")
         model = open_folder(model, weights=not dry_run)
     if isinstance(model, nn.Module):
         model = unwrapped(model)
-    rows, offload, quant, front = (given[name] for name in ("rows", "offload", "quant", "wavefront"))
     if rows is None and isinstance(front, Wavefront) and front.rows > 1:
         rows = front.rows
     sizes, assumed = _sizes(model, plain(given["tokens_per_frame"]), plain(given["max_seq_len"]))
