@@ -160,6 +160,7 @@ def test_the_page_is_its_rows(answered: list[Task]) -> None:
     assert answered
 
 
+@pytest.mark.thorough
 def test_the_example_runs(tmp_path: Path) -> None:
     """For one of its boards. Its decoder was tuned for replay, so 80 % cost little."""
     (tmp_path / "moving_shapes").symlink_to(ROOT / "examples" / "moving_shapes")

@@ -161,6 +161,7 @@ def check_whole_videos(model: LlamaForCausalLM, artifact: fc.Artifact, tokens: n
         assert torch.equal(own.down, compiled.down)
 
 
+@pytest.mark.thorough
 def test_calibration_of_a_model_and_of_its_artifact(
     wide: LlamaForCausalLM, some: np.ndarray[Any, Any], fitted: dict[float, fc.Draft], tmp_path: Path
 ) -> None:
