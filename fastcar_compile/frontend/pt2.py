@@ -18,8 +18,7 @@ tensors as source code, classes of a pytree as modules to import. So everything 
 import dataclasses
 import io
 import os
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -186,9 +185,6 @@ class Payloads:
     def tensors(self, kind: str) -> dict[str, Tensor]:
         """Return the "weights" (parameters and buffers) or the "constants" by name."""
         folder = f"data/{kind}/"
-        legacy = f"{folder}{self._name}.pt"
-        if legacy in self._sizes:
-            return only_tensors(self._reader.get_record(legacy), f"the {kind}")
         config = self._reader.get_record(f"{folder}{self._name}_{kind}_config.json")
         typed: Any = _dict_to_dataclass(schema.PayloadConfig, parse_json(config))
         stored: dict[str, Tensor] = {}
@@ -221,21 +217,6 @@ class Payloads:
             raw = self._reader.get_storage_from_record(record, size // element, dtype)
             flat.set_(raw.untyped_storage(), 0, (size // element,), (1,))
         return flat
-
-
-def only_tensors(data: bytes, what: str) -> dict[str, Tensor]:
-    """Return a pickled dict of tensors.
-
-    Raises:
-        CompileError: it holds anything else.
-    """
-    found = unpickled(data, what)
-    if not isinstance(found, dict):
-        raise CompileError(f"{what} of the exported program are not a dict of tensors", hint=_HINT)
-    for name, value in found.items():
-        check_name(name)
-        _plain(value, name)
-    return dict(found)
 
 
 def unpickled(data: bytes, what: str) -> Any:
@@ -273,11 +254,7 @@ def _whole(size: schema.SymInt, name: str) -> int:
     return size.value
 
 
-_OLD = "serialized_exported_program.json"
-"""In a file of torch 2.7 or older."""
-_OLD_PARTS = {"weights": "state_dict", "constants": "constants"}
-
-_PT2_HINT = "write it again with torch.export.save of torch 2.8 or later"
+_PT2_HINT = "write it again with torch.export.save of torch 2.11 or later"
 
 
 def load_exported(path: Path) -> ExportedProgram:
@@ -289,17 +266,12 @@ def load_exported(path: Path) -> ExportedProgram:
     """
     try:
         refuse_pipe(path)
-        return _old_program(path) if _is_old(path) else _program(path)
+        return _program(path)
     except UserError as error:
         raise type(error)(error.what, where=error.where or str(path), hint=error.hint) from error
     except Exception as error:  # torch raises many kinds here; all of them mean the file is not what it should be
         text = str(error).partition("\n")[0][: limits.TEXT_ERROR] or type(error).__name__
         raise UserError(f"the exported program cannot be read: {text}", where=str(path), hint=_PT2_HINT) from error
-
-
-def _is_old(path: Path) -> bool:
-    with zipfile.ZipFile(path) as archive:
-        return _OLD in archive.namelist()
 
 
 def _program(path: Path) -> ExportedProgram:
@@ -312,15 +284,14 @@ def _program(path: Path) -> ExportedProgram:
         what = f"the file holds {len(models)} exported programs, expected one"
         raise UserError(what, hint="write it with torch.export.save")
     name = models[0].removeprefix("models/").removesuffix(".json")
-    return _built(reader.get_record(models[0]), Payloads(name, sizes, reader).tensors)
-
-
-def _old_program(path: Path) -> ExportedProgram:
-    with zipfile.ZipFile(path) as archive:
-        _check_total(path, {entry.filename: entry.file_size for entry in archive.infolist()})
-        program = archive.read(_OLD)
-        pickled = {kind: archive.read(f"serialized_{part}.pt") for kind, part in _OLD_PARTS.items()}
-    return _built(program, lambda kind: only_tensors(pickled[kind], f"the {kind}"))
+    data: Any = parse_json(reader.get_record(models[0]), size=limits.GRAPH_BYTES)
+    # Typed, but not built: torch has evaluated nothing of the file until `check_program` has passed.
+    typed = _dict_to_dataclass(schema.ExportedProgram, data)
+    if not isinstance(typed, schema.ExportedProgram):
+        raise CompileError("the file holds no exported program", hint=_PT2_HINT)
+    check_program(typed)
+    tensors = Payloads(name, sizes, reader).tensors
+    return ExportedProgramDeserializer().deserialize(typed, tensors("weights"), tensors("constants"), None)
 
 
 def _check_total(path: Path, sizes: Mapping[str, int]) -> None:
@@ -329,13 +300,3 @@ def _check_total(path: Path, sizes: Mapping[str, int]) -> None:
     if total > length or len(sizes) > limits.TENSORS:
         what = f"the file of {length} bytes claims to hold {total} bytes in {len(sizes)} parts"
         raise UserError(what, hint=_PT2_HINT)
-
-
-def _built(program: bytes, tensors: Callable[[str], dict[str, Tensor]]) -> ExportedProgram:
-    data: Any = parse_json(program, size=limits.GRAPH_BYTES)
-    # Typed, but not built: torch has evaluated nothing of the file until `check_program` has passed.
-    typed = _dict_to_dataclass(schema.ExportedProgram, data)
-    if not isinstance(typed, schema.ExportedProgram):
-        raise CompileError("the file holds no exported program", hint=_PT2_HINT)
-    check_program(typed)
-    return ExportedProgramDeserializer().deserialize(typed, tensors("weights"), tensors("constants"), None)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from decoders import PlainDecoder
-from torch._export.serde.serialize import serialize
 
 Json = Any
 Parts = dict[str, bytes]
@@ -47,26 +46,8 @@ def parts_of(program: torch.export.ExportedProgram) -> Parts:
         return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
 
 
-def old_parts_of(program: torch.export.ExportedProgram) -> Parts:
-    """The parts of the file that torch 2.7 would have written."""
-    stored = serialize(program)
-    found = {
-        "serialized_exported_program.json": stored.exported_program,
-        "serialized_state_dict.pt": stored.state_dict,
-        "serialized_constants.pt": stored.constants,
-        "serialized_example_inputs.pt": stored.example_inputs,
-        "version": b"8.20",
-    }
-    return {name: value for name, value in found.items() if isinstance(value, bytes)}
-
-
-def write(path: Path, parts: Parts, old: bool = False) -> Path:
-    """Write the parts as torch lays them out, or as the older format does."""
-    if old:
-        with zipfile.ZipFile(path, "w") as archive:
-            for name, data in parts.items():
-                archive.writestr(name, data)
-        return path
+def write(path: Path, parts: Parts) -> Path:
+    """Write the parts as torch lays them out."""
     writer = torch._C.PyTorchFileWriter(str(path))
     for name, data in parts.items():
         if not name.startswith(".data/") and name != "byteorder":
@@ -145,13 +126,6 @@ def evil_parts(parts: Parts, place: Path) -> dict[str, Parts]:
         "a name": edited(parts, PROGRAM, rename),
         "a module of a pytree": edited(parts, PROGRAM, tree),
     }
-
-
-def evil_old_parts(parts: Parts, place: Path) -> dict[str, Parts]:
-    """The same for the format of torch 2.7."""
-    evil = pickled(place)
-    names = ("serialized_state_dict.pt", "serialized_constants.pt", "serialized_example_inputs.pt")
-    return {f"{name}, old": parts | {name: evil} for name in names}
 
 
 def refused_operators() -> list[str]:

@@ -18,7 +18,7 @@ from fastcar_compile.frontend.pt2 import load_exported
 
 from . import evil
 
-LOADED = ("sample inputs", "serialized_example_inputs.pt, old")
+LOADED = ("sample inputs", "weights of an older form", "constants of an older form")
 """The evil part is not read at all."""
 
 
@@ -32,16 +32,8 @@ def parts(program: torch.export.ExportedProgram) -> evil.Parts:
     return evil.parts_of(program)
 
 
-@pytest.fixture(scope="module")
-def old(program: torch.export.ExportedProgram) -> evil.Parts:
-    return evil.old_parts_of(program)
-
-
-@pytest.mark.parametrize("is_old", [False, True])
-def test_an_exported_program_is_read(
-    program: torch.export.ExportedProgram, parts: evil.Parts, old: evil.Parts, is_old: bool, tmp_path: Path
-) -> None:
-    found = load_exported(evil.write(tmp_path / "m.pt2", old if is_old else parts, is_old))
+def test_an_exported_program_is_read(program: torch.export.ExportedProgram, parts: evil.Parts, tmp_path: Path) -> None:
+    found = load_exported(evil.write(tmp_path / "m.pt2", parts))
     assert [n.target for n in found.graph.nodes] == [n.target for n in program.graph.nodes]
     assert [n.name for n in found.graph.nodes] == [n.name for n in program.graph.nodes]
     for name, value in {**program.state_dict, **program.constants}.items():
@@ -64,14 +56,12 @@ def refusal(path: Path) -> UserError | None:
     return None
 
 
-def test_no_code_of_an_evil_file_runs(
-    parts: evil.Parts, old: evil.Parts, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_code_of_an_evil_file_runs(parts: evil.Parts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     place = tmp_path / "ran"
-    cases = evil.evil_parts(parts, place) | evil.evil_old_parts(old, place)
+    cases = evil.evil_parts(parts, place)
     refused = dict[str, str]()
     for name, evil_parts in cases.items():
-        path = evil.write(tmp_path / "m.pt2", evil_parts, name.endswith("old"))
+        path = evil.write(tmp_path / "m.pt2", evil_parts)
         with warnings.catch_warnings(), suppress(Exception):
             warnings.simplefilter("ignore")
             caplog.set_level("CRITICAL")
@@ -94,7 +84,7 @@ def test_an_operator_that_no_file_may_ask_for(parts: evil.Parts, target: str, tm
 
 def test_the_command_does_not_run_it(parts: evil.Parts, tmp_path: Path) -> None:
     place = tmp_path / "ran"
-    path = evil.write(tmp_path / "m.pt2", evil.evil_parts(parts, place)["weights of an older form"])
+    path = evil.write(tmp_path / "m.pt2", evil.evil_parts(parts, place)["a pickled weight"])
     words = ["compile", str(path), "--target", "cpu", "--dry-run", "--tokens-per-frame", "8", "--max-seq-len", "33"]
     result = CliRunner().invoke(app, [*words, "--json"])
     assert (result.exit_code, place.exists()) == (2, False)
@@ -136,6 +126,9 @@ def test_a_broken_archive_is_a_user_error(parts: evil.Parts, tmp_path: Path) -> 
         path.write_bytes(data)
         with pytest.raises(UserError, match="cannot be read"):
             load_exported(path)
+    for older in ("data/weights/model_weights_config.json", evil.PROGRAM):
+        with pytest.raises(UserError, match=r"(?s)write it .*torch\.export\.save"):
+            load_exported(evil.write(tmp_path / "older.pt2", {n: data for n, data in parts.items() if n != older}))
     two = {"models/other.json": parts[evil.PROGRAM]}
     with pytest.raises(UserError, match="2 exported programs"):
         load_exported(evil.write(tmp_path / "two.pt2", parts | two))
