@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,27 +13,16 @@ import tvm
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
+from fastcar_compile.codegen.tvm.kernels.linear import bfloat16
 from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import INT8_DOTS
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr
 from fastcar_compile.codegen.tvm.target import host_target
-from fastcar_compile.support.machine import cpu_flags
 
 CHAINS = 12
 """Accumulators: more than latency times the units that multiply, and not more than there are registers."""
 
 STEPS = 1 << 20
 """Steps of each chain in one call."""
-
-DPBF16 = "avx512_bf16"
-DOT = """
-declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
-define <16 x float> @dpbf16(<16 x float> %acc, <16 x float> %x) alwaysinline {
-  %b = bitcast <16 x float> %x to <32 x bfloat>
-  %y = call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float> %acc, <32 x bfloat> %b, <32 x bfloat> %b)
-  ret <16 x float> %y
-}
-"""
-"""vdpbf16ps as LLVM IR: TVM turns bfloat16 operands of an intrinsic into float32."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,7 @@ def _float_unit(isa: InstructionSet) -> _Unit:
 def _bfloat16_unit() -> _Unit:
     """vdpbf16ps, which AVX-512 BF16 has: two products per float32 lane."""
     half = T.Broadcast(T.float32(0.5), 16)
-    return _Unit("float32", 16, 32, lambda acc: T.call_pure_extern("float32x16", "dpbf16", acc, half))
+    return _Unit("float32", 16, 32, lambda acc: bfloat16.dot(acc, half, half))
 
 
 def _int8_unit(isa: InstructionSet) -> _Unit:
@@ -104,18 +93,18 @@ class Peak:
     """Multiplies through TVM's thread pool. Configure the pool before.
 
     Args:
-        kind: "float32", "bfloat16" or "int8". For bfloat16 the faster of its own instruction and float32's counts.
+        kind: "float32", "bfloat16" or "int8". For bfloat16 the faster of vdpbf16ps and float32's counts; AMX does not.
     """
 
     def __init__(self, kind: str, threads: int) -> None:
-        isa = host_instruction_set()
+        isa = host_instruction_set(bfloat16=kind == "bfloat16")
         self._calls: list[tuple[Callable[[], object], int]] = []
         if kind == "int8":
             self._add(_int8_unit(isa), isa, threads)
             return
         self._add(_float_unit(isa), isa, threads)
-        if kind == "bfloat16" and DPBF16 in cpu_flags():
-            self._add(_bfloat16_unit(), replace(isa, features=(*isa.features, "+avx512bf16")), threads, DOT)
+        if isa.for_bfloat16:
+            self._add(_bfloat16_unit(), isa, threads, bfloat16.BRIDGE)
 
     def _add(self, unit: _Unit, isa: InstructionSet, threads: int, imported: str = "") -> None:
         module = tvm.IRModule({"peak": _kernel(unit, threads, imported)})

@@ -18,7 +18,7 @@ Int8 = Literal["portable", "vnni512", "vnni256", "madd", "smmla", "sdot", "smull
 single row; sdot; smull and sadalp; WebAssembly's i32x4.dot_i16x8_s."""
 
 BFloat16 = Literal["", "vdpbf16ps", "tdpbf16ps", "bfmmla"]
-"""What multiplies bfloat16 with bfloat16: nothing; AVX-512; AMX's tiles, which have 8 times its peak; Arm."""
+"""What multiplies bfloat16 with bfloat16: nothing; AVX-512; AMX's tiles; Arm."""
 
 NATIVE = "native"
 """In `host_cpus`: the best instruction set of the build machine."""
@@ -77,35 +77,17 @@ _V2 = frozenset({"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "avx512_vnni"}
 
-_BF16 = ("+avx512vnni", "+avx512bf16")
+_BF16, _V4_BF16 = ("+avx512vnni", "+avx512bf16"), _V4 | {"avx512_bf16"}
+_AMX, _V4_AMX = (*_BF16, "+amx-bf16"), _V4_BF16 | {"amx_tile", "amx_bf16"}
+_I8MM, _V8_6 = ("+dotprod", "+i8mm", "+bf16"), frozenset({"asimd", "asimddp", "i8mm", "bf16"})
 
 _WASM_FEATURES = ("+simd128", "+bulk-memory", "+nontrapping-fptoint", "+sign-ext")
 """All of what every browser with SIMD has. Relaxed SIMD is left out: its results may differ between machines."""
 
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
+    InstructionSet("avx512-amx", _X86, "x86-64-v4", _AMX, _V4_AMX, ("amx-bf16",), 16, "vnni512", True, "tdpbf16ps"),
     InstructionSet(
-        "avx512-amx",
-        _X86,
-        "x86-64-v4",
-        (*_BF16, "+amx-bf16"),
-        _V4 | {"avx512_bf16", "amx_tile", "amx_bf16"},
-        ("avx512bw", "avx512vnni", "avx512bf16", "amx-bf16"),
-        16,
-        "vnni512",
-        True,
-        "tdpbf16ps",
-    ),
-    InstructionSet(
-        "avx512-bf16",
-        _X86,
-        "x86-64-v4",
-        _BF16,
-        _V4 | {"avx512_bf16"},
-        ("avx512bw", "avx512vnni", "avx512bf16"),
-        16,
-        "vnni512",
-        True,
-        "vdpbf16ps",
+        "avx512-bf16", _X86, "x86-64-v4", _BF16, _V4_BF16, ("avx512bf16",), 16, "vnni512", True, "vdpbf16ps"
     ),
     InstructionSet(
         "avx512-vnni", _X86, "x86-64-v4", ("+avx512vnni",), _V4, ("avx512bw", "avx512vnni"), 16, "vnni512", True
@@ -115,18 +97,7 @@ INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
     ),
     InstructionSet("avx2", _X86, "x86-64-v3", (), _V3, ("avx2", "fma", "f16c"), 8, "madd", True),
     InstructionSet("sse4", _X86, "x86-64-v2", (), _V2, ("sse4.2",), 4, "portable", False),
-    InstructionSet(
-        "neon-i8mm",
-        _ARM,
-        "generic",
-        ("+dotprod", "+i8mm", "+bf16"),
-        frozenset({"asimd", "asimddp", "i8mm", "bf16"}),
-        ("dotprod", "i8mm", "bf16"),
-        4,
-        "smmla",
-        True,
-        "bfmmla",
-    ),
+    InstructionSet("neon-i8mm", _ARM, "generic", _I8MM, _V8_6, ("i8mm", "bf16"), 4, "smmla", True, "bfmmla"),
     InstructionSet(
         "neon-dotprod", _ARM, "generic", ("+dotprod",), frozenset({"asimd", "asimddp"}), ("dotprod",), 4, "sdot", True
     ),

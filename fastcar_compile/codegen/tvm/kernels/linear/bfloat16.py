@@ -23,9 +23,8 @@ PAIR = 2
 STEP = PAIR * LANES
 """Inputs of a step: a cache line of a weight row."""
 
-# TVM has no values of LLVM's type bfloat, which the intrinsics take, so functions of LLVM bridge the two.
 _DOT, _ROUND = "fastcar_dot_bfloat16", "fastcar_round_bfloat16"
-_BRIDGE = f"""
+BRIDGE = f"""
 declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
 define <16 x float> @{_DOT}(<16 x float> %sum, <16 x float> %x, <16 x float> %w) {{
   %a = bitcast <16 x float> %x to <32 x bfloat>
@@ -41,6 +40,12 @@ define <16 x float> @{_ROUND}(<16 x float> %low, <16 x float> %high) {{
   ret <16 x float> %y
 }}
 """
+"""TVM has no values of LLVM's type bfloat, which the intrinsic takes."""
+
+
+def dot(sums: Expr, x: Expr, w: Expr) -> Expr:
+    """Return sums float32 [16] plus two products each; x and w: bfloat16 [32] as float32 [16]."""
+    return T.call_pure_extern(f"float32x{LANES}", _DOT, sums, x, w)
 
 
 def multiplies(n: int, k: int, isa: InstructionSet) -> bool:
@@ -68,7 +73,7 @@ def gemm_bfloat16(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
     ):
         with T.sblock("product"):
             script.access([x, w], [y])
-            T.attr(0, "pragma_import_llvm", _BRIDGE)
+            T.attr(0, "pragma_import_llvm", BRIDGE)
             rows = script.temporaries(xt=(blocks, k // PAIR, LANES, "float32"), at=(blocks * LANES, "int32"))
             active = tiles.active_rows(m)
             floats.find_rows(x, y, (m, n, k), active, scan)
@@ -100,12 +105,8 @@ def _begin(acc, _v):
 @script.inlined
 def _add(o, place, c, r, acc, v):
     weights = T.meta_var(T.reinterpret("float32", o.w[place.j + r, ramp(c * PAIR, PAIR)]))
-    acc[vector(r, LANES)] = T.call_pure_extern(
-        f"float32x{LANES}",
-        _DOT,
-        acc[vector(r, LANES)],
-        o.rows.xt[place.block + v, c, ramp(0, LANES)],
-        T.Broadcast(weights, LANES),
+    acc[vector(r, LANES)] = dot(
+        acc[vector(r, LANES)], o.rows.xt[place.block + v, c, ramp(0, LANES)], T.Broadcast(weights, LANES)
     )
 
 
