@@ -164,7 +164,8 @@ def test_a_saved_session_goes_on(
             same(run(other, then, 2), run(session, then, 2))
 
 
-@pytest.mark.parametrize("kind", ["kernel rows", pytest.param("kernel ring", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["kernel rows", "kernel ring"])
 @settings(max_examples=4, deadline=None)
 @given(first=PARTS, then=PARTS)
 @example(first=BEFORE, then=AFTER)
