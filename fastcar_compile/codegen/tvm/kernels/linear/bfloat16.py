@@ -14,8 +14,8 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.linear import floats, tiles
-from fastcar_compile.codegen.tvm.kernels.linear.tiles import LANES, PANEL_ROWS, SUMS, WEIGHT_ROWS, Place
-from fastcar_compile.codegen.tvm.kernels.vectors import Expr, ramp, vector
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import LANES, PANEL_ROWS, SUMS, WEIGHT_ROWS
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, prefetch, ramp, vector
 
 PAIR = 2
 """Inputs of a lane."""
@@ -62,10 +62,12 @@ def gemm_bfloat16(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
     """
     loop = T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial
     scan = T.parallel if m * k >= tiles.PARALLEL_WEIGHTS else T.serial
-    blocks, steps = -(-m // TILE_ROWS) * HALVES, k // STEP
-    sums = (blocks // HALVES, PANEL_ROWS // TILE_ROWS, TILE_ROWS * TILE_ROWS)
-    packed = (PANEL_ROWS // LANES, min(PART, steps), LANES * LANES)
-    multiply = partial(_tile_panel if isa.bfloat16 == "tdpbf16ps" else _vector_panel, n, steps)
+    amx, steps = isa.bfloat16 == "tdpbf16ps", k // STEP
+    blocks, part = -(-m // TILE_ROWS) * HALVES, min(PART, steps) if amx else steps
+    panel_tiles = min(PANEL_TILES, -(-n // (4 * TILE_ROWS))) if amx else PANEL_ROWS // TILE_ROWS
+    sums = (blocks // HALVES, panel_tiles, TILE_ROWS * TILE_ROWS)
+    packed = (panel_tiles * HALVES, part, LANES * LANES)
+    multiply = partial(_tile_panel if amx else _vector_panel, n, steps)
 
     @script.prim_func(private=True, s_tir=True)
     def linear_bfloat16_rows(
@@ -74,26 +76,33 @@ def gemm_bfloat16(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
         with T.sblock("product"):
             script.access([x, w], [y])
             T.attr(0, "pragma_import_llvm", BRIDGE)
-            rows = script.temporaries(xt=(blocks, k // PAIR, LANES, "float32"), at=(blocks * LANES, "int32"))
+            rows = script.temporaries(
+                xt=(-(-steps // part), blocks, part * LANES, LANES, "float32"), at=(blocks * LANES, "int32")
+            )
             active = tiles.active_rows(m)
             floats.find_rows(x, y, (m, n, k), active, scan)
             for i in range((active.count[0] + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS):
                 rows.at[i] = active.rows[T.min(i, active.count[0] - 1)]
-            for step in scan(steps):
-                for block in range((active.count[0] + TILE_ROWS - 1) // TILE_ROWS * HALVES):
-                    floats.transpose_rows(partial(_rounded, x), rows.xt, active, block, step)
-            for panel in loop(-(-n // PANEL_ROWS)):
+            for block in scan((active.count[0] + TILE_ROWS - 1) // TILE_ROWS * HALVES):
+                for step in range(steps):
+                    floats.transpose(partial(_rounded, x, rows, block, step), partial(_put, part, rows, block, step))
+            for panel in loop(-(-n // (panel_tiles * TILE_ROWS))):
                 o = script.temporaries(w=w, y=y, rows=rows, sums=(*sums, "float32"), packed=(*packed, "float32"))
                 multiply(o, panel, active)
 
     return linear_bfloat16_rows
 
 
-def _rounded(x: Any, row: Expr, step: Expr) -> Expr:
-    """Return 32 inputs of a row as bfloat16, two in each lane."""
+def _rounded(x: Any, rows: Any, block: Expr, step: Expr, i: Expr) -> Expr:
+    """Return 32 inputs of row i of a block as bfloat16, two in each lane."""
+    row = rows.at[block * LANES + i]
     return T.call_pure_extern(
         f"float32x{LANES}", _ROUND, x[row, ramp(step * STEP, LANES)], x[row, ramp(step * STEP + LANES, LANES)]
     )
+
+
+def _put(part: int, rows: Any, block: Expr, step: Expr, i: Expr, value: Expr) -> None:
+    T.buffer_store(rows.xt, value, [step // part, block, step % part * LANES + i, ramp(0, LANES)])
 
 
 @script.inlined
@@ -106,7 +115,7 @@ def _begin(acc, _v):
 def _add(o, place, c, r, acc, v):
     weights = T.meta_var(T.reinterpret("float32", o.w[place.j + r, ramp(c * PAIR, PAIR)]))
     acc[vector(r, LANES)] = dot(
-        acc[vector(r, LANES)], o.rows.xt[place.block + v, c, ramp(0, LANES)], T.Broadcast(weights, LANES)
+        acc[vector(r, LANES)], o.rows.xt[0, place.block + v, c, ramp(0, LANES)], T.Broadcast(weights, LANES)
     )
 
 
@@ -135,7 +144,7 @@ def _multiply_vectors(steps, blocks, o, place):
 @script.inlined
 def _vector_panel(n, steps, o, panel, active):
     """Multiply the weight rows of a panel with all blocks of x."""
-    most = T.meta_var(tiles.most_blocks(int(o.rows.xt.shape[0]) * LANES))
+    most = T.meta_var(tiles.most_blocks(int(o.rows.xt.shape[1]) * LANES))
     tiles.for_panel(panel, n, most, tiles.nothing, partial(_multiply_vectors, steps), (o,), active)
 
 
@@ -150,6 +159,9 @@ TILE_ROWS = HALVES * LANES
 
 PART = 16
 """Steps of a part of the reduction."""
+
+PANEL_TILES = 4
+"""Tiles of weight rows that meet a part of x while it is in the second-level cache."""
 
 _WEIGHTS, _X = HALVES**2, HALVES**2 + HALVES
 
@@ -170,71 +182,90 @@ def _configure() -> None:
     _tile("ldtilecfg", T.address_of(config[0]))
 
 
-def _add_tiles(o: Any, t: Expr, block: Expr, step: Expr, place: Expr) -> None:
+def _address(buffer: Any, *index: Expr) -> Expr:
+    # Unlike T.address_of, it tells TVM that more than this element is used, so the buffer keeps its size.
+    return buffer.access_ptr("rw", offset=buffer.offset_of(index)[0])
+
+
+def _load_weights(o: Any, row: Expr, column: Expr, packed: Expr, first: bool, i: int) -> None:
+    if not first:
+        _tile("tileloadd64", T.int8(_WEIGHTS + i), packed, T.int64(64))
+        return
+    # Rows that lie a power of two apart share a few places of a cache, so the tile is copied to 1,024 bytes together.
+    weights = T.address_of(o.w[row + i * LANES, column])
+    _tile("tileloadd64", T.int8(_WEIGHTS + i), weights, T.int64(2 * int(o.w.shape[1])))
+    _tile("tilestored64", T.int8(_WEIGHTS + i), packed, T.int64(64))
+
+
+def _add_tiles(o: Any, part: Expr, t: Expr, pair: Expr, step: Expr, row: Expr, first: bool) -> None:
     for i in range(HALVES):
-        weights, x = o.packed[t * HALVES + i, place, 0], o.rows.xt[block + i, step * LANES, 0]
-        _tile("tileloadd64", T.int8(_WEIGHTS + i), T.address_of(weights), T.int64(64))
-        _tile("tileloadd64", T.int8(_X + i), T.address_of(x), T.int64(64))
+        packed = _address(o.packed, t * HALVES + i, step, 0)
+        _load_weights(o, row, (part * PART + step) * STEP, packed, first, i)
+        x = _address(o.rows.xt, part, pair * HALVES + i, step * LANES, 0)
+        _tile("tileloadd64", T.int8(_X + i), x, T.int64(64))
     for i in range(HALVES**2):
         _tile("tdpbf16ps", T.int8(i), T.int8(_WEIGHTS + i % HALVES), T.int8(_X + i // HALVES))
 
 
 def _each_sum(name: str, o: Any, pair: Expr, t: Expr) -> None:
     for i in range(HALVES**2):
-        place = T.address_of(o.sums[pair, t, i * LANES * LANES])
+        place = _address(o.sums, pair, t, i * LANES * LANES)
         _tile(name, T.int8(i), *([] if name == "tilezero" else [place, T.int64(64)]))
 
 
 @script.inlined
-def _multiply_tiles(steps, part, o, pair, t):
+def _multiply_tiles(steps, part, o, pair, t, row, ahead):
     """Add a part of the reduction to the sums of tile t of the panel and of two blocks of x."""
     if part == 0:
         _each_sum("tilezero", o, pair, t)
     else:
         _each_sum("tileloadd64", o, pair, t)
+    # Each pair of blocks fetches a share of the weights that tile t multiplies next, at row and part `ahead`.
+    share = T.meta_var(-(-TILE_ROWS // int(o.sums.shape[0])))
     for i in range(T.min(PART, steps - part * PART)):
-        step = T.meta_var(part * PART + i)
-        _add_tiles(o, t, pair * HALVES, step, i)
+        if pair == 0:
+            _add_tiles(o, part, t, pair, i, row, True)
+        else:
+            _add_tiles(o, part, t, pair, i, row, False)
+        for r in T.unroll(share):
+            T.evaluate(prefetch(o.w[ahead[0] + pair * share + r, (ahead[1] * PART + i) * STEP]))
     _each_sum("tilestored64", o, pair, t)
 
 
-def _first_row(n: int, panel: Expr, t: Expr) -> Expr:
-    # The last tile begins early enough that all its weight rows exist.
-    return T.min(panel * PANEL_ROWS + t * TILE_ROWS, n - TILE_ROWS)
+def _sum(o: Any, pair: Expr, t: Expr, tile: int, i: Expr) -> Expr:
+    return o.sums[pair, t, ramp(tile * LANES * LANES + i * LANES, LANES)]
 
 
-@script.inlined
-def _pack(n, steps, o, panel, part):
-    """Copy a part of the reduction of the panel's weight rows, so that a tile of weights is 1,024 bytes together."""
-    for r in range(PANEL_ROWS):
-        row: T.let = _first_row(n, panel, r // TILE_ROWS) + r % TILE_ROWS
-        for i in range(T.min(PART, steps - part * PART)):
-            o.packed[r // LANES, i, ramp(r % LANES * LANES, LANES)] = T.reinterpret(
-                f"float32x{LANES}", o.w[row, ramp((part * PART + i) * STEP, STEP)]
-            )
+def _result(o: Any, block: Expr, j: Expr, i: Expr, value: Expr) -> None:
+    T.buffer_store(o.y, value, [o.rows.at[block * LANES + i], ramp(j, LANES)])
 
 
 @script.inlined
 def _store_tiles(o, j, pair, t):
-    # eight: weight rows, of which a tile of sums has two times eight.
     for b in range(HALVES):
-        for eight in range(TILE_ROWS // WEIGHT_ROWS):
-            first = T.meta_var(b * TILE_ROWS + eight * WEIGHT_ROWS)
-            place = T.meta_var(Place(j + eight * WEIGHT_ROWS, 0, pair * HALVES + b))
-            tiles.store_blocks(o.y, o.rows, o.sums, (pair, t), first, 1, place)
+        for half in range(HALVES):
+            floats.transpose(
+                partial(_sum, o, pair, t, b * HALVES + half), partial(_result, o, pair * HALVES + b, j + half * LANES)
+            )
 
 
 @script.inlined
 def _tile_panel(n, steps, o, panel, active):
     """Multiply the weight rows of a panel with all blocks of x."""
     _configure()
-    # A part of the reduction of 32 weight rows stays in the first-level cache while all rows of x pass.
-    for part in range(-(-steps // PART)):
-        _pack(n, steps, o, panel, part)
-        for t in range(PANEL_ROWS // TILE_ROWS):
-            for pair in range((active.count[0] + TILE_ROWS - 1) // TILE_ROWS):
-                if panel * PANEL_ROWS + t * TILE_ROWS < n:
-                    _multiply_tiles(steps, part, o, pair, t)
-                    if part == (steps - 1) // PART:
-                        _store_tiles(o, _first_row(n, panel, t), pair, t)
+    panel_tiles = T.meta_var(int(o.sums.shape[1]))
+    parts = T.meta_var(-(-steps // PART))
+    # A part of the reduction of 32 weight rows stays in the first-level cache while all rows of x pass, and that of x
+    # in the second-level cache while the panel's tiles pass.
+    for part in range(parts):
+        for t in range(panel_tiles):
+            first: T.let = (panel * panel_tiles + t) * TILE_ROWS
+            if first < n:
+                # The last tile begins early enough that all its weight rows exist.
+                row: T.let = T.min(first, n - TILE_ROWS)
+                ahead = T.meta_var((first + (part + 1) // parts * panel_tiles * TILE_ROWS, (part + 1) % parts))
+                for pair in range((active.count[0] + TILE_ROWS - 1) // TILE_ROWS):
+                    _multiply_tiles(steps, part, o, pair, t, row, ahead)
+                    if part == parts - 1:
+                        _store_tiles(o, row, pair, t)
     _tile("tilerelease")

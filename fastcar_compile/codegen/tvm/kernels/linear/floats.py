@@ -133,25 +133,23 @@ def _round(low, high, first, second):
 
 
 @script.inlined
-def transpose_rows(load, xt, active, o, step):
-    """Write 16 lanes of each of the 16 active rows from 16 o on to xt[o, 16 step ..], a vector per lane.
+def transpose(load, store):
+    """Transpose 16 vectors of 16 lanes, load(i), in registers, and call store(i, vector) with the results.
 
-    load(row, step): the lanes of a row. Four rounds transpose 16 x 16. A buffer of all vectors would be too large for
-    registers.
+    Four rounds do it. A buffer of all vectors would be too large for registers.
     """
     a, b, c, d = script.buffers(4, HALF * LANES)
-    # a and b: eight rows each, one vector of 16 inputs per row.
     for i in T.unroll(HALF):
-        a[vector(i, LANES)] = load(active.rows[T.min(o * LANES + i, active.count[0] - 1)], step)
-        b[vector(i, LANES)] = load(active.rows[T.min(o * LANES + HALF + i, active.count[0] - 1)], step)
-    # A round interleaves row i with row i + 8. Four rounds exchange the numbers of rows and of inputs.
+        a[vector(i, LANES)] = load(i)
+        b[vector(i, LANES)] = load(HALF + i)
+    # A round interleaves vector i with vector i + 8. Four rounds exchange the numbers of vectors and of lanes.
     _round(a, b, c, d)
     _round(c, d, a, b)
     _round(a, b, c, d)
     _round(c, d, a, b)
     for i in T.unroll(HALF):
-        xt[o, step * LANES + i, ramp(0, LANES)] = a[vector(i, LANES)]
-        xt[o, step * LANES + HALF + i, ramp(0, LANES)] = b[vector(i, LANES)]
+        store(i, a[vector(i, LANES)])
+        store(HALF + i, b[vector(i, LANES)])
 
 
 @script.inlined
@@ -247,13 +245,17 @@ def _move(shape, x, xt, active, step):
         if step < whole:
             # 16 rows by 16 inputs are transposed in registers instead of written one element at a time.
             if shape.columns == FLOATS and shape.dtype == "float32":
-                transpose_rows(partial(_line, x), xt, active, o, step)
+                transpose(partial(_line, x, active, o, step), partial(_put, xt, o, step))
             else:
                 _move_vector(shape, x, xt, active, step, o)
 
 
-def _line(x: Any, row: Expr, step: Expr) -> Expr:
-    return x[row, ramp(step * LANES, LANES)]
+def _line(x: Any, active: Any, block: Expr, step: Expr, i: Expr) -> Expr:
+    return x[active.rows[T.min(block * LANES + i, active.count[0] - 1)], ramp(step * LANES, LANES)]
+
+
+def _put(xt: Any, block: Expr, step: Expr, i: Expr, value: Expr) -> None:
+    T.buffer_store(xt, value, [block, step * LANES + i, ramp(0, LANES)])
 
 
 def _place(n: int, shape: TileShape, panel: Expr, tile: Expr, block: Expr, first: Expr) -> Place:
