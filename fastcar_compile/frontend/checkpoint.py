@@ -10,7 +10,7 @@ from typing import Any
 import safetensors
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from fastcar_compile.errors import CompileError, InternalError, attempt, count_text
 from fastcar_compile.frontend.skeleton import CONFIG, Skeleton, StoredNames, load_config, read_config_json

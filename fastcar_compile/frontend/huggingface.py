@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, StaticLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, StaticLayer
+from transformers.generation.configuration_utils import GenerationConfig
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from fastcar_compile.errors import NOT_THE_MODELS, CompileError, UserError
 from fastcar_compile.support.values import warn

@@ -8,18 +8,19 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.configuration_auto import AutoConfig
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.support import limits
@@ -225,11 +226,12 @@ class Skeleton:
 
     def __init__(self, config: Any, architecture: str, where: str) -> None:
         self.config, self.architecture, self.where = config, architecture, where
-        kind = getattr(transformers, architecture, None)
+        # By name, and `_class` is Any: else pyright reads all of its models, which is a third of its time.
+        kind = getattr(import_module("transformers"), architecture, None)
         if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)) or kind is PreTrainedModel:
             hint = "use an architecture that this version of transformers has, or give the module itself"
             raise CompileError(f"transformers has no architecture {architecture}", where=where, hint=hint)
-        self._class: type[PreTrainedModel] = kind
+        self._class: Any = kind
         self._full = self._build(config)
 
     def stored_names(self, names: Iterable[str]) -> StoredNames:

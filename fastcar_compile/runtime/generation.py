@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
-from transformers.generation.configuration_utils import GenerationMode
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_utils import PreTrainedModel
 
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.runtime.session import Session
