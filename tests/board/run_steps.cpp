@@ -1,6 +1,6 @@
 // Runs the decoder of an artifact for a Python process, forward by forward. A request is int64 count of tokens, position
 // and step, then the tokens, int64, and for a single one the thresholds, float32 [L]; a count of 0 clears the states.
-// The answer is the logits, and of a single token decisions and scores.
+// The answer is the logits, and of a single token decisions and scores. Arguments: the artifact, and which library of it.
 #include <cstdio>
 
 #include "fastcar_library.hpp"
@@ -22,7 +22,8 @@ void write(const Tensors& results, const std::vector<std::string>& names) {
 }
 
 int main(int, char** words) {
-    const DecoderSpec spec = decoder_spec();
+    DecoderSpec spec = decoder_spec();
+    spec.library = words[2];
     Artifact artifact(words[1], Trust(), spec.manifest_schema);
     check_files(artifact, spec);
     const tvm::ffi::Module machine = load_machine(artifact, spec);

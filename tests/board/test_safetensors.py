@@ -20,7 +20,7 @@ REAL = np.array([1.5], np.float32)
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program of read_tensors.cpp."""
     program = tmp_path_factory.mktemp("reader") / "read_tensors"
-    options = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined"]
+    options = ["-std=c++17", "-O0", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined"]
     source = Path(__file__).parent / "read_tensors.cpp"
     command = [check_tool("g++"), *options, f"-I{files('hls_templates') / 'host'}", str(source), "-o", str(program)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
