@@ -10,6 +10,7 @@ from decoders import llama
 import fastcar_compile as fc
 from fastcar_compile.artifact.sections import ProgramsPart
 from fastcar_compile.cli.inspect import host_lines
+from fastcar_compile.codegen.tvm import isa
 from fastcar_compile.codegen.tvm.isa import host_instruction_set, instruction_set
 from fastcar_compile.runtime.backends import cpu
 from fastcar_compile.support.machine import cpu_flags
@@ -65,6 +66,25 @@ def test_a_cpu_that_runs_none_of_them(artifact: fc.Artifact, monkeypatch: pytest
     text = f"no library for this CPU ({triple}), only for {best} ({triple}), sse4 ({triple})"
     with pytest.raises(fc.BackendError, match=re.escape(text)):
         artifact.session("cpu")
+
+
+@pytest.mark.parametrize(
+    ("beyond", "best"),
+    [
+        (set(), "avx512-vnni"),
+        ({"avx512_bf16"}, "avx512-bf16"),
+        ({"avx512_bf16", "avx512_fp16"}, "avx512-vnni"),
+        ({"avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"}, "avx512-amx"),
+    ],
+)
+def test_native_multiplies_bfloat16_where_that_is_faster(
+    beyond: set[str], best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AMD's CPUs by vdpbf16ps, Intel's by tiles only; other weights take the set that runs on most CPUs."""
+    monkeypatch.setattr(isa.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(isa, "cpu_flags", lambda: isa.instruction_set("avx512-vnni").flags | beyond)
+    assert isa.host_instruction_set(bfloat16=True).name == best
+    assert isa.host_instruction_set().name == "avx512-vnni"
 
 
 def test_kernels_of_both_variants_differ(artifact: fc.Artifact) -> None:

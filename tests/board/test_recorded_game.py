@@ -1,6 +1,6 @@
 """One recorded game of Crafter on every backend: the same tokens, scores and logits of all frames, by their hash.
 
-A run has 4 frames of each. All of them: `FASTCAR_GAME_FRAMES=1000 pytest -m "" tests/board/test_recorded_game.py`.
+A run has 4 frames of each. All of them: `FASTCAR_GAME_FRAMES=1000 pytest tests/board/test_recorded_game.py`.
 """
 
 import json
