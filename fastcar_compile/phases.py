@@ -19,7 +19,7 @@ from fastcar_compile.codegen.tvm.emit import host_variants
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.config.targets import Target, whole_step
 from fastcar_compile.config.wavefront import Wavefront
-from fastcar_compile.errors import CompileError, count_text
+from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint, open_folder
 from fastcar_compile.frontend.huggingface import is_huggingface
@@ -27,7 +27,6 @@ from fastcar_compile.frontend.model_facts import ModelFacts, unwrapped
 from fastcar_compile.frontend.structures import check_signature, explained
 from fastcar_compile.ir.pass_manager import Pass, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.passes.linears import merged_weights
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.report.dry_run import DryRun, dry_run_of
@@ -139,10 +138,6 @@ def _captured(model: Model, config: CompileConfig, say: Progress) -> tuple[Decod
         raise CompileError(what, hint=f"give batch_size={program.config.batch_size}, or export again")
     passes: list[Pass] = [*analysis_pipeline(), *_repetition(model)]
     run_pipeline(program, passes)
-    if merged := merged_weights(program):
-        number = count_text(len(merged), "weight")
-        text = f"LoRA adapters are merged into {number}, such as {merged[0]}; other adapters need a new build"
-        warn(text, 6)
     return program, passes
 
 

@@ -14,7 +14,6 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.huggingface import cache_argument
 from fastcar_compile.frontend.model_facts import unwrapped
-from fastcar_compile.frontend.structures import structures_of
 
 SIZES: dict[str, Any] = {"batch_size": 1, "max_seq_len": 33, "tokens_per_frame": 8, "prefill_chunk": 1}
 
@@ -74,15 +73,15 @@ def test_prompt_learning_is_refused() -> None:
         unwrapped(Adapted(PlainDecoder(), prompt_learning=True))
 
 
-def test_adapters_that_the_compiler_cannot_merge_are_named() -> None:
+def test_adapters_are_to_be_merged_first() -> None:
+    """In the layout of peft; one that was merged leaves nothing behind."""
     model = PlainDecoder()
-    assert structures_of(model) == []
     block = next(m for m in model.children() if isinstance(m, nn.ModuleList))[0]
-    block.lora_magnitude_vector = nn.ModuleDict({"default": nn.Identity()})
-    (found,) = structures_of(model)
-    assert found.places[0].endswith(".0")
-    assert "DoRA adapters" in str(found.problem(model))
-    assert "merge_and_unload" in str(found.problem(model))
+    block.lora_A = nn.ModuleDict({"default": nn.Linear(32, 4, bias=False)})
+    with pytest.raises(CompileError, match=r"1 module .* LoRA adapters, such as blocks\.0(.|\n)*merge_and_unload"):
+        capture(model, **SIZES)
+    block.lora_A = nn.ModuleDict()
+    capture(model, **SIZES)
 
 
 def test_a_model_keeps_its_modes_and_gradients() -> None:

@@ -24,7 +24,7 @@ from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, StaticCacheStep, is_huggingface, static_cache_step
 from fastcar_compile.frontend.importer import REASONS, check_exported, check_module_names, import_exported
 from fastcar_compile.frontend.model_facts import ModelFacts, as_written, unwrapped
-from fastcar_compile.frontend.structures import check_device, check_signature
+from fastcar_compile.frontend.structures import check_adapters, check_device, check_signature
 from fastcar_compile.ir.dataflow import ancestors
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import error_at, importable_path
@@ -148,6 +148,7 @@ def capture(
     if isinstance(model, nn.Module):
         model = unwrapped(model)
         check_module_names(model)
+        check_adapters(model)
         check_device(model)
     if isinstance(model, ExportedProgram):
         # An export has one shape, that of a decode step, so it has no prefill graph.

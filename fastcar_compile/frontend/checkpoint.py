@@ -165,8 +165,8 @@ def read_skeleton(folder: Path) -> Skeleton:
         CompileError: config.json is missing, or cannot be compiled; or the folder has adapters.
     """
     if (folder / ADAPTERS).exists():
-        what = f"the folder has adapters ({ADAPTERS}), which are not merged into weights that are read from disk"
-        hint = "merge them (peft's merge_and_unload) and save the model, or give the model that peft loaded"
+        what = f"the folder has adapters ({ADAPTERS}), which the compiler does not merge"
+        hint = "merge them with peft's merge_and_unload, and save the model"
         raise CompileError(what, where=str(folder / ADAPTERS), hint=hint)
     data = read_config_json(folder)
     return Skeleton(load_config(folder), data["architectures"][0], str(folder / CONFIG))

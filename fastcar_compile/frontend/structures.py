@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fastcar_compile.errors import CompileError, UserError
+from fastcar_compile.errors import CompileError, UserError, count_text
 from fastcar_compile.frontend.adapt import suggestion
 from fastcar_compile.ir.provenance import importable_path
 from fastcar_compile.support.values import warn
@@ -150,12 +150,6 @@ _STRUCTURES: dict[str, tuple[Callable[[nn.Module], bool], str, str]] = {
         "attention is compiled with a causal mask or a window, and nothing added to the scores",
         "compile a decoder with rotary or learned positions",
     ),
-    "DoRA adapters": (
-        # An adapter scales every row of its linear's weight, as peft has it.
-        lambda module: isinstance(m := getattr(module, "lora_magnitude_vector", None), nn.ModuleDict) and len(m) > 0,
-        "the norm of every weight is computed at each step, and the compiler merges adapters of plain LoRA alone",
-        "merge the adapters before compiling: model = model.merge_and_unload()",
-    ),
 }
 
 
@@ -163,6 +157,14 @@ def _source(module: nn.Module) -> str:
     """File and line of a module's forward."""
     code = inspect.unwrap(type(module).forward).__code__
     return f"{importable_path(code.co_filename)}:{code.co_firstlineno}"
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Raise CompileError where peft's low-rank adapters stand beside linears."""
+    adapted = [name for name, module in model.named_modules() if len(getattr(module, "lora_A", ()))]
+    if adapted:
+        what = f"{count_text(len(adapted), 'module')} of the model with LoRA adapters, such as {adapted[0]}"
+        raise CompileError(what, hint="merge them first: model = model.merge_and_unload()")
 
 
 def check_device(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.insert_drafts import InsertDrafts
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.legalize_norms import LegalizeNorms
-from fastcar_compile.passes.linears import LegalizeLinears, MergeAdapters, SplitGateUp, UnfoldRows
+from fastcar_compile.passes.linears import LegalizeLinears, SplitGateUp, UnfoldRows
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload import OffloadGate, OffloadLinears, OffloadMlp
 from fastcar_compile.passes.parallel_blocks import ParallelBlocks
@@ -43,7 +43,6 @@ def analysis_pipeline() -> list[Pass]:
         # From here on every product with a parameter is a linear: the next passes match linears.
         LegalizeLinears(),
         UnfoldRows(),
-        MergeAdapters(),
         # split-gate-up and find-sites look for one activation node.
         FuseActivations(),
         SplitGateUp(),

@@ -14,7 +14,7 @@ CASES: list[Case] = [*TRANSFORMERS, *ROPE, *STRUCTURES, *LLAMAGEN, *MINEWORLD, *
 
 BRANCHES = (
     "phi3-longrope", "phi3-longrope-short", "falcon-new", "falcon-rw", "cohere", "gemma3-window-int8", "chameleon",
-    "gpt-neox-parallel", "llamagen-t2i", "gpt2", "llama-bfloat16", "llama-lora", "nemotron", "opt", "mistral-window",
+    "gpt-neox-parallel", "llamagen-t2i", "gpt2", "llama-bfloat16", "nemotron", "opt", "mistral-window",
     "cosmos-video2world-unmasked", "stablelm", "biogpt", "emu3", "mineworld", "cosmos",
 )  # fmt: skip
 """With the full ones they take every branch of `frontend` and `passes` that any case takes (coverage.py by test, a

@@ -1,11 +1,10 @@
-"""Decoders whose blocks are written in another way: in-place sums, `x @ w.T`, folded rows, adapters."""
+"""Decoders whose blocks are written in another way: in-place sums, `x @ w.T`, folded rows."""
 
 from typing import Any
 
 import transformers as hf
-from torch import Tensor, nn
 
-from .case import HEADS, LAYERS, MLP_WIDTH, WIDTH, Case, causal, randomize, transformer
+from .case import HEADS, LAYERS, MLP_WIDTH, WIDTH, Case, causal, transformer
 
 _FALCON = {"intermediate_size": ..., "num_key_value_heads": ..., "ffn_hidden_size": MLP_WIDTH}
 _NONE: dict[str, Any] = dict.fromkeys(
@@ -20,38 +19,6 @@ _GPT2 = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 24}
 _T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": MLP_WIDTH, "num_layers": LAYERS, "num_heads": HEADS}
 _DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _OPT = {"intermediate_size": ..., "num_key_value_heads": ..., "ffn_dim": MLP_WIDTH, "word_embed_proj_dim": 32}
-
-
-class LoraLinear(nn.Module):
-    """A linear with a low-rank adapter in the layout of peft."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer, self.scaling, rank = base, 0.5, 4
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
-        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(0.1)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = self.base_layer(x)
-        x = x.to(self.base_layer.weight.dtype)
-        adapted = self.lora_B["default"](self.lora_A["default"](self.lora_dropout["default"](x)))
-        return result + adapted * self.scaling
-
-
-class Lora:
-    """A Llama with adapters on the MLPs' linears and on queries."""
-
-    kind = hf.LlamaForCausalLM
-
-    def __call__(self) -> nn.Module:
-        """Return the model; adapters are random too."""
-        model = causal("Llama")()
-        for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear) and (".mlp." in name or name.endswith("q_proj")):
-                path, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(path), leaf, LoraLinear(module))
-        return randomize(model)
 
 
 STRUCTURES = [
@@ -120,8 +87,5 @@ STRUCTURES = [
         "gpt2-cross", "GPT-2", "cross-attention",
         transformer(hf.GPT2LMHeadModel, hf.GPT2Config, **_NONE, **_GPT2, add_cross_attention=True),
         refused="cross-attention: its layers attend to another sequence",
-    ),
-    Case(
-        "llama-lora", "Llama", "LoRA adapters on attention and MLP, merged", Lora(), warned="LoRA adapters are merged",
     ),
 ]  # fmt: skip

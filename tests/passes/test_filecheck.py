@@ -73,19 +73,6 @@ class Folded(TinyBlock):
         return (rows + self.mlp.down(torch.relu(self.mlp.up(self.norm_2(rows))))).view(h.shape)
 
 
-class Adapted(TinyBlock):
-    """A low-rank adapter beside a linear of the MLP."""
-
-    def __init__(self, batch: int) -> None:
-        super().__init__(batch)
-        self.lora_a, self.lora_b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, 12, bias=False)
-
-    def feed(self, x: Tensor) -> Tensor:
-        up = self.mlp.up(x)
-        up = up + self.lora_b(self.lora_a(self.dropout(x))) * 0.5
-        return self.mlp.down(torch.relu(up))
-
-
 class Divided(RootMeanSquare):
     """The norm as a quotient, and the weight as the first factor."""
 
@@ -128,7 +115,7 @@ DECODERS: dict[str, tuple[type[TinyBlock], ...]] = {
     "spelled": (Spelled,), "measured": (Measured,),
     "tiny": (TinyBlock,), "window": (Windowed,), "rotated": (Rotated,), "two-layers": (TinyBlock, TinyBlock),
     "written-out": (WrittenOut,), "products": (Products,), "fused": (Fused,), "parallel": (Parallel,),
-    "folded": (Folded,), "adapted": (Adapted,), "batched": (Batched,),
+    "folded": (Folded,), "batched": (Batched,),
 }  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def test_round_trip_of_one_fixed_pipeline() -> None:
     draft = InsertDrafts(Draft("0f" * 32))
     text = pipeline_to_string([*analysis_pipeline(), item, draft])
     assert text == (
-        "normalize-state,canonicalize,legalize-norms,legalize-linears,unfold-rows,merge-adapters,fuse-activations,"
+        "normalize-state,canonicalize,legalize-norms,legalize-linears,unfold-rows,fuse-activations,"
         "split-gate-up,parallel-blocks,find-sites,"
         'insert-replay{"couple_cfg": false, "gate": "tas", "gate_weights": null, "heads": [], "max_chain": 2, '
         '"refresh_every": null, "rotary": "both", "thresholds": [1.5, null, "-inf", "inf"]},'

@@ -6,18 +6,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from fastcar_compile.ir.query import is_op, node_arg
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.fuse_activations import FuseActivations
-from fastcar_compile.passes.linears import LegalizeLinears, MergeAdapters, SplitGateUp
+from fastcar_compile.passes.linears import LegalizeLinears, SplitGateUp
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.pipeline import analysis_pipeline
 
 from .laws import check_truthful, nodes_of
-from .tiny import WIDTH, Fused, Products, TinyBlock, after, logits, prefill_logits
+from .tiny import Fused, Products, TinyBlock, after, logits, prefill_logits
 
 aten = torch.ops.aten
 BEFORE = (NormalizeState(), Canonicalize())
@@ -153,21 +153,3 @@ def test_a_fused_gate_and_up_becomes_two_linears() -> None:
     assert (*site.mlp.weights[:2], *site.mlp.biases[:2]) == tuple(halves)
     queries_keys_values = [n for n in nodes_of(program) if is_op(n, aten.split_with_sizes)]
     assert len(queries_keys_values) == 2
-
-
-class Spread(TinyBlock):
-    """A linear with one output, spread over the outputs of two linears that are no adapter of it."""
-
-    def __init__(self, batch: int) -> None:
-        super().__init__(batch)
-        self.one, self.a, self.b = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, 12, bias=False)
-
-    def feed(self, x: Tensor) -> Tensor:
-        return self.mlp.down(torch.relu(self.one(x) + self.b(self.a(x))))
-
-
-def test_a_sum_that_broadcasts_a_linear_is_no_adapter() -> None:
-    program = after(*BEFORE, blocks=(Spread,))
-    attributes = dict(program.graph_module.named_buffers())
-    assert MergeAdapters().apply(program) is False
-    assert dict(program.graph_module.named_buffers()).keys() == attributes.keys()
