@@ -74,14 +74,15 @@ def test_prompt_learning_is_refused() -> None:
 
 
 def test_adapters_are_to_be_merged_first() -> None:
-    """In the layout of peft; one that was merged leaves nothing behind."""
+    """In the layout of peft; one that was merged leaves nothing behind, and a part of this name is no adapter."""
     model = PlainDecoder()
     block = next(m for m in model.children() if isinstance(m, nn.ModuleList))[0]
     block.lora_A = nn.ModuleDict({"default": nn.Linear(32, 4, bias=False)})
     with pytest.raises(CompileError, match=r"1 module .* LoRA adapters, such as blocks\.0(.|\n)*merge_and_unload"):
         capture(model, **SIZES)
-    block.lora_A = nn.ModuleDict()
-    capture(model, **SIZES)
+    for other in (nn.ModuleDict(), nn.Linear(2, 2)):
+        block.lora_A = other
+        capture(model, **SIZES)
 
 
 def test_a_model_keeps_its_modes_and_gradients() -> None:

@@ -161,8 +161,9 @@ def _source(module: nn.Module) -> str:
 
 def check_adapters(model: nn.Module) -> None:
     """Raise CompileError where peft's low-rank adapters stand beside linears."""
-    adapted = [name for name, module in model.named_modules() if len(getattr(module, "lora_A", ()))]
-    if adapted:
+    found = [(name, getattr(module, "lora_A", None)) for name, module in model.named_modules()]
+    # Once merged and unloaded, the dictionary is empty or gone. Other things may have this name.
+    if adapted := [name for name, part in found if isinstance(part, nn.ModuleDict) and len(part)]:
         what = f"{count_text(len(adapted), 'module')} of the model with LoRA adapters, such as {adapted[0]}"
         raise CompileError(what, hint="merge them first: model = model.merge_and_unload()")
 
