@@ -13,6 +13,8 @@ from fastcar_compile.codegen.segment import Segment
 from fastcar_compile.ir.query import output_nodes
 
 Shape = tuple[int, ...]
+Values = dict[relax.Var, relax.Expr]
+"""Variable -> what stands for it."""
 untyped: Any = relax
 """Relax for calls whose arguments its annotations do not allow, such as lists of expressions."""
 
@@ -48,6 +50,31 @@ def bindings_of(body: relax.Expr) -> Iterator[tuple[relax.Var, relax.Expr]]:
     for part in body.blocks:
         for binding in part.bindings:
             yield binding.var, cast(relax.VarBinding, binding).value  # nothing here makes a MatchCast
+
+
+def operator_of(value: relax.Expr) -> object:
+    """Return what a call calls; None of another value."""
+    return value.op if isinstance(value, relax.Call) else None
+
+
+def packed_name(value: relax.Expr) -> str:
+    """Return the name of the packed function that the value is a call of; empty of another value."""
+    operator = operator_of(value)
+    return str(operator.global_symbol) if isinstance(operator, relax.ExternFunc) else ""
+
+
+def replaced(value: relax.Expr, values: Values) -> relax.Expr:
+    """Return the expression with its variables replaced, an element of a known tuple as that element."""
+    if isinstance(value, relax.Var):
+        return values.get(value, value)
+    if isinstance(value, relax.Call):
+        return relax.Call(value.op, [replaced(a, values) for a in value.args], value.attrs, value.ty_args, value.span)
+    if isinstance(value, relax.Tuple):
+        return relax.Tuple([replaced(f, values) for f in value.fields])
+    if isinstance(value, relax.TupleGetItem):
+        whole = replaced(value.tuple_value, values)
+        return whole.fields[value.index] if isinstance(whole, relax.Tuple) else relax.TupleGetItem(whole, value.index)
+    return value
 
 
 def module_pass(name: str, run: Callable[[tvm.IRModule], tvm.IRModule]) -> tvm.transform.Pass:
