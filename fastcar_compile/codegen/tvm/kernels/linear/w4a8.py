@@ -38,10 +38,14 @@ class Int4Dot:
 
 def nibbles(w: Load, offset: int, width: int) -> tuple[Expr, Expr]:
     """Return low and high nibbles of `width` bytes, plus 8: of two's complement that is the sign bit inverted."""
-    # An and with an exclusive or behind it are one instruction of AVX-512, vpternlogd.
-    mask, sign = T.Broadcast(T.uint8(15), width), T.Broadcast(T.uint8(8), width)
-    high = T.shift_right(w(offset, width), T.Broadcast(T.uint8(4), width))
-    low, high = (T.bitwise_xor(T.bitwise_and(value, mask), sign) for value in (w(offset, width), high))
+    mask, sign, four = (T.Broadcast(T.uint8(number), width) for number in (15, 8, 4))
+    both = w(offset, width)
+    if width == 64:
+        # An and with an exclusive or behind it are one instruction of AVX-512, vpternlogd.
+        low, high = (T.bitwise_xor(T.bitwise_and(value, mask), sign) for value in (both, T.shift_right(both, four)))
+    else:
+        both = T.bitwise_xor(both, T.Broadcast(T.uint8(0x88), width))
+        low, high = (T.bitwise_and(value, mask) for value in (both, T.shift_right(both, four)))
     return T.reinterpret(f"int8x{width}", low), T.reinterpret(f"int8x{width}", high)
 
 
