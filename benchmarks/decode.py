@@ -102,6 +102,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workloads", default=DECODE, help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="rows")
     parser.add_argument("--prompts", default=",".join(map(str, PROMPTS)), help="tokens")
+    parser.add_argument("--host-cpu", default="native", help="our instruction set in batches and prompts")
     parser.add_argument("--kept", type=Path, default=None, help="rows of batches and prompts: read, and written again")
     parser.add_argument("--json", type=Path, default=None, help="write the rows of one video here, after every group")
     parser.add_argument("--plot", type=Path, default=None, help="write the picture of one video here")
@@ -167,7 +168,7 @@ def batches_and_prompts(options: argparse.Namespace, folder: Path, say: Say) -> 
     usual = QUICK if options.quick else replace(Sizes(), layers=LAYERS)
     sizes = replace(sizes_of(options, usual), longest=max(*PROMPTS, *prompts))
     weights = checkpoint(folder, sizes, max(sizes.longest, 2 * sizes.context), say)
-    plan = BatchPlan(sizes, weights, folder, options.rounds or 0)
+    plan = BatchPlan(sizes, weights, folder, options.rounds or 0, host_cpu=options.host_cpu)
     kept = Kept(options.kept)
     chosen = [*(Size(BATCH, n) for n in batches), *(Size(PREFILL, n) for n in prompts)]
     measure_batches(plan, options.precisions, chosen, kept, say, options.folder is not None)

@@ -9,6 +9,7 @@ import numpy as np
 import tvm
 from tvm.script import tirx as T
 
+from fastcar_compile.codegen.tvm.isa import NATIVE, instruction_sets
 from fastcar_compile.codegen.tvm.target import host_target
 
 READ_BYTES = 1 << 28
@@ -46,12 +47,12 @@ def _read_kernel(size: int, parts: int) -> object:
 
 
 class ReadBandwidth:
-    """Reads `size` bytes per call through TVM's thread pool. Configure the pool before."""
+    """Reads `size` bytes per call through TVM's thread pool, by vectors of `host_cpu`. Configure the pool before."""
 
-    def __init__(self, threads: int, size: int = READ_BYTES) -> None:
+    def __init__(self, threads: int, size: int = READ_BYTES, host_cpu: str = NATIVE) -> None:
         self._size = size
-        kernel = _read_kernel(size, threads)
-        self._run = tvm.compile(tvm.IRModule({"read": kernel}), target=host_target())["read"]
+        module, target = tvm.IRModule({"read": _read_kernel(size, threads)}), host_target(*instruction_sets([host_cpu]))
+        self._run = tvm.compile(module, target=target)["read"]
         memory = np.ones(size // 4 + 16, np.int32)
         begin = -(memory.ctypes.data // 4) % 16  # TVM wants 64-byte alignment
         self._x = tvm.runtime.from_dlpack(memory[begin:][: size // 4].reshape(threads, -1))

@@ -63,7 +63,7 @@ class BatchPlan:
 
     Args:
         checkpoint: folder of the weights. folder: of the engines' files.
-        rounds: of blocks; 0: those of the size. chunk: tokens of our prefill graph.
+        rounds: of blocks; 0: those of the size. chunk: tokens of our prefill graph. host_cpu: as in `Job`.
     """
 
     sizes: Sizes
@@ -71,6 +71,7 @@ class BatchPlan:
     folder: Path
     rounds: int = 0
     chunk: int = CHUNK
+    host_cpu: str = "native"
 
     def jobs(self, precision: str, size: Size) -> list[Job]:
         """Return the group of one precision and size."""
@@ -94,6 +95,7 @@ class BatchPlan:
         length = self._sizes(size).table_length if rows == 1 else 2 * self.sizes.context
         name = f"ours-{rows}{'-coupled' if coupled else ''}-{chunk}"
         more: dict[str, Any] = {"kv": KV[precision], "chunk": chunk, "max_seq_len": length, "coupled": coupled}
+        more["host_cpu"] = self.host_cpu
         return self._job(precision, size, OURS, precision, name, variants=variants, **more)
 
     def _peer(self, group: str, size: Size, engine: str, name: str) -> Job:

@@ -109,6 +109,7 @@ class Ours(Engine):
             prefill_chunk=job.chunk,
             sparse_attention=fc.SparseAttention(window=job.window, sinks=SINKS) if job.window else None,
             kv=job.kv,
+            host_cpus=[job.host_cpu],
             output=Path(job.folder) / "artifact",
         )
         traffic = count_traffic(artifact.program, job.batch)

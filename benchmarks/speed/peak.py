@@ -12,7 +12,7 @@ import numpy as np
 import tvm
 from tvm.script import tirx as T
 
-from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
+from fastcar_compile.codegen.tvm.isa import NATIVE, InstructionSet, instruction_sets
 from fastcar_compile.codegen.tvm.kernels.linear import bfloat16
 from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import INT8_DOTS
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr
@@ -94,10 +94,11 @@ class Peak:
 
     Args:
         kind: "float32", "bfloat16" or "int8". For bfloat16 the faster of vdpbf16ps and float32's counts; AMX does not.
+        host_cpu: the instruction set that multiplies.
     """
 
-    def __init__(self, kind: str, threads: int) -> None:
-        isa = host_instruction_set(bfloat16=kind == "bfloat16")
+    def __init__(self, kind: str, threads: int, host_cpu: str = NATIVE) -> None:
+        [isa] = instruction_sets([host_cpu], bfloat16=kind == "bfloat16")
         self._calls: list[tuple[Callable[[], object], int]] = []
         if kind == "int8":
             self._add(_int8_unit(isa), isa, threads)

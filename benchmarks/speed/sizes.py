@@ -102,6 +102,7 @@ class Job:
         kv: KV type; a peer's is its default, and only reported.
         contexts: file of real tokens, int64 [N, frames, tokens per frame], that "play" decodes.
         gate: of our replay. thresholds: of each layer, for "play".
+        host_cpu: instruction set that our library is for, and what reads for the bandwidth.
     """
 
     engine: str
@@ -121,6 +122,7 @@ class Job:
     contexts: str = ""
     gate: str = "tas"
     thresholds: tuple[float, ...] = ()
+    host_cpu: str = "native"
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-safe values."""

@@ -69,8 +69,8 @@ def serve(job: Job, replies: TextIO) -> None:
         from speed.bandwidth import ReadBandwidth
         from speed.peak import Peak
 
-        reader = ReadBandwidth(job.sizes.threads)
-        peak = Peak(PEAKS[job.precision], job.sizes.threads)
+        reader = ReadBandwidth(job.sizes.threads, host_cpu=job.host_cpu)
+        peak = Peak(PEAKS[job.precision], job.sizes.threads, job.host_cpu)
 
     def say(reply: dict[str, Any]) -> None:
         print(json.dumps(reply), file=replies, flush=True)
