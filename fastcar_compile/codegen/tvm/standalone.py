@@ -134,8 +134,6 @@ class _Writer:
             given = ", ".join(f"ARGUMENT({self._value(argument)})" for argument in value.args)
             return [f"CALL({value.op.name_hint}, {given});"]
         match _operator(value):
-            case "relax.vm.kill_object":
-                return []
             case "relax.vm.alloc_storage":
                 name = f"storage_{len(self._names)}"
                 self._names[var] = name
