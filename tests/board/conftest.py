@@ -151,7 +151,7 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[fc.Artif
 
 def build_fake(sources: Path, library: Path) -> None:
     """Compile fake_xrt.cpp with the kernels of a folder; fake_names.hpp lies beside the library."""
-    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", "-w"]
+    options = ["-std=c++17", "-O0", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", "-w"]
     include = [f"-I{library.parent}", f"-I{sources}", "-isystem", str(ap_types_folder()), "-isystem", str(XRT_HEADERS)]
     source = Path(__file__).parent / "fake_xrt.cpp"
     command = [check_tool("g++"), *options, *include, str(source), "-o", str(library), "-luuid"]
@@ -191,7 +191,7 @@ class Machine:
 
     def build(self, artifact: Path, folder: Path, target: str, **options: str) -> subprocess.CompletedProcess[str]:
         """`make target` of the host program into `folder`."""
-        values = {"CXX": self.compiler, "CXXFLAGS": "-O1", "BUILD": str(folder)}
+        values = {"CXX": self.compiler, "CXXFLAGS": "-O0", "BUILD": str(folder)}
         values |= {k: str(v) for k, v in (FOLDERS | self.libraries).items()} | options
         command = ["make", "-C", str(artifact / "host" / "src"), target, *(f"{k}={v}" for k, v in values.items())]
         return subprocess.run(command, capture_output=True, text=True, check=False)
