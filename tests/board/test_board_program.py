@@ -115,7 +115,7 @@ def build(artifact: fc.Artifact, native: Machine, fake_library: Fake, folder: Pa
     variant = artifact.manifest.host.variants[0]
     folder_here = f"host/{variant.triple}/{variant.instruction_set}/"
     header.write_text(re.sub(r'"host/[^"]*/', f'"{folder_here}', header.read_text()))
-    done = native.build(copy, folder, "board", CXXFLAGS="-O0")
+    done = native.build(copy, folder, "board")
     assert done.returncode == 0, done.stderr
     return Built(folder / "fastcar_board", copy, fake, artifact)
 
@@ -229,7 +229,7 @@ def test_faults_of_the_board_are_told(built: Built, fault: str, words: tuple[obj
 def probe(built: Built, native: Machine, tmp_path_factory: pytest.TempPathFactory) -> Built:
     """The bandwidth probe of the same artifact; it needs no TVM."""
     folder = tmp_path_factory.mktemp("probe")
-    done = native.build(built.folder, folder, "probe", CXXFLAGS="-O0", TVM="", FFI="")
+    done = native.build(built.folder, folder, "probe", TVM="", FFI="")
     assert done.returncode == 0, done.stderr
     return replace(built, program=folder / "fastcar_probe")
 

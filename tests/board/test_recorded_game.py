@@ -153,7 +153,7 @@ def steps(artifact: fc.Artifact, aarch64: Machine, tmp_path_factory: pytest.Temp
     sources = folder / "artifact" / "host" / "src"
     shutil.copytree(artifact.path / "host" / "src", sources)
     shutil.copy(Path(__file__).with_name("run_steps.cpp"), sources)
-    done = aarch64.build(folder / "artifact", folder, str(folder / "run_steps"), CXXFLAGS="-O0")
+    done = aarch64.build(folder / "artifact", folder, str(folder / "run_steps"))
     assert done.returncode == 0, done.stderr
     return [*aarch64.emulator, str(folder / "run_steps"), str(artifact.path)]
 
