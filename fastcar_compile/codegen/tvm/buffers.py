@@ -10,15 +10,7 @@ import tvm
 from tvm import relax
 from tvm.tirx import IntImm
 
-from fastcar_compile.codegen.tvm.relax_api import (
-    Shape,
-    Values,
-    bindings_of,
-    packed_name,
-    replaced,
-    shape_of,
-    untyped,
-)
+from fastcar_compile.codegen.tvm.relax_api import Shape, Values, bindings_of, packed_name, replaced, shape_of, untyped
 
 _STORAGE, _TENSOR = (tvm.ir.Op.get(f"relax.vm.alloc_{name}") for name in ("storage", "tensor"))
 _VIEW = "vm.builtin.reshape"

@@ -47,7 +47,7 @@ def flatten(entries: Mapping[str, str]) -> tvm.transform.Pass:
     layer: for a call it counts references to every argument, for every buffer it asks an allocator, and every function
     checks its arguments. Two things follow from the inlining:
 
-    - Layers share buffers: `shared` sees all of them.
+    - Buffers are shared by all layers (`shared`).
     - The checks of an entry's arguments are a function of their own. A caller whose arguments stay the same calls it
       once.
 
