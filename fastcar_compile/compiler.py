@@ -53,7 +53,7 @@ class CompileOptions(TypedDict, total=False):
 @overload
 def compile(
     model: Model | str | Path,
-    target: str | Path | Target = "zcu102",
+    target: str | Path | Target = "cpu",
     *,
     dry_run: Literal[False] = False,
     **options: Unpack[CompileOptions],
@@ -63,7 +63,7 @@ def compile(
 @overload
 def compile(
     model: Model | str | Path,
-    target: str | Path | Target = "zcu102",
+    target: str | Path | Target = "cpu",
     *,
     dry_run: Literal[True],
     **options: Unpack[CompileOptions],
@@ -72,7 +72,7 @@ def compile(
 
 def compile(
     model: Model | str | Path,
-    target: str | Path | Target = "zcu102",
+    target: str | Path | Target = "cpu",
     *,
     tokens_per_frame: int | None = None,
     max_seq_len: int | None = None,

@@ -50,7 +50,7 @@ class Matrix(Config):
     """
 
     models: tuple[str, ...] = Field(min_length=1)
-    targets: tuple[str, ...] = ("zcu102",)
+    targets: tuple[str, ...] = ("cpu",)
     quants: tuple[str, ...] = ("w8a8",)
     gates: tuple[str, ...] = ("input_delta",)
     replay: tuple[float, ...] = (0.5, 0.8)

@@ -187,7 +187,7 @@ def _check_target(board: Target, offload: str | None, rows: int | None, engine: 
     wishes = {"offload": offload} if offload in ("linears", "all") else {"engine": engine} if engine == "rtl" else {}
     for name, value in wishes.items() if board.kind != "fpga" else ():
         what = f"{name}={value!r} needs an accelerator, and target {board.name} has none"
-        raise CompileError(what, hint=f"choose an FPGA target, or leave {name} out")
+        raise CompileError(what, hint=f'choose a board (target="zcu102", --target zcu102), or leave {name} out')
 
 
 def _repetition(model: object) -> list[Pass]:

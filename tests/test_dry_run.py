@@ -98,7 +98,8 @@ class ComputedDecoder(PlainDecoder):
 
 def test_strict_refuses_every_fallback_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replay = fc.ReplayConfig(gate=foreign.register(monkeypatch))
-    options: dict[str, Any] = {"quant": "w8a8", "offload": "mlp", "replay": replay, "output": tmp_path / "artifact"}
+    options: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "offload": "mlp", "replay": replay}
+    options["output"] = tmp_path / "artifact"
     with pytest.warns(UserWarning, match="256 is assumed"), pytest.raises(CompileError) as error:
         fc.compile(ComputedDecoder(rows=300), strict=True, **options)
     text = str(error.value)

@@ -1,4 +1,4 @@
-"""Compile the shipped decoder for a board, decode one video dense and with replay, and show both."""
+"""Compile the shipped decoder, decode one video dense and with replay, and show both."""
 
 import argparse
 import json
@@ -115,7 +115,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
-    parser.add_argument("--target", default="zcu102")
+    parser.add_argument("--target", default="cpu")
     parser.add_argument(
         "--folder", type=Path, default=HERE / "tuned", help=f"of model, gates and cases; {HERE.name} itself: not tuned"
     )

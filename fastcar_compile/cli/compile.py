@@ -161,7 +161,7 @@ def span(layers: Sequence[int]) -> str:
 def compile_command(
     model: Path,
     output: Annotated[Path | None, OUTPUT, Writes("artifact", folder=True)] = None,
-    target: Annotated[str, Option(autocompletion=TARGETS), MayRead()] = "zcu102",
+    target: Annotated[str, Option(autocompletion=TARGETS), MayRead()] = "cpu",
     tokens_per_frame: TokensPerFrameOption = None,
     max_seq_len: int | None = None,
     batch_size: int = 1,
@@ -299,7 +299,10 @@ def _show_artifact(artifact: fc.Artifact, as_json: bool) -> None:
     path, sites, files = artifact.path, len(layers), len(artifact.manifest.files)
     size = sum(entry.size for entry in artifact.manifest.files.values())
     able = sum(site.replay is not None for site in layers)
-    text = f"{path}: {able} of {count_text(sites, 'layer')} may replay, {count_text(files, 'file')}, {size_text(size)}"
+    options = artifact.manifest.options
+    gate = "no gate" if options.replay is None else f"gate {options.replay.gate}"
+    text = f"{path}: target {options.target}, numbers {options.quant}, {gate}; "
+    text += f"{able} of {count_text(sites, 'layer')} may replay, {count_text(files, 'file')}, {size_text(size)}"
     facts = {"path": path, "sites": sites, "files": files, "bytes": size, "digest": artifact.digest}
     print_result(as_json, facts, lambda: print_text(f"{text}\n{artifact.digest}"))
 

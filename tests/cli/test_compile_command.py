@@ -17,8 +17,12 @@ from pydantic import BaseModel
 import fastcar_compile as fc
 from fastcar_compile.cli.commands import REGISTRY
 from fastcar_compile.compiler import CompileOptions
+from fastcar_compile.compiler import compile as compile_model
 from fastcar_compile.config.formats import KV_TYPES, QUANT_FORMATS
+from fastcar_compile.errors import BackendError
+from fastcar_compile.explore import Matrix
 from fastcar_compile.gates import GATES
+from fastcar_compile.runtime.backends.accelerator.step import accelerator_of
 from fastcar_compile.support.values import LOGGER, reporter
 from fastcar_compile.tune.evaluate import Study
 
@@ -102,7 +106,7 @@ def test_exported_program(fastcar: Fastcar, calls: list[dict[str, Any]], tmp_pat
     torch.export.save(torch.export.export(Doubler(), (torch.ones(2),)), path)
     result = fastcar("compile", path, "-o", tmp_path / "out", "--no-replay")
     assert result.exit_code == 0, result.output
-    assert "0 of 3 layers may replay, 1 file, 2.0 MB" in result.stdout
+    assert "artifact: target zcu102, numbers none, gate tas; 0 of 3 layers may replay, 1 file, 2.0 MB" in result.stdout
     assert result.stderr == "compile: capturing [the] step\nwarning: no linker\n"
     as_json = fastcar("compile", path, "-o", tmp_path / "out", "--no-replay", "--json")
     assert as_json.stderr == "warning: no linker\n"
@@ -115,6 +119,20 @@ def test_output_is_required(fastcar: Fastcar, calls: list[dict[str, Any]], tmp_p
     result = fastcar("compile", save_llama(tmp_path / "model"))
     assert (result.exit_code, calls) == (2, [])
     assert "there is no folder for the artifact" in result.stderr
+
+
+def test_the_default_target_is_this_machine(fastcar: Fastcar, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert fastcar("compile", save_llama(tmp_path / "model"), "-o", tmp_path / "out").exit_code == 0
+    assert calls[0]["target"] == signature(compile_model).parameters["target"].default == "cpu"
+    assert Matrix(models=("model",)).targets == ("cpu",)
+
+
+def test_what_needs_a_board_names_one(fastcar: Fastcar, fake: FakeArtifact, tmp_path: Path) -> None:
+    for words in (("hls-report", fake.path, tmp_path), ("estimate", "--shape", "llama2-7b", "--target", "cpu")):
+        refused(fastcar(*words), "--target zcu102")
+    stored: Any = fake
+    with pytest.raises(BackendError, match=r"has no accelerator kernels\n.*--target zcu102"):
+        accelerator_of(stored)
 
 
 def test_a_dry_run_of_a_config_as_text_and_as_json(fastcar: Fastcar, tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     check_module("hls4ml")
     folder = tmp_path_factory.mktemp("cli")
     llama().save_pretrained(folder / "model")
-    options = ("--offload", "mlp", "--tokens-per-frame", 8, "--threshold", "0.0,inf", "--batch-size", 2)
+    options = ("--target", "zcu102", "--offload", "mlp", "--tokens-per-frame", 8, "--threshold", "0.0,inf")
+    options += ("--batch-size", 2)
     result = fastcar("compile", folder / "model", "-o", folder / "artifact", *options, "--prefill-chunk", 4, "--json")
     assert result.exit_code == 0, result.stderr
     return folder / "artifact", json.loads(result.stdout)
@@ -73,7 +74,7 @@ def test_inspect(path: Path) -> None:
 COMMANDS = (
     *(("inspect", "{path}"), ("inspect", "{path}", "--sites"), ("estimate", "{path}", "--replay", "0.5")),
     *(("targets",), ("targets", "zcu102"), ("doctor",), ("verify", "{path}", "--backends", "cpu", "--tokens", "4")),
-    ("compile", "{path}/../model", "--tokens-per-frame", "8", "--offload", "mlp", "--dry-run"),
+    ("compile", "{path}/../model", "--target", "zcu102", "--tokens-per-frame", "8", "--offload", "mlp", "--dry-run"),
     ("diff", "{path}/graph/before.json", "{path}/graph/after.json"),
 )
 

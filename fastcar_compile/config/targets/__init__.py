@@ -269,6 +269,10 @@ def load_target(target: str | Path | Target) -> Target:
             raise TargetError(f"a target is {kinds}, not {type(target).__name__}", hint=hint)
 
 
+ON_A_BOARD = 'compile for a board, with quant w8a8 or w4a8: --target zcu102 (target="zcu102"); see `fastcar targets`'
+"""Hint where an artifact has no hardware output."""
+
+
 def require_buildable(target: Target) -> None:
     """Raise TargetError for a target that serves estimates only."""
     if target.estimate_only is None:

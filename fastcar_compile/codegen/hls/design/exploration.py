@@ -302,7 +302,8 @@ def budget_of(target: Target) -> BoardBudget:
         TargetError: the target has no fabric.
     """
     if target.fabric is None:
-        raise TargetError(f"{target.name} has no fabric to place an engine on", hint="choose a board (fastcar targets)")
+        hint = "give a board: --target zcu102; see `fastcar targets`"
+        raise TargetError(f"{target.name} has no fabric to place an engine on", hint=hint)
     return BoardBudget(
         part=target.part or "",
         clock_mhz=target.fabric.clock_mhz,

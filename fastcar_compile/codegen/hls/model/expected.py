@@ -14,6 +14,7 @@ from fastcar_compile.codegen.hls.design.loops import Loop, load_loop, quantize_l
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork, VectorWork, attend_loops, vector_loops
 from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
 from fastcar_compile.codegen.hls.step_program.instructions import Attend
+from fastcar_compile.config.targets import ON_A_BOARD
 from fastcar_compile.errors import InputError
 
 
@@ -41,8 +42,7 @@ def expected_of(artifact: StoredArtifact) -> Expected:
     manifest = artifact.manifest
     design, accelerator = design_of(manifest, manifest.target), manifest.accelerator
     if design is None or accelerator is None:
-        hint = "compile for a target with a fabric, and with quant w8a8 or w4a8"
-        raise InputError("the artifact has no kernel", where=str(artifact.path), hint=hint)
+        raise InputError("the artifact has no kernel", where=str(artifact.path), hint=ON_A_BOARD)
     depths = {(loop.process, loop.label): loop.depth for loop in _loops(design, artifact)}
     names = [name for name in manifest.files if re.fullmatch(r"hls/fastcar_\w+\.(?:hpp|cpp)", name)]
     sources = [artifact.files.data(name).decode("utf-8") for name in names]

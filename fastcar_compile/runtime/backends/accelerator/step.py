@@ -17,6 +17,7 @@ from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, Layer
 from fastcar_compile.codegen.hls.step_program.instructions import Decide
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.rows import Rows
+from fastcar_compile.config.targets import ON_A_BOARD
 from fastcar_compile.errors import ArtifactError, BackendError, InternalError
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit, stepping
@@ -177,8 +178,7 @@ def accelerator_of(artifact: StoredArtifact) -> AcceleratorSection:
         BackendError: the artifact has no accelerator.
     """
     if artifact.manifest.accelerator is None:
-        hint = "compile for a target with an accelerator and quant='w8a8' or 'w4a8'"
-        raise BackendError("this artifact has no accelerator kernels", hint=hint)
+        raise BackendError("this artifact has no accelerator kernels", hint=ON_A_BOARD)
     return artifact.manifest.accelerator
 
 
