@@ -89,8 +89,9 @@ bench: $(STAMP)
 	done; [ $$found -eq 1 ] || { echo "no benchmark in benchmarks/"; exit 1; }
 
 # The stamp .EXTRAS: .venv has what these extras need, in the versions of constraints.txt, and two stamps the plug-in too. uv takes a third of pip's time. It is told
-# where pip finds packages.
-FOUND   = $(if $(PIP_INDEX_URL),--default-index $(PIP_INDEX_URL)) $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
+# where pip finds packages. TORCH_BACKEND=cpu takes torch from download.pytorch.org, without CUDA's 4 GB, which PyPI's build for Linux needs.
+FOUND   = $(if $(PIP_INDEX_URL),--default-index $(PIP_INDEX_URL)) $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS)) \
+    $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND))
 INSTALL = $(BIN)/uv pip install --quiet --no-sources --python $(BIN)/python --constraint constraints.txt $(FOUND)
 PROJECTS = pyproject.toml play/pyproject.toml
 $(VENV)/.dev: PLUG_IN = -e ./play

@@ -1,6 +1,8 @@
 """What an installation brings: its licences, all known and in the document, and its versions."""
 
 import re
+import shlex
+import subprocess
 import sys
 from email.message import Message
 from importlib import metadata
@@ -60,3 +62,17 @@ def test_make_installs_exact_versions() -> None:
     pinned = set(re.findall(r"^([a-z0-9-]+)==", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
     assert "torch" in pinned
     assert (licences.closure("dev") | licences.closure("play")) - pinned == set()
+
+
+@pytest.mark.parametrize(("given", "passed"), [((), []), (("TORCH_BACKEND=cpu",), ["--torch-backend", "cpu"])])
+def test_make_demo_takes_the_build_of_torch_that_is_asked_for(
+    given: tuple[str, ...], passed: list[str], tmp_path: Path
+) -> None:
+    command = ["make", "-n", "demo", f"VENV={tmp_path}", *given]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (line,) = (line for line in printed.splitlines() if "-e" in line.split())
+    words = shlex.split(line.replace(str(tmp_path), sys.prefix))
+    assert (words[words.index("--torch-backend") :][:2] if "--torch-backend" in words else []) == passed
+    installed = [*words[: words.index("--no-build-isolation")], "--dry-run", "--offline", "torch"]
+    done = subprocess.run(installed, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr  # uv knows the option, and the pinned version satisfies it
