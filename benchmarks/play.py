@@ -184,7 +184,7 @@ def read(page: Page) -> Reading:
     """Return the figures that the page shows; side by side, the time of a token is that of the replay side."""
     parts = {name: float(ms) for name, ms in re.findall(r"(\w+) ([\d.]+) ms", page.inner_text("#parts"))}
     steps, draws, pixels, png = (parts.get(name, 0.0) for name in ("steps", "draws", "pixels", "PNG"))
-    token_ms = float(page.inner_text("#token-ms").split()[-1])
+    token_ms = float(re.findall(r"([\d.]+) ms / token", page.inner_text("#parts"))[0])
     replayed = float(page.inner_text("#share").removesuffix("%").split("%")[-1])
     fps = page.inner_text("#fps")
     return Reading(float(fps) if fps[0].isdigit() else 0.0, token_ms, replayed, steps, draws, pixels, png)

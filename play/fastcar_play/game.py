@@ -14,7 +14,7 @@ from fastcar_compile.gates.base import Comparison
 from fastcar_compile.runtime.sampling import Sampling
 from fastcar_play.pixels import Picture, Pixels
 from fastcar_play.track import Opener, Step, Thresholds, Track
-from fastcar_play.world import Action, World
+from fastcar_play.world import Action, Tokens, World
 
 REHEARSED = 3
 """Frames that are generated before the server opens: the first has nothing to replay, two give scores."""
@@ -94,10 +94,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class View:
-    """One side of a moment. step: None: a frame of the start, which was not generated."""
+    """One side of a moment. codes: of its tokens. step: None: a frame of the start, which was not generated."""
 
     side: Side
     picture: Picture
+    codes: Tokens
     step: Step | None = None
 
 
@@ -230,7 +231,8 @@ class Game:
         views: list[View] = []
         offset, start = self._stage.world.file.image.offset, perf_counter()
         for side, track in self._tracks.items():
-            views.append(View(side, self._stage.pixels(track.history[-1][1:] - offset)))
+            codes = track.history[-1][1:] - offset
+            views.append(View(side, self._stage.pixels(codes), codes))
         return Moment(self.number, "", tuple(views), perf_counter() - start)
 
     def advance(self, held: Collection[str]) -> Moment:
@@ -238,7 +240,7 @@ class Game:
         action: Action = self._stage.world.file.action(held)
         steps = {side: track.frame(action.token) for side, track in self._tracks.items()}
         start = perf_counter()
-        views = tuple(View(side, self._stage.pixels(step.codes), step) for side, step in steps.items())
+        views = tuple(View(side, self._stage.pixels(step.codes), step.codes, step) for side, step in steps.items())
         self.number += 1
         return Moment(self.number, action.name, views, perf_counter() - start)
 

@@ -183,6 +183,7 @@ class SideHeader(_Message):
 
     Args:
         bytes: of its PNG. token_ms: of one forward. sampling_ms: of the whole frame's draws.
+        codes: of its tokens in raster order.
         replayed: per token in raster order, the share of layers that replayed, in percent; empty for a start.
         by_layer: per layer, the share of tokens at which it replayed; empty for a start.
     """
@@ -191,6 +192,7 @@ class SideHeader(_Message):
     bytes: int
     token_ms: float | None
     sampling_ms: float | None
+    codes: tuple[int, ...]
     replayed: tuple[int, ...]
     by_layer: tuple[float, ...]
 

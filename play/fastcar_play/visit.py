@@ -269,12 +269,15 @@ def _shown(game: Game) -> float | Literal["compiled"] | None:
 
 
 def _side(view: View, size: int) -> SideHeader:
-    step = view.step
+    step, codes = view.step, tuple(view.codes.tolist())
     if step is None:
-        return SideHeader(side=view.side, bytes=size, token_ms=None, sampling_ms=None, replayed=(), by_layer=())
+        return SideHeader(
+            side=view.side, bytes=size, token_ms=None, sampling_ms=None, codes=codes, replayed=(), by_layer=()
+        )
     return SideHeader(
         side=view.side,
         bytes=size,
+        codes=codes,
         token_ms=step.seconds / step.forwards * 1000,
         sampling_ms=step.sampling * 1000,
         replayed=tuple(round(100 * float(share)) for share in step.decisions.mean(1)),

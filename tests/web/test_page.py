@@ -1,5 +1,6 @@
 """The page as a folder: any file server is enough, and the browser generates the frames."""
 
+import io
 import json
 import subprocess
 import threading
@@ -16,6 +17,7 @@ import pytest
 from conftest import check_module, check_tool
 from inspection.browser import browsing
 from onnx import TensorProto, helper
+from PIL import Image
 from play.worlds import write_world
 from typer.testing import CliRunner, Result
 
@@ -29,6 +31,9 @@ from fastcar_play.world import World, load_world
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
+
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -100,6 +105,93 @@ def test_the_browser_plays_by_itself(artifact: fc.Artifact, world: World, tmp_pa
         page.keyboard.down("Space")
         page.wait_for_function("document.getElementById('parts').textContent.includes('shoot')")
         assert page.locator("figure").count() == 1
+
+
+STUB = """
+window.Worker = class extends EventTarget {
+  postMessage(message) {}
+  constructor() {
+    super();
+    window.tell = (...data) => this.dispatchEvent(new MessageEvent("message", { data }));
+  }
+};
+"""
+FRAME = """
+([number, times, codes]) => {
+  const known = { sampling_ms: 0, kind: "rgba", bytes: 36, replayed: [0, 0, 0], by_layer: [1] };
+  const names = ["dense", "replay"].slice(-times.length);
+  const sides = names.map((side, i) => ({ ...known, side, codes: codes[i], token_ms: times[i] }));
+  const header = { action: "up", png_ms: 0, pixels_ms: 0, fps: 1, refilled: false, recorded: null };
+  tell({ ...header, type: "frame", serial: number, number, sides }, new Uint8Array(36 * times.length));
+}
+"""
+MARKED = """
+canvas => {
+  const { data } = canvas.getContext("2d").getImageData(0, 2, 96, 1);
+  return [2, 34, 66].map((x) => data[4 * x + 3] > 0);
+}
+"""
+
+
+def test_what_the_shipped_page_says_of_the_game() -> None:
+    """Given frames in the place of a decoder's: their speed is smoothed, and tiles that differ are marked."""
+    page_folder = ROOT / "examples" / "crafter" / "page"
+    hello = json.loads((page_folder / "page.json").read_text())["hello"]
+    hello |= {"size": [1, 9], "grid": [1, 3], "aspect": [3, 1], "spared": [1.0], "levels": [None, -2.0, -1.0]}
+    status = {"type": "status", "running": True, "mode": "both", "threshold": "compiled", "start": 0, "seed": 0}
+    status |= {"temperature": 1, "top_k": 0, "limited": True, "recorded": None, "note": ""}
+    with served(page_folder) as url, browsing(url) as (page,):
+        page.add_init_script(STUB)
+        page.goto(url)
+        page.wait_for_function("window.tell !== undefined")
+
+        def told(**changes: Any) -> None:
+            status.update(changes)
+            page.evaluate("status => tell(status)", status)
+
+        def frames(*times: list[float], codes: list[list[int]]) -> None:
+            for number, each in enumerate(times, 1):
+                page.evaluate(FRAME, [number, each, codes])
+            page.wait_for_selector(f"body[data-frame='{len(times)}']")
+
+        page.evaluate("hello => tell(hello)", hello)
+        told()
+        frames([1.6, 1.0], [160.0, 1.0], [0.4, 0.25], codes=[[5, 6, 7], [5, 9, 7]])
+        assert page.inner_text(".tiles div:has(#token-ms)").split("\n") == ["replay is", "1.6x as fast"]
+        assert (
+            page.inner_text("#seen")
+            == "Same keys, same draws. Left: all is computed. Right: replay. ◤ 1 of 3 tiles differ."
+        )
+        seen, stage = (page.locator(name).bounding_box() for name in ("#seen", "#stage"))
+        assert seen is not None
+        assert stage is not None
+        assert seen["y"] + seen["height"] <= stage["y"], "the line is above the picture"
+        for side in range(2):
+            assert page.locator("canvas.marks").nth(side).evaluate(MARKED) == [False, True, False]
+
+        def handle() -> bool:
+            """Whether something rises above the slider's track."""
+            with Image.open(io.BytesIO(page.locator("#threshold").screenshot())) as picture:
+                rows = np.asarray(picture.convert("L"), np.int32)
+            return bool(np.ptp(rows[len(rows) // 2 - 6]) > 20)
+
+        assert page.get_attribute("#threshold", "aria-valuetext") == "as compiled, layer by layer"
+        assert not handle()
+
+        told(threshold=-2.0)  # also where another window has set it
+        assert (handle(), page.input_value("#threshold")) == (True, "1")
+        frames([3.0, 1.0], codes=[[5], [5]])
+        assert page.inner_text("#token-ms") == "3.0x as fast"
+        told(threshold=None)
+        assert (page.input_value("#threshold"), page.inner_text("#threshold-text")) == ("0", "never")
+        told(mode="replay")
+        frames([0.25], [9.0], [0.26], codes=[[5, 6, 7]])
+        assert page.inner_text(".tiles div:has(#token-ms)").split("\n") == ["ms / token", "0.26"]
+        assert (
+            page.inner_text("#seen")
+            == "A neural network makes every frame from your keys, and replay skips parts of it."
+        )
+        assert page.locator("canvas.marks").evaluate(MARKED) == [False] * 3
 
 
 @pytest.mark.thorough

@@ -2,11 +2,17 @@
 
 import { Connection } from "./connection.js";
 import { Controls } from "./controls.js";
-import { Pictures } from "./picture.js";
+import { Pictures, differing } from "./picture.js";
 
 const at = (id) => document.getElementById(id);
 const RETRY_MS = 10_000;
 const NOTE_MS = 6_000;
+const SMOOTHED_MS = 3_000; // the speed of single frames flickers
+const SEEN = {
+  dense: "A neural network makes every frame from your keys, and all of it is computed.",
+  replay: "A neural network makes every frame from your keys, and replay skips parts of it.",
+  both: "Same keys, same draws. Left: all is computed. Right: replay.",
+};
 
 const pictures = new Pictures(at("pictures"));
 let hello = null;
@@ -14,6 +20,7 @@ let status = null;
 let played = false; // a first key starts the game, later ones do not end a pause
 let waiting = false; // the decoder reads frames, which takes a moment
 let noteTimer = 0;
+let speeds = []; // of the frames of SMOOTHED_MS, with the time when each came
 
 function state(name, title, hint) {
   document.body.dataset.state = name;
@@ -72,6 +79,7 @@ const connection = new Connection({
     controls.build(message.buttons);
     at("start").replaceChildren(...message.starts.map((name) => new Option(name.replaceAll("_", " "))));
     at("top-k").max = message.codes;
+    at("threshold").max = message.levels.length - 1;
     at("limit-text").textContent = `Limit to the game's ${message.frames_per_second.toFixed(1)} frames / s`;
     for (const input of document.querySelectorAll("[name=mode]")) input.disabled = message.gate === null && input.value !== "dense";
     at("record-card").hidden = message.record_frames === null && !message.saves;
@@ -86,6 +94,7 @@ const connection = new Connection({
   },
 
   status(message) {
+    if (message.mode !== status?.mode || message.threshold !== status.threshold) speeds = [];
     status = message;
     if (message.running) state("playing", "", "");
     else state("paused", played ? "Paused" : "Play", played ? "Press here to go on." : "Press here or any key of the game. Every frame is generated from your keys.");
@@ -97,6 +106,7 @@ const connection = new Connection({
     for (const [id, value] of [["seed", message.seed], ["temperature", message.temperature], ["top-k", message.top_k]]) {
       if (document.activeElement !== at(id)) at(id).value = value;
     }
+    at("seen-text").textContent = SEEN[message.mode];
     showThreshold(message.threshold);
     showRecorded(message.recorded);
     showLegend();
@@ -110,6 +120,7 @@ const connection = new Connection({
       connection.send("drawn", { serial: message.serial });
     });
     showFigures(message);
+    showDiffering(message.sides);
     showRecorded(message.recorded);
     const shown = at("note").textContent; // an answer stays
     if (message.refilled && !shown) note("The decoder's context was full: it has read the last frames again.");
@@ -144,17 +155,13 @@ function again() {
 }
 
 function showThreshold(threshold) {
-  const compiled = threshold === "compiled";
-  at("threshold").classList.toggle("unset", compiled);
+  const [compiled, slider] = [threshold === "compiled", at("threshold")];
+  slider.classList.toggle("unset", compiled); // no handle: the layers have thresholds of their own
   at("compiled").setAttribute("aria-pressed", compiled);
-  if (compiled) {
-    at("threshold-text").textContent = "as compiled, layer by layer";
-  } else if (threshold === null) {
-    at("threshold").value = 0;
-    at("threshold-text").textContent = "never";
-  } else {
-    at("threshold-text").textContent = Number(threshold.toPrecision(4)).toString();
-  }
+  if (!compiled && document.activeElement !== slider) slider.value = hello.levels.indexOf(threshold);
+  const text = compiled ? "as compiled, layer by layer" : threshold === null ? "never" : Number(threshold.toPrecision(4)).toString();
+  at("threshold-text").textContent = text;
+  slider.setAttribute("aria-valuetext", text);
 }
 
 function showRecorded(count) {
@@ -180,14 +187,33 @@ const percent = (share) => `${Math.round(100 * share)} %`;
 function showFigures(frame) {
   const generated = frame.sides.filter((side) => side.token_ms !== null);
   if (!generated.length) return;
-  figure("token-ms", generated, (side) => side.token_ms.toFixed(2));
-  figure("share", generated.slice(-1), (side) => percent(mean(side.by_layer)));
-  figure("spared", generated.slice(-1), (side) => percent(mean(side.by_layer.map((share, layer) => share * hello.spared[layer]))));
+  const last = generated.at(-1);
+  const compared = generated.length > 1;
+  const speed = smoothed(compared ? generated[0].token_ms / last.token_ms : last.token_ms);
+  at("speed-title").textContent = compared ? "replay is" : "ms / token";
+  figure("token-ms", [last], () => (compared ? `${speed.toFixed(1)}x as fast` : speed.toFixed(2)));
+  figure("share", [last], (side) => percent(mean(side.by_layer)));
+  figure("spared", [last], (side) => percent(mean(side.by_layer.map((share, layer) => share * hello.spared[layer]))));
   if (frame.fps !== null) at("fps").textContent = frame.fps.toFixed(1);
   const steps = generated.reduce((sum, side) => sum + side.token_ms * hello.tokens_per_frame, 0);
   const draws = generated.reduce((sum, side) => sum + side.sampling_ms, 0);
   const parts = [["steps", steps], ["draws", draws], ["pixels", frame.pixels_ms], ["PNG", frame.png_ms]].filter(([, ms]) => ms > 0);
-  at("parts").textContent = `Frame ${frame.number}, ${frame.action}: ${parts.map(([name, value]) => `${name} ${value.toFixed(1)} ms`).join(", ")}.`;
+  const times = parts.map(([name, value]) => `${name} ${value.toFixed(1)} ms`).join(", ");
+  const tokens = generated.map((side) => `${side.side} ${side.token_ms.toFixed(2)}`).join(", ");
+  at("parts").textContent = `Frame ${frame.number}, ${frame.action}: ${times}; ${tokens} ms / token.`;
+}
+
+/** The median of what this was given in the last SMOOTHED_MS. */
+function smoothed(value) {
+  const now = performance.now();
+  speeds = [...speeds.filter(({ came }) => now - came < SMOOTHED_MS), { came: now, value }];
+  const sorted = speeds.map((speed) => speed.value).sort((a, b) => a - b);
+  return (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
+}
+
+function showDiffering(sides) {
+  at("differs").hidden = sides.length < 2;
+  at("differing").textContent = `${differing(sides).length} of ${sides[0].codes.length} tiles differ.`;
 }
 
 /** text: of a side of the frame. */

@@ -1,7 +1,8 @@
-// The pictures of a frame, without smoothing, and the heat map of what was replayed over them.
+// The pictures of a frame, without smoothing; over them the heat map of what was replayed, and marks where both sides differ.
 
 const NAMES = { dense: "Dense", replay: "Replay" };
 const HEAT = "rgb(25 200 255 / ";
+const MARK = "#ff4fa3"; // in the corner of a tile that differs; --mark of play.css
 const CELL = 32; // pixels of the heat map along a token, whose outline is one of them: whoever plays still sees the picture
 
 export class Pictures {
@@ -32,11 +33,13 @@ export class Pictures {
     }
     const ready = await Promise.all(bitmaps);
     this.keep(header.sides.map((side) => side.side));
+    const tiles = differing(header.sides);
     header.sides.forEach((side, number) => {
-      const { image, heat } = this.sides.get(side.side);
+      const { image, heat, marks } = this.sides.get(side.side);
       image.getContext("2d").drawImage(ready[number], 0, 0);
       ready[number].close();
       this.drawHeat(heat, side);
+      this.drawMarks(marks, tiles);
     });
   }
 
@@ -55,13 +58,13 @@ export class Pictures {
       const image = canvas(this.size, "image");
       image.setAttribute("role", "img");
       image.setAttribute("aria-label", `The generated game, ${NAMES[name].toLowerCase()}`);
-      const heat = canvas(this.grid.map((side) => CELL * side), "heat");
-      heat.setAttribute("aria-hidden", "true");
+      const [heat, marks] = ["heat", "marks"].map((kind) => canvas(this.grid.map((side) => CELL * side), kind));
+      for (const over of [heat, marks]) over.setAttribute("aria-hidden", "true");
       figure.dataset.side = name;
-      figure.append(image, heat);
+      figure.append(image, heat, marks);
       if (names.length > 1) figure.append(caption(NAMES[name]));
       this.place.append(figure);
-      this.sides.set(name, { image, heat });
+      this.sides.set(name, { image, heat, marks });
     }
   }
 
@@ -70,9 +73,33 @@ export class Pictures {
     context.clearRect(0, 0, heat.width, heat.height);
     side.replayed.forEach((percent, token) => {
       context.strokeStyle = `${HEAT}${percent / 100})`;
-      context.strokeRect(CELL * (token % this.grid[1]) + 0.5, CELL * Math.floor(token / this.grid[1]) + 0.5, CELL - 1, CELL - 1);
+      const [x, y] = this.corner(token);
+      context.strokeRect(x + 0.5, y + 0.5, CELL - 1, CELL - 1);
     });
   }
+
+  /** Fill the upper left corner of some tiles. */
+  drawMarks(marks, tiles) {
+    const context = marks.getContext("2d");
+    context.clearRect(0, 0, marks.width, marks.height);
+    context.fillStyle = MARK;
+    context.beginPath();
+    for (const [x, y] of tiles.map((token) => this.corner(token))) {
+      context.moveTo(x, y);
+      context.lineTo(x + CELL / 3, y);
+      context.lineTo(x, y + CELL / 3);
+    }
+    context.fill();
+  }
+
+  corner(token) {
+    return [CELL * (token % this.grid[1]), CELL * Math.floor(token / this.grid[1])];
+  }
+}
+
+/** The tokens of which both sides have other codes; none where there is one side. */
+export function differing([one, other]) {
+  return other ? [...one.codes.keys()].filter((token) => one.codes[token] !== other.codes[token]) : [];
 }
 
 function canvas([height, width], kind) {
