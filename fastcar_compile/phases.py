@@ -1,6 +1,5 @@
 """The phases of a build, in order: capture, rewrite, lower to every backend, and write the artifact."""
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -88,7 +87,7 @@ def build(
             require_memory(CODE_GENERATION_BYTES, "code generation")
         program, passes = _analysed(model, config, say)
         # The passes change the program in place; the artifact shows a copy as the graph before.
-        original = None if writer is None and wish is None else copy.deepcopy(program)
+        original = None if writer is None and wish is None else program.copied()
         say("rewriting the graph and choosing the hardware design")
         plan = decide(program, config, board, original=original, wish=wish, before=passes)
         plan = replace(plan, fallbacks=(*assumed, *plan.fallbacks))
@@ -104,7 +103,7 @@ def build(
     if key is not None:
         writer.keep(key, NOTED.get())
     LOGGER.info("the artifact is in %s", writer.path)
-    return Artifact(writer.path, None if plan.program.lazy else original.graph_module, digests=writer.digests)
+    return Artifact(writer.path, digests=writer.digests)
 
 
 def _analysed(model: Model, config: CompileConfig, say: Progress) -> tuple[DecoderProgram, list[Pass]]:

@@ -1,26 +1,39 @@
 """Model -> artifact -> session, on every backend, against the original model."""
 
+import gc
+
 import pytest
 import torch
 from agreement import decode
 from decoders import llama
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.explain import Described, Description
 from fastcar_compile.ir.ops.operator import REASONS
+from fastcar_compile.ir.query import tensor_attribute
 from fastcar_compile.passes.insert_replay import InsertReplay
 
 FRAME, LENGTH = 8, 65
 BACKENDS = ("eager", "cpu", "onnxruntime")
+WEIGHTS = list[StorageWeakRef]()
+"""Of the models that `artifacts` compiled."""
 
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact]:
     """The small Llama at batch 2, in float32 and w8a8."""
     folder = tmp_path_factory.mktemp("artifacts")
+
+    def model() -> LlamaForCausalLM:
+        made = llama()
+        WEIGHTS.append(StorageWeakRef(made.lm_head.weight.untyped_storage()))
+        return made
+
     return {
         quant: fc.compile(
-            llama(), target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=2, quant=quant,
+            model(), target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=2, quant=quant,
             replay=fc.ReplayConfig(threshold=0.0), prefill_chunk=1, output=folder / quant,
         )
         for quant in ("none", "w8a8")
@@ -51,6 +64,14 @@ def test_artifacts_and_sessions_say_what_they_are(artifacts: dict[str, fc.Artifa
     session.close()
     assert str(session).startswith("Session, closed\n")
     assert "<th>gate</th><td>tas in 0 of 2 layers" in session._repr_html_()
+
+
+def test_artifacts_do_not_keep_the_weights_of_their_models(artifacts: dict[str, fc.Artifact]) -> None:
+    gc.collect()
+    assert [weight.expired() for weight in WEIGHTS] == [True, True]
+    ran, quantised = (artifacts[quant].original_graph for quant in ("none", "w8a8"))
+    assert tensor_attribute(ran, "lm_head.weight").any()
+    assert tensor_attribute(quantised, "lm_head.weight").is_meta
 
 
 def test_what_files_say_cannot_write_to_a_terminal_or_a_page() -> None:

@@ -1,6 +1,5 @@
 """What a build will be: decided once, from the program and the options, before a file is written."""
 
-import copy
 import platform
 import shutil
 from collections import defaultdict
@@ -165,7 +164,7 @@ def decide(
             if _best_offload(plan) == "all":
                 return plan
             config = config.model_copy(update={"offload": "linears", "kv": wish.kv})
-        program = copy.deepcopy(original)
+        program = original.copied()
     run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
     for fallback in refused:  # not before it is certain that there is something to fall back to
         text = f"offload is 'mlp', because the accelerator cannot run this decoder's whole steps: {fallback.reason}"

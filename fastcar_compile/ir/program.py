@@ -1,7 +1,9 @@
 """DecoderProgram: the one representation that passes rewrite and every backend is lowered from."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor, fx
@@ -92,6 +94,11 @@ class DecoderProgram:
         for module in self.all_graphs():
             found |= tensor_attributes(module)
         return Parameters(found, self.lazy)
+
+    def copied(self) -> Self:
+        """Return the program with graphs of its own, which passes may rewrite, over the same tensors."""
+        tensors = (tensor for module in self.all_graphs() for tensor in (*module.parameters(), *module.buffers()))
+        return copy.deepcopy(self, {id(tensor): tensor for tensor in tensors})
 
     def graphs(self) -> Iterator[fx.GraphModule]:
         """Yield the decode step and, if there is one, the prefill chunk."""

@@ -85,13 +85,11 @@ class Artifact(Described, StoredArtifact):
     def __init__(
         self,
         path: Path,
-        original: fx.GraphModule | None = None,
         *,
         trust: Requirements | None = None,
         digests: Digests | None = None,
     ) -> None:
         super().__init__(path_of("the artifact", path), trust, digests)
-        self._original = original
         self._trusted = bool(trust)
 
     @property
@@ -137,10 +135,10 @@ class Artifact(Described, StoredArtifact):
     def original_graph(self) -> fx.GraphModule:
         """The decode step before the rewrite.
 
-        Straight after `compile` it runs. A loaded artifact keeps no float copy of quantised weights: they are
-        tensors on the meta device, so that the graph can be read but not run.
+        An artifact has no float copy of quantised weights: they are tensors on the meta device, so that the graph can
+        be read but not run.
         """
-        return self._original or self._program(GRAPH_BEFORE, missing_on_meta=True).graph_module
+        return self._program(GRAPH_BEFORE, missing_on_meta=True).graph_module
 
     def _description(self) -> Description:
         thresholds = self.manifest.layers.thresholds if self.thresholds is None else self.thresholds.values

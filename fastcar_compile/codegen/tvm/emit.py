@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,7 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.dataflow import ancestors
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import graph_module, node_named, tensor_attributes
+from fastcar_compile.ir.query import graph_module, node_named
 from fastcar_compile.ir.rewrite import set_outputs
 from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.support.machine import linker_text
@@ -107,11 +106,8 @@ class TvmEmitter:
             embedding = embedding_graph(program)
             graphs |= {} if embedding is None else {"embed": embedding}
         elif accelerator is not None:
-            # Graphs are copied, weights are not.
-            host = copy.deepcopy(
-                program, {id(t): t for g in program.all_graphs() for t in tensor_attributes(g).values()}
-            )
             # On a copy: the library keeps the decode step without an accelerator, too.
+            host = program.copied()
             run_pipeline(host, offload_pipeline(context.plan.config.offload))
             graphs["offload"] = HostGraph(host.graph_module, host.outputs)
         host = Host(context.writer, graphs, context.variants[0], f"{platform.machine()}-linux-gnu")
