@@ -157,6 +157,9 @@ def capture(
         chunk = None
     else:
         prefill_chunk = min(prefill_chunk, max_seq_len)
+        # On a copy, one for all graphs: the caller's model keeps its precision.
+        if any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters()):
+            model = copy.deepcopy(model).float()
         facts = ModelFacts.of(model)
         wrapper = WRAPPED_MODEL if is_huggingface(model) or isinstance(model, Adapted) else ""
         calls = [(batch_size * (rows or 1), 1)]
@@ -176,10 +179,7 @@ def capture(
 
 @contextmanager
 def step_module(model: nn.Module, batch_size: int, max_seq_len: int) -> Generator[tuple[nn.Module, bool]]:
-    """The model as a float32 step-protocol module, and whether it takes embeddings."""
-    # On a copy: the caller's model keeps its precision.
-    if any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters()):
-        model = copy.deepcopy(model).float()
+    """The float32 model as a step-protocol module, and whether it takes embeddings."""
     headless = ModelFacts.of(model).takes_embeddings
     with as_written(model):
         if is_huggingface(model):

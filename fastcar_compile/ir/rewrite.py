@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -133,10 +133,15 @@ def attribute(module: fx.GraphModule, target: str, value: Tensor, origin: fx.Nod
 
 @dataclass(frozen=True)
 class Edit:
-    """What a pass gives to all that it derives: its name, and where weights come from that are not in memory."""
+    """What a pass gives to all that it derives: its name, and where weights come from that are not in memory.
+
+    Attributes:
+        made: what was derived already, by its names: graphs that read one parameter share what is made of it.
+    """
 
     made_by: str
     lazy: LazyWeights | None
+    made: dict[tuple[str, ...], tuple[Tensor, ...]] = field(default_factory=dict[tuple[str, ...], tuple[Tensor, ...]])
 
 
 def derived_parameters(
@@ -164,8 +169,10 @@ def derived_parameters(
     names = tuple(f"{target}_{suffix}" for suffix in suffixes)
     if edit.lazy is not None and value.is_meta:
         edit.lazy.derive(names, target, make, by_rows=by_rows)
-    made = quantized(make, value) if by_rows else make(value)
-    nodes = tuple(attribute(module, n, t, origin, edit.made_by) for n, t in zip(names, made, strict=True))
+    if names not in edit.made:
+        edit.made[names] = quantized(make, value) if by_rows else make(value)
+    made = zip(names, edit.made[names], strict=True)
+    nodes = tuple(attribute(module, n, t, origin, edit.made_by) for n, t in made)
     for node in nodes:
         # `parameter_of` gives the old name for another format of a
         # weight. A rearranged weight is a parameter of its own.

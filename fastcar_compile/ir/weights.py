@@ -29,7 +29,14 @@ BLOCK_ELEMENTS = 1 << 20
 
 def quantized(quantize: Make, value: Tensor) -> tuple[Tensor, ...]:
     """`quantize(value)`; of a value on the meta device shapes and dtypes only, once per shape."""
-    return _quantized_shapes(quantize, tuple(value.shape)) if value.is_meta else quantize(value)
+    shapes = _quantized_shapes(quantize, tuple(value.shape))
+    if value.is_meta:
+        return shapes
+    made = tuple(torch.empty(t.shape, dtype=t.dtype) for t in shapes)
+    for begin, end in blocks_of_rows(value.shape):
+        for whole, part in zip(made, quantize(value[begin:end]), strict=True):
+            whole[begin:end] = part
+    return made
 
 
 @cache
