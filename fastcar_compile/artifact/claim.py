@@ -21,6 +21,7 @@ from pathlib import Path
 
 from fastcar_compile.artifact.layout import MANIFEST
 from fastcar_compile.errors import ArtifactError
+from fastcar_compile.support.files import sync
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that only a write gives."""
@@ -38,15 +39,6 @@ def write_error(error: OSError, path: Path) -> ArtifactError:
         text += " (no inode is free)" if no_inode else f" ({free.f_bavail * free.f_frsize:,} bytes are free)"
     hint = "make room or correct the permissions, or choose another output folder"
     return ArtifactError(f"the output folder cannot be written: {text}", where=str(path), hint=hint)
-
-
-def sync(path: Path) -> None:
-    """Write a file or folder entry through to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def put(new: Path, place: Path, mode: int) -> None:

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from fastcar_compile.artifact.cache import Cache, Entry, Kind
-from fastcar_compile.artifact.claim import NO_ROOM, OLD, claimed, put, sync, write_error
+from fastcar_compile.artifact.claim import NO_ROOM, OLD, claimed, put, write_error
 from fastcar_compile.artifact.digest import Digests, FileEntry, manifest_digest, name_problem, walk
 from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE
 from fastcar_compile.artifact.manifest import Manifest, Sections, producer_versions
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.errors import ArtifactError, InternalError
 from fastcar_compile.ir.tensor_files import Placement, TensorSpec, placed, write_pieces
+from fastcar_compile.support.files import sync
 from fastcar_compile.support.machine import at_once
 from fastcar_compile.support.strict_json import parse_json
 

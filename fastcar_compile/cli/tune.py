@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 from typer import Argument, Option
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.claim import claimed
 from fastcar_compile.artifact.layout import MANIFEST, SIGNATURE
 from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
@@ -163,10 +163,10 @@ def tune_decoder_command(
         raise UserError("the output exists already", where=str(output), hint="give a new folder")
 
     def save(found: fc.TunedDecoder) -> None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        # A kill while writing leaves no half of a decoder under the name that was asked for.
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.tuning-") as scratch:
-            whole, model = Path(scratch, "whole"), cast(Any, found.model)
+        # A kill while writing leaves no half of a decoder under the name that was asked for, and what it leaves beside
+        # that name is removed by the next build there.
+        with claimed(output.absolute()) as building:
+            whole, model = building / "whole", cast(Any, found.model)
             model.save_pretrained(whole / "model")
             found.gate.save(whole / "gate.safetensors")
             os.replace(whole, output)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,9 +13,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fastcar_compile.errors import CompileError, InputError, UserError, attempt, os_errors
+from fastcar_compile.errors import CompileError, InputError, UserError, attempt
 from fastcar_compile.gates.scores import WEIGHT_BITS
 from fastcar_compile.gates.weights import FORMAT, HINT, PARAMETERS, VERSION, LayerWeights
+from fastcar_compile.support.files import replace_file
 from fastcar_compile.support.values import path_of, refuse_pipe
 
 
@@ -164,23 +164,6 @@ def write_gate_file(
         text = str(error).partition("\n")[0]
         raise InputError(f"the tensors cannot be written: {text}", where=str(file), hint=HINT) from error
     replace_file(file, _ordered(save(own, {"format": format, "version": VERSION, **metadata})))
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write the file whole or not at all.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    with os_errors("the file cannot be written", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(path.name + ".part")
-        try:
-            scratch.write_bytes(data)
-            os.replace(scratch, path)
-        except OSError:
-            scratch.unlink(missing_ok=True)
-            raise
 
 
 def _ordered(data: bytes) -> bytes:

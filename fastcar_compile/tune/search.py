@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates import Comparison, Gate
-from fastcar_compile.gates.tensors import replace_file
+from fastcar_compile.support.files import replace_file
 from fastcar_compile.support.strict_json import read_json
 from fastcar_compile.tune.curves import LossCurves, Point, allocate, allocate_budget
 from fastcar_compile.tune.evaluator import Evaluator

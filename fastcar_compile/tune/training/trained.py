@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, UserError
-from fastcar_compile.gates.tensors import HINT, read_gate_file, replace_file, write_gate_file
+from fastcar_compile.gates.tensors import HINT, read_gate_file, write_gate_file
 from fastcar_compile.gates.weights import GateWeights
 from fastcar_compile.support import limits
+from fastcar_compile.support.files import replace_file
 from fastcar_compile.support.strict_json import parse_json
 from fastcar_compile.support.values import checked, refuse_pipe
 
