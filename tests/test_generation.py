@@ -8,6 +8,7 @@ import torch
 from decoders import headless_llama
 from families.case import LENGTH, Case, transformer
 from families.runs import rewritten
+from runtime.test_sampling import over
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, set_seed
 from transformers.generation.streamers import BaseStreamer
@@ -168,3 +169,21 @@ def test_a_decoder_without_head_and_embeddings_generates_nothing() -> None:
     session = rewritten(Case("llama", "Llama", "", lambda: model, headless=True))
     with pytest.raises(InputError, match="a headless decoder has no tokens to generate"):
         fc.TransformersDecoder(session)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_logits_that_are_not_finite_are_taken_as_a_session_takes_them(scale: float) -> None:
+    inf = float("inf")
+    options: dict[str, Any] = {"do_sample": True, "guidance_scale": scale, "max_new_tokens": 4}
+    prompt = PROMPT[:1] if scale != 1 else PROMPT
+    prompt = prompt % 5
+    options |= {"negative_prompt_ids": prompt} if scale != 1 else {}
+    masked = {(row, at): [-inf, -inf, 1.0, -inf, -inf] for row in range(2) for at in range(8)}
+    infinite = {place: [0.0, 1.0, inf, 2.0, 3.0] for place in masked}
+    for logits in (masked, infinite):
+        found = fc.TransformersDecoder(over(logits)).generate(prompt, **options)
+        assert found[:, 3:].unique().tolist() == [2]
+    for value, text in ((float("nan"), "NaN"), (-inf, "-inf")):
+        decoder = fc.TransformersDecoder(over(masked | {(0, 4): [value] * 5}))
+        with pytest.raises(InputError, match=f"row 0, position 4: .*{text}"):
+            decoder.generate(prompt, **options)

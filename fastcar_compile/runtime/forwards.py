@@ -17,8 +17,8 @@ from fastcar_compile.runtime.backends.base import Array, Stepper, alone
 from fastcar_compile.runtime.depth import DepthHead
 from fastcar_compile.runtime.progress import Progress
 
-Choose = Callable[[Array], Array]
-"""Token ids int64 [B] of logits float32 [B, V]."""
+Choose = Callable[[Array, int], Array]
+"""Token ids int64 [B] of logits float32 [B, V] and their position."""
 
 
 class Forwards:
@@ -138,7 +138,7 @@ class Forwards:
         """
         depth = self.depth
         pick = choose if depth is None else partial(depth.choose, choose=choose)
-        token = pick(logits)
+        token = pick(logits, self.at.position - 1)
         while True:
             yield token
             count -= 1
@@ -146,7 +146,7 @@ class Forwards:
                 return
             if wavefront is None or not wavefront.begins(self.at.position) or count < wavefront.size - 1:
                 inputs = token if depth is None else depth.next_input(token)
-                token = pick(self.decode(inputs[:, None]))
+                token = pick(self.decode(inputs[:, None]), self.at.position - 1)
                 continue
             frame = self._decode_frame(wavefront, token, choose, last=count < wavefront.size)
             # The token behind the frame goes on; where there is none, the frame's last one does.
@@ -170,7 +170,7 @@ class Forwards:
                 if not row.extra:
                     self.at.decided(self.at.position + row.place, result.decisions[:, k::per], eligible)
                 if row.predicts is not None:
-                    tokens[:, row.predicts] = choose(np.array(result.logits[k::per, 0]))
+                    tokens[:, row.predicts] = choose(np.array(result.logits[k::per, 0]), self.at.position + row.place)
         self.at.move(wavefront.size - last)
         return tokens
 

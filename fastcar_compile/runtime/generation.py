@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import PreTrainedModel
 
 from fastcar_compile.errors import InputError, count_text
+from fastcar_compile.runtime.sampling import bounded, guided
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.support.values import check_kind
 
@@ -114,7 +115,8 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
         """Return the logits [B, 1, V] after these tokens: the whole prompt where first, else one token per row.
 
         Raises:
-            InputError: the number of rows is not the session's, or a pair has prompts of different lengths.
+            InputError: the number of rows is not the session's, a pair has prompts of different lengths, a logit is
+                NaN, or all of a row are -inf.
         """
         rows = self._pairs(input_ids, first) if self._guidance else input_ids
         if rows.shape[0] != self.session.config.batch_size:
@@ -125,12 +127,13 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
         if first:
             self.session.reset()
         # Transformers gives all ids so far in every call. The session holds all of them but the last column.
-        logits = self.session.prefill(rows) if first else self.session.step(rows[:, -1])
+        given = self.session.prefill(rows) if first else self.session.step(rows[:, -1])
+        position = self.session.position - 1
+        logits = bounded(given.double().numpy(), position)
         if self._guidance is not None:
             # As Transformers' UnbatchedClassifierFreeGuidanceLogitsProcessor, from both halves of the rows.
-            conditional, unconditional = logits.log_softmax(-1).chunk(2)
-            logits = self._guidance.scale * (conditional - unconditional) + unconditional
-        return CausalLMOutput(logits=logits[:, None])
+            logits = bounded(guided(logits, self._guidance.scale), position)
+        return CausalLMOutput(logits=torch.from_numpy(logits).float()[:, None])
 
     def _pairs(self, input_ids: Tensor, first: bool) -> Tensor:
         """Return the rows of the call and, after them, the rows of their unconditional prompts."""

@@ -28,11 +28,6 @@ Scores = NDArray[np.float64]
 Tokens = NDArray[np.int64]
 
 
-def greedy(logits: Any) -> Any:
-    """Return the most probable token of every row."""
-    return logits.argmax(-1)
-
-
 @checked()
 @dataclass(frozen=True)
 class Sampling:
@@ -98,24 +93,32 @@ class Sampling:
         """
         return TokenChoice(self, prompt)
 
-    def scores(self, logits: NDArray[np.float32], seen: Tokens) -> Scores:
+    def scores(self, logits: NDArray[np.float32], seen: Tokens, position: int | None = None) -> Scores:
         """Return the processed scores [B, V], or [B / 2, V] with guidance; -inf where a token is left out.
 
+        A token whose logit is -inf, in one row of a pair too, stays left out. Where logits are +inf, their tokens are
+        equally probable, and all others are left out.
+
         Args:
-            logits: float32 [B, V]. seen: token ids [B, T] that each row of the result holds already.
+            logits: float32 [B, V]. seen: token ids [B, T] that each row of the result holds already. position: of the
+                logits, for errors.
+
+        Raises:
+            InputError: a logit is NaN, or a row leaves all tokens out.
         """
         # float64 keeps the rounding of later operations far below the rounding of the float32 logits.
-        scores = np.asarray(logits, np.float64)
+        scores = bounded(np.asarray(logits, np.float64), position)
         if self.guidance != 1:
-            conditional, unconditional = np.split(_log_softmax(scores), 2)
-            scores = unconditional + self.guidance * (conditional - unconditional)
+            scores = bounded(guided(scores, self.guidance), position)
         if self.repetition_penalty != 1:
             held = np.zeros(scores.shape, bool)
             np.put_along_axis(held, seen[: len(scores)], True, axis=-1)
-            penalised = np.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
-            scores = np.where(held, penalised, scores)
+            with np.errstate(over="ignore"):  # a score beyond float64 is infinite, which `bounded` takes
+                penalised = np.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
+            scores = bounded(np.where(held, penalised, scores), position)
         if self.temperature > 0:
-            scores = scores / self.temperature
+            with np.errstate(over="ignore"):
+                scores = bounded(scores / self.temperature, position)
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             # `partition` finds the k-th score without sorting the vocabulary. Scores equal to it all stay.
             least = np.partition(scores, -self.top_k, axis=-1)[:, -self.top_k, None]
@@ -151,12 +154,21 @@ class TokenChoice:
             raise InputError(what, hint="compile with an even batch_size, and give the unconditional prompts last")
         self._seen = prompt[: len(prompt) // 2] if self._paired else prompt
         self._random = np.random.default_rng(sampling.seed)
+        self._position = prompt.shape[1] - 1
 
-    def __call__(self, logits: NDArray[np.float32]) -> Tokens:
-        """Return token ids int64 [B] for logits float32 [B, V] of the next position."""
+    def __call__(self, logits: NDArray[np.float32], position: int | None = None) -> Tokens:
+        """Return token ids int64 [B] for logits float32 [B, V].
+
+        Args:
+            position: of the logits, for errors; None: the prompt's last one, and one further with every call.
+
+        Raises:
+            InputError: a logit is NaN, or a row leaves all tokens out.
+        """
+        position, self._position = self._position if position is None else position, self._position + 1
         if (few := self._sampling.few(logits)) is not None:
-            return self._drawn_among(few, logits[0])
-        scores = self._sampling.scores(logits, self._seen)
+            return self._drawn_among(few, bounded(np.asarray(logits, np.float64), position)[0])
+        scores = self._sampling.scores(logits, self._seen, position)
         tokens = (scores.argmax(-1) if self._sampling.temperature == 0 else self._drawn(scores)).astype(np.int64)
         if self._sampling.repetition_penalty != 1:
             self._seen = np.concatenate([self._seen, tokens[:, None]], 1)
@@ -176,9 +188,9 @@ class TokenChoice:
         # No order of the sum, and no library's exp, changes an integer.
         return numerators(differences * _LOG2_E).astype(np.float64)
 
-    def _drawn_among(self, few: int, logits: NDArray[np.float32]) -> Tokens:
+    def _drawn_among(self, few: int, logits: Scores) -> Tokens:
         """Return the result of `_drawn` for one row, in half the time: tokens that are left out add zero to the sum."""
-        scores = logits.astype(np.float64) / self._sampling.temperature
+        scores = logits / self._sampling.temperature
         # `kept` is in the order of the ids, as the weights of `_drawn` are: the same number draws the same token.
         kept = np.flatnonzero(scores >= np.partition(scores, -few)[-few])
         chosen = scores[kept]
@@ -192,14 +204,46 @@ def _log_softmax(scores: Scores) -> Scores:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def chooser(sample: Sampler | Sampling | None, prompt: Any, ids: Tokens) -> Callable[[Any], Tokens]:
-    """Return a function from logits to token ids int64 [B]; the caller's own function gets the prompt's kind."""
-    if isinstance(sample, Sampling):
-        return sample.start(ids)
-    if sample is None:
-        return greedy  # in numpy, whatever the prompt is: both kinds take the first of equal logits
+def bounded(scores: Scores, position: int | None) -> Scores:
+    """Return scores [B, V] whose largest ones are finite: of a row that holds +inf, 0 there and -inf elsewhere.
+
+    Raises:
+        InputError: a score is NaN, or all of a row are -inf.
+    """
+    top = scores.max(-1, keepdims=True)
+    if np.isfinite(top).all():
+        return scores
+    for row in np.flatnonzero(~(top > -np.inf))[:1].tolist():
+        place = f"row {row}" if position is None else f"row {row}, position {position}"
+        if (unknown := np.flatnonzero(np.isnan(scores[row]))).size:
+            hint = "the model's weights or inputs are not finite there, or overflow: check them, or compile to float32"
+            raise InputError(f"{place}: the logit of token {unknown[0]} is NaN", hint=hint)
+        hint = "the model, or one row of a pair of guidance, forbids every token: leave it one"
+        raise InputError(f"{place}: the logits of all tokens are -inf", hint=hint)
+    return np.where(top < np.inf, scores, np.where(scores == np.inf, 0.0, -np.inf))
+
+
+def guided(scores: Scores, guidance: float) -> Scores:
+    """Return scores [B / 2, V] of classifier-free guidance; -inf where one row of a pair has it. scores: `bounded`."""
+    conditional, unconditional = np.split(_log_softmax(scores), 2)
+    with np.errstate(over="ignore", invalid="ignore"):
+        combined = unconditional + guidance * (conditional - unconditional)
+    return np.where(np.minimum(conditional, unconditional) > -np.inf, combined, -np.inf)
+
+
+def chooser(sample: Sampler | Sampling | None, prompt: Any, ids: Tokens) -> Callable[..., Tokens]:
+    """Return a function from logits and, if it is known, their position to token ids int64 [B].
+
+    A function of the caller's gets logits of the prompt's kind.
+    """
+    if sample is None or isinstance(sample, Sampling):
+        return (sample or Sampling(temperature=0)).start(ids)
     check_function("sample", sample)
-    return lambda logits: _chosen(sample(like(prompt, logits)), len(ids))
+
+    def choose(logits: Any, _position: int | None = None) -> Tokens:
+        return _chosen(sample(like(prompt, logits)), len(ids))
+
+    return choose
 
 
 def _chosen(tokens: Any, rows: int) -> Tokens:

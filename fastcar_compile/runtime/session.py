@@ -333,7 +333,7 @@ class Session(Described):
 
         Raises:
             InputError: the decoder is headless and has no depth head, prompt and tokens do not fit the cache, guidance
-                has no pairs, or the decoder has no such frames or rows.
+                has no pairs, the decoder has no such frames or rows, or a logit is NaN, or all of a row are -inf.
         """
         num_tokens, depth = whole("num_tokens", num_tokens, 1), self._run.depth
         check_function("on_token", on_token)
@@ -399,16 +399,16 @@ class Session(Described):
             return np.stack(prompts), np.stack(prompts)
         return np.stack([np.concatenate([ids[:1].repeat(longest - len(ids), 0), ids]) for ids in prompts]), prompts
 
-    def _chosen(self, choose: Callable[[Array], Array], logits: Array) -> Array:
+    def _chosen(self, choose: Callable[[Array, int], Array], logits: Array, position: int) -> Array:
         """Return chosen tokens int64 [B]. A caller's sampler may choose ids that the decoder does not have."""
-        tokens = self._ask(choose, logits)
+        tokens = self._ask(choose, logits, position)
         return tokens if self._config.takes_embeddings else self._inputs.known(tokens)
 
-    def _ask(self, function: Callable[[Any], Any], value: Any) -> Any:
+    def _ask(self, function: Callable[..., Any], *values: Any) -> Any:
         """Call a function of the caller's. The guard refuses calls of this session while it runs."""
         self._guard.calling = True
         try:
-            return function(value)
+            return function(*values)
         finally:
             self._guard.calling = False
 

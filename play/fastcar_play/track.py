@@ -192,7 +192,8 @@ class Track:
             scores.append(self._watch.scores[:, 0])
             seen.append(logits[0])
             drawn = perf_counter()
-            token = self._choose(logits[:, image.offset : image.offset + image.count]) + image.offset
+            own = logits[:, image.offset : image.offset + image.count]
+            token = self._choose(own, self._session.position - 1) + image.offset
             drawing += perf_counter() - drawn
             tokens.append(int(token[0]))
         self._pending = token
