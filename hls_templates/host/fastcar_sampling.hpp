@@ -3,6 +3,7 @@
 #define FASTCAR_SAMPLING_HPP
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -17,9 +18,19 @@ struct Logits {
     const float* values = nullptr;
     int64_t stride = 0;  // from a row to the next
 
-    int64_t largest(int64_t row, int64_t vocab) const {
+    // Throws Error: a logit is not a number, or all are minus infinity. position: of the logits.
+    int64_t largest(int64_t row, int64_t vocab, int64_t position) const {
         const float* first = values + row * stride;
-        return std::max_element(first, first + vocab) - first;
+        const std::string where = "row " + std::to_string(row) + ", position " + std::to_string(position);
+        const float* unknown = std::find_if(first, first + vocab, [](float value) { return std::isnan(value); });
+        if (unknown != first + vocab) {
+            throw Error("the logit of token " + std::to_string(unknown - first) + " is NaN", where, "compare with fastcar verify");
+        }
+        const float* top = std::max_element(first, first + vocab);
+        if (*top == -INFINITY) {
+            throw Error("the logits of all tokens are -inf", where, "the model forbids every token: leave it one");
+        }
+        return top - first;
     }
 };
 
@@ -87,10 +98,11 @@ std::vector<std::vector<int64_t>> generate(D& decoder, const DecoderSpec& spec,
         flat.insert(flat.end(), row.begin(), row.end());
     }
     std::vector<std::vector<int64_t>> tokens(prompt.size());
-    Logits logits = decoder.prefill(flat.data(), static_cast<int64_t>(prompt.front().size()));
+    const int64_t position = static_cast<int64_t>(prompt.front().size()) - 1;
+    Logits logits = decoder.prefill(flat.data(), position + 1);
     for (int64_t i = 0; i < count; ++i) {
         for (size_t row = 0; row < next.size(); ++row) {
-            next[row] = logits.largest(static_cast<int64_t>(row), spec.vocab);
+            next[row] = logits.largest(static_cast<int64_t>(row), spec.vocab, position + i);
             tokens[row].push_back(next[row]);
         }
         if (i + 1 < count) {

@@ -1,12 +1,16 @@
 """A decoder for WebAssembly has the bits of the same artifact on this machine's CPU."""
 
+import json
 import shutil
+import subprocess
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import check_tool
 
 import fastcar_compile as fc
 from fastcar_compile.codegen.tvm import emit
@@ -68,6 +72,30 @@ def test_exact_draws_are_draws() -> None:
     pairs = np.array([(int(exact(logits)[0]), int(float64(logits)[0])) for _ in range(2000)])
     assert (pairs[:, 0] == pairs[:, 1]).mean() > 0.999
     assert np.bincount(pairs[:, 0]) / 2000 == pytest.approx(np.array([1, 2, 5, 8]) / 16, abs=0.03)
+
+
+def test_draws_from_logits_that_are_not_finite() -> None:
+    """As Python's exact draws take them, with and without a limit, and greedy."""
+    inf, nan = np.inf, np.nan
+    rows = [[-inf, 1.5, -inf, 1.0], [0.0, inf, 3.0, inf], [nan, 0, 1, 2], [0, 1, 2, nan], [-inf] * 4]
+    text = json.dumps(rows)  # with NaN and Infinity, which are no JSON but JavaScript
+    script = f"""import {{ Sampler }} from "{files("fastcar_compile.runtime.web") / "fastcar.mjs"}";
+        for (const options of [{{}}, {{ topK: 3 }}, {{ temperature: 0 }}]) {{
+          const sampler = new Sampler({{ seed: 5, ...options }});
+          for (const row of {text}.flatMap((row) => [row, row, row])) {{
+            try {{ console.log(sampler.choose(Float32Array.from(row))); }} catch (e) {{ console.log(String(e)); }}
+          }}
+        }}"""
+    command = [check_tool("node"), "--input-type=module", "-e", script]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    expected = list[str]()
+    for options in ({}, {"top_k": 3}, {"temperature": 0.0}):
+        choose = Sampling(**options, seed=5, exact=True).start(np.zeros((1, 0), int))
+        expected += [str(int(choose(np.array([row], np.float32))[0])) for row in rows[:2] for _ in range(3)]
+        refused = ("logit 0 is NaN", "logit 3 is NaN", "all logits are -Infinity")
+        expected += [f"RangeError: {text}" for text in refused for _ in range(3)]
+    assert found == expected
+    assert {"0", "2"} & set(found[:6]) == set()
 
 
 @pytest.mark.parametrize("name", ["weights/model.safetensors", "decoder.wasm"])

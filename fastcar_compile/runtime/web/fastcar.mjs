@@ -278,10 +278,15 @@ export class Sampler {
     return other;
   }
 
-  /** The place of the chosen one of these logits. */
+  /** The place of the chosen one of these logits, of those at +Infinity where there are some. Throws RangeError: one is NaN, or all are -Infinity. */
   choose(logits) {
     let top = 0;
-    for (let i = 1; i < logits.length; ++i) if (logits[i] > logits[top]) top = i;
+    for (let i = 0; i < logits.length; ++i) {
+      if (Number.isNaN(logits[i])) throw new RangeError(`logit ${i} is NaN`);
+      if (logits[i] > logits[top]) top = i;
+    }
+    if (logits[top] === -Infinity) throw new RangeError("all logits are -Infinity");
+    if (logits[top] === Infinity) logits = logits.map((value) => (value === Infinity ? 0 : -Infinity));
     if (this.temperature === 0) return top;
     const limited = this.topK > 0 && this.topK < logits.length;
     const least = limited ? Float32Array.from(logits).sort()[logits.length - this.topK] : -Infinity;
