@@ -80,5 +80,5 @@ def rewritten(model: nn.Module, chunk: int, **options: Any) -> DecoderProgram:
     """A decoder after the passes for these options of `CompileConfig`; a prompt is read in chunks of so many tokens."""
     config = CompileConfig(target="cpu", **options)
     sizes = {name: getattr(config, name) for name in ("batch_size", "max_seq_len", "tokens_per_frame")}
-    program = run_pipeline(capture(model, prefill_chunk=chunk, **sizes), analysis_pipeline())
+    program = run_pipeline(capture(model, prefill_chunk=chunk, rows=config.rows, **sizes), analysis_pipeline())
     return run_pipeline(program, rewrite_pipeline(config, len(program.sites)))

@@ -43,12 +43,16 @@ class Forwards:
     ) -> None:
         self.stepper, self.thresholds, self.depth, self.keep = stepper, thresholds, depth, keep
         self._config, self._record = config, record
-        self.at = Progress(config, record, keep)
+        self.at = self.begun()
+
+    def begun(self) -> Progress:
+        """Return where a session stands that has just begun."""
+        return Progress(self._config, self._record, self.keep)
 
     def reset(self) -> None:
         """Clear states and counts."""
         self.stepper.reset()
-        self.at = Progress(self._config, self._record, self.keep)
+        self.at = self.begun()
 
     def close(self) -> None:
         """Give back states, libraries, threads and device. Position and counts stay."""

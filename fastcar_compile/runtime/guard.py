@@ -112,13 +112,14 @@ class Guard:
         self._inside.clear()
 
     @contextmanager
-    def begun(self) -> Generator[None]:
-        """Enter, and make the calling thread the owner of the sequence that begins.
+    def begun(self, owned: bool = True) -> Generator[None]:
+        """Enter, and make the calling thread the owner of the sequence that begins; not `owned`: the owner stays.
 
         Raises:
             InputError: a call is running, the session belongs to another process, or it is closed.
         """
-        self._owner = self._enter()
+        thread = self._enter()
+        self._owner = thread if owned else self._owner
         try:
             yield
         finally:

@@ -12,7 +12,8 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.ir.types import ATTENTION_ROLES, REPLAY_ROLES, DecoderConfig
 from fastcar_compile.runtime.backends.base import Array, Index, Stepper
 
-_NEVER = np.iinfo(np.int64).min
+NEVER = np.iinfo(np.int64).min
+"""In `Slots.last`: no decode forward has written the slot."""
 
 
 class Slots:
@@ -23,12 +24,12 @@ class Slots:
 
     Attributes:
         first: position of the first decode forward since the last reset, the length of the prompt; None: none has run.
-        last: t of the forward that wrote each slot last, int64 [F]; negative: none.
+        last: t of the forward that wrote each slot last, int64 [F]; NEVER: none.
     """
 
     def __init__(self, frame: int) -> None:
         self.first: int | None = None
-        self.last: NDArray[np.int64] = np.full(frame, _NEVER, np.int64)
+        self.last: NDArray[np.int64] = np.full(frame, NEVER, np.int64)
 
     def step(self, position: int) -> tuple[int, bool]:
         """Return the number of the decode forward at `position` for the graph, and whether its rows may replay.
@@ -275,6 +276,5 @@ class Progress:
     ) -> None:
         """Stand where another session stood. Nothing before can be taken back."""
         self.position = self.journal.start = position
-        self.behind = arrays.get("behind", self.behind)  # files of earlier versions have none
-        self.slots.first, self.slots.last = first, arrays["last"]
+        self.behind, self.slots.first, self.slots.last = arrays["behind"], first, arrays["last"]
         self.stats.restore(forwards, eligible, arrays)

@@ -12,7 +12,7 @@ import numpy as np
 from fastcar_compile.artifact.explain import Described, Description, gate_text
 from fastcar_compile.artifact.thresholds import LayerThresholds, Thresholds
 from fastcar_compile.config.wavefront import Wavefront
-from fastcar_compile.errors import InputError, count_text
+from fastcar_compile.errors import ArtifactError, InputError, count_text
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.runtime.backends.base import Array, Stepper
 from fastcar_compile.runtime.depth import DepthHead
@@ -144,11 +144,13 @@ class Session(Described):
         """Write the session to a file: every state that its tokens have written, thresholds and statistics.
 
         A session of the same artifact goes on from there with `load`, in another process and on another backend too.
-        What `rewind` would need is not saved.
+        What `rewind` would need is not saved. An old file is replaced once the new one is whole, and keeps its mode; of
+        a symbolic link the file that it names is replaced.
 
         Raises:
             BackendError: the backend does not read its states.
-            InputError: the session belongs to another thread. UserError: the file cannot be written.
+            InputError: the session belongs to another thread. UserError: the file cannot be written, or is not a plain
+                file.
         """
         file = path_of("the file", path)
         with self._guard:
@@ -162,23 +164,27 @@ class Session(Described):
     def load(self, path: str | Path) -> None:
         """Go on where a saved session of the same artifact stood. What this session held is lost.
 
-        The session belongs to the calling thread from then on.
+        The session belongs to the calling thread from then on. A file that is refused changes nothing.
 
         Raises:
-            ArtifactError: the file is no session, or of another artifact.
+            ArtifactError: the file is no session, or of another artifact, or says what no session of it can be.
             BackendError: the backend does not write its states.
-            InputError: the file cannot be read, a call is running, or the session is closed.
+            InputError: the file cannot be read, its rows stand at different positions and this session keeps tokens, a
+                call is running, or the session is closed.
         """
-        file = path_of("the file", path)
+        file, run = path_of("the file", path), self._run
+        with self._guard.begun(owned=False):
+            at, states = run.begun(), run.stepper.states()
+            about, tensors = read_session(file, self.origin.get("digest", ""), self._config, states, at)
+            self._require_level(at.behind)
+            try:
+                thresholds = self._limits.of(self._limits.given(tensors["thresholds"]))
+            except InputError as error:
+                raise ArtifactError(f"the session is malformed: {error.what}", where=str(file)) from error
         with self._guard.begun():
-            run = self._run
-            states = run.stepper.states()
-            most = sum(state.nbytes for state in states)
-            about, tensors = read_session(file, self.origin.get("digest", ""), most)
             run.reset()
-            run.at.restore(about.position, about.first, about.forwards, about.eligible, tensors)
-            run.thresholds, self._has_context = tensors["thresholds"], about.context
-            parts = run.at.filled(states)
+            run.at, run.thresholds, self._has_context = at, thresholds, about.context
+            parts = at.filled(states)
             run.stepper.write((name, part, tensors[f"state.{name}"]) for name, part in parts.items())
 
     @property
@@ -271,15 +277,19 @@ class Session(Described):
             longest = max(map(len, prompts))
             behind = np.array([longest - len(prompt) for prompt in prompts])
             if behind.any():
-                if run.keep:
-                    what = "prompts of different lengths put rows at different positions, whose tokens stay"
-                    raise InputError(what, hint="open the session without keep, or give prompts of one length")
+                self._require_level(behind)
                 run.at.behind = behind
                 return like(kind, run.read_rows(prompts))
             inputs = like(kind, np.stack(prompts))
         array, begin = self._checked(self._inputs.tokens, inputs), self.position
         self._inputs.require_room(begin, array.shape[1], f"after {count_text(begin, 'token')} the extension adds")
         return like(inputs, run.read(array))
+
+    def _require_level(self, behind: Array) -> None:
+        """Raise InputError where rows are behind others, int64 [B], and the session keeps tokens."""
+        if self._run.keep and behind.any():
+            what = "prompts of different lengths put rows at different positions, whose tokens stay"
+            raise InputError(what, hint="open the session without keep, or give prompts of one length")
 
     def step(self, inputs: Any) -> Any:
         """Run one decode forward and return its logits.

@@ -110,9 +110,9 @@ def model_hint(path: Path) -> str:
 
 
 def refuse_pipe(path: Path) -> None:
-    """Raise OSError for a pipe: opening it may wait without end, and these formats are read at any place."""
-    if path.is_fifo():
-        raise OSError("it is a pipe, not a plain file")
+    """Raise OSError for a pipe or a device: opening one may wait, and reading one go on, without end."""
+    if path.is_fifo() or path.is_char_device() or path.is_block_device():
+        raise OSError(f"it is a {'pipe' if path.is_fifo() else 'device'}, not a plain file")
 
 
 def check_function(what: str, value: Any) -> None:
@@ -246,26 +246,27 @@ def _refusal(name: str, refused: ValidationError, error: type[UserError], hint: 
 
 
 Array = NDArray[Any]
-_UNREADABLE = (OSError, ValueError, EOFError, KeyError, SyntaxError, OverflowError, MemoryError, zipfile.BadZipFile)
-"""What numpy and zipfile raise for a damaged file."""
 
 
-def read_arrays(path: Path, what: str, hint: str, most: int = limits.ARRAYS_BYTES) -> dict[str, Array]:
+def read_arrays(path: Path, what: str, hint: str, most: int | None = None) -> dict[str, Array]:
     """Return the arrays of a .npz file by name, or the array of a .npy file under the name "".
 
     Args:
-        what: name of the file in an error, for example "trace". most: bytes of all arrays of a .npz file.
+        what: name of the file in an error, for example "trace". most: bytes of the file, and of all of its arrays;
+            None: any number of a .npy file, and `ARRAYS_BYTES` of the arrays of a .npz file.
 
     Raises:
         InputError: the file is missing, or does not have the form that numpy writes without pickle.
     """
     try:
         refuse_pipe(path)
+        if most is not None and path.stat().st_size > most:
+            raise ValueError(f"it has {path.stat().st_size} bytes, and at most {most} are read")
         if zipfile.is_zipfile(path):
-            return _members(path, most)
+            return _members(path, most or limits.ARRAYS_BYTES)
         # A map is refused where the header promises more than the file has; reading would ask for the memory first.
         return {"": np.array(np.load(path, mmap_mode="r", allow_pickle=False))}
-    except _UNREADABLE as error:
+    except Exception as error:  # of numpy and zipfile, many kinds; all of them mean that the file is damaged
         text = str(getattr(error, "strerror", None) or error)[: limits.TEXT_ERROR]
         raise InputError(f"the {what} cannot be read: {text}", where=str(path), hint=hint) from error
 
