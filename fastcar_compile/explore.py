@@ -21,7 +21,7 @@ from fastcar_compile.config.targets import load_target, read_toml
 from fastcar_compile.errors import InputError, UserError, os_errors
 from fastcar_compile.frontend.huggingface import read_module
 from fastcar_compile.runtime.session import Session
-from fastcar_compile.support.values import reporter, token_table
+from fastcar_compile.support.values import read_arrays, refuse_pipe, reporter, token_table
 from fastcar_compile.tune.evaluate import Study
 from fastcar_compile.tune.search import Journal
 from fastcar_compile.tune.workers import Workers
@@ -189,8 +189,8 @@ def _quality(task: Task) -> Iterator[dict[str, Any]]:
 
 
 def _videos(path: str) -> np.ndarray:
-    with os_errors("the videos cannot be read", path):
-        return token_table("the videos", np.load(path, allow_pickle=False))
+    arrays = read_arrays(Path(path), "videos", "give a .npy file, int64 [N, T]")
+    return token_table("the videos", next(iter(arrays.values()), []))
 
 
 def explore(
@@ -254,6 +254,8 @@ def _key(matrix: Matrix) -> str:
     files += [Path(gate.partition(":")[2]) for gate in matrix.gates if ":" in gate]
     files += [] if matrix.videos is None else [Path(matrix.videos.calibration), Path(matrix.videos.held_out)]
     for file in files:
-        with os_errors("the file cannot be read", file), file.open("rb") as stream:
-            digest.update(file.name.encode() + hashlib.file_digest(stream, "sha256").digest())
+        with os_errors("the file cannot be read", file):
+            refuse_pipe(file)
+            with file.open("rb") as stream:
+                digest.update(file.name.encode() + hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()

@@ -26,7 +26,7 @@ from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import ArtifactError, InputError, SignatureError
 from fastcar_compile.support import limits
 from fastcar_compile.support.packages import needs
-from fastcar_compile.support.values import path_of, shown
+from fastcar_compile.support.values import file_bytes, path_of, shown
 
 REFUSE = "do not use the artifact: get the one that is trusted, or trust this one after you have checked it"
 MAKE_KEY = "make one with `openssl ecparam -name prime256v1 -genkey -noout -out signing.pem`"
@@ -207,8 +207,7 @@ def _known(digests: Mapping[str, str]) -> Any:
 def _usable(key: Path, what: str, hint: str) -> Generator[None]:
     """Raise an InputError in place of the libraries' errors about a key file."""
     try:
-        if key.is_file() and key.stat().st_size > limits.KEY_BYTES:
-            raise ValueError(f"it has more than {limits.KEY_BYTES} bytes")
+        file_bytes(key, limits.KEY_BYTES)  # the libraries read it too, and whole
         yield
     except OSError as error:
         raise InputError(f"the {what} cannot be read: {error.strerror or error}", where=str(key), hint=hint) from error

@@ -13,6 +13,7 @@ from fastcar_compile.cli.common import JsonOption, command, stages
 from fastcar_compile.cli.options import ArtifactArgument, require_one
 from fastcar_compile.cli.output import print_fields, print_result, print_text
 from fastcar_compile.errors import InputError, UserError, count_text
+from fastcar_compile.support import limits
 
 if TYPE_CHECKING:
     from fastcar_compile.artifact.trust import SignatureReport
@@ -102,7 +103,7 @@ def _passphrase(file: Path | None, *, ask: bool) -> str | None:
     if file is not None:
         try:
             with file.open(encoding="utf-8") as stream:
-                return stream.readline().rstrip("\n")
+                return stream.readline(limits.KEY_BYTES).rstrip("\n")
         except (OSError, ValueError) as error:
             hint = "give a text file whose first line is the passphrase"
             raise InputError(f"the passphrase cannot be read: {error}", where=str(file), hint=hint) from error

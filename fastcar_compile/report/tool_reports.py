@@ -6,17 +6,19 @@ Formats: csynth.xml (UG1399, "Synthesis Report"), report_utilization and report_
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from xml.etree import ElementTree
 
 from fastcar_compile.codegen.hls.model.expected import Expected
-from fastcar_compile.errors import InputError
-from fastcar_compile.support.values import number
+from fastcar_compile.errors import InputError, shown
+from fastcar_compile.support.limits import MIB
+from fastcar_compile.support.values import file_bytes
 
-MOST_BYTES = 256 << 20
-"""Of one report; Vivado's longest are a few megabytes."""
+MOST_BYTES, MOST_TAGS = 64 * MIB, 2_000_000
+"""Of one report. Vivado's longest are a few megabytes; an element of a tree takes many times the bytes of its tag."""
 
 HINT = "give the folder that `make csynth`, `make link` and `make reports` wrote"
 
@@ -56,22 +58,21 @@ def read_reports(folder: Path, kernel: str) -> ToolReports:
     """Return what a folder and those below it have of a kernel.
 
     Raises:
-        InputError: there is no report of a known form, or one is damaged.
+        InputError: there is no report of a known form, or one cannot be read or is damaged.
     """
     found = ToolReports()
     for path in sorted(folder.rglob("csynth.xml")):
         _read_synthesis(_xml(path), kernel, found, path)
-    reports = [(path, _text(path)) for path in sorted(folder.rglob("*.rpt"), key=_stage)]
-    for path, text in reports:
-        slack = re.search(r"^ *WNS\(ns\).*\n[ -]*\n *(-?\d+\.\d+)", text, re.MULTILINE)
-        if "Design Timing Summary" in text and slack is not None and found.slack_ns is None:
-            found.slack_ns = float(slack[1])
+    for path in sorted(folder.rglob("*.rpt"), key=_stage):
+        text = _text(path)
+        if "Design Timing Summary" in text and found.slack_ns is None and (slack := _slack(text, path)) is not None:
+            found.slack_ns = slack
             found.files.append(path)
-        if "Utilization Design Information" in text and not found.placed and (placed := dict(_placed(text))):
+        if "Utilization Design Information" in text and not found.placed and (placed := dict(_placed(text, path))):
             found.placed = placed
             found.files.append(path)
     for path in sorted(folder.rglob("*.xclbin.info")):
-        if (clock := _clock(_text(path))) is not None:
+        if (clock := _clock(_text(path), path)) is not None:
             found.clock_mhz = clock
             found.files.append(path)
     if not found.files:
@@ -87,15 +88,20 @@ def _stage(path: Path) -> tuple[int, str]:
 
 
 def _text(path: Path) -> str:
-    if path.stat().st_size > MOST_BYTES:
-        raise InputError(f"the report has more than {MOST_BYTES} bytes", where=str(path), hint=HINT)
-    return path.read_text("utf-8", errors="replace")
+    try:
+        return file_bytes(path, MOST_BYTES).decode("utf-8", "replace")
+    except (OSError, ValueError) as error:
+        text = getattr(error, "strerror", None) or error
+        raise InputError(f"the report cannot be read: {text}", where=str(path), hint=HINT) from error
 
 
 def _xml(path: Path) -> ElementTree.Element:
+    text = _text(path)
     try:
-        return ElementTree.fromstring(_text(path))
-    except ElementTree.ParseError as error:
+        if "<!DOCTYPE" in text or text.count("<") > MOST_TAGS:  # the entities of a document type can grow without end
+            raise ValueError(f"it declares a document type, or has more than {MOST_TAGS} tags")
+        return ElementTree.fromstring(text)
+    except (ElementTree.ParseError, ValueError) as error:
         raise InputError(f"the report is no XML: {error}", where=str(path), hint="run `make csynth` again") from error
 
 
@@ -106,10 +112,10 @@ def _read_synthesis(root: ElementTree.Element, kernel: str, found: ToolReports, 
     if root.findtext("UserAssignments/TopModelName", "").strip() != kernel:
         return
     found.files.append(path)
-    found.target_ns = _number(root.findtext("UserAssignments/TargetClockPeriod"))
-    found.period_ns = _number(root.findtext("PerformanceEstimates/SummaryOfTimingAnalysis/EstimatedClockPeriod"))
+    found.target_ns = _figure(root, "UserAssignments/TargetClockPeriod", path)
+    found.period_ns = _figure(root, "PerformanceEstimates/SummaryOfTimingAnalysis/EstimatedClockPeriod", path)
     for item in root.iterfind("AreaEstimates/Resources/*"):
-        value = _number(item.text)
+        value = _number(item.text, item.tag, path)
         if value is not None and item.tag == "BRAM_18K":
             found.hls["bram36"] = value / 2
         elif value is not None and item.tag in _RESOURCES:
@@ -120,41 +126,68 @@ def _read_synthesis(root: ElementTree.Element, kernel: str, found: ToolReports, 
     ]
     for name, module in modules:
         for summary in module.iterfind("PerformanceEstimates/SummaryOfLoopLatency"):
-            found.loops += _loops(name, summary)
+            found.loops += _loops(name, summary, path)
 
 
-def _loops(function: str, parent: ElementTree.Element) -> Iterator[ToolLoop]:
+def _loops(function: str, parent: ElementTree.Element, path: Path) -> Iterator[ToolLoop]:
     """Yield the pipelined loops below an element; nested loops are nested elements, named by their labels."""
-    for child in parent:
-        if child.find("TripCount") is None:
-            continue
-        interval, depth = _number(child.findtext("PipelineII")), _number(child.findtext("PipelineDepth"))
+    for loop in parent.iter():
+        interval, depth = (_figure(loop, name, path) for name in ("PipelineII", "PipelineDepth"))
         if interval is not None:
-            yield ToolLoop(function, child.tag, int(interval), None if depth is None else int(depth))
-        yield from _loops(function, child)
+            yield ToolLoop(function, loop.tag, int(interval), None if depth is None else int(depth))
 
 
-def _number(text: str | None) -> float | None:
-    try:
-        return None if text is None else number("a figure of a report", float(text.strip()))
-    except (ValueError, InputError):
-        return None  # "undef", "-" or a range
+def _figure(parent: ElementTree.Element, place: str, path: Path) -> float | None:
+    return _number(parent.findtext(place), f"{parent.tag}/{place}", path)
+
+
+_UNTOLD = re.compile(r"|[-?]|undef|NA|N/A|\S+ ?~ ?\S+")
+"""What the tools write in the place of a figure, the last form where they know a range."""
+
+_LARGEST = 1e15
+"""Of a figure: any of them is far below, and a float holds every whole number up to here."""
+
+
+def _number(text: str | None, name: str, path: Path) -> float | None:
+    """Return a figure of a report, `name` by name; None: the tool does not tell it.
+
+    Raises:
+        InputError: the text is neither a number nor what the tools write without one.
+    """
+    given = (text or "").strip()
+    if _UNTOLD.fullmatch(given):
+        return None
+    with suppress(ValueError):
+        if abs(value := float(given)) <= _LARGEST:
+            return value
+    raise InputError(f"{name} of the report is {shown(given)}, not a figure", where=str(path), hint=HINT)
 
 
 _SITES = {"CLB LUTs": "lut", "CLB Registers": "ff", "DSPs": "dsp", "Block RAM Tile": "bram36", "URAM": "uram"}
 
 
-def _placed(text: str) -> Iterator[tuple[str, float]]:
-    for site, used in re.findall(r"^\| *([A-Za-z ]+?)\*? *\| *([\d.]+) *\|", text, re.MULTILINE):
-        if site in _SITES:
-            yield _SITES[site], float(used)
+def _placed(text: str, path: Path) -> Iterator[tuple[str, float]]:
+    for line in text.splitlines():
+        start, *cells = (cell.strip() for cell in line.split("|", 3))
+        site = cells[0].rstrip("* ") if len(cells) == 3 and not start else ""
+        if site in _SITES and (used := _number(cells[1], site, path)) is not None:
+            yield _SITES[site], used
 
 
-def _clock(text: str) -> float | None:
+def _slack(text: str, path: Path) -> float | None:
+    """Return the figure below the title WNS(ns), which stands first in its line."""
+    lines = iter(text.splitlines())
+    if not any(line.lstrip().startswith("WNS(ns)") for line in lines):
+        return None
+    next(lines, "")  # of dashes
+    return _number(next(iter(next(lines, "").split()), ""), "WNS(ns)", path)
+
+
+def _clock(text: str, path: Path) -> float | None:
     """Return the frequency of the kernels' clock: the one of type DATA, else the first."""
-    clocks = re.findall(r"Name: +(\S+)\s+Index: +\d+\s+Type: +(\S+)\s+Frequency: +(\d+(?:\.\d+)?) MHz", text)
-    data = [rate for _, kind, rate in clocks if kind == "DATA"] or [rate for *_, rate in clocks]
-    return float(data[0]) if data else None
+    clocks = re.findall(r"Type: +(\S+)\s+Frequency: +(\S+) MHz", text)
+    data = [rate for kind, rate in clocks if kind == "DATA"] or [rate for _, rate in clocks]
+    return _number(data[0], "Frequency", path) if data else None
 
 
 @dataclass(frozen=True)

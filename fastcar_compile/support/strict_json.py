@@ -7,6 +7,7 @@ from pydantic_core import from_json
 
 from fastcar_compile.errors import UserError
 from fastcar_compile.support import limits
+from fastcar_compile.support.values import file_bytes
 
 
 def parse_json(data: bytes, *, size: int = limits.JSON_BYTES, constants: bool = False) -> Any:
@@ -42,9 +43,7 @@ def read_json(
         UserError: of the given type: the file is missing, or it holds no JSON within the limits.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(size + 1)
-        return parse_json(data, size=size, constants=constants)
+        return parse_json(file_bytes(path, size), size=size, constants=constants)
     except (OSError, ValueError) as caught:  # a path with a NUL raises ValueError too
         text = getattr(caught, "strerror", None) or caught
         raise error(f"the {what} cannot be read: {text}", where=str(path), hint=hint) from caught

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import re
+import stat
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Set
@@ -110,9 +111,29 @@ def model_hint(path: Path) -> str:
 
 
 def refuse_pipe(path: Path) -> None:
-    """Raise OSError for a pipe or a device: opening one may wait, and reading one go on, without end."""
-    if path.is_fifo() or path.is_char_device() or path.is_block_device():
-        raise OSError(f"it is a {'pipe' if path.is_fifo() else 'device'}, not a plain file")
+    """Raise OSError for what is not a plain file: a pipe may be waited for, and a device read, without end."""
+    _require_plain(path.stat().st_mode)
+
+
+def file_bytes(path: Path, most: int) -> bytes:
+    """Return the bytes of a plain file. Nothing is waited for.
+
+    Raises:
+        OSError: the file cannot be opened, or is not a plain one. ValueError: it has more than `most` bytes, or the
+            path has a NUL in it.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        _require_plain(os.fstat(file.fileno()).st_mode)
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return data
+
+
+def _require_plain(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = "pipe" if stat.S_ISFIFO(mode) else "folder" if stat.S_ISDIR(mode) else "device"
+        raise OSError(f"it is a {kind}, not a plain file")
 
 
 def check_function(what: str, value: Any) -> None:

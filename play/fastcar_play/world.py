@@ -25,7 +25,7 @@ from fastcar_compile.errors import ArtifactError, InputError, describe_validatio
 from fastcar_compile.ir.tensor_files import tensors_of
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.support.strict_json import parse_json
-from fastcar_compile.support.values import path_of, refuse_pipe
+from fastcar_compile.support.values import file_bytes, path_of
 from fastcar_play import limits
 
 WORLD, STARTS, PIXELS = "world.toml", "starts.safetensors", "pixels.onnx"
@@ -205,14 +205,10 @@ def content(path: Path, most: int, what: str, hint: str = HINT) -> bytes:
         InputError: it cannot be read, or has more than `most` bytes.
     """
     try:
-        refuse_pipe(path)
-        with path.open("rb") as stream:
-            data = stream.read(most + 1)
-    except OSError as error:
-        raise InputError(f"the {what} cannot be read: {error.strerror or error}", where=str(path), hint=hint) from error
-    if len(data) > most:
-        raise InputError(f"the {what} has more than {most} bytes", where=str(path), hint=hint)
-    return data
+        return file_bytes(path, most)
+    except (OSError, ValueError) as error:
+        text = getattr(error, "strerror", None) or error
+        raise InputError(f"the {what} cannot be read: {text}", where=str(path), hint=hint) from error
 
 
 def _world_file(path: Path) -> WorldFile:

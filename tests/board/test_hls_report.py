@@ -1,6 +1,7 @@
 """`fastcar hls-report`: reports in the tools' public formats, written here, against what an artifact says."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ from typer.testing import CliRunner, Result
 
 import fastcar_compile as fc
 from fastcar_compile.cli import app
-from fastcar_compile.codegen.hls.model.expected import Expected, expected_of
+from fastcar_compile.codegen.hls.model.expected import Expected, _pragmas, expected_of
 from fastcar_compile.errors import InputError
+from fastcar_compile.report import tool_reports
 from fastcar_compile.report.tool_reports import Check, ToolLoop, compared, read_reports
 
 CSYNTH = """<?xml version="1.0" encoding="UTF-8"?>
@@ -132,6 +134,88 @@ def test_a_folder_without_reports_and_a_damaged_one(tmp_path: Path) -> None:
     (tmp_path / "csynth.xml").write_text("<profile>")
     with pytest.raises(InputError, match="the report is no XML: "):
         read_reports(tmp_path, "fastcar_step")
+
+
+SYNTHESIS, UTILISATION = "fastcar_step/hls/syn/report/csynth.xml", "impl_1_full_util_routed.rpt"
+
+
+@pytest.mark.parametrize(
+    ("changes", "file", "field"),
+    [
+        ({"interval": "inf"}, SYNTHESIS, "add_words/PipelineII of the report is 'inf'"),
+        ({"depth": "nan"}, SYNTHESIS, "add_words/PipelineDepth of the report is 'nan'"),
+        ({"depth": "1e400"}, SYNTHESIS, "add_words/PipelineDepth of the report is '1e400'"),
+        ({"period": "1.2.3"}, SYNTHESIS, "EstimatedClockPeriod of the report is '1.2.3'"),
+        ({"dsp": "many"}, SYNTHESIS, "DSP of the report is 'many'"),
+        ({"slack": "-inf"}, "impl_1_timing_summary_routed.rpt", "WNS(ns) of the report is '-inf'"),
+        ({"slack": "0.1.2"}, "impl_1_timing_summary_routed.rpt", "WNS(ns) of the report is '0.1.2'"),
+        ({"clock": "9" * 400}, "fastcar.xclbin.info", "Frequency of the report is '999"),
+    ],
+)
+def test_a_figure_that_is_none_is_named(tmp_path: Path, changes: dict[str, object], file: str, field: str) -> None:
+    write(tmp_path, **changes)
+    with pytest.raises(InputError) as caught:
+        read_reports(tmp_path, "fastcar_step")
+    assert field in caught.value.what
+    assert caught.value.where == str(tmp_path / file)
+
+
+def test_a_resource_that_is_no_figure_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path) / UTILISATION
+    path.write_text(PLACED.replace("130.5", "1.2.3"))
+    with pytest.raises(InputError, match=r"Block RAM Tile of the report is '1\.2\.3'"):
+        read_reports(tmp_path, "fastcar_step")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("form", ["folder", "pipe", "device", "too large"])
+@pytest.mark.parametrize("name", [SYNTHESIS, UTILISATION, "fastcar.xclbin.info"])
+def test_what_is_no_plain_report_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: str
+) -> None:
+    """None of them is waited for, and none is read whole."""
+    path = write(tmp_path) / name
+    path.unlink()
+    if form == "folder":
+        path.mkdir()
+    elif form == "pipe":
+        os.mkfifo(path)
+    elif form == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        monkeypatch.setattr(tool_reports, "MOST_BYTES", 4096)
+        path.write_bytes(b" " * 4097)
+    with pytest.raises(InputError, match="the report cannot be read: ") as caught:
+        read_reports(tmp_path, "fastcar_step")
+    assert caught.value.where == str(path)
+
+
+@pytest.mark.timeout(60)
+def test_a_report_takes_a_time_like_its_size(tmp_path: Path) -> None:
+    """Blanks, names and brackets that a search with several beginnings goes over again and again."""
+    for text in (f"| {' ' * 100_000}|", "| DSP" * 20_000, "Type: a " * 20_000, f"{' ' * 100_000}WNS(ns)"):
+        words = f"Utilization Design Information\nDesign Timing Summary\n{text}\n"
+        for name in ("a.rpt", "a.xclbin.info"):
+            (tmp_path / name).write_text(words)
+        with pytest.raises(InputError, match=r"there is no csynth\.xml of fastcar_step, no report of Vivado"):
+            read_reports(tmp_path, "fastcar_step")
+    for text in ("a" * 50_000, "a(\n" * 2000, "a: for (" * 2000):
+        assert list(_pragmas(text)) == []
+
+
+def test_a_tree_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entities of entities, many elements, and elements that stand deep in each other."""
+    monkeypatch.setattr(tool_reports, "MOST_TAGS", 20_000)
+    path, whole = tmp_path / "csynth.xml", CSYNTH.format(**GOOD)
+    laughs = '<!DOCTYPE profile [<!ENTITY a "ha"><!ENTITY b "&a;&a;&a;">]>\n<profile>'
+    for text in (whole.replace("<profile>", laughs), whole.replace("</profile>", "<a/>" * 20_000 + "</profile>")):
+        path.write_text(text)
+        with pytest.raises(InputError, match="it declares a document type, or has more than 20000 tags"):
+            read_reports(tmp_path, "fastcar_step")
+    deep = f"{'<a><TripCount>1</TripCount>' * 5000}{'</a>' * 5000}"
+    monkeypatch.setattr(tool_reports, "MOST_TAGS", 100_000)
+    path.write_text(whole.replace("<SummaryOfLoopLatency>", f"<SummaryOfLoopLatency>{deep}", 1))
+    assert len(read_reports(tmp_path, "fastcar_step").loops) == 2
 
 
 def run(*words: object) -> Result:

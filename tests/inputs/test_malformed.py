@@ -19,11 +19,13 @@ from tensor_maps import load_tensors
 from fastcar_compile.artifact.programs import read_graph_file
 from fastcar_compile.artifact.reader import parse_manifest
 from fastcar_compile.artifact.thresholds import Thresholds
+from fastcar_compile.artifact.trust import _verify
 from fastcar_compile.cli.options import read_tokens
 from fastcar_compile.codegen.hls.control_table.reader import read_table
 from fastcar_compile.codegen.hls.model.rows import load_trace
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import UserError
+from fastcar_compile.explore import Matrix, _videos
 from fastcar_compile.frontend.pt2 import load_exported
 from fastcar_compile.gates import GateWeights
 from fastcar_compile.ir.pass_manager import pipeline_from_string
@@ -32,6 +34,7 @@ from fastcar_compile.report.comparison import diff
 from fastcar_compile.tune.evaluate.cases import load_cases
 from fastcar_compile.tune.search import Journal
 from fastcar_compile.tune.training.trained import TrainedGate, TrainingState
+from fastcar_play.lockstep import load_game
 
 from . import evil
 
@@ -107,9 +110,6 @@ MALFORMED: dict[str, bytes] = {
     "floats as tensors": save_tensors({"x": torch.zeros(2)}),
 }
 
-RANDOM_ACCESS = (".npy", ".npz", ".pt2", ".safetensors")
-"""Formats that are read at any place of the file."""
-
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "target": ("t.toml", load_target),
     "thresholds": ("t.json", Thresholds.load),
@@ -130,9 +130,17 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
         lambda path: TrainingState(path, "key").load(torch.nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)])),
     ),
     "DRS table": ("t.bin", lambda path: read_table(path.read_bytes())),
+    "recorded game": ("game.json", load_game),
+    "matrix": ("m.toml", Matrix.load),
+    "videos of a matrix": ("v.npy", lambda path: _videos(str(path))),
+    "public key": ("k.pem", lambda path: _verify(path.parent, {}, path)),
     "pipeline": ("p.txt", lambda path: pipeline_from_string(path.read_bytes().decode("latin-1"), PASSES)),
     "exported program": ("m.pt2", load_exported),
 }
+
+BYTES = ("manifest", "DRS table", "pipeline")
+"""Readers of bytes and texts that others have read."""
+PLAIN = [name for name in READERS if name not in BYTES]
 
 ACCEPTED = {
     ("cases", "a list"): "no cases",
@@ -189,10 +197,19 @@ def test_no_pickle_of_any_format_runs(format_name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("format_name", [name for name, (file, _) in READERS.items() if file[1:] in RANDOM_ACCESS])
-def test_a_pipe_is_refused_before_it_is_opened(format_name: str, tmp_path: Path) -> None:
-    """Nobody writes into it, so that opening it would wait without end."""
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+@pytest.mark.parametrize("format_name", PLAIN)
+def test_what_is_no_plain_file_is_refused_before_it_is_read(format_name: str, kind: str, tmp_path: Path) -> None:
+    """Nobody writes into the pipe, so that opening it would wait without end; the device has no end."""
     name, read = READERS[format_name]
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match="it is a pipe, not a plain file"):
+    if kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    elif kind == "folder":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).symlink_to("/dev/zero")
+    text = f"it is a {kind}, not a plain file"
+    if kind == "folder":  # `diff` takes the folder of an artifact too
+        text += "|Is a directory|the folder has no manifest.json"
+    with pytest.raises(UserError, match=text):
         read(tmp_path / name)

@@ -13,7 +13,7 @@ from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import quant_format
 from fastcar_compile.errors import CompileError, TargetError, UserError, count_text, describe_validation
 from fastcar_compile.support import limits
-from fastcar_compile.support.values import checked
+from fastcar_compile.support.values import checked, file_bytes
 
 _HINT = "compare with the files in fastcar_compile/config/targets/"
 _FOLDER = Path(__file__).parent
@@ -310,11 +310,7 @@ def _unknown(name: str) -> TargetError:
 def read_toml(path: Path, what: str, error: type[UserError], hint: str) -> dict[str, Any]:
     """Return the data of a TOML file, `what` by name; raise `error` where it cannot be read."""
     try:
-        with path.open("rb") as file:
-            content = file.read(limits.TOML_BYTES + 1)
-        if len(content) > limits.TOML_BYTES:
-            raise error(f"the {what} has more than {limits.TOML_BYTES} bytes", where=str(path), hint=hint)
-        return tomllib.loads(content.decode("utf-8"))
+        return tomllib.loads(file_bytes(path, limits.TOML_BYTES).decode("utf-8"))
     except FileNotFoundError:
         raise error(f"the {what} does not exist", where=str(path), hint="correct the path") from None
     except OSError as found:
@@ -322,7 +318,7 @@ def read_toml(path: Path, what: str, error: type[UserError], hint: str) -> dict[
         raise error(text, where=str(path), hint="correct the path") from found
     except (tomllib.TOMLDecodeError, RecursionError) as found:
         raise error(f"the {what} is not valid TOML: {found}", where=str(path), hint=hint) from found
-    except ValueError as found:  # no UTF-8, a path with a NUL, or a number of too many digits
+    except ValueError as found:  # too large, no UTF-8, a path with a NUL, or a number of too many digits
         raise error(f"the {what} cannot be read: {found}", where=repr(str(path)), hint=hint) from found
 
 

@@ -16,6 +16,7 @@ from fastcar_compile.codegen.hls.model.workload import design_of, program_of, wo
 from fastcar_compile.codegen.hls.step_program.instructions import Attend
 from fastcar_compile.config.targets import ON_A_BOARD
 from fastcar_compile.errors import InputError
+from fastcar_compile.support.limits import MIB
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def expected_of(artifact: StoredArtifact) -> Expected:
         raise InputError("the artifact has no kernel", where=str(artifact.path), hint=ON_A_BOARD)
     depths = {(loop.process, loop.label): loop.depth for loop in _loops(design, artifact)}
     names = [name for name in manifest.files if re.fullmatch(r"hls/fastcar_\w+\.(?:hpp|cpp)", name)]
-    sources = [artifact.files.data(name).decode("utf-8") for name in names]
+    sources = [artifact.files.data(name, MIB).decode("utf-8") for name in names]
     loops = {key: (interval, depths.get(key)) for text in sources for key, interval in _pragmas(text)}
     counted = resources_of(design, workload_of(manifest).kernel_spec(), manifest.target)
     return Expected(
@@ -81,7 +82,7 @@ def _loops(design: Design, artifact: StoredArtifact) -> Iterator[Loop]:
 def _pragmas(text: str) -> Iterator[tuple[tuple[str, str], int]]:
     """Yield function and label of every pipelined loop of a source, and its interval."""
     text = re.sub(r"//[^\n]*", "", text)
-    opened = [(m.start(), m[1]) for m in re.finditer(r"^(?:\S.*)?\b(\w+)\([^;]*?\) \{$", text, re.MULTILINE)]
-    for loop in re.finditer(r"(\w+):\s*for \([^)]*\) \{\s*FASTCAR_PIPELINE\((\d+)\)", text):
+    opened = [(m.start(), m[1]) for m in re.finditer(r"^(?:\S.*)?\b(\w+)\([^;]{0,2000}?\) \{$", text, re.MULTILINE)]
+    for loop in re.finditer(r"\b(\w+):\s*for \([^)]{0,500}\) \{\s*FASTCAR_PIPELINE\((\d+)\)", text):
         function = next((name for start, name in reversed(opened) if start < loop.start()), "")
         yield (function, loop[1]), int(loop[2])
