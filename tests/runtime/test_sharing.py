@@ -196,7 +196,7 @@ def interrupted(work: Callable[[], object], place: int) -> bool:
         nonlocal left
         if frame.f_code.co_filename != guard.__file__:
             return None
-        frame.f_trace_opcodes = True
+        frame.f_trace, frame.f_trace_opcodes = trace, True  # 3.13 asks for both here
         left -= event == "opcode"
         if event == "opcode" and left < 0:
             sys.settrace(None)
@@ -204,6 +204,7 @@ def interrupted(work: Callable[[], object], place: int) -> bool:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # 3.12 asks for a frame that wants opcodes before `settrace`
     sys.settrace(trace)
     try:
         work()
