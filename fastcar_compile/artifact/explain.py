@@ -109,7 +109,8 @@ def explain(sections: Sections, layer: int | None = None) -> str:
     for part in layers if layer is None else [layers[layer]]:
         own = [t for t in sections.decoder.state if t.layer == part.layer]
         offload = _offload(sections.accelerator, part.layer, f"layer_{part.layer}")
-        texts.append(_layer(part, own, config.tokens_per_frame) + offload)
+        used = sections.thresholds_in_use[part.layer]
+        texts.append(_layer(part, own, config.tokens_per_frame, used) + offload)
     if layer is None and (rest := _offload(sections.accelerator, None, None)):
         texts.append(f"outside of the layers:\n{rest}")
     return head + _step(sections.accelerator) + _sparse(sections) + _windows(sections) + "\n".join(texts)
@@ -200,7 +201,7 @@ def _offload(accelerator: AcceleratorSection | None, layer: int | None, mlp: str
     return "".join(f"{line}\n" for line in lines)
 
 
-def _layer(part: LayerSite, state: Sequence[State], stride: int) -> str:
+def _layer(part: LayerSite, state: Sequence[State], stride: int, threshold: float | None) -> str:
     attention, mlp, replay = part.attention, part.mlp, part.replay
     product = " * linear" if mlp.gated else ""
     lines = [
@@ -217,7 +218,7 @@ def _layer(part: LayerSite, state: Sequence[State], stride: int) -> str:
     if replay is None:
         lines.append("  inserted nothing: this layer was compiled without a threshold, so its MLP always computes")
     else:
-        lines += _replay_lines(part, replay, stride)
+        lines += _replay_lines(part, replay, stride, threshold)
     if replay is not None and replay.gate_units is not None:
         size = weight_bytes(replay.gate_units, mlp.hidden)
         names = ", ".join(gate_parameter(name, part.layer) for name in PARAMETERS)
@@ -229,17 +230,20 @@ def _layer(part: LayerSite, state: Sequence[State], stride: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _replay_lines(part: LayerSite, replay: ReplayFacts, stride: int) -> list[str]:
+def _replay_lines(part: LayerSite, replay: ReplayFacts, stride: int, threshold: float | None) -> list[str]:
     layer, gate = part.layer, gate_named(replay.gate, replay.heads, rotary=replay.rotary)
     around = "MLP, and its norm where attention reads another" if part.parallel else "norm and MLP"
     if gate.caches_input:
         around = "MLP (the gate reads the norm before it)"
     read = f"query {part.attention.query}, {stride} positions back, " if gate.reads_query else ""
     kept = f", and keeps the MLP input of every computed visit (gate_cache_{layer})" if gate.caches_input else ""
+    rule = "never replaying" if threshold is None else f"replaying at a score {gate.comparison.value} {threshold:g}"
+    if threshold != replay.threshold:
+        rule += f" as calibrated, compiled with {replay.threshold:g}"
     gets = "keeps the MLP output of" if replay.draft is None else "gets the draft's output, and what is left of that of"
     return [
         f"  inserted gate {gate.name}: {gate.describe()}; {read}"
-        f"replaying at a score {gate.comparison.value} {replay.threshold:g}{kept}; "
+        f"{rule}{kept}; "
         f"cond around {around} (replay_branch_{layer} | compute_branch_{layer})",
         f"  why      a row whose score passes {gets} {stride} forwards ago; the MLP is skipped when every row does",
     ]

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from math import prod
 from typing import Any, TypeVar, cast
@@ -60,6 +60,11 @@ class Sections(BaseModel):
     accelerator: AcceleratorSection | None = None
     thresholds: Thresholds | None = None
     extensions: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    @property
+    def thresholds_in_use(self) -> Sequence[float | None]:
+        """The threshold of every layer that sessions begin with: the calibrated one, else the compiled one."""
+        return self.layers.thresholds if self.thresholds is None else self.thresholds.values
 
     @field_validator("options", mode="before")
     @classmethod

@@ -141,8 +141,7 @@ class Artifact(Described, StoredArtifact):
         return self._program(GRAPH_BEFORE, missing_on_meta=True).graph_module
 
     def _description(self) -> Description:
-        thresholds = self.manifest.layers.thresholds if self.thresholds is None else self.thresholds.values
-        gate = gate_text(self.manifest.layers.gates, thresholds)
+        gate = gate_text(self.manifest.layers.gates, self.manifest.thresholds_in_use)
         return f"Artifact {self.path}", {**decoder_fields(self.manifest), "gate": gate, "digest": self.digest}
 
     def explain(self, layer: int | None = None, node: str | None = None) -> str:
