@@ -39,7 +39,7 @@ class CompileOptions(TypedDict, total=False):
     replay: ReplayConfig | None
     prefill_chunk: int | None
     offload: str | None
-    engine: str
+    engine: str | None
     sparse_attention: SparseAttention | None
     kv: str | None
     numerics: str | None
@@ -83,7 +83,7 @@ def compile(
     replay: ReplayConfig | None = ReplayConfig(),  # noqa: B008  (frozen)
     prefill_chunk: int | None = None,
     offload: str | None = None,
-    engine: str = "hls",
+    engine: str | None = None,
     sparse_attention: SparseAttention | None = None,
     kv: str | None = None,
     numerics: str | None = None,
@@ -119,8 +119,8 @@ def compile(
             "all": the whole decode step, one launch per token, with kv="int8" and numerics="exact". Default: "all"
             where it can, unless kv or numerics say otherwise or the hardware model predicts a shorter dense step for
             "linears"; where it cannot, "mlp", with a warning that gives the reasons.
-        engine: what computes the accelerator's linears and MLPs: "hls": its one kernel, in C++; or "rtl": a kernel of
-            their own (docs/explanation/rtl.md), which has no drafts.
+        engine: what computes the accelerator's linears and MLPs: "hls" (default): its one kernel, in C++; or "rtl": a
+            kernel of their own (docs/explanation/rtl.md), which has no drafts.
         sparse_attention: attention sinks and a sliding window over a bounded KV cache; None: all positions are seen.
         kv: type of cached keys and values: "float32"; "float16": half the bytes, values rounded half to even and
             at most ±65504; "bfloat16": half the bytes too, for larger values, with an eighth of the precision; or

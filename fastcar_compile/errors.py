@@ -14,7 +14,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import re
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -154,6 +155,15 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+def names_text(known: Iterable[str], given: object = None) -> str:
+    """Return the known names for a hint, and which of them is spelt like the given one."""
+    from difflib import get_close_matches
+
+    names = list(known)
+    near = get_close_matches(given.lower(), names, 1) if isinstance(given, str) else []
+    return ", ".join(names) + (f"; did you mean {near[0]!r}?" if near else "")
+
+
 def count_text(number: int, what: str) -> str:
     """Return a number with its noun, for example `1 row` or `2 rows`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
@@ -171,5 +181,7 @@ def describe_validation(error: ValidationError) -> str:
         field = f"{'.'.join(str(part) for part in item['loc']) or '(whole)':.160}"
         message = item["msg"].removeprefix("Value error, ")
         given = "" if item["type"] in ("missing", "value_error") else f" (given: {shown(item['input'])})"
-        lines.append(f"{field}: {message}{given}")
+        names = re.findall("'([^']+)'", item["ctx"]["expected"]) if item["type"] == "literal_error" else []
+        guess = names_text(names, item["input"]).removeprefix(", ".join(names))
+        lines.append(f"{field}: {message}{given}{guess}")
     return "; ".join(lines + [f"and {len(items) - LISTED} more"] * (len(items) > LISTED))

@@ -71,10 +71,10 @@ def build(
     if rows is None and isinstance(front, Wavefront) and front.rows > 1:
         rows = front.rows
     sizes, assumed = _sizes(model, plain(given["tokens_per_frame"]), plain(given["max_seq_len"]))
-    names = ("batch_size", "wavefront", "replay", "prefill_chunk", "engine", "sparse_attention")
+    names = ("batch_size", "wavefront", "replay", "prefill_chunk", "sparse_attention")
     options = sizes | {name: given[name] for name in names} | {"rows": rows}
     options["quant"] = ("w8a8" if board.kind == "fpga" else "none") if quant is None else quant
-    options |= {name: given[name] for name in ("kv", "numerics") if given[name] is not None}
+    options |= {name: given[name] for name in ("kv", "numerics", "engine") if given[name] is not None}
     if rows is not None and board.kind == "fpga" and offload is None:
         offload = "all"  # the host's part of other steps has one position for all rows
     _check_target(board, offload, rows, given["engine"])
@@ -179,14 +179,14 @@ def _warn_of_defaults(replay: ReplayConfig | None) -> None:
     warn(text, 4)
 
 
-def _check_target(board: Target, offload: str | None, rows: int | None, engine: str) -> None:
+def _check_target(board: Target, offload: str | None, rows: int | None, engine: str | None) -> None:
     if rows is not None and board.kind == "fpga" and offload != "all":
         what = f"rows with positions of their own need whole decode steps on the accelerator, not offload={offload!r}"
         raise CompileError(what, hint='give offload="all", or leave rows out: then all rows are at one position')
-    wishes = {"offload": offload} if offload in ("linears", "all") else {"engine": engine} if engine == "rtl" else {}
-    for name, value in wishes.items() if board.kind != "fpga" else ():
+    wishes = {"offload": offload, "engine": engine} if board.kind != "fpga" else {}
+    for name, value in ((name, value) for name, value in wishes.items() if value is not None):
         what = f"{name}={value!r} needs an accelerator, and target {board.name} has none"
-        raise CompileError(what, hint=f'choose a board (target="zcu102", --target zcu102), or leave {name} out')
+        raise CompileError(what, hint=f"choose a board, such as target='zcu102', or leave {name} out")
 
 
 def _repetition(model: object) -> list[Pass]:

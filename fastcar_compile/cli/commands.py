@@ -11,10 +11,11 @@ from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from fastcar_compile.cli.common import ExitCode, report_error
+from fastcar_compile.cli.words import CALL, Call
 from fastcar_compile.errors import UserError
 from fastcar_compile.support.packages import Registry
 
@@ -41,10 +42,25 @@ COMMANDS = {
 }
 REGISTRY = Registry("command", "fastcar_compile.commands", COMMANDS, UserError)
 ABSENT = {
-    "play": ("is not installed", "pip install fastcar_play"),
+    "play": ("is not installed", "in a checkout: pip install ./play"),
     "simulate": ("was removed", "use `fastcar estimate ARTIFACT --time-line FILE`"),
 }
 """Names of no command -> why, unless a plug-in brings it, and what to do."""
+
+
+class FastcarCommand(TyperCommand):
+    """A command that tells its function which options are given; the function sees defaults and given values alike."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Call the function."""
+        sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+        given = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+        flags = {str(own.name): own.opts[0] for own in self.params}
+        token = CALL.set(Call(flags, frozenset(given)))
+        try:
+            return super().invoke(ctx)
+        finally:
+            CALL.reset(token)
 
 
 class FastcarGroup(TyperGroup):
@@ -84,7 +100,7 @@ class FastcarGroup(TyperGroup):
             return self.commands.get(cmd_name)
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         try:
-            single.command(cmd_name)(REGISTRY.load(cmd_name))
+            single.command(cmd_name, cls=FastcarCommand)(REGISTRY.load(cmd_name))
         except UserError as error:
             anything = {"ignore_unknown_options": True, "allow_extra_args": True}
             single.command(cmd_name, help=error.what, context_settings=anything)(_raising(error))

@@ -22,6 +22,7 @@ from typer.models import ParameterInfo
 
 from fastcar_compile.cli import BROKEN_PIPE, INTERRUPTED, RECEIVED, TERMINATED
 from fastcar_compile.cli.output import interactive, print_json, stderr, visible
+from fastcar_compile.cli.words import CALL, check_effects, in_words_of
 from fastcar_compile.errors import FastcarError, UserError, os_errors
 from fastcar_compile.support.values import LOGGER
 
@@ -99,7 +100,10 @@ def command(function: Callable[P, ExitCode | None]) -> Callable[P, None]:
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            check_places(function, kwargs)
+            hints = get_type_hints(function, include_extras=True)
+            marks: Marks = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+            check_effects(marks, kwargs)
+            check_places(marks, kwargs)
             code = function(*args, **kwargs) or ExitCode.OK
         except typer.Exit:
             raise
@@ -112,7 +116,8 @@ def command(function: Callable[P, ExitCode | None]) -> Callable[P, None]:
                 raise typer.Exit(RECEIVED[0]) from None
             if os.environ.get("FASTCAR_TRACEBACK") and not isinstance(error, UserError):
                 raise
-            code = report_error(error, bool(kwargs.get("as_json")))
+            told = in_words_of(CALL.get(), error) if isinstance(error, UserError) else error
+            code = report_error(told, bool(kwargs.get("as_json")))
         raise typer.Exit(int(code))
 
     return wrapped
@@ -218,14 +223,16 @@ class MayRead:
     """Marks an option of text that may name a file, alone or before a colon."""
 
 
-def check_places(function: Callable[..., Any], given: Mapping[str, object]) -> None:
+Marks = Mapping[str, tuple[Any, ...]]
+"""Parameter of a command -> what its annotation says beside its type."""
+
+
+def check_places(marks: Marks, given: Mapping[str, object]) -> None:
     """Raise unless every output of a command has a folder, and none would overwrite an input or another output.
 
     Raises:
         UserError: with the option, the path and what to do.
     """
-    hints = get_type_hints(function, include_extras=True)
-    marks: dict[str, tuple[Any, ...]] = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
     paths = {name: [*_paths(given.get(name), marks[name])] for name in marks}
     written = {name: mark for name in marks for mark in marks[name] if isinstance(mark, Writes)}
     for name, mark in written.items():

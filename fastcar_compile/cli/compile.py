@@ -23,6 +23,7 @@ from fastcar_compile.cli.options import (
     require_one,
 )
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text, size_text
+from fastcar_compile.cli.words import Needs, Without
 from fastcar_compile.errors import UserError, count_text
 from fastcar_compile.support.values import model_hint
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from fastcar_compile.report.dry_run import Speed
 
 T = TypeVar("T")
+REPLAYS = Without("no_replay")
 FORMATS = "fastcar_compile.config.formats"
 
 
@@ -167,26 +169,26 @@ def compile_command(
     batch_size: int = 1,
     rows: int | None = None,
     grid: str | None = None,
-    lag: Annotated[int, Option(min=1)] = 2,
-    lead: Annotated[int, Option(min=0)] = 0,
-    prefix: Annotated[int, Option(min=0)] = 0,
+    lag: Annotated[int, Option(min=1), Needs("grid")] = 2,
+    lead: Annotated[int, Option(min=0), Needs("grid")] = 0,
+    prefix: Annotated[int, Option(min=0), Needs("grid")] = 0,
     prefill_chunk: int | None = None,
     quant: Annotated[str | None, Option(autocompletion=names_of(f"{FORMATS}:QUANT_FORMATS.keys"))] = None,
-    gate: Annotated[str | None, Option(autocompletion=names_of("fastcar_compile.gates:GATES.keys"))] = None,
-    gate_weights: Path | None = None,
-    draft: Path | None = None,
-    rotary: str | None = None,
-    threshold: str | None = None,
-    heads: str | None = None,
-    refresh_every: int | None = None,
+    gate: Annotated[str | None, Option(autocompletion=names_of("fastcar_compile.gates:GATES.keys")), REPLAYS] = None,
+    gate_weights: Annotated[Path | None, REPLAYS] = None,
+    draft: Annotated[Path | None, REPLAYS] = None,
+    rotary: Annotated[str | None, REPLAYS] = None,
+    threshold: Annotated[str | None, REPLAYS] = None,
+    heads: Annotated[str | None, REPLAYS] = None,
+    refresh_every: Annotated[int | None, REPLAYS] = None,
     offload: str | None = None,
-    engine: str = "hls",
-    max_chain: int | None = None,
-    couple_cfg: bool = False,
+    engine: str | None = None,
+    max_chain: Annotated[int | None, REPLAYS] = None,
+    couple_cfg: Annotated[bool, REPLAYS] = False,
     no_replay: bool = False,
     window: int | None = None,
-    sinks: int | None = None,
-    window_positions: str | None = None,
+    sinks: Annotated[int | None, Needs("window")] = None,
+    window_positions: Annotated[str | None, Needs("window")] = None,
     kv: Annotated[str | None, Option(autocompletion=names_of(f"{FORMATS}:KV_TYPES.keys"))] = None,
     numerics: str | None = None,
     host_cpus: str = "native",
@@ -194,8 +196,8 @@ def compile_command(
     strict: bool = False,
     cache: str | None = None,
     no_cache: bool = False,
-    cache_libraries: bool = False,
-    cache_write: bool = False,
+    cache_libraries: Annotated[bool, Needs("cache")] = False,
+    cache_write: Annotated[bool, Needs("cache")] = False,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Compile a trained decoder to an artifact.
@@ -255,7 +257,9 @@ def compile_command(
             hint = "give image rows and columns, for example 8x8"
             raise UserError(f"{grid!r} is not a grid", where="--grid", hint=hint)
         given["wavefront"] = fc.Wavefront((int(sides[1]), int(sides[2])), lag, lead, prefix)
-    options = _of(fc.CompileConfig, given) | {"sparse_attention": _sparse(given), "strict": strict}
+    sparse = _of(fc.SparseAttention, given)
+    options = _of(fc.CompileConfig, given) | {"strict": strict}
+    options["sparse_attention"] = fc.SparseAttention(**sparse) if sparse else None
     options["replay"] = None if no_replay else fc.ReplayConfig(**_of(fc.ReplayConfig, given))
     options["host_cpus"] = [name.strip() for name in host_cpus.split(",")]
     require_one({"--no-cache": no_cache, "--cache": cache})
@@ -278,20 +282,6 @@ def compile_command(
 def _of(config: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
     """Return the options that are fields of a configuration. Those that were left out are None, and left to it."""
     return {name: given[name] for name in config.model_fields if given.get(name) is not None}
-
-
-def _sparse(given: dict[str, Any]) -> fc.SparseAttention | None:
-    """Return the sparse attention of --window, --sinks and --window-positions; None without a window.
-
-    Raises:
-        UserError: sinks or positions without a window. CompileError: a value is not valid.
-    """
-    options = _of(fc.SparseAttention, given)
-    if "window" in options or not options:
-        return fc.SparseAttention(**options) if options else None
-    flags = {"sinks": "--sinks", "positions": "--window-positions"}
-    what = f"{' and '.join(flags[name] for name in flags if name in options)} given without --window"
-    raise UserError(what, hint="give --window too, for example --window 256")
 
 
 def _show_artifact(artifact: fc.Artifact, as_json: bool) -> None:

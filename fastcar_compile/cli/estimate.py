@@ -12,7 +12,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli.common import JsonOption, MayRead, Writes, command, stages
 from fastcar_compile.cli.options import TARGETS, existing, require_one
 from fastcar_compile.cli.output import print_fields, print_json, print_text
-from fastcar_compile.errors import CompileError, UserError, count_text
+from fastcar_compile.errors import CompileError, UserError, count_text, names_text
 
 if TYPE_CHECKING:
     from fastcar_compile.codegen.hls.design.design import Design
@@ -172,9 +172,11 @@ def with_options(work: Workload, wishes: dict[str, Any]) -> Workload:
     offloads: tuple[str, ...] = get_args(fc.CompileConfig.model_fields["offload"].annotation)
     given = {name: value for name, value in wishes.items() if value is not None}
     if given.get("quant", SHAPE_QUANT) not in ACCELERATED:
-        raise UserError(f"there is no engine for --quant {given['quant']}", hint=f"give {' or '.join(ACCELERATED)}")
+        hint = f"give one of {names_text(ACCELERATED, given['quant'])}"
+        raise UserError(f"there is no engine for --quant {given['quant']}", hint=hint)
     if given.get("offload", offloads[0]) not in offloads:
-        raise UserError(f"--offload {given['offload']} is not known", hint=f"give one of {', '.join(offloads)}")
+        hint = f"give one of {names_text(offloads, given['offload'])}"
+        raise UserError(f"--offload {given['offload']} is not known", hint=hint)
     if "sink_window" in given:
         given["kv_rows"] = None  # an artifact's own ring has another window
     if given.keys() - {"offload", "replay"}:

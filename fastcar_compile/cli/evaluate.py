@@ -11,7 +11,9 @@ import fastcar_compile as fc
 from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, MayRead, Writes, command, stages
 from fastcar_compile.cli.output import print_result, print_table
+from fastcar_compile.cli.words import Without
 from fastcar_compile.errors import UserError, os_errors
+from fastcar_compile.support.packages import require
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,18 +21,21 @@ if TYPE_CHECKING:
     from fastcar_compile.gates import GateWeights
     from fastcar_compile.tune.evaluate import SinkWindow
 
+CHOSEN = Without("cases")
+"""Of the options of a calibration: a file of cases has made these choices."""
+
 
 @command
 def evaluate_command(
     decoder: Path,
     videos: options.VideosOption,
     calibration_videos: Path | None = None,
-    gates: str = "tas,input_delta",
-    heads: str | None = None,
+    gates: Annotated[str, CHOSEN] = "tas,input_delta",
+    heads: Annotated[str | None, CHOSEN] = None,
     gate_weights: Path | None = None,
-    couple_cfg: bool = False,
-    ratios: str = "0.5,0.8",
-    calibrations: str = "calibrated,uniform,random",
+    couple_cfg: Annotated[bool, CHOSEN] = False,
+    ratios: Annotated[str, CHOSEN] = "0.5,0.8",
+    calibrations: Annotated[str, CHOSEN] = "calibrated,uniform,random",
     cases: Path | None = None,
     save_cases: Annotated[Path | None, Writes("cases")] = None,
     sparse_attention: str = "none",
@@ -68,6 +73,8 @@ def evaluate_command(
         output: Write the rows to this JSON file.
         plots: Folder for the pictures.
     """
+    if plots is not None:
+        require("evaluate", "matplotlib")
     from fastcar_compile.tune import evaluate
     from fastcar_compile.tune.evaluate.plots import draw
 
@@ -97,12 +104,12 @@ def evaluate_command(
             evaluate.save_cases(planned, save_cases)
         chosen = [case.with_attention(a) for a in attentions for case in planned]
         rows = study.rows(chosen)
+        if output is not None:
+            with os_errors("the output cannot be written", output):
+                output.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n", "utf-8")
         if plots is not None:
             show("pictures")
             draw(study.judge, chosen, rows, plots)
-    if output is not None:
-        with os_errors("the output cannot be written", output):
-            output.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n", "utf-8")
     print_result(as_json, {"rows": rows}, lambda: print_table(_TITLES, map(_cells, rows)))
 
 

@@ -18,7 +18,8 @@ from fastcar_compile.artifact.layout import SIGNATURE
 from fastcar_compile.cli.common import ExitCode, JsonOption, Writes, command, stages
 from fastcar_compile.cli.options import ArtifactArgument, existing, require_one
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text, size_text
-from fastcar_compile.errors import UserError, count_text
+from fastcar_compile.cli.words import Needs
+from fastcar_compile.errors import UserError, count_text, names_text
 
 if TYPE_CHECKING:
     from fastcar_compile.artifact.sections import HostSection
@@ -32,10 +33,10 @@ def inspect_command(
     before: bool = False,
     after: bool = False,
     explain: bool = False,
-    layer: int | None = None,
-    node: str | None = None,
+    layer: Annotated[int | None, Needs("explain")] = None,
+    node: Annotated[str | None, Needs("explain")] = None,
     html: Annotated[Path | None, Writes("page")] = None,
-    trace: Path | None = None,
+    trace: Annotated[Path | None, Needs("html")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show an artifact: summary, layers, graphs or reasons.
@@ -56,10 +57,6 @@ def inspect_command(
 
     require_one({"--sites": sites, "--before": before, "--after": after, "--explain": explain, "--html": html})
     require_one({"--layer": layer, "--node": node})
-    if (layer is not None or node is not None) and not explain:
-        raise UserError("--layer and --node select a part of --explain", hint="add --explain")
-    if trace is not None and html is None:
-        raise UserError("--trace is for the page of --html", hint="add --html FILE")
     with stages(as_json, "inspect", "checking the files") as show:
         loaded = fc.load(artifact)
         if html is not None:
@@ -116,7 +113,7 @@ def _show_summary(loaded: fc.Artifact, size: int) -> None:
     counts = f"{count_text(len(manifest.layers.layers), 'layer')}, {count_text(len(manifest.files), 'file')}"
     print_text(f"{loaded.path}: {counts}, {size_text(size)}\n")
     fields, decoder = decoder_fields(manifest), manifest.decoder
-    fields["gate"] = gate_text(manifest.layers.gates, manifest.layers.thresholds)
+    fields["gate"] = gate_text(manifest.layers.gates, manifest.thresholds_in_use)
     state, token = sum(decoder.state_bytes().values()), decoder.token_bytes()
     fields["a session"] = f"{size_text(state)} of states; `rewind` keeps {size_text(token)} of each token"
     if libraries := host_lines(manifest.host):
@@ -158,7 +155,8 @@ def diff_command(
     """
     wanted, known = {name.strip() for name in only.split(",")}, PARTS.split(",")
     if wanted - {*known}:
-        raise UserError(f"--only {only!r} names an unknown part", hint=f"parts: {PARTS}")
+        hint = f"parts: {names_text(known, min(wanted.difference(known)))}"
+        raise UserError(f"--only {only!r} names an unknown part", hint=hint)
     with stages(as_json, "diff"):
         found = fc.diff(a, b)
     parts = {part: found.get(part, ()) for part in known if part in wanted}

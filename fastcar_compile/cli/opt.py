@@ -11,6 +11,7 @@ from typer import Argument, Option
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
 from fastcar_compile.cli.options import OUTPUT
 from fastcar_compile.cli.output import print_json, print_result, print_table, print_text, visible
+from fastcar_compile.cli.words import Needs
 from fastcar_compile.errors import UserError, os_errors
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ def opt_command(
     graph: Graph = "before",
     passes: Annotated[str, Option("--passes", "-p")] = "",
     output: Annotated[Path | None, OUTPUT, Writes("result")] = None,
-    verify_each: bool = True,
-    print_after_all: Annotated[bool, Option()] = False,
+    verify_each: Annotated[bool, Needs("passes")] = True,
+    print_after_all: Annotated[bool, Option(), Needs("passes")] = False,
     list_passes: Annotated[bool, Option()] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typer import Argument, Option
 
+from fastcar_compile.cli.words import Needs
 from fastcar_compile.errors import UserError
 from fastcar_compile.support.packages import needs
 from fastcar_compile.support.values import read_arrays, refuse_pipe
@@ -48,7 +49,9 @@ TokensPerFrameOption = Annotated[int | None, Option(help="Tokens of one frame; d
 ExecutorOption = Annotated[
     str | None, Option(help="Who measures: processes:N, dask:ADDRESS, or module:factory of an Executor.")
 ]
-ScratchOption = Annotated[str | None, Option(help="Folder or URL that all workers see; default: temporary files.")]
+ScratchOption = Annotated[
+    str | None, Option(help="Folder or URL that all workers see; default: temporary files."), Needs("executor")
+]
 ThresholdOption = Annotated[str | None, Option(help="Overrides the compiled threshold(s).")]
 
 

@@ -12,6 +12,7 @@ from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
 from fastcar_compile.cli.output import print_fields, print_result, print_text
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption
+from fastcar_compile.cli.words import Needs
 from fastcar_compile.errors import UserError, count_text, os_errors
 
 
@@ -24,16 +25,16 @@ def run_command(
     backend: Annotated[str, Option(autocompletion=options.BACKENDS)] = "cpu",
     threshold: options.ThresholdOption = None,
     thresholds: Path | None = None,
-    seed: Annotated[int, Option(min=0)] = 0,
+    seed: Annotated[int, Option(min=0), Needs("temperature")] = 0,
     temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    top_k: Annotated[int | None, Needs("temperature")] = None,
+    top_p: Annotated[float | None, Needs("temperature")] = None,
     repetition_penalty: float = 1.0,
     guidance: float = 1.0,
-    exact: bool = False,
-    negative_prompt: str | None = None,
+    exact: Annotated[bool, Needs("temperature")] = False,
+    negative_prompt: Annotated[str | None, Needs("guidance")] = None,
     context: Path | None = None,
-    context_mask: Path | None = None,
+    context_mask: Annotated[Path | None, Needs("context")] = None,
     threads: Annotated[int | None, Option(min=1)] = None,
     output: Annotated[Path | None, options.OUTPUT, Writes()] = None,
     trace: Annotated[Path | None, Writes("trace")] = None,
@@ -71,8 +72,6 @@ def run_command(
     for option, path in (("output", output), ("trace", trace)):
         if path is not None and path.suffix != ".npy":
             raise UserError(f"the {option} {path} is not a .npy file", hint="end its name in .npy")
-    if context_mask is not None and context is None:
-        raise UserError("--context-mask is given without --context", hint="give both, or none of them")
     from_file = prompt_file and options.read_tokens(prompt_file, "prompt file", dims=(1, 2))
     ids = options.parse_prompt(str(prompt)) if from_file is None else from_file
     limits = None if threshold is None else options.parse_thresholds(threshold)

@@ -17,6 +17,7 @@ from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
 from fastcar_compile.cli.evaluate import read_decoder
 from fastcar_compile.cli.output import print_fields, print_result, print_text
+from fastcar_compile.cli.words import Needs
 from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ Decoder = Annotated[Path, Argument(help="Folder of a Hugging Face decoder.")]
 TargetReplay = Annotated[float, Option(help="Share of the forwards t >= F that shall replay.")]
 Gate = Annotated[str, Option(help="learned, or tas (a weight per query head).")]
 Start = Annotated[Path | None, Option(help="A trained gate of the same kind and units to go on from.")]
-Units = Annotated[int, Option(help="Of the hidden layer of gate learned.")]
+Units = Annotated[int, Option(help="Of the hidden layer of gate learned."), Needs("gate", "learned")]
 Steps = Annotated[int, Option(help="Of the optimiser.")]
 Batch = Annotated[int, Option(help="Videos per step.")]
 Seed = Annotated[int, Option(help="Of first weights, order of videos and noise.")]
@@ -107,9 +108,11 @@ def fit_draft_command(
     output: Annotated[Path, options.OUTPUT, Writes("draft")],
     share: Annotated[float, Option(help="Weights of all drafts, as a share of those of all MLPs.")] = 0.25,
     distill_steps: Annotated[int, Option(help="Steps that then train the drafts through the decoder.")] = 0,
-    distill_replay: Annotated[float, Option(help="Share of the forwards t >= F that replay in these steps.")] = 0.8,
+    distill_replay: Annotated[
+        float, Option(help="Share of the forwards t >= F that replay in these steps."), Needs("distill_steps")
+    ] = 0.8,
     distill_rate: Annotated[
-        float, Option(help="Peak learning rate, as a share of a tensor's root mean square.")
+        float, Option(help="Peak learning rate, as a share of a tensor's root mean square."), Needs("distill_steps")
     ] = 0.01,
     seed: Seed = 0,
     tokens_per_frame: options.TokensPerFrameOption = None,
@@ -186,7 +189,7 @@ def calibrate_command(
     search_videos: Annotated[int | None, Option(min=1)] = None,
     output: Annotated[Path | None, options.OUTPUT, Writes("thresholds")] = None,
     store: bool = False,
-    drop_signature: bool = False,
+    drop_signature: Annotated[bool, Needs("store")] = False,
     journal: Annotated[Path | None, Writes("journal")] = None,
     executor: options.ExecutorOption = None,
     scratch: options.ScratchOption = None,

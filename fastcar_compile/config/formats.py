@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.errors import InputError, InternalError
+from fastcar_compile.errors import InputError, InternalError, names_text
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def kv_type(dtype: object) -> KvType:
     """
     name = str(dtype).removeprefix("torch.")
     if name not in KV_TYPES:
-        raise InputError(f"no KV cache has the type {name!r}", hint=f"use one of: {', '.join(KV_TYPES)}")
+        raise InputError(f"no KV cache has the type {name!r}", hint=f"use one of: {names_text(KV_TYPES, name)}")
     return KV_TYPES[name]
 
 
@@ -183,5 +183,5 @@ def quant_format(name: str) -> QuantFormat:
         InputError: no format has this name.
     """
     if name not in QUANT_FORMATS:
-        raise InputError(f"unknown quantisation {name!r}", hint=f"use one of: {', '.join(QUANT_FORMATS)}")
+        raise InputError(f"unknown quantisation {name!r}", hint=f"use one of: {names_text(QUANT_FORMATS, name)}")
     return QUANT_FORMATS[name]

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, QUANT_FORMATS, quant_format
 from fastcar_compile.config.wavefront import Wavefront
-from fastcar_compile.errors import CompileError, InputError, UserError, count_text
+from fastcar_compile.errors import CompileError, InputError, UserError, count_text, names_text
 from fastcar_compile.gates import GATES, GateWeights, gate_class, gate_named
 from fastcar_compile.gates.base import Rotary
 from fastcar_compile.gates.draft import Draft
@@ -156,7 +156,7 @@ def _one_of(known: Mapping[str, object], what: str, listed: str = "known") -> Af
 
     def check(name: str) -> str:
         if name not in known:
-            raise ValueError(f"unknown {what} {name!r}; {listed}: {', '.join(known)}")
+            raise ValueError(f"unknown {what} {name!r}; {listed}: {names_text(known, name)}")
         return name
 
     return AfterValidator(check)
@@ -236,7 +236,13 @@ class ReplayConfig(Config):
 
     @model_validator(mode="after")
     def _heads_and_weights_fit_the_gate(self) -> Self:
-        gate_named(self.gate, None if self.heads is None else (), rotary=self.rotary)
+        # "both" is refused too where the caller gives it to a gate that compares no query.
+        rotary = "key" if "rotary" in self.model_fields_set else self.rotary
+        gate_named(self.gate, None if self.heads is None else (), rotary=rotary)
+        limits = [name for name in ("max_chain", "couple_cfg", "refresh_every", "draft") if getattr(self, name)]
+        if limits and self.threshold is None:
+            names = " and ".join(limits)
+            raise ValueError(f"threshold None is never replay, and {names} without effect: leave {names} out")
         problem = weights_problem(self.gate, self.gate_weights is not None)
         if problem is not None:
             raise ValueError(problem)
@@ -391,8 +397,8 @@ class CompileConfig(Config):
             found = front.problems(self.tokens_per_frame, self.rows, self.sparse_attention is not None)
             CompileError.raise_all([CompileError(p.what, where="wavefront", hint=p.hint) for p in found])
         if self.numerics == "exact" and not (quant_format(self.quant).integer and self.kv == "int8"):
-            what = f"numerics='exact' is defined for integers, not for quant {self.quant!r} and kv {self.kv!r}"
-            hint = "use quant w8a8 or w4a8 with kv='int8', or numerics='native'"
+            what = f"numerics='exact' is defined for integers, not for quant={self.quant!r} and kv={self.kv!r}"
+            hint = "use quant='w8a8' or quant='w4a8' with kv='int8', or numerics='native'"
             raise CompileError(what, hint=hint)
         if self.batch_size * (self.rows or 1) > 32:
             what = f"batch_size {self.batch_size} and rows {self.rows} are {self.batch_size * (self.rows or 1)} rows"
@@ -413,6 +419,6 @@ class CompileConfig(Config):
             if (given := getattr(self, name)) != wanted
         ]
         if not quant_format(self.quant).integer:
-            what = f"offload='all' needs integer weights, not quant {self.quant!r}"
-            found.append(CompileError(what, hint=f"use quant {' or '.join(ACCELERATED)}"))
+            what = f"offload='all' needs integer weights, not quant={self.quant!r}"
+            found.append(CompileError(what, hint=f"use {' or '.join(f'quant={name!r}' for name in ACCELERATED)}"))
         return found

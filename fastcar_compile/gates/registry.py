@@ -6,7 +6,7 @@ from enum import IntEnum
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 
-from fastcar_compile.errors import CompileError
+from fastcar_compile.errors import CompileError, names_text
 from fastcar_compile.gates.base import Comparison, FabricGate, Gate, Rotary
 from fastcar_compile.gates.input_delta import InputDeltaGate
 from fastcar_compile.gates.learned import LearnedGate
@@ -115,7 +115,7 @@ def gate_class(name: str) -> type[Gate]:
         CompileError: no gate has this name.
     """
     if name not in GATES:
-        raise CompileError(f"unknown gate {name!r}", hint=f"known gates: {', '.join(GATES)}")
+        raise CompileError(f"unknown gate {name!r}", hint=f"known gates: {names_text(GATES, name)}")
     return GATES[name]
 
 

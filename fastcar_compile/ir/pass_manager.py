@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from torch import fx
 
-from fastcar_compile.errors import CompileError, InternalError
+from fastcar_compile.errors import CompileError, InternalError, names_text
 from fastcar_compile.gates.draft import Draft
 from fastcar_compile.gates.weights import DIGEST, GateWeights, StoredLayers
 from fastcar_compile.ir.layers import LAYER_KEYS
@@ -91,7 +91,7 @@ def pipeline_from_string(text: str, registry: Mapping[str, type[Pass]]) -> list[
             raise _malformed(text, end)
         name, end = match.group(), match.end()
         if name not in registry:
-            raise CompileError(f"unknown pass '{name}'", hint=f"use one of: {', '.join(sorted(registry))}")
+            raise CompileError(f"unknown pass '{name}'", hint=f"use one of: {names_text(sorted(registry), name)}")
         options, end = _options(text, end)
         known = {f.name for f in fields(registry[name])}
         if unknown := sorted(set(options) - known):

@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from fastcar_compile.errors import BackendError, UserError
+from fastcar_compile.errors import BackendError, UserError, names_text
 
 NAME = "fastcar_compile"
 TEMPLATES = "hls_templates"
@@ -101,6 +101,18 @@ def needs(extra: str) -> Generator[None]:
         raise BackendError(what, where=f"import {error.name}", hint=hint) from error
 
 
+def require(extra: str, *packages: str) -> None:
+    """Raise unless the packages of an extra are installed, before work that would be lost without them.
+
+    Raises:
+        BackendError: a package is missing.
+    """
+    with needs(extra):
+        for name in packages:
+            if find_spec(name) is None:
+                raise ModuleNotFoundError(name=name)
+
+
 def pyplot() -> Any:
     """Return matplotlib.pyplot, which draws without a display.
 
@@ -161,7 +173,7 @@ class Registry:
                 return getattr(import_module(module), attribute)
         added = self.added()
         if name not in added:
-            raise self.error(f"unknown {self.what} {name!r}", hint=f"use one of: {', '.join(self.names())}")
+            raise self.error(f"unknown {self.what} {name!r}", hint=f"use one of: {names_text(self.names(), name)}")
         try:
             return added[name].load()
         except Exception as error:  # the code of others

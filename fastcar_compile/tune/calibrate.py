@@ -17,7 +17,7 @@ from torch import nn
 
 from fastcar_compile.artifact.thresholds import Expected, Thresholds
 from fastcar_compile.config import ReplayConfig
-from fastcar_compile.errors import InputError
+from fastcar_compile.errors import InputError, names_text
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.model_facts import ModelFacts
 from fastcar_compile.gates import GATES
@@ -192,7 +192,7 @@ def calibrate(
 def check_precision(quant: str) -> None:
     """Raise InputError for what is none of PRECISIONS."""
     if not isinstance(quant, str) or quant not in PRECISIONS:
-        raise InputError(f"quant is {shown(quant)}", hint=f"choose from {', '.join(PRECISIONS)}")
+        raise InputError(f"quant is {shown(quant)}", hint=f"choose from {names_text(PRECISIONS, quant)}")
 
 
 def _check_goal(target_replay: float | None, max_nll_increase: float | None) -> None:

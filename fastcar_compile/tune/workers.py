@@ -258,6 +258,8 @@ class Workers:
         """
         check_kind("executor", executor, (Executor, type(None)), "a concurrent.futures.Executor")
         check_kind("scratch", scratch, (str, Path, type(None)), "a folder, or a URL that fsspec opens")
+        if executor is None and scratch is not None:
+            raise InputError("scratch has no effect without executor", hint="give an executor, or leave scratch out")
         return None if executor is None else cls(executor, scratch)
 
     def knows(self, program: DecoderProgram, artifact: Artifact) -> None:

@@ -17,6 +17,7 @@ from fastcar_compile.cli.common import JsonOption, command, stages
 from fastcar_compile.cli.options import BACKENDS, ArtifactArgument
 from fastcar_compile.cli.output import interactive, print_fields, print_result, print_text
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption
+from fastcar_compile.cli.words import Without
 from fastcar_compile.errors import count_text
 from fastcar_compile.support.machine import usable_cores
 from fastcar_play import limits
@@ -28,29 +29,34 @@ LOCAL = "127.0.0.1"
 
 OPEN = "whoever reaches this machine there can play, and use its cores; there is no password, and nothing is encrypted"
 
+SERVED = Without("static"), Without("recorded")
+"""Of the options of the server."""
+
 
 @command
 def play_command(
     artifact: ArtifactArgument,
     world: Annotated[Path, Option(help="Folder of the world that the decoder was trained on.")],
     host: Annotated[
-        str, Option(help="Address to listen at. Others than this machine reach 0.0.0.0, without a password.")
+        str, Option(help="Address to listen at. Others than this machine reach 0.0.0.0, without a password."), *SERVED
     ] = LOCAL,
-    port: Annotated[int, Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 0,
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen at; 0 takes a free one."), *SERVED] = 0,
     visitors: Annotated[
-        int | None, Option(min=1, max=limits.VISITORS, help="Players at once; default: one per core.")
+        int | None, Option(min=1, max=limits.VISITORS, help="Players at once; default: one per core."), *SERVED
     ] = None,
     backend: Annotated[
         str, Option(help="cpu or onnxruntime; a recorded game also hls-csim or board.", autocompletion=BACKENDS)
     ] = "cpu",
-    threads: Annotated[int | None, Option(min=1, help="CPU threads of each player.")] = None,
+    threads: Annotated[int | None, Option(min=1, help="CPU threads of each player."), SERVED[1]] = None,
     static: Annotated[
-        Path | None, Option(help="Write the page into this folder, for any file server: the browser plays by itself.")
+        Path | None,
+        Option(help="Write the page into this folder, for any file server: the browser plays by itself."),
+        SERVED[1],
     ] = None,
     recorded: Annotated[
         Path | None, Option(help="Verify a recorded game bit for bit, instead of playing: numerics have to be exact.")
     ] = None,
-    browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page.")] = True,
+    browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page."), *SERVED] = True,
     digest: DigestOption = None,
     public_key: KeyOption = None,
     policy: PolicyOption = None,

@@ -40,8 +40,9 @@ def warned(case: Case) -> AbstractContextManager[object]:
 def compiled(case: Case, output: Path, target: str = "cpu", quant: str = "none", chunk: int = CHUNK) -> fc.Artifact:
     """Return the artifact of a case, whose warning is asserted."""
     with warned(case):
+        offload = None if target == "cpu" else "mlp"
         return fc.compile(
-            case.build(), target, quant=quant, offload="mlp", tokens_per_frame=case.frame, max_seq_len=case.length,
+            case.build(), target, quant=quant, offload=offload, tokens_per_frame=case.frame, max_seq_len=case.length,
             batch_size=BATCH, prefill_chunk=chunk, kv=case.kv, replay=fc.ReplayConfig(gate=case.gate), output=output,
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from fastcar_compile.errors import CompileError
+from fastcar_compile.errors import CompileError, names_text
 from fastcar_compile.support.machine import CPUINFO, cpu_flags
 
 Int8 = Literal["portable", "vnni512", "vnni256", "madd", "smmla", "sdot", "smull", "dot"]
@@ -117,7 +117,7 @@ def instruction_set(name: str) -> InstructionSet:
     """
     known = {isa.name: isa for isa in INSTRUCTION_SETS}
     if name not in known:
-        hint = f"use some of: {', '.join(known)}, {NATIVE}"
+        hint = f"use some of: {names_text((*known, NATIVE), name)}"
         raise CompileError(f"unknown instruction set {name!r}", where="host_cpus", hint=hint)
     return known[name]
 

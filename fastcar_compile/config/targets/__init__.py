@@ -1,6 +1,5 @@
 """The boards and CPUs that artifacts are compiled for: one TOML file each, data only, and its typed reader."""
 
-import difflib
 import platform
 import tomllib
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import quant_format
-from fastcar_compile.errors import CompileError, TargetError, UserError, count_text, describe_validation
+from fastcar_compile.errors import CompileError, TargetError, UserError, count_text, describe_validation, names_text
 from fastcar_compile.support import limits
 from fastcar_compile.support.values import checked, file_bytes
 
@@ -300,11 +299,8 @@ def whole_step(board: Target, options: Mapping[str, Any]) -> CompileConfig | Non
 
 
 def _unknown(name: str) -> TargetError:
-    names = available_targets()
-    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    hint = (f"did you mean {near[0]!r}? " if near else "") + f"available: {', '.join(names)}"
     own = "your own board is a path to a .toml file like the shipped files"
-    return TargetError(f"unknown target {name!r}", hint=f"{hint}; {own}")
+    return TargetError(f"unknown target {name!r}", hint=f"{own}; available: {names_text(available_targets(), name)}")
 
 
 def read_toml(path: Path, what: str, error: type[UserError], hint: str) -> dict[str, Any]:

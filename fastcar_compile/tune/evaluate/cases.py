@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastcar_compile.config import ReplayConfig
-from fastcar_compile.errors import InputError, UserError, os_errors
+from fastcar_compile.errors import InputError, UserError, names_text, os_errors
 from fastcar_compile.gates import GateWeights
 from fastcar_compile.support.strict_json import read_json
 from fastcar_compile.tune.attention import SinkWindow
@@ -135,7 +135,8 @@ def grid(
         InputError: a calibration is unknown, or a ratio is not in 0 to 1.
     """
     if unknown := [c for c in calibrations if c not in CALIBRATIONS]:
-        raise InputError(f"unknown calibration {unknown[0]!r}", hint=f"choose from {', '.join(CALIBRATIONS)}")
+        hint = f"choose from {names_text(CALIBRATIONS, unknown[0])}"
+        raise InputError(f"unknown calibration {unknown[0]!r}", hint=hint)
     if wrong := [r for r in ratios if not 0 <= r <= 1]:
         raise InputError(f"a replay ratio of {wrong[0]:g}", hint="give shares from 0 to 1")
     cases = [Case("dense")]

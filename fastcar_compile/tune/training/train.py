@@ -20,7 +20,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import nn
 
-from fastcar_compile.errors import InputError
+from fastcar_compile.errors import InputError, names_text
 from fastcar_compile.frontend.model_facts import ModelFacts
 from fastcar_compile.support import values
 from fastcar_compile.tune.calibrate import program_key
@@ -31,6 +31,8 @@ from fastcar_compile.tune.training.steps import LARGEST_SEED, SCORERS, Options, 
 from fastcar_compile.tune.training.trained import TrainedGate, TrainingState
 from fastcar_compile.tune.workers import Workers
 
+UNITS = 16
+"""Size of the hidden layer of a network that is trained."""
 SLICE_TOKENS = 8192
 """Most tokens of the videos of a slice; a slice has one video at least."""
 
@@ -54,7 +56,7 @@ def train_gate(
     *,
     gate: str = "learned",
     target_replay: float,
-    units: int = 16,
+    units: int = UNITS,
     steps: int = 200,
     batch: int = 4,
     seed: int = 0,
@@ -124,7 +126,7 @@ def tune_decoder(
     gate: str = "learned",
     target_replay: float,
     rate: float = 1e-3,
-    units: int = 16,
+    units: int = UNITS,
     steps: int = 400,
     batch: int = 4,
     seed: int = 0,
@@ -215,7 +217,9 @@ def _checked(options: Options) -> Options:
     """Return the options with Python's numbers."""
     if not isinstance(options.gate, str) or options.gate not in SCORERS:
         what = f"gate {values.shown(options.gate)} has nothing to train"
-        raise InputError(what, hint=f"choose from {', '.join(SCORERS)}")
+        raise InputError(what, hint=f"choose from {names_text(SCORERS, options.gate)}")
+    if options.gate != "learned" and options.units != UNITS:
+        raise InputError(f"units has no effect with gate={options.gate!r}", hint="leave units out")
     target = values.number("target_replay", options.target)
     if not 0 < target < 1:
         raise InputError(f"target_replay is {target:g}", hint="give a share between 0 and 1")

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
-from fastcar_compile.errors import InputError, UserError
+from fastcar_compile.errors import InputError, UserError, names_text
 from fastcar_compile.gates.draft import DraftSize
 from fastcar_compile.ir.types import DecoderConfig, LayerSite
 from fastcar_compile.support import limits
@@ -119,7 +119,7 @@ def load_shape(name: str) -> DecoderShape:
     """
     table = _table()
     if name not in table:
-        raise UserError(f"there is no decoder shape {name!r}", hint=f"choose one of {', '.join(sorted(table))}")
+        raise UserError(f"there is no decoder shape {name!r}", hint=f"choose one of {names_text(sorted(table), name)}")
     return DecoderShape(name=name, **table[name])
 
 

@@ -1,0 +1,121 @@
+"""How a command was called: which options are given, which of them need others, and errors in these words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastcar_compile.errors import UserError
+
+
+@dataclass(frozen=True)
+class Call:
+    """The words of a command line.
+
+    Attributes:
+        flags: parameter of the command -> its option, for example "--top-k", or its argument, for example "ARTIFACT".
+        given: the parameters that the command line has.
+    """
+
+    flags: Mapping[str, str] = field(default_factory=dict[str, str])
+    given: frozenset[str] = frozenset()
+
+
+CALL: ContextVar[Call] = ContextVar("CALL", default=Call())  # noqa: B039  (frozen)
+"""The command that runs; of a command that is called as a function, it has no words."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Marks an option that has an effect only beside another one.
+
+    Args:
+        name: parameter of the other option. value: the value that it has to have; None: any that is true.
+    """
+
+    name: str
+    value: object = None
+
+    def met(self, values: Mapping[str, Any]) -> bool:
+        """Return whether the other option has its value."""
+        found = values.get(self.name)
+        return bool(found) if self.value is None else found == self.value
+
+
+@dataclass(frozen=True)
+class Without:
+    """Marks an option that has no effect beside another one.
+
+    Args:
+        name: parameter of the other option.
+    """
+
+    name: str
+
+
+def check_effects(marks: Mapping[str, Sequence[Any]], values: Mapping[str, Any]) -> None:
+    """Raise unless every option that is given has an effect.
+
+    Args:
+        marks: parameter -> what its annotation says. values: parameter -> its value.
+
+    Raises:
+        UserError: it names every option without effect.
+    """
+    call, found = CALL.get(), dict[tuple[str, str, str], list[str]]()
+    for name in (name for name in marks if name in call.given):
+        for mark in marks[name]:
+            if isinstance(mark, Needs) and not mark.met(values):
+                other = " ".join([call.flags[mark.name], *([] if mark.value is None else [str(mark.value)])])
+                found.setdefault((f"needs {other}", f"need {other}", f"give {other}"), []).append(call.flags[name])
+            elif isinstance(mark, Without) and mark.name in call.given:
+                why = f"no effect with {call.flags[mark.name]}", f"leave {call.flags[mark.name]} out"
+                found.setdefault((f"has {why[0]}", f"have {why[0]}", why[1]), []).append(call.flags[name])
+    if found:
+        what = [f"{' and '.join(flags)} {one if len(flags) == 1 else more}" for (one, more, _), flags in found.items()]
+        hint = [f"{how}, or leave {' and '.join(flags)} out" for (_, _, how), flags in found.items()]
+        raise UserError("; ".join(what), hint="; ".join(hint))
+
+
+_OWNER = r"(?:CompileConfig|ReplayConfig|SparseAttention|Sampling|Wavefront|Cache)"
+_ALIASES = {"positions": "window_positions", "remote": "cache", "write": "cache_write", "libraries": "cache_libraries"}
+"""Fields of a configuration -> the command's parameters, where their names differ."""
+
+
+def in_words_of(call: Call, error: UserError) -> UserError:
+    """Return an error of a function of the package in the words of the command that called the function.
+
+    An option is told by its owner (`CompileConfig.quant`), its value (`quant='w8a9'`), an underscore (`top_k`), or its
+    place at the beginning of a clause (`the lag is 4`).
+    """
+    flags = {name: flag for name, flag in call.flags.items() if flag.startswith("--")}
+    flags |= {name: flags[other] for name, other in _ALIASES.items() if other in flags}
+    if not flags:
+        return error
+    names = "|".join(sorted(flags, key=len, reverse=True))
+    rules = (
+        rf"(?:(?<=; )|^)(?:the )?(?P<name>{names})(?=:? is |: | are )",
+        rf"{_OWNER}\.(?P<name>{names})(?:\.\w+)*",
+        rf"compile\((?P<name>{names})=…\)",
+        rf"(?<![\w.'\"`/-])(?P<name>{names})=(?P<value>'[^']*'|\"[^\"]*\"|[^\s,;:)]+)",
+        rf"(?<![\w.'\"`/-])(?P<name>(?=[a-z]+_)(?:{names}))(?![\w('\"`=\[]|\.\w)",
+        rf"(?<=\bleave )(?P<name>{names})(?= out)",
+    )
+
+    def translated(text: str) -> str:
+        text = re.sub(rf"^{_OWNER} is not valid: (?:\(whole\): )?", "", text)
+        for rule in rules:
+            text = re.sub(rule, spelt, text)
+        return text
+
+    def spelt(found: re.Match[str]) -> str:
+        flag, value = flags[found["name"]], (found.groupdict().get("value") or "True").strip("'\"")
+        return {"True": flag, "False": f"no {flag}"}.get(value, f"{flag} {value}")
+
+    where = "" if re.fullmatch(_OWNER, error.where) else flags.get(error.where, translated(error.where))
+    made = type(error)(translated(error.what), where=where, hint=translated(error.hint))
+    made.problems = tuple(in_words_of(call, problem) for problem in error.problems)
+    return made
