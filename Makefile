@@ -99,7 +99,7 @@ $(VENV)/.%: $(PROJECTS) constraints.txt
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	$(INSTALL) setuptools setuptools-scm
-	$(INSTALL) --no-build-isolation -e ".[$*]" $(PLUG_IN)
+	$(INSTALL) $(foreach own,compile play,--no-build-isolation-package fastcar_$(own)) -e ".[$*]" $(PLUG_IN)
 	touch $@
 
 # Needs yosys. What the resource model takes of it is a file of the package.

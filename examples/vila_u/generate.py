@@ -12,6 +12,9 @@ import torch
 from structure import SMALL, build
 
 import fastcar_compile as fc
+from fastcar_compile.support.packages import require
+
+require("video", "imageio", "PIL")  # the last line saves videos
 
 BATCH, FRAMES = 4, 4
 REPLAY = fc.ReplayConfig(gate="tas", rotary="key", threshold=">0")  # the rule of the authors' code

@@ -25,7 +25,7 @@ from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import ArtifactError, InputError, SignatureError
 from fastcar_compile.support import limits
-from fastcar_compile.support.packages import needs
+from fastcar_compile.support.packages import needs, require
 from fastcar_compile.support.values import file_bytes, path_of, shown
 
 REFUSE = "do not use the artifact: get the one that is trusted, or trust this one after you have checked it"
@@ -79,6 +79,8 @@ class Requirements:
             hint = "give what `fastcar compile` printed: sha256: and 64 hexadecimal digits"
             raise InputError(f"{shown(digest)} is not a digest of an artifact", where="digest", hint=hint)
         key = None if require_signature is None else path_of("require_signature", require_signature)
+        if key is not None:
+            require("sign", "model_signing")
         return cls(digest, key)
 
     def __bool__(self) -> bool:
@@ -144,6 +146,7 @@ def sign(path: str | Path, private_key: str | Path, *, passphrase: str | None = 
         InputError: the key cannot be used. BackendError: the extra `sign` is not installed.
     """
     root, key = path_of("the artifact", path), path_of("the private key", private_key)
+    require("sign", "model_signing")
     stored = StoredArtifact(root)
     digests = _digests(stored.digest, stored.manifest)
     with needs("sign"):

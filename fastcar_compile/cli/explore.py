@@ -8,6 +8,7 @@ from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
 from fastcar_compile.cli.output import print_result, print_table, print_text
 from fastcar_compile.errors import os_errors
+from fastcar_compile.support.packages import require
 
 
 @command
@@ -26,6 +27,7 @@ def explore_command(
         matrix: .toml file, such as examples/sweep/sweep.toml.
         output: Folder for rows.json, rows.csv and index.html.
     """
+    require("evaluate", "matplotlib")
     from fastcar_compile.explore import Matrix, explore
     from fastcar_compile.report.sweep import front, page, table
 
@@ -34,11 +36,11 @@ def explore_command(
         with os_errors("the results cannot be written", output):
             output.mkdir(parents=True, exist_ok=True)
         rows = explore(asked, executor=workers, journal=output / "journal.json", progress=show)
-        found = {"rows.json": json.dumps(rows, indent=1, sort_keys=True) + "\n"}
-        found |= {"rows.csv": table(rows), "index.html": page(rows, matrix.stem)}
-        for name, text in found.items():
+        texts = {"rows.json": lambda: json.dumps(rows, indent=1, sort_keys=True) + "\n"}
+        texts |= {"rows.csv": lambda: table(rows), "index.html": lambda: page(rows, matrix.stem)}
+        for name, text in texts.items():  # the page last, because only drawing it can fail
             with os_errors("the results cannot be written", output / name):
-                (output / name).write_text(text, "utf-8")
+                (output / name).write_text(text(), "utf-8")
     best = front(rows)
     print_result(as_json, {"rows": rows, "front": best}, lambda: _show([rows[i] for i in best], len(rows), output))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -101,6 +101,7 @@ def verify_command(
         loaded = fc.load(artifact, digest=digest, require_signature=public_key)
         sizes, kind = loaded.config, quant_format(loaded.manifest.options.quant)
         names = names or ["cpu", "onnxruntime", *(["hls-csim"] if loaded.manifest.accelerator else [])]
+        require_backends(names)
         inputs = random_inputs(sizes, steps_for(sizes, tokens), seed)
         traces = {name: _trace(loaded, name, limits, inputs, show) for name in [REFERENCE, *names]}
         reference = traces.pop(REFERENCE)
@@ -132,6 +133,18 @@ def _names(text: str) -> list[str]:
     if not names:
         raise UserError(f"no backend in {text!r}", hint="for example --backends cpu,onnxruntime")
     return names
+
+
+def require_backends(names: Sequence[str]) -> None:
+    """Raise BackendError where a backend, its package or its tool is missing, before another one decodes."""
+    from fastcar_compile.runtime.backends import BACKENDS
+
+    for name in names:
+        BACKENDS.load(name)
+    if "hls-csim" in names:
+        from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, compiler
+
+        ap_types_folder(), compiler()
 
 
 def steps_for(sizes: DecoderConfig, tokens: int | None) -> int:

@@ -19,6 +19,7 @@ from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.runtime.compiled import Artifact
+from fastcar_compile.support.packages import require
 from fastcar_compile.support.values import reporter, token_range
 from fastcar_compile.tune.attention import SinkWindow as SinkWindow
 from fastcar_compile.tune.calibrate import program_key, program_of, search_of
@@ -235,6 +236,8 @@ class Study:
     ) -> None:
         self.videos, self.decoder, self.detokenize = np.ascontiguousarray(np.asarray(videos)), decoder, detokenize
         self.setting, self._say = Setting(prompt, token_range("counted", counted)), reporter(progress)
+        if detokenize is not None:
+            require("evaluate", "skimage")
         self.workers = Workers.of(executor, scratch)
         self.groups = {name: np.asarray(frames, bool) for name, frames in (groups or {}).items()}
         if isinstance(source, DecoderProgram):

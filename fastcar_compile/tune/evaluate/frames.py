@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fastcar_compile.errors import InputError, UserError
+from fastcar_compile.support.packages import needs
 
 Detokenize = Callable[[np.ndarray], Any]
 """int64 [N, T], whole frames without the prompt -> [N, frames, height, width] or [N, frames, height, width, channels],
@@ -109,12 +110,10 @@ def ssim_by_frame(made: np.ndarray, true: np.ndarray) -> np.ndarray:
 
     Raises:
         InputError: a side of the frames is below three pixels.
-        UserError: scikit-image is not installed.
+        BackendError: scikit-image is not installed.
     """
-    try:
+    with needs("evaluate"):
         from skimage.metrics import structural_similarity
-    except ImportError as error:
-        raise UserError("SSIM needs scikit-image", hint="pip install 'fastcar_compile[evaluate]'") from error
     side = min(7, made.shape[2], made.shape[3])
     if side < 3:
         what = f"frames of {made.shape[2]}x{made.shape[3]} pixels are too small for SSIM"
