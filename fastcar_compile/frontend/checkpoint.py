@@ -1,7 +1,7 @@
 """A Hugging Face folder, checked as a whole before anything is read, then read tensor by tensor."""
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
@@ -12,17 +12,15 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from fastcar_compile.errors import CompileError, InternalError, attempt, count_text
+from fastcar_compile.errors import CompileError, InternalError, attempt
 from fastcar_compile.frontend.skeleton import CONFIG, Skeleton, StoredNames, load_config, read_config_json
-from fastcar_compile.support import limits
-from fastcar_compile.support.strict_json import read_json
+from fastcar_compile.frontend.weight_files import HINT_COPY, INDEX, weight_files
+from fastcar_compile.ir.weights import blocks_of_rows
 from fastcar_compile.support.values import model_hint, refuse_pipe
 
-INDEX = "model.safetensors.index.json"
 ADAPTERS = "adapter_config.json"
 """peft's file. Transformers then loads more than the weights of the model."""
 FLOATS = ("F32", "BF16", "F16")
-_MEND_COPY = "copy the whole folder again, or save it again with model.save_pretrained(folder)"
 
 
 @dataclass(frozen=True)
@@ -54,17 +52,15 @@ class Checkpoint:
         self.folder = folder
         problems: list[CompileError] = []
         skeleton = attempt(problems, partial(read_skeleton, folder))
-        listed = attempt(problems, partial(_weight_map, folder))
-        if listed is None:
-            files = attempt(problems, partial(_single_files, folder)) or []
-        else:
-            files = _shards(folder, listed, problems)
-        self.tensors = _headers(folder, files, problems)
+        stated = getattr(skeleton.config, "transformers_weights", None) if skeleton else None
+        files, listed = weight_files(folder, stated, problems)
+        self.tensors = _headers(folder, files, problems, repeats=bool(listed))
         if skeleton is not None:
             self.skeleton = skeleton
+            skeleton.untie(list(self._untied()))
             # Tensors of a shard that is missing or damaged are missing for that reason, which is reported already.
             unreadable = {PurePosixPath(p.where).name for p in problems}
-            gone = [tensor for tensor, file in (listed or {}).items() if file in unreadable]
+            gone = [tensor for tensor, file in listed.items() if file in unreadable]
             names = skeleton.stored_names(gone)
             lost = {*names.stored, *names.converted}
             # Without an index, nobody knows which tensors an unreadable file held.
@@ -95,7 +91,9 @@ class Checkpoint:
         Raises:
             CompileError: the file cannot be read any more.
         """
-        stored = self.names[name]
+        return self._read(self.names[name], rows)
+
+    def _read(self, stored: str, rows: tuple[int, int] | None = None) -> Tensor:
         place = self.folder / self.tensors[stored].file
         try:
             with safetensors.safe_open(place, framework="pt") as file:
@@ -103,7 +101,7 @@ class Checkpoint:
                 part = file.get_tensor(stored) if rows is None else file.get_slice(stored)[rows[0] : rows[1]]
                 return part.float() if part.dtype in (torch.bfloat16, torch.float16) else part.clone()
         except (OSError, safetensors.SafetensorError) as error:
-            raise CompileError(f"{stored} cannot be read: {error}", where=str(place), hint=_MEND_COPY) from error
+            raise CompileError(f"{stored} cannot be read: {error}", where=str(place), hint=HINT_COPY) from error
 
     def origin(self, name: str, digest: Callable[[Path], str]) -> list[str]:
         """Return the digest of the file that holds a parameter, and the tensor's name there."""
@@ -128,6 +126,22 @@ class Checkpoint:
         """The name in the files of the first of a group of tied parameters that is there."""
         return next((self._names.stored[name] for name in group if name in self._names.stored), None)
 
+    def _untied(self) -> Iterator[str]:
+        """Yield the parameters that config.json ties to others, and of which the files have another value.
+
+        Transformers ties parameters of which the files have one, or several with equal values.
+        """
+        for group in self.skeleton.parameter_groups:
+            first, *others = [name for name in group if name in self._names.stored] or [""]
+            yield from (name for name in others if not self._is_equal(self._names.stored[first], name))
+
+    def _is_equal(self, first: str, name: str) -> bool:
+        """Whether a stored tensor and a parameter are both as the config implies, and equal."""
+        both, shape = (first, self._names.stored[name]), self.skeleton.shapes[name]
+        if any(self.tensors[stored].shape != shape or self.tensors[stored].dtype not in FLOATS for stored in both):
+            return False
+        return all(torch.equal(*(self._read(stored, rows) for stored in both)) for rows in blocks_of_rows(shape))
+
     def _tensor_problems(self, skip: set[str]) -> list[CompileError]:
         problems: list[CompileError] = []
         for group in self.skeleton.parameter_groups:
@@ -148,7 +162,7 @@ class Checkpoint:
 
     def _missing(self, group: tuple[str, ...], skip: set[str]) -> list[CompileError]:
         """Return the error of a parameter that no file has; none where its shard is lost, which is an error already."""
-        what, hint = f"tensor {group[0]} is missing", _MEND_COPY
+        what, hint = f"tensor {group[0]} is missing", HINT_COPY
         # Transformers computes such a parameter when it loads it. Here a parameter is read as it is stored.
         if converted := [self._names.converted[name] for name in group if name in self._names.converted]:
             what = f"transformers computes {group[0]} out of {converted[0]} when it loads this checkpoint"
@@ -172,57 +186,31 @@ def read_skeleton(folder: Path) -> Skeleton:
     return Skeleton(load_config(folder), data["architectures"][0], str(folder / CONFIG))
 
 
-def _weight_map(folder: Path) -> Mapping[str, str] | None:
-    """Tensor name -> shard, of the index; None without one."""
-    file = folder / INDEX
-    if not file.is_file():
-        return None
-    try:
-        index = read_json(file, "index of the shards", CompileError, size=limits.INDEX_BYTES, hint=_MEND_COPY)
-        listed = index["weight_map"]
-        if not all(isinstance(v, str) and PurePosixPath(v).name == v for v in listed.values()):
-            raise ValueError("a shard is not a plain file name")
-        return listed
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"the index of the shards is malformed: {error}"
-        raise CompileError(what, where=str(file), hint=_MEND_COPY) from error
+def _headers(
+    folder: Path, files: Iterable[str], problems: list[CompileError], *, repeats: bool
+) -> dict[str, StoredTensor]:
+    """Every tensor of the files, from their headers; a file that cannot be read is a problem.
 
-
-def _single_files(folder: Path) -> list[str]:
-    """The weight files of a folder without an index."""
-    single = folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        what = "the model folder has no *.safetensors file (pickled weights are not read)"
-        hint = "save it with model.save_pretrained(folder, safe_serialization=True)"
-        raise CompileError(what, where=str(folder), hint=hint)
-    return [f.name for f in files]
-
-
-def _shards(folder: Path, listed: Mapping[str, str], problems: list[CompileError]) -> list[str]:
-    """The shards that are there; those that the index names but the folder lacks are problems."""
-    names = sorted(set(listed.values()))
-    present = [n for n in names if (folder / n).is_file()]
-    for name in sorted(set(names) - set(present)):
-        held = sum(shard == name for shard in listed.values())
-        what = f"shard {name} is missing; {INDEX} puts {count_text(held, 'tensor')} there"
-        problems.append(CompileError(what, where=str(folder / name), hint=_MEND_COPY))
-    return present
-
-
-def _headers(folder: Path, files: Iterable[str], problems: list[CompileError]) -> dict[str, StoredTensor]:
-    """Every tensor of the files, from their headers; a file that cannot be read is a problem."""
+    Args:
+        repeats: a tensor may be in several files.
+    """
     found: dict[str, StoredTensor] = {}
     for name in files:
         try:
             refuse_pipe(folder / name)
             with safetensors.safe_open(folder / name, framework="pt") as file:
                 for tensor in file.keys():  # noqa: SIM118  (not a mapping)
+                    if tensor in found and not repeats:
+                        what = f"{tensor} is in {found[tensor].file} and in {name}, and there is no index"
+                        hint = "remove the file that does not belong to the model"
+                        raise CompileError(what, where=str(folder), hint=hint)
                     view = file.get_slice(tensor)
                     found[tensor] = StoredTensor(name, view.get_dtype(), tuple(view.get_shape()))
+        except CompileError as error:
+            problems.append(error)
         except (OSError, safetensors.SafetensorError) as error:
             what = f"{name} is damaged, or not a safetensors file: {error}"
-            problems.append(CompileError(what, where=str(folder / name), hint=_MEND_COPY))
+            problems.append(CompileError(what, where=str(folder / name), hint=HINT_COPY))
     return found
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,7 +121,7 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < limits.SIZE * limits.SIZE
 
 
-_FIELDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+_FIELDS: tuple[tuple[tuple[str, ...], Callable[[Any], object], str], ...] = (
     _sizes(limits.LAYERS, "num_hidden_layers"),
     _sizes(limits.SIZE, "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     _sizes(limits.SIZE, "vocab_size", "max_position_embeddings", "tokens_per_frame"),
@@ -135,6 +136,11 @@ _FIELDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         ("hidden_act", "hidden_activation", "activation_function"),
         lambda value: isinstance(value, str) and value in ACT2FN,
         "give the name of an activation that Transformers has, for example silu",
+    ),
+    (
+        ("transformers_weights",),
+        lambda value: isinstance(value, str) and re.fullmatch(r"[^/\\\0]+\.safetensors(\.index\.json)?", value),
+        "give the name of a file of the folder, *.safetensors or *.safetensors.index.json",
     ),
     (
         ("torch_dtype", "dtype"),
@@ -171,13 +177,14 @@ class StoredNames:
         prefix, known = model.base_model_prefix, model.state_dict()
         stored: dict[str, str] = {}
         converted: dict[str, str] = {}
-        for name in names:
+        # Where a name is there with and without the backbone's, Transformers takes the first in order.
+        for name in sorted(names):
             path, converter = rename_source_key(name, renamings, converters, prefix, known)
             # The model has this name, and a rule would turn it into one that the model lacks: the name stays.
             if path not in known and name in known:
                 path, converter = rename_source_key(name, [], [], prefix, known)
             if converter is None:
-                stored[path] = name
+                stored.setdefault(path, name)
             else:
                 converted |= dict.fromkeys(_targets(path, converter, converters), name)
         return cls(stored, converted)
@@ -232,7 +239,13 @@ class Skeleton:
             hint = "use an architecture that this version of transformers has, or give the module itself"
             raise CompileError(f"transformers has no architecture {architecture}", where=where, hint=hint)
         self._class: Any = kind
+        self._own: Sequence[str] = ()
         self._full = self._build(config)
+
+    def untie(self, names: Sequence[str]) -> None:
+        """Give parameters that the config ties to others values of their own."""
+        self._own = names
+        self._full = self._build(self.config)
 
     def stored_names(self, names: Iterable[str]) -> StoredNames:
         """What tensors of these names in a checkpoint are called in the model."""
@@ -248,7 +261,7 @@ class Skeleton:
         """Paths of the parameters."""
         return frozenset(n for n, _ in self._full.named_parameters(remove_duplicate=False))
 
-    @cached_property
+    @property
     def parameter_groups(self) -> list[tuple[str, ...]]:
         """Paths of every parameter and persistent buffer; those that are tied together are one group."""
         groups: dict[int, list[str]] = defaultdict(list)
@@ -334,7 +347,7 @@ class Skeleton:
                 # Tied parameters stay tied: one fake tensor for both paths.
                 if id(value) not in made:
                     with mode:
-                        made[id(value)] = nn.Parameter(torch.empty(value.shape), requires_grad=False)
+                        made[id(value)] = nn.Parameter(torch.empty(value.shape, dtype=value.dtype), requires_grad=False)
                 module._parameters[name] = made[id(value)]
         return model.eval()
 
@@ -342,10 +355,17 @@ class Skeleton:
         try:
             with _parameters_on_meta():
                 # `_from_config` honours the dtype without touching the caller's default.
-                return self._class._from_config(copy.deepcopy(config), dtype=torch.float32)
+                model = self._class._from_config(copy.deepcopy(config), dtype=torch.float32)
         except Exception as error:  # model code raises what it likes on a config that does not fit it
             what = f"transformers cannot build architecture {self.architecture}: {type(error).__name__}: {error}"
             raise CompileError(what[: limits.TEXT_ERROR], where=self.where, hint="correct config.json") from error
+        shapes = dict(model.named_parameters(remove_duplicate=False))
+        for name in self._own:
+            if name in shapes:  # a model of the first layers lacks those of the others
+                owner, _, leaf = name.rpartition(".")
+                own = nn.Parameter(torch.empty_like(shapes[name]), requires_grad=False)
+                model.get_submodule(owner).register_parameter(leaf, own)
+        return model
 
 
 def _decoder_config(config: Any) -> Any:
