@@ -26,7 +26,7 @@ from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import ArtifactError, InputError, SignatureError
 from fastcar_compile.support import limits
 from fastcar_compile.support.packages import needs, require
-from fastcar_compile.support.values import file_bytes, path_of, shown
+from fastcar_compile.support.values import file_bytes, path_of, refuse_pipe, shown
 
 REFUSE = "do not use the artifact: get the one that is trusted, or trust this one after you have checked it"
 MAKE_KEY = "make one with `openssl ecparam -name prime256v1 -genkey -noout -out signing.pem`"
@@ -173,6 +173,7 @@ def _verify(root: Path, digests: Mapping[str, str], public_key: Path) -> str:
 
     config: Any = verifying.Config().set_hashing_config(_known(digests))
     with _usable(public_key, "public key", MAKE_PUBLIC):
+        refuse_pipe(public_key)  # it is read twice
         config.use_elliptic_key_verifier(public_key=public_key)
         key = load_pem_public_key(public_key.read_bytes())
         pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
@@ -210,7 +211,8 @@ def _known(digests: Mapping[str, str]) -> Any:
 def _usable(key: Path, what: str, hint: str) -> Generator[None]:
     """Raise an InputError in place of the libraries' errors about a key file."""
     try:
-        file_bytes(key, limits.KEY_BYTES)  # the libraries read it too, and whole
+        if not key.is_fifo():  # a private key may come through a pipe, once
+            file_bytes(key, limits.KEY_BYTES)  # the libraries read it too, and whole
         yield
     except OSError as error:
         raise InputError(f"the {what} cannot be read: {error.strerror or error}", where=str(key), hint=hint) from error

@@ -87,6 +87,18 @@ def test_a_private_key_with_a_passphrase(artifact: Path, tmp_path: Path, curve: 
     fc.load(artifact, require_signature=tmp_path / "locked.pub")
 
 
+def test_a_private_key_through_a_pipe(artifact: Path, keys: Keys) -> None:
+    """As a shell's `<(command)` gives the key of a vault. A public key is read twice, and needs a file."""
+    reader, writer = os.pipe()
+    os.write(writer, keys.private.read_bytes())
+    os.close(writer)
+    fc.sign(artifact, f"/dev/fd/{reader}")
+    os.close(reader)
+    fc.load(artifact, require_signature=keys.public)
+    with pytest.raises(fc.InputError, match="it is a device, not a plain file"):
+        fc.sign(artifact, "/dev/zero")
+
+
 def test_a_flip_of_the_signature_is_refused_or_says_the_same(artifact: Path, keys: Keys) -> None:
     """test_damage.py has the flips of every other file, and what is cut short."""
     fc.sign(artifact, keys.private)
