@@ -18,6 +18,7 @@ STRUCTURED = {
     "tensors": mutate.tensor_file,
     "world": mutate.world_file,
     "message": mutate.json_lines,
+    "session": mutate.session_file,
 }
 """Fuzzers whose inputs are changed as values; those of the others as bytes."""
 

@@ -1,11 +1,16 @@
 """Changes to inputs that have a structure: to values of a JSON or TOML text instead of to its bytes."""
 
 import copy
+import io
 import json
 import random
 import tomllib
+import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 Mutate = Callable[[bytes, int], bytes]
 """The engine's own change of bytes: data, most bytes -> data."""
@@ -84,6 +89,55 @@ def world_file(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:
     """Another file of a world: a safetensors file, whose length has zeros in it, or a TOML text, which has none."""
     change = tensor_file if b"\0" in data[:8] else toml_text
     return change(data, most, seed, mutate)
+
+
+def session_file(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:
+    """Another .npz file: one of its arrays changed, left out, or under another's name, with right checksums."""
+    draw = random.Random(seed)
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            parts = {name: archive.read(name) for name in archive.namelist()}
+    except Exception:  # zipfile's own, of many kinds: the bytes are no archive
+        parts = {}
+    if not parts or draw.random() < 0.1:
+        return mutate(data, most)
+    name = draw.choice([*parts, *(["about.npy"] if "about.npy" in parts else []) * 4])
+    part = parts.pop(name)
+    match draw.randrange(8):
+        case 0:
+            pass
+        case 1:
+            parts[draw.choice([name, *parts])] = part
+        case 2:
+            parts[name] = mutate(part, len(part) + 64)
+        case _:
+            parts[name] = _array(part, draw, mutate)
+    found = io.BytesIO()
+    with zipfile.ZipFile(found, "w") as archive:
+        for each, content in parts.items():
+            archive.writestr(each, content)
+    return found.getvalue() if found.tell() <= most else mutate(data, most)
+
+
+def _array(part: bytes, draw: random.Random, mutate: Mutate) -> bytes:
+    """Another .npy file: other values, or another type or shape of the same bytes."""
+    try:
+        array: Any = np.load(io.BytesIO(part), allow_pickle=False)
+    except Exception:  # numpy's own, of many kinds: the bytes are no array
+        return mutate(part, len(part) + 64)
+    content = array.tobytes()
+    if content[:1] == b"{":
+        array = np.frombuffer(json_text(content, 4096, draw.getrandbits(32), mutate), np.uint8)
+    elif draw.random() < 0.7 and array.size:
+        changed = mutate(content, len(content))
+        array = np.frombuffer(changed.ljust(len(content), b"\0"), array.dtype).reshape(array.shape)
+    else:
+        other = [draw.choice("?bhqefdU"), array.dtype.newbyteorder()]
+        with suppress(ValueError, TypeError, IndexError):
+            array = draw.choice([array[None], array[:-1], array.T, *(array.astype(dtype) for dtype in other)])
+    found = io.BytesIO()
+    np.save(found, array, allow_pickle=False)
+    return found.getvalue()
 
 
 def json_lines(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:

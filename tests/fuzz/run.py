@@ -27,7 +27,7 @@ INPUT_SECONDS = 20
 """Of one input. The slowest takes milliseconds, but other processes may have the core."""
 
 MEMORY_MB = 2500
-LONGEST = {"manifest": 65536, "signature": 16384, "host_files": 32768}
+LONGEST = {"manifest": 65536, "signature": 16384, "session": 16384, "host_files": 32768}
 """Bytes of an input, where 4096 are too few."""
 
 SHOWN = 6000

@@ -107,7 +107,17 @@ def _message() -> dict[str, bytes]:
     return {"all.jsonl": "\n".join(json.dumps(message) for message in MESSAGES).encode()}
 
 
-_FORMATS = (_manifest, _table, _toml, _signature, _model, _tensors, _world, _message)
+def _session() -> dict[str, bytes]:
+    from fuzz.targets.session import saved
+
+    return {
+        "rows.npz": saved((5, 2), 6),
+        "level.npz": saved((1, 1), 0),
+        "unrecorded.npz": saved((3, 3), 4, record=False),
+    }
+
+
+_FORMATS = (_manifest, _table, _toml, _signature, _model, _tensors, _world, _message, _session)
 _SEEDS: dict[str, Callable[[], dict[str, bytes]]] = {made.__name__.removeprefix("_"): made for made in _FORMATS}
 PYTHON = tuple(_SEEDS)
 """Fuzzers of Python code: modules of `targets`."""
