@@ -104,6 +104,10 @@ def test_all_bad_fields_at_once(tmp_path: Path) -> None:
     assert caught.value.where == str(path)
 
 
+NAME = 'name = "zcu102"'
+NO_NAMES = ("zcu\\n102", "", " ", "..", "../zcu102", "a/b", "a\\\\b", "a$b", "a\\u2028b", "b\u00e9", "-a", "a" * 81)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
@@ -111,7 +115,7 @@ def test_all_bad_fields_at_once(tmp_path: Path) -> None:
         ('part = "xczu9eg-ffvb1156-2-e"\n', "", 'kind = "fpga" needs part'),
         ('kind = "fpga"', 'kind = "gpu"', "kind: Input should be 'fpga' or 'cpu' (given: 'gpu')"),
         ("peak_bandwidth = 17.064e9", "peak_bandwidth = inf", "memories.0.peak_bandwidth: Input should be a finite"),
-        ('name = "zcu102"', 'name = "zcu\\n102"', "name: String should match pattern"),
+        *((NAME, f'name = "{name}"', "name: String should match pattern") for name in NO_NAMES),
         ("ports = 6", "ports = 5", "6 connections are named for 5 ports"),
         ('tag = "HP1"', 'tag = "HP0"', "tags are not unique: HP0, HP0, HP2"),
     ],

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.layout import WEB_MODULE
+from fastcar_compile.artifact.manifest import SCHEMA_VERSION
 from fastcar_compile.cli.commands import app
 from fastcar_compile.errors import InputError
 from fastcar_play.game import Beginning
@@ -54,6 +55,50 @@ def test_a_recorded_game_is_verified_in_node(
     done = subprocess.run(command, input=request, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [None, *changed(game)]
+
+
+def test_what_the_page_refuses(artifact: fc.Artifact, world: World, game: RecordedGame, tmp_path: Path) -> None:
+    """Named errors before anything changes: of manifests, tokens, thresholds, draws and recorded games."""
+    module = (artifact.path / WEB_MODULE).read_text()
+    assert f"const SCHEMA_VERSION = {SCHEMA_VERSION};" in module
+    for source in (artifact.path / WEB_MODULE, files("fastcar_play") / "static" / "game.mjs"):
+        shutil.copy(str(source), tmp_path)
+    texts = [
+        "14*3",
+        "14 13*2",
+        "1*1e9",
+        "1*999999 1*999999",
+        "14",
+        "1.5",
+        "-1*3",
+        "1**3",
+        "1*",
+        "x",
+        "1*0x3",
+        "\u0661*3",
+    ]
+    request = {"world": world.to_json(), "game": game.model_dump(mode="json"), "games": texts}
+    script, command = Path(__file__).with_name("refusals.mjs"), [check_tool("node"), "--max-old-space-size=256"]
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path), str(artifact.path)],
+        input=json.dumps(request), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    version = f"this module reads version {SCHEMA_VERSION}: compile the model again"
+    for name, text in found["manifests"].items():
+        assert text.startswith("ArtifactError: "), name
+        assert version in text or name in ("no JSON", "no file"), text
+    assert "has schema version 99" in found["manifests"]["version 99"]
+    assert (found["unchanged"], found["apart"]) == (True, True)
+    for name, text in {**found["tokens"], **found["wrong"]}.items():
+        assert text.startswith("RangeError: "), (name, text)
+    assert "token 0 is -1: give integers from 0 to" in found["tokens"]["step -1"]
+    assert "the threshold of layer 1 is NaN" in found["tokens"]["threshold 0.5,NaN"]
+    assert [name for name, text in found["runs"].items() if text == "taken"] == texts[:2]
+    assert "1*1e9 is no run of an action" in found["runs"]["1*1e9"]
+    assert "there are 1999998 actions and 3 checks" in found["runs"]["1*999999 1*999999"]
+    assert "the world has no action 999" in found["wrong"]['{"actions":"999","checks":"A"}']
 
 
 def test_the_command_verifies_a_recorded_game(artifact: fc.Artifact, world: World, game: RecordedGame) -> None:

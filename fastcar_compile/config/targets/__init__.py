@@ -23,6 +23,8 @@ _FOLDER = Path(__file__).parent
 Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 Line = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True, pattern=r"^[^\x00-\x1f\x7f]+$")]
 """A name: it stands in tables, messages and comments of generated files."""
+Name = Annotated[str, StringConstraints(strip_whitespace=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+() -]{0,79}$")]
+"""A target's name: it also stands in generated code, where a quote, a slash or a dollar means something."""
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:\[\]\-]{0,99}$")]
 """A word of generated configurations, of a compiler's name or of its options."""
 _EXACT = 1 << 53
@@ -186,7 +188,7 @@ class Target(_Frozen):
         platform: what a platform is built from; None: its vendor has one, as of PCIe cards.
     """
 
-    name: Line
+    name: Name
     description: Text
     kind: Literal["fpga", "cpu"]
     part: Word | None = None
