@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import safetensors.torch
 import torch
@@ -226,12 +227,13 @@ def test_artifact_of_a_folder_equals_that_of_the_model(
     whole = artifact(loaded(folder), tmp_path / "whole", chunk)
     monkeypatch.setattr("fastcar_compile.ir.weights.BLOCK_ELEMENTS", 1000)
     monkeypatch.setattr(emit, "SHARD_BYTES", 100_000)
-    monkeypatch.setattr("fastcar_compile.codegen.onnx.export.EXTERNAL_DATA_FROM", 0)
     lazy = artifact(folder, tmp_path / "lazy", chunk)
     files = set(lazy.manifest.files)
-    assert {"weights/model-00001.safetensors", "weights/model-00002.safetensors", layout.ONNX_EXTERNAL} <= files
-    assert layout.ONNX_INLINE not in files
-    assert lazy.manifest.files[layout.ONNX_EXTERNAL].size < 200_000
+    assert {"weights/model-00001.safetensors", "weights/model-00002.safetensors", layout.ONNX} <= files
+    assert not [name for name in files if name.startswith("graph/") and name.endswith(".onnx")]
+    for stored in (whole, lazy):
+        assert stored.manifest.files[layout.ONNX].size < 200_000, "the weights are stored once"
+        onnxruntime.InferenceSession(stored.path / layout.ONNX)  # as anybody opens the file
     assert 'repeat-layers{"count": 4, "path": "model.layers", "period": 1}' in lazy.manifest.pipeline.passes
     ids = torch.randint(0, 17, (1, 40), generator=torch.Generator().manual_seed(0))
     for backend in ("cpu", "onnxruntime"):

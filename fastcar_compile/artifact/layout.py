@@ -2,8 +2,8 @@
 
 ```
 manifest.json       typed sections, sha256 and size of every other file
-graph/              before and after the rewrite, as text and as JSON; decoder.onnx; context.onnx with cross-attention
-decoder.onnx        instead, where its weights are the files under weights/; context.onnx too
+graph/              before and after the rewrite, as text and as JSON
+decoder.onnx        its weights are the files under weights/; beside it context.onnx with cross-attention
 weights/            safetensors, packed for the kernels
 host/               one library per instruction set, in a folder each; host/src: the C++ host program, or fastcar.mjs
 hls/                HLS C++ project
@@ -26,14 +26,8 @@ RESERVED = (MANIFEST, SIGNATURE)
 GRAPH_BEFORE, GRAPH_AFTER = "graph/before.json", "graph/after.json"
 TEXT_BEFORE, TEXT_AFTER = "graph/before.txt", "graph/after.txt"
 
-ONNX_INLINE = "graph/decoder.onnx"
-"""The ONNX model with its weights inside."""
-
-ONNX_EXTERNAL = "decoder.onnx"
-"""The ONNX model whose weights are the artifact's weight files. External data must lie below the model's folder."""
-
-ONNX_CONTEXT_INLINE, ONNX_CONTEXT_EXTERNAL = "graph/context.onnx", "context.onnx"
-"""The same of the context's model, beside the decode step's."""
+ONNX, ONNX_CONTEXT = "decoder.onnx", "context.onnx"
+"""The ONNX models. Their weights are the artifact's weight files, which must lie below the models' folder."""
 
 WEIGHTS = "weights/model"
 """Stem of the weight files."""

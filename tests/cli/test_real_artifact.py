@@ -54,7 +54,7 @@ def path(compiled: tuple[Path, dict[str, Any]]) -> Path:
 def test_compile(compiled: tuple[Path, dict[str, Any]]) -> None:
     path, report = compiled
     assert report["sites"] == 2
-    for name in ("graph/decoder.onnx", "hls/fastcar_step.cpp", "drs/table.bin", "report.json", "manifest.json"):
+    for name in ("decoder.onnx", "hls/fastcar_step.cpp", "drs/table.bin", "report.json", "manifest.json"):
         assert (path / name).is_file()
     assert report["files"] == sum(1 for f in path.rglob("*") if f.is_file()) - 1
 

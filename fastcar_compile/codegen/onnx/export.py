@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor, fx
 
-from fastcar_compile.artifact.layout import ONNX_CONTEXT_EXTERNAL, ONNX_CONTEXT_INLINE, ONNX_EXTERNAL, ONNX_INLINE
+from fastcar_compile.artifact.layout import ONNX, ONNX_CONTEXT
 from fastcar_compile.artifact.manifest import producer_versions
 from fastcar_compile.artifact.sections import OnnxSection
 from fastcar_compile.codegen.base import EmitContext
@@ -129,7 +129,7 @@ class _Builder:
 
     def _parameter(self, name: str, spec: Tensor) -> None:
         """An initialiser; int8 becomes uint8 with zero point 128."""
-        if self.places is None:
+        if self.places is None or not spec.numel():
             value = self.program.params[name].detach().cpu().contiguous()
             if value.dtype == torch.int8:
                 value = value.view(torch.uint8) ^ ZERO_POINT  # the byte of w with its top bit flipped is w + 128
@@ -176,10 +176,6 @@ def _export_error(module: fx.GraphModule, error: BaseException) -> CompileError:
     return CompileError(f"the graph cannot be exported to ONNX: {text}", where=place)
 
 
-EXTERNAL_DATA_FROM = 1 << 26
-"""Bytes of parameters from which they stay in the weight files; below, the model stands alone."""
-
-
 class OnnxEmitter:
     """Writes the decode step as one ONNX model, and with cross-attention the context graph as a second one."""
 
@@ -191,13 +187,8 @@ class OnnxEmitter:
         with needs("compile"):  # not imported before, because builds without a model need none of its packages
             pass
 
-        # A large model reads its weights from the files of the artifact, so they are stored once.
-        external = program.params.nbytes() >= EXTERNAL_DATA_FROM
-        model = ONNX_EXTERNAL if external else ONNX_INLINE
-        places = context.places if external else None
-        export_onnx(program, context.writer.file(model), places)
+        export_onnx(program, context.writer.file(ONNX), context.places)
         if program.context is None:
-            return OnnxSection(model=model)
-        second = ONNX_CONTEXT_EXTERNAL if external else ONNX_CONTEXT_INLINE
-        export_onnx(program, context.writer.file(second), places, context=True)
-        return OnnxSection(model=model, context=second)
+            return OnnxSection(model=ONNX)
+        export_onnx(program, context.writer.file(ONNX_CONTEXT), context.places, context=True)
+        return OnnxSection(model=ONNX, context=ONNX_CONTEXT)
