@@ -5,7 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
-from inspect import signature
+from inspect import cleandoc, signature
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -262,7 +262,7 @@ def test_the_options_of_compile_are_the_fields_of_its_config() -> None:
         assert here[name].default in (None, replay[name].default), name
 
     for documented, names in ((function, there), (fc.CompileConfig, config), (fc.ReplayConfig, replay)):
-        assert [name for name in names if f"        {name}: " not in f"    {documented.__doc__}"] == []
+        assert [name for name in names if f"\n    {name}: " not in cleandoc(documented.__doc__ or "")] == []
     for command, names in (("compile", CHOICES), ("estimate", ("kv", "offload"))):
         hints = get_type_hints(REGISTRY.load(command).__wrapped__, include_extras=True)
         for name in names:
