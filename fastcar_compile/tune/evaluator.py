@@ -15,6 +15,7 @@ from fastcar_compile.support.machine import at_once
 from fastcar_compile.tune.attention import Attend
 from fastcar_compile.tune.rule import Details, Measurement, Rules, Stages, counts
 from fastcar_compile.tune.slices import KEPT_BYTES, Reading, Slice, Sums, Thresholds, Tokens, What, slices_of
+from fastcar_compile.tune.videos import check_tokens, too_short
 
 SMALL = 1 << 26
 """Multiplications of a projection below which threads wait for each other longer than they compute."""
@@ -93,9 +94,12 @@ class Evaluator:
             hint = "give the conditional videos, then the unconditional ones, and an even batch_size"
             raise InputError(what, hint=hint)
         least, most = self._prompt + config.tokens_per_frame + 2, config.max_seq_len + 1
-        if not least <= videos.shape[1] <= most:
-            hint = "give at least two frames, and no more tokens than were compiled for"
-            raise InputError(f"videos of {videos.shape[1]} tokens; from {least} to {most} can be used", hint=hint)
+        if videos.shape[1] < least:
+            raise too_short(videos.shape[1], self._prompt, config.tokens_per_frame, 1, 2)
+        if videos.shape[1] > most:
+            what = f"videos of {videos.shape[1]} tokens are too long for {count_text(config.max_seq_len, 'position')}"
+            raise InputError(what, hint=f"give at most {most} tokens: the last token is predicted but not read")
+        check_tokens(videos, config, self._prompt, self._counted)
         if not counts(torch.from_numpy(videos[:, self._prompt + config.tokens_per_frame :]), self._counted).any():
             hint = "give the ids of the tokens that the decoder predicts"
             raise InputError(f"no token after the first frame has an id in {self._counted}", hint=hint)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from fastcar_compile.support.files import replace_file
 from fastcar_compile.support.strict_json import read_json
 from fastcar_compile.tune.curves import LossCurves, Point, allocate, allocate_budget
 from fastcar_compile.tune.evaluator import Evaluator
+from fastcar_compile.tune.videos import check_dense
 
 
 class Journal:
@@ -152,7 +154,7 @@ class Search:
         self._ended = set[int]()
         self.closed: Values = (None,) * len(able)
         dense = evaluator.measure(self.closed)
-        self.dense_nll = dense.nll
+        self.dense_nll = check_dense(dense.nll)
         # The scores that replay first come first, so a share of the layer is an index.
         flip = gate.comparison is Comparison.AT_LEAST
         self._scores = [torch.sort(s, descending=flip).values for s in dense.scores]
@@ -169,7 +171,8 @@ class Search:
             self._journal.add(name, entry)
             self._say(f"{len(self._journal.entries)} measured, last: replay {found.replay:.1%}, NLL {found.nll:.4g}")
         nll, ratios, shares = entry[0], entry[1 : 1 + len(values)], entry[1 + len(values) :]
-        loss = math.log(nll / self.dense_nll) if math.isfinite(nll) else math.inf
+        # A replay may reach an NLL of 0; its loss stays a number.
+        loss = math.log(max(nll / self.dense_nll, sys.float_info.min)) if math.isfinite(nll) else math.inf
         return Outcome(tuple(ratios), loss, tuple(shares))
 
     def net(self, found: Outcome) -> float:

@@ -124,8 +124,11 @@ def test_same_seed_same_bytes(
         ({"share": 1.0}, "share is 1"),
         ({"distill_replay": 1.0}, "distill_replay is 1"),
         ({"distill_rate": 0.0}, "distill_rate is 0"),
-        ({"tokens_per_frame": 11}, "videos of 33 tokens have less than three frames behind the prompt"),
-        ({"prompt": 9}, "videos of 33 tokens have less than three frames behind the prompt"),
+        (
+            {"tokens_per_frame": 11},
+            "videos of 33 tokens are too short; 35 are needed: a prompt of 1, 3 frames of 11, and 1 more",
+        ),
+        ({"prompt": 9}, "videos of 33 tokens are too short; 34 are needed: a prompt of 9, 3 frames of 8, and 1 more"),
     ],
 )
 def test_what_is_refused(
@@ -133,6 +136,14 @@ def test_what_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=text):
         fit(wide, some, **options)
+
+
+def test_a_token_that_the_decoder_does_not_know_is_named(wide: LlamaForCausalLM, some: np.ndarray[Any, Any]) -> None:
+    beyond = some[:32].copy()
+    beyond[1, -1] = wide.config.vocab_size  # a target alone
+    place = some.shape[1] - 1
+    with pytest.raises(InputError, match=f"token {wide.config.vocab_size} at place {place} of video 1: not in the"):
+        fit(wide, beyond)
 
 
 def test_a_small_mlp_has_no_draft(some: np.ndarray[Any, Any]) -> None:

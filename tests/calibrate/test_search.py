@@ -1,12 +1,14 @@
 """The search for thresholds, on a decoder made of numbers."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from fastcar_compile.errors import InputError
 from fastcar_compile.gates import GATES
 from fastcar_compile.tune.calibrate import expected
 from fastcar_compile.tune.curves import HOPELESS
@@ -49,6 +51,33 @@ def test_a_share_beyond_what_curves_follow_is_met(gate: str, target: float) -> N
     assert target <= found.replay <= target + TOLERANCE
     if gate == "tas":
         assert max(p.ratio for p in one.curves().for_loss(QUANTILES, math.inf)[0]) < 0.3 + HOPELESS / 10 + 0.15
+
+
+class Certain(Numbers):
+    """The dense decoder, or a replaying one, predicts every token for certain or rules one out."""
+
+    def __init__(self, dense: float, replaying: float) -> None:
+        super().__init__(1.0, True)
+        self.dense, self.replaying = dense, replaying
+
+    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measurement:
+        found = super().measure(thresholds, with_scores)
+        return replace(found, nll=self.replaying if any(found.ratios) else self.dense)
+
+
+@pytest.mark.parametrize(
+    ("nll", "why"),
+    [(0.0, "is 0: it predicts each token with certainty"), (math.inf, "is inf: its logits rule a token")],
+)
+def test_a_dense_likelihood_without_a_scale_is_refused(nll: float, why: str) -> None:
+    with pytest.raises(InputError, match=f"the dense decoder's NLL on these videos {why}"):
+        searching(Certain(nll, 1.0))
+
+
+def test_a_replay_may_predict_with_certainty() -> None:
+    one = searching(Certain(1.0, 0.0))
+    assert one.outcome(one.for_loss(0.0)).replay == 1.0
+    assert one.outcome(one.for_replay(0.5)).replay >= 0.5
 
 
 def test_a_limit_spares_weights_and_not_just_replays() -> None:

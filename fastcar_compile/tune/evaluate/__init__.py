@@ -20,7 +20,7 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support.packages import require
-from fastcar_compile.support.values import reporter, token_range
+from fastcar_compile.support.values import reporter, token_range, token_table
 from fastcar_compile.tune.attention import SinkWindow as SinkWindow
 from fastcar_compile.tune.calibrate import program_key, program_of, search_of
 from fastcar_compile.tune.evaluate.cases import CALIBRATIONS, Case, grid
@@ -32,6 +32,7 @@ from fastcar_compile.tune.evaluator import Evaluator
 from fastcar_compile.tune.rows import of_prefill
 from fastcar_compile.tune.rule import Details
 from fastcar_compile.tune.search import Journal, Say
+from fastcar_compile.tune.videos import check_dense
 from fastcar_compile.tune.workers import Setting, Subject, Workers
 
 
@@ -69,6 +70,7 @@ class Judge:
         # The first frame never replays, so no figure counts it.
         self._everything = torch.ones_like(self.dense.counted)
         self._everything[:, : self._frame] = False
+        check_dense(self._mean(self.dense.losses, self._everything))
 
     def measure(self, case: Case) -> Result:
         """Return the result of one case."""
@@ -234,7 +236,7 @@ class Study:
         executor: Executor | None = None,
         scratch: str | Path | None = None,
     ) -> None:
-        self.videos, self.decoder, self.detokenize = np.ascontiguousarray(np.asarray(videos)), decoder, detokenize
+        self.videos, self.decoder, self.detokenize = token_table("the videos", videos), decoder, detokenize
         self.setting, self._say = Setting(prompt, token_range("counted", counted)), reporter(progress)
         if detokenize is not None:
             require("evaluate", "skimage")
@@ -275,7 +277,7 @@ class Study:
         Raises:
             InputError: a video is also held out, or `grid` refuses an argument.
         """
-        tokens = np.ascontiguousarray(np.asarray(videos))
+        tokens = token_table("the calibration videos", videos)
         if {row.tobytes() for row in tokens} & {row.tobytes() for row in self.videos}:
             raise InputError("a calibration video is a held-out video too", hint="calibrate on other videos")
         searches = {}

@@ -36,6 +36,7 @@ from fastcar_compile.tune.training.surrogate import (
 )
 from fastcar_compile.tune.training.train import Options, Setup, frame_of
 from fastcar_compile.tune.training.whole import CompiledDecoder, WholeVideos
+from fastcar_compile.tune.videos import check_tokens, too_short
 
 _PRICED = 2
 """The size whose error gives a layer's price: an eighth."""
@@ -103,8 +104,7 @@ def fit_draft(
     compiled = isinstance(source, Artifact)
     frame = source.program.config.tokens_per_frame if compiled else frame_of(source, tokens_per_frame)
     if tokens.shape[1] - 1 - prompt < 3 * frame:
-        hint = f"give at least {prompt + 3 * frame + 1} tokens, or a shorter prompt"
-        raise InputError(f"videos of {tokens.shape[1]} tokens have less than three frames behind the prompt", hint=hint)
+        raise too_short(tokens.shape[1], prompt, frame, 3, 1)
     steps, say = values.whole("distill_steps", distill_steps, 0), values.reporter(progress)
     replay, rate = values.number("distill_replay", distill_replay), values.number("distill_rate", distill_rate)
     if not 0 < replay < 1:
@@ -117,6 +117,7 @@ def fit_draft(
     place = None if checkpoint is None else values.path_of("checkpoint", checkpoint)
     some = tokens[: max(1, FIT_TOKENS // tokens.shape[1])]
     decoder = _decoder_of(source, some, frame, prompt)
+    check_tokens(tokens, decoder.program.config, prompt, counted)
     some = some[: len(some) // decoder.rows * decoder.rows]
     # The share is no part of the key: candidates of all sizes are kept.
     kept = Kept(place, program_key(decoder.program, {"prompt": prompt, "seed": seed}, some))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fastcar_compile.errors import InputError, InternalError
+from fastcar_compile.errors import InternalError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
@@ -22,6 +22,7 @@ from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.tune.rule import Stages
 from fastcar_compile.tune.training.whole import WholeVideos
+from fastcar_compile.tune.videos import too_short
 
 UNIFORM_EDGE = 1e-6
 """Random numbers keep this distance from 0 and 1, where the logistic quantile is infinite."""
@@ -128,8 +129,7 @@ class RelaxedDecoder(WholeVideos):
 
     def __init__(self, model: nn.Module, rows: int, length: int, tokens_per_frame: int, prompt: int = 1) -> None:
         if length < prompt + tokens_per_frame + 1:
-            hint = "give at least two frames"
-            raise InputError(f"videos of {length + 1} tokens have nothing to replay", hint=hint)
+            raise too_short(length + 1, prompt, tokens_per_frame, 1, 2)
         sizes = {"batch_size": rows, "max_seq_len": length, "tokens_per_frame": tokens_per_frame}
         self._begin(run_pipeline(capture(model, prefill_chunk=length, **sizes), analysis_pipeline()), prompt)
         self._parameters = list(model.named_parameters())

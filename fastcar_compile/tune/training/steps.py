@@ -15,6 +15,7 @@ from fastcar_compile.tune.rule import counts
 from fastcar_compile.tune.search import Say
 from fastcar_compile.tune.training.relaxed import LearnedScorer, Relaxation, RelaxedDecoder, Sample, Scorer, TasScorer
 from fastcar_compile.tune.training.trained import SAVE_EVERY, TrainedGate, TrainingState
+from fastcar_compile.tune.videos import check_dense
 from fastcar_compile.tune.workers import File, Workers, program_of_files, use_threads
 
 RATES = {"learned": 5e-3, "tas": 2e-2}
@@ -238,7 +239,7 @@ class Training:
             loss = loss - every[:, decoder.prompt - 1 :][decoded].gather(-1, own).mean()
         short = self._options.target - shares.mean()
         # The mean over all steps keeps one unusual batch from changing the price of replay.
-        scale = float(np.mean([*now.dense, nll_dense]))
+        scale = check_dense(float(np.mean([*now.dense, nll_dense])))
         price = max(0.0, now.price + SHORTFALL_GAIN * float(short.detach()))
         found = Step(nll, nll_dense, tuple(shares.detach().tolist()))
         return found, loss / scale + price * short, float(short.detach())

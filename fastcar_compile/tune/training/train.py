@@ -29,6 +29,7 @@ from fastcar_compile.tune.search import Say
 from fastcar_compile.tune.training.relaxed import RelaxedDecoder
 from fastcar_compile.tune.training.steps import LARGEST_SEED, SCORERS, Options, Training, TrainingJob, parts_of
 from fastcar_compile.tune.training.trained import TrainedGate, TrainingState
+from fastcar_compile.tune.videos import check_tokens
 from fastcar_compile.tune.workers import Workers
 
 UNITS = 16
@@ -182,6 +183,7 @@ def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Traini
     workers = Workers.of(setup.executor, setup.scratch)
     rows = slice_rows(min(options.batch, len(tokens)), tokens.shape[1])
     decoder = RelaxedDecoder(model, rows, tokens.shape[1] - 1, frame, prompt)
+    check_tokens(tokens, decoder.program.config, prompt, options.counted)
     facts = {name: value for name, value in dataclasses.asdict(options).items() if name != "counted" or value}
     key = program_key(decoder.program, facts | {"prompt": prompt}, tokens)
     if not counts(torch.from_numpy(tokens[:, prompt + frame :]), options.counted).any():
