@@ -4,7 +4,10 @@ import functools
 import json
 import math
 
+import numpy as np
 import pytest
+
+from fastcar_compile.cli.verify import Trace, compare
 
 from .conftest import FRAME, FakeArtifact, FakeSession, Fastcar
 
@@ -65,3 +68,11 @@ def test_rounding_counts_until_a_decision_differs(fastcar: Fastcar, fake: FakeAr
 def test_threshold_goes_to_every_session(fastcar: Fastcar, fake: FakeArtifact) -> None:
     fastcar("verify", "x", "--threshold=-inf")
     assert [session.thresholds for session in fake.sessions] == [-math.inf] * 3
+
+
+def test_a_token_that_both_forbid_is_no_difference() -> None:
+    logits = np.array([[[0.0, -np.inf, 2.0]], [[1.0, 2.0, -np.inf]]], np.float32)
+    decisions = np.zeros((1, 1, 1), np.bool_)
+    one, same, other = (Trace(values, decisions, 0.0) for values in (logits, logits + 0.25, np.abs(logits)))
+    assert compare("cpu", one, same, 0.5).max_abs_error == 0.25
+    assert compare("cpu", one, other, 0.5).max_abs_error == np.inf
