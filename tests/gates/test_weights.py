@@ -35,6 +35,20 @@ def test_file_round_trip_keeps_the_rounded_values(tmp_path: Path) -> None:
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
+def test_a_file_that_is_replaced_keeps_its_mode_and_its_link(tmp_path: Path) -> None:
+    """Nothing stands beside it."""
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_bytes(b"")
+    file.chmod(0o640)
+    link.symlink_to("file")
+    networks(8, 3).save(link)
+    assert GateWeights.load(file) == networks(8, 3)
+    assert (link.is_symlink(), file.stat().st_mode & 0o777) == (True, 0o640)
+    with pytest.raises(UserError, match="not a plain file"):
+        networks(8, 3).save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
 def test_other_values_have_another_digest() -> None:
     assert networks(8, 3) != networks(8, 3, seed=6)
     assert networks(8, 3, 2) != networks(8, 3)

@@ -264,6 +264,7 @@ def test_a_file_that_is_no_session_is_refused(tmp_path: Path, artifacts: Compile
         stored = read_arrays(saved, "session", "")
         about = np.frombuffer(stored["about"].tobytes().replace(b"eligible", b"eligibel"), np.uint8)
         others: dict[str, dict[str, Any]] = {"malformed": stored | {"about": about}, "no session": {"a": about}}
+        others |= {rf"behind\[0\] is {at}": stored | {"behind": stored["behind"] + at} for at in (-(10**5), 44)}
         for text, arrays in others.items():
             with file.open("wb") as stream:
                 np.savez(stream, **arrays)
