@@ -15,6 +15,9 @@ from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, Rer
 from fastcar_compile.cli.words import Needs
 from fastcar_compile.errors import UserError, count_text, os_errors
 
+SHOWN = 32
+"""Tokens of each row that are printed for a person."""
+
 
 @command
 def run_command(
@@ -142,7 +145,9 @@ def _show(report: dict[str, Any], rows: list[list[int]]) -> None:
     if "output" not in written:
         print_text("")
         for row in rows:
-            print_text(" ".join(map(str, row)))
+            print_text(" ".join(map(str, row[:SHOWN])) + " …" * (len(row) > SHOWN))
+        if report["num_tokens"] > SHOWN:
+            print_text(f"\nthe first {SHOWN} of each row; --output FILE.npy writes all, and --json prints all")
 
 
 def to_rows(ids: options.Tokens, rows: int, negative: str | None = None, guided: bool = False) -> options.Tokens:

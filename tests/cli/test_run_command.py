@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fastcar_compile.cli.run import SHOWN
 from fastcar_compile.ir.tensor_files import save_tensors
 
 from .conftest import VOCAB, FakeArtifact, Fastcar, refused
@@ -61,6 +62,19 @@ def test_threshold_reaches_the_session(fastcar: Fastcar, fake: FakeArtifact) -> 
     fastcar("run", "x", "--prompt", "3", "--num-tokens", "2", "--threshold", "1,none,-inf")
     fastcar("run", "x", "--prompt", "3", "--num-tokens", "2", "--threshold", "-inf")
     assert [session.thresholds for session in fake.sessions] == [[1.0, None, -math.inf], -math.inf]
+
+
+@pytest.mark.usefixtures("fake")
+def test_long_rows_are_cut_for_a_person_only(fastcar: Fastcar) -> None:
+    words = ("run", "x", "--prompt", "3", "--num-tokens")
+    shown = fastcar(*words, "800").stdout.split("\n\n")[1:]
+    row = " ".join(str((4 + i) % VOCAB) for i in range(SHOWN)) + " …"
+    assert shown == [
+        f"{row}\n{row}",
+        f"the first {SHOWN} of each row; --output FILE.npy writes all, and --json prints all\n",
+    ]
+    assert [len(row) for row in json.loads(fastcar(*words, "800", "--json").stdout)["tokens"]] == [800, 800]
+    assert "…" not in fastcar(*words, SHOWN).stdout
 
 
 @pytest.mark.usefixtures("fake")
