@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Literal
@@ -38,6 +38,9 @@ EXTRAS: dict[str, Severity] = {
     "wasm": "info",
 }
 """Extra -> severity of a missing package of it; "" stands for the packages that every installation needs."""
+
+DEVICE: dict[str, Severity] = {"": "error", "onnxruntime": "info", "sign": "info"}
+"""The same where nothing is compiled."""
 
 HOST_HEADERS = {"openssl/opensslconf.h": "libssl-dev", "nlohmann/json.hpp": "nlohmann-json3-dev"}
 """Headers that the C++ host programs include, and Debian's packages of them."""
@@ -69,15 +72,22 @@ class Check(BaseModel):
 
 
 def doctor() -> tuple[Check, ...]:
-    """Return checks of Python, packages, compilers, emulator, headers, vendor tools, CPU and disk space."""
-    vitis = "v++ is not on PATH: kernels cannot be synthesised here"
-    synthesis = _check("vitis", shutil.which("v++"), "info", vitis, "see docs/tutorial/board.md")
+    """Return checks of Python, packages, compilers, emulator, headers, vendor tools, CPU and disk space.
+
+    Without torch the machine only decodes: what only a build needs is not looked for.
+    """
     what = "is not on PATH, or does not run: no library for this CPU can be linked, and hls-csim cannot run"
-    # Without the compiler's packages, a machine only decodes.
     severity: Severity = "info" if importlib.util.find_spec("torch") is None else "error"
     linker = _check("g++", _version("g++"), severity, what, "install it (Debian: apt install g++)")
+    machine = (_xrt(), _cpu(), _disk())
+    if severity == "info":
+        hint = f'to compile here: pip install "{PACKAGE}[compile]"'
+        only = _check("installation", None, "info", "runtime only: it decodes artifacts, and compiles none", hint)
+        return (only, *_packages(DEVICE), linker, *machine)
+    vitis = "v++ is not on PATH: kernels cannot be synthesised here"
+    synthesis = _check("vitis", shutil.which("v++"), "info", vitis, "see docs/tutorial/board.md")
     compilers = (linker, *_cross_compilers(), _headers(), *_host_headers())
-    return (*_packages(), *compilers, synthesis, _xrt(), _cpu(), _disk())
+    return (*_packages(EXTRAS), *compilers, synthesis, *machine)
 
 
 def _check(name: str, found: str | None, severity: Severity, missing: str, hint: str) -> Check:
@@ -87,8 +97,8 @@ def _check(name: str, found: str | None, severity: Severity, missing: str, hint:
     return Check(name=name, severity=severity, message=missing, hint=hint)
 
 
-def _packages() -> Iterator[Check]:
-    """Yield Python's version, and the version of every package that the installation names."""
+def _packages(extras: Mapping[str, Severity]) -> Iterator[Check]:
+    """Yield Python's version, and the version of every package of these extras; see EXTRAS."""
     try:
         wanted = importlib.metadata.metadata(PACKAGE)["Requires-Python"]
         requirements = [Requirement(text) for text in importlib.metadata.requires(PACKAGE) or []]
@@ -97,18 +107,18 @@ def _packages() -> Iterator[Check]:
         return
     python = Requirement(f"python{wanted}")
     yield _version_check(python, platform.python_version(), "error", f"install Python {wanted}")
-    for extra in EXTRAS:
+    for extra, severity in extras.items():
         for requirement in (each for each in requirements if each.name != PACKAGE):
             marker = requirement.marker
             # Of an extra is what the base installation does not take too.
             base = marker is None or marker.evaluate({"extra": ""})
             if base if not extra else not base and marker is not None and marker.evaluate({"extra": extra}):
-                yield _package(requirement, extra)
+                yield _package(requirement, extra, severity)
 
 
-def _package(requirement: Requirement, extra: str) -> Check:
+def _package(requirement: Requirement, extra: str, severity: Severity) -> Check:
     """Return whether a package is there, in a version that was tested."""
-    name, wanted, severity = requirement.name, requirement.specifier, EXTRAS[extra]
+    name, wanted = requirement.name, requirement.specifier
     try:
         version = importlib.metadata.version(name)
     except PackageNotFoundError:

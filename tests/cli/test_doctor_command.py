@@ -55,6 +55,28 @@ def test_a_device_that_only_decodes_needs_no_compiler(without_tools: None, monke
     assert by_name()["g++"].severity == "info"
 
 
+def test_a_device_is_said_to_be_one(without_tools: None, monkeypatch: pytest.MonkeyPatch, fastcar: Fastcar) -> None:
+    """An installation without extras: one line says so, and nothing of a build is missed."""
+    real, required = importlib.metadata.version, importlib.metadata.requires("fastcar_compile") or []
+    extras = {environment.Requirement(text).name for text in required if "extra ==" in text}
+    base = {environment.Requirement(text).name for text in required if "extra ==" not in text}
+
+    def version(name: str) -> str:
+        if name in extras - base:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
+    found = by_name()
+    assert found["installation"].message.startswith("runtime only")
+    assert "[compile]" in found["installation"].hint
+    assert {check.severity for check in found.values()} == {"ok", "info"}
+    assert not {"torch", "onnx", "hls4ml", "ziglang", "vitis", "aarch64-linux-gnu-g++"} & found.keys()
+    text = fastcar("doctor")
+    assert (text.exit_code, text.stdout.count("runtime only")) == (0, 1)
+
+
 def test_a_tool_that_does_not_run_counts_as_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "g++").write_text("no program")
     (tmp_path / "g++").chmod(0o755)
