@@ -9,16 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from fastcar_compile.artifact.cache import Cache, Kind, cache_of
+from fastcar_compile.artifact.layout import MANIFEST
 from fastcar_compile.artifact.writer import ArtifactWriter, NotKept
 from fastcar_compile.codegen.tvm.isa import NATIVE, cross_compiler, instruction_sets
 from fastcar_compile.config import ReplayConfig, SparseAttention
 from fastcar_compile.config.targets import Target, load_target, require_buildable
 from fastcar_compile.config.wavefront import Wavefront
-from fastcar_compile.errors import CompileError
+from fastcar_compile.errors import ArtifactError, CompileError
 from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support.machine import collector_paused, cpu_flags, linker_text
 from fastcar_compile.support.packages import needs
-from fastcar_compile.support.values import LOGGER, NOTED, path_of, reporter, shown, warn
+from fastcar_compile.support.values import (
+    LOGGER,
+    NOTED,
+    check_current_folder,
+    model_hint,
+    path_of,
+    reporter,
+    shown,
+    warn,
+)
 
 if TYPE_CHECKING:
     from fastcar_compile.phases import Model
@@ -97,8 +107,9 @@ def compile(
     """Compile an autoregressive video decoder ahead of time and return its artifact.
 
     Args:
-        model: a Hugging Face decoder, a module that follows docs/reference/step_protocol.md, its export, or the
-            path of a Hugging Face folder (or a Checkpoint of it), whose weights are read one tensor at a time.
+        model: a Hugging Face decoder, a module that follows docs/reference/step_protocol.md, its export or the .pt2
+            file of that, or the path of a Hugging Face folder (or a Checkpoint of it), whose weights are read one
+            tensor at a time.
         target: name, path to a .toml file, or Target.
         tokens_per_frame: stride F in tokens between a token and its counterpart one frame earlier; default: the model
             config's `tokens_per_frame`, else 256 with a warning.
@@ -155,17 +166,26 @@ def compile(
         UserError: the memory does not suffice.
     """
     given = dict(locals())
+    check_current_folder()
     say, board, store = reporter(progress), load_target(target), cache_of(cache)
     require_buildable(board)
     if not isinstance(host_cpus, list | tuple) or not all(isinstance(name, str) for name in host_cpus):
         raise CompileError(f"host_cpus is {shown(host_cpus)}", hint='give a list of names, such as ["native"]')
-    key, decoder = None, path_of("the model", model) if isinstance(model, str | Path) else model
-    if store is not None and isinstance(decoder, Path) and not dry_run:
+    key, decoder, place = None, model, path_of("output", output)
+    _check_output(place)
+    if isinstance(model, str | Path):
+        decoder = path_of("the model", model)
+        _check_model(decoder)
+    if store is not None and isinstance(decoder, Path) and decoder.is_dir() and not dry_run:
         key = _key(store, decoder, board, given)
-        found = None if key is None else _answer(store, key, path_of("output", output))
+        found = None if key is None else _answer(store, key, place)
         if found is not None:
             return found
     with collector_paused(), needs("compile"):
+        if isinstance(decoder, Path) and not decoder.is_dir():
+            from fastcar_compile.frontend.pt2 import load_exported
+
+            decoder = load_exported(decoder)
         from fastcar_compile.phases import build
 
     noted = NOTED.set([])
@@ -173,6 +193,29 @@ def compile(
         return build(decoder, board, given, say, dry_run=dry_run, cache=store, key=key)
     finally:
         NOTED.reset(noted)
+
+
+def _check_output(output: Path) -> None:
+    """Raise ArtifactError for a path that libraries of a build cannot be given."""
+    try:
+        str(output.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise ArtifactError("the output's path is not UTF-8", where=ascii(str(output)), hint="rename it") from error
+
+
+def _check_model(model: Path) -> None:
+    """Raise CompileError unless a folder or a .pt2 file is there that may be a model."""
+    if not model.exists():
+        kind = "file" if model.suffix == ".pt2" else "folder"
+        what = f"the model does not exist: there is no model {kind}"
+        raise CompileError(what, where=str(model), hint=model_hint(model))
+    if not model.is_dir() and model.suffix != ".pt2":
+        what = "the model is neither a folder nor a .pt2 file"
+        hint = "give a Hugging Face folder (config.json and *.safetensors), or torch.export.save(...) to a .pt2 file"
+        raise CompileError(what, where=str(model), hint=hint)
+    if (model / MANIFEST).is_file() and not (model / "config.json").is_file():
+        hint = "give the model's folder to compile it again; `fastcar run` and fastcar_compile.load open an artifact"
+        raise CompileError("the model is an artifact, which is compiled already", where=str(model), hint=hint)
 
 
 _NO_INPUTS = frozenset({"model", "target", "output", "progress", "cache", "dry_run", "replay", "sparse_attention"})

@@ -36,7 +36,7 @@ KEPT_BYTES = 64 << 20
 """Bytes of all files that are kept in memory."""
 
 _CHUNK = 16 << 20
-_AGAIN = "compile the model again, or copy the artifact again"
+_AGAIN = "compile the model again, or copy the artifact again (cp -rL, where it has links)"
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class OpenedFiles:
                 try:
                     at = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
                 except NotADirectoryError as error:  # a link is not a directory
-                    raise FileNotFoundError(errno.ENOENT, "the folder is missing", name) from error
+                    raise OSError(errno.ELOOP, f"is in {part}, a symbolic link or no folder") from error
                 stack.callback(os.close, at)
             yield at
 

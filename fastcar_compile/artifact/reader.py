@@ -120,7 +120,10 @@ def _manifest_bytes(files: OpenedFiles, root: Path) -> bytes:
         # One byte more than is allowed lets the parser see that the file is too long.
         return files.unchecked(MANIFEST, limits.JSON_BYTES + 1)
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP):
+        if error.errno == errno.ELOOP:
+            what = f"the artifact's {MANIFEST} is a symbolic link or no plain file, which is refused"
+            raise ArtifactError(what, where=str(root), hint="copy the artifact with its files: cp -rL") from error
+        if error.errno == errno.ENOENT:
             what = f"the folder has no {MANIFEST}, so it is not a fastcar artifact"
             hint = "give the folder that `fastcar compile -o` wrote"
             raise ArtifactError(what, where=str(root), hint=hint) from error

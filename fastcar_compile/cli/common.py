@@ -24,7 +24,7 @@ from fastcar_compile.cli import BROKEN_PIPE, INTERRUPTED, RECEIVED, TERMINATED
 from fastcar_compile.cli.output import interactive, print_json, stderr, visible
 from fastcar_compile.cli.words import CALL, check_effects, in_words_of
 from fastcar_compile.errors import FastcarError, UserError, os_errors
-from fastcar_compile.support.values import LOGGER
+from fastcar_compile.support.values import LOGGER, check_current_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,6 +100,7 @@ def command(function: Callable[P, ExitCode | None]) -> Callable[P, None]:
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
+            check_current_folder()
             hints = get_type_hints(function, include_extras=True)
             marks: Marks = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
             check_effects(marks, kwargs)

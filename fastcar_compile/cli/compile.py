@@ -25,7 +25,6 @@ from fastcar_compile.cli.options import (
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text, size_text
 from fastcar_compile.cli.words import Needs, Without
 from fastcar_compile.errors import UserError, count_text
-from fastcar_compile.support.values import model_hint
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -270,8 +269,7 @@ def compile_command(
         raise UserError("there is no folder for the artifact", hint="give --output FOLDER, or --dry-run")
     with stages(as_json, "dry run" if dry_run else "compile", "checking the model"):
         build: Any = fc.compile  # its overloads know literals alone
-        decoder = model if model.is_dir() else load_exported_file(model)
-        found = build(decoder, dry_run=dry_run, output=str(output), **options)
+        found = build(model, dry_run=dry_run, output=str(output), **options)
     if not dry_run:
         _show_artifact(found, as_json)
         return ExitCode.OK
@@ -295,20 +293,3 @@ def _show_artifact(artifact: fc.Artifact, as_json: bool) -> None:
     text += f"{able} of {count_text(sites, 'layer')} may replay, {count_text(files, 'file')}, {size_text(size)}"
     facts = {"path": path, "sites": sites, "files": files, "bytes": size, "digest": artifact.digest}
     print_result(as_json, facts, lambda: print_text(f"{text}\n{artifact.digest}"))
-
-
-def load_exported_file(path: Path) -> Any:
-    """Return the program of a .pt2 file.
-
-    Raises:
-        UserError: nothing usable is there.
-    """
-    if not path.exists():
-        raise UserError("the model does not exist", where=str(path), hint=model_hint(path))
-    if path.suffix != ".pt2":
-        what = "the model is neither a folder nor a .pt2 file"
-        hint = "give a Hugging Face folder (config.json and *.safetensors), or torch.export.save(...) to a .pt2 file"
-        raise UserError(what, where=str(path), hint=hint)
-    from fastcar_compile.frontend.pt2 import load_exported
-
-    return load_exported(path)

@@ -94,12 +94,26 @@ def path_of(what: str, value: Any) -> Path:
     """Return a path.
 
     Raises:
-        InputError: the value is not a path, or no file can have this path.
+        InputError: the value is not a path, no file can have this path, it begins with the `~` of a shell, or it is
+            relative to a folder that was deleted.
     """
     text = str(cast("Any", os.fspath(value))) if isinstance(value, str | os.PathLike) else ""
     if not text or "\0" in text:
         raise InputError(f"{what} is {shown(text or value)}", hint="give a path, as a text or a pathlib.Path")
+    if text.startswith("~"):
+        hint = f"give {os.path.expanduser(text)}, or ./{text} for a file of this name"
+        raise InputError(f"{what} is {shown(text)}, and only a shell replaces the ~", hint=hint)
+    if not os.path.isabs(text):
+        check_current_folder()
     return Path(text)
+
+
+def check_current_folder() -> None:
+    """Raise InputError where the current folder was deleted: relative paths have no meaning, and torch needs it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise InputError("the current folder was deleted", hint="change to a folder that exists") from error
 
 
 def model_hint(path: Path) -> str:
