@@ -78,6 +78,7 @@ def build(
     if rows is not None and board.kind == "fpga" and offload is None:
         offload = "all"  # the host's part of other steps has one position for all rows
     _check_target(board, offload, rows, given["engine"])
+    _check_replay(given["replay"])
     config = CompileConfig(target=board.name, **options, offload="mlp" if offload is None else offload)
     wish = None if offload is not None else whole_step(board, options)
     # The writer claims the folder first: a place that cannot be written is found before minutes of work.
@@ -177,6 +178,15 @@ def _warn_of_defaults(replay: ReplayConfig | None) -> None:
     text += f"{replay.threshold:g}, which was not chosen for this decoder. Calibrate the artifact (fc.calibrate, "
     text += "fastcar calibrate), or compile without replay (replay=None, --no-replay)"
     warn(text, 4)
+
+
+def _check_replay(replay: ReplayConfig | None) -> None:
+    """Raise CompileError for limits of replays that there are not. Not for a configuration: manifests may have it."""
+    limits = ("max_chain", "couple_cfg", "refresh_every", "draft")
+    idle = " and ".join(name for name in limits if getattr(replay, name, None))
+    if idle and replay is not None and replay.threshold is None:
+        hint = f"give a threshold, or leave {idle} out"
+        raise CompileError(f"{idle} without effect: threshold None is never replay", hint=hint)
 
 
 def _check_target(board: Target, offload: str | None, rows: int | None, engine: str | None) -> None:

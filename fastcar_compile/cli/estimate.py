@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from typer import Argument, Option
+from typer import Argument, CallbackParam, Option
 
 import fastcar_compile as fc
 from fastcar_compile.cli.common import JsonOption, MayRead, Writes, command, stages
 from fastcar_compile.cli.options import TARGETS, existing, require_one
 from fastcar_compile.cli.output import print_fields, print_json, print_text
+from fastcar_compile.cli.words import Needs
 from fastcar_compile.errors import CompileError, UserError, count_text, names_text
 
 if TYPE_CHECKING:
@@ -23,10 +24,21 @@ if TYPE_CHECKING:
 SHAPE_CONTEXT, SHAPE_QUANT = 512, "w8a8"
 
 
-def _gone(value: str | None) -> None:
-    """Name the successor of an option that version 0.1 had."""
+GONE = {
+    "--plot": "--time-line FILE has the same spans; ui.perfetto.dev draws them",
+    "--batch": "give --batch-size, the videos decoded together, and --rows, the rows of each video",
+    "--sink-window": "give --window and --sinks, as for `fastcar compile`",
+}
+"""Options that version 0.1 had -> their successors."""
+
+
+def _gone(parameter: CallbackParam, value: str | None) -> None:
+    """Name the successor of an option that is gone."""
     if value is not None:
-        raise UserError("--plot is gone", hint="--time-line FILE has the same spans; ui.perfetto.dev draws them")
+        raise UserError(f"{parameter.opts[0]} is gone", hint=GONE[parameter.opts[0]])
+
+
+Gone = Annotated[str | None, Option(hidden=True, callback=_gone)]
 
 
 @command
@@ -36,18 +48,21 @@ def estimate_command(
     target: Annotated[str | None, Option(autocompletion=TARGETS), MayRead()] = None,
     quant: str | None = None,
     context: Annotated[int | None, Option(min=1)] = None,
-    batch: Annotated[int | None, Option(min=1, max=32)] = None,
+    batch_size: Annotated[int | None, Option(min=1, max=32)] = None,
     rows: Annotated[int | None, Option(min=1, max=32)] = None,
     replay: float | None = None,
     trace: Path | None = None,
     offload: str | None = None,
     kv: str | None = None,
-    sink_window: str | None = None,
+    window: Annotated[int | None, Option(min=1)] = None,
+    sinks: Annotated[int | None, Option(min=0), Needs("window")] = None,
     gate: str | None = None,
     gate_units: Annotated[int | None, Option(min=1)] = None,
     draft_share: Annotated[float | None, Option(min=0, max=1)] = None,
     what_if: bool = False,
-    plot: Annotated[str | None, Option(hidden=True, callback=_gone)] = None,
+    plot: Gone = None,
+    batch: Gone = None,
+    sink_window: Gone = None,
     time_line: Annotated[Path | None, Writes("time line")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -61,13 +76,14 @@ def estimate_command(
         target: Board; default: the artifact's, or zcu102.
         quant: w8a8 or w4a8; default: the artifact's, or w8a8.
         context: Positions that attention reads.
-        batch: Rows decoded together.
-        rows: Of them, the rows of each video, each with a position of its own.
+        batch_size: Videos decoded together.
+        rows: Rows of each video, each with a position of its own.
         replay: Share of all MLPs that replay, 0 to 1.
         trace: Recorded decisions (.npy of `fastcar run --trace`).
         offload: In the fabric: mlp; linears; all (the step). Default: the artifact's, or compile's.
         kv: Keys and values as float32, float16, bfloat16 or int8.
-        sink_window: Sparse attention as SINKS,WINDOW tokens.
+        window: Sparse attention: attend to this many last tokens.
+        sinks: ... and to this many first ones; default: 16.
         gate: What decides; default: the artifact's, or tas.
         gate_units: Hidden units of gate learned; default: 16.
         draft_share: Weights of a draft in each layer, as a share of the MLP's; 0: none. Default: the artifact's.
@@ -86,9 +102,12 @@ def estimate_command(
     if free and artifact is not None:
         work = as_compiled(artifact, work, board, kv)
         free = work is not found[0]
-    window = None if sink_window is None else parse_sink_window(sink_window)
-    wishes = {"quant": quant, "context": context, "batch": batch, "rows": rows, "replay": replay, "offload": offload}
-    chosen = with_options(work, wishes | {"kv": kv, "sink_window": window})
+    first = fc.SparseAttention().sinks if sinks is None else sinks
+    wishes = {"quant": quant, "context": context, "rows": rows, "replay": replay, "offload": offload, "kv": kv}
+    wishes["sink_window"] = None if window is None else (first, window)
+    if batch_size is not None or rows is not None:
+        wishes["batch"] = (batch_size or work.batch // work.rows) * (rows or work.rows)
+    chosen = with_options(work, wishes)
     chosen = with_gate(chosen, gate, gate_units, draft_share)
     if free and board.kind == "fpga":
         own = chosen.rows > 1 or bool(chosen.drafts)  # only whole steps have them
@@ -197,18 +216,6 @@ def with_gate(work: Workload, gate: str | None, units: int | None, draft_share: 
     if gate is not None or units is not None:
         work = replace(work, gate=GateModel.named(gate or work.gate.name, units))
     return work if draft_share is None else work.with_drafts(draft_share)
-
-
-def parse_sink_window(text: str) -> tuple[int, int]:
-    """Return sinks and window from "4,256".
-
-    Raises:
-        UserError: not two whole numbers, or the window is 0.
-    """
-    parts = text.split(",")
-    if len(parts) == 2 and all(p.strip().isdecimal() for p in parts) and int(parts[1]) > 0:
-        return int(parts[0]), int(parts[1])
-    raise UserError(f"--sink-window {text!r} is not SINKS,WINDOW", hint="give two whole numbers, for example 4,256")
 
 
 def _speed_fields(result: Estimate) -> dict[str, str]:

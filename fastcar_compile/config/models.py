@@ -236,13 +236,7 @@ class ReplayConfig(Config):
 
     @model_validator(mode="after")
     def _heads_and_weights_fit_the_gate(self) -> Self:
-        # "both" is refused too where the caller gives it to a gate that compares no query.
-        rotary = "key" if "rotary" in self.model_fields_set else self.rotary
-        gate_named(self.gate, None if self.heads is None else (), rotary=rotary)
-        limits = [name for name in ("max_chain", "couple_cfg", "refresh_every", "draft") if getattr(self, name)]
-        if limits and self.threshold is None:
-            names = " and ".join(limits)
-            raise ValueError(f"threshold None is never replay, and {names} without effect: leave {names} out")
+        gate_named(self.gate, None if self.heads is None else (), rotary=self.rotary)
         problem = weights_problem(self.gate, self.gate_weights is not None)
         if problem is not None:
             raise ValueError(problem)

@@ -4,6 +4,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from fastcar_compile.artifact.accelerator_section import AcceleratorSection
 from fastcar_compile.artifact.engine import MlpSpec
 from fastcar_compile.artifact.sections import LayersSection
 from fastcar_compile.cli import opt
+from fastcar_compile.cli.commands import REGISTRY
 from fastcar_compile.cli.estimate import as_compiled
 from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.exploration import KernelSpec, explore
@@ -167,7 +169,9 @@ def test_run_writes_the_trace(fastcar: Fastcar, fake: object, tmp_path: Path) ->
         (("--shape", "llama2-7b", "--trace", "t.npy"), "the trace does not exist"),
         (("--shape", "llama2-7b", "--quant", "int3"), "there is no engine for --quant int3"),
         (("--shape", "llama2-7b", "--offload", "head"), "--offload head is not known"),
-        (("--shape", "llama2-7b", "--sink-window", "4"), "--sink-window '4' is not SINKS,WINDOW"),
+        (("--shape", "llama2-7b", "--sink-window", "4,8"), "--sink-window is gone hint: give --window and --sinks"),
+        (("--shape", "llama2-7b", "--batch", "4"), "--batch is gone hint: give --batch-size"),
+        (("--shape", "llama2-7b", "--sinks", "4"), "--sinks needs --window"),
         (("--shape", "llama2-7b", "--replay", 2, "--quant", "w4a8"), "replay = 2.0 (0 to 1)"),
         (("--shape", "llama2-7b", "--target", "cpu", "--what-if"), "cpu has no fabric"),
         (("--shape", "llama2-7b", "--target", "zcu104-sodimm"), "does not emit this: an artifact for zcu104-sodimm"),
@@ -176,6 +180,16 @@ def test_run_writes_the_trace(fastcar: Fastcar, fake: object, tmp_path: Path) ->
 )
 def test_refusals(fastcar: Fastcar, words: tuple[object, ...], text: str) -> None:
     refused(fastcar("estimate", *words), text)
+
+
+def test_options_are_called_as_those_of_compile(fastcar: Fastcar) -> None:
+    words = ("estimate", "--shape", "vila-u-7b", "--quant", "w4a8", "--batch-size", 1, "--rows", 4, "--json")
+    found = json.loads(fastcar(*words, "--window", 64, "--sinks", 2).stdout)
+    assert (found["batch"], found["rows"], found["attended"]) == (4, 4, 66)
+    assert json.loads(fastcar(*words, "--window", 64).stdout)["attended"] == 64 + fc.SparseAttention().sinks
+    own, other = (signature(REGISTRY.load(name)).parameters.keys() for name in ("estimate", "compile"))
+    asked = {"artifact", "shape", "context", "replay", "trace", "gate_units", "draft_share", "what_if", "time_line"}
+    assert own - other == asked | {"plot", "batch", "sink_window"}
 
 
 def test_a_file_that_is_no_trace(fastcar: Fastcar, tmp_path: Path) -> None:

@@ -54,14 +54,13 @@ def test_an_option_without_effect_is_refused_by_name(fastcar: Fastcar, words: st
     refused(fastcar(*words.split()), text)
 
 
-def test_an_option_without_effect_is_refused_in_python() -> None:
+def test_an_option_without_effect_is_refused_in_python(llama_folder: Path) -> None:
     for options, text in (
-        ({"threshold": None, "max_chain": 3}, "max_chain without effect"),
-        ({"threshold": None, "refresh_every": 3, "couple_cfg": True}, "couple_cfg and refresh_every without effect"),
-        ({"gate": "input_delta", "rotary": "both"}, "compares no query"),
+        ({"max_chain": 3}, "max_chain without effect: threshold None"),
+        ({"refresh_every": 3, "couple_cfg": True}, "couple_cfg and refresh_every without effect"),
     ):
         with pytest.raises(CompileError, match=text):
-            fc.ReplayConfig(**options)
+            fc.compile(llama_folder, dry_run=True, replay=fc.ReplayConfig(threshold=None, **options))
     with pytest.raises(InputError, match="seed and exact without effect: at temperature 0"):
         fc.Sampling(temperature=0, seed=3, exact=True)
     with pytest.raises(InputError, match="scratch has no effect without executor"):
