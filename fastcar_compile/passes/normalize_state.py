@@ -65,7 +65,7 @@ def _largest(module: fx.GraphModule, position: fx.Node, index: fx.Node, start: i
     """Return the largest row that a call at position `start` reads; None: that cannot be known here."""
     try:
         found = evaluate(module, index, {position: torch.tensor([start])})
-    except IndexError:  # the index stands in a table that is too short itself
+    except (IndexError, RuntimeError):  # the index stands in a table that is too short itself; `gather` raises so
         return None
     return int(found.max()) if isinstance(found, Tensor) else None
 
@@ -99,7 +99,7 @@ def _indices(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
     """Yield (index, axis of the table) of a lookup."""
     if is_op(node, aten.embedding):
         yield node_arg(node, 1), 0
-    elif is_op(node, aten.index_select):
+    elif is_op(node, aten.index_select, aten.gather):
         yield node_arg(node, 2), cast("int", node.args[1])
     elif is_op(node, aten.index):
         for axis, index in enumerate(cast("list[Any]", node.args[1])):

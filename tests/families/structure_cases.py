@@ -84,6 +84,11 @@ STRUCTURES = [
         refused="the norm stands behind the residual add, so that the stream itself is normalised (post-norm)",
     ),
     Case(
+        "bert", "BERT", "norms behind the residual adds, a table that is read by `gather`",
+        transformer(hf.BertLMHeadModel, hf.BertConfig, num_key_value_heads=..., is_decoder=True),
+        refused="the norm stands behind the residual add, so that the stream itself is normalised (post-norm)",
+    ),
+    Case(
         "gpt2-cross", "GPT-2", "cross-attention",
         transformer(hf.GPT2LMHeadModel, hf.GPT2Config, **_NONE, **_GPT2, add_cross_attention=True),
         refused="cross-attention: its layers attend to another sequence",
