@@ -1,11 +1,12 @@
 """The phases of a build, in order: capture, rewrite, lower to every backend, and write the artifact."""
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -41,6 +42,21 @@ Progress = Callable[[str], None]
 Model = nn.Module | ExportedProgram | Checkpoint
 
 
+@contextmanager
+def _own_defaults() -> Generator[None]:
+    """Give torch the defaults that the compiler relies on; those of the caller are back at the end."""
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, before)
+        torch.set_default_dtype(torch.float32)
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        # Such a block costs time at every call of torch.
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+@_own_defaults()
 def build(
     model: Model | Path,
     board: Target,
