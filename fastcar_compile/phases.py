@@ -27,6 +27,7 @@ from fastcar_compile.frontend.model_facts import ModelFacts, unwrapped
 from fastcar_compile.frontend.structures import check_signature, explained
 from fastcar_compile.ir.pass_manager import Pass, run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.ir.weight_checks import require_numbers, warn_of_losses
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.report.dry_run import DryRun, dry_run_of
@@ -108,6 +109,7 @@ def build(
         say("rewriting the graph and choosing the hardware design")
         plan = decide(program, config, board, original=original, wish=wish, before=passes)
         plan = replace(plan, fallbacks=(*assumed, *plan.fallbacks))
+        warn_of_losses(plan.config.quant, plan.program.losses)
         if given["strict"]:
             plan.require_no_fallback()
         if writer is None or original is None:
@@ -154,6 +156,7 @@ def _captured(model: Model, config: CompileConfig, say: Progress) -> tuple[Decod
         raise CompileError(what, hint=f"give batch_size={program.config.batch_size}, or export again")
     passes: list[Pass] = [*analysis_pipeline(), *_repetition(model)]
     run_pipeline(program, passes)
+    require_numbers(program)
     return program, passes
 
 

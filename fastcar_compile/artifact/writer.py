@@ -110,20 +110,23 @@ class ArtifactWriter:
         specs: Mapping[str, TensorSpec],
         pieces: Iterable[tuple[str, int, memoryview]],
         inputs: object = None,
-    ) -> dict[str, Placement]:
+        about: Callable[[], Any] = dict,
+    ) -> tuple[dict[str, Placement], Any]:
         """Write one safetensors file, holding one piece of a tensor at a time; return where each tensor is in it.
 
         Args:
             pieces: none is asked for where the cache has the file. inputs: see `made`.
+            about: what to say of the pieces once they are made, as JSON; it is returned, also where the cache has them.
         """
 
-        def make(_path: Path) -> None:
+        def make(_path: Path) -> Any:
             self.require_room(sum(spec.nbytes for spec in specs.values()))
             write_pieces(self.root, name, specs, pieces)
+            return about()
 
         header, places = placed(name, specs)
-        self.made(Kind.WEIGHTS, name, None if inputs is None else [header.decode("latin-1"), inputs], make)
-        return places
+        key = None if inputs is None else [header.decode("latin-1"), inputs]
+        return places, self.made(Kind.WEIGHTS, name, key, make)
 
     def made(self, kind: Kind, name: str, inputs: object, make: Callable[[Path], Any]) -> Any:
         """Write the file `name` by `make`, or as an earlier build made it; return what `make` returned, JSON.

@@ -21,6 +21,7 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import with_branches
 from fastcar_compile.ir.tensor_files import Placement, TensorSpec
 from fastcar_compile.ir.text import graph_to_text
+from fastcar_compile.ir.weight_checks import warn_of_losses
 from fastcar_compile.ir.weights import LazyWeights, WrittenTensors
 from fastcar_compile.support.machine import require_memory
 
@@ -42,7 +43,8 @@ def emit_artifact(
     writer.write_text(layout.GRAPH_BEFORE, graph_file_text(original))
     writer.write_text(layout.GRAPH_AFTER, graph_file_text(program))
     say("writing the weights")
-    places = _emit_weights(writer, program, one_file=plan.board.kind == "fpga")
+    places, losses = _emit_weights(writer, program, one_file=plan.board.kind == "fpga")
+    warn_of_losses(plan.config.quant, losses)
     if program.lazy is not None:
         # Later readers of weights take them from the files: they are quantised once.
         written = WrittenTensors(writer.root, places, program.params.specs())
@@ -87,9 +89,15 @@ def _sections(
     )
 
 
-def _emit_weights(writer: ArtifactWriter, program: DecoderProgram, *, one_file: bool) -> dict[str, Placement]:
-    """Write the weight files, or one file, as the host program of a board reads it; return where each parameter is."""
-    places: dict[str, Placement] = {}
+def _emit_weights(
+    writer: ArtifactWriter, program: DecoderProgram, *, one_file: bool
+) -> tuple[dict[str, Placement], dict[str, float]]:
+    """Write the weight files, or one file, as the host program of a board reads it.
+
+    Returns:
+        Where each parameter is, and the share of its values that each weight of a checkpoint loses.
+    """
+    places, losses = dict[str, Placement](), dict[str, float]()
     params = program.params
     specs = params.specs()
     if program.lazy is not None:
@@ -97,8 +105,10 @@ def _emit_weights(writer: ArtifactWriter, program: DecoderProgram, *, one_file: 
     digest = None if writer.cache is None else cache(writer.cache.digests.of_path)  # of the checkpoint's shards
     for file, names in plan_shards(specs, one_file=one_file).items():
         inputs = None if digest is None else params.origins(names, digest)
-        places |= writer.write_pieces(file, {name: specs[name] for name in names}, params.pieces(names), inputs)
-    return places
+        own = {name: specs[name] for name in names}
+        found, lost = writer.write_pieces(file, own, params.pieces(names), inputs, params.losses)
+        places, losses = places | found, losses | lost
+    return places, losses
 
 
 SHARD_BYTES = 1 << 30

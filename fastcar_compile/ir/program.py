@@ -63,6 +63,7 @@ class DecoderProgram:
         log: what every pass did, for `explain`.
         reasons: of every pass that ran and of the capture: why it makes nodes.
         lazy: where the values of parameters come from that the graphs hold on the meta device; None: all are there.
+        losses: weight in memory -> share of its values for which its number format has no number.
     """
 
     graph_module: fx.GraphModule
@@ -74,6 +75,7 @@ class DecoderProgram:
     log: list[str] = field(default_factory=list[str])
     reasons: dict[str, str] = field(default_factory=dict[str, str])
     lazy: LazyWeights | None = None
+    losses: dict[str, float] = field(default_factory=dict[str, float])
     context: fx.GraphModule | None = None
     context_outputs: list[str] = field(default_factory=list[str])
 

@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 from fastcar_compile.ir.layers import PARAMETER, inherit_layer, move_role, parameter_of
 from fastcar_compile.ir.provenance import ORIGIN_KEYS
 from fastcar_compile.ir.query import is_op, tensor_attribute, value_of
+from fastcar_compile.ir.weight_checks import lost
 from fastcar_compile.ir.weights import LazyWeights, Make, quantized
 
 aten = torch.ops.aten
@@ -133,15 +134,18 @@ def attribute(module: fx.GraphModule, target: str, value: Tensor, origin: fx.Nod
 
 @dataclass(frozen=True)
 class Edit:
-    """What a pass gives to all that it derives: its name, and where weights come from that are not in memory.
+    """What a pass gives to all that it derives.
 
     Attributes:
+        made_by: its name. lazy: where weights come from that are not in memory.
         made: what was derived already, by its names: graphs that read one parameter share what is made of it.
+        losses: gets the share of its values that another format of a weight loses.
     """
 
     made_by: str
     lazy: LazyWeights | None
     made: dict[tuple[str, ...], tuple[Tensor, ...]] = field(default_factory=dict[tuple[str, ...], tuple[Tensor, ...]])
+    losses: dict[str, float] = field(default_factory=dict[str, float])
 
 
 def derived_parameters(
@@ -171,6 +175,8 @@ def derived_parameters(
         edit.lazy.derive(names, target, make, by_rows=by_rows)
     if names not in edit.made:
         edit.made[names] = quantized(make, value) if by_rows else make(value)
+        if by_rows and (count := lost(target, value, edit.made[names])):
+            edit.losses[target] = count / value.numel()
     made = zip(names, edit.made[names], strict=True)
     nodes = tuple(attribute(module, n, t, origin, edit.made_by) for n, t in made)
     for node in nodes:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.errors import InternalError
+from fastcar_compile.ir import weight_checks
 from fastcar_compile.ir.tensor_files import Piece, Placement, TensorSpec, octets
 from fastcar_compile.support.machine import streamed
 
@@ -105,10 +106,14 @@ class LazyWeights:
     Attributes:
         source: what they are read from.
         recipes: result name -> how it is made.
+        masks: names of the source that may be infinite; None: what is read was checked before.
+        lost: name of a weight and first row of a block -> the share of the weight's values that are lost in the block.
     """
 
     source: Source
     recipes: dict[str, Recipe] = field(default_factory=dict[str, Recipe])
+    masks: frozenset[str] | None = None
+    lost: dict[tuple[str, int], float] = field(default_factory=dict[tuple[str, int], float])
     _last: tuple[Recipe, tuple[Tensor, ...]] | None = None
 
     def derive(self, names: Sequence[str], source: str, make: Make, *, by_rows: bool = True) -> None:
@@ -130,7 +135,7 @@ class LazyWeights:
         """The tensor, made from its recipe if it has one."""
         recipe = self.recipes.get(name)
         if recipe is None:
-            return self.source.read(name)
+            return self._read(name)
         # Names of one recipe are mostly asked for in turn: weight, then scales.
         if self._last is None or self._last[0] is not recipe:
             self._last = None  # before the next one is made, so that only one is in memory
@@ -183,13 +188,34 @@ class LazyWeights:
         """Return rows of the results of a recipe, or of a tensor of the source."""
         part, rows = job
         if isinstance(part, str):
-            return [(part, rows[0], self.source.read(part, rows))]
-        made = part.make(self.source.read(part.source, rows))
+            return [(part, rows[0], self._read(part, rows))]
+        made = self._make(part, self._read(part.source, rows), rows[0])
         return [(name, rows[0], tensor) for name, tensor in zip(part.names, made, strict=True)]
+
+    def _read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        value = self.source.read(name, rows)
+        if self.masks is not None:
+            weight_checks.require_finite(name, value, is_mask=name in self.masks, row=rows[0] if rows else 0)
+        return value
+
+    def _make(self, recipe: Recipe, value: Tensor, row: int = 0) -> tuple[Tensor, ...]:
+        made, name = recipe.make(value), recipe.source
+        if recipe.by_rows and (count := weight_checks.lost(name, value, made)):
+            # A recipe's source that is no weight of the file comes whole.
+            whole = value.shape if name in self.recipes else self.source.shape(name)
+            self.lost[name, row] = count / torch.Size(whole).numel()
+        return made
+
+    def losses(self) -> dict[str, float]:
+        """Return the share of its values that each weight lost, of those that were made."""
+        shares: dict[str, float] = {}
+        for (name, _), share in sorted(self.lost.items()):
+            shares[name] = shares.get(name, 0.0) + share
+        return shares
 
     def _cook(self, recipe: Recipe) -> tuple[Tensor, ...]:
         if not recipe.by_rows or recipe.source in self.recipes:
-            return recipe.make(self.load(recipe.source))
+            return self._make(recipe, self.load(recipe.source))
         shapes = _quantized_shapes(recipe.make, self.source.shape(recipe.source))
         results = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in zip(recipe.names, shapes, strict=True)}
         for name, row, part in self.blocks(recipe.names):
@@ -279,6 +305,10 @@ class Parameters(Mapping[str, Tensor]):
                 return None
             found.append([name, str(value.dtype), list(value.shape), origin])
         return found
+
+    def losses(self) -> dict[str, float]:
+        """Return `LazyWeights.losses`."""
+        return {} if self._lazy is None else self._lazy.losses()
 
     def nbytes(self) -> int:
         """Bytes of all parameters, without reading them."""

@@ -46,17 +46,8 @@ def to_bfloat16(weight: Tensor) -> tuple[Tensor]:
 
 
 def to_float16(weight: Tensor) -> tuple[Tensor]:
-    """Return the weight rounded half to even.
-
-    Raises:
-        CompileError: a finite weight would become infinite.
-    """
-    rounded = weight.to(torch.float16)
-    if not weight.is_meta and bool((rounded.isinf() & weight.isfinite()).any()):
-        largest = weight[weight.isfinite()].abs().max().item()
-        what = f"a linear has a weight of magnitude {largest:g}, and float16 ends at 65504"
-        raise CompileError(what, where="quant='fp16'", hint='choose quant "bf16", whose range is that of float32')
-    return (rounded,)
+    """Return the weight rounded half to even."""
+    return (weight.to(torch.float16),)
 
 
 class _HalfWeights(Pass):
@@ -76,7 +67,7 @@ class _HalfWeights(Pass):
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a linear to rewrite."""
         operator, suffix = fastcar.linear_half.default, quant_format(self.quant).suffix
-        edit = Edit(self.name, program.lazy)
+        edit = Edit(self.name, program.lazy, program.losses)
         return replace_linears(program.all_graphs(), operator, (suffix,), type(self).make, edit)
 
 
@@ -116,7 +107,7 @@ class _Quantize(Pass):
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was a linear or an activation to rewrite."""
         kind = quant_format(self.name.removeprefix("quantize-"))
-        edit, parts = Edit(self.name, program.lazy), (kind.suffix, "scale")
+        edit, parts = Edit(self.name, program.lazy, program.losses), (kind.suffix, "scale")
         linears = replace_linears(program.graphs(), self.linear, parts, type(self).quantize, edit)
         # ReLU has no table: it rounds nothing.
         activations = rewrite_each(program.graphs(), lambda n: activation_of(n) in FACTORS, self._through_table)
