@@ -1,12 +1,11 @@
 """The phases of a build, in order: capture, rewrite, lower to every backend, and write the artifact."""
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -20,7 +19,7 @@ from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.config.targets import Target, whole_step
 from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import CompileError
-from fastcar_compile.frontend.capture import capture
+from fastcar_compile.frontend.capture import capture, plain_modes
 from fastcar_compile.frontend.checkpoint import Checkpoint, open_folder
 from fastcar_compile.frontend.huggingface import is_huggingface
 from fastcar_compile.frontend.model_facts import ModelFacts, unwrapped
@@ -43,21 +42,7 @@ Progress = Callable[[str], None]
 Model = nn.Module | ExportedProgram | Checkpoint
 
 
-@contextmanager
-def _own_defaults() -> Generator[None]:
-    """Give torch the defaults that the compiler relies on; those of the caller are back at the end."""
-    before = torch.get_default_dtype()
-    with ExitStack() as stack:
-        stack.callback(torch.set_default_dtype, before)
-        torch.set_default_dtype(torch.float32)
-        stack.enter_context(torch.autocast("cpu", enabled=False))
-        # Such a block costs time at every call of torch.
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))
-        yield
-
-
-@_own_defaults()
+@plain_modes()
 def build(
     model: Model | Path,
     board: Target,

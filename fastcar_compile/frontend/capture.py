@@ -1,6 +1,5 @@
 """nn.Module or ExportedProgram -> DecoderProgram: one decode step and one prefill chunk over a static KV cache."""
 
-import copy
 import io
 import logging
 import sys
@@ -22,13 +21,13 @@ from fastcar_compile.errors import NOT_THE_MODELS, CompileError, UserError
 from fastcar_compile.frontend.adapt import Adapted
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.frontend.huggingface import WRAPPED_MODEL, StaticCacheStep, is_huggingface, static_cache_step
-from fastcar_compile.frontend.importer import REASONS, check_exported, check_module_names, import_exported
+from fastcar_compile.frontend.importer import OTHER_FLOATS, REASONS, check_exported, check_module_names, import_exported
 from fastcar_compile.frontend.model_facts import ModelFacts, as_written, unwrapped
 from fastcar_compile.frontend.structures import check_adapters, check_device, check_signature
 from fastcar_compile.ir.dataflow import ancestors
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import error_at, importable_path
-from fastcar_compile.ir.query import is_op, node_arg, shape_of
+from fastcar_compile.ir.query import is_op, node_arg, output_nodes, shape_of
 from fastcar_compile.ir.types import ContextInput, DecoderConfig
 from fastcar_compile.ir.weights import LazyWeights
 
@@ -119,6 +118,22 @@ def check_deterministic(graph: fx.Graph) -> None:
 _LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
+@contextmanager
+def plain_modes() -> Generator[None]:
+    """Leave the caller's modes and defaults, which would change the tensors and the types of a graph."""
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        for mode in (torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False)):
+            stack.enter_context(mode)
+        stack.callback(torch.set_default_dtype, before)
+        torch.set_default_dtype(torch.float32)
+        # Such a block costs time at every call of torch.
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+@plain_modes()
 def capture(
     model: nn.Module | ExportedProgram | Checkpoint,
     *,
@@ -153,26 +168,25 @@ def capture(
     if isinstance(model, ExportedProgram):
         # An export has one shape, that of a decode step, so it has no prefill graph.
         check_exported(model)
-        graph = import_exported(model)
-        chunk = None
+        graphs = [import_exported(model)]
     else:
         prefill_chunk = min(prefill_chunk, max_seq_len)
-        # On a copy, one for all graphs: the caller's model keeps its precision.
-        if any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters()):
-            model = copy.deepcopy(model).float()
         facts = ModelFacts.of(model)
         wrapper = WRAPPED_MODEL if is_huggingface(model) or isinstance(model, Adapted) else ""
         calls = [(batch_size * (rows or 1), 1)]
         calls += [(batch_size if rows is None else 1, prefill_chunk)] if prefill_chunk > 1 else []
-        graphs: list[fx.GraphModule] = []
-        for batch, tokens in calls if calls[0][0] != calls[-1][0] else [(batch_size, None)]:
-            # Static caches are as many as the rows of a call.
-            with step_module(model, batch, max_seq_len) as (step, headless):
-                lengths = [tokens] if tokens is not None else [length for _, length in calls]
-                graphs += [import_exported(_export(step, facts, batch, n, headless), wrapper) for n in lengths]
-        graph, chunk = graphs[0], graphs[1] if len(graphs) > 1 else None
+        graphs = list[fx.GraphModule]()
+        with _in_float32(model):  # one copy for all graphs
+            for batch, tokens in calls if calls[0][0] != calls[-1][0] else [(batch_size, None)]:
+                # Static caches are as many as the rows of a call.
+                with step_module(model, batch, max_seq_len) as (step, headless):
+                    lengths = [tokens] if tokens is not None else [length for _, length in calls]
+                    graphs += [import_exported(_export(step, facts, batch, n, headless), wrapper) for n in lengths]
+    graph, chunk = graphs[0], graphs[1] if len(graphs) > 1 else None
     # The decode step stands for both graphs: one module made them.
     check_deterministic(graph.graph)
+    for module in graphs:
+        _check_rows(module.graph)
     config = _config(graph, chunk, max_seq_len, tokens_per_frame, prefill_chunk)
     return DecoderProgram(graph, chunk, config, outputs=["logits"], reasons=dict(REASONS), lazy=lazy)
 
@@ -188,6 +202,22 @@ def step_module(model: nn.Module, batch_size: int, max_seq_len: int) -> Generato
         else:
             check_signature(model)
             yield model, headless
+
+
+@contextmanager
+def _in_float32(model: nn.Module) -> Generator[None]:
+    """Give every module its tensors in float32, and as tensors that a capture may use; on exit its own ones."""
+    made: dict[int, torch.Tensor] = {}  # several modules may share a tensor, and go on doing so
+    with ExitStack() as stack:
+        for table in (table for module in model.modules() for table in (module._parameters, module._buffers)):
+            for name, tensor in list(table.items()):
+                if tensor is not None and (tensor.is_inference() or tensor.dtype in OTHER_FLOATS):
+                    stack.callback(table.__setitem__, name, tensor)
+                    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+                    own = tensor.detach().to(dtype, copy=True)
+                    own = nn.Parameter(own, requires_grad=False) if isinstance(tensor, nn.Parameter) else own
+                    table[name] = made.setdefault(id(tensor), own)
+        yield
 
 
 def _export(step: nn.Module, facts: ModelFacts, batch: int, tokens: int, embeddings: bool) -> ExportedProgram:
@@ -230,12 +260,25 @@ def _counts_in_python(exported: ExportedProgram) -> bool:
 def _exported(step: nn.Module, arguments: dict[str, Any]) -> ExportedProgram:
     """What torch.export makes of the step. Where it fails it prints the graph so far, which says nothing to a user."""
     said = io.StringIO()
-    with torch.no_grad(), warnings.catch_warnings(), redirect_stderr(said), silenced(*_LOGS):
+    with warnings.catch_warnings(), redirect_stderr(said), silenced(*_LOGS):
         # Caches are plain attributes of HF's cache object; torch.export says so, and lifts them all the same.
         warnings.filterwarnings("ignore", message="A model attribute .* requires gradient")
         exported = torch.export.export(step, (), arguments, strict=False)
     sys.stderr.write(said.getvalue())
     return exported
+
+
+def _check_rows(graph: fx.Graph) -> None:
+    """Raise CompileError unless the graph returns a row for each of its tokens."""
+    (result,) = output_nodes(graph)
+    output, tokens = result.meta["val"], next(iter(graph.nodes)).meta["val"]
+    if output.dim() == 3 and output.shape[:2] == tokens.shape[:2]:
+        return
+    what = f"the step returns shape {tuple(output.shape)}; expected [B, T, V] or [B, T, H], with B = "
+    what += f"{tokens.shape[0]} and T = {tokens.shape[1]}"
+    hint = "return logits or hidden states of every position: a session takes the row that it needs. A head on the "
+    hint += "last position alone needs prefill_chunk=1, and [:, -1:] instead of [:, -1]"
+    raise error_at(result, what, hint)
 
 
 def _config(graph: Any, chunk: Any, max_seq_len: int, tokens_per_frame: int, prefill_chunk: int) -> DecoderConfig:
@@ -244,8 +287,6 @@ def _config(graph: Any, chunk: Any, max_seq_len: int, tokens_per_frame: int, pre
     # A session refuses token ids beyond the rows of the table that they select.
     tables = [node_arg(user, 0) for user in tokens.users if is_op(user, torch.ops.aten.embedding)]
     output = graph.graph.output_node().args[0][0].meta["val"]
-    if output.dim() != 3:
-        raise CompileError(f"the step returns shape {tuple(output.shape)}; expected [B, T, V] or [B, T, H]")
     return DecoderConfig(
         batch_size=int(tokens.meta["val"].shape[0]),
         max_seq_len=max_seq_len,

@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 from torch import SymInt, Tensor, fx, nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fastcar_compile.errors import CompileError, count_text
-from fastcar_compile.ir.provenance import is_path
+from fastcar_compile.ir.provenance import error_at, is_path
 from fastcar_compile.ir.query import graph_module, node_arg, output_nodes
-from fastcar_compile.ir.rewrite import Inserter, fake_mode_of
+from fastcar_compile.ir.rewrite import Inserter, fake_like, fake_mode_of, fake_value
 
 # Names of modules and tensors: torch.fx writes them into source code, and a graph file has to be readable again.
 
@@ -109,6 +111,26 @@ def import_exported(exported: ExportedProgram, wrapper: str = "") -> fx.GraphMod
     return _Importer(exported, f"{wrapper}." if wrapper else "").run()
 
 
+OTHER_FLOATS = (torch.float16, torch.bfloat16, torch.float64)
+"""A decode step computes in float32: what a model casts to one of these, or computes in it, becomes float32."""
+
+
+def _in_float32(argument: Any) -> Any:
+    return torch.float32 if isinstance(argument, torch.dtype) and argument in OTHER_FLOATS else argument
+
+
+def _check_target(node: fx.Node) -> None:
+    """Raise CompileError for a call that is no operator of one value to the next."""
+    name, owner = (str(getattr(node.target, key, node.target)) for key in ("__name__", "__module__"))
+    kind = name.removeprefix("_").partition("_")[0]
+    # `lazy_load_decompositions` begins a vmap, which the next call names.
+    if (owner.startswith("torch._functorch") and kind != "lazy") or isinstance(node.target, HigherOrderOperator):
+        what = f"the forward calls torch.func.{kind}" if "functorch" in owner else f"the forward calls {name}"
+        raise error_at(node, f"{what}, which takes a function", "write what it computes with tensor operators")
+    if node.target is torch.ops.aten.view.dtype:
+        raise error_at(node, "the forward reads the bits of a tensor as another type", "cast it with .to(dtype)")
+
+
 class _Importer:
     def __init__(self, exported: ExportedProgram, prefix: str) -> None:
         self.exported, self.prefix = exported, prefix
@@ -173,9 +195,10 @@ class _Importer:
         name = self._user_path(target)
         # A fake parameter stands for one on disk. The meta device marks it for the passes.
         lazy = isinstance(value, FakeTensor)
-        self.attributes[name] = torch.empty(value.shape, dtype=value.dtype, device="meta") if lazy else value.detach()
+        value = value.detach().float() if value.dtype in OTHER_FLOATS else value.detach()
+        self.attributes[name] = torch.empty(value.shape, dtype=value.dtype, device="meta") if lazy else value
         attribute = self.graph.get_attr(name)
-        attribute.meta = dict(node.meta)
+        attribute.meta = node.meta | {"val": fake_like(self.graph, value)}
         return attribute
 
     def _positions(self, original: fx.Node, position: fx.Node) -> fx.Node:
@@ -224,7 +247,13 @@ class _Importer:
             source, index = self.values[node_arg(node, 0)], node.args[1]
             if isinstance(source, tuple | list) and isinstance(index, int):
                 return source[index]
-        return self.graph.node_copy(node, lambda n: self.values[n])
+        _check_target(node)
+        made = self.graph.node_copy(node, lambda n: self.values[n])
+        if node.op == "call_function":  # an assert, which yields nothing, may name a type too
+            made.args, made.kwargs = tree_map(_in_float32, (made.args, made.kwargs))
+        if any(getattr(value, "dtype", None) in OTHER_FLOATS for value in tree_leaves(node.meta.get("val"))):
+            made.meta["val"] = fake_value(self.graph, made)
+        return made
 
     def _inline(self, owner: torch.nn.Module, node: fx.Node) -> Any:
         """Grad-mode and autocast wrappers mean nothing in inference: their body joins the graph."""

@@ -63,7 +63,8 @@ class Canonicalize(Pass):
        A `view` of a copy that went becomes a `reshape`, as the layout is now another.
     3. Rows of one axis that are taken by known numbers, `x[:, [-2]]`, become a slice or an `index_select` by numbers
        from the front.
-    4. `repeat_interleave` by one number becomes a view: backends lack the operator.
+    4. Other casts become `to(dtype)`, such as `type_as` and `to(device, dtype)`, and `repeat_interleave` by one number
+       becomes a view: backends lack the operators.
     5. What nothing reads any more goes.
     It runs after normalize-state: before that, an alias may be a second name of a mutated buffer.
     """
@@ -80,7 +81,7 @@ def _clean(module: fx.GraphModule) -> bool:
     graph, modified = module.graph, False
     before = len(graph.nodes)
     for node in list(graph.nodes):
-        if taken := _rewrite_index(module, node) or _repeated(node):
+        if taken := _rewrite_index(module, node) or _repeated(node) or _cast(node):
             # Nothing reads the node any more, so it goes as dead code below.
             node.replace_all_uses_with(taken)
             modified = True
@@ -100,6 +101,14 @@ def _clean(module: fx.GraphModule) -> bool:
             graph.erase_node(node)
     graph.eliminate_dead_code()
     return modified or len(graph.nodes) != before
+
+
+def _cast(node: fx.Node) -> fx.Node | None:
+    """What casts to the node's type, for a cast that is written in another way; None where the node is no such cast."""
+    if node.target is aten.to.dtype or is_same(node) or not is_op(node, aten.to, aten.type_as):
+        return None
+    with before(node, Canonicalize.name) as emit:
+        return emit(aten.to.dtype, node_arg(node, 0), value_of(node).dtype)
 
 
 def _repeated(node: fx.Node) -> fx.Node | None:

@@ -171,6 +171,8 @@ def tune_decoder(
     return TunedDecoder(tuned, training.result())
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Training:
     """Return a finished training. Arguments and errors are those of `train_gate`."""
     values.check_kind("model", model, nn.Module, "a decoder as `compile` takes it")
