@@ -194,11 +194,11 @@ def argument_names(node: fx.Node) -> list[str]:
 
 
 _ACTIVATIONS: dict[Any, str] = {
-    aten.silu: "silu",
-    aten.gelu: "gelu",
-    aten.relu: "relu",
-    aten.sigmoid: "sigmoid",
-    aten.tanh: "tanh",
+    getattr(aten, name): name
+    for name in (
+        *("silu", "gelu", "relu", "sigmoid", "tanh", "mish", "relu6", "leaky_relu", "hardswish", "hardsigmoid"),
+        *("hardtanh", "elu", "selu", "celu", "softplus", "log_sigmoid", "threshold", "sin"),
+    )
 }
 
 

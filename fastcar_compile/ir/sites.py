@@ -84,7 +84,8 @@ def _mlp_site(nodes: Mapping[str, fx.Node], outer: Mapping[fx.Node, fx.Node]) ->
 def _activation(node: fx.Node, linears: list[fx.Node]) -> str:
     """Return the activation's name, and whether it stands where an MLP kernel expects it."""
     # Quantised, the activation is `x * activation_factor(x, name)`: the factor's second argument names it.
-    name = activation_of(node) or str(node_arg(node, 1).args[1])
+    tabled = [n for n in node.all_input_nodes if is_op(n, torch.ops.fastcar.activation_factor)]
+    name = activation_of(node) or str(tabled[0].args[1] if tabled else node.target).removeprefix("aten.").split(".")[0]
     inner = node_arg(linears[-1], 0)
     if is_op(inner, aten.where):  # rows that replay are zeroed before a linear with a bias
         inner = node_arg(inner, 2)

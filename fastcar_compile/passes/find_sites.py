@@ -13,7 +13,7 @@ from fastcar_compile.ir.layers import LAYER, PROJECTIONS, ROLE, Role, assign_lay
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import error_at
-from fastcar_compile.ir.query import activation_of, is_op, node_arg, output_nodes, shape_of, squared_relu, value_of
+from fastcar_compile.ir.query import activation_of, is_op, node_arg, output_nodes, shape_of, value_of
 from fastcar_compile.ir.sites import LINEARS, mlp_start
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
@@ -111,6 +111,9 @@ def _entry(others: Sequence[fx.Node], attention: fx.Node) -> fx.Node | None:
     return None
 
 
+_LINEAR = (aten.mul, aten.div, aten.add, aten.sub, aten.neg, aten.rsub, aten.to, aten._to_copy, aten.clone, aten.alias)
+"""Elementwise operators that are linear in one value; `mul` and `div` of two values are not."""
+
 _EXPECTED = "linear -> nonlinearity (-> product) -> linear, closed by a residual add"
 
 
@@ -164,7 +167,7 @@ class _Matcher:
         # Where the product is not that of a gated MLP, the order in the graph stands in for the roles.
         ordered = _by_role(linears) or linears
         found = {Role.ATTENTION: self.attention, Role.RESIDUAL: residual, Role.EXIT: exit_add}
-        found[Role.ACTIVATION] = next(n for n in region if activation_of(n))
+        found[Role.ACTIVATION] = _nonlinearities(region, linears)[0]
         return LayerMatch(entry, found | dict(zip(PROJECTIONS[-len(linears) :], ordered, strict=True)))
 
     def _residual_add(self) -> tuple[fx.Node, fx.Node]:
@@ -234,10 +237,11 @@ class _Matcher:
 
     def _check_shape(self, region: list[fx.Node], linears: list[fx.Node], output: fx.Node) -> None:
         found = [getattr(n.target, "overloadpacket", n.target) for n in region if n.op == "call_function"]
-        activations = [n for n in region if activation_of(n)]
         # All linears but the last one are gate and up, which read the same normed rows.
         shared = len({node_arg(n, 0) for n in linears[:-1]}) == 1
-        if len(linears) not in (2, 3) or len(activations) != 1 or not shared:
+        # Two of these are rather two MLPs, or experts, than one nonlinearity.
+        usual = sum(activation_of(n) in ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh") for n in region)
+        if len(linears) not in (2, 3) or usual > 1 or not shared or not _nonlinearities(region, linears):
             names = " -> ".join(getattr(t, "__name__", str(t)) for t in found)
             raise self._error(output, f"between residual and closing add: {names}", _EXPECTED)
 
@@ -254,18 +258,26 @@ def _added(node: fx.Node, residual: fx.Node) -> fx.Node | None:
     return others[0] if joins else None
 
 
+def _nonlinearities(region: Sequence[fx.Node], linears: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return what is not linear between the first linears of an MLP and its last one, known activations first."""
+    reached = {node for linear in linears[:-1] for node in reached_from(linear, region)}
+    inner = [n for n in region if n in reached and n not in linears and n < linears[-1]]
+
+    def is_linear(node: fx.Node) -> bool:
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        return not pointwise or (is_op(node, *_LINEAR) and sum(a in reached for a in node.args[:2]) < 2)
+
+    return sorted((n for n in inner if activation_of(n) or not is_linear(n)), key=lambda n: activation_of(n) is None)
+
+
 def _by_role(linears: list[fx.Node]) -> list[fx.Node] | None:
     """[gate, up, down] or [up, down] when the MLP is down(act(gate(x)) * up(x)) or down(act(up(x))), else None."""
     *first, down = linears
     inner = node_arg(down, 0)
     factors = inner.all_input_nodes if is_op(inner, aten.mul) else [inner]
-    # `relu(y) * relu(y)` counts as one activated factor: its ReLU stands for it.
-    factors = [squared_relu(n) or n for n in factors]
-    activated = [n for n in factors if activation_of(n)]
-    if len(activated) != 1 or len(factors) != len(first):
-        return None
-    roles = [node_arg(activated[0], 0), *(n for n in factors if n not in activated)]
-    return [*roles, down] if set(roles) == set(first) else None
+    plain = [n for n in factors if n in first]
+    activated = [n for n in first if n not in plain]
+    return [*activated, *plain, down] if len(activated) == 1 and len(factors) == len(first) else None
 
 
 class FindSites(Pass):
@@ -277,7 +289,8 @@ class FindSites(Pass):
        the add that joins that to the stream;
     3. a later add closes the MLP: one operand is that sum, the other follows from it: role `exit`;
     4. what is between is one region with a single entry and a single exit;
-    5. the region holds two or three linears, of which all but the last share their input, and one nonlinearity.
+    5. the region holds two or three linears, of which all but the last share their input, and in front of the last one
+       something elementwise that is not linear, of one operator or of several.
     Names of classes and modules do not count. The configuration learns the number of layers and the hidden size.
     """
 

@@ -1,5 +1,6 @@
 """Activations that a model writes out in elementary operators become the one operator that they compute."""
 
+import operator
 from functools import partial
 from typing import Any
 
@@ -10,13 +11,13 @@ from torch.nn import functional as F
 from fastcar_compile.ir.dataflow import descendants, evaluate, in_order
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import is_op, node_arg
-from fastcar_compile.ir.rewrite import after, replace_call
+from fastcar_compile.ir.query import bound, is_op, node_arg
+from fastcar_compile.ir.rewrite import after, before, replace, replace_call
 
 aten = torch.ops.aten
 
-_SEEDS = (aten.tanh, aten.erf, aten.sigmoid)
-_POINTWISE = (*_SEEDS, aten.mul, aten.add, aten.sub, aten.div, aten.pow, aten.neg, aten.exp, aten.square)
+_SEEDS = (aten.tanh, aten.erf, aten.sigmoid, aten.exp)
+_POINTWISE = (*_SEEDS, aten.mul, aten.add, aten.sub, aten.div, aten.pow, aten.neg, aten.square, aten.reciprocal)
 _TOLERANCE = 1e-5
 """The two GELUs are 4e-4 apart; two ways to write one of them differ by a few float32 roundings."""
 
@@ -32,12 +33,13 @@ _KNOWN: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
 class FuseActivations(Pass):
     """Write activations as the one operator that they compute, in both graphs.
 
-    1. Matches the elementwise operators around a tanh, erf or sigmoid that depend on one value x alone.
+    1. Matches the elementwise operators around a tanh, erf, sigmoid or exp that depend on one value x alone.
     2. Their values at 4,002 points between -12 and 12 must be those of SiLU, GELU or tanh-GELU within 1e-5. So
        `0.5 * x * (1 + tanh(0.797885 * (x + 0.044715 * x ** 3)))` (GPT-2, Phi) and `x * sigmoid(x)` are found however
        they are written.
     3. Makes `silu(x)`, `gelu(x)` or `gelu(x, approximate="tanh")`.
-    4. Writes the square of a ReLU as a product, `r * r`: one rounding, the same on every backend.
+    4. Writes the square of a ReLU as a product, `r * r`: one rounding, the same on every backend. `glu(x)` becomes
+       `a * sigmoid(b)` of its halves.
     """
 
     name = "fuse-activations"
@@ -45,7 +47,7 @@ class FuseActivations(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was an activation to rewrite; what computes no known one stays as it is."""
-        return any([_fuse(module) | _multiply_out(module.graph) for module in program.graphs()])
+        return any([_open_glu(m.graph) | _fuse(m) | _multiply_out(m.graph) for m in program.graphs()])
 
 
 def _fuse(module: fx.GraphModule) -> bool:
@@ -55,9 +57,9 @@ def _fuse(module: fx.GraphModule) -> bool:
         match = _match(module, seed) if seed.graph is module.graph and seed.users else None
         if match is None:
             continue
-        source, result, operator, options = match
+        source, result, target, options = match
         with after(result, FuseActivations.name) as emit:
-            new = emit(operator, source, **options)
+            new = emit(target, source, **options)
         result.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
         module.graph.eliminate_dead_code()
         modified = True
@@ -72,8 +74,18 @@ def _multiply_out(graph: fx.Graph) -> bool:
     return bool(found)
 
 
+def _open_glu(graph: fx.Graph) -> bool:
+    found = [n for n in graph.nodes if is_op(n, aten.glu)]
+    for node in found:
+        with before(node, FuseActivations.name) as emit:
+            halves = emit(aten.chunk.default, node_arg(node, 0), 2, bound(node)["dim"])
+            a, b = emit(operator.getitem, halves, 0), emit(operator.getitem, halves, 1)
+            replace(node, emit(aten.mul.Tensor, a, emit(aten.sigmoid.default, b)))
+    return bool(found)
+
+
 def _match(module: fx.GraphModule, seed: fx.Node) -> tuple[fx.Node, fx.Node, Any, dict[str, Any]] | None:
-    """(x, y, operator, options) of the largest activation around the seed."""
+    """(x, y, target, options) of the largest activation around the seed."""
     points = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([0.0])])
     # The nearest source and the furthest result are tried first, so that `x * sigmoid(x)` is one SiLU.
     for source in _sources(seed):
@@ -82,9 +94,9 @@ def _match(module: fx.GraphModule, seed: fx.Node) -> tuple[fx.Node, fx.Node, Any
             value = evaluate(module, result, {source: points})
             if value is None or value.shape != points.shape:
                 continue
-            for function, operator, options in _KNOWN:
+            for function, target, options in _KNOWN:
                 if (value - function(points)).abs().max() < _TOLERANCE:
-                    return source, result, operator, options
+                    return source, result, target, options
     return None
 
 
