@@ -56,6 +56,13 @@ class WrittenOut(TinyBlock):
         return self.mlp.down(x * torch.sigmoid(x))
 
 
+class Normalised(TinyBlock):
+    """The rows of a weight have length 1."""
+
+    def feed(self, x: Tensor) -> Tensor:
+        return self.mlp.down(torch.relu(nn.functional.linear(x, nn.functional.normalize(self.mlp.up.weight))))
+
+
 class Parallel(TinyBlock):
     """Attention and MLP read one norm; the MLP is computed first."""
 
@@ -115,7 +122,7 @@ DECODERS: dict[str, tuple[type[TinyBlock], ...]] = {
     "spelled": (Spelled,), "measured": (Measured,),
     "tiny": (TinyBlock,), "window": (Windowed,), "rotated": (Rotated,), "two-layers": (TinyBlock, TinyBlock),
     "written-out": (WrittenOut,), "products": (Products,), "fused": (Fused,), "parallel": (Parallel,),
-    "folded": (Folded,), "batched": (Batched,),
+    "folded": (Folded,), "batched": (Batched,), "normalised": (Normalised,),
 }  # fmt: skip
 
 

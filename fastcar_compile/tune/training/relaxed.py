@@ -19,6 +19,7 @@ from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
+from fastcar_compile.passes.fold_weights import FoldWeights
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.tune.rule import Stages
 from fastcar_compile.tune.training.whole import WholeVideos
@@ -131,7 +132,9 @@ class RelaxedDecoder(WholeVideos):
         if length < prompt + tokens_per_frame + 1:
             raise too_short(length + 1, prompt, tokens_per_frame, 1, 2)
         sizes = {"batch_size": rows, "max_seq_len": length, "tokens_per_frame": tokens_per_frame}
-        self._begin(run_pipeline(capture(model, prefill_chunk=length, **sizes), analysis_pipeline()), prompt)
+        # A folded weight would be none of the model's parameters, which can be trained.
+        passes = [step for step in analysis_pipeline() if not isinstance(step, FoldWeights)]
+        self._begin(run_pipeline(capture(model, prefill_chunk=length, **sizes), passes), prompt)
         self._parameters = list(model.named_parameters())
 
     @classmethod
