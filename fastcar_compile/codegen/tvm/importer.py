@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +13,9 @@ import torch
 import tvm
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.fx.node import Target
+from torch.export import default_decompositions
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import Target, map_arg
 from tvm import relax, te
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 from tvm.tirx import PrimFunc
@@ -230,6 +232,9 @@ class SegmentImporter(ExportedProgramImporter):
 
     def knows(self, target: Target) -> bool:
         """Whether an operator can be imported."""
+        return self._converts(target) or target in _decompositions()
+
+    def _converts(self, target: Target) -> bool:
         return target is _COND or target in CONVERTERS or _name(target) in self.convert_map
 
     def add_function(self, module: fx.GraphModule, name: str, literals: int) -> tvm.ir.GlobalVar:
@@ -264,8 +269,34 @@ class SegmentImporter(ExportedProgramImporter):
     def _emit(self, node: fx.Node) -> Value:
         if node.target is _COND:
             return self._emit_cond(node)
+        if not self._converts(node.target):
+            return self._emit_parts(node)
         converter = CONVERTERS.get(node.target)
         return self.stock(node) if converter is None else converter(Call(node, self))
+
+    def _emit_parts(self, node: fx.Node) -> Value:
+        """Emit an operator that nothing converts as the operators that PyTorch decomposes it into.
+
+        Raises:
+            CompileError: nothing converts one of those either.
+        """
+        sources = node.all_input_nodes
+
+        def call(*values: Tensor) -> Any:
+            args, kwargs = map_arg((node.args, dict(node.kwargs)), dict(zip(sources, values, strict=True)).__getitem__)
+            return cast("Callable[..., Any]", node.target)(*args, **kwargs)
+
+        table = {op: rule for op, rule in _decompositions().items() if not self._converts(op)}
+        traced = make_fx(call, decomposition_table=table)(*(n.meta["val"] for n in sources))
+        for part, source in zip(traced.graph.find_nodes(op="placeholder"), sources, strict=True):
+            self.env[part] = self.env[source]
+        for part in traced.graph.find_nodes(op="get_attr"):
+            self.env[part] = relax.const(get_attribute(traced, str(part.target)).numpy())
+        for part in (n for n in traced.graph.nodes if n.op == "call_function"):
+            if not self._converts(part.target):
+                raise CompileError(f"operator {node.target} has no TVM lowering", where=where(node))
+            self.env[part] = self._emit(part)
+        return self.env[output_nodes(traced.graph)[0]]
 
     def stock(self, node: fx.Node) -> relax.Expr:
         """Return what TVM's own converter makes of the node. What it refuses is told as the model's fault.
@@ -287,6 +318,12 @@ class SegmentImporter(ExportedProgramImporter):
         # The condition is `replay.all()`: the true branch copies the cache, the false branch computes.
         then, otherwise = (relax.Call(self.env[branch], arguments) for branch in (true, false))
         return self.block_builder.emit(relax.If(self.env[condition], then, otherwise))
+
+
+@cache
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return what PyTorch decomposes, by operator."""
+    return dict(default_decompositions().items())
 
 
 def _name(target: Target) -> str:
