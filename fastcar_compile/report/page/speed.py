@@ -13,6 +13,7 @@ from fastcar_compile.codegen.hls.model.rows import Draw, draw_decisions
 from fastcar_compile.codegen.hls.model.system import Estimate, estimate_question
 from fastcar_compile.codegen.hls.model.time_line import trace_events
 from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
+from fastcar_compile.config.targets import MEASURED
 from fastcar_compile.errors import UserError, count_text
 from fastcar_compile.report.page.models import Json, facts_of, given
 from fastcar_compile.report.page.replay import Decisions
@@ -58,8 +59,7 @@ def speed_page(artifact: StoredArtifact, decisions: Decisions | None) -> Json:
     manifest, target, config = artifact.manifest, artifact.manifest.target, artifact.manifest.decoder.config
     offload = offload_lines(manifest)
     if target.kind == "cpu":
-        what = f"The target {target.name} is a CPU, and the hardware model predicts boards"
-        return {"missing": f"{what}: `fastcar estimate --target`."}
+        return {"missing": f"The target {target.name} is a CPU, which is measured: {MEASURED}."}
     replays = replays_of(manifest, decisions)
     try:
         work, design, program = workload_of(manifest), design_of(manifest, target), program_of(artifact)

@@ -23,7 +23,7 @@ from fastcar_compile.codegen.hls.design.spec import (
 from fastcar_compile.codegen.hls.design.step_usage import short_usage, step_usage
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS
 from fastcar_compile.codegen.hls.step_program.cache_layout import MAX_PORTS
-from fastcar_compile.config.targets import Target
+from fastcar_compile.config.targets import MEASURED, Target
 from fastcar_compile.errors import CompileError, TargetError
 
 MAX_CORES = 16
@@ -302,7 +302,7 @@ def budget_of(target: Target) -> BoardBudget:
         TargetError: the target has no fabric.
     """
     if target.fabric is None:
-        hint = "give a board: --target zcu102; see `fastcar targets`"
+        hint = f"give a board: --target zcu102; see `fastcar targets`. A CPU is measured: {MEASURED}"
         raise TargetError(f"{target.name} has no fabric to place an engine on", hint=hint)
     return BoardBudget(
         part=target.part or "",

@@ -57,7 +57,8 @@
     const speed = { facts: [], shares: {}, resources: {}, steps: [], ...page.data.speed };
     const calls = offload(speed.offload);
     if (speed.missing) {
-      panel.append(page.card("Estimate", null, el("p", { class: "muted" }, speed.missing)), calls);
+      const words = speed.missing.split("`").map((text, n) => (n % 2 ? el("code", {}, text) : text));
+      panel.append(page.card("Speed", null, el("p", { class: "muted" }, ...words)), calls);
       return;
     }
     const lines = page.timeLines(speed);
