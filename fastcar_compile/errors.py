@@ -169,6 +169,14 @@ def count_text(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+def size_text(count: int) -> str:
+    """Return a number of bytes as a person reads it, for example `5.3 MB`; page.bytes of core.js does so too."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} B"
+
+
 LISTED = 50
 """Refused fields that an error names; it counts the further fields. A damaged file may have a fault in every value."""
 

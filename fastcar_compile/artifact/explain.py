@@ -13,14 +13,11 @@ from fastcar_compile.artifact.manifest import Sections
 from fastcar_compile.artifact.sections import State
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.config import ReplayConfig
-from fastcar_compile.errors import InputError, count_text
+from fastcar_compile.errors import InputError, count_text, size_text
 from fastcar_compile.gates import gate_named
 from fastcar_compile.gates.weights import PARAMETERS, gate_parameter, weight_bytes
 from fastcar_compile.ir.types import ATTENTION_ROLES, LayerSite, ReplayFacts, StateRole
 from fastcar_compile.support.values import whole
-
-MIB = 2**20
-
 
 Description = tuple[str, Mapping[str, str]]
 """A title, and fields by name."""
@@ -136,7 +133,7 @@ def _sparse(sections: Sections) -> str:
     return (
         f"  sparse    {ring.sinks} sinks and the last {ring.window} tokens, rotary positions {where}; "
         f"{ring.capacity} rows of keys and values instead of {config.max_seq_len}, "
-        f"{kept / MIB:.3f} MiB instead of {full / MIB:.3f}\n"
+        f"{size_text(kept)} instead of {size_text(full)}\n"
     )
 
 
@@ -222,11 +219,11 @@ def _layer(part: LayerSite, state: Sequence[State], stride: int, threshold: floa
     if replay is not None and replay.gate_units is not None:
         size = weight_bytes(replay.gate_units, mlp.hidden)
         names = ", ".join(gate_parameter(name, part.layer) for name in PARAMETERS)
-        lines.append(f"  weights  of the gate, {replay.gate_units} units: {names}, {size / MIB:.3f} MiB")
+        lines.append(f"  weights  of the gate, {replay.gate_units} units: {names}, {size_text(size)}")
     if replay is not None and replay.draft is not None:
         read = f"a row that replays reads {part.draft_share:.1%} of the MLP's weights"
         lines.append(f"  draft    {replay.draft}: {read}")
-    lines += [f"  state    {s.name}: {s.dtype} {list(s.shape)}, {s.nbytes / MIB:.3f} MiB, {s.role}" for s in state]
+    lines += [f"  state    {s.name}: {s.dtype} {list(s.shape)}, {size_text(s.nbytes)}, {s.role}" for s in state]
     return "\n".join(lines) + "\n"
 
 

@@ -8,8 +8,8 @@ from typer import Option
 
 import fastcar_compile as fc
 from fastcar_compile.cli.common import JsonOption, command
-from fastcar_compile.cli.output import print_fields, print_result, size_text
-from fastcar_compile.errors import UserError
+from fastcar_compile.cli.output import print_fields, print_result
+from fastcar_compile.errors import UserError, size_text
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 

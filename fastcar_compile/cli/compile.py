@@ -22,9 +22,9 @@ from fastcar_compile.cli.options import (
     parse_thresholds,
     require_one,
 )
-from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text, size_text
+from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text
 from fastcar_compile.cli.words import Needs, Without
-from fastcar_compile.errors import UserError, count_text
+from fastcar_compile.errors import UserError, count_text, size_text
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

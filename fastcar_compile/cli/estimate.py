@@ -13,7 +13,7 @@ from fastcar_compile.cli.common import JsonOption, MayRead, Writes, command, sta
 from fastcar_compile.cli.options import TARGETS, existing, require_one
 from fastcar_compile.cli.output import print_fields, print_json, print_text
 from fastcar_compile.cli.words import Needs
-from fastcar_compile.errors import CompileError, UserError, count_text, names_text
+from fastcar_compile.errors import CompileError, UserError, count_text, names_text, size_text
 
 if TYPE_CHECKING:
     from fastcar_compile.codegen.hls.design.design import Design
@@ -246,7 +246,7 @@ def _cost_fields(result: Estimate) -> dict[str, str]:
         f"keys and values {memory['kv_cache'] / 1e6:.2f} MB",
         "gate": _gate_text(result.gate),
         **_draft_fields(result.draft),
-        "memory": f"{memory['total'] / 1e9:.2f} of {memory['capacity'] / 1e9:.2f} GB",
+        "memory": f"{size_text(memory['total'])} of {size_text(memory['capacity'])}",
         "engine": f"{count_text(design['ports'], 'weight port')}, {count_text(design['lanes'], 'lane')}, "
         f"{count_text(design['spec']['cores'], 'core')}",
         "resources": ", ".join(f"{name} {r['used']} of {r['limit']}" for name, r in result.resources.items()),

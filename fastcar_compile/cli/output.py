@@ -118,14 +118,6 @@ def _print_whole(table: Table) -> None:
     sys.stdout.writelines(line.rstrip() + "\n" for line in captured.get().splitlines())
 
 
-def size_text(count: int) -> str:
-    """Return a number of bytes as a person reads it, for example `5.3 MB`."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} B"
-
-
 def jsonable(value: Any) -> Any:
     """Return `value` as plain JSON: dataclasses, paths, tensors and arrays included; infinities and NaN as strings."""
     return json.loads(json.dumps(value, default=_plain), parse_constant=lambda name: str(float(name)))

@@ -11,7 +11,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli.common import ExitCode, JsonOption, command
 from fastcar_compile.cli.options import TARGETS
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text
-from fastcar_compile.errors import count_text
+from fastcar_compile.errors import count_text, size_text
 
 if TYPE_CHECKING:
     from fastcar_compile.config.targets import Memory
@@ -68,10 +68,10 @@ def _show_one(target: fc.Target) -> None:
 
 def _memory_facts(memory: Memory) -> list[tuple[str, str, str]]:
     """Return name, text and source of what is known of a memory."""
-    size, speed = memory.capacity_bytes / 2**30, memory.peak_bandwidth / 1e9
+    size, speed = size_text(memory.capacity_bytes), memory.peak_bandwidth / 1e9
     ports = f"{count_text(memory.ports, 'port')} of {memory.width_bits} bits"
     ports += f", bursts of up to {memory.burst_bytes} bytes"
-    facts = [(f"memory {memory.name}", f"{size:g} GiB, {speed:.1f} GB/s peak, {ports}", memory.source)]
+    facts = [(f"memory {memory.name}", f"{size}, {speed:.1f} GB/s peak, {ports}", memory.source)]
     if memory.measured is not None:
         share = memory.measured.share
         text = f"{share * speed:.1f} GB/s, {share:.1%} of the peak"

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, runnable, standalone_sets
 from fastcar_compile.config.targets import available_targets, load_target
-from fastcar_compile.errors import BackendError, count_text
+from fastcar_compile.errors import BackendError, count_text, size_text
 from fastcar_compile.runtime.backends.hls_csim import ap_types_folder
 from fastcar_compile.support.machine import cpu_flags, usable_cores
 from fastcar_compile.support.values import checked
@@ -48,8 +48,6 @@ HOST_HEADERS = {"openssl/opensslconf.h": "libssl-dev", "nlohmann/json.hpp": "nlo
 FEW_BYTES, LITTLE_BYTES = 2 * 10**9, 2 * 10**8
 """Free bytes of the temporary folder: below the first a warning, below the second an error. Design choice: a library of
 the shipped example takes 10 MB while it is built, and a test run a few GB."""
-
-GB = 1e9
 
 
 @checked()
@@ -217,7 +215,7 @@ def _disk() -> Check:
     except OSError as error:
         hint = "set TMPDIR to a folder that can be written"
         return _check("TMPDIR", None, "error", f"{folder}: {error.strerror}", hint)
-    text = f"{folder}: {free / GB:.1f} GB free"
+    text = f"{folder}: {size_text(free)} free"
     severity: Severity = "warning" if free >= LITTLE_BYTES else "error"
     found = text if free >= FEW_BYTES else None
     return _check("TMPDIR", found, severity, text, "set TMPDIR to a folder with more room, or free some")

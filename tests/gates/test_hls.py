@@ -71,8 +71,8 @@ def test_weights_of_the_gate_are_shown(artifact: fc.Artifact) -> None:
     text = artifact.explain(layer=0)
     assert "gate learned: a trained network, w2 . relu(w1 @ [x ; |x - x_cached|] + b1) + b2" in text
     assert "positions back" not in text, "it compares no query with an earlier key"
-    assert "weights  of the gate, 5 units: gate_w1_0, gate_b1_0, gate_w2_0, gate_b2_0, 0.001 MiB" in text
-    assert "gate_cache_0: float32 [8, 2, 64], 0.004 MiB, gate_cache" in text
+    assert "weights  of the gate, 5 units: gate_w1_0, gate_b1_0, gate_w2_0, gate_b2_0, 1.3 kB" in text
+    assert "gate_cache_0: float32 [8, 2, 64], 4.1 kB, gate_cache" in text
     assert artifact.params["gate_w1_1"].dtype == torch.bfloat16
     replay = artifact.manifest.options.replay
     assert replay is not None

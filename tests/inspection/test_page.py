@@ -1,17 +1,27 @@
 """The inspection page's data: reasons of all passes and operators, heat maps, what changed."""
 
+import json
+import re
 import subprocess
 import sys
+from importlib.resources import files
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import check_tool
+from manifests import sections
 
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
+from fastcar_compile.artifact.manifest import Manifest
+from fastcar_compile.config.targets import load_target
+from fastcar_compile.errors import size_text
 from fastcar_compile.ir.ops.operator import REASONS
 from fastcar_compile.passes.pipeline import PASSES
 from fastcar_compile.report.page.graphs import page_graphs
 from fastcar_compile.report.page.replay import heat_map
+from fastcar_compile.report.page.speed import speed_page
 
 
 def entry(name: str, op: str = "call_function", target: str = "aten.add.Tensor", **more: Any) -> dict[str, Any]:
@@ -143,3 +153,23 @@ def test_heat_map() -> None:
     assert heat["frames"] == [[0.0, 1.0, 0.0], [0.0, 0.0, 0.25]]
     assert heat["tokens"] == [[0.5, 0.5, 1.0, 1.0], [0.25, 0.0, 0.0, 0.0]]
     assert heat["total"] == pytest.approx(9 / 24, abs=1e-4)
+
+
+def test_sizes_are_those_of_the_command_line() -> None:
+    core = (files("fastcar_compile.report.page") / "static" / "core.js").read_text("utf-8")
+    found = re.search(r"^  page\.bytes = .*?^  };", core, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    sizes = [0, 1, 999, 1000, 4132, 999_949, 2**20, 3_237_568, 2**31, 71_223_424_000]
+    script = f"const page = {{}}; {found[0]} console.log(JSON.stringify({sizes}.map(page.bytes)))"
+    shown = subprocess.run([check_tool("node"), "-e", script], capture_output=True, text=True, check=True).stdout
+    assert json.loads(shown) == [size_text(size) for size in sizes]
+    assert size_text(2**31) == "2.1 GB"
+
+
+@pytest.mark.parametrize("target", ["cpu", "wasm32"])
+def test_of_a_cpu_the_page_says_what_measures_it(target: str) -> None:
+    built = Manifest(producer={}, files={}, **dict(sections()))
+    manifest = built.model_copy(update={"target": load_target(target), "accelerator": None})
+    text = speed_page(SimpleNamespace(manifest=manifest), None)["missing"]  # pyright: ignore[reportArgumentType]
+    assert text.startswith(f"The target {target} is a CPU, which is measured: `fastcar run ")
+    assert "board" not in text

@@ -17,6 +17,7 @@ from test_checkpoint import save
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
+from fastcar_compile.errors import size_text
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.ir.pass_manager import run_pipeline
@@ -119,7 +120,7 @@ def test_explanation_and_report(artifact: fc.Artifact) -> None:
     assert {s.dtype for s in caches} == {artifact.manifest.options.kv}
     assert {s.dtype for s in artifact.state if s not in caches} == {"float32", "int32"}
     each = 2 * 2 * dim * element
-    kind = f"key_cache_0: {artifact.manifest.options.kv} [2, 2, 15, {dim}], {15 * each / 2**20:.3f} MiB"
+    kind = f"key_cache_0: {artifact.manifest.options.kv} [2, 2, 15, {dim}], {size_text(15 * each)}"
     assert kind in artifact.explain(layer=0)
     report = json.loads((artifact.path / "report.json").read_text())["sparse_attention"]
     assert report == {

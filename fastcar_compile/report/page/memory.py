@@ -7,6 +7,7 @@ from fastcar_compile.artifact.accelerator_section import AcceleratorSection
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.memory import HOST_RESERVE, bank_map, capacity
+from fastcar_compile.errors import size_text
 from fastcar_compile.ir.tensor_files import Array, TensorSpec
 from fastcar_compile.report.page.models import Json, given
 
@@ -40,7 +41,7 @@ def _whole(manifest: Manifest) -> Json:
     if target.kind == "cpu":
         return given(name=target.name, note="the machine's own memory", pieces=pieces)
     names = ", ".join(memory.name for memory in target.weight_memories)
-    reserve = f"without {HOST_RESERVE >> 20} MiB for the operating system"
+    reserve = f"without {size_text(HOST_RESERVE)} for the operating system"
     note = reserve if target.shares_memory else "memory of the card"
     return given(name=f"{target.name}: {names}", note=note, capacity=capacity(target), pieces=pieces)
 

@@ -23,10 +23,9 @@ const page = { data: JSON.parse(document.getElementById("data").textContent), ta
   page.svg = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
   page.bytes = (count) => {
-    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    const unit = count < 1 ? 0 : Math.min(units.length - 1, Math.floor(Math.log2(count) / 10));
-    const value = count / 1024 ** unit;
-    return `${unit && value < 100 ? value.toFixed(value < 10 ? 2 : 1) : Math.round(value)} ${units[unit]}`;
+    const units = { GB: 1e9, MB: 1e6, kB: 1e3 };
+    const unit = Object.keys(units).find((name) => count >= units[name]);
+    return unit ? `${(count / units[unit]).toFixed(1)} ${unit}` : `${count} B`;
   };
 
   page.percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 2 : 1)} %`;
