@@ -51,13 +51,14 @@ def changed(name: str, change: Callable[[Tensor], object]) -> nn.Module:
 def test_a_weight_that_is_no_number_is_refused(name: str, place: tuple[int, ...], value: float) -> None:
     with pytest.raises(CompileError) as caught:
         checked(changed(name, lambda tensor: tensor.__setitem__(place, value)))
-    assert f"{name} holds {value} at {list(place)}" in str(caught.value)
+    kind = "values that are no numbers" if math.isnan(value) else "infinite values"
+    assert f"{name} holds {kind}" in str(caught.value)
 
 
 def test_all_of_them_are_named_before_anything_is_written(tmp_path: Path) -> None:
     model = changed(UP, lambda tensor: tensor[0].fill_(math.nan))
     model.get_parameter("model.norm.weight").data[0] = math.inf
-    with pytest.raises(CompileError, match=f"(?s)2 problems.*{UP} holds nan at .0, 0.*norm.weight holds inf"):
+    with pytest.raises(CompileError, match=f"(?s)2 problems.*{UP} holds .*NaN.*norm.weight holds infinite"):
         fc.compile(model, "cpu", tokens_per_frame=4, quant="w8a8", replay=None, output=tmp_path / "made")
     assert not (tmp_path / "made").exists()
 
@@ -65,13 +66,15 @@ def test_all_of_them_are_named_before_anything_is_written(tmp_path: Path) -> Non
 @pytest.mark.parametrize("quant", ["none", "w8a8"])
 def test_a_folder_is_refused_while_its_weights_are_written(tmp_path: Path, quant: str) -> None:
     changed(UP, lambda tensor: tensor[9].fill_(-math.inf)).save_pretrained(tmp_path / "model")  # pyright: ignore[reportCallIssue]
-    with pytest.raises(CompileError, match=rf"{UP} holds -inf at \[9, 0\]"):
+    with pytest.raises(CompileError, match=f"{UP} holds infinite values"):
         fc.compile(tmp_path / "model", "cpu", tokens_per_frame=4, quant=quant, replay=None, output=tmp_path / "made")
     assert not (tmp_path / "made").exists()
 
 
 class Forbidding(PlainDecoder):
     """A decoder with a mask of infinities over its logits: in a buffer, in a constant and in the bias of its head."""
+
+    mask: Tensor
 
     def __init__(self) -> None:
         super().__init__(rows=16, layers=1)
@@ -89,7 +92,7 @@ def test_infinities_may_forbid_tokens() -> None:
     model = Forbidding()
     checked(model)
     model.mask[1, 1] = math.nan
-    with pytest.raises(CompileError, match=r"mask holds nan at \[1, 1\]"):
+    with pytest.raises(CompileError, match="mask holds values that are no numbers"):
         checked(model)
 
 
@@ -121,14 +124,14 @@ def test_weights_beyond_a_format_are_refused(make: Callable[[Tensor], tuple[Tens
 def test_a_folder_and_its_module_lose_alike(tmp_path: Path, quant: str, factor: float) -> None:
     model = changed(UP, lambda tensor: tensor[:48].mul_(factor))
     model.save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
-    lazy = checked(Checkpoint(tmp_path), quant).params
+    lazy = checked(Checkpoint(tmp_path), quant)
     for _ in range(2):  # a second reading counts nothing twice
-        list(lazy.blocks(lazy))
-    assert lazy.losses() == checked(model, quant).losses == {UP: 0.5}
+        list(lazy.params.blocks(lazy.params))
+    assert lazy.lazy.losses() == checked(model, quant).losses == {UP: 0.5}
 
 
 def test_a_loss_is_warned_of_with_name_and_share() -> None:
-    text = r'quant "w4a8" loses weights, because int4 has no scale for groups of 128 below 3e-05: a \(50.00%\)\. Choose'
+    text = r'quant "w4a8" makes weights 0, .* no scale for groups of 128 below 3e-05: a \(50.00%\)\. Quant "w8a8"'
     with pytest.warns(UserWarning, match=text):
         warn_of_losses("w4a8", {"a": 0.5, "b": 1e-6})
     with warnings.catch_warnings():
@@ -139,7 +142,7 @@ def test_a_loss_is_warned_of_with_name_and_share() -> None:
 
 def test_a_dry_run_warns_of_a_module() -> None:
     model = changed(UP, lambda tensor: tensor.mul_(1e-7))
-    with pytest.warns(UserWarning, match=rf"loses weights.*{UP} \(100.00%\)"):
+    with pytest.warns(UserWarning, match=rf"makes weights 0.*{UP} \(100.00%\)"):
         fc.compile(model, "cpu", tokens_per_frame=4, quant="w4a8", replay=None, dry_run=True)
 
 
@@ -155,7 +158,7 @@ def test_weights_from_the_cache_are_warned_of_too(tmp_path: Path) -> None:
             "replay": replay,
             "cache": tmp_path / "cache",
         }
-        with pytest.warns(UserWarning, match=rf"loses weights.*{UP} \(100.00%\)"):
+        with pytest.warns(UserWarning, match=rf"makes weights 0.*{UP} \(100.00%\)"):
             fc.compile(tmp_path / "model", "cpu", output=tmp_path / "made", **options)
 
 

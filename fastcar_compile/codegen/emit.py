@@ -102,11 +102,12 @@ def _emit_weights(
     specs = params.specs()
     if program.lazy is not None:
         require_memory(max(spec.nbytes for spec in specs.values()), "the largest weight")
+    about = dict if program.lazy is None else program.lazy.losses
     digest = None if writer.cache is None else cache(writer.cache.digests.of_path)  # of the checkpoint's shards
     for file, names in plan_shards(specs, one_file=one_file).items():
         inputs = None if digest is None else params.origins(names, digest)
         own = {name: specs[name] for name in names}
-        found, lost = writer.write_pieces(file, own, params.pieces(names), inputs, params.losses)
+        found, lost = writer.write_pieces(file, own, params.pieces(names), inputs, about)
         places, losses = places | found, losses | lost
     return places, losses
 

@@ -121,16 +121,15 @@ _LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes
 @contextmanager
 def plain_modes() -> Generator[None]:
     """Leave the caller's modes and defaults, which would change the tensors and the types of a graph."""
-    before = torch.get_default_dtype()
-    with ExitStack() as stack:
-        for mode in (torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False)):
-            stack.enter_context(mode)
-        stack.callback(torch.set_default_dtype, before)
-        torch.set_default_dtype(torch.float32)
-        # Such a block costs time at every call of torch.
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))
-        yield
+    before, device = torch.get_default_dtype(), torch.get_default_device()
+    torch.set_default_dtype(torch.float32)
+    try:
+        # A block with a device costs time at every call of torch.
+        own_device = nullcontext() if device.type == "cpu" else torch.device("cpu")
+        with own_device, torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @plain_modes()

@@ -203,11 +203,10 @@ def _headers(
                     if tensor in found and not repeats:
                         what = f"{tensor} is in {found[tensor].file} and in {name}, and there is no index"
                         hint = "remove the file that does not belong to the model"
-                        raise CompileError(what, where=str(folder), hint=hint)
+                        problems.append(CompileError(what, where=str(folder), hint=hint))
+                        break
                     view = file.get_slice(tensor)
                     found[tensor] = StoredTensor(name, view.get_dtype(), tuple(view.get_shape()))
-        except CompileError as error:
-            problems.append(error)
         except (OSError, safetensors.SafetensorError) as error:
             what = f"{name} is damaged, or not a safetensors file: {error}"
             problems.append(CompileError(what, where=str(folder / name), hint=HINT_COPY))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from fastcar_compile.errors import LISTED, CompileError, attempt, count_text
+from fastcar_compile.errors import CompileError, attempt, count_text
 from fastcar_compile.support import limits
 from fastcar_compile.support.strict_json import read_json
 from fastcar_compile.support.values import warn
@@ -40,8 +40,7 @@ def weight_files(folder: Path, stated: str | None, problems: list[CompileError])
     found = {file.name for pattern in _WEIGHTS for file in folder.glob(pattern)}
     if files and (aside := sorted(found - {first, *files})):
         read = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
-        text = f"the weights of {folder} are those of {read}; left aside: {', '.join(aside[:LISTED])}"
-        warn(text + f" and {len(aside) - LISTED} more" * (len(aside) > LISTED), 3)
+        warn(f"the weights of {folder} are those of {read}; left aside: {', '.join(aside)}", 3)
     return files, listed
 
 
@@ -75,10 +74,8 @@ def _files_without_index(folder: Path, stated: str | None) -> list[str]:
         if match := _SHARD.fullmatch(name):
             shards[match[1], match[2]].append(name)
     whole = [names for (_, count), names in shards.items() if len(names) == int(count)]
-    if len(whole) > 1:
-        what = f"the folder has no index, and {len(whole)} sets of shards: {', '.join(names[0] for names in whole)}"
-        raise CompileError(what, where=str(folder), hint="remove the shards of all sets but one")
-    return whole[0] if whole else files
+    # Several sets cannot be told apart: a tensor is in two files then, which is refused.
+    return whole[0] if len(whole) == 1 else files
 
 
 def _shards(folder: Path, index: str, listed: Mapping[str, str], problems: list[CompileError]) -> list[str]:

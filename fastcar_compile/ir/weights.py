@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.errors import InternalError
-from fastcar_compile.ir import weight_checks
 from fastcar_compile.ir.tensor_files import Piece, Placement, TensorSpec, octets
+from fastcar_compile.ir.weight_checks import lost, require_finite
 from fastcar_compile.support.machine import streamed
 
 Make = Callable[[Tensor], tuple[Tensor, ...]]
@@ -112,7 +113,7 @@ class LazyWeights:
 
     source: Source
     recipes: dict[str, Recipe] = field(default_factory=dict[str, Recipe])
-    masks: frozenset[str] | None = None
+    masks: AbstractSet[str] | None = None
     lost: dict[tuple[str, int], float] = field(default_factory=dict[tuple[str, int], float])
     _last: tuple[Recipe, tuple[Tensor, ...]] | None = None
 
@@ -195,12 +196,12 @@ class LazyWeights:
     def _read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         value = self.source.read(name, rows)
         if self.masks is not None:
-            weight_checks.require_finite(name, value, is_mask=name in self.masks, row=rows[0] if rows else 0)
+            require_finite(name, value, is_mask=name in self.masks)
         return value
 
     def _make(self, recipe: Recipe, value: Tensor, row: int = 0) -> tuple[Tensor, ...]:
         made, name = recipe.make(value), recipe.source
-        if recipe.by_rows and (count := weight_checks.lost(name, value, made)):
+        if recipe.by_rows and (count := lost(name, value, made)):
             # A recipe's source that is no weight of the file comes whole.
             whole = value.shape if name in self.recipes else self.source.shape(name)
             self.lost[name, row] = count / torch.Size(whole).numel()
@@ -305,10 +306,6 @@ class Parameters(Mapping[str, Tensor]):
                 return None
             found.append([name, str(value.dtype), list(value.shape), origin])
         return found
-
-    def losses(self) -> dict[str, float]:
-        """Return `LazyWeights.losses`."""
-        return {} if self._lazy is None else self._lazy.losses()
 
     def nbytes(self) -> int:
         """Bytes of all parameters, without reading them."""

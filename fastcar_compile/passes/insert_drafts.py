@@ -80,11 +80,11 @@ class DraftBranch:
         values = {name: branch_input(graph, name, fake, origin, made_by) for name, fake in fakes.items()}
         emit, inputs = Inserter(graph, origin, made_by), dict[str, list[fx.Node]]()
         for name, tensor in draft.params().items():
-            parts = stored_like(mlp.down, tensor)[1] if name in _LINEARS else {"": tensor}
+            parts = stored_like(mlp.down, tensor, f"the draft's {name}")[1] if name in _LINEARS else {"": tensor}
             weights |= {f"{name}{suffix}": part for suffix, part in parts.items()}
             own = [(f"{name}{suffix}", fake_like(mlp.down.graph, part)) for suffix, part in parts.items()]
             inputs[name] = [branch_input(graph, n, fake, origin, made_by) for n, fake in own]
-        linear_op = stored_like(mlp.down, draft.up_proj)[0]
+        linear_op = stored_like(mlp.down, draft.up_proj, "the draft's up_proj")[0]
 
         def linear(name: str, x: fx.Node, bias: str = "") -> fx.Node:
             return emit(linear_op, x, *inputs[name], inputs[bias][0] if bias in inputs else None)

@@ -1,7 +1,7 @@
 """Number formats: weights in bfloat16, float16, int8 or int4, and embeddings in bfloat16."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, fx
@@ -13,6 +13,7 @@ from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import activation_of, bound, is_op, node_arg, tensor_attribute, value_of
 from fastcar_compile.ir.rewrite import Edit, before, derived_parameters, replace, replace_call, rewrite_each
+from fastcar_compile.ir.weight_checks import lost
 from fastcar_compile.ir.weights import LazyWeights, Make, blocks_of_rows
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
@@ -138,15 +139,21 @@ class QuantizeW4A8(_Quantize):
     linear = fastcar.linear_w4a8.default
 
 
-def stored_like(linear: fx.Node, weight: Tensor) -> tuple[Callable[..., Any], dict[str, Tensor]]:
-    """Return the operator of a linear, and another weight in its number format: suffix of the name -> tensor."""
-    for kind in (QuantizeW8A8, QuantizeW4A8):
-        if linear.target is kind.linear:
-            return kind.linear, dict(zip(("", "_scale"), kind.quantize(weight), strict=True))
+def stored_like(linear: fx.Node, weight: Tensor, name: str) -> tuple[Callable[..., Any], dict[str, Tensor]]:
+    """Return the operator of a linear, and another weight in its number format: suffix of the name -> tensor.
+
+    Raises:
+        CompileError: the format's range ends below the weight of this name.
+    """
     if is_op(linear, fastcar.linear_half):
         make = to_bfloat16 if value_of(node_arg(linear, 1)).dtype == torch.bfloat16 else to_float16
-        return fastcar.linear_half.default, {"": make(weight)[0]}
-    return aten.linear.default, {"": weight}
+    else:
+        make = {kind.linear: kind.quantize for kind in (QuantizeW8A8, QuantizeW4A8)}.get(linear.target)
+    if make is None:
+        return aten.linear.default, {"": weight}
+    made = make(weight)
+    lost(name, weight, made)
+    return cast("Callable[..., Any]", linear.target), dict(zip(("", "_scale"), made, strict=False))
 
 
 class Bfloat16Embedding(Pass):
