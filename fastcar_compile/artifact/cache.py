@@ -2,7 +2,7 @@
 
 | path in the folder, and behind the URL of an HTTP store | what it is |
 |---|---|
-| `ac/<key>` | an entry as JSON: names, SHA-256 and sizes of its files, and what the build noted of them |
+| `ac/<key>` | an entry as JSON: names, SHA-256 and sizes of its files, what the build noted, the key, a checksum |
 | `cas/<sha256>` | the bytes of a file |
 
 A key is a SHA-256 of inputs as JSON. SECURITY.md says whom a cache trusts.
@@ -11,15 +11,16 @@ A key is a SHA-256 of inputs as JSON. SECURITY.md says whom a cache trusts.
 import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+import re
+import stat
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from http.client import HTTPException
-from pathlib import Path
-from typing import Any, BinaryIO
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from fastcar_compile.artifact.digest import (
     Digests,
@@ -27,9 +28,16 @@ from fastcar_compile.artifact.digest import (
     UserDigests,
     blocks,
     cache_folder,
+    clear_leftovers,
     name_problem,
+    open_plain,
+    private_folder,
+    remove,
+    replacing,
+    require_own,
 )
 from fastcar_compile.artifact.layout import SIGNATURE
+from fastcar_compile.artifact.manifest import sealed
 from fastcar_compile.errors import InputError, UserError, os_errors
 from fastcar_compile.ir.tensor_files import CHUNK
 from fastcar_compile.support import limits
@@ -45,8 +53,7 @@ _SCHEMES = ("http://", "https://")
 LINKED = 1 << 20
 """Bytes of the smallest file that an artifact shares with the cache: nobody edits one of this size."""
 
-_SECONDS = 30
-"""Time that a store may take to connect, or to send the next bytes."""
+_NAME = re.compile("[0-9a-f]{64}")
 
 
 class Kind(StrEnum):
@@ -78,7 +85,7 @@ _MAKERS = {
 class Entry(BaseModel):
     """What `ac/<key>` holds. files: by their names in an artifact. about: JSON of the build's own."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)
 
     files: dict[str, FileEntry]
     about: Any = None
@@ -87,9 +94,14 @@ class Entry(BaseModel):
     @classmethod
     def _stay_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
         for name in files:
-            if problem := name_problem(name) or (name == SIGNATURE and "is no file of a build"):
+            inside = any(str(folder) in files for folder in PurePosixPath(name).parents)
+            if problem := name_problem(name) or ((inside or name == SIGNATURE) and "is no file of a build"):
                 raise ValueError(f"{name!r:.80} {problem}")
         return files
+
+    def sealed(self, key: str) -> bytes:
+        """Return the bytes of `ac/<key>`: other ones under this key are damaged."""
+        return sealed({"key": key} | self.model_dump(mode="json"))
 
 
 class Cache:
@@ -97,7 +109,8 @@ class Cache:
 
     A large file of an artifact and the kept file are two names of one file that nobody may write. Its SHA-256 is
     computed once for each state of the file. All other files are copied, and of what is taken the SHA-256 is computed
-    of the very bytes that are written. A cache never fails a build: what is missing or damaged is made again.
+    of the very bytes that are written. A cache never fails a build: what is missing or damaged is made again. A store
+    that fails once is not asked again.
 
     Args:
         folder: default: `builds` in $FASTCAR_CACHE, else in ~/.cache/fastcar_compile.
@@ -125,8 +138,9 @@ class Cache:
             raise InputError(f"remote is {shown(remote)}", hint="give a URL that begins with http:// or https://")
         if remote is None and (write or libraries):
             raise InputError("write and libraries are about a remote store", hint="give remote too, a URL")
-        self.remote, self.write, self.libraries = remote, write, libraries
-        self.digests = UserDigests(self.folder)  # refuses a folder that others may write
+        self.remote, self.write, self.libraries, self._failed = remote, write, libraries, False
+        require_own("the build cache", self.folder, self._path("ac"), self._path("cas"))
+        self.digests = UserDigests(self.folder)
 
     def digests_of(self, folder: Path) -> dict[str, str]:
         """Return name and SHA-256 of the files of a model folder; an unchanged one is not read again.
@@ -162,12 +176,13 @@ class Cache:
                 return self._take(item[1], taken[-1], far, links)
 
             if all(at_once(take, entry.files.items())):
-                os.utime(self._path(f"ac/{key}"))  # by these times `trim` knows what was used last
+                with suppress(OSError):  # a folder that cannot be written is read all the same
+                    os.utime(self._path(f"ac/{key}"))  # by these times `trim` knows what was used last
                 return entry
         except OSError as error:
             LOGGER.warning("the build cache %s cannot be read: %s", self.folder, error)
-        for path in taken:
-            path.unlink(missing_ok=True)
+        for path in filter(os.path.lexists, taken):  # a name that no file can have is not there
+            path.unlink()
         return None
 
     def keep(self, kind: Kind, key: str, paths: Mapping[str, Path], entry: Entry, *, links: bool = False) -> None:
@@ -178,27 +193,22 @@ class Cache:
         """
         try:
             for name, path in paths.items():
-                kept = self._path(f"cas/{entry.files[name].sha256}")
-                if kept.exists():
-                    continue
-                kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                if links and entry.files[name].size >= LINKED:
-                    path.chmod(0o444)
-                    if self._link(path, kept, entry.files[name]):
-                        continue
-                with path.open("rb") as stream, self._new(f"cas/{kept.name}") as copy:
-                    for block in blocks(stream.fileno(), CHUNK):
-                        copy.write(block)
-            with self._new(f"ac/{key}") as stream:
-                stream.write(entry.model_dump_json().encode())
-        except OSError as error:
+                self._keep(path, entry.files[name], links)
+            with replacing(self._path(f"ac/{key}"), 0o444) as copy:
+                copy.write(entry.sealed(key))
+        except (OSError, ValueError) as error:  # what was noted may be a path that is no UTF-8
             LOGGER.warning("the build cache %s cannot be written: %s", self.folder, error)
             return
         if self.write and self._is_far(kind):
+            from fastcar_compile.artifact.store import upload
+
             for name in (*(f"cas/{file.sha256}" for file in entry.files.values()), f"ac/{key}"):
-                self._upload(name)
-        if sum(self.sizes().values()) > limits.CACHE_BYTES:
-            self.trim(limits.CACHE_BYTES)
+                self._asked("take", self._path(name), upload)
+        try:
+            if sum(self.sizes().values()) > limits.CACHE_BYTES:
+                self.trim(limits.CACHE_BYTES)
+        except UserError as error:
+            LOGGER.warning("%s", error)
 
     def settle(self, files: Mapping[Path, FileEntry], digests: Digests) -> None:
         """Remember the states that kept files have now, after names of them came or went; in `digests`, too.
@@ -208,39 +218,51 @@ class Cache:
         """
         for path, file in files.items():
             kept = self._path(f"cas/{file.sha256}")
-            if file.size >= LINKED and kept.exists() and kept.samefile(path):
-                self.digests.note(kept, file.sha256)
-                digests.note(kept, file.sha256)
+            with suppress(OSError):  # such as a file that was trimmed: the digest is computed again
+                if file.size >= LINKED and kept.samefile(path):
+                    self.digests.note(kept, file.sha256)
+                    digests.note(kept, file.sha256)
         self._save_digests()
 
     def entries(self) -> dict[str, Entry]:
-        """Return the entries of the folder by key, the least recently used first; damaged ones are left out."""
-        keys = sorted((path.stat().st_mtime_ns, path.name) for path in self._listed("ac"))
-        found = {key: self._entry(key, far=False) for _, key in keys}
+        """Return the entries of the folder by key, the least recently used first; damaged ones are removed.
+
+        Raises:
+            UserError: the folder cannot be read.
+        """
+        times = sorted((found.st_mtime_ns, key) for key, found in self._listed("ac").items())
+        found = {key: self._entry(key, far=False) for _, key in times}
         return {key: entry for key, entry in found.items() if entry is not None}
 
     def sizes(self) -> dict[str, int]:
-        """Return SHA-256 and bytes of every file that the folder holds, each once."""
-        return {path.name: path.stat().st_size for path in self._listed("cas")}
+        """Return SHA-256 and bytes of every file that the folder holds, each once.
+
+        Raises:
+            UserError: the folder cannot be read.
+        """
+        return {name: found.st_size for name, found in self._listed("cas").items()}
 
     def trim(self, most: int) -> int:
         """Remove the entries that were used least recently, until at most `most` bytes are left; return these bytes.
+
+        What killed builds left is removed, too.
 
         Raises:
             UserError: a file cannot be removed.
         """
         with os_errors("the build cache cannot be trimmed", self.folder):
             sizes, used, left = self.sizes(), set[str](), 0
-            entries = self.entries()
-            for key, entry in reversed(entries.items()):
+            for key, entry in reversed(self.entries().items()):
                 new = {file.sha256 for file in entry.files.values()} - used
-                size = sum(sizes.get(sha256, 0) for sha256 in new)
+                size = sum(sizes.get(sha256, most + 1) for sha256 in new)  # without a file it is of no use
                 if left + size > most:
-                    self._path(f"ac/{key}").unlink(missing_ok=True)
+                    remove(self._path(f"ac/{key}"))
                 else:
                     used, left = used | new, left + size
             for sha256 in sizes.keys() - used:
-                self._path(f"cas/{sha256}").unlink(missing_ok=True)
+                remove(self._path(f"cas/{sha256}"))
+            for name in ("", "ac", "cas"):
+                clear_leftovers(self._path(name))
         return left
 
     def _is_far(self, kind: Kind) -> bool:
@@ -250,20 +272,47 @@ class Cache:
     def _path(self, name: str) -> Path:
         return self.folder / name
 
-    def _listed(self, name: str) -> list[Path]:
-        folder = self._path(name)
-        return [path for path in folder.iterdir() if path.name[0] != "."] if folder.is_dir() else []
+    def _listed(self, name: str) -> dict[str, os.stat_result]:
+        """Return what a folder has by the name of a SHA-256; files may go meanwhile."""
+        found = dict[str, os.stat_result]()
+        with os_errors("the build cache cannot be read", self.folder), suppress(FileNotFoundError, NotADirectoryError):
+            for path in filter(lambda path: _NAME.fullmatch(path.name), self._path(name).iterdir()):
+                with suppress(FileNotFoundError):
+                    found[path.name] = path.lstat()
+        return found
 
     def _entry(self, key: str, far: bool) -> Entry | None:
         path = self._path(f"ac/{key}")
         try:
-            if not path.exists() and not (far and self._download(f"ac/{key}", limits.JSON_BYTES)):
-                return None
-            return Entry.model_validate(parse_json(path.read_bytes()))
-        except (ValueError, ValidationError) as error:
-            LOGGER.warning("entry %s of the build cache is damaged, and is made again: %s", key, error)
-            path.unlink(missing_ok=True)
-            return None
+            if self._has(path, far):
+                with open_plain(path) as stream:
+                    content = stream.read(limits.ENTRY_BYTES + 1)
+                entry = Entry.model_validate(parse_json(content, size=limits.ENTRY_BYTES))
+                if content != entry.sealed(key):
+                    raise ValueError("its checksum is not that of its content")
+                return entry
+        except (OSError, ValueError) as error:
+            self._damaged(f"entry {key}", path, error)
+        return None
+
+    def _has(self, path: Path, far: bool, most: int = limits.ENTRY_BYTES) -> bool:
+        """Return whether a file is in the folder, or could be fetched from the store into it."""
+        try:
+            plain = stat.S_ISREG(path.lstat().st_mode)
+        except OSError:  # the caller's next operation names what is more than missing
+            if not far:
+                return False
+            from fastcar_compile.artifact.store import download
+
+            return self._asked("give", path, download, most)
+        if not plain:
+            self._damaged("file", path, "it is not a plain file")
+        return plain
+
+    def _damaged(self, what: str, path: Path, why: object) -> None:
+        LOGGER.warning("%s of the build cache is damaged, and is made again: %s (%s)", what, why, path)
+        with suppress(OSError):  # it is found damaged again
+            remove(path)
 
     def _save_digests(self) -> None:
         try:
@@ -274,7 +323,7 @@ class Cache:
     def _take(self, file: FileEntry, target: Path, far: bool, links: bool) -> bool:
         """Link or copy a file; return whether it was there, with the bytes of the entry."""
         kept = self._path(f"cas/{file.sha256}")
-        if not kept.exists() and not (far and self._download(f"cas/{file.sha256}", file.size)):
+        if not self._has(kept, far, file.size):
             return False
         # Whoever made a kept file writable may be writing it.
         shared = links and file.size >= LINKED and not kept.stat().st_mode & 0o222
@@ -282,15 +331,28 @@ class Cache:
             return True
         hashing = hashlib.sha256()
         # Blocks of a huge page, as `_Chunks` writes weights; what is hashed is what is written.
-        with kept.open("rb") as stream, target.open("wb") as copy:
+        with open_plain(kept) as stream, target.open("wb") as copy:
             for block in blocks(stream.fileno(), CHUNK):
                 hashing.update(block)
                 copy.write(block)
         if hashing.hexdigest() == file.sha256:
             return True
-        LOGGER.warning("file %s of the build cache is damaged, and is made again", file.sha256)
-        kept.unlink(missing_ok=True)
+        self._damaged("file", kept, "its SHA-256 is another")
         return False
+
+    def _keep(self, path: Path, file: FileEntry, links: bool) -> None:
+        """Link or copy a file into the folder, unless it is there."""
+        kept = self._path(f"cas/{file.sha256}")
+        if self._has(kept, far=False):
+            return
+        private_folder(kept.parent)
+        if links and file.size >= LINKED:
+            path.chmod(0o444)
+            if self._link(path, kept, file):
+                return
+        with path.open("rb") as stream, replacing(kept, 0o444) as copy:
+            for block in blocks(stream.fileno(), CHUNK):
+                copy.write(block)
 
     def _link(self, path: Path, new: Path, file: FileEntry) -> bool:
         """Give a checked file a second name; return whether the file system does so."""
@@ -301,50 +363,23 @@ class Cache:
         self.digests.note(path, file.sha256)
         return True
 
-    @contextmanager
-    def _new(self, name: str) -> Generator[BinaryIO]:
-        """Write a file of the folder; it has its name once it is whole, and two writers do not mind each other."""
-        path = self._path(name)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=".")
-        try:
-            os.fchmod(descriptor, 0o444)
-            with open(descriptor, "wb") as stream:
-                yield stream
-            os.replace(new, path)
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(new)
+    def _asked(self, what: str, path: Path, request: Callable[..., None], *most: int) -> bool:
+        """Return whether the store gave a file of the folder, which `_take` and `_entry` check, or took it.
 
-    # The HTTP store fills the folder, and the folder fills it.
-
-    def _download(self, name: str, most: int) -> bool:
-        """Fetch a file of the store into the folder; return whether it was there. `_take` and `_entry` check it."""
-        from urllib.request import urlopen
-
-        try:
-            with urlopen(f"{self.remote}/{name}", timeout=_SECONDS) as answer, self._new(name) as stream:
-                while block := answer.read(CHUNK):
-                    most -= len(block)
-                    if most < 0:
-                        raise ValueError("it is larger than it should be")
-                    stream.write(block)
-            return True
-        except (OSError, ValueError, HTTPException) as error:  # an HTTPError, such as 404, is an OSError
-            if getattr(error, "code", None) != 404:
-                LOGGER.warning("the build cache %s does not give %s: %s", self.remote, name, error)
-            return False
-
-    def _upload(self, name: str) -> None:
-        from urllib.request import Request, urlopen
-
-        path = self._path(name)
-        try:
-            with path.open("rb") as stream:
-                sent = {"Content-Length": str(path.stat().st_size), "Content-Type": "application/octet-stream"}
-                urlopen(Request(f"{self.remote}/{name}", stream, sent, method="PUT"), timeout=_SECONDS).close()
-        except (OSError, ValueError, HTTPException) as error:
-            LOGGER.warning("the build cache %s does not take %s: %s", self.remote, name, error)
+        Args:
+            what: it does not do, where it fails.
+        """
+        if not self._failed:
+            try:
+                request(f"{self.remote}/{path.relative_to(self.folder)}", path, *most)
+                return True
+            except FileNotFoundError:
+                pass
+            except (OSError, ValueError, HTTPException) as error:
+                self._failed = True
+                text = "the build cache %s does not %s %s, and is not asked again: %s"
+                LOGGER.warning(text, self.remote, what, path.name, error or type(error).__name__)
+        return False
 
 
 def cache_of(value: object) -> Cache | None:
@@ -362,7 +397,7 @@ def cache_of(value: object) -> Cache | None:
     if value is True:
         try:
             return None if os.environ.get(NO_CACHE) else Cache()
-        except UserError as error:  # nobody asked for it
-            LOGGER.warning("builds are not cached: %s", error.what)
+        except (OSError, UserError) as error:  # nobody asked for it; a deleted current folder is an OSError
+            LOGGER.warning("builds are not cached: %s", error)
             return None
     return Cache(path_of("the cache", value))

@@ -1,20 +1,26 @@
 """SHA-256 of files, and the digest that names an artifact. A file is read again unless the caller forbids it."""
 
+import errno
+import fcntl
 import hashlib
 import os
+import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Generator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
 from threading import Thread
-from typing import NamedTuple, Self
+from typing import BinaryIO, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from fastcar_compile.errors import UserError, os_errors
+from fastcar_compile.support import limits
 from fastcar_compile.support.strict_json import parse_json
+from fastcar_compile.support.values import LOGGER
 
 
 class FileEntry(BaseModel):
@@ -158,7 +164,7 @@ class Digests:
         Raises:
             OSError: it cannot be read.
         """
-        with path.open("rb") as stream:
+        with open_plain(path) as stream:
             return self.of(stream.fileno())
 
     def note(self, path: Path, digest: str) -> None:
@@ -192,18 +198,15 @@ class UserDigests(Digests):
         self._saved = dict(self.known)
 
     def _read(self) -> dict[Identity, str]:
-        for place in (self._path, self._path.parent):
-            with suppress(FileNotFoundError, NotADirectoryError):
-                found = place.stat()
-                # Root may write anything anyway. Group and other users must not.
-                if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
-                    what = "other users may write the digests of files that are not read again"
-                    raise UserError(what, where=str(place), hint=f"correct its permissions, or set ${CACHE}")
+        require_own("the digests of files that are not read again", self._path, self._path.parent)
         try:
-            read = _KnownFile.model_validate(parse_json(self._path.read_bytes()))
-        except (FileNotFoundError, NotADirectoryError, ValueError, ValidationError):
-            return {}  # every file is read
-        return dict(read.files)
+            with open_plain(self._path) as stream:
+                return dict(_KnownFile.model_validate(parse_json(stream.read(limits.JSON_BYTES + 1))).files)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except (OSError, ValueError) as error:
+            LOGGER.warning("%s cannot be read, so that every file is read again: %s", self._path, error)
+            return {}
 
     def save(self) -> None:
         """Write the file atomically, where it would change.
@@ -214,13 +217,8 @@ class UserDigests(Digests):
         if self.known == self._saved:
             return
         text = _KnownFile(files=tuple(self.known.items())[-MOST_KNOWN:]).model_dump_json()
-        with os_errors("the digests of checked files cannot be kept", self._path):
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # A rename is atomic within one file system only, so the new file is made beside the old one.
-            descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=".digests-")
-            with open(descriptor, "w", encoding="ascii") as stream:
-                stream.write(text)
-            os.replace(name, self._path)
+        with os_errors("the digests of checked files cannot be kept", self._path), replacing(self._path, 0o600) as new:
+            new.write(text.encode())
         self._saved = dict(self.known)
 
 
@@ -238,6 +236,96 @@ def cache_folder() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastcar_compile"
     except RuntimeError as error:
         raise UserError("the user has no home folder", hint=f"set {CACHE} to a folder that can be written") from error
+
+
+# Files of a cache, which nobody else may write, and where anything may stand in a file's place.
+
+
+def require_own(what: str, *places: Path) -> None:
+    """Raise unless these files and folders, as far as they are there, are this user's own.
+
+    Args:
+        what: they are, for the error.
+
+    Raises:
+        UserError: another user may write one.
+    """
+    for place in places:
+        with suppress(OSError):  # what cannot be looked at cannot be read either
+            found = place.stat()
+            # Root may write anything anyway. Group and other users must not.
+            if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+                hint = f"correct its permissions (chmod go-w), or set ${CACHE}"
+                raise UserError(f"other users may write {what}", where=str(place), hint=hint)
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder, and the missing ones above it, for this user alone, whatever the umask is.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    for folder in reversed([path, *path.parents]):
+        if not folder.is_dir():
+            with suppress(FileExistsError):  # another build was faster; where it is a file, the next line says so
+                folder.mkdir(mode=0o700)
+                folder.chmod(0o700)
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file for reading.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe or a device, which a reader might wait for.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a plain file", name)
+
+    return open(path, "rb", opener=opener)
+
+
+@contextmanager
+def replacing(path: Path, mode: int) -> Generator[BinaryIO]:
+    """Write a file that has its name once it is whole, so that two writers do not mind each other.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    private_folder(path.parent)
+    # A rename is atomic within one file system only, so the new file is made beside the old one.
+    descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with open(descriptor, "wb") as stream:
+            with suppress(OSError):  # a file system without locks: see `clear_leftovers`
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.fchmod(descriptor, mode)
+            yield stream
+            stream.flush()
+            os.replace(new, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(new)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or whatever stands in its place."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        shutil.rmtree(path)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what killed writers left in a folder: a file that `replacing` writes is locked while its writer lives."""
+    for path in folder.glob(".*"):
+        with suppress(OSError), open_plain(path) as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def manifest_digest(data: bytes) -> str:

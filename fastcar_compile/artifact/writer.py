@@ -24,6 +24,7 @@ from fastcar_compile.ir.tensor_files import Placement, TensorSpec, placed, write
 from fastcar_compile.support.files import sync
 from fastcar_compile.support.machine import at_once
 from fastcar_compile.support.strict_json import parse_json
+from fastcar_compile.support.values import LOGGER
 
 _MADE = "made"
 """Name of the one file of a cache's entry that is not a whole build: the artifact's name for it does not matter."""
@@ -165,6 +166,9 @@ class ArtifactWriter:
         for name in entry.files.keys() - {MANIFEST}:
             self.digests.note(self.root / name, entry.files[name].sha256)
         found: dict[str, Any] = parse_json(manifest.read_bytes())
+        if found["files"] != {name: file.model_dump() for name, file in entry.files.items() if name != MANIFEST}:
+            LOGGER.warning("build %s of the cache has other files than its manifest, and is made again", key)
+            raise NotKept(key)
         self.finish(Sections.model_validate({name: found[name] for name in Sections.model_fields}))
         return entry.about
 

@@ -33,7 +33,11 @@ LAYERS = 1000
 """Several times the layers of any published decoder."""
 
 CACHE_BYTES = 20 << 30
-"""Bytes that the build cache keeps by itself: a 7B decoder for a board takes 7.3e9."""
+"""Bytes that the build cache keeps by itself, and of a file that it takes from a store: a 7B decoder for a board takes
+7.3e9."""
+
+ENTRY_BYTES = 4 * MIB
+"""Bytes of an entry of the build cache; a file of an artifact takes about 150 bytes of it."""
 
 ARRAYS_BYTES = 1 << 30
 """Bytes of all arrays of a .npz file, unpacked, and of the input of one prefill call."""

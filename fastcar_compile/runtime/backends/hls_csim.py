@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from fastcar_compile.artifact.accelerator_section import KernelPart
-from fastcar_compile.artifact.digest import CACHE, cache_folder
+from fastcar_compile.artifact.digest import CACHE, cache_folder, private_folder, require_own
 from fastcar_compile.artifact.layout import HLS
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import BackendError, os_errors
@@ -215,6 +215,8 @@ def open_stepper(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
     def library() -> ctypes.CDLL:
         hint = f"free some space there, or set {CACHE} to another folder"
         with os_errors("the C simulation cannot be built", folder, hint):
+            private_folder(folder)
+            require_own("the libraries of C simulations", folder)
             return open_library(sources, folder)
 
     return stepper_on(artifact, options, CsimUnit(library(), *kernels, another=library))
