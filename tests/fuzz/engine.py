@@ -19,6 +19,7 @@ STRUCTURED = {
     "world": mutate.world_file,
     "message": mutate.json_lines,
     "session": mutate.session_file,
+    "cache": mutate.json_text,
 }
 """Fuzzers whose inputs are changed as values; those of the others as bytes."""
 

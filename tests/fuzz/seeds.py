@@ -117,7 +117,20 @@ def _session() -> dict[str, bytes]:
     }
 
 
-_FORMATS = (_manifest, _table, _toml, _signature, _model, _tensors, _world, _message, _session)
+def _cache() -> dict[str, bytes]:
+    from hashlib import sha256
+
+    from fastcar_compile.artifact.cache import Entry
+    from fastcar_compile.artifact.digest import FileEntry
+    from fuzz.targets.cache import KEY, MADE
+
+    file = FileEntry(sha256=sha256(MADE).hexdigest(), size=len(MADE))
+    about = [["it is so", False], {"programs": {"decode": ["tokens", None, 0.5]}}]
+    files = {"weights": {"made": file}, "build": dict.fromkeys(("manifest.json", "hls/a.cpp", "report.json"), file)}
+    return {f"{name}.json": Entry(files=found, about=about).sealed(KEY) for name, found in files.items()}
+
+
+_FORMATS = (_manifest, _table, _toml, _signature, _model, _tensors, _world, _message, _session, _cache)
 _SEEDS: dict[str, Callable[[], dict[str, bytes]]] = {made.__name__.removeprefix("_"): made for made in _FORMATS}
 PYTHON = tuple(_SEEDS)
 """Fuzzers of Python code: modules of `targets`."""
