@@ -206,9 +206,10 @@ def step_module(model: nn.Module, batch_size: int, max_seq_len: int) -> Generato
 @contextmanager
 def _in_float32(model: nn.Module) -> Generator[None]:
     """Give every module its tensors in float32, and as tensors that a capture may use; on exit its own ones."""
+    tables: list[dict[str, Any]] = [t for module in model.modules() for t in (module._parameters, module._buffers)]
     made: dict[int, torch.Tensor] = {}  # several modules may share a tensor, and go on doing so
     with ExitStack() as stack:
-        for table in (table for module in model.modules() for table in (module._parameters, module._buffers)):
+        for table in tables:
             for name, tensor in list(table.items()):
                 if tensor is not None and (tensor.is_inference() or tensor.dtype in OTHER_FLOATS):
                     stack.callback(table.__setitem__, name, tensor)

@@ -122,7 +122,7 @@ def _in_float32(argument: Any) -> Any:
 def _check_target(node: fx.Node) -> None:
     """Raise CompileError for a call that is no operator of one value to the next."""
     name, owner = (str(getattr(node.target, key, node.target)) for key in ("__name__", "__module__"))
-    kind = name.removeprefix("_").partition("_")[0]
+    kind = "grad" if "for_grad" in name else name.removeprefix("_").partition("_")[0]
     # `lazy_load_decompositions` begins a vmap, which the next call names.
     if (owner.startswith("torch._functorch") and kind != "lazy") or isinstance(node.target, HigherOrderOperator):
         what = f"the forward calls torch.func.{kind}" if "functorch" in owner else f"the forward calls {name}"
