@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fastcar_compile.ir.dataflow import descendants, evaluate, in_order
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.query import bound, is_op, node_arg
+from fastcar_compile.ir.query import bound, is_op, node_arg, shape_of
 from fastcar_compile.ir.rewrite import after, before, replace, replace_call
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ class FuseActivations(Pass):
        they are written.
     3. Makes `silu(x)`, `gelu(x)` or `gelu(x, approximate="tanh")`.
     4. Writes the square of a ReLU as a product, `r * r`: one rounding, the same on every backend. `glu(x)` becomes
-       `a * sigmoid(b)` of its halves.
+       `a * sigmoid(b)` of its halves, and PReLU of one weight a choice between x and x times the weight.
     """
 
     name = "fuse-activations"
@@ -47,7 +47,7 @@ class FuseActivations(Pass):
 
     def apply(self, program: DecoderProgram) -> bool:
         """Return whether there was an activation to rewrite; what computes no known one stays as it is."""
-        return any([_open_glu(m.graph) | _fuse(m) | _multiply_out(m.graph) for m in program.graphs()])
+        return any([_open(m.graph) | _fuse(m) | _multiply_out(m.graph) for m in program.graphs()])
 
 
 def _fuse(module: fx.GraphModule) -> bool:
@@ -74,13 +74,18 @@ def _multiply_out(graph: fx.Graph) -> bool:
     return bool(found)
 
 
-def _open_glu(graph: fx.Graph) -> bool:
-    found = [n for n in graph.nodes if is_op(n, aten.glu)]
+def _open(graph: fx.Graph) -> bool:
+    found = [n for n in graph.nodes if is_op(n, aten.glu) or (is_op(n, aten.prelu) and shape_of(n.args[1]) == (1,))]
     for node in found:
+        x = node_arg(node, 0)
         with before(node, FuseActivations.name) as emit:
-            halves = emit(aten.chunk.default, node_arg(node, 0), 2, bound(node)["dim"])
-            a, b = emit(operator.getitem, halves, 0), emit(operator.getitem, halves, 1)
-            replace(node, emit(aten.mul.Tensor, a, emit(aten.sigmoid.default, b)))
+            if is_op(node, aten.glu):
+                halves = emit(aten.chunk.default, x, 2, bound(node)["dim"])
+                a, b = emit(operator.getitem, halves, 0), emit(operator.getitem, halves, 1)
+                replace(node, emit(aten.mul.Tensor, a, emit(aten.sigmoid.default, b)))
+            else:
+                below = emit(aten.mul.Tensor, x, node_arg(node, 1))
+                replace(node, emit(aten.where.self, emit(aten.gt.Scalar, x, 0), x, below))
     return bool(found)
 
 
