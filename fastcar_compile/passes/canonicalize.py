@@ -10,6 +10,7 @@ from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op, is_same, node_arg, shape_of, value_of
 from fastcar_compile.ir.rewrite import attribute, before, free_views
+from fastcar_compile.passes.patterns.fold_weights import fold_weights
 
 aten = torch.ops.aten
 
@@ -65,7 +66,8 @@ class Canonicalize(Pass):
        from the front.
     4. Other casts become `to(dtype)`, such as `type_as` and `to(device, dtype)`, and `repeat_interleave` by one number
        becomes a view: backends lack the operators.
-    5. What nothing reads any more goes.
+    5. Weights that are norms, sums or products of parameters, as weight normalisation has them, become parameters.
+    6. What nothing reads any more goes.
     It runs after normalize-state: before that, an alias may be a second name of a mutated buffer.
     """
 
@@ -73,8 +75,8 @@ class Canonicalize(Pass):
     reason = "What means nothing in inference is removed: asserts, casts to the same type, aliases, dropout."
 
     def apply(self, program: DecoderProgram) -> bool:
-        """Return whether anything was removed."""
-        return any([_clean(module) for module in program.all_graphs()])
+        """Return whether anything was removed or computed."""
+        return any([*map(_clean, program.all_graphs()), fold_weights(program, self.name)])
 
 
 def _clean(module: fx.GraphModule) -> bool:

@@ -7,7 +7,6 @@ from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.decode_rows import DecodeRows
 from fastcar_compile.passes.exact_arithmetic import ExactArithmetic
 from fastcar_compile.passes.find_sites import FindSites
-from fastcar_compile.passes.fold_weights import FoldWeights
 from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.insert_drafts import InsertDrafts
 from fastcar_compile.passes.insert_replay import InsertReplay
@@ -41,8 +40,6 @@ def analysis_pipeline() -> list[Pass]:
         NormalizeState(),
         Canonicalize(),
         LegalizeNorms(),
-        # A weight that is computed is one that the next passes take for a parameter.
-        FoldWeights(),
         # From here on every product with a parameter is a linear: the next passes match linears.
         LegalizeLinears(),
         UnfoldRows(),

@@ -294,7 +294,8 @@ class SegmentImporter(ExportedProgramImporter):
             self.env[part] = relax.const(get_attribute(traced, str(part.target)).numpy())
         for part in (n for n in traced.graph.nodes if n.op == "call_function"):
             if not self._converts(part.target):
-                raise CompileError(f"operator {node.target} has no TVM lowering", where=where(node))
+                what = f"operator {node.target} has no TVM lowering, as {part.target} has none"
+                raise CompileError(what, where=where(node))
             self.env[part] = self._emit(part)
         return self.env[output_nodes(traced.graph)[0]]
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fastcar_compile.errors import InternalError
+from fastcar_compile.errors import InputError, InternalError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
-from fastcar_compile.passes.fold_weights import FoldWeights
+from fastcar_compile.passes.patterns.fold_weights import FOLDED
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.tune.rule import Stages
 from fastcar_compile.tune.training.whole import WholeVideos
@@ -132,9 +132,7 @@ class RelaxedDecoder(WholeVideos):
         if length < prompt + tokens_per_frame + 1:
             raise too_short(length + 1, prompt, tokens_per_frame, 1, 2)
         sizes = {"batch_size": rows, "max_seq_len": length, "tokens_per_frame": tokens_per_frame}
-        # A folded weight would be none of the model's parameters, which can be trained.
-        passes = [step for step in analysis_pipeline() if not isinstance(step, FoldWeights)]
-        self._begin(run_pipeline(capture(model, prefill_chunk=length, **sizes), passes), prompt)
+        self._begin(run_pipeline(capture(model, prefill_chunk=length, **sizes), analysis_pipeline()), prompt)
         self._parameters = list(model.named_parameters())
 
     @classmethod
@@ -161,9 +159,13 @@ class RelaxedDecoder(WholeVideos):
         A parameter with several names (tied embedding and head) has one copy, under the first name.
 
         Raises:
-            InternalError: the captured program holds none of the model's parameters.
+            InternalError: the captured program holds none of the model's parameters. InputError: it holds a weight that
+                was computed from one.
         """
         # Capture keeps the storage of a parameter, so an address and a shape identify it.
+        if folded := [str(n.target) for n in self._stages.constants if FOLDED in str(n.target)]:
+            what = f"{folded[0].partition(FOLDED)[0]} is a parameter that a weight is computed from"
+            raise InputError(what, hint="remove it before training: nn.utils.parametrize.remove_parametrizations(…)")
         known = {(p.data_ptr(), p.shape): (name, nn.Parameter(p.detach().clone())) for name, p in self._parameters}
         used: dict[str, nn.Parameter] = {}
         for node, tensor in self._stages.constants.items():
