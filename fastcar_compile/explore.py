@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -23,7 +24,8 @@ from fastcar_compile.frontend.huggingface import read_module
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.support.values import read_arrays, refuse_pipe, reporter, token_table
 from fastcar_compile.tune.evaluate import Study
-from fastcar_compile.tune.search import Journal
+from fastcar_compile.tune.search import Journal, are_rows
+from fastcar_compile.tune.slices import WORKERS_HINT
 from fastcar_compile.tune.workers import Workers
 
 _HINT = "examples/sweep/sweep.toml is a matrix"
@@ -116,7 +118,7 @@ def tasks_of(matrix: Matrix) -> list[Task]:
 
 
 def answer(task: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Do a task, `asdict` of it; return a row for each share. A worker calls it.
+    """Do a task, `asdict` of it; return a row for each share.
 
     What cannot be built, or has no such video, is a row with its `problem`.
     """
@@ -125,6 +127,11 @@ def answer(task: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [*(_speed(given) if given.kind == "speed" else _quality(given))]
     except UserError as error:
         return [{"problem": error.what} for _ in given.shares]
+
+
+def answered(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rows of a task beside its name. A worker calls it."""
+    return {"task": json.dumps(task, sort_keys=True), "rows": answer(task)}
 
 
 def _speed(task: Task) -> Iterator[dict[str, Any]]:
@@ -211,20 +218,21 @@ def explore(
         UserError: a file cannot be read, or a task failed on two workers; the journal keeps what is done.
     """
     say, tasks, workers = reporter(progress), tasks_of(matrix), Workers.of(executor, None)
-    book = Journal(None if journal is None else Path(journal), _key(matrix), "exploration", "rows")
+    right = partial(are_rows, count=len(matrix.replay))
+    book = Journal(None if journal is None else Path(journal), _key(matrix), "exploration", "rows", right)
     waiting: dict[str, Future[Any] | None] = {}
     for task in tasks:
         name = _name(task)
         if book.find(name) is None and name not in waiting:
-            waiting[name] = None if workers is None else workers.given(answer, asdict(task))
+            waiting[name] = None if workers is None else workers.given(answered, asdict(task))
     for number, task in enumerate(tasks, 1):
         name = _name(task)
         if name in waiting:
             future, given = waiting.pop(name), asdict(task)
-            if workers is None or future is None:
-                book.add(name, answer(given))
-            else:
-                book.add(name, workers.result(future, answer, given))
+            found = workers.result(future, answered, given) if workers and future else answered(given)
+            if not isinstance(found, dict) or found.get("task") != name or not right(found.get("rows")):
+                raise UserError(f"a worker gave what cannot be the rows of {name:.200}", hint=WORKERS_HINT)
+            book.add(name, found["rows"])
         say(f"{number} of {len(tasks)}: {task.kind} of {Path(task.model).name}, {task.quant}, {task.gate}")
     return [*_rows(matrix, tasks, book)]
 

@@ -99,6 +99,45 @@ def test_workers_change_nothing(answered: list[Task], tmp_path: Path) -> None:
     assert len(answered) == 2 + len(tasks_of(matrix()))
 
 
+class Lying(Executor):
+    """Gives one answer to every task."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **_kwargs: Any) -> Future[Any]:
+        future, found = Future[Any](), fn(*args)
+        future.set_result(self.given(found) if callable(self.given) else self.given)
+        return future
+
+
+@pytest.mark.usefixtures("answered")
+def test_what_are_no_rows_reaches_no_journal(tmp_path: Path) -> None:
+    """Wrong types, NaN, and the rows of another task; a damaged entry of the journal is named with its line."""
+    path, nan = tmp_path / "journal", float("nan")
+    first: list[Any] = []
+    explore(matrix(), executor=Lying(lambda found: first.append(found) or found))
+    for lie in (
+        *(None, "x", [], {"rows": []}),
+        lambda found: found | {"task": "of another one"},
+        lambda found: found | {"rows": found["rows"][1:]},
+        lambda found: found | {"rows": [{"nll": nan}] * 2},
+        lambda found: found | {"rows": [{"tokens_per_second": -1.0}] * 2},
+        lambda found: found | {"rows": [{"nll": [1]}] * 2},
+        lambda found: first[0] if found != first[0] else found,
+    ):
+        with pytest.raises(UserError, match="a worker gave what cannot be the rows of"):
+            explore(matrix(), executor=Lying(lie), journal=path)
+    kept = json.loads(path.read_text())
+    assert list(kept["rows"]) == [first[0]["task"]]
+    explore(matrix(), journal=path)
+    text = path.read_text().replace('"nll": 1.5', '"nll": NaN', 1)
+    path.write_text(text)
+    with pytest.raises(UserError, match="an entry of the journal is damaged") as caught:
+        explore(matrix(), journal=path)
+    assert int(caught.value.where.rpartition(" ")[2]) <= text[: text.index("NaN")].count("\n")
+
+
 def test_what_cannot_be_is_a_row_with_its_problem() -> None:
     rows = explore(matrix(targets=["nowhere"], quants=["w8a8"], videos=None))
     assert all("unknown target 'nowhere'" in row["problem"] for row in rows)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from typer import Argument, Option
 
 from fastcar_compile.cli.words import Needs
-from fastcar_compile.errors import UserError
+from fastcar_compile.errors import UserError, os_errors
+from fastcar_compile.support.machine import begin_worker
 from fastcar_compile.support.packages import needs
 from fastcar_compile.support.values import read_arrays, refuse_pipe
 
@@ -124,7 +125,7 @@ def executor_of(text: str | None) -> Generator[Executor | None]:
         if not rest.isdecimal() or not int(rest):
             raise UserError(f"{rest!r} is not a number of processes", where="--executor", hint="give processes:2")
         # A fork would copy threads of PyTorch that do not run in the child.
-        with ProcessPoolExecutor(int(rest), multiprocessing.get_context("spawn")) as pool:
+        with _closed(ProcessPoolExecutor(int(rest), multiprocessing.get_context("spawn"), begin_worker)) as pool:
             yield pool
     elif kind == "dask":
         with _dask(rest) as client:
@@ -133,12 +134,31 @@ def executor_of(text: str | None) -> Generator[Executor | None]:
         from fastcar_compile.tune.evaluate import entry_point
 
         factory: Any = entry_point(text)
-        made: object = factory()
+        try:
+            made: object = factory()
+        except Exception as error:  # the code of others
+            what = f"{text} makes no Executor: {type(error).__name__}: {error}"
+            raise UserError(what, where="--executor", hint="correct the function") from error
         if not isinstance(made, Executor):
             what = f"{text} makes a {type(made).__name__}, and no concurrent.futures.Executor"
             raise UserError(what, where="--executor", hint="give a function that returns an Executor")
-        with made:
+        with _closed(made):
             yield made
+
+
+@contextmanager
+def _closed(pool: Executor) -> Generator[Executor]:
+    """Close an executor; after an error or Ctrl-C at once, as a process that is stopped or busy would be waited for."""
+    try:
+        yield pool
+    except BaseException:
+        own: Any = getattr(pool, "_processes", None) or {}  # Python 3.14 has `kill_workers`
+        processes = list(own.values())
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()
+        raise
+    pool.shutdown()
 
 
 def _dask(address: str) -> Any:
@@ -174,9 +194,10 @@ def existing(path: Path, what: str) -> Path:
     Raises:
         UserError: the path does not exist.
     """
-    if not path.exists():
-        raise UserError(f"the {what} does not exist", where=str(path), hint="correct the path")
-    return path
+    with os_errors(f"the {what} cannot be read", path, "correct the path"):
+        if path.exists():
+            return path
+    raise UserError(f"the {what} does not exist", where=str(path), hint="correct the path")
 
 
 def parse_prompt(text: str) -> Tokens:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from concurrent.futures import Executor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -28,7 +28,7 @@ from fastcar_compile.passes.pipeline import QUANTIZE, analysis_pipeline
 from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support.values import check_kind, number, path_of, reporter, shown, token_range, token_table, whole
 from fastcar_compile.tune.rows import of_prefill
-from fastcar_compile.tune.search import Journal, Search, Values
+from fastcar_compile.tune.search import Journal, Search, Values, is_measurement
 from fastcar_compile.tune.workers import Setting, Subject, Workers
 from fastcar_compile.tune.workers import rules_of as rules_of
 
@@ -227,7 +227,8 @@ def search_of(
     able = tuple(t is not None for t in replay.thresholds(layers))
     setting = setting or Setting()
     key = program_key(program, replay.to_json() | {"threshold": None} | setting.facts(), videos)
-    book = Journal(None if journal is None else Path(journal), f"{key} by video")
+    right = partial(is_measurement, layers=layers)
+    book = Journal(None if journal is None else Path(journal), f"{key} by video", right=right)
 
     def search(on: np.ndarray, kept: Journal) -> Search:
         rows = batch_rows(len(on), program.config.prefill_chunk, replay.couple_cfg)

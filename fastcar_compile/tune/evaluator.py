@@ -140,7 +140,10 @@ class Evaluator:
         """Return the answers of all slices, in order: by other processes, or by as many threads as PyTorch has."""
         vector, own = tuple(thresholds), self._threads()
         if self._ask is not None:
-            return list(self._ask(len(self._slices), vector, what, own))
+            answers = list(self._ask(len(self._slices), vector, what, own))
+            for part, found in zip(self._slices, answers, strict=True):
+                part.check(found, what)
+            return answers
         threads = torch.get_num_threads()
         workers = min(threads // own, len(self._slices))
         torch.set_num_threads(own)

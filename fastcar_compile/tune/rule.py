@@ -361,7 +361,11 @@ def counts(tokens: Tensor, counted: tuple[int, int] | None) -> Tensor:
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the losses in nats, float32 [rows, n], of logits [rows, n, V] and targets [rows, n]."""
+    """Return the losses in nats, float32 [rows, n], of logits [rows, n, V] and targets [rows, n].
+
+    A loss that is not a number is infinite, so that NaN in an answer is a fault of who answered.
+    """
     # A token that does not count, such as an action, may have no logit. Its loss is never read.
     targets = targets.clamp(max=logits.shape[-1] - 1)
-    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return losses.nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -5,6 +5,7 @@ own layer at earlier tokens only. So one layer is computed for all tokens before
 one frame, so no cache slot occurs twice in it.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from fastcar_compile.errors import UserError
 from fastcar_compile.ir.layers import ring_of
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_drafts import DraftBranch
@@ -59,6 +61,12 @@ Thresholds = tuple[float | None, ...]
 Chunks = list[dict[fx.Node, Tensor]]
 """The values that later stages read, by chunk."""
 
+Form = tuple[type, tuple[int, ...], float, float]
+"""Type, shape, least and most of a number or an array."""
+Forms = dict[str, Form]
+
+WORKERS_HINT = "start again with workers of this version; what the journal has is not measured again"
+
 What = Literal["sums", "scores", "details"]
 """What is asked of a slice: `Sums`, `Sums` with the scores, or `Tokens`."""
 
@@ -71,6 +79,7 @@ class Sums:
         loss: nats, summed over the tokens from the second frame on that count. count: of these tokens.
         replays: int64 [L, n], how many of the forwards t >= F replayed. forwards: of one layer and video, t >= F.
         scores: float32 of those forwards, one array per layer; empty unless they were asked for.
+        key: of the task that this answers, where a worker does.
     """
 
     loss: float
@@ -78,6 +87,7 @@ class Sums:
     replays: np.ndarray
     forwards: int
     scores: tuple[np.ndarray, ...] = ()
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,7 @@ class Tokens:
     losses: np.ndarray
     predicted: np.ndarray
     replayed: np.ndarray
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -135,7 +146,7 @@ class Reading:
         length: int,
     ) -> None:
         self.config, self.stages, self.drafts = program.config, stages, drafts
-        self.prompt, self.counted, self._length = prompt, counted, length
+        self.prompt, self.counted, self.length = prompt, counted, length
         self.state = [s for s in program.state if s.name in stages.placeholders]
         # The first token of each chunk: chunks of the prompt, then chunks of the decoded tokens.
         chunk = program.config.prefill_chunk
@@ -146,7 +157,7 @@ class Reading:
 
     def end(self, start: int) -> int:
         """Return the end of the chunk that starts here: no chunk has tokens of the prompt and decoded tokens."""
-        return min(start + self.config.prefill_chunk, self.prompt if start < self.prompt else self._length)
+        return min(start + self.config.prefill_chunk, self.prompt if start < self.prompt else self.length)
 
 
 class Slice:
@@ -174,6 +185,23 @@ class Slice:
         with self._lock, torch.inference_mode():  # it holds for one thread
             self._run(thresholds)
             return self._tokens() if what == "details" else self._sums(what == "scores")
+
+    def check(self, found: Any, what: What) -> None:
+        """Raise UserError unless `found`, which a worker gave, has the form and the range of this slice's answer."""
+        reading, videos = self._reading, self._videos[self._valid]
+        count, layers, decoded = len(videos), len(self._stages.layers), reading.length - reading.prompt
+        later = decoded - self._config.tokens_per_frame
+        if what == "details":
+            tokens, most = (count, decoded + 1), (self._config.vocab_size or math.inf) - 1
+            forms: Forms = {"losses": (np.float32, tokens, 0, math.inf), "predicted": (np.int64, tokens, 0, most)}
+            forms["replayed"] = (np.bool_, (layers, count, decoded), 0, 1)
+            require_form(found, Tokens, forms)
+            return
+        numbers = {"count": int(counts(videos[:, -later - 1 :], reading.counted).sum()), "forwards": later}
+        forms = {name: (np.int64, (), value, value) for name, value in numbers.items()}
+        forms |= {"loss": (np.float64, (), 0, math.inf), "replays": (np.int64, (layers, count), 0, later)}
+        score = (np.float32, (count * later,), -math.inf, math.inf)
+        require_form(found, Sums, forms, scores=[score] * (layers if what == "scores" else 0))
 
     def _sums(self, scores: bool) -> Sums:
         frame, loss, count = self._config.tokens_per_frame, 0.0, 0
@@ -297,6 +325,25 @@ class Slice:
                 logits = stages.run(len(stages.layers), self._known(number, len(stages.layers)), None)
                 targets = self._videos[:, first + 1 : end + 1][valid]
                 yield logits[stages.results["logits"]][valid, first - start : end - start], targets
+
+
+def require_form(found: Any, kind: type, forms: Forms, none: bool = False, **several: Sequence[Form]) -> None:
+    """Raise UserError unless a worker's answer has this type, and its fields these forms; NaN is in no range.
+
+    Args:
+        several: forms of the elements of tuples. none: an element may also be None.
+    """
+    values: dict[str, Any] = vars(found) if type(found) is kind else {}
+    checks = [(name, values.get(name), form) for name, form in forms.items()]
+    for name, own in several.items():
+        elements: Any = values.get(name)
+        elements = elements if isinstance(elements, tuple) else ()
+        checks.append((f"number of {name}", len(elements), (np.int64, (), len(own), len(own))))
+        checks += [(name, e, form) for e, form in zip(elements, own, strict=False) if not (none and e is None)]
+    for name, given, (dtype, shape, least, most) in checks:
+        value = np.asarray(given if isinstance(given, np.ndarray | int | float) else None)
+        if value.dtype != dtype or value.shape != shape or not ((value >= least) & (value <= most)).all():
+            raise UserError(f"a worker gave a {kind.__name__} that answers no task: {name}", hint=WORKERS_HINT)
 
 
 def slices_of(rows: int, count: int, coupled: bool) -> tuple[list[list[int]], list[list[bool]]]:

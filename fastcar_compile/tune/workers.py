@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
+import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial, wraps
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import numpy as np
@@ -20,7 +24,7 @@ import torch
 
 from fastcar_compile.artifact.programs import graph_file_text, read_graph_file
 from fastcar_compile.config import ReplayConfig
-from fastcar_compile.errors import FastcarError, InputError, UserError
+from fastcar_compile.errors import FastcarError, InputError, UserError, shown
 from fastcar_compile.gates import Gate, gate_named
 from fastcar_compile.gates.draft import Draft
 from fastcar_compile.gates.weights import GateWeights
@@ -28,12 +32,15 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.tensor_files import tensors_of, write_pieces
 from fastcar_compile.ir.weights import to_torch
 from fastcar_compile.runtime.compiled import Artifact, load
+from fastcar_compile.support.machine import follow_parent
 from fastcar_compile.support.values import LOGGER, check_kind
 from fastcar_compile.tune.attention import SinkWindow
 from fastcar_compile.tune.evaluator import Evaluator
 from fastcar_compile.tune.rows import of_prefill, with_rows
 from fastcar_compile.tune.rule import Rules
-from fastcar_compile.tune.slices import Sums, Thresholds, Tokens, What
+from fastcar_compile.tune.slices import WORKERS_HINT, Sums, Thresholds, Tokens, What
+
+A = TypeVar("A")
 
 
 @dataclass(frozen=True)
@@ -128,9 +135,35 @@ class File:
 
 @lru_cache(1)
 def _local() -> str:
-    folder = tempfile.TemporaryDirectory(prefix="fastcar-worker-")
-    weakref.finalize(_local, folder.cleanup)
-    return folder.name
+    folder = Path(tempfile.gettempdir(), f"fastcar-{uuid4().hex}")
+    _make_own(folder)
+    weakref.finalize(_local, shutil.rmtree, folder)
+    return str(folder)
+
+
+def _make_own(folder: Path) -> int:
+    """Make a folder and return its lock, which ends with this process. Folders of processes that were killed go."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for other in folder.parent.glob("fastcar-" + "[0-9a-f]" * 32):
+        with suppress(OSError):  # somebody has the lock, or another user the folder
+            lock = _locked(other)
+            shutil.rmtree(other, ignore_errors=True)
+            os.close(lock)
+    new = folder.with_suffix(".new")  # under its own name the folder is locked from the first moment on
+    new.mkdir()
+    lock = _locked(new)
+    new.rename(folder)
+    return lock
+
+
+def _locked(folder: Path) -> int:
+    descriptor = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _sha256(path: Path) -> str:
@@ -206,6 +239,31 @@ def use_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
+def key_of(task: Any) -> str:
+    """Return what tells a task from others, wherever it is computed."""
+    return hashlib.sha256(repr(task).encode()).hexdigest()
+
+
+def worker(function: Callable[[Any], A]) -> Callable[[Any], A]:
+    """Return a function as workers call it: the answer, a frozen dataclass, has the key of its task.
+
+    The process ends with its parent. An error of others is told by its text, because many cannot be pickled.
+    """
+
+    @wraps(function)
+    def answered(task: Any) -> A:
+        follow_parent()
+        try:
+            return replace(cast("Any", function(task)), key=key_of(task))
+        except FastcarError:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+
+    return answered
+
+
+@worker
 def answer(task: Task) -> Sums | Tokens:
     """Return what a slice adds to a measurement. The worker keeps decoders, and what thresholds have in common."""
     with _OPENING:
@@ -245,7 +303,10 @@ class Workers:
         place = place if "://" in place else str(Path(place).resolve())
         self._root = f"{place}/fastcar-{uuid4().hex}"
         self._files, self._folder = fsspec.core.url_to_fs(self._root)
-        self._files.makedirs(self._folder)
+        if "://" in place:
+            self._files.makedirs(self._folder)
+        else:
+            weakref.finalize(self, os.close, _make_own(Path(self._folder)))
         weakref.finalize(self, self._files.rm, self._folder, recursive=True)
         self._put = dict[Any, tuple[Any, tuple[File, ...]]]()
 
@@ -326,6 +387,9 @@ class Workers:
             found = []
             for future, task in zip(futures, tasks, strict=True):
                 found.append(self.result(future, function, task))
+                if getattr(found[-1], "key", None) != key_of(task):
+                    what = f"{type(self._executor).__name__} gave {shown(found[-1])} that is not the answer of its task"
+                    raise UserError(what, hint=WORKERS_HINT)
                 LOGGER.debug("slice %d of %d", len(found), len(tasks))
             return found
         finally:
@@ -359,5 +423,4 @@ class Workers:
             raise
         except Exception as error:
             name, text = type(self._executor).__name__, f"{type(error).__name__}: {error}"
-            hint = "start again with a new executor; what the journal has is not measured again"
-            raise UserError(f"a task failed twice on the workers of {name}: {text}", hint=hint) from error
+            raise UserError(f"a task failed twice on the workers of {name}: {text}", hint=WORKERS_HINT) from error

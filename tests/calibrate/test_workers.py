@@ -4,9 +4,13 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from fastcar_compile.errors import InputError, UserError
 from fastcar_compile.tune import calibrate, search, workers
 from fastcar_compile.tune.calibrate import Setting, program_of
 from fastcar_compile.tune.evaluate import Case, SinkWindow, Study
-from fastcar_compile.tune.training import train
+from fastcar_compile.tune.training import steps, train
 from fastcar_compile.tune.workers import Job, Subject, Task, Workers, answer
 
 FRAME = 8
@@ -161,6 +165,213 @@ def test_dask_gives_the_same_bytes_while_a_worker_is_killed(dask: Any, expected:
     assert killed
 
 
+class Lying(Executor):
+    """Computes here, and changes the answer of each task."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        self.change = change
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        future.set_result(self.change(fn(*args, **kwargs)))
+        return future
+
+
+def other_answer() -> Callable[[Any], Any]:
+    """Gives the answer of the first task to every task."""
+    first: list[Any] = []
+
+    def change(found: Any) -> Any:
+        first.append(found)
+        return first[0]
+
+    return change
+
+
+def field(name: str, value: Any) -> Callable[[Any], Any]:
+    return lambda found: replace(found, **{name: value(getattr(found, name)) if callable(value) else value})
+
+
+NO_ANSWERS: dict[str, Callable[[Any], Any]] = {
+    "a text": lambda found: "of another task",
+    "nothing": lambda found: None,
+    "a list": lambda found: [0.5, [1, 2]],
+    "another task's": other_answer(),
+    "without a key": field("key", ""),
+}
+NO_SUMS: dict[str, Callable[[Any], Any]] = NO_ANSWERS | {
+    "NaN": field("loss", float("nan")),
+    "negative": field("loss", -1.0),
+    "a loss as a text": field("loss", "1"),
+    "a loss of numpy's float32": field("loss", np.float32(1)),
+    "another count": field("count", lambda count: count + 1),
+    "other forwards": field("forwards", 3),
+    "more replays than forwards": field("replays", lambda replays: replays + 1000),
+    "fewer replays than none": field("replays", lambda replays: replays - 1),
+    "replays of another shape": field("replays", lambda replays: replays[:1]),
+    "replays as floats": field("replays", lambda replays: replays.astype(float)),
+    "no scores": field("scores", ()),
+    "NaN scores": field("scores", lambda scores: tuple(s * np.float32("nan") for s in scores)),
+    "short scores": field("scores", lambda scores: tuple(s[1:] for s in scores)),
+    "scores that are none": field("scores", 7),
+}
+NO_TOKENS: dict[str, Callable[[Any], Any]] = {
+    "NaN": field("losses", lambda losses: losses * np.float32("nan")),
+    "negative": field("losses", lambda losses: -losses),
+    "tokens beyond the vocabulary": field("predicted", lambda tokens: tokens + 10**6),
+    "other decisions": field("replayed", lambda replayed: replayed.astype(np.int8)),
+    "decisions of fewer layers": field("replayed", lambda replayed: replayed[1:]),
+}
+
+
+def test_what_answers_no_task_is_refused() -> None:
+    """Wrong types, shapes and ranges, and the answers of other tasks."""
+    subject = Subject(program_of(llama(), (5, 33), FRAME), LEARNED, videos(), Setting(), 2)
+    asked = {"sums": NO_SUMS, "details": NO_ANSWERS | NO_TOKENS}
+    lying = Lying(lambda found: found)
+    evaluator = subject.evaluator(Workers.of(lying, None))
+    assert evaluator.measure((0.1, None)).nll == subject.evaluator().measure((0.1, None)).nll
+    for what, changes in asked.items():
+        for name, lying.change in changes.items():
+            with pytest.raises(UserError, match=r"answer of its task|answers no task") as caught:
+                evaluator.measure((0.1, None)) if what == "sums" else evaluator.details((0.1, None))
+            assert "start again with workers of this version" in caught.value.hint, name
+
+
+def test_what_is_no_part_of_a_training_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong types, shapes and ranges; a part of another step is known by its key."""
+    parts: list[tuple[Any, Any]] = []
+    check = steps.Training.check
+    monkeypatch.setattr(steps.Training, "check", lambda training, part: parts.append((training, part)))
+    options: dict[str, Any] = {"target_replay": 0.5, "units": 2, "steps": 1, "batch": 2, "tokens_per_frame": FRAME}
+    fc.train_gate(llama(), videos(), **options, executor=Lying(lambda found: found))
+    ((training, part),) = parts
+    check(training, part)
+    nan, gradients = float("nan"), part.gradients
+    for change in (
+        lambda _: None,
+        lambda _: "a text",
+        field("short", nan),
+        field("found", replace(part.found, nll=nan)),
+        field("found", replace(part.found, nll_dense=-1.0)),
+        field("found", replace(part.found, shares=part.found.shares[1:])),
+        field("found", None),
+        field("gradients", gradients[1:]),
+        field("gradients", (gradients[0] * np.float32(nan), *gradients[1:])),
+        field("gradients", (gradients[0].astype(float), *gradients[1:])),
+        field("gradients", (gradients[0][None], *gradients[1:])),
+        field("gradients", 5),
+    ):
+        with pytest.raises(UserError, match="answers no task"):
+            check(training, change(part))
+    with pytest.raises(UserError, match="not the answer of its task"):
+        fc.train_gate(llama(), videos(), seed=1, **options, executor=Lying(lambda _: part))
+
+
+def test_a_wrong_answer_is_not_journalled(tmp_path: Path, expected: str) -> None:
+    """The next honest run goes on from the journal, and gives the same thresholds."""
+    options: dict[str, Any] = {"replay": LEARNED, "tokens_per_frame": FRAME, "target_replay": 0.3, "search_videos": 2}
+    journal, answered = tmp_path / "journal.json", list[int]()
+
+    def late(found: Any) -> Any:
+        answered.append(1)
+        return found if len(answered) < 9 else replace(found, loss=float("nan"))
+
+    with pytest.raises(UserError, match="answers no task: loss"):
+        fc.calibrate(llama(), videos(), **options, journal=journal, executor=Lying(late))
+    kept = json.loads(journal.read_text())["measurements"]
+    assert kept
+    assert "NaN" not in journal.read_text()
+    found = fc.calibrate(llama(), videos(), **options, journal=journal)
+    assert found.to_json() == json.loads(expected)[0]
+    assert json.loads(journal.read_text())["measurements"].items() >= kept.items()
+
+
+DAMAGED = ("null", '"x"', "[]", "[NaN, 0.5, 0.5, 0.5]", "[-1, 0.5, 0.5, 0.5]", "[1, 2, 0, 0]", '{"nll": 1}')
+
+
+@pytest.mark.parametrize("entry", DAMAGED)
+def test_a_damaged_entry_of_a_journal_is_named(tmp_path: Path, entry: str) -> None:
+    """With its file and line; a file of other inputs is begun anew, and one that ends early is named too."""
+    path = tmp_path / "journal.json"
+    right = partial(search.is_measurement, layers=2)
+    search.Journal(path, "key", right=right).add("first", [1.5, 0.25, 0.5, 1])
+    text = path.read_text().replace('"first"', f'"damaged": {entry},\n"first"')
+    path.write_text(text)
+    with pytest.raises(InputError, match="an entry of the journal is damaged: damaged") as caught:
+        search.Journal(path, "key", right=right)
+    line = text.splitlines().index(f'"damaged": {entry},') + 1
+    assert caught.value.where == f"{path}, line {line}"
+    assert not search.Journal(path, "of other videos", right=right).entries
+    path.write_text(text[:-9])
+    with pytest.raises(InputError, match=r"the journal cannot be read: EOF while parsing .* at line \d+"):
+        search.Journal(path, "key", right=right)
+
+
+def test_an_exception_that_cannot_be_pickled_is_told_by_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Local(Exception):
+        pass
+
+    def fail(_job: Job) -> None:
+        raise Local("of this worker")
+
+    monkeypatch.setattr(workers, "_evaluator", fail)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(UserError) as caught:
+        reports(pool)
+    assert caught.value.what.endswith("ThreadPoolExecutor: RuntimeError: Local: of this worker")
+
+
+def test_folders_of_processes_that_were_killed_go(tmp_path: Path) -> None:
+    """Those of others that run stay, and so does what is none of ours."""
+    names = [f"fastcar-{number:032x}" for number in range(2)]
+    killed, runs = (workers._make_own(tmp_path / name) for name in names)
+    (tmp_path / names[0] / "weights").write_bytes(b"x")
+    (tmp_path / "fastcar-notes").mkdir()
+    os.close(killed)  # as the kernel does at the end of a process
+    with ThreadPoolExecutor(1) as pool:
+        asked = Workers(pool, tmp_path)
+        own = Path(asked._folder).name
+        assert {path.name for path in tmp_path.iterdir()} == {own, names[1], "fastcar-notes"}
+        del asked
+    assert {path.name for path in tmp_path.iterdir()} == {names[1], "fastcar-notes"}
+    os.close(runs)
+
+
+POOL = """
+import os, sys, time
+from fastcar_compile.cli.options import executor_of
+
+def busy():
+    print("a worker prints", flush=True)
+    return os.getpid()
+
+if __name__ == "__main__":
+    with executor_of("processes:1") as pool:
+        print(pool.submit(busy).result(), flush=True)
+        pool.submit(time.sleep, 600).result()
+"""
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C", "SIGKILL"])
+def test_no_worker_outlives_its_command(tmp_path: Path, end: str) -> None:
+    """A stopped one ends with Ctrl-C; one whose parent was killed ends, so that nobody holds the pipes."""
+    script = tmp_path / "pool.py"
+    script.write_text(POOL)
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        pid = int(process.stdout.readline())
+        if end == "Ctrl-C":
+            os.kill(pid, signal.SIGSTOP)
+        process.send_signal(signal.SIGINT if end == "Ctrl-C" else signal.SIGKILL)
+        out, err = process.communicate(timeout=60)  # until nobody has the pipes
+    assert out == ""
+    assert err.startswith("a worker prints\n")
+    with suppress(OSError):  # it has a file as long as nobody has asked for its exit status
+        assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def test_an_executor_that_takes_no_task_is_named() -> None:
     class Gone(Executor):
         def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -200,6 +411,7 @@ def test_executors_of_the_command_line(tmp_path: Path) -> None:
     factory = tmp_path / "own.py"
     factory.write_text(
         "from concurrent.futures import ThreadPoolExecutor\ndef threads(): return ThreadPoolExecutor(3)\nwrong = dict\n"
+        "def broken(): return 1 / 0\n"
     )
     with executor_of(None) as none:
         assert none is None
@@ -210,6 +422,7 @@ def test_executors_of_the_command_line(tmp_path: Path) -> None:
     for text, said in (
         ("processes:none", "'none' is not a number of processes"),
         (f"{factory}:wrong", "makes a dict, and no concurrent.futures.Executor"),
+        (f"{factory}:broken", "makes no Executor: ZeroDivisionError: division by zero"),
         ("dask:post://office", "no scheduler answers"),
         ("ray", "names no function"),
     ):

@@ -31,7 +31,7 @@ from fastcar_compile.tune.evaluate.frames import entry_point as entry_point
 from fastcar_compile.tune.evaluator import Evaluator
 from fastcar_compile.tune.rows import of_prefill
 from fastcar_compile.tune.rule import Details
-from fastcar_compile.tune.search import Journal, Say
+from fastcar_compile.tune.search import Journal, Say, is_row
 from fastcar_compile.tune.videos import check_dense
 from fastcar_compile.tune.workers import Setting, Subject, Workers
 
@@ -253,7 +253,7 @@ class Study:
         grouped = {name: frames.tolist() for name, frames in self.groups.items()}
         facts = {"decoder": decoder, **self.setting.facts(), **({"groups": grouped} if grouped else {})}
         key = program_key(self.program, facts, self.videos)
-        self._journal = Journal(None if journal is None else Path(journal), key, "evaluation", "rows")
+        self._journal = Journal(None if journal is None else Path(journal), key, "evaluation", "rows", is_row)
 
     @cached_property
     def judge(self) -> Judge:

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from fastcar_compile.errors import InputError
 from fastcar_compile.tune.rule import counts
 from fastcar_compile.tune.search import Say
+from fastcar_compile.tune.slices import Form, Forms, require_form
 from fastcar_compile.tune.training.relaxed import LearnedScorer, Relaxation, RelaxedDecoder, Sample, Scorer, TasScorer
 from fastcar_compile.tune.training.trained import SAVE_EVERY, TrainedGate, TrainingState
 from fastcar_compile.tune.videos import check_dense
-from fastcar_compile.tune.workers import File, Workers, program_of_files, use_threads
+from fastcar_compile.tune.workers import File, Workers, program_of_files, use_threads, worker
 
 RATES = {"learned": 5e-3, "tas": 2e-2}
 """Peak learning rates (Adam) after a short warm-up. They fall along a cosine to the floor."""
@@ -40,6 +42,7 @@ TAIL = 0.1
 """Share of the steps, at the end, whose mean gives the result's own figures."""
 
 
+LARGEST = float(np.finfo(np.float32).max)
 LARGEST_SEED = (1 << 63) - 1
 """Bits that torch's generator takes."""
 
@@ -93,16 +96,17 @@ class Now:
 
     price: float
     dense: tuple[float, ...]
-    weights: tuple[np.ndarray, ...] = ()
+    weights: tuple[np.ndarray, ...] = field(default=(), repr=False)  # a task is known by its step
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a slice adds to a step: measurements, shortfall of replay, and the gradient of each weight."""
+    """What a slice adds to a step: measurements, shortfall of replay, gradient of each weight; key: as of `Sums`."""
 
     found: Step
     short: float
     gradients: tuple[np.ndarray | None, ...]
+    key: str = ""
 
 
 class Training:
@@ -206,6 +210,15 @@ class Training:
         loss.backward()
         return Part(found, short, tuple(None if w.grad is None else w.grad.numpy() for w in weights))
 
+    def check(self, found: Any) -> None:
+        """Raise UserError unless `found`, which a worker gave, has the form of a part, and finite numbers."""
+        number: Form = (np.float64, (), 0, LARGEST)
+        losses: Forms = {"nll": number, "nll_dense": number}
+        require_form(getattr(found, "found", None), Step, losses, shares=[number] * len(self.scorers))
+        # A weight that a slice does not use has no gradient.
+        gradients = [(np.float32, tuple(w.shape), -LARGEST, LARGEST) for w in self._trained.parameters()]
+        require_form(found, Part, {"short": (np.float64, (), -1, 1)}, none=True, gradients=gradients)
+
     def _relaxation(self, number: int, index: int) -> Relaxation:
         options = self._options
         progress = number / options.steps
@@ -290,7 +303,10 @@ class TrainingTask:
 def parts_of(workers: Workers, job: TrainingJob, training: Training, number: int) -> list[Part]:
     """Return the parts of a step, computed by workers."""
     threads, now = torch.get_num_threads(), training.now(with_weights=True)
-    return workers.run(part_of, [TrainingTask(job, number, i, threads, now) for i in range(training.slices)])
+    parts = workers.run(part_of, [TrainingTask(job, number, i, threads, now) for i in range(training.slices)])
+    for part in parts:
+        training.check(part)
+    return parts
 
 
 _ONE = Lock()
@@ -303,6 +319,7 @@ def _opened(job: TrainingJob) -> Training:
     return Training(decoder, torch.from_numpy(videos), job.options)
 
 
+@worker
 def part_of(task: TrainingTask) -> Part:
     """Return what a slice adds to a step. The worker keeps the decoder, and computes one slice at a time."""
     with _ONE:
