@@ -20,6 +20,7 @@ STRUCTURED = {
     "message": mutate.json_lines,
     "session": mutate.session_file,
     "cache": mutate.json_text,
+    "journal": mutate.json_text,
 }
 """Fuzzers whose inputs are changed as values; those of the others as bytes."""
 
