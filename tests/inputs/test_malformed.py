@@ -32,6 +32,7 @@ from fastcar_compile.ir.pass_manager import pipeline_from_string
 from fastcar_compile.passes.pipeline import PASSES
 from fastcar_compile.report.comparison import diff
 from fastcar_compile.tune.evaluate.cases import load_cases
+from fastcar_compile.tune.evaluate.frames import entry_point
 from fastcar_compile.tune.search import Journal
 from fastcar_compile.tune.training.trained import TrainedGate, TrainingState
 from fastcar_play.lockstep import load_game
@@ -194,6 +195,15 @@ def test_no_pickle_of_any_format_runs(format_name: str, tmp_path: Path) -> None:
         with pytest.raises(UserError):
             read(tmp_path / name)
         assert not place.exists()
+
+
+def test_a_path_and_a_module_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the prompt file cannot be read: File name too long"):
+        read_tokens(tmp_path / ("x" * 300 + ".npy"), "prompt file", dims=(1,))
+    for content in (b"\xff\xfe", b"def f(: \0", b"1 / 0"):
+        (tmp_path / "own.py").write_bytes(content)
+        with pytest.raises(UserError, match=r"own\.py cannot be imported: "):
+            entry_point(f"{tmp_path}/own.py:f")
 
 
 @pytest.mark.timeout(60)

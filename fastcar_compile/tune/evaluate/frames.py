@@ -31,7 +31,7 @@ def entry_point(text: str) -> Detokenize:
         raise UserError(f"{text!r} names no function", hint="give module:function or path/to/file.py:function")
     try:
         loaded = _from_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-    except (ImportError, FileNotFoundError) as error:
+    except Exception as error:  # the code of others
         hint = "put its folder on PYTHONPATH, or give the path of the .py file"
         raise UserError(f"{module} cannot be imported: {error}", where=text, hint=hint) from error
     found = getattr(loaded, name, None)
