@@ -274,18 +274,16 @@ def read_context(path: Path, *, mask: bool) -> NDArray[Any]:
 
 def _arrays(path: Path, what: str) -> Mapping[str, NDArray[Any]]:
     existing(path, what)
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors import numpy as safetensors
+    if path.suffix in (".npy", ".npz"):
+        hint = "write it again with numpy.save"
+        return {name or "tokens": value for name, value in read_arrays(path, what, hint).items()}
+    if path.suffix == ".safetensors":
+        from safetensors import numpy as safetensors
 
+        try:
             refuse_pipe(path)
             return cast("Any", safetensors).load_file(path)  # its members are typed in part
-        if path.suffix in (".npy", ".npz"):
-            hint = "write it again with numpy.save"
-            return {name or "tokens": value for name, value in read_arrays(path, what, hint).items()}
-    except UserError:
-        raise
-    except Exception as error:  # two libraries, many kinds; all of them mean that the file is not what it should be
-        hint = "write it again with numpy.save or safetensors"
-        raise UserError(f"the {what} cannot be read: {error}", where=str(path), hint=hint) from error
+        except Exception as error:  # many kinds; all of them mean that the file is not what it should be
+            hint = "write it again with numpy.save or safetensors"
+            raise UserError(f"the {what} cannot be read: {error}", where=str(path), hint=hint) from error
     raise UserError(f"the {what} is neither .npy, .npz nor .safetensors", where=str(path), hint="convert the file")
