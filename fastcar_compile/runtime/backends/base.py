@@ -166,7 +166,7 @@ def alone(config: DecoderConfig, inputs: Array, position: Numbers, step: Numbers
 
 def each_threshold(config: DecoderConfig, thresholds: Array) -> Array:
     """Return what a decode step takes of thresholds float32 [L] or [L, B]: with rows one for each, by layers."""
-    if config.rows is None or config.decode_rows == 1:
+    if config.rows is None:
         return thresholds
     every = np.broadcast_to(thresholds.reshape(len(thresholds), -1), (len(thresholds), config.decode_rows))
     return every.flatten()
