@@ -1,10 +1,10 @@
 """Continuous batching: sequences of many callers share decode steps, each of which reads the weights once."""
 
-import asyncio
+import atexit
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+import traceback
+import weakref
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -13,38 +13,32 @@ from numpy.typing import NDArray
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.thresholds import LayerThresholds, Thresholds
 from fastcar_compile.errors import InputError, count_text
-from fastcar_compile.ir.types import INACTIVE, PROMPT
-from fastcar_compile.runtime.backends.base import opened, spans_of
+from fastcar_compile.ir.types import ATTENTION_ROLES, INACTIVE, PROMPT, DecoderConfig
+from fastcar_compile.runtime.backends.base import Stepper, opened, spans_of
+from fastcar_compile.runtime.forwards import Choose
 from fastcar_compile.runtime.inputs import check_ids, to_numpy
-from fastcar_compile.runtime.sampling import Sampling
+from fastcar_compile.runtime.sampling import Sampling, chooser
+from fastcar_compile.runtime.streams import Shared, Tokens, TokenStream
 from fastcar_compile.support.values import check_kind, whole
 
 Array = NDArray[Any]
 
 
-class _Sequence:
-    """What a batcher knows of one sequence. Its thread decodes, and any other thread reads the tokens.
+class _Sequence(Tokens):
+    """A sequence where it stands; only the decoding thread changes it.
+
+    Args:
+        prompt: int64 [P]. thresholds: float32 [L].
 
     Attributes:
-        position: of the next token. token: the id that is read there. forwards: decoded so far, `replayed` of their
-            (token, layer) pairs.
-        tokens: ids that nobody has read yet. ended: there are no more; `error` says what ended it early.
+        position: of the next token. token: the id that is read there. forwards: decoded so far.
     """
 
-    def __init__(self, prompt: Array, count: int, sampling: Sampling, unread: int, thresholds: Array) -> None:
-        self.prompt, self.count, self.unread, self.thresholds = prompt, count, unread, thresholds
-        self.choose = sampling.start(prompt[None])
-        self.position = self.token = self.forwards = 0
-        self.replayed = 0.0
-        self.changed, self.wakers = threading.Condition(), list[Callable[[], object]]()
-        self.tokens = deque[int]()
-        self.error: BaseException | None = None
-        self.ended = self.cancelled = False
+    position = token = forwards = 0
 
-    @property
-    def paused(self) -> bool:
-        """Whether it has no next decode step, or not before somebody reads."""
-        return self.cancelled or len(self.tokens) >= self.unread
+    def __init__(self, shared: Shared, count: int, prompt: Array, choose: Choose, thresholds: Array) -> None:
+        super().__init__(shared, count)
+        self.prompt, self.choose, self.thresholds = prompt, choose, thresholds
 
     def row(self, ahead: int) -> tuple[int, int, int] | None:
         """Return token, position and forward number of row number `ahead` of its next decode step; None: it has none.
@@ -56,88 +50,130 @@ class _Sequence:
             return int(self.prompt[at]), at, PROMPT
         return None if ahead else (self.token, at, at - length)
 
-    def take(self, logits: Array, count: int, decisions: Array | None) -> bool:
-        """Take the results of a decode step, or of a chunk of the prompt; return whether the sequence goes on.
+
+class _Decoding(Shared):
+    """The thread that decodes, and what only this thread touches. It calls nothing of a caller but samplers.
+
+    Args:
+        stepper: its memory is given back when the thread ends. limits: thresholds of rows that are not there.
+        unread: tokens of a sequence that may wait to be read.
+    """
+
+    def __init__(self, stepper: Stepper, config: DecoderConfig, limits: Array, unread: int) -> None:
+        super().__init__(unread)
+        self._stepper, self._config, self._limits, self._rows = stepper, config, limits, config.rows or 1
+        # Fewer tokens are read sooner by decode steps, which the others have in any case.
+        self._chunk, self._few = stepper.video_chunk, max(stepper.single_tokens, self._rows)
+        self._turn, self._abandoned, self._vocabulary = 0, False, config.token_ids or 0
+        self.places: list[_Sequence | None] = [None] * config.batch_size
+        self.thread = threading.Thread(target=self._run, name="fastcar-batcher", daemon=True)
+        self.thread.start()
+        atexit.register(self.close)  # the process would be aborted where libraries end before a thread that uses them
+
+    def close(self) -> None:
+        """End every sequence and the thread."""
+        self.require_other_thread("close()")
+        self.end(InputError("the batcher was closed"))
+        self.thread.join()
+
+    def abandon(self) -> None:
+        """End the thread behind the last sequence."""
+        self._abandoned = True
+        self.news.put(None)
+
+    def _run(self) -> None:
+        """Decode until the batcher is closed. What fails here ends every sequence with its error."""
+        try:
+            while self._admit():
+                self._read_chunk()
+                self._decode()
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the stepper
+            self.end(error)
+        self.end(InputError("the batcher was closed"))
+        self.places.clear()
+        del self._stepper
+        atexit.unregister(self.close)
+
+    def _admit(self) -> bool:
+        """Fill free places, and wait for a sequence that can go on; return False at the end."""
+        while self.error is None and (self.going or not self._abandoned):
+            while not self.news.empty():  # what is put from here on wakes the `get` below
+                self.news.get()
+            waiting = (own for own in list(self.going) if own not in self.places)
+            self.places = [own if own in self.going else next(waiting, None) for own in self.places]
+            if any(own is not None and not own.paused for own in self.places):
+                return True
+            self.news.get()
+        return False
+
+    def _chunked(self, own: _Sequence) -> bool:
+        """Whether what is left of a prompt is read in chunks."""
+        return self._chunk > 0 and len(own.prompt) - own.position > self._few
+
+    def _read_chunk(self) -> None:
+        """Read a chunk of one prompt, by turns where several are long. A prompt holds the others up for no longer."""
+        for place in [*range(self._turn, len(self.places)), *range(self._turn)]:
+            own = self.places[place]
+            if own is not None and not own.paused and self._chunked(own):
+                ids = own.prompt[own.position : own.position + self._chunk]
+                padded = np.pad(ids, (0, self._chunk - len(ids)))[None]
+                logits = self._stepper.prefill_video(padded, own.position, place)[:, len(ids) - 1]
+                self._turn = place + 1
+                self._accept(own, logits, len(ids))
+                return
+
+    def _decode(self) -> None:
+        """Run one decode step of the sequences that can go on. What fails for one of them ends it alone."""
+        count = len(self.places) * self._rows
+        inputs, places, steps = np.zeros((count, 1), np.int64), np.full(count, -1), np.full(count, INACTIVE)
+        limits = np.repeat(self._limits[:, None], count, 1)
+        going: list[tuple[int, _Sequence, int]] = []
+        for place, own in enumerate(self.places):
+            if own is None or own.paused or self._chunked(own):
+                continue
+            rows = [row for k in range(self._rows) if (row := own.row(k)) is not None]
+            for at, row in enumerate(rows, place * self._rows):
+                inputs[at], places[at], steps[at] = row
+            limits[:, place * self._rows : (place + 1) * self._rows] = own.thresholds[:, None]
+            going.append((place, own, len(rows)))
+        if not going:
+            return
+        given = {"inputs": inputs, "position": places, "step": steps} | spans_of(self._config, places)
+        result = self._stepper.decode(**given, thresholds=limits)
+        for place, own, rows in going:
+            last = place * self._rows + rows - 1
+            self._accept(own, result.logits[last], rows, result.decisions[:, last])
+
+    def _accept(self, own: _Sequence, logits: Array, count: int, decisions: Array | None = None) -> None:
+        """Give a sequence the results of a decode step, or of a chunk of its prompt. What fails ends it alone.
 
         Args:
             logits: float32 [1, V] of the last of `count` tokens. decisions: bool [L] of that token; None: of a chunk.
         """
-        if not np.isfinite(logits).all():
-            raise InputError(f"the logits at position {self.position} are not finite")
-        self.position += count
-        if self.position < len(self.prompt):
-            return True
-        if decisions is not None and self.position > len(self.prompt):
-            self.forwards += 1
-            self.replayed += (float(decisions.mean()) - self.replayed) / self.forwards
-        self.token = int(self.choose(logits)[0])
-        self.put(self.token)
-        return self.position - len(self.prompt) + 1 < self.count
+        try:
+            if np.isnan(logits).any():
+                self._clear(self.places.index(own))
+                raise InputError(f"the logits at position {own.position + count - 1} are NaN")
+            own.position += count
+            if (decoded := own.position - len(own.prompt)) < 0:
+                return
+            if decisions is not None and decoded:
+                own.forwards += 1
+                own.replayed += (float(decisions.mean()) - own.replayed) / own.forwards
+            chosen = own.choose(np.array(logits))  # a copy: a sampler may keep it
+            check_ids(chosen, self._vocabulary)
+            own.token = int(chosen[0])
+            own.put(own.token)
+            if decoded + 1 == own.count:
+                own.end()
+        except BaseException as error:  # a sampler may raise SystemExit
+            own.end(error)
 
-    def put(self, token: int | None, error: BaseException | None = None) -> None:
-        """Give a token, or None at the end, to whoever waits."""
-        with self.changed:
-            if token is None:
-                self.ended, self.error = True, error
-            else:
-                self.tokens.append(token)
-            wakers, self.wakers = self.wakers, []
-            self.changed.notify_all()
-        for wake in wakers:
-            wake()
-
-
-class TokenStream:
-    """The tokens of one sequence, as they are decoded: `async for token in stream`, or `stream.result()`."""
-
-    def __init__(self, sequence: _Sequence) -> None:
-        self._sequence = sequence
-
-    @property
-    def replay_ratio(self) -> float:
-        """Share of (token, layer) that replayed so far."""
-        return self._sequence.replayed
-
-    def cancel(self) -> None:
-        """End the sequence; its place goes to the next one. Tokens that were decoded can still be read."""
-        self._sequence.cancelled = True
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> int:
-        """Return the next token id.
-
-        Raises:
-            StopAsyncIteration: the sequence has ended.
-            InputError: the batcher was closed; or what else ended the sequence early, such as its sampler's error.
-        """
-        own, loop = self._sequence, asyncio.get_running_loop()
-        while True:
-            ready = asyncio.Event()
-            with own.changed:
-                if own.tokens:
-                    return own.tokens.popleft()
-                if own.ended:
-                    raise StopAsyncIteration if own.error is None else own.error
-                own.wakers.append(partial(loop.call_soon_threadsafe, ready.set))
-            await ready.wait()
-
-    def result(self) -> list[int]:
-        """Wait for the end, and return all token ids that were not read yet.
-
-        Raises:
-            InputError: the batcher was closed; or what else ended the sequence early, such as its sampler's error.
-        """
-        own = self._sequence
-        with own.changed:
-            own.unread = own.count  # whoever waits for all of them takes them all
-            while not own.ended:
-                own.changed.wait()
-            if own.error is not None:
-                raise own.error
-            found, own.tokens = list(own.tokens), deque()
-        return found
+    def _clear(self, place: int) -> None:
+        """Set a place's keys and values to zero: where a mask is a factor, NaN would reach the next sequence."""
+        names, part = [s.name for s in self._stepper.states() if s.role in ATTENTION_ROLES], slice(place, place + 1)
+        self._stepper.write((name, part, np.zeros_like(self._stepper.read(name, part))) for name in names)
 
 
 class Batcher:
@@ -174,18 +210,13 @@ class Batcher:
         if config.takes_embeddings or config.context is not None:
             hint = "use a session for each video"
             raise InputError("a batcher has tokens alone: no embeddings and no cross-attention", hint=hint)
-        self._config, self._rows = config, config.rows
-        self._waiting, self._unread = whole("waiting", waiting, 0), whole("unread", unread, 1)
-        layers = artifact.manifest.layers
+        self._config, self._waiting, unread = config, whole("waiting", waiting, 0), whole("unread", unread, 1)
+        layers, self._submitting = artifact.manifest.layers, threading.RLock()
         self._limits = LayerThresholds(layers.thresholds, layers.gate)
-        self._stepper = opened(artifact, backend, threads)
-        # Fewer tokens are read sooner by decode steps, which the others have in any case.
-        self._chunk, self._few = self._stepper.video_chunk, max(self._stepper.single_tokens, config.rows)
-        self._turn, self._queue = 0, deque[_Sequence]()
-        self._places: list[_Sequence | None] = [None] * config.batch_size
-        self._changed, self._closed = threading.Condition(), False
-        self._thread = threading.Thread(target=self._run, name="fastcar-batcher", daemon=True)
-        self._thread.start()
+        stepper = opened(artifact, backend, threads)
+        self._row_thresholds = stepper.row_thresholds
+        self._decoding = _Decoding(stepper, config, self._limits.values, unread)
+        weakref.finalize(self, self._decoding.abandon)
 
     def submit(
         self,
@@ -208,120 +239,42 @@ class Batcher:
                 and tokens do not fit the cache, too many sequences wait, or the batcher is closed. ArtifactError: the
                 thresholds belong to another gate.
         """
+        decoding = self._decoding
+        decoding.require_process()
         ids, count = to_numpy(prompt), whole("num_tokens", num_tokens, 1)
         if ids.dtype != np.int64 or ids.ndim != 1 or not ids.size:
             raise InputError(f"the prompt is {ids.dtype} {list(ids.shape)}", hint="give int64 [P], of one sequence")
-        check_ids(ids, self._config.token_ids or 0)
         if len(ids) + count - 1 > self._config.max_seq_len:
             given = f"{count_text(len(ids), 'prompt token')} and {count} new ones"
             raise InputError(f"{given} do not fit max_seq_len {self._config.max_seq_len}", hint="ask for fewer tokens")
-        if thresholds is not None and not self._stepper.row_thresholds:
+        ids = np.array(ids)  # a copy: the caller may write into its own array
+        check_ids(ids, self._config.token_ids or 0)
+        if thresholds is not None and not self._row_thresholds:
             hint = "leave thresholds out, and store them in the artifact, or use the backend cpu"
             raise InputError("an accelerator has one threshold of a layer for all sequences", hint=hint)
         check_kind("sampling", sampling, (Sampling, type(None)), "Sampling(…), or None")
-        with self._changed:
-            if self._closed:
-                raise InputError("the batcher is closed")
-            limits = self._limits.values if thresholds is None else self._limits.of(thresholds)
-            own = _Sequence(np.array(ids), count, sampling or Sampling(temperature=0), self._unread, limits)
-            if len(self._queue) >= self._waiting and None not in self._places:
-                hint = "try again later, or allow more with Batcher(waiting=…)"
-                raise InputError(f"{count_text(len(self._queue), 'sequence')} wait already", hint=hint)
-            self._queue.append(own)
-            self._changed.notify_all()
-        return TokenStream(own)
+        limits = self._limits.values if thresholds is None else self._limits.of(thresholds)
+        sampler = (sampling or Sampling(temperature=0)).start(ids[None].copy())
+        choose = chooser(sampler.__call__, ids, ids[None])  # checked, whoever wrote the sampler
+        stream = TokenStream(own := _Sequence(decoding, count, ids, choose, limits))
+        with self._submitting:  # never held by the decoding thread, nor by `close`
+            wait = len(decoding.going) - self._config.batch_size
+            if wait >= self._waiting:
+                what = f"every place is taken, and {count_text(wait, 'sequence')} wait already"
+                raise InputError(what, hint="try again later, or allow more with Batcher(waiting=…)")
+            decoding.going[own] = None
+        decoding.news.put(None)
+        if decoding.error is not None:  # asked last: `close` ends what it finds
+            own.end()
+            raise InputError("the batcher is closed") from decoding.error
+        return stream
 
     def close(self) -> None:
         """End every sequence and the thread; closing again does nothing."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
+        self._decoding.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _run(self) -> None:
-        """Decode until the batcher is closed. What fails here ends every sequence with its error."""
-        ended: BaseException | None = InputError("the batcher was closed")
-        try:
-            while self._admit():
-                self._read_chunk()
-                self._decode()
-        except BaseException as error:
-            ended = error
-        with self._changed:
-            self._closed, left = True, [*filter(None, self._places), *self._queue]
-            self._places[:], self._queue = [None] * len(self._places), deque[_Sequence]()
-        for own in left:
-            own.put(None, ended)
-
-    def _admit(self) -> bool:
-        """Fill free places, and wait for a sequence that can go on; return False once the batcher is closed."""
-        with self._changed:
-            while not self._closed:
-                for place, own in enumerate(self._places):
-                    if own is not None and own.cancelled:
-                        self._leave(place)
-                while self._queue and None in self._places:
-                    self._places[self._places.index(None)] = self._queue.popleft()
-                if any(own is not None and not own.paused for own in self._places):
-                    return True
-                # A reader takes tokens, and cancels, without telling: a pause ends within this time.
-                self._changed.wait(0.005 if any(self._places) else None)
-        return False
-
-    def _leave(self, place: int, error: BaseException | None = None) -> None:
-        own, self._places[place] = self._places[place], None
-        if own is not None:
-            own.put(None, error)
-
-    def _chunked(self, own: _Sequence) -> bool:
-        """Whether what is left of a prompt is read in chunks."""
-        return self._chunk > 0 and len(own.prompt) - own.position > self._few
-
-    def _read_chunk(self) -> None:
-        """Read a chunk of one prompt, by turns where several are long. A prompt holds the others up for no longer."""
-        for place in [*range(self._turn, len(self._places)), *range(self._turn)]:
-            own = self._places[place]
-            if own is not None and not own.paused and self._chunked(own):
-                ids = own.prompt[own.position : own.position + self._chunk]
-                padded = np.pad(ids, (0, self._chunk - len(ids)))[None]
-                logits = self._stepper.prefill_video(padded, own.position, place)[:, len(ids) - 1]
-                self._turn = place + 1
-                self._take(place, own, logits, len(ids))
-                return
-
-    def _decode(self) -> None:
-        """Run one decode step of the sequences that can go on. What fails for one of them ends it alone."""
-        count = len(self._places) * self._rows
-        inputs, places, steps = np.zeros((count, 1), np.int64), np.full(count, -1), np.full(count, INACTIVE)
-        limits = np.repeat(self._limits.values[:, None], count, 1)
-        going: list[tuple[int, _Sequence, int]] = []
-        for place, own in enumerate(self._places):
-            if own is None or own.paused or self._chunked(own):
-                continue
-            rows = [row for k in range(self._rows) if (row := own.row(k)) is not None]
-            for at, row in enumerate(rows, place * self._rows):
-                inputs[at], places[at], steps[at] = row
-            limits[:, place * self._rows : (place + 1) * self._rows] = own.thresholds[:, None]
-            going.append((place, own, len(rows)))
-        if not going:
-            return
-        given = {"inputs": inputs, "position": places, "step": steps} | spans_of(self._config, places)
-        result = self._stepper.decode(**given, thresholds=limits)
-        for place, own, rows in going:
-            last = place * self._rows + rows - 1
-            self._take(place, own, result.logits[last], rows, result.decisions[:, last])
-
-    def _take(self, place: int, own: _Sequence, logits: Array, count: int, decisions: Array | None = None) -> None:
-        """Give a sequence what came of its tokens; see `_Sequence.take`. What fails for it ends it alone."""
-        try:
-            # The chooser keeps nothing of the logits, which are a view of memory that the next forward writes.
-            if not own.take(logits, count, decisions):
-                self._leave(place)
-        except Exception as error:
-            self._leave(place, error)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def test_tokens_are_those_of_a_session(alone: fc.Artifact, batcher: fc.Batcher) 
     """Bit for bit, with replay: prompts of different lengths, places that are used again and again."""
     session, asked = alone.session("cpu"), requests(14)
     limits = [None, 0.05, [0.02, None], -np.inf]
-    if not batcher._stepper.row_thresholds:
+    if not batcher._row_thresholds:
         with pytest.raises(InputError, match="an accelerator has one threshold of a layer for all sequences"):
             batcher.submit(*asked[0], 0.05)
         limits = [None] * 4
@@ -120,6 +121,14 @@ def test_a_sequence_that_fails_or_is_cancelled_ends_alone(alone: fc.Artifact, ar
         batcher.submit(prompt, 1)
 
 
+def until(began: threading.Event, event: threading.Event) -> fc.Sampling:
+    class Waiting(fc.Sampling):
+        def start(self, prompt: Any) -> Any:
+            return lambda logits: (began.set(), event.wait(20), logits.argmax(-1))[-1]
+
+    return Waiting()
+
+
 def test_others_decode_between_the_chunks_of_prompts(
     alone: fc.Artifact, artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +136,8 @@ def test_others_decode_between_the_chunks_of_prompts(
     session, calls = alone.session("cpu"), list[int]()
     prompts = [np.random.default_rng(i).integers(0, 17, length) for i, length in enumerate((1, 36, 30))]
     with fc.Batcher(artifact, threads=1) as batcher:
-        stepper, per = batcher._stepper, batcher._rows
+        stepper, per, joined = batcher._decoding._stepper, batcher._config.rows or 1, threading.Event()
+        began = threading.Event()
         decode, prefill_video = stepper.decode, stepper.prefill_video
 
         def decoded(inputs: Any, position: Any, *args: Any, **options: Any) -> Any:
@@ -140,8 +150,11 @@ def test_others_decode_between_the_chunks_of_prompts(
 
         monkeypatch.setattr(stepper, "decode", decoded)
         monkeypatch.setattr(stepper, "prefill_video", read)
-        with batcher._changed:  # all of them join at once
-            streams = [batcher.submit(prompt, 4 + 30 * (i == 0)) for i, prompt in enumerate(prompts)]
+        first = batcher.submit(prompts[0], 1, until(began, joined))  # all others join at once behind it
+        assert began.wait(20)
+        streams = [batcher.submit(prompt, 4 + 30 * (i == 0)) for i, prompt in enumerate(prompts)]
+        joined.set()
+        first.result()
         found = [stream.result() for stream in streams]
     for prompt, tokens in zip(prompts, found, strict=True):
         assert tokens == session.generate(prompt[None], len(tokens))[0].tolist()
