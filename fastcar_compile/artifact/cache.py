@@ -38,6 +38,7 @@ from fastcar_compile.artifact.digest import (
 )
 from fastcar_compile.artifact.layout import SIGNATURE
 from fastcar_compile.artifact.manifest import sealed
+from fastcar_compile.artifact.store import download, upload
 from fastcar_compile.errors import InputError, UserError, os_errors
 from fastcar_compile.ir.tensor_files import CHUNK
 from fastcar_compile.support import limits
@@ -200,8 +201,6 @@ class Cache:
             LOGGER.warning("the build cache %s cannot be written: %s", self.folder, error)
             return
         if self.write and self._is_far(kind):
-            from fastcar_compile.artifact.store import upload
-
             for name in (*(f"cas/{file.sha256}" for file in entry.files.values()), f"ac/{key}"):
                 self._asked("take", self._path(name), upload)
         try:
@@ -300,11 +299,7 @@ class Cache:
         try:
             plain = stat.S_ISREG(path.lstat().st_mode)
         except OSError:  # the caller's next operation names what is more than missing
-            if not far:
-                return False
-            from fastcar_compile.artifact.store import download
-
-            return self._asked("give", path, download, most)
+            return far and self._asked("give", path, download, most)
         if not plain:
             self._damaged("file", path, "it is not a plain file")
         return plain
