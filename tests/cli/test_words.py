@@ -60,7 +60,9 @@ def test_an_option_without_effect_is_refused_in_python(llama_folder: Path) -> No
         ({"refresh_every": 3, "couple_cfg": True}, "couple_cfg and refresh_every without effect"),
     ):
         with pytest.raises(CompileError, match=text):
-            fc.compile(llama_folder, dry_run=True, replay=fc.ReplayConfig(threshold=None, **options))
+            fc.compile(
+                llama_folder, tokens_per_frame=4, dry_run=True, replay=fc.ReplayConfig(threshold=None, **options)
+            )
     with pytest.raises(InputError, match="seed and exact without effect: at temperature 0"):
         fc.Sampling(temperature=0, seed=3, exact=True)
     with pytest.raises(InputError, match="scratch has no effect without executor"):
