@@ -16,7 +16,7 @@ from fastcar_compile.support.values import checked, file_bytes
 
 _HINT = "compare with the files in fastcar_compile/config/targets/"
 _FOLDER = Path(__file__).parent
-MEASURED = "`fastcar run ARTIFACT --prompt TOKENS` prints its tokens per second, with --threshold none without replay"
+MEASURED = "`fastcar run ARTIFACT --prompt TOKENS` prints tokens per second, `--threshold none` those of the dense one"
 """How fast a CPU is. The hardware model predicts boards."""
 
 # The typed form of a target file. Each field has its unit in its name or in its docstring.

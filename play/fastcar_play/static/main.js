@@ -159,7 +159,7 @@ function showThreshold(threshold) {
   slider.classList.toggle("unset", compiled); // no handle: the layers have thresholds of their own
   at("compiled").setAttribute("aria-pressed", compiled);
   if (!compiled && document.activeElement !== slider) slider.value = hello.levels.indexOf(threshold);
-  const text = compiled ? "as compiled, layer by layer" : threshold === null ? "never" : Number(threshold.toPrecision(4)).toString();
+  const text = compiled ? "as compiled, layer by layer" : threshold === null ? "never" : String(Number(threshold.toPrecision(4)));
   at("threshold-text").textContent = text;
   slider.setAttribute("aria-valuetext", text);
 }
@@ -187,8 +187,7 @@ const percent = (share) => `${Math.round(100 * share)} %`;
 function showFigures(frame) {
   const generated = frame.sides.filter((side) => side.token_ms !== null);
   if (!generated.length) return;
-  const last = generated.at(-1);
-  const compared = generated.length > 1;
+  const [last, compared] = [generated.at(-1), generated.length > 1];
   const speed = smoothed(compared ? generated[0].token_ms / last.token_ms : last.token_ms);
   at("speed-title").textContent = compared ? "replay is" : "ms / token";
   figure("token-ms", [last], () => (compared ? `${speed.toFixed(1)}x as fast` : speed.toFixed(2)));

@@ -83,13 +83,7 @@ export class Pictures {
     const context = marks.getContext("2d");
     context.clearRect(0, 0, marks.width, marks.height);
     context.fillStyle = MARK;
-    context.beginPath();
-    for (const [x, y] of tiles.map((token) => this.corner(token))) {
-      context.moveTo(x, y);
-      context.lineTo(x + CELL / 3, y);
-      context.lineTo(x, y + CELL / 3);
-    }
-    context.fill();
+    for (const token of tiles) context.fill(new Path2D(`M${this.corner(token)} h11 l-11 11 z`));
   }
 
   corner(token) {
