@@ -186,11 +186,13 @@ def compile(
             from fastcar_compile.frontend.pt2 import load_exported
 
             decoder = load_exported(decoder)
+        from fastcar_compile.frontend.capture import plain_modes
         from fastcar_compile.phases import build
 
     noted = NOTED.set([])
     try:
-        return build(decoder, board, given, say, dry_run=dry_run, cache=store, key=key)
+        with plain_modes():
+            return build(decoder, board, given, say, dry_run=dry_run, cache=store, key=key)
     finally:
         NOTED.reset(noted)
 

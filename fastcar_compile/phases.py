@@ -19,7 +19,7 @@ from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.config.targets import Target, whole_step
 from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import CompileError
-from fastcar_compile.frontend.capture import capture, plain_modes
+from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint, open_folder
 from fastcar_compile.frontend.huggingface import is_huggingface
 from fastcar_compile.frontend.model_facts import ModelFacts, unwrapped
@@ -42,7 +42,6 @@ Progress = Callable[[str], None]
 Model = nn.Module | ExportedProgram | Checkpoint
 
 
-@plain_modes()
 def build(
     model: Model | Path,
     board: Target,
