@@ -13,6 +13,7 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import StrEnum
@@ -28,12 +29,9 @@ from fastcar_compile.artifact.digest import (
     UserDigests,
     blocks,
     cache_folder,
-    clear_leftovers,
     name_problem,
-    open_plain,
     private_folder,
     remove,
-    replacing,
     require_own,
 )
 from fastcar_compile.artifact.layout import SIGNATURE
@@ -42,6 +40,7 @@ from fastcar_compile.artifact.store import download, upload
 from fastcar_compile.errors import InputError, UserError, os_errors
 from fastcar_compile.ir.tensor_files import CHUNK
 from fastcar_compile.support import limits
+from fastcar_compile.support.files import open_plain, replacing
 from fastcar_compile.support.machine import at_once
 from fastcar_compile.support.packages import installed_names, sources_digest, versions
 from fastcar_compile.support.strict_json import parse_json
@@ -55,6 +54,8 @@ LINKED = 1 << 20
 """Bytes of the smallest file that an artifact shares with the cache: nobody edits one of this size."""
 
 _NAME = re.compile("[0-9a-f]{64}")
+_LEFT_SECONDS = 24 * 60 * 60
+"""Age from which an unfinished file has no writer any more."""
 
 
 class Kind(StrEnum):
@@ -195,6 +196,7 @@ class Cache:
         try:
             for name, path in paths.items():
                 self._keep(path, entry.files[name], links)
+            private_folder(self._path("ac"))
             with replacing(self._path(f"ac/{key}"), 0o444) as copy:
                 copy.write(entry.sealed(key))
         except (OSError, ValueError) as error:  # what was noted may be a path that is no UTF-8
@@ -260,8 +262,10 @@ class Cache:
                     used, left = used | new, left + size
             for sha256 in sizes.keys() - used:
                 remove(self._path(f"cas/{sha256}"))
-            for name in ("", "ac", "cas"):
-                clear_leftovers(self._path(name))
+            for path in (path for name in ("", "ac", "cas") for path in self._path(name).glob(".*")):
+                with suppress(OSError):  # a file system without unnamed files keeps what killed builds left
+                    if path.lstat().st_mtime < time.time() - _LEFT_SECONDS:
+                        path.unlink()
         return left
 
     def _is_far(self, kind: Kind) -> bool:

@@ -1,24 +1,21 @@
 """SHA-256 of files, and the digest that names an artifact. A file is read again unless the caller forbids it."""
 
-import errno
-import fcntl
 import hashlib
 import os
 import shutil
-import stat
-import tempfile
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
 from threading import Thread
-from typing import BinaryIO, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from fastcar_compile.errors import UserError, os_errors
 from fastcar_compile.support import limits
+from fastcar_compile.support.files import open_plain, replacing
 from fastcar_compile.support.strict_json import parse_json
 from fastcar_compile.support.values import LOGGER
 
@@ -217,8 +214,10 @@ class UserDigests(Digests):
         if self.known == self._saved:
             return
         text = _KnownFile(files=tuple(self.known.items())[-MOST_KNOWN:]).model_dump_json()
-        with os_errors("the digests of checked files cannot be kept", self._path), replacing(self._path, 0o600) as new:
-            new.write(text.encode())
+        with os_errors("the digests of checked files cannot be kept", self._path):
+            private_folder(self._path.parent)
+            with replacing(self._path, 0o600) as new:
+                new.write(text.encode())
         self._saved = dict(self.known)
 
 
@@ -272,60 +271,12 @@ def private_folder(path: Path) -> None:
                 folder.chmod(0o700)
 
 
-def open_plain(path: Path) -> BinaryIO:
-    """Open a file for reading.
-
-    Raises:
-        OSError: it cannot be opened, or is a pipe or a device, which a reader might wait for.
-    """
-
-    def opener(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return descriptor
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a plain file", name)
-
-    return open(path, "rb", opener=opener)
-
-
-@contextmanager
-def replacing(path: Path, mode: int) -> Generator[BinaryIO]:
-    """Write a file that has its name once it is whole, so that two writers do not mind each other.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    private_folder(path.parent)
-    # A rename is atomic within one file system only, so the new file is made beside the old one.
-    descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=".")
-    try:
-        with open(descriptor, "wb") as stream:
-            with suppress(OSError):  # a file system without locks: see `clear_leftovers`
-                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            os.fchmod(descriptor, mode)
-            yield stream
-            stream.flush()
-            os.replace(new, path)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(new)
-
-
 def remove(path: Path) -> None:
     """Remove a file, or whatever stands in its place."""
     try:
         path.unlink(missing_ok=True)
     except IsADirectoryError:
         shutil.rmtree(path)
-
-
-def clear_leftovers(folder: Path) -> None:
-    """Remove what killed writers left in a folder: a file that `replacing` writes is locked while its writer lives."""
-    for path in folder.glob(".*"):
-        with suppress(OSError), open_plain(path) as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
 
 
 def manifest_digest(data: bytes) -> str:

@@ -10,9 +10,10 @@ from threading import Timer
 from typing import Any
 from urllib.parse import urlsplit
 
-from fastcar_compile.artifact.digest import open_plain, replacing
+from fastcar_compile.artifact.digest import private_folder
 from fastcar_compile.ir.tensor_files import CHUNK
 from fastcar_compile.support import limits
+from fastcar_compile.support.files import open_plain, replacing
 
 _SECONDS = 30
 """Time that a store may take to connect, and then for a request besides its bytes."""
@@ -31,6 +32,7 @@ def download(url: str, path: Path, most: int) -> None:
         FileNotFoundError: the store has no such file. OSError, ValueError, HTTPException: it gives none, or the file
             is late or too large, or cannot be written.
     """
+    private_folder(path.parent)
     with replacing(path, 0o444) as stream:
         if most > min(limits.CACHE_BYTES, shutil.disk_usage(path.parent).free):
             raise ValueError(f"there is no room for {most:,} bytes")

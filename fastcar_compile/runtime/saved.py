@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fastcar_compile.artifact.digest import DIGEST_PATTERN
 from fastcar_compile.artifact.sections import State
 from fastcar_compile.config.formats import KV_TYPES
-from fastcar_compile.errors import ArtifactError, describe_validation
+from fastcar_compile.errors import ArtifactError, describe_validation, os_errors
 from fastcar_compile.ir.types import ATTENTION_ROLES, DecoderConfig, StateRole
 from fastcar_compile.runtime.backends.base import Array
 from fastcar_compile.runtime.progress import NEVER, Progress
@@ -52,7 +52,7 @@ def write_session(file: Path, about: SavedSession, arrays: Mapping[str, Array]) 
     # numpy has no bfloat16 of its own: its bits are stored.
     plain: dict[str, Any] = {n: a if a.dtype.isbuiltin == 1 else a.view(np.uint16) for n, a in arrays.items()}
     plain[_ABOUT] = np.frombuffer(about.model_dump_json().encode(), np.uint8)
-    with replacing(file, "the session cannot be saved") as stream:
+    with os_errors("the session cannot be saved", file), replacing(file) as stream:
         np.savez(stream, **plain)
 
 

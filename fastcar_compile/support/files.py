@@ -15,44 +15,66 @@ _HAS_NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR)
 """What file systems, and old kernels, without unnamed files answer."""
 
 
-@contextmanager
-def replacing(path: Path, what: str = "the file cannot be written") -> Generator[BinaryIO]:
-    """Yield a stream whose bytes replace the file when the block ends; where the block fails, the old file stays.
-
-    An old file keeps its mode and owner, a new one gets what the umask allows. Of a symbolic link the link stays, and
-    the file that it names is replaced.
-
-    Args:
-        what: the subject of an error.
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file for reading. Nothing is waited for.
 
     Raises:
-        UserError: the file cannot be written, or it is not a plain file.
+        OSError: it cannot be opened, or is a pipe, a folder or a device.
     """
-    with os_errors(what, path):
-        old = None
-        with suppress(FileNotFoundError):
-            old = path.stat()
-        if old is not None and not stat.S_ISREG(old.st_mode):
-            raise OSError(errno.EINVAL, "it is a folder, a device or a pipe, not a plain file")
-        place = Path(os.path.realpath(path))
-        part = place.with_name(f".{place.name}.{os.getpid()}-{get_ident()}")
-        part.unlink(missing_ok=True)  # of a process that was killed
-        try:
-            with _opened(part) as stream:
-                if old is not None:  # before anything is written, as nobody else may be allowed to read it
-                    with suppress(PermissionError):  # only root gives files to others
-                        os.fchown(stream.fileno(), old.st_uid, old.st_gid)
-                    os.fchmod(stream.fileno(), stat.S_IMODE(old.st_mode))
-                yield stream
-                stream.flush()
+
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            return descriptor
+        os.close(descriptor)
+        kind = "pipe" if stat.S_ISFIFO(mode) else "folder" if stat.S_ISDIR(mode) else "device"
+        raise OSError(errno.EINVAL, f"it is a {kind}, not a plain file")
+
+    return open(path, "rb", opener=opener)
+
+
+@contextmanager
+def replacing(path: Path, mode: int | None = None) -> Generator[BinaryIO]:
+    """Yield a stream whose bytes replace the file when the block ends; where the block fails, the old file stays.
+
+    Of a symbolic link the link stays, and the file that it names is replaced.
+
+    Args:
+        mode: of a file that can be made again: it is not written through to the disk. None: an old file keeps its mode
+            and owner, and a new one gets what the umask allows.
+
+    Raises:
+        OSError: the file cannot be written, or it is not a plain file.
+    """
+    old = None
+    with suppress(FileNotFoundError):
+        old = path.stat()
+    if old is not None and not stat.S_ISREG(old.st_mode):
+        raise OSError(errno.EINVAL, "it is a folder, a device or a pipe, not a plain file")
+    place = Path(os.path.realpath(path))
+    part = place.with_name(f".{place.name}.{os.getpid()}-{get_ident()}")
+    part.unlink(missing_ok=True)  # of a process that was killed
+    try:
+        with _opened(part) as stream:
+            if mode is not None:
+                os.fchmod(stream.fileno(), mode)
+            elif old is not None:  # before anything is written, as nobody else may be allowed to read it
+                with suppress(PermissionError):  # only root gives files to others
+                    os.fchown(stream.fileno(), old.st_uid, old.st_gid)
+                os.fchmod(stream.fileno(), stat.S_IMODE(old.st_mode))
+            yield stream
+            stream.flush()
+            if mode is None:
                 os.fsync(stream.fileno())
-                if os.fstat(stream.fileno()).st_nlink == 0:
-                    # With `src_dir_fd` Python follows the link in /proc. The name stays for two system calls.
-                    os.link(f"/proc/self/fd/{stream.fileno()}", part, src_dir_fd=stream.fileno())
-            os.replace(part, place)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+            if os.fstat(stream.fileno()).st_nlink == 0:
+                # With `src_dir_fd` Python follows the link in /proc. The name stays for two system calls.
+                os.link(f"/proc/self/fd/{stream.fileno()}", part, src_dir_fd=stream.fileno())
+        os.replace(part, place)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    if mode is None:
         sync(place.parent)
 
 
@@ -74,8 +96,8 @@ def replace_file(path: Path, data: bytes) -> None:
     """
     with os_errors("the file cannot be written", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as stream:
-        stream.write(data)
+        with replacing(path) as stream:
+            stream.write(data)
 
 
 def sync(path: Path) -> None:

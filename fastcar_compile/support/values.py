@@ -4,7 +4,6 @@ import logging
 import math
 import os
 import re
-import stat
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Set
@@ -20,6 +19,7 @@ from pydantic import ValidationError
 
 from fastcar_compile.errors import LISTED, InputError, UserError, describe_validation, shown
 from fastcar_compile.support import limits
+from fastcar_compile.support.files import open_plain
 
 LOGGER = logging.getLogger("fastcar_compile")
 """Stages at INFO, what the machine lacks at WARNING. The command line shows both; a script configures `logging`."""
@@ -126,28 +126,20 @@ def model_hint(path: Path) -> str:
 
 def refuse_pipe(path: Path) -> None:
     """Raise OSError for what is not a plain file: a pipe may be waited for, and a device read, without end."""
-    _require_plain(path.stat().st_mode)
+    open_plain(path).close()
 
 
 def file_bytes(path: Path, most: int) -> bytes:
-    """Return the bytes of a plain file. Nothing is waited for.
+    """Return the bytes of a plain file.
 
     Raises:
-        OSError: the file cannot be opened, or is not a plain one. ValueError: it has more than `most` bytes, or the
-            path has a NUL in it.
+        OSError: as of `open_plain`. ValueError: it has more than `most` bytes, or the path has a NUL in it.
     """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        _require_plain(os.fstat(file.fileno()).st_mode)
+    with open_plain(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"it has more than {most} bytes")
     return data
-
-
-def _require_plain(mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        kind = "pipe" if stat.S_ISFIFO(mode) else "folder" if stat.S_ISDIR(mode) else "device"
-        raise OSError(f"it is a {kind}, not a plain file")
 
 
 def check_function(what: str, value: Any) -> None:
