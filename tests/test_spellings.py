@@ -250,9 +250,11 @@ def test_a_head_on_the_last_position_alone_reads_prompts_token_by_token() -> Non
 
 def test_backends_compute_what_pytorch_decomposes(tmp_path: Path) -> None:
     """TVM has no mish and no logsigmoid."""
-    model = normalised(decoder(between(F.mish), lambda model, y: F.logsigmoid(in_half(model, y))))
+    model = decoder(between(F.mish), lambda model, y: F.logsigmoid(in_half(model, y)))
     options: dict[str, Any] = {"tokens_per_frame": 4, "max_seq_len": 33, "prefill_chunk": 1, "replay": None}
     artifact = fc.compile(model, "cpu", output=tmp_path / "artifact", **options)
     for backend in ("cpu", "onnxruntime"):
         found = agreement.decode(artifact.session(backend), IDS, PROMPT)
-        torch.testing.assert_close(found, decoded(model), atol=1e-5, rtol=0)
+        # ONNX has the logarithm of a sigmoid, and the error of onnxruntime's sigmoid is absolute.
+        tolerance = 1e-3 if backend == "onnxruntime" else 1e-5
+        torch.testing.assert_close(found, decoded(model), atol=tolerance, rtol=0)
