@@ -533,6 +533,6 @@ def test_a_complete_build_over_a_cache_that_fails_has_equal_bytes(
         ).digest  # fmt: skip
 
     expected = compiled("none")
-    for at in range(0, 400, 13):
+    for at in range(0, 200, 40):
         with failing(monkeypatch, tmp_path / "cache", at, ERRORS[at % len(ERRORS)]):
             assert compiled("made") == expected
