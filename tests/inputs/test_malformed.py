@@ -197,6 +197,20 @@ def test_no_pickle_of_any_format_runs(format_name: str, tmp_path: Path) -> None:
         assert not place.exists()
 
 
+def test_a_damaged_log_of_a_checkpoint_is_named(tmp_path: Path) -> None:
+    path, module = tmp_path / "c.safetensors", torch.nn.Module()
+    right = {"price": 0.5, "steps": [[1.5, 1.25, [0.5]]]}
+    nan = [[1.5, float("nan"), []]]
+    for log in (right, {}, [], 7, right | {"price": "x"}, right | {"steps": 1}, right | {"steps": nan}):
+        path.write_bytes(save_tensors({}, {"key": "key", "log": json.dumps(log)}))
+        state = TrainingState(path, "key")
+        if log is right:
+            assert state.load(module, torch.optim.SGD([torch.zeros(1)])) == right
+            continue
+        with pytest.raises(UserError, match="the checkpoint cannot be read: "):
+            state.load(module, torch.optim.SGD([torch.zeros(1)]))
+
+
 def test_a_path_and_a_module_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the prompt file cannot be read: File name too long"):
         read_tokens(tmp_path / ("x" * 300 + ".npy"), "prompt file", dims=(1,))

@@ -126,7 +126,7 @@ class TrainingState:
             return None
         try:
             return self._restored(self._path, scorers, optimizer)
-        except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
             text = str(error).partition("\n")[0][: limits.TEXT_ERROR]
             hint = "give the checkpoint of an interrupted training, or a new file"
             raise UserError(f"the checkpoint cannot be read: {text}", where=str(self._path), hint=hint) from error
@@ -145,7 +145,11 @@ class TrainingState:
             state.setdefault(int(index), {})[part] = tensors[name]
         # Learning rates and groups come from the new optimiser; only the moments are restored.
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        return parse_json(metadata["log"].encode(), constants=True)
+        log = parse_json(metadata["log"].encode(), constants=True)
+        right = all(len(step) == 3 and all(value >= 0 for value in (*step[:2], *step[2])) for step in log["steps"])
+        if not right or type(log["price"]) is not float:
+            raise ValueError("its log is damaged")
+        return log
 
     def save(self, scorers: nn.Module, optimizer: torch.optim.Optimizer, log: dict[str, Any]) -> None:
         """Save the state. The file is replaced as a whole."""
