@@ -305,7 +305,7 @@ export class Sampler {
   constructor({ temperature = 1, topK = 0, seed = 0 } = {}) {
     const whole = (value) => Number.isSafeInteger(value) && value >= 0;
     if (!(temperature >= 0 && temperature < Infinity && whole(topK) && whole(seed))) {
-      throw new RangeError(`temperature ${temperature}, topK ${topK}, seed ${seed}: give finite numbers of at least 0, the last two whole`);
+      throw new RangeError(`temperature ${temperature}, topK ${topK}, seed ${seed}: give numbers from 0 on, the last two whole`);
     }
     Object.assign(this, { temperature, topK, seed, drawn: 0, random: generator(BigInt(seed)) });
   }

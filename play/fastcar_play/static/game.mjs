@@ -15,7 +15,7 @@ export class Track {
   /** Start from a start of the world, with the draws of a seed. topK: 0 draws among all codes. */
   begin({ start, seed, temperature, topK }) {
     const chosen = this.world.starts[start];
-    if (chosen === undefined) throw new RangeError(`there is no start ${start}: choose one of ${this.world.starts.length}, from 0`);
+    if (chosen === undefined) throw new RangeError(`there is no start ${start} among ${this.world.starts.length}`);
     this.sampler = new Sampler({ seed, temperature, topK });
     this.frames = chosen.slice(-this.kept);
     this.fill();
