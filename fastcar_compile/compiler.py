@@ -171,11 +171,9 @@ def compile(
     require_buildable(board)
     if not isinstance(host_cpus, list | tuple) or not all(isinstance(name, str) for name in host_cpus):
         raise CompileError(f"host_cpus is {shown(host_cpus)}", hint='give a list of names, such as ["native"]')
-    key, decoder, place = None, model, path_of("output", output)
+    key, place = None, path_of("output", output)
     _check_output(place)
-    if isinstance(model, str | Path):
-        decoder = path_of("the model", model)
-        _check_model(decoder)
+    decoder = _checked_path(model) if isinstance(model, str | Path) else model
     if store is not None and isinstance(decoder, Path) and decoder.is_dir() and not dry_run:
         key = _key(store, decoder, board, given)
         found = None if key is None else _answer(store, key, place)
@@ -205,8 +203,13 @@ def _check_output(output: Path) -> None:
         raise ArtifactError("the output's path is not UTF-8", where=ascii(str(output)), hint="rename it") from error
 
 
-def _check_model(model: Path) -> None:
-    """Raise CompileError unless a folder or a .pt2 file is there that may be a model."""
+def _checked_path(given: str | Path) -> Path:
+    """Return the path of a folder or a .pt2 file that may be a model.
+
+    Raises:
+        CompileError: there is none, or it is an artifact.
+    """
+    model = path_of("the model", given)
     if not model.exists():
         kind = "file" if model.suffix == ".pt2" else "folder"
         what = f"the model does not exist: there is no model {kind}"
@@ -218,6 +221,7 @@ def _check_model(model: Path) -> None:
     if (model / MANIFEST).is_file() and not (model / "config.json").is_file():
         hint = "give the model's folder to compile it again; `fastcar run` and fastcar_compile.load open an artifact"
         raise CompileError("the model is an artifact, which is compiled already", where=str(model), hint=hint)
+    return model
 
 
 _NO_INPUTS = frozenset({"model", "target", "output", "progress", "cache", "dry_run", "replay", "sparse_attention"})

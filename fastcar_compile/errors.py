@@ -189,7 +189,7 @@ def describe_validation(error: ValidationError) -> str:
         field = f"{'.'.join(str(part) for part in item['loc']) or '(whole)':.160}"
         message = item["msg"].removeprefix("Value error, ")
         given = "" if item["type"] in ("missing", "value_error") else f" (given: {shown(item['input'])})"
-        names = re.findall("'([^']+)'", item["ctx"]["expected"]) if item["type"] == "literal_error" else []
+        names = re.findall("'([^']+)'", item.get("ctx", {}).get("expected", ""))
         guess = names_text(names, item["input"]).removeprefix(", ".join(names))
         lines.append(f"{field}: {message}{given}{guess}")
     return "; ".join(lines + [f"and {len(items) - LISTED} more"] * (len(items) > LISTED))

@@ -103,7 +103,8 @@ def estimate_command(
         work = as_compiled(artifact, work, board, kv)
         free = work is not found[0]
     first = fc.SparseAttention().sinks if sinks is None else sinks
-    wishes = {"quant": quant, "context": context, "rows": rows, "replay": replay, "offload": offload, "kv": kv}
+    wishes: dict[str, Any] = {"quant": quant, "context": context, "rows": rows, "replay": replay, "offload": offload}
+    wishes["kv"] = kv
     wishes["sink_window"] = None if window is None else (first, window)
     if batch_size is not None or rows is not None:
         wishes["batch"] = (batch_size or work.batch // work.rows) * (rows or work.rows)
