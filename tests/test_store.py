@@ -217,7 +217,7 @@ def test_a_linked_folder_is_not_followed(tmp_path: Path) -> None:
     (path / "drs").symlink_to(tmp_path / "drs")
     with pytest.raises(ArtifactError) as caught:
         StoredArtifact(path)
-    assert "drs/table.bin: missing" in str(caught.value)
+    assert "drs/table.bin: is in drs, a symbolic link or no folder" in str(caught.value)
     assert "drs: unexpected, is a symbolic link" in str(caught.value)
 
 

@@ -138,14 +138,14 @@ class Edit:
 
     Attributes:
         made_by: its name. lazy: where weights come from that are not in memory.
-        made: what was derived already, by its names: graphs that read one parameter share what is made of it.
         losses: gets the share of its values that another format of a weight loses.
+        made: what was derived already, by its names: graphs that read one parameter share what is made of it.
     """
 
     made_by: str
     lazy: LazyWeights | None
-    made: dict[tuple[str, ...], tuple[Tensor, ...]] = field(default_factory=dict[tuple[str, ...], tuple[Tensor, ...]])
     losses: dict[str, float] = field(default_factory=dict[str, float])
+    made: dict[tuple[str, ...], tuple[Tensor, ...]] = field(default_factory=dict[tuple[str, ...], tuple[Tensor, ...]])
 
 
 def derived_parameters(
