@@ -7,6 +7,7 @@
 //
 // What the artifact's numerics say holds here: with "exact", logits and decisions are those of every other backend.
 
+const SCHEMA_VERSION = 5; // of manifests, as in artifact/manifest.py
 const INSTRUCTION_SET = "wasm-simd128";
 const LINE = 64; // bytes that a tensor's address is a multiple of
 const BYTES = { bool: 1, int8: 1, uint8: 1, float16: 2, bfloat16: 2, int32: 4, float32: 4, int64: 8, float64: 8 };
@@ -41,12 +42,16 @@ async function sha256(bytes) {
  * Throws ArtifactError: a file is missing or damaged, or the artifact is none that this module decodes.
  */
 export async function load(source, { digest = null } = {}) {
-  const read = typeof source === "function" ? source : under(source);
+  const given = typeof source === "function" ? source : under(source);
+  const read = (name) =>
+    given(name).catch((error) => {
+      throw error instanceof ArtifactError ? error : new ArtifactError(`${name} cannot be read: ${error.message}`);
+    });
   const bytes = await read("manifest.json");
   if (digest !== null && `sha256:${await sha256(bytes)}` !== digest) {
     throw new ArtifactError("manifest.json has another digest: fetch the artifact again");
   }
-  const manifest = JSON.parse(new TextDecoder().decode(bytes));
+  const manifest = manifestOf(bytes);
   const programs = programsOf(manifest);
   const weights = Object.keys(manifest.files).filter((name) => /^weights\/model.*\.safetensors$/.test(name)).sort();
   const checked = async (name) => {
@@ -59,6 +64,21 @@ export async function load(source, { digest = null } = {}) {
   const [library, ...files] = await Promise.all([programs.library, ...weights].map(checked));
   const { instance } = await WebAssembly.instantiate(library, {});
   return new Artifact(manifest, programs, new Machine(instance.exports), files);
+}
+
+function manifestOf(bytes) {
+  let manifest;
+  try {
+    manifest = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(bytes));
+  } catch (error) {
+    throw new ArtifactError(`manifest.json is damaged: ${error.message}`);
+  }
+  const version = manifest?.schema_version;
+  if (version !== SCHEMA_VERSION) {
+    const found = `the artifact has schema version ${JSON.stringify(version)}, this module reads version ${SCHEMA_VERSION}`;
+    throw new ArtifactError(`${found}: compile the model again`);
+  }
+  return manifest;
 }
 
 function programsOf(manifest) {
@@ -100,9 +120,9 @@ export class Artifact {
     this.config = manifest.decoder.config;
     this.free = []; // states of sessions that were closed
     this.params = new Map(files.flatMap((bytes) => this.placed(bytes)));
-    const calibrated = manifest.thresholds;
-    this.compiled = manifest.layers.layers.map((layer) => layer.replay?.threshold ?? null);
-    if (calibrated !== null) this.compiled = calibrated.thresholds;
+    const compiled = manifest.layers.layers.map((layer) => layer.replay?.threshold ?? null);
+    const infinite = { inf: Infinity, "-inf": -Infinity }; // JSON has texts for them
+    this.compiled = (manifest.thresholds?.thresholds ?? compiled).map((value) => infinite[value] ?? value);
   }
 
   /** Put a weight file into the library's memory; return [name, [address, bytes]] of its tensors. */
@@ -184,29 +204,44 @@ export class Session {
 
   /** Give the states back to the artifact. The session is not used any more. */
   close() {
-    this.artifact.free.push(this.memory);
+    if (this.decode !== null) this.artifact.free.push(this.memory);
     this.decode = this.read = null;
   }
 
-  /** One number for all layers, one per layer, or null: never; a layer's null is never, too. */
+  requireOpen() {
+    if (this.decode === null) throw new RangeError("the session is closed: open another one");
+  }
+
+  /** One number for all layers, one per layer, or null: never; a layer's null is never, too. Throws RangeError. */
   setThreshold(threshold) {
+    this.requireOpen();
     const { num_layers: layers } = this.config;
-    const each = Array.isArray(threshold) ? threshold : Array(layers).fill(threshold);
+    const several = Array.isArray(threshold) || ArrayBuffer.isView(threshold);
+    const each = several ? Array.from(threshold) : Array(layers).fill(threshold);
     if (each.length !== layers) throw new RangeError(`${each.length} thresholds for ${layers} layers`);
+    const wrong = each.findIndex((value) => value !== null && (typeof value !== "number" || Number.isNaN(value)));
+    if (wrong >= 0) throw new RangeError(`the threshold of layer ${wrong} is ${each[wrong]}: give a number, or null`);
     this.thresholds = each;
     // No score compares with NaN, whichever way a gate compares.
     this.machine.view(Float32Array, this.places.get("thresholds")[0], layers).set(each.map((value) => value ?? NaN));
   }
 
-  requireRoom(count) {
-    const room = this.config.max_seq_len - this.position;
-    if (count > room) throw new RangeError(`${count} tokens, and the session has room for ${room}`);
+  /** Throw RangeError unless the session takes these tokens now. Nothing has changed then. */
+  requireTokens(tokens) {
+    this.requireOpen();
+    const { max_seq_len: length, vocab_size: vocabulary } = this.config;
+    const room = length - this.position;
+    if (tokens.length > room) throw new RangeError(`${tokens.length} tokens, and the session has room for ${room}`);
+    const wrong = tokens.findIndex((token) => !(Number.isInteger(token) && token >= 0 && token < vocabulary));
+    if (wrong >= 0) throw new RangeError(`token ${wrong} is ${tokens[wrong]}: give integers from 0 to ${vocabulary - 1}`);
   }
 
   /** Read a prompt, an array of tokens, at the beginning; return the logits behind its last one. They are a copy. */
   prefill(tokens) {
     if (this.position) throw new RangeError("a prompt comes first: reset the session");
-    this.requireRoom(tokens.length);
+    tokens = Array.from(tokens ?? []);
+    if (!tokens.length) throw new RangeError("a prompt has at least one token");
+    this.requireTokens(tokens);
     const { prefill_chunk: chunk, vocab_size: vocabulary } = this.config;
     let logits = null;
     for (let start = 0; start < tokens.length; start += chunk) {
@@ -223,7 +258,7 @@ export class Session {
 
   /** Decode one forward; return its logits, a view that the next forward overwrites. */
   step(token) {
-    this.requireRoom(1);
+    this.requireTokens([token]);
     this.first ??= this.position;
     const number = this.position - this.first;
     this.set("token", token);
@@ -268,6 +303,10 @@ const LOG2_E = 1.4426950408889634;
 /** Chooses the tokens of one video. temperature: 0 takes the likeliest. topK: 0 draws among all. seed: a whole number. */
 export class Sampler {
   constructor({ temperature = 1, topK = 0, seed = 0 } = {}) {
+    const whole = (value) => Number.isSafeInteger(value) && value >= 0;
+    if (!(temperature >= 0 && temperature < Infinity && whole(topK) && whole(seed))) {
+      throw new RangeError(`temperature ${temperature}, topK ${topK}, seed ${seed}: give numbers from 0 on, the last two whole`);
+    }
     Object.assign(this, { temperature, topK, seed, drawn: 0, random: generator(BigInt(seed)) });
   }
 
@@ -278,10 +317,15 @@ export class Sampler {
     return other;
   }
 
-  /** The place of the chosen one of these logits. */
+  /** The place of the chosen one of these logits, of those at +Infinity where there are some. Throws RangeError: one is NaN, or all are -Infinity. */
   choose(logits) {
     let top = 0;
-    for (let i = 1; i < logits.length; ++i) if (logits[i] > logits[top]) top = i;
+    for (let i = 0; i < logits.length; ++i) {
+      if (Number.isNaN(logits[i])) throw new RangeError(`logit ${i} is NaN`);
+      if (logits[i] > logits[top]) top = i;
+    }
+    if (logits[top] === -Infinity) throw new RangeError("all logits are -Infinity");
+    if (logits[top] === Infinity) logits = logits.map((value) => (value === Infinity ? 0 : -Infinity));
     if (this.temperature === 0) return top;
     const limited = this.topK > 0 && this.topK < logits.length;
     const least = limited ? Float32Array.from(logits).sort()[logits.length - this.topK] : -Infinity;

@@ -14,8 +14,10 @@ export class Track {
 
   /** Start from a start of the world, with the draws of a seed. topK: 0 draws among all codes. */
   begin({ start, seed, temperature, topK }) {
+    const chosen = this.world.starts[start];
+    if (chosen === undefined) throw new RangeError(`there is no start ${start} among ${this.world.starts.length}`);
     this.sampler = new Sampler({ seed, temperature, topK });
-    this.frames = this.world.starts[start].slice(-this.kept);
+    this.frames = chosen.slice(-this.kept);
     this.fill();
   }
 
@@ -119,22 +121,37 @@ export class Recording {
   }
 }
 
-/** The action token of every frame of a recorded game. */
-export function actionsOf({ actions }) {
-  const runs = actions.split(" ").filter(Boolean).map((run) => run.split("*").map(Number));
-  return runs.flatMap(([token, count = 1]) => Array(count).fill(token));
+const LONGEST = 2 ** 20; // frames: a file of a game has at most so many bytes, and a check for each
+
+/** The action token of every frame of a recorded game. Throws RangeError, before anything is made of a damaged game. */
+export function actionsOf({ actions, checks }) {
+  const runs = String(actions).split(" ").filter(Boolean);
+  const wrong = runs.find((run) => !/^\d{1,6}(\*\d{1,6})?$/.test(run));
+  if (wrong !== undefined) throw new RangeError(`${wrong.slice(0, 80)} is no run of an action`);
+  const counted = runs.map((run) => run.split("*").map(Number));
+  const frames = counted.reduce((sum, [, count = 1]) => sum + count, 0);
+  if (frames !== checks?.length || frames > LONGEST) {
+    throw new RangeError(`there are ${frames} actions and ${checks?.length} checks, at most ${LONGEST}`);
+  }
+  return counted.flatMap(([token, count = 1]) => Array(count).fill(token));
 }
 
 /** Play a recorded game again; resolves to null, or to the number of the first frame with other bits, from 1 on. */
 export async function verify(artifact, world, game) {
+  const actions = actionsOf(game);
+  const unknown = actions.find((token) => !world.actions.some((action) => action.token === token));
+  if (unknown !== undefined) throw new RangeError(`the world has no action ${unknown}`);
   const [track, ledger] = [new Track(artifact, world), new Ledger(artifact, world)];
-  track.session.setThreshold(game.thresholds);
-  track.begin({ ...game, topK: game.top_k });
-  let number = 0;
-  for (const action of actionsOf(game)) {
-    const check = await ledger.add(action, track.frame(action, ledger.note));
-    if (check !== game.checks[number++]) return number;
+  try {
+    track.session.setThreshold(game.thresholds);
+    track.begin({ ...game, topK: game.top_k });
+    let number = 0;
+    for (const action of actions) {
+      const check = await ledger.add(action, track.frame(action, ledger.note));
+      if (check !== game.checks[number++]) return number;
+    }
+    return hexadecimal(ledger.digest) === game.digest ? null : number;
+  } finally {
+    track.session.close();
   }
-  track.session.close();
-  return hexadecimal(ledger.digest) === game.digest ? null : number;
 }
