@@ -200,7 +200,11 @@ def test_what_is_no_plain_file_is_not_read(rows: Session, tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "large").open("wb") as stream:
         stream.truncate(1 << 40)
-    texts = {"/dev/zero": "it is a device", tmp_path / "pipe": "it is a pipe", tmp_path: "it is a folder, not a plain file"}
+    texts = {
+        "/dev/zero": "it is a device",
+        tmp_path / "pipe": "it is a pipe",
+        tmp_path: "it is a folder, not a plain file",
+    }
     for path, text in (texts | {tmp_path / "large": "it has 1099511627776 bytes, and at most"}).items():
         with pytest.raises(InputError, match=f"the session cannot be read: {text}"):
             rows.load(path)
