@@ -27,7 +27,6 @@ from fastcar_compile.codegen.tvm.kernels.attention.decode import (
     decode_attention,
     window_attention,
 )
-from fastcar_compile.codegen.tvm.kernels.attention.int8 import suits
 from fastcar_compile.codegen.tvm.kernels.attention.rows import spans_attention
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK
 from fastcar_compile.config.formats import KV_TYPES
@@ -149,27 +148,6 @@ def test_rows_over_one_cache(
     places[torch.arange(len(q)) % rows != rows - 1] = 0
     alone = run(kernel, q, k, v, places, torch.full(q.shape, torch.nan))[-1]
     assert torch.equal(alone[rows - 1 :: rows], y[rows - 1 :: rows])
-
-
-@pytest.mark.parametrize("isa", first_often([instruction_set("avx512-vnni"), PORTABLE]), ids=lambda isa: isa.name)
-@few
-@given(HEADS, st.integers(0, 99), st.sampled_from([64, 128, 192, 256]), CAPS, st.integers(0, 99))
-def test_int8_rows_of_whole_vectors(
-    isa: InstructionSet, heads: Heads, position: int, d: int, cap: float | None, seed: int
-) -> None:
-    """AVX-512 VNNI multiplies them as integers: the query has 21 bits of its largest element, a weight 24."""
-    needs(isa)
-    assert suits(d, "int8", isa) == (isa is not PORTABLE)
-    torch.manual_seed(seed)
-    q, k, v, at = _inputs(1, heads, 1, 100, d, position, torch.int8)
-    kernel = decode_attention((1, heads[0], 1, d), (1, heads[1], 100, d), 0.3, "int8", cap, isa=isa)
-    y = run(kernel, q, k, v, at, torch.zeros(1, heads[0], 1, d))[-1]
-    keys, values = (loaded(rows[:, :, : position + 1], d).double() for rows in (k, v))
-    group = heads[0] // heads[1]
-    logits = torch.einsum("bhd,bhsd->bhs", q[:, :, 0].double(), keys.repeat_interleave(group, 1)) * 0.3
-    logits = logits if cap is None else cap * torch.tanh(logits / cap)
-    expected = torch.einsum("bhs,bhsd->bhd", logits.softmax(-1), values.repeat_interleave(group, 1))
-    torch.testing.assert_close(y[:, :, 0].double(), expected, atol=1e-6 * d**0.5, rtol=1e-6)
 
 
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS, ids=lambda isa: isa.name)

@@ -17,7 +17,6 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.attention import heads as attend_heads
-from fastcar_compile.codegen.tvm.kernels.attention import int8 as attend_int8
 from fastcar_compile.codegen.tvm.kernels.attention import softmax
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK, LOWEST, LogitRule, Operands
 from fastcar_compile.codegen.tvm.kernels.cache import number_of
@@ -60,11 +59,7 @@ def head_splits(group: int, together: int, elements: int) -> int:
 
 def _attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: InstructionSet) -> softmax.AttendRows:
     """Return the macros for heads of d elements, `group` query heads per key/value head, caches of `dtype`."""
-    # Heads that share a pass widen an int8 row once for all of them, which takes less time than three limbs of each.
-    if attend_heads.heads_together(d, group, dtype, isa) > 1:
-        kind = attend_heads
-    else:
-        kind = attend_int8 if attend_int8.suits(d, dtype, isa) else softmax
+    kind = attend_heads if attend_heads.heads_together(d, group, dtype, isa) > 1 else softmax
     return kind.attend_rows(d, group, rule, dtype, isa)
 
 
@@ -79,7 +74,7 @@ def _clear(d, group, state, slot):
 
 
 @script.inlined
-def _finish(rows, d, group, y, state, heads, parts):
+def _finish(d, group, y, state, heads, parts):
     """Write the results of a group.
 
     The partial results of its query heads are in `parts` runs of slots, a group apart, and are rescaled to one maximum
@@ -101,14 +96,9 @@ def _finish(rows, d, group, y, state, heads, parts):
             stat[1] += stat[2] * state.l[heads.slot + p * group + g]
             for c in T.vectorized(d):
                 acc[c] += stat[2] * state.acc[heads.slot + p * group + g, c]
-        # `place` undoes the permutation of columns by attend_int8.
-        # Runs of `run` columns are adjacent in both orders.
-        for c in T.unroll(d // rows.run):
-            for v in T.vectorized(rows.run):
-                # A row that is not there has met nothing, and is zero.
-                y[heads.b, heads.first + g, heads.i, c * rows.run + v] = T.Select(
-                    stat[1] == T.float32(0), T.float32(0), acc[rows.place(c * rows.run) + v] / stat[1]
-                )
+        for c in T.vectorized(d):
+            # A row that is not there has met nothing, and is zero.
+            y[heads.b, heads.first + g, heads.i, c] = T.Select(stat[1] == T.float32(0), T.float32(0), acc[c] / stat[1])
 
 
 def filled_rows(position: Any, row: Any, size: int) -> Any:
@@ -194,7 +184,7 @@ def _attend(items, meet, q, sink_q, keys, values, position, y):
         meet(Operands(q, keys, values, state), sink_q, group, item % parts, position)
     # All parts are done. Joining them is serial: it takes parts * D products per head.
     for row in range(b * pieces * t):
-        _finish(items.rows, d, size, y, state, items.group(row, row * parts * size), parts)
+        _finish(d, size, y, state, items.group(row, row * parts * size), parts)
 
 
 def _kernel(

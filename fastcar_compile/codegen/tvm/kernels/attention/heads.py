@@ -136,7 +136,7 @@ def attend_rows(d: int, group: int, rule: softmax.LogitRule, dtype: str, isa: In
         )
         softmax.for_blocks(heads_of, rows, group, tile.heads, _attend_block, (tile, o, block, sums, acc))
 
-    return softmax.AttendRows(PREFETCH_BYTES // tile.rows_of.bytes, attend, lambda column: column, d)
+    return softmax.AttendRows(PREFETCH_BYTES // tile.rows_of.bytes, attend)
 
 
 @script.inlined

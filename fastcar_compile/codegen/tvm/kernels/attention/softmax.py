@@ -121,10 +121,6 @@ class Step:
         assert self.rows.ahead is not None
         return vectors.prefetch(cache[self.group.video, self.group.h, self.rows.ahead(row), element])
 
-    def four_rows(self, part: Expr) -> list[tuple[Expr, Expr, Expr]]:
-        """Return the clamped indices of rows 4 * part .. 4 * part + 3."""
-        return [self.clamped(part * PARALLEL_KEYS + r) for r in range(PARALLEL_KEYS)]
-
 
 M, DECAY, L = 0, 1, 2
 """Elements of `stat` of a block."""
@@ -146,14 +142,10 @@ class AttendRows:
     Attributes:
         ahead: the prefetch distance in rows.
         attend: macro (Operands, Group, Rows) that adds the rows to the group's slots.
-        place: column of the result -> where it is in a slot's accumulator, for the first of `run` columns in order.
-        run: see `place`; divides the head dimension.
     """
 
     ahead: int
     attend: Callable[..., None]
-    place: Callable[[Any], Any]
-    run: int
 
 
 @script.inlined
@@ -204,7 +196,7 @@ def attend_rows(d: int, group: int, rule: LogitRule, dtype: str, isa: Instructio
         acc = T.alloc_buffer((d,), "float32")
         for_blocks(heads, rows, group, 1, _attend_block, (rows_of, rule, o, block, dot, acc))
 
-    return AttendRows(PREFETCH_BYTES // rows_of.bytes, attend, lambda column: column, d)
+    return AttendRows(PREFETCH_BYTES // rows_of.bytes, attend)
 
 
 @script.inlined
