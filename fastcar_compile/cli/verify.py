@@ -144,7 +144,8 @@ def require_backends(names: Sequence[str]) -> None:
     if "hls-csim" in names:
         from fastcar_compile.runtime.backends.hls_csim import ap_types_folder, compiler
 
-        ap_types_folder(), compiler()
+        ap_types_folder()
+        compiler()
 
 
 def steps_for(sizes: DecoderConfig, tokens: int | None) -> int:

@@ -161,7 +161,7 @@ class _Decoding(Shared):
             if decisions is not None and decoded:
                 own.forwards += 1
                 own.replayed += (float(decisions.mean()) - own.replayed) / own.forwards
-            chosen = own.choose(np.array(logits))  # a copy: a sampler may keep it
+            chosen = own.choose(np.array(logits), own.position - 1)  # a copy: a sampler may keep it
             check_ids(chosen, self._vocabulary)
             own.token = int(chosen[0])
             own.put(own.token)

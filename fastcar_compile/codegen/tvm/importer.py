@@ -25,7 +25,7 @@ from fastcar_compile.codegen.tvm.kernels.registry import dispatch
 from fastcar_compile.codegen.tvm.relax_api import Shape, add_kernel, dtype_of, shape_of, tensor_type, type_of, untyped
 from fastcar_compile.errors import CompileError, InternalError
 from fastcar_compile.ir.provenance import where
-from fastcar_compile.ir.query import bound, get_attribute, output_nodes
+from fastcar_compile.ir.query import bound, get_attribute, output_nodes, tensor_attribute
 
 Value = relax.Expr | tuple[relax.Expr, ...]
 """What a converter returns: the operator's result, or its results."""
@@ -291,12 +291,12 @@ class SegmentImporter(ExportedProgramImporter):
         for part, source in zip(traced.graph.find_nodes(op="placeholder"), sources, strict=True):
             self.env[part] = self.env[source]
         for part in traced.graph.find_nodes(op="get_attr"):
-            self.env[part] = relax.const(get_attribute(traced, str(part.target)).numpy())
+            self.env[part] = relax.const(tensor_attribute(traced, str(part.target)).numpy())
         for part in (n for n in traced.graph.nodes if n.op == "call_function"):
             if not self._converts(part.target):
                 what = f"operator {node.target} has no TVM lowering, as {part.target} has none"
                 raise CompileError(what, where=where(node))
-            self.env[part] = self._emit(part)
+            self.env[part] = cast("relax.Expr", self._emit(part))
         return self.env[output_nodes(traced.graph)[0]]
 
     def stock(self, node: fx.Node) -> relax.Expr:

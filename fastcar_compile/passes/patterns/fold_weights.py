@@ -1,5 +1,7 @@
 """Weights that a model computes from its parameters, such as those of weight normalisation, are computed once."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
@@ -34,7 +36,7 @@ def fold_weights(program: DecoderProgram, made_by: str) -> bool:
 
 def _computes(node: fx.Node) -> bool:
     parts = ancestors(node)
-    operators = [n.target for n in parts if isinstance(n.target, torch._ops.OpOverload)]
+    operators: list[Any] = [n.target for n in parts if n.op == "call_function" and hasattr(n.target, "_schema")]
     # What an operator returns has an alias where it is a view.
     found = any(op._schema.returns[0].alias_info is None and torch.Tag.pointwise not in op.tags for op in operators)
     return found and any(n.op == "get_attr" for n in parts)
