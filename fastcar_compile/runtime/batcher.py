@@ -213,9 +213,11 @@ class Batcher:
         self._config, self._waiting, unread = config, whole("waiting", waiting, 0), whole("unread", unread, 1)
         layers, self._submitting = artifact.manifest.layers, threading.RLock()
         self._limits = LayerThresholds(layers.thresholds, layers.gate)
+        stored = artifact.manifest.thresholds
+        self._in_use = self._limits.values if stored is None else self._limits.of(stored)
         stepper = opened(artifact, backend, threads)
         self._row_thresholds = stepper.row_thresholds
-        self._decoding = _Decoding(stepper, config, self._limits.values, unread)
+        self._decoding = _Decoding(stepper, config, self._in_use, unread)
         weakref.finalize(self, self._decoding.abandon)
 
     def submit(
@@ -229,7 +231,8 @@ class Batcher:
 
         Args:
             prompt: int64 [P]. num_tokens: tokens to decode. sampling: None is greedy.
-            thresholds: of this sequence, as `Session.set_threshold` takes them; None: the compiled ones.
+            thresholds: of this sequence, as `Session.set_threshold` takes them; None: the artifact's stored
+                ones, else the compiled ones.
 
         Returns:
             Its tokens, as they are decoded.
@@ -253,7 +256,7 @@ class Batcher:
             hint = "leave thresholds out, and store them in the artifact, or use the backend cpu"
             raise InputError("an accelerator has one threshold of a layer for all sequences", hint=hint)
         check_kind("sampling", sampling, (Sampling, type(None)), "Sampling(…), or None")
-        limits = self._limits.values if thresholds is None else self._limits.of(thresholds)
+        limits = self._in_use if thresholds is None else self._limits.of(thresholds)
         sampler = (sampling or Sampling(temperature=0)).start(ids[None].copy())
         choose = chooser(sampler.__call__, ids, ids[None])  # checked, whoever wrote the sampler
         stream = TokenStream(own := _Sequence(decoding, count, ids, choose, limits))

@@ -4,6 +4,7 @@
 #define FASTCAR_ARTIFACT_HPP
 
 #include <cstdint>
+#include <cstdio>
 #include <map>
 #include <memory>
 #include <string>
@@ -205,6 +206,9 @@ private:
             const std::string rest = begin == std::string::npos ? "" : std::string(manifest).erase(begin, line.size());
             if (sha256(rest.data(), rest.size()) != sum) {
                 throw Error("the manifest is damaged: its checksum is not that of its content", where, hint);
+            }
+            if (fields.contains("thresholds") && !fields.at("thresholds").is_null()) {
+                std::fputs("the artifact's stored thresholds are not used here: this program has those of `fastcar compile --threshold`\n", stderr);
             }
         } catch (const nlohmann::json::exception& error) {
             throw Error(std::string("the manifest is damaged: ") + error.what(), where, hint);

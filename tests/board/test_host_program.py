@@ -11,6 +11,7 @@ from trust.conftest import Keys
 
 import fastcar_compile as fc
 from board.conftest import CHUNK, LENGTH, Machine
+from fastcar_compile.artifact.thresholds import Thresholds
 
 EM_AARCH64 = 183
 
@@ -101,6 +102,22 @@ def test_missing_files_are_named(artifact: fc.Artifact, aarch64: Machine, progra
     refused("the manifest is damaged: its checksum is not that of its content", "/manifest.json")
     (tmp_path / "a" / "manifest.json").write_text('{"schema_version": 3, "files": {}}')
     refused("the artifact has schema version 3, this program reads version", "/manifest.json")
+
+
+def test_stored_thresholds_are_said_to_be_unused(
+    artifact: fc.Artifact, aarch64: Machine, program: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(artifact.path, tmp_path / "copy")
+    copy = fc.load(tmp_path / "copy")
+    gate, none = copy.manifest.layers.gate, (0.0,) * copy.manifest.decoder.config.num_layers
+    assert gate is not None
+    facts = {"replay": 0.0, "per_layer": none, "nll": 1.0, "nll_dense": 1.0, "goal": "none", "inputs": ""}
+    copy.store_thresholds(Thresholds(gate=gate, values=none, **facts))
+    rows = ("--prompt", "1", "--prompt", "2", "--num-tokens", "2")
+    done = aarch64.run(program, copy.path, *rows)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("the artifact's stored thresholds are not used here")
+    assert "stored thresholds" not in aarch64.run(program, artifact.path, *rows).stderr
 
 
 def test_a_pinned_digest_and_a_key_hold_on_the_board(

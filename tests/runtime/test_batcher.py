@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from conftest import check_module
 from decoders import llama
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.errors import InputError
 
 FRAME, LENGTH, PLACES = 6, 40, 3
@@ -53,6 +55,24 @@ def requests(count: int) -> list[tuple[np.ndarray, int, fc.Sampling]]:
         (draw.integers(0, 17, length), new, fc.Sampling(temperature=1.0, seed=i))
         for i, (length, new) in enumerate(lengths)
     ]
+
+
+def test_a_sequence_begins_with_the_stored_thresholds(
+    alone: fc.Artifact, artifact: fc.Artifact, tmp_path: Path
+) -> None:
+    shutil.copytree(artifact.path, tmp_path / "a")
+    copy, (prompt, new, sampling) = fc.load(tmp_path / "a"), requests(1)[0]
+    facts = {"replay": 0.0, "per_layer": (0.0, 0.0), "nll": 1.0, "nll_dense": 1.0, "goal": "none", "inputs": ""}
+    copy.store_thresholds(Thresholds(gate="tas", values=(-1e30, -1e30), **facts))  # every score is higher
+    with fc.Batcher(copy, threads=1) as batcher:
+        stream = batcher.submit(prompt, new, sampling)
+        found = stream.result()
+    session = alone.session("cpu")
+    compiled = session.generate(prompt[None], new, sampling), session.stats.replay_ratio
+    session.set_threshold(-1e30)
+    assert found == session.generate(prompt[None], new, sampling)[0].tolist()
+    assert stream.replay_ratio == pytest.approx(session.stats.replay_ratio)
+    assert stream.replay_ratio > compiled[1]
 
 
 def test_tokens_are_those_of_a_session(alone: fc.Artifact, batcher: fc.Batcher) -> None:
