@@ -231,7 +231,7 @@ def test_command_line(artifact: fc.Artifact, tmp_path: Path) -> None:
     code, text = fastcar(*command, "--target-replay", 0.4)
     assert (code, "the thresholds would go nowhere" in text) == (2, True)
     code, text = fastcar(*command, "-o", tmp_path / "t.json")
-    assert (code, "exactly one of target_replay and max_nll_increase" in text) == (2, True)
+    assert (code, "exactly one of --target-replay and --max-nll-increase" in text) == (2, True)
     code, text = fastcar(*command, "--target-replay", 0.4, "--search-videos", 3, "-o", tmp_path / "t.json")
     assert code == 0, text
     assert re.search(r"^measured on +4 videos, of which 3 found the layers' shares$", text, re.MULTILINE)

@@ -91,7 +91,8 @@ def nll_increase(model: LlamaForCausalLM, tokens: np.ndarray, gate: ReplayConfig
 
 
 def train(model: LlamaForCausalLM, tokens: np.ndarray, gate: str, **options: Any) -> fc.TrainedGate:
-    return fc.train_gate(model, tokens, gate=gate, target_replay=0.5, batch=16, units=4, **options)
+    options |= {"units": 4} if gate == "learned" else {}
+    return fc.train_gate(model, tokens, gate=gate, target_replay=0.5, batch=16, **options)
 
 
 @pytest.fixture(scope="module")

@@ -174,7 +174,7 @@ def test_run_writes_the_trace(fastcar: Fastcar, fake: object, tmp_path: Path) ->
         (("--shape", "llama2-7b", "--sinks", "4"), "--sinks needs --window"),
         (("--shape", "llama2-7b", "--replay", 2, "--quant", "w4a8"), "replay = 2.0 (0 to 1)"),
         (("--shape", "llama2-7b", "--target", "cpu", "--what-if"), "cpu has no fabric"),
-        (("--shape", "llama2-7b", "--target", "cpu"), "a CPU is measured: `fastcar run ARTIFACT --prompt TOKENS`"),
+        (("--shape", "llama2-7b", "--target", "cpu"), "A CPU is measured: `fastcar run ARTIFACT --prompt TOKENS`"),
         (("--shape", "llama2-7b", "--target", "zcu104-sodimm"), "does not emit this: an artifact for zcu104-sodimm"),
         (("--shape", "vila-u-7b"), "does not fit the memory of zcu102"),
     ],

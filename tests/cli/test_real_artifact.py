@@ -291,7 +291,7 @@ def test_diff_of_two_graphs(path: Path) -> None:
     result = fastcar("diff", graph / "before.json", path)
     assert "compare two artifacts, or two graph files" in result.stderr
     result = fastcar("diff", graph / "before.json", graph / "before.json", "--only", "colour")
-    assert (result.exit_code, "parts: options,versions" in result.stderr) == (2, True)
+    assert (result.exit_code, "parts: options, versions" in result.stderr) == (2, True)
 
 
 def test_what_shows_an_artifact_runs_nothing(path: Path, tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_what_cannot_be_is_refused_all_at_once() -> None:
     assert [p.what for p in found.value.problems] == [
         "offload='all' needs kv='int8', not 'float16'",
         "offload='all' needs numerics='exact', not 'native'",
-        "offload='all' needs integer weights, not quant 'bf16'",
+        "offload='all' needs integer weights, not quant='bf16'",
     ]
     with pytest.raises(CompileError, match="offload='all' needs an accelerator, and target cpu has none"):
         fc.compile(llama(), "cpu", tokens_per_frame=FRAME, offload="all", dry_run=True)
