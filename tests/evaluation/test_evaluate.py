@@ -267,7 +267,10 @@ def test_command_line_refuses(fastcar: tuple[Path, Callable[..., tuple[int, str]
         (["--videos", folder / "no.npy", "--cases", "x"], "the video file does not exist"),
         (["--videos", folder / "floats.npy", "--cases", "x"], "float64 [2, 9], expected integers [N, T]"),
         (["--videos", folder / "two.npz", "--cases", "x"], "the video file has no array 'tokens', only a, b"),
-        ([*common, "--calibration-videos", "x", "--ratios", "0.5,most"], "'0.5,most' is not a list of replay ratios"),
+        (
+            [*common, "--calibration-videos", folder / "held.npy", "--ratios", "0.5,most"],
+            "'0.5,most' is not a list of replay ratios",
+        ),
         ([*common, "--cases", "x", "--ratios", "0.5"], "--ratios has no effect with --cases"),
         ([*common, "--cases", "x", "--counted", "5:5"], "'5:5' is not a range of token ids"),
         ([*common, "--cases", "x", "--sparse-attention", "0/4"], "a window of 0 tokens with 4 sinks"),
