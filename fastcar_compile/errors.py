@@ -137,9 +137,11 @@ def os_errors(what: str, path: str | Path, hint: str = "") -> Generator[None]:
     except OSError as error:
         raise UserError(f"{what}: {error.strerror or error}", where=str(path), hint=hint) from error
     except ValueError as error:
-        if "null" not in str(error):
+        is_unwritable = isinstance(error, UnicodeEncodeError) and error.object == str(path)
+        if "null" not in str(error) and not is_unwritable:
             raise
-        raise UserError(f"{what}: the name has a NUL in it", where=repr(str(path)), hint=hint) from error
+        text = "is not UTF-8" if is_unwritable else "has a NUL in it"
+        raise UserError(f"{what}: the name {text}", where=ascii(str(path)), hint=hint) from error
 
 
 class InternalError(FastcarError):
@@ -181,15 +183,20 @@ LISTED = 50
 """Refused fields that an error names; it counts the further fields. A damaged file may have a fault in every value."""
 
 
-def describe_validation(error: ValidationError) -> str:
-    """Return what pydantic refused, `field.path: reason` of each field; after `LISTED`, how many more."""
+def describe_validation(error: ValidationError, known: Iterable[str] = ()) -> str:
+    """Return what pydantic refused, `field.path: reason` of each field; after `LISTED`, how many more.
+
+    Args:
+        known: the fields that there are, for one that there is not.
+    """
     lines: list[str] = []
     items = error.errors(include_url=False)
     for item in items[:LISTED]:
         field = f"{'.'.join(str(part) for part in item['loc']) or '(whole)':.160}"
         message = item["msg"].removeprefix("Value error, ")
         given = "" if item["type"] in ("missing", "value_error") else f" (given: {shown(item['input'])})"
-        names = re.findall("'([^']+)'", item.get("ctx", {}).get("expected", ""))
-        guess = names_text(names, item["input"]).removeprefix(", ".join(names))
+        extra = item["type"] == "extra_forbidden"
+        names = [*known] if extra else re.findall("'([^']+)'", item.get("ctx", {}).get("expected", ""))
+        guess = names_text(names, item["loc"][-1] if extra else item["input"]).removeprefix(", ".join(names))
         lines.append(f"{field}: {message}{given}{guess}")
     return "; ".join(lines + [f"and {len(items) - LISTED} more"] * (len(items) > LISTED))

@@ -187,9 +187,12 @@ def _check_replay(replay: ReplayConfig | None) -> None:
     """Raise CompileError for limits of replays that there are not. Not for a configuration: manifests may have it."""
     limits = ("max_chain", "couple_cfg", "refresh_every", "draft")
     idle = " and ".join(name for name in limits if getattr(replay, name, None))
-    if idle and replay is not None and replay.threshold is None:
-        hint = f"give a threshold, or leave {idle} out"
-        raise CompileError(f"{idle} without effect: threshold None is never replay", hint=hint)
+    if replay is None or not idle:
+        return
+    values = replay.threshold if isinstance(replay.threshold, tuple) else (replay.threshold,)
+    if replay.gate == "never" or not any(value is not None for value in values):
+        why = "gate never replays nothing" if replay.gate == "never" else "threshold None is never replay"
+        raise CompileError(f"{idle} without effect: {why}", hint=f"leave {idle} out, or let some MLPs replay")
 
 
 def _check_target(board: Target, offload: str | None, rows: int | None, engine: str | None) -> None:

@@ -179,3 +179,16 @@ def test_a_folder_does_not_depend_on_the_callers_defaults(tmp_path: Path, dtype:
     finally:
         torch.set_default_dtype(torch.float32)
     assert actual == expected
+
+
+def test_a_constant_that_is_no_number_is_refused() -> None:
+    model: Any = llama(num_hidden_layers=1)
+    model.model.layers[0].self_attn.scaling = math.nan
+    with pytest.raises(CompileError, match="reads a constant that is no number"):
+        checked(model)
+
+
+def test_the_factor_of_a_nan_is_a_number() -> None:
+    """So that x times it is NaN, and no place of the table is beside it."""
+    factor = torch.ops.fastcar.activation_factor(torch.tensor([math.nan, 0.0]), "silu")
+    assert factor.isfinite().all()

@@ -174,8 +174,9 @@ class Cache:
             links = links and not any(name.endswith(".onnx") for name in entry.files)
 
             def take(item: tuple[str, FileEntry]) -> bool:
-                taken.append(place(item[0]))
-                return self._take(item[1], taken[-1], far, links)
+                target = place(item[0])
+                taken.append(target)  # of several threads
+                return self._take(item[1], target, far, links)
 
             if all(at_once(take, entry.files.items())):
                 with suppress(OSError):  # a folder that cannot be written is read all the same

@@ -229,7 +229,7 @@ def cache_folder() -> Path:
     Raises:
         UserError: no variable is set, and the user has no home folder.
     """
-    if CACHE in os.environ:
+    if os.environ.get(CACHE):
         return Path(os.environ[CACHE])
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastcar_compile"

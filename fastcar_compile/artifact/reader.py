@@ -126,6 +126,8 @@ def _manifest_bytes(files: OpenedFiles, root: Path) -> bytes:
         if error.errno == errno.ENOENT:
             what = f"the folder has no {MANIFEST}, so it is not a fastcar artifact"
             hint = "give the folder that `fastcar compile -o` wrote"
+            if (root / "config.json").is_file():
+                hint = "this is a model: `fastcar compile` it first, and give the folder that this writes"
             raise ArtifactError(what, where=str(root), hint=hint) from error
         raise ArtifactError(f"the manifest cannot be read: {error.strerror}", where=str(root / MANIFEST)) from error
 

@@ -68,7 +68,7 @@ def _answer(method: str, url: str, size: int, **content: Any) -> Generator[HTTPR
         late.daemon = True
         late.start()
         try:
-            connection.request(method, url.partition(parts.netloc)[2], **content)
+            connection.request(method, parts.path, **content)
             with connection.getresponse() as answer:
                 if answer.status // 100 != 2:
                     error = FileNotFoundError if answer.status == 404 else OSError

@@ -14,7 +14,8 @@ from fastcar_compile.support.values import warn
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HINT_COPY = "copy the whole folder again, or save it again with model.save_pretrained(folder)"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
-_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
+_PICKLED = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin")
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 def weight_files(folder: Path, stated: str | None, problems: list[CompileError]) -> tuple[list[str], Mapping[str, str]]:
@@ -60,19 +61,18 @@ def _weight_map(file: Path) -> Mapping[str, str]:
 def _files_without_index(folder: Path, stated: str | None) -> list[str]:
     """The weight files of a folder that has neither `SINGLE` nor an index."""
     files = sorted(file.name for file in folder.glob("*.safetensors"))
-    pickled = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
-    if stated or pickled or not files:
-        what = (
-            f"the weights are in {pickled[0]}"
-            if pickled
-            else f"the model folder has no {stated or '*.safetensors'} file"
-        )
+    pickled = sorted(file.name for file in folder.glob("pytorch_model*.bin") if _PICKLED.fullmatch(file.name))
+    if stated:
+        what = f"the model folder has no {stated}, which transformers_weights of config.json names"
+        raise CompileError(what, where=str(folder), hint=HINT_COPY)
+    if pickled or not files:
+        what = f"the weights are in {pickled[0]}" if pickled else "the model folder has no *.safetensors file"
         hint = "save it with model.save_pretrained(folder, safe_serialization=True)"
         raise CompileError(f"{what} (pickled weights are not read)", where=str(folder), hint=hint)
     shards: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in files:
-        if match := _SHARD.fullmatch(name):
-            shards[match[1], match[2]].append(name)
+        if (match := _SHARD.fullmatch(name)) and 0 < int(match[2]) <= int(match[3]):
+            shards[match[1], match[3]].append(name)
     whole = [names for (_, count), names in shards.items() if len(names) == int(count)]
     # Several sets cannot be told apart: a tensor is in two files then, which is refused.
     return whole[0] if len(whole) == 1 else files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 from fastcar_compile.config.formats import GROUP
 from fastcar_compile.errors import LISTED, CompileError, attempt
 from fastcar_compile.ir.ops.linear import SMALLEST_GROUP_SCALE
+from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import is_op
 from fastcar_compile.support.values import warn
 
@@ -35,6 +37,10 @@ def require_numbers(program: DecoderProgram) -> None:
         program.lazy.masks = masks
     for name in (name for name in params if not params.spec(name).is_meta):
         attempt(problems, partial(require_finite, name, params[name], is_mask=name in masks))
+    for node in (node for module in program.all_graphs() for node in module.graph.nodes):
+        if any(isinstance(value, float) and math.isnan(value) for value in (*node.args, *node.kwargs.values())):
+            hint = "correct the number of the model that it reads, such as an epsilon or a scale"
+            problems.append(error_at(node, f"{node.name} reads a constant that is no number (NaN)", hint))
     CompileError.raise_all(problems)
 
 

@@ -114,7 +114,7 @@ def _entry(others: Sequence[fx.Node], attention: fx.Node) -> fx.Node | None:
 _LINEAR = (aten.mul, aten.div, aten.add, aten.sub, aten.neg, aten.rsub, aten.to, aten._to_copy, aten.clone, aten.alias)
 """Elementwise operators that are linear in one value; `mul` and `div` of two values are not."""
 
-_EXPECTED = "linear -> nonlinearity (-> product) -> linear, closed by a residual add"
+_EXPECTED = "linear -> nonlinearity (one, elementwise) (-> product) -> linear, closed by a residual add"
 
 
 @dataclass(frozen=True)

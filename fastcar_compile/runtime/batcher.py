@@ -22,6 +22,8 @@ from fastcar_compile.runtime.streams import Shared, Tokens, TokenStream
 from fastcar_compile.support.values import check_kind, whole
 
 Array = NDArray[Any]
+EXIT_SECONDS = 5.0
+"""Time that a process waits for a decode step at its end; a caller's sampler may never return."""
 
 
 class _Sequence(Tokens):
@@ -68,13 +70,14 @@ class _Decoding(Shared):
         self.places: list[_Sequence | None] = [None] * config.batch_size
         self.thread = threading.Thread(target=self._run, name="fastcar-batcher", daemon=True)
         self.thread.start()
-        atexit.register(self.close)  # the process would be aborted where libraries end before a thread that uses them
+        # The process would be aborted where libraries end before a thread that uses them.
+        atexit.register(self.close, EXIT_SECONDS)
 
-    def close(self) -> None:
-        """End every sequence and the thread."""
+    def close(self, seconds: float | None = None) -> None:
+        """End every sequence and the thread. seconds: to wait for it, while a sampler may block; None: any time."""
         self.require_other_thread("close()")
         self.end(InputError("the batcher was closed"))
-        self.thread.join()
+        self.thread.join(seconds)
 
     def abandon(self) -> None:
         """End the thread behind the last sequence."""

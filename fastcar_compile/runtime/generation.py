@@ -129,7 +129,7 @@ class TransformersDecoder(PreTrainedModel, GenerationMixin):
         # Transformers gives all ids so far in every call. The session holds all of them but the last column.
         given = self.session.prefill(rows) if first else self.session.step(rows[:, -1])
         position = self.session.position - 1
-        logits = bounded(given.double().numpy(), position)
+        logits = bounded(given.double().numpy(), position, "logits")
         if self._guidance is not None:
             # As Transformers' UnbatchedClassifierFreeGuidanceLogitsProcessor, from both halves of the rows.
             logits = bounded(guided(logits, self._guidance.scale), position)

@@ -108,7 +108,7 @@ class Sampling:
             InputError: a logit is NaN, or a row leaves all tokens out.
         """
         # float64 keeps the rounding of later operations far below the rounding of the float32 logits.
-        scores = bounded(np.asarray(logits, np.float64), position)
+        scores = bounded(np.asarray(logits, np.float64), position, "logits")
         if self.guidance != 1:
             scores = bounded(guided(scores, self.guidance), position)
         if self.repetition_penalty != 1:
@@ -168,7 +168,7 @@ class TokenChoice:
         """
         position, self._position = self._position if position is None else position, self._position + 1
         if (few := self._sampling.few(logits)) is not None:
-            return self._drawn_among(few, bounded(np.asarray(logits, np.float64), position)[0])
+            return self._drawn_among(few, bounded(np.asarray(logits, np.float64), position, "logits")[0])
         scores = self._sampling.scores(logits, self._seen, position)
         tokens = (scores.argmax(-1) if self._sampling.temperature == 0 else self._drawn(scores)).astype(np.int64)
         if self._sampling.repetition_penalty != 1:
@@ -205,7 +205,7 @@ def _log_softmax(scores: Scores) -> Scores:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def bounded(scores: Scores, position: int | None) -> Scores:
+def bounded(scores: Scores, position: int | None, what: str = "scores") -> Scores:
     """Return scores [B, V] whose largest ones are finite: of a row that holds +inf, 0 there and -inf elsewhere.
 
     Raises:
@@ -219,8 +219,8 @@ def bounded(scores: Scores, position: int | None) -> Scores:
         if (unknown := np.flatnonzero(np.isnan(scores[row]))).size:
             hint = "the model's weights or inputs are not finite there, or overflow: check them, or compile to float32"
             raise InputError(f"{place}: the logit of token {unknown[0]} is NaN", hint=hint)
-        hint = "the model, or one row of a pair of guidance, forbids every token: leave it one"
-        raise InputError(f"{place}: the logits of all tokens are -inf", hint=hint)
+        hint = "the model, one row of a pair of guidance, or a penalty leaves every token out: leave it one"
+        raise InputError(f"{place}: the {what} of all tokens are -inf", hint=hint)
     return np.where(top < np.inf, scores, np.where(scores == np.inf, 0.0, -np.inf))
 
 

@@ -82,7 +82,8 @@ def read_session(
     if about.digest != digest:
         what = f"the session is of the artifact {about.digest}, this one is {digest}"
         raise ArtifactError(what, where=str(file), hint="open the artifact that it was saved with")
-    arrays.setdefault("behind", at.behind)  # files of earlier versions have none
+    if config.rows is None:
+        arrays.setdefault("behind", at.behind)  # files of earlier versions have none
     # A check relies on those before it, so the first problem is the only one.
     if (problem := next(_problems(about, arrays, config, states, at), None)) is not None:
         raise ArtifactError(f"the session is malformed: {problem}", where=str(file), hint=_HINT)

@@ -65,10 +65,15 @@ def _again(error: BaseException) -> Exception:
 
     An InputError names what would end a reader's thread, loop or task, or would look like the end of the tokens.
     """
-    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
-        with suppress(Exception):  # its class takes other arguments than it keeps
-            return copy.copy(error)
-    return InputError(f"the sequence ended with {type(error).__name__}: {error}")
+    text = ""
+    with suppress(Exception, SystemExit):  # a class of others, which may say and copy itself as it likes
+        text = f": {error}"
+        # A TimeoutError of `result` says that the sequence goes on.
+        if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration | TimeoutError):
+            found = copy.copy(error)
+            if type(found) is type(error) and str(found) == str(error):
+                return found
+    return InputError(f"the sequence ended with {type(error).__name__}{text}")
 
 
 class Shared:

@@ -1,18 +1,21 @@
 """Files that are replaced whole: a reader finds the old file or the new one, and a kill leaves nothing beside them."""
 
 import errno
+import itertools
 import os
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import get_ident
 from typing import BinaryIO
 
 from fastcar_compile.errors import os_errors
 
 _HAS_NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR)
 """What file systems, and old kernels, without unnamed files answer."""
+
+_NUMBERS = itertools.count()
+"""Of the files that this process replaces, in any thread."""
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -53,7 +56,7 @@ def replacing(path: Path, mode: int | None = None) -> Generator[BinaryIO]:
     if old is not None and not stat.S_ISREG(old.st_mode):
         raise OSError(errno.EINVAL, "it is a folder, a device or a pipe, not a plain file")
     place = Path(os.path.realpath(path))
-    part = place.with_name(f".{place.name}.{os.getpid()}-{get_ident()}")
+    part = place.with_name(f".fastcar-{os.getpid()}-{next(_NUMBERS)}")  # short, as the file's name may be the longest
     part.unlink(missing_ok=True)  # of a process that was killed
     try:
         with _opened(part) as stream:
@@ -75,7 +78,8 @@ def replacing(path: Path, mode: int | None = None) -> Generator[BinaryIO]:
         part.unlink(missing_ok=True)
         raise
     if mode is None:
-        sync(place.parent)
+        with suppress(OSError):  # the file is in its place; not every folder may be opened
+            sync(place.parent)
 
 
 def _opened(part: Path) -> BinaryIO:

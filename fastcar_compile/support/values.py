@@ -118,6 +118,8 @@ def check_current_folder() -> None:
 
 def model_hint(path: Path) -> str:
     """Return a hint for the path of a model folder that does not exist; the path may be a name on the Hub."""
+    if path.suffix == ".pt2":
+        return "give the file that torch.export.save wrote"
     hint = "give a Hugging Face folder (config.json and *.safetensors)"
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(path)):
         return hint
@@ -252,7 +254,7 @@ def checked(error: type[UserError] = InputError, hint: str = "") -> Callable[[ty
             try:
                 construct(self, *map(plain, values), **{field: plain(value) for field, value in fields.items()})
             except ValidationError as refused:
-                raise _refusal(name, refused, error, hint) from refused
+                raise _refusal(type(self), refused, error, hint) from refused
             except InputError as refused:
                 raise error(f"{name} is not valid: {refused.what}", where=name, hint=refused.hint) from refused
 
@@ -262,11 +264,13 @@ def checked(error: type[UserError] = InputError, hint: str = "") -> Callable[[ty
     return decorate
 
 
-def _refusal(name: str, refused: ValidationError, error: type[UserError], hint: str) -> UserError:
+def _refusal(kind: type, refused: ValidationError, error: type[UserError], hint: str) -> UserError:
+    name, known = kind.__name__, getattr(kind, "model_fields", ())
     named = refused.errors(include_url=False)[:LISTED]
     fields = {".".join([name, *map(str, item["loc"])]): None for item in named}
     default = _ONE if len(fields) == 1 else "correct the fields named"
-    return error(f"{name} is not valid: {describe_validation(refused)}", where=", ".join(fields), hint=hint or default)
+    what = f"{name} is not valid: {describe_validation(refused, known)}"
+    return error(what, where=", ".join(fields), hint=hint or default)
 
 
 # Arrays from .npy and .npz files: no pickle, and no more memory than the file accounts for.
@@ -295,6 +299,8 @@ def read_arrays(path: Path, what: str, hint: str, most: int | None = None) -> di
         return {"": np.array(np.load(path, mmap_mode="r", allow_pickle=False))}
     except Exception as error:  # of numpy and zipfile, many kinds; all of them mean that the file is damaged
         text = str(getattr(error, "strerror", None) or error)[: limits.TEXT_ERROR]
+        if "allow_pickle" in text:  # numpy's advice for what is no array at all
+            text = "it holds no plain arrays"
         raise InputError(f"the {what} cannot be read: {text}", where=str(path), hint=hint) from error
 
 

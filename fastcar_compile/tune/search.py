@@ -85,7 +85,8 @@ def is_measurement(entry: Any, layers: int) -> bool:
     """Return whether an entry of a journal can be an NLL, the ratio of each layer, and the share of each video."""
     if not isinstance(entry, list) or len(entry) < layers + 2 or any(type(v) not in (int, float) for v in entry):
         return False
-    return entry[0] >= 0 and all(0 <= value <= 1 for value in entry[1:])
+    largest = math.inf if isinstance(entry[0], float) else sys.float_info.max  # whole numbers have no end
+    return 0 <= entry[0] <= largest and all(0 <= value <= 1 for value in entry[1:])
 
 
 FIGURES = ("replay_ratio", "mlp_weights_spared", "nll", "nll_dense", "token_agreement")
@@ -94,7 +95,10 @@ FIGURES = ("replay_ratio", "mlp_weights_spared", "nll", "nll_dense", "token_agre
 def is_row(entry: Any) -> bool:
     """Return whether an entry of a journal can be the row of an evaluation."""
     figures = [entry.get(name) for name in FIGURES] if isinstance(entry, dict) else [None]
-    return all(value == "inf" or (isinstance(value, float) and value >= 0) for value in figures)
+    shares = [value for value in (figures[0], figures[-1]) if isinstance(value, float)]
+    return all(value == "inf" or (isinstance(value, float) and value >= 0) for value in figures) and (
+        figures[0] != "inf" and all(share <= 1 for share in shares)
+    )
 
 
 def are_rows(entry: Any, count: int) -> bool:
@@ -102,7 +106,7 @@ def are_rows(entry: Any, count: int) -> bool:
     if not isinstance(entry, list) or len(entry) != count or not all(isinstance(row, dict) for row in entry):
         return False
     values = [value for row in entry for value in row.values() if value is not None and not isinstance(value, str)]
-    return all(isinstance(value, int | float) and value >= 0 for value in values)
+    return all(isinstance(value, int | float) and 0 <= value < math.inf for value in values)
 
 
 QUANTILES = (0.2, 0.4, 0.55, 0.68, 0.78, 0.86, 0.92, 0.96, 1.0)

@@ -400,7 +400,10 @@ class Workers:
     def given(self, function: Callable[[Any], Any], task: Any) -> Future[Any]:
         """Give a task to a worker."""
         try:
-            return self._executor.submit(function, task)
+            given = self._executor.submit(function, task)
+            if not all(callable(getattr(given, name, None)) for name in ("result", "cancel")):
+                raise TypeError(f"submit gave {shown(given)}, which is no future")
+            return given
         except Exception as error:  # of a pool that is broken by now
             refused = Future[Any]()
             refused.set_exception(error)

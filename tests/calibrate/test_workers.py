@@ -287,7 +287,16 @@ def test_a_wrong_answer_is_not_journalled(tmp_path: Path, expected: str) -> None
     assert json.loads(journal.read_text())["measurements"].items() >= kept.items()
 
 
-DAMAGED = ("null", '"x"', "[]", "[NaN, 0.5, 0.5, 0.5]", "[-1, 0.5, 0.5, 0.5]", "[1, 2, 0, 0]", '{"nll": 1}')
+DAMAGED = (
+    "null",
+    '"x"',
+    "[]",
+    "[NaN, 0.5, 0.5, 0.5]",
+    "[-1, 0.5, 0.5, 0.5]",
+    "[1, 2, 0, 0]",
+    '{"nll": 1}',
+    f"[{10**400}, 0, 0, 0]",
+)
 
 
 @pytest.mark.parametrize("entry", DAMAGED)
@@ -454,3 +463,21 @@ def test_a_gate_is_trained_by_workers_and_goes_on(tmp_path: Path, monkeypatch: p
         for mine, its in zip(one.layers, other.layers, strict=True):
             assert all(torch.equal(mine[name], its[name]) for name in its)
     assert started.facts() != found.facts()
+
+
+def test_rows_of_journals_have_figures_in_their_ranges() -> None:
+    row = {"replay_ratio": 0.5, "mlp_weights_spared": 0.5, "nll": 1.5, "nll_dense": 1.5, "token_agreement": 1.0}
+    assert search.is_row(row)
+    for change in ({"replay_ratio": 2.0}, {"replay_ratio": "inf"}, {"token_agreement": 1.5}, {"nll": -1.0}):
+        assert not search.is_row(row | change), change
+    assert search.are_rows([{"tokens_per_second": 10.5}], 1)
+    assert not search.are_rows([{"tokens_per_second": float("inf")}], 1)
+
+
+def test_an_executor_without_futures_is_named() -> None:
+    class Eager(ThreadPoolExecutor):
+        def submit(self, *_: Any, **__: Any) -> Any:
+            return None
+
+    with Eager(1) as pool, pytest.raises(UserError, match="submit gave None, which is no future"):
+        reports(pool)

@@ -58,11 +58,12 @@ def test_an_option_without_effect_is_refused_in_python(llama_folder: Path) -> No
     for options, text in (
         ({"max_chain": 3}, "max_chain without effect: threshold None"),
         ({"refresh_every": 3, "couple_cfg": True}, "couple_cfg and refresh_every without effect"),
+        ({"max_chain": 3, "threshold": [None, None]}, "max_chain without effect: threshold None"),
+        ({"refresh_every": 3, "gate": "never", "threshold": 0.5}, "refresh_every without effect: gate never"),
     ):
+        replay = fc.ReplayConfig(**{"threshold": None} | options)
         with pytest.raises(CompileError, match=text):
-            fc.compile(
-                llama_folder, tokens_per_frame=4, dry_run=True, replay=fc.ReplayConfig(threshold=None, **options)
-            )
+            fc.compile(llama_folder, tokens_per_frame=4, dry_run=True, replay=replay)
     with pytest.raises(InputError, match="seed and exact without effect: at temperature 0"):
         fc.Sampling(temperature=0, seed=3, exact=True)
     with pytest.raises(InputError, match="scratch has no effect without executor"):
@@ -105,6 +106,8 @@ def test_other_words_stay() -> None:
 
 
 def test_python_is_told_what_was_meant() -> None:
+    with pytest.raises(CompileError, match=r"treshold: Extra inputs are not permitted.*; did you mean 'threshold'"):
+        fc.ReplayConfig(treshold=1)  # pyright: ignore[reportCallIssue]
     with pytest.raises(CompileError, match="did you mean 'tas'"):
         fc.ReplayConfig(gate="tass")
     with pytest.raises(UserError, match="did you mean 'llama2-7b'"):

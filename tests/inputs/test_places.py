@@ -35,6 +35,18 @@ def test_a_model_that_is_not_there(name: str) -> None:
         fc.compile(name, output="out", **OPTIONS)
 
 
+def test_a_missing_export_is_no_missing_folder() -> None:
+    with pytest.raises(CompileError, match=r"no model file\n.*\n.*the file that torch\.export\.save wrote"):
+        fc.compile("none.pt2", output="out", **OPTIONS)
+
+
+def test_a_model_is_no_artifact() -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no manifest\.json.*\n.*\n.*this is a model: `fastcar compile` it first"):
+        fc.load("model")
+
+
 def test_an_artifact_is_no_model() -> None:
     Path("built").mkdir()
     Path("built/manifest.json").write_text("{}")

@@ -126,7 +126,8 @@ PAIRED += [{"guidance": 3.0, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1.5
 def drawn(options: dict[str, Any], rows: list[list[float]], count: int = 60) -> set[tuple[int, ...]]:
     """The choices of a new video for each seed."""
     given, prompt = np.array(rows, np.float32), np.zeros((len(rows), 1), np.int64)
-    return {tuple(Sampling(**options, seed=seed).start(prompt)(given).tolist()) for seed in range(count)}
+    seeds = [{}] if options.get("temperature") == 0 else [{"seed": seed} for seed in range(count)]
+    return {tuple(Sampling(**options, **seed).start(prompt)(given).tolist()) for seed in seeds}
 
 
 @pytest.mark.parametrize("options", FORBIDDEN)
@@ -173,6 +174,12 @@ def test_what_cannot_be_drawn_is_named(options: dict[str, Any], value: float, te
 def test_a_pair_that_allows_no_token_is_named() -> None:
     with pytest.raises(InputError, match=r"row 0, position 0: .*-inf\n.*guidance"):
         drawn({"guidance": 2.0}, [[1.0, -INF], [-INF, 1.0]])
+
+
+def test_a_penalty_that_leaves_no_token_is_no_fault_of_the_logits() -> None:
+    choose = Sampling(temperature=0, repetition_penalty=1e308).start(np.array([[0, 1, 2]]))
+    with pytest.raises(InputError, match=r"the scores of all tokens are -inf\n.*a penalty"):
+        choose(np.array([[-5, -3, -4]], np.float32))
 
 
 class Given(Stepper):

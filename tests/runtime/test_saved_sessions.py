@@ -22,6 +22,7 @@ from fastcar_compile.errors import ArtifactError, InputError, UserError
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
+from fastcar_compile.support.files import replace_file
 from fastcar_compile.support.values import read_arrays
 
 FRAME, LENGTH, ROWS = 5, 40, 2
@@ -292,3 +293,13 @@ def test_a_killed_save_leaves_the_old_file_alone(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
     assert file.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_the_longest_name_and_one_that_is_none(tmp_path: Path) -> None:
+    longest = tmp_path / ("x" * 255)
+    replace_file(longest, b"one")
+    replace_file(longest, b"two")
+    assert longest.read_bytes() == b"two"
+    with pytest.raises(UserError, match="the file cannot be written: the name is not UTF-8"):
+        replace_file(tmp_path / "\ud800", b"")
+    assert os.listdir(tmp_path) == [longest.name]

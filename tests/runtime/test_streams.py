@@ -23,6 +23,7 @@ from decoders import llama
 import fastcar_compile as fc
 from fastcar_compile.errors import InputError
 from fastcar_compile.runtime import batcher as module
+from fastcar_compile.runtime import streams
 from fastcar_compile.runtime.backends.base import Stepper, StepResult, opened
 from fastcar_compile.runtime.streams import Tokens
 
@@ -383,6 +384,54 @@ def test_samplers_that_raise_or_wait_end_alone(made: Any) -> None:
     again = sampler(lambda logits: batcher.submit(PROMPT, 1) and logits.argmax(-1))
     assert batcher.submit(PROMPT, 9, again).result(20) == after(3, 9)
     assert good.result(20) == after(3, 60)
+
+
+class Coded(Exception):
+    """Its constructor takes another argument than it keeps."""
+
+    def __init__(self, code: object) -> None:
+        super().__init__(f"code {code}")
+
+
+class Nameless(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+class Uncopied(Exception):
+    def __reduce__(self) -> Any:
+        raise SystemExit
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (Coded(5), "the sequence ended with Coded: code 5"), (Nameless(), "the sequence ended with Nameless"),
+        (Uncopied("x"), "the sequence ended with Uncopied: x"),
+        (TimeoutError("of a sampler"), "the sequence ended with TimeoutError: of a sampler"),
+    ],
+)  # fmt: skip
+def test_what_readers_are_told_of_odd_errors(error: Exception, text: str) -> None:
+    found = streams._again(error)
+    assert (type(found), str(found)) == (InputError, text)
+
+
+def test_a_process_ends_although_a_sampler_does_not(single: fc.Artifact) -> None:
+    text = f"""
+import sys, time
+import numpy as np
+import fastcar_compile as fc
+from fastcar_compile.runtime import batcher
+class Slow(fc.Sampling):
+    def start(self, prompt):
+        return lambda logits: time.sleep(1e6)
+batcher.EXIT_SECONDS = 0.2
+made = fc.Batcher(fc.load({str(single.path)!r}), threads=1)
+stream = made.submit(np.array([1]), 9, Slow())
+time.sleep(0.5)
+sys.exit(0)
+"""
+    fresh_process("-c", text)
 
 
 def test_samplers_may_keep_logits(made: Any) -> None:

@@ -29,9 +29,16 @@ for (const [name, change] of Object.entries({
   "no JSON": () => "{",
 }))
   manifests[name] = await said(() => load(changed(change)));
+for (const field of ["files", "host", "decoder", "layers"]) {
+  const without = (text) => JSON.stringify({ ...JSON.parse(text), [field]: undefined });
+  manifests[`no ${field}`] = await said(() => load(changed(without)));
+}
+manifests["a text is thrown"] = await said(() => load(() => { throw "nothing"; }));
 manifests["no file"] = await said(() => load(folder(`${path}/none`)));
 
-const artifact = await load(read);
+const all = {};
+const artifact = await load(async (name) => (all[name] = await read(name)));
+await load((name) => all[name]); // a source may give bytes at once
 const vocabulary = artifact.config.vocab_size;
 const session = artifact.session();
 const state = () => JSON.stringify([session.position, session.forwards, session.first, session.thresholds, session.replays]);
@@ -47,13 +54,14 @@ const unchanged = state() === before;
 const fresh = artifact.session();
 for (const prompt of [[], undefined, [-1], [vocabulary], [1, 1.5], Array(artifact.config.max_seq_len + 1).fill(1)])
   tokens[`prompt ${prompt?.slice(0, 2)}, ${prompt?.length}`] = await said(() => fresh.prefill(prompt));
+tokens["endless prompt"] = await said(() => fresh.prefill({ length: 1e9 }));
 fresh.prefill(Array(artifact.config.max_seq_len).fill(1));
 tokens["step behind the end"] = await said(() => fresh.step(1));
 fresh.close();
 fresh.close();
 for (const call of [() => fresh.step(1), () => fresh.prefill([1]), () => fresh.setThreshold(1)]) tokens[`closed ${call}`] = await said(call);
 const own = [artifact.session(), artifact.session()].map(({ memory }) => memory);
-for (const options of [{ temperature: NaN }, { temperature: -1 }, { topK: 1.5 }, { seed: -1 }, { seed: 0.5 }])
+for (const options of [{ temperature: NaN }, { temperature: "1" }, { temperature: -1 }, { topK: 1.5 }, { seed: -1 }, { seed: 0.5 }])
   tokens[`sampler ${JSON.stringify(options)}`] = await said(() => new Sampler(options));
 
 const runs = {};

@@ -212,7 +212,8 @@ def activation_factor(x: Tensor, activation: str) -> Tensor:
         activation: one of `FACTORS`; act(x) is x * activation_factor(x, activation).
     """
     table = FACTORS[activation]
-    scaled = x.clamp(-table.limit, table.limit) * table.input_scale
+    # Of a NaN any factor will do: its product with x is NaN.
+    scaled = x.clamp(-table.limit, table.limit).nan_to_num(nan=table.limit) * table.input_scale
     # From 0 to 2 * INPUT_STEPS: bits 6 and up are the knot, the lower 6 bits the place between two knots.
     fixed = torch.round(scaled).to(torch.int32) + INPUT_STEPS
     # At the upper end the last interval is taken with fraction 64, which is its right knot.

@@ -43,17 +43,20 @@ async function sha256(bytes) {
  */
 export async function load(source, { digest = null } = {}) {
   const given = typeof source === "function" ? source : under(source);
-  const read = (name) =>
-    given(name).catch((error) => {
-      throw error instanceof ArtifactError ? error : new ArtifactError(`${name} cannot be read: ${error.message}`);
-    });
+  const read = async (name) => {
+    try {
+      return await given(name);
+    } catch (error) {
+      throw error instanceof ArtifactError ? error : new ArtifactError(`${name} cannot be read: ${error?.message ?? error}`);
+    }
+  };
   const bytes = await read("manifest.json");
   if (digest !== null && `sha256:${await sha256(bytes)}` !== digest) {
     throw new ArtifactError("manifest.json has another digest: fetch the artifact again");
   }
   const manifest = manifestOf(bytes);
-  const programs = programsOf(manifest);
-  const weights = Object.keys(manifest.files).filter((name) => /^weights\/model.*\.safetensors$/.test(name)).sort();
+  const programs = asDescribed(() => programsOf(manifest));
+  const weights = asDescribed(() => Object.keys(manifest.files)).filter((name) => /^weights\/model.*\.safetensors$/.test(name)).sort();
   const checked = async (name) => {
     const [content, entry] = [await read(name), manifest.files[name]];
     if (entry === undefined || content.length !== entry.size || (await sha256(content)) !== entry.sha256) {
@@ -63,7 +66,16 @@ export async function load(source, { digest = null } = {}) {
   };
   const [library, ...files] = await Promise.all([programs.library, ...weights].map(checked));
   const { instance } = await WebAssembly.instantiate(library, {});
-  return new Artifact(manifest, programs, new Machine(instance.exports), files);
+  return asDescribed(() => new Artifact(manifest, programs, new Machine(instance.exports), files));
+}
+
+/** What a manifest describes, made of its fields; one that lacks some is damaged. */
+function asDescribed(make) {
+  try {
+    return make();
+  } catch (error) {
+    throw error instanceof TypeError ? new ArtifactError(`manifest.json is damaged: ${error.message}`) : error;
+  }
 }
 
 function manifestOf(bytes) {
@@ -239,6 +251,8 @@ export class Session {
   /** Read a prompt, an array of tokens, at the beginning; return the logits behind its last one. They are a copy. */
   prefill(tokens) {
     if (this.position) throw new RangeError("a prompt comes first: reset the session");
+    const longest = this.config.max_seq_len;
+    if (tokens?.length > longest) throw new RangeError(`${tokens.length} tokens, and the session has room for ${longest}`);
     tokens = Array.from(tokens ?? []);
     if (!tokens.length) throw new RangeError("a prompt has at least one token");
     this.requireTokens(tokens);
@@ -304,7 +318,7 @@ const LOG2_E = 1.4426950408889634;
 export class Sampler {
   constructor({ temperature = 1, topK = 0, seed = 0 } = {}) {
     const whole = (value) => Number.isSafeInteger(value) && value >= 0;
-    if (!(temperature >= 0 && temperature < Infinity && whole(topK) && whole(seed))) {
+    if (!(typeof temperature === "number" && temperature >= 0 && temperature < Infinity && whole(topK) && whole(seed))) {
       throw new RangeError(`temperature ${temperature}, topK ${topK}, seed ${seed}: give numbers from 0 on, the last two whole`);
     }
     Object.assign(this, { temperature, topK, seed, drawn: 0, random: generator(BigInt(seed)) });
