@@ -421,7 +421,7 @@ class Workers:
             except FastcarError:
                 raise
             except Exception:
-                return self._executor.submit(function, task).result()
+                return self.given(function, task).result()
         except FastcarError:
             raise
         except Exception as error:
