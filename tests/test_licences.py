@@ -73,6 +73,6 @@ def test_make_demo_takes_the_build_of_torch_that_is_asked_for(
     (line,) = (line for line in printed.splitlines() if "-e" in line.split())
     words = shlex.split(line.replace(str(tmp_path), sys.prefix))
     assert (words[words.index("--torch-backend") :][:2] if "--torch-backend" in words else []) == passed
-    installed = [*words[: words.index("--no-build-isolation")], "--dry-run", "--offline", "torch"]
+    installed = [*words[: words.index("--no-build-isolation-package")], "--dry-run", "--offline", "torch"]
     done = subprocess.run(installed, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr  # uv knows the option, and the pinned version satisfies it

@@ -115,14 +115,16 @@ class GatedByProduct(Gated):
         return self.down(gate * up)
 
 
-@pytest.mark.parametrize(("kind", "activation"), [(Gated, "sigmoid"), (GatedByProduct, "mul")])
-def test_gate_and_up_in_one_linear(kind: type[PlainBlock], activation: str) -> None:
+@pytest.mark.parametrize(("kind", "gated", "activation"), [(Gated, True, "sigmoid"), (GatedByProduct, False, "mul")])
+def test_gate_and_up_in_one_linear(kind: type[PlainBlock], gated: bool, activation: str) -> None:
+    """Where nothing tells which half is the gate, the linear stays one."""
+
     class Decoder(PlainDecoder):
         block = kind
 
     model = Decoder(layers=1)
     (site,) = captured(model).sites
-    assert (site.mlp.gated, site.mlp.intermediate, site.mlp.activation.split(",")[0]) == (True, 32, activation)
+    assert (site.mlp.gated, site.mlp.intermediate, site.mlp.activation.split(",")[0]) == (gated, 32, activation)
     torch.testing.assert_close(decoded(model), expected(model), atol=1e-5, rtol=0)
 
 

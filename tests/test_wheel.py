@@ -114,7 +114,7 @@ def test_a_device_without_torch_decodes_the_same_tokens(device: Path, artifact: 
 @pytest.mark.parametrize(
     ("code", "extra"),
     [
-        ("fc.compile('model')", "compile"),
+        ("fc.compile('.')", "compile"),
         ("fc.train_gate", "train"),
         ("fc.load(sys.argv[1]).graph", "compile"),
         ("fc.load(sys.argv[1]).session('eager')", "compile"),

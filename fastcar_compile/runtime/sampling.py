@@ -81,10 +81,9 @@ class Sampling:
         if self.exact and (self.top_p is not None or self.repetition_penalty != 1 or self.guidance != 1):
             what = "exact draws are defined for temperature and top_k alone"
             raise InputError(what, hint="leave top_p, repetition_penalty and guidance out, or draw with exact=False")
-        idle = [name for name in ("top_k", "top_p", "seed", "exact") if getattr(self, name)]
-        if self.temperature == 0 and idle:
-            what = f"{' and '.join(idle)} without effect: at temperature 0 nothing is drawn"
-            raise InputError(what, hint=f"give a temperature, or leave {' and '.join(idle)} out")
+        if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
+            what = "top_k and top_p limit a draw, but at temperature 0 nothing is drawn"
+            raise InputError(what, hint="give a temperature, or leave top_k and top_p out")
 
     def start(self, prompt: Tokens) -> TokenChoice:
         """Return the chooser of the tokens of one video; prompt: int64 [B, P] of all rows.

@@ -246,7 +246,8 @@ def checked(error: type[UserError] = InputError, hint: str = "") -> Callable[[ty
         # this one.
         @wraps(construct)
         def construct_or_refuse(self: Any, /, *values: Any, **fields: Any) -> None:
-            name = type(self).__name__
+            kind: type[Any] = self.__class__
+            name = kind.__name__
             try:
                 takes.bind(self, *values, **fields)
             except TypeError as refused:
@@ -254,7 +255,7 @@ def checked(error: type[UserError] = InputError, hint: str = "") -> Callable[[ty
             try:
                 construct(self, *map(plain, values), **{field: plain(value) for field, value in fields.items()})
             except ValidationError as refused:
-                raise _refusal(type(self), refused, error, hint) from refused
+                raise _refusal(kind, refused, error, hint) from refused
             except InputError as refused:
                 raise error(f"{name} is not valid: {refused.what}", where=name, hint=refused.hint) from refused
 

@@ -51,9 +51,8 @@ class Beginning:
 
     def sampling(self, codes: int) -> Sampling:
         """Return what draws the image tokens among so many codes: the same ones in a browser."""
-        if self.temperature == 0:
-            return Sampling(0.0)
-        return Sampling(self.temperature, self.top_k if 0 < self.top_k < codes else None, seed=self.seed, exact=True)
+        top_k = self.top_k if self.temperature and 0 < self.top_k < codes else None
+        return Sampling(self.temperature, top_k, seed=self.seed, exact=True)
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,8 @@ def test_an_option_without_effect_is_refused_in_python(llama_folder: Path) -> No
         replay = fc.ReplayConfig(**{"threshold": None} | options)
         with pytest.raises(CompileError, match=text):
             fc.compile(llama_folder, tokens_per_frame=4, dry_run=True, replay=replay)
-    with pytest.raises(InputError, match="seed and exact without effect: at temperature 0"):
-        fc.Sampling(temperature=0, seed=3, exact=True)
+    with pytest.raises(InputError, match="but at temperature 0 nothing is drawn"):
+        fc.Sampling(temperature=0, top_k=3, top_p=0.5)
     with pytest.raises(InputError, match="scratch has no effect without executor"):
         Workers.of(None, "/tmp/scratch")
 

@@ -17,7 +17,18 @@ _PLACE = folder() / "cache"
 
 def run(data: bytes) -> bool:
     """Take the entry; then, where it has the fields of one, what a writer would have made of them."""
-    LOGGER.disabled = True  # a damaged entry is no error, and is reported
+    LOGGER.addFilter(_quiet)  # a damaged entry is no error, and is reported
+    try:
+        return _all(data)
+    finally:
+        LOGGER.removeFilter(_quiet)
+
+
+def _quiet(_: object) -> bool:
+    return False
+
+
+def _all(data: bytes) -> bool:
     found = _taken(data)
     try:
         entry = Entry.model_validate(parse_json(data))
