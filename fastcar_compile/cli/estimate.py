@@ -185,18 +185,19 @@ def with_options(work: Workload, wishes: dict[str, Any]) -> Workload:
     """Return the workload with what the command line asks for; None: as the workload has it.
 
     Raises:
-        UserError: a quantisation or an offload that there is not.
+        UserError: a quantisation, an offload or a type of the KV cache that there is not.
     """
-    from fastcar_compile.config.formats import ACCELERATED
+    from fastcar_compile.config.formats import ACCELERATED, KV_TYPES
 
     offloads: tuple[str, ...] = get_args(fc.CompileConfig.model_fields["offload"].annotation)
     given = {name: value for name, value in wishes.items() if value is not None}
     if given.get("quant", SHAPE_QUANT) not in ACCELERATED:
         hint = f"give one of {names_text(ACCELERATED, given['quant'])}"
         raise UserError(f"there is no engine for --quant {given['quant']}", hint=hint)
-    if given.get("offload", offloads[0]) not in offloads:
-        hint = f"give one of {names_text(offloads, given['offload'])}"
-        raise UserError(f"--offload {given['offload']} is not known", hint=hint)
+    for name, known in (("offload", offloads), ("kv", tuple(KV_TYPES))):
+        if name in given and given[name] not in known:
+            hint = f"give one of {names_text(known, given[name])}"
+            raise UserError(f"--{name} {given[name]} is not known", hint=hint)
     if "sink_window" in given:
         given["kv_rows"] = None  # an artifact's own ring has another window
     if given.keys() - {"offload", "replay"}:

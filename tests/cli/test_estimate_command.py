@@ -169,6 +169,7 @@ def test_run_writes_the_trace(fastcar: Fastcar, fake: object, tmp_path: Path) ->
         (("--shape", "llama2-7b", "--trace", "t.npy"), "the trace does not exist"),
         (("--shape", "llama2-7b", "--quant", "int3"), "there is no engine for --quant int3"),
         (("--shape", "llama2-7b", "--offload", "head"), "--offload head is not known"),
+        (("--shape", "llama2-7b", "--kv", "flaot16"), "did you mean 'float16'?"),
         (("--shape", "llama2-7b", "--sink-window", "4,8"), "--sink-window is gone hint: give --window and --sinks"),
         (("--shape", "llama2-7b", "--batch", "4"), "--batch is gone hint: give --batch-size"),
         (("--shape", "llama2-7b", "--sinks", "4"), "--sinks needs --window"),
