@@ -18,7 +18,7 @@ from fastcar_compile.runtime.backends.base import Stepper, opened, spans_of
 from fastcar_compile.runtime.forwards import Choose
 from fastcar_compile.runtime.inputs import check_ids, to_numpy
 from fastcar_compile.runtime.sampling import Sampling, chooser
-from fastcar_compile.runtime.streams import Shared, Tokens, TokenStream
+from fastcar_compile.runtime.streams import Shared, TokenQueue, TokenStream
 from fastcar_compile.support.values import check_kind, whole
 
 Array = NDArray[Any]
@@ -26,7 +26,7 @@ EXIT_SECONDS = 5.0
 """Time that a process waits for a decode step at its end; a caller's sampler may never return."""
 
 
-class _Sequence(Tokens):
+class _Sequence(TokenQueue):
     """A sequence where it stands; only the decoding thread changes it.
 
     Args:

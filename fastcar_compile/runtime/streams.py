@@ -113,7 +113,7 @@ class Shared:
             raise InputError(f"{what} was called by a sampler, and would wait for the thread that runs it", hint=hint)
 
 
-class Tokens:
+class TokenQueue:
     """Token ids of one sequence on their way from the decoding thread to readers.
 
     Args:
@@ -199,7 +199,7 @@ class TokenStream:
     An `async for` that is left ends the sequence, and so does a stream that nobody holds any more.
     """
 
-    def __init__(self, tokens: Tokens, read: TokenStream | None = None) -> None:
+    def __init__(self, tokens: TokenQueue, read: TokenStream | None = None) -> None:
         self._tokens, self._read = tokens, read
 
     def __del__(self) -> None:

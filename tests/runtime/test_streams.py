@@ -25,7 +25,7 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.runtime import batcher as module
 from fastcar_compile.runtime import streams
 from fastcar_compile.runtime.backends.base import Stepper, StepResult, opened
-from fastcar_compile.runtime.streams import Tokens
+from fastcar_compile.runtime.streams import TokenQueue
 
 VOCABULARY, PLACES = 17, 3
 PROMPT = np.array([1, 2, 3])
@@ -485,8 +485,8 @@ def test_nan_does_not_stay_in_its_place(single: fc.Artifact, monkeypatch: pytest
 
 def test_a_paused_sequence_is_not_polled(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batcher, _ = made(unread=2)
-    stream, asked, paused = batcher.submit(PROMPT, 12), list[bool](), Tokens.paused
-    monkeypatch.setattr(Tokens, "paused", property(lambda own: asked.append(True) or paused.fget(own)))  # type: ignore[misc]
+    stream, asked, paused = batcher.submit(PROMPT, 12), list[bool](), TokenQueue.paused
+    monkeypatch.setattr(TokenQueue, "paused", property(lambda own: asked.append(True) or paused.fget(own)))  # type: ignore[misc]
     while len(stream._tokens.ids) < 2:
         time.sleep(0.001)
     time.sleep(0.02)
