@@ -24,7 +24,7 @@ from fastcar_compile.frontend.huggingface import read_module
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.support.values import read_arrays, refuse_pipe, reporter, token_table
 from fastcar_compile.tune.evaluate import Study
-from fastcar_compile.tune.search import Journal, are_rows
+from fastcar_compile.tune.journal import Journal, are_rows
 from fastcar_compile.tune.slices import WORKERS_HINT
 from fastcar_compile.tune.workers import Workers
 

@@ -12,8 +12,9 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.gates import GATES
 from fastcar_compile.tune.calibrate import expected
 from fastcar_compile.tune.curves import HOPELESS
+from fastcar_compile.tune.journal import Journal
 from fastcar_compile.tune.rule import Measurement
-from fastcar_compile.tune.search import QUANTILES, TOLERANCE, Journal, Search
+from fastcar_compile.tune.search import QUANTILES, TOLERANCE, Search
 
 SCORES = (torch.linspace(0, 1, 1001), torch.linspace(0, 3, 1001))
 

@@ -24,6 +24,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli.options import executor_of
 from fastcar_compile.errors import InputError, UserError
 from fastcar_compile.tune import calibrate, search, workers
+from fastcar_compile.tune import journal as journal_file
 from fastcar_compile.tune.calibrate import Setting, program_of
 from fastcar_compile.tune.evaluate import Case, SinkWindow, Study
 from fastcar_compile.tune.training import steps, train
@@ -303,18 +304,18 @@ DAMAGED = (
 def test_a_damaged_entry_of_a_journal_is_named(tmp_path: Path, entry: str) -> None:
     """With its file and line; a file of other inputs is begun anew, and one that ends early is named too."""
     path = tmp_path / "journal.json"
-    right = partial(search.is_measurement, layers=2)
-    search.Journal(path, "key", right=right).add("first", [1.5, 0.25, 0.5, 1])
+    right = partial(journal_file.is_measurement, layers=2)
+    journal_file.Journal(path, "key", right=right).add("first", [1.5, 0.25, 0.5, 1])
     text = path.read_text().replace('"first"', f'"damaged": {entry},\n"first"')
     path.write_text(text)
     with pytest.raises(InputError, match="an entry of the journal is damaged: damaged") as caught:
-        search.Journal(path, "key", right=right)
+        journal_file.Journal(path, "key", right=right)
     line = text.splitlines().index(f'"damaged": {entry},') + 1
     assert caught.value.where == f"{path}, line {line}"
-    assert not search.Journal(path, "of other videos", right=right).entries
+    assert not journal_file.Journal(path, "of other videos", right=right).entries
     path.write_text(text[:-9])
     with pytest.raises(InputError, match=r"the journal cannot be read: EOF while parsing .* at line \d+"):
-        search.Journal(path, "key", right=right)
+        journal_file.Journal(path, "key", right=right)
 
 
 def test_an_exception_that_cannot_be_pickled_is_told_by_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,11 +468,11 @@ def test_a_gate_is_trained_by_workers_and_goes_on(tmp_path: Path, monkeypatch: p
 
 def test_rows_of_journals_have_figures_in_their_ranges() -> None:
     row = {"replay_ratio": 0.5, "mlp_weights_spared": 0.5, "nll": 1.5, "nll_dense": 1.5, "token_agreement": 1.0}
-    assert search.is_row(row)
+    assert journal_file.is_row(row)
     for change in ({"replay_ratio": 2.0}, {"replay_ratio": "inf"}, {"token_agreement": 1.5}, {"nll": -1.0}):
-        assert not search.is_row(row | change), change
-    assert search.are_rows([{"tokens_per_second": 10.5}], 1)
-    assert not search.are_rows([{"tokens_per_second": float("inf")}], 1)
+        assert not journal_file.is_row(row | change), change
+    assert journal_file.are_rows([{"tokens_per_second": 10.5}], 1)
+    assert not journal_file.are_rows([{"tokens_per_second": float("inf")}], 1)
 
 
 def test_an_executor_without_futures_is_named() -> None:

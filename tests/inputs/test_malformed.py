@@ -33,7 +33,7 @@ from fastcar_compile.passes.pipeline import PASSES
 from fastcar_compile.report.comparison import diff
 from fastcar_compile.tune.evaluate.cases import load_cases
 from fastcar_compile.tune.evaluate.frames import entry_point
-from fastcar_compile.tune.search import Journal
+from fastcar_compile.tune.journal import Journal
 from fastcar_compile.tune.training.trained import TrainedGate, TrainingState
 from fastcar_play.lockstep import load_game
 

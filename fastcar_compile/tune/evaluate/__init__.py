@@ -29,9 +29,10 @@ from fastcar_compile.tune.evaluate.cases import save_cases as save_cases
 from fastcar_compile.tune.evaluate.frames import Detokenize, Likeness, likeness, to_frames
 from fastcar_compile.tune.evaluate.frames import entry_point as entry_point
 from fastcar_compile.tune.evaluator import Evaluator
+from fastcar_compile.tune.journal import Journal, is_row
 from fastcar_compile.tune.rows import of_prefill
 from fastcar_compile.tune.rule import Details
-from fastcar_compile.tune.search import Journal, Say, is_row
+from fastcar_compile.tune.search import Say
 from fastcar_compile.tune.videos import check_dense
 from fastcar_compile.tune.workers import Setting, Subject, Workers
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 from fastcar_compile.errors import InputError
-from fastcar_compile.tune.search import Journal, are_rows, is_measurement, is_row
+from fastcar_compile.tune.journal import Journal, are_rows, is_measurement, is_row
 from fuzz.expect import accepted, as_file, folder, same
 
 _FORMS = (
