@@ -33,11 +33,11 @@ class DepthHead:
         self._inputs = np.zeros((config.batch_size, 1, *config.input_shape), np.float32)
         self._never = np.full(config.num_layers, np.inf, np.float32)
 
-    def choose(self, hidden: Array, position: int, choose: Callable[[Array, int], Array]) -> Array:
+    def choose(self, hidden: Array, position: int, choose: Callable[..., Array]) -> Array:
         """Return the codes int64 [B, D] of a position.
 
         Args:
-            hidden: float32 [B, H]. choose: from logits float32 [B, V] and their position to codes int64 [B].
+            hidden: float32 [B, H]. choose: of logits float32 [B, V], position and code number: int64 [B].
         """
         given, found = self._inputs[:, 0], np.full((len(hidden), self.codes), NO_CODE, np.int64)
         given[:, : -self.codes] = hidden
@@ -45,7 +45,7 @@ class DepthHead:
         for step in range(self.codes):
             given[:, -self.codes :] = found
             result = self._stepper.decode(self._inputs, step, step, self._never)
-            found[:, step] = choose(np.array(result.logits[:, 0]), position)
+            found[:, step] = choose(np.array(result.logits[:, 0]), position, step)
         return found
 
     def next_input(self, codes: Array) -> Array:

@@ -1,26 +1,31 @@
-"""Token choice: a sampler takes logits [B, V] as numpy or torch and returns token ids int64 [B]."""
+"""Token choice: a sampler takes logits [B, V] as numpy or torch and returns token ids int64 [B].
+
+The draw of a position depends on the seed, the sequence and the position alone, not on what was drawn before.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.errors import InputError, count_text
-from fastcar_compile.ir.exact import numerators
+from fastcar_compile.runtime.draws import Noise
 from fastcar_compile.runtime.inputs import like, to_numpy
 from fastcar_compile.support import limits
 from fastcar_compile.support.values import check_function, check_kind, checked, number, whole
 
-Sampler = Callable[[Any], Any]
-"""logits float32 [B, V] -> token ids int64 [B]."""
+Sampler = Callable[..., Any]
+"""logits float32 [B, V], and their position where it has a parameter `position` -> token ids int64 [B]."""
 
-_LARGEST_SEED = (1 << 128) - 1
-"""Bits that numpy's generator keeps."""
+_LARGEST_SEED = (1 << 64) - 1
+"""Bits of a key of Philox."""
 
 _LOG2_E = math.log2(math.e)
 
@@ -42,9 +47,9 @@ class Sampling:
         guidance: classifier-free guidance. Rows b and b + B / 2 are a pair, the second one with the unconditional
             prompt. log p = unconditional + guidance * (conditional - unconditional), and both rows get the same token.
             1: rows are independent.
-        seed: seed of the draws. The same seed gives the same tokens.
-        exact: draw with integer weights, so that equal logits give equal tokens on every machine
-            (docs/reference/numerics.md); with temperature and top_k alone.
+        seed: seed of the draws, below 2^64. Seed, row and position give the noise of a draw, by Gumbel-max.
+        exact: refuse what needs exp: top_p, and a penalty of guided scores. With everything else equal logits give
+            equal tokens on every machine (docs/reference/numerics.md).
 
     Raises:
         InputError: a value is out of its range.
@@ -78,12 +83,17 @@ class Sampling:
             if wrong:
                 raise InputError(f"the {name} is {getattr(self, name)}", hint=f"give {expected}")
         check_kind("exact", self.exact, bool, "True or False")
-        if self.exact and (self.top_p is not None or self.repetition_penalty != 1 or self.guidance != 1):
-            what = "exact draws are defined for temperature and top_k alone"
-            raise InputError(what, hint="leave top_p, repetition_penalty and guidance out, or draw with exact=False")
+        if self.exact and (self.top_p is not None or self._penalises_guided):
+            what = "exact draws have neither top_p nor a repetition_penalty beside guidance"
+            raise InputError(what, hint="leave them out, or draw with exact=False")
         if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
             what = "top_k and top_p limit a draw, but at temperature 0 nothing is drawn"
             raise InputError(what, hint="give a temperature, or leave top_k and top_p out")
+
+    @property
+    def _penalises_guided(self) -> bool:
+        """Whether the sign of guided scores counts, which therefore have to be log probabilities."""
+        return self.guidance != 1 and self.repetition_penalty != 1
 
     def start(self, prompt: Tokens) -> TokenChoice:
         """Return the chooser of the tokens of one video; prompt: int64 [B, P] of all rows.
@@ -106,10 +116,15 @@ class Sampling:
         Raises:
             InputError: a logit is NaN, or a row leaves all tokens out.
         """
+        return self.limited(self.processed(logits, seen, position))
+
+    def processed(self, logits: NDArray[np.float32], seen: Tokens, position: int | None = None) -> Scores:
+        """Return `scores` in which neither top_k nor top_p leaves a token out."""
         # float64 keeps the rounding of later operations far below the rounding of the float32 logits.
         scores = bounded(np.asarray(logits, np.float64), position, "logits")
         if self.guidance != 1:
-            scores = bounded(guided(scores, self.guidance), position)
+            # A constant of a row moves no draw, and without one nothing is rounded but products and sums.
+            scores = bounded(guided(scores, self.guidance, normalised=self._penalises_guided), position)
         if self.repetition_penalty != 1:
             held = np.zeros(scores.shape, bool)
             np.put_along_axis(held, seen[: len(scores)], True, axis=-1)
@@ -119,16 +134,15 @@ class Sampling:
         if self.temperature > 0:
             with np.errstate(over="ignore"):
                 scores = bounded(scores / self.temperature, position)
+        return scores
+
+    def limited(self, scores: Scores) -> Scores:
+        """Return processed scores with -inf where top_k or top_p leaves a token out."""
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             # `partition` finds the k-th score without sorting the vocabulary. Scores equal to it all stay.
             least = np.partition(scores, -self.top_k, axis=-1)[:, -self.top_k, None]
             scores = np.where(scores < least, -np.inf, scores)
         return scores if self.top_p is None else self._nucleus(scores, self.top_p)
-
-    def few(self, logits: NDArray[np.float32]) -> int | None:
-        """Return top_k, where it alone decides which tokens of a single row may be drawn; else None."""
-        alone = self.top_p is None and self.repetition_penalty == self.guidance == 1 and self.temperature > 0
-        return self.top_k if alone and self.top_k is not None and self.top_k < logits.size == logits.shape[1] else None
 
     @staticmethod
     def _nucleus(scores: Scores, share: float) -> Scores:
@@ -144,7 +158,9 @@ class Sampling:
 
 
 class TokenChoice:
-    """Chooses the tokens of one video, one position after the other."""
+    """Chooses the tokens of one video, in any order of the positions."""
+
+    keyed = True
 
     def __init__(self, sampling: Sampling, prompt: Tokens) -> None:
         self._sampling = sampling
@@ -153,50 +169,81 @@ class TokenChoice:
             what = f"guidance pairs row b with row b + B / 2, but there are {count_text(len(prompt), 'row')}"
             raise InputError(what, hint="compile with an even batch_size, and give the unconditional prompts last")
         self._seen = prompt[: len(prompt) // 2] if self._paired else prompt
-        self._random = np.random.default_rng(sampling.seed)
         self._position = prompt.shape[1] - 1
+        self._begin: int | None = None
+        self._noise: Noise | None = None
 
-    def __call__(self, logits: NDArray[np.float32], position: int | None = None) -> Tokens:
+    def __call__(self, logits: NDArray[np.float32], position: int | None = None, part: int = 0) -> Tokens:
         """Return token ids int64 [B] for logits float32 [B, V].
 
         Args:
-            position: of the logits, for errors; None: the prompt's last one, and one further with every call.
+            position: of the logits; None: the prompt's last one, and one further with every call. part: number of the
+                code, where a position has several.
 
         Raises:
             InputError: a logit is NaN, or a row leaves all tokens out.
         """
-        position, self._position = self._position if position is None else position, self._position + 1
-        if (few := self._sampling.few(logits)) is not None:
-            return self._drawn_among(few, bounded(np.asarray(logits, np.float64), position, "logits")[0])
-        scores = self._sampling.scores(logits, self._seen, position)
-        tokens = (scores.argmax(-1) if self._sampling.temperature == 0 else self._drawn(scores)).astype(np.int64)
+        place, self._position = self._position if position is None else position, self._position + 1
+        tokens = self.several(logits[:, None], place, None, part)
         if self._sampling.repetition_penalty != 1:
-            self._seen = np.concatenate([self._seen, tokens[:, None]], 1)
-        return np.tile(tokens, 2) if self._paired else tokens
+            self._seen = np.concatenate([self._seen, tokens[: len(self._seen)]], 1)
+        return tokens[:, 0]
 
-    def _drawn(self, scores: Scores) -> Tokens:
-        """Return the first token of every row whose cumulated probability exceeds a uniform number."""
-        weights = self._weights(scores - scores.max(-1, keepdims=True)).cumsum(-1)
-        # Scaling the random number by the total costs one product. Normalising would divide every weight.
-        reached = self._random.random((len(weights), 1)) * weights[:, -1:]
-        return (weights > reached).argmax(-1)
+    def several(self, logits: NDArray[np.float32], position: int, read: Tokens | None, part: int = 0) -> Tokens:
+        """Return token ids int64 [B, N] of successive positions, for logits float32 [B, N, V].
 
-    def _weights(self, differences: Scores) -> Scores:
-        """Return e^differences of at most 0, so that no weight overflows; in units of 2^-24 where they are integers."""
-        if not self._sampling.exact:
-            return np.exp(differences)
-        # No order of the sum, and no library's exp, changes an integer.
-        return numerators(differences * _LOG2_E).astype(np.float64)
+        Args:
+            position: of the first logits. read: the tokens int64 [B, N] that were read there; None: of one position,
+                whose token is the last one that was chosen.
 
-    def _drawn_among(self, few: int, logits: Scores) -> Tokens:
-        """Return the result of `_drawn` for one row, in half the time: tokens that are left out add zero to the sum."""
-        scores = logits / self._sampling.temperature
-        # `kept` is in the order of the ids, as the weights of `_drawn` are: the same number draws the same token.
-        kept = np.flatnonzero(scores >= np.partition(scores, -few)[-few])
-        chosen = scores[kept]
-        weights: Scores = self._weights(chosen - chosen.max()).cumsum()
-        place = int(np.searchsorted(weights, float(self._random.random() * weights[-1]), "right"))
-        return kept[place : place + 1].astype(np.int64)
+        Raises:
+            InputError: a logit of the first position is NaN, or a row leaves all tokens out there. Where that is so at
+                others, the first one's token is returned alone.
+        """
+        try:
+            tokens = self._drawn(logits, position, read, part)
+        except InputError:
+            if logits.shape[1] == 1:
+                raise
+            return self.several(logits[:, :1], position, None if read is None else read[:, :1], part)
+        return np.tile(tokens, (2, 1)) if self._paired else tokens
+
+    def _drawn(self, logits: NDArray[np.float32], position: int, read: Tokens | None, part: int) -> Tokens:
+        sampling, count = self._sampling, logits.shape[1]
+        seen = self._seen if read is None or sampling.repetition_penalty == 1 else self._held(position, read)
+        scores = sampling.processed(logits.reshape(-1, logits.shape[-1]), seen, position)
+        if sampling.temperature == 0:
+            return scores.argmax(-1).reshape(-1, count)
+        if self._noise is None:
+            self._noise = Noise(sampling.seed, len(scores) // count, scores.shape[1])
+        noise = self._noise(position, count, part).reshape(scores.shape)
+        chosen = _largest(scores, noise)
+        if sampling.top_p is None and sampling.top_k is None:
+            return chosen.reshape(-1, count)
+        # One that is among the top_k is the choice among them, too. Finding them takes longer than counting.
+        wrong = np.arange(len(scores))
+        if sampling.top_p is None and sampling.top_k is not None:
+            above = (scores > np.take_along_axis(scores, chosen[:, None], 1)).sum(-1)
+            wrong = np.flatnonzero(above >= sampling.top_k)
+        if wrong.size:
+            chosen[wrong] = _largest(sampling.limited(scores[wrong]), noise[wrong])
+        return chosen.reshape(-1, count)
+
+    def _held(self, position: int, read: Tokens) -> Tokens:
+        """Return the tokens int64 [B * N, T] that each row holds once it has read those at its position."""
+        rows, count = len(self._seen), read.shape[1]
+        begin = position - self._seen.shape[1] + 1 if self._begin is None else self._begin
+        self._begin, self._seen = begin, np.concatenate([self._seen[:, : position - begin], read[:rows]], 1)
+        held = np.repeat(self._seen[:, None], count, 1)
+        for k in range(count - 1):  # what follows a row is not there yet; its first token is
+            held[:, k, held.shape[2] - count + k + 1 :] = held[:, k, :1]
+        return held.reshape(rows * count, -1)
+
+
+def _largest(scores: Scores, noise: Scores) -> Tokens:
+    """Return the tokens of the largest sums, in units of log2."""
+    with np.errstate(over="ignore"):
+        return (scores * _LOG2_E + noise).argmax(-1)
 
 
 def _log_softmax(scores: Scores) -> Scores:
@@ -223,27 +270,52 @@ def bounded(scores: Scores, position: int | None, what: str = "scores") -> Score
     return np.where(top < np.inf, scores, np.where(scores == np.inf, 0.0, -np.inf))
 
 
-def guided(scores: Scores, guidance: float) -> Scores:
-    """Return scores [B / 2, V] of classifier-free guidance; -inf where one row of a pair has it. scores: `bounded`."""
-    conditional, unconditional = np.split(_log_softmax(scores), 2)
+def guided(scores: Scores, guidance: float, *, normalised: bool = True) -> Scores:
+    """Return scores [B / 2, V] of classifier-free guidance; -inf where one row of a pair has it. scores: `bounded`.
+
+    normalised: of log probabilities; else of the scores, which differ by a constant of each row.
+    """
+    conditional, unconditional = np.split(_log_softmax(scores) if normalised else scores, 2)
     with np.errstate(over="ignore", invalid="ignore"):
         combined = unconditional + guidance * (conditional - unconditional)
     return np.where(np.minimum(conditional, unconditional) > -np.inf, combined, -np.inf)
 
 
-def chooser(sample: Sampler | Sampling | None, prompt: Any, ids: Tokens) -> Callable[..., Tokens]:
-    """Return a function from logits and, if it is known, their position to token ids int64 [B].
+class _Function:
+    """A caller's sampler. keyed: it takes the position too, so that a draw may be repeated."""
 
-    A function of the caller's gets logits of the prompt's kind.
+    def __init__(self, sample: Callable[..., Any], prompt: Any, rows: int) -> None:
+        self._sample, self._prompt, self._rows = sample, prompt, rows
+        try:
+            self.keyed = "position" in signature(sample).parameters
+        except ValueError:  # a function of C may have no signature
+            self.keyed = False
+
+    def __call__(self, logits: Any, position: int | None = None, part: int = 0) -> Tokens:
+        """Return token ids int64 [B] of logits [B, V]."""
+        given = like(self._prompt, logits)
+        return _chosen(self._sample(given, position) if self.keyed else self._sample(given), self._rows)
+
+    def several(self, logits: Any, position: int, read: Tokens | None, part: int = 0) -> Tokens:
+        """Return token ids int64 [B, N]; see TokenChoice.several. Fewer where the function raises behind the first."""
+        found = [self(np.array(logits[:, 0]), position)]
+        with suppress(Exception):
+            found.extend(self(np.array(logits[:, k]), position + k) for k in range(1, logits.shape[1]))
+        return np.stack(found, 1)
+
+
+Keyed = TokenChoice | _Function
+
+
+def chooser(sample: Sampler | Sampling | None, prompt: Any, ids: Tokens) -> Keyed:
+    """Return a function from logits and their position to token ids int64 [B].
+
+    A function of the caller's gets logits of the prompt's kind, and their position if it has a parameter of that name.
     """
     if sample is None or isinstance(sample, Sampling):
         return (sample or Sampling(temperature=0)).start(ids)
     check_function("sample", sample)
-
-    def choose(logits: Any, _position: int | None = None) -> Tokens:
-        return _chosen(sample(like(prompt, logits)), len(ids))
-
-    return choose
+    return _Function(sample, prompt, len(ids))
 
 
 def _chosen(tokens: Any, rows: int) -> Tokens:

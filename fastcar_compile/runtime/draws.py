@@ -1,0 +1,90 @@
+"""Noise of draws: of seed, sequence, position and token alone, so that a draw may be repeated anywhere, at any time.
+
+A token is drawn by Gumbel-max: the largest of `score * log2(e) + noise`, where noise is a Gumbel variable in units of
+log2. Nothing here but integers and single IEEE operations, so the noise is equal on every machine and in JavaScript
+(docs/reference/numerics.md, Draws).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Words = NDArray[np.uint64]
+
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+_LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+_KNOTS = 1 << 11
+"""Knots of the table in each octave of a word: its linear interpolation is off by less than 1e-7."""
+
+
+def philox(key: int, counter: tuple[Words, Words, Words, Words]) -> list[Words]:
+    """Return the four words, below 2^32, of Philox4x32-10 (Salmon et al., SC 2011); counters are broadcast."""
+    a, b, c, d = counter
+    low, high = key & 0xFFFFFFFF, key >> 32
+    for i in range(_ROUNDS):
+        keys = (np.uint64((part + i * step) & 0xFFFFFFFF) for part, step in zip((low, high), _WEYL, strict=True))
+        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, c = (second >> _SHIFT) ^ b ^ next(keys), (first >> _SHIFT) ^ d ^ next(keys)
+        b, d = second & _LOW, first & _LOW
+    return [a, b, c, d]
+
+
+@cache
+def table() -> tuple[Floats, Floats]:
+    """Return the noise at each knot, in units of 2^-20, and a 4096th of the way to the next one; float64 [65537]."""
+    knot = np.arange(32 * _KNOTS + 1)
+    share: Floats = np.ldexp(1 + knot % _KNOTS / _KNOTS, knot // _KNOTS - 32)
+    share[-1] = 1 - 2**-33
+    knots: Floats = np.rint(-np.log2(-np.log1p(-share) / np.log(2)) * 2**20) / 2**20
+    return knots, np.diff(knots, append=knots[-1]) / 4096
+
+
+def gumbel(words: NDArray[np.uint32]) -> Floats:
+    """Return -log2(-log2(1 - w)) for w = (words | 1) / 2^32, by the table: exact in float64."""
+    bits = (words | np.uint32(1)).astype(np.float32).view(np.int32)
+    knots, slopes = table()
+    place = (bits >> 12) - (127 << 11)
+    return knots[place] + slopes[place] * (bits & 4095)
+
+
+class Noise:
+    """The noise of the tokens of some sequences.
+
+    Args:
+        seed: below 2^64. sequences: how many; the rows of a batch. vocabulary: tokens of each position.
+    """
+
+    _MOST = 1 << 15
+    """Values that are computed ahead: numpy takes the same time for the calls of one and of many positions."""
+
+    def __init__(self, seed: int, sequences: int, vocabulary: int) -> None:
+        self._seed, self._shape = seed, (sequences, vocabulary)
+        self._first: int = 0
+        self._part: int = 0
+        self._known: Floats = np.zeros((sequences, 0, vocabulary))
+
+    def __call__(self, first: int, count: int = 1, part: int = 0) -> Floats:
+        """Return float64 [sequences, count, vocabulary] of the positions from `first` on; part: number of a code."""
+        at, held = first - self._first, self._known.shape[1]
+        if part != self._part or at < 0 or at + count > held:
+            # The first token of a video does not wait for the noise of others.
+            going = part == self._part and 0 <= at <= held
+            ahead = min(2 * held, self._MOST // (self._shape[0] * self._shape[1])) if going else 0
+            self._known = self._made(first, count + ahead, part)
+            self._first, self._part, at = first, part, 0
+        return self._known[:, at : at + count]
+
+    def _made(self, first: int, count: int, part: int) -> Floats:
+        sequences, vocabulary = self._shape
+        block, row = np.arange(-(-vocabulary // 4), dtype=np.uint64), np.arange(sequences, dtype=np.uint64)
+        position = np.arange(first, first + count, dtype=np.uint64)
+        counter = block, position[:, None], row[:, None, None], np.array([part], np.uint64)
+        words = np.stack(philox(self._seed, counter), -1).astype(np.uint32)
+        return gumbel(words.reshape(sequences, count, -1)[..., :vocabulary])
