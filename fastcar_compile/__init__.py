@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fastcar_compile.config import CompileConfig as CompileConfig
     from fastcar_compile.config import ReplayConfig as ReplayConfig
     from fastcar_compile.config import SparseAttention as SparseAttention
+    from fastcar_compile.config.jacobi import Jacobi as Jacobi
     from fastcar_compile.config.targets import Target as Target
     from fastcar_compile.config.targets import available_targets as available_targets
     from fastcar_compile.config.targets import load_target as load_target
@@ -67,6 +68,7 @@ _MODULES = {
     "runtime.compiled": ("Artifact", "load"),
     "compiler": ("compile",),
     "config": ("CompileConfig", "ReplayConfig", "SparseAttention"),
+    "config.jacobi": ("Jacobi",),
     "config.wavefront": ("Wavefront",),
     "report.environment": ("Check", "doctor"),
     "report.dry_run": ("DryRun",),

@@ -13,6 +13,7 @@ from fastcar_compile.artifact.layout import MANIFEST
 from fastcar_compile.artifact.writer import ArtifactWriter, NotKept
 from fastcar_compile.codegen.tvm.isa import NATIVE, cross_compiler, instruction_sets
 from fastcar_compile.config import ReplayConfig, SparseAttention
+from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.targets import Target, load_target, require_buildable
 from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import ArtifactError, CompileError
@@ -45,6 +46,7 @@ class CompileOptions(TypedDict, total=False):
     batch_size: int
     rows: int | None
     wavefront: Wavefront | None
+    jacobi: Jacobi | None
     quant: str | None
     replay: ReplayConfig | None
     prefill_chunk: int | None
@@ -89,6 +91,7 @@ def compile(
     batch_size: int = 1,
     rows: int | None = None,
     wavefront: Wavefront | None = None,
+    jacobi: Jacobi | None = None,
     quant: str | None = None,
     replay: ReplayConfig | None = ReplayConfig(),  # noqa: B008  (frozen)
     prefill_chunk: int | None = None,
@@ -116,10 +119,12 @@ def compile(
         max_seq_len: positions of a sequence in tokens; default: the model config's. Without sparse attention, also
             the rows of the KV cache.
         batch_size: videos of one session, at most 32.
-        rows: rows of each video in a decode step, each with a position of its own, for `Wavefront` and `Batcher`; None:
+        rows: rows of each video in a decode step, each with a position of its own, for `Jacobi` and `Batcher`; None:
             a row of each video, all at one position. On a board, offload is "all" with them.
         wavefront: the order in which `Session.generate` decodes: several image rows of a frame at once; None: raster
             order. `rows` is what it needs, by default.
+        jacobi: how `Session.generate` decodes: several positions in a decode step, with the tokens of sequential
+            decoding; None: one after the other. `rows` is its window, by default, and 8 for "auto".
         quant: "none" (float32), "bf16" (bfloat16 weights), "fp16" (float16 weights), "w8a8" or "w4a8"; default: w8a8
             where the target has an accelerator, else none.
         replay: when MLPs replay; None compiles a dense decoder. Without thresholds, the gate's default holds, with

@@ -16,6 +16,7 @@ from fastcar_compile.codegen.emit import emit_artifact
 from fastcar_compile.codegen.plan import Fallback, assumed_frame, decide
 from fastcar_compile.codegen.tvm.emit import host_variants
 from fastcar_compile.config import CompileConfig, ReplayConfig
+from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.targets import Target, whole_step
 from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import CompileError
@@ -62,17 +63,17 @@ def build(
     Raises:
         UserError: see `compile`.
     """
-    rows, offload, quant, front = (given[name] for name in ("rows", "offload", "quant", "wavefront"))
+    rows, offload, quant = (given[name] for name in ("rows", "offload", "quant"))
     variants = host_variants(given["host_cpus"], board, isinstance(quant, str) and quant == "bf16")
     if isinstance(model, Path):
         say("checking the model folder")
         model = open_folder(model, weights=not dry_run)
     if isinstance(model, nn.Module):
         model = unwrapped(model)
-    if rows is None and isinstance(front, Wavefront) and front.rows > 1:
-        rows = front.rows
+    if rows is None:
+        rows = _rows_of(given["wavefront"]) or _rows_of(given["jacobi"])
     sizes, assumed = _sizes(model, plain(given["tokens_per_frame"]), plain(given["max_seq_len"]))
-    names = ("batch_size", "wavefront", "replay", "prefill_chunk", "sparse_attention")
+    names = ("batch_size", "wavefront", "jacobi", "replay", "prefill_chunk", "sparse_attention")
     options = sizes | {name: given[name] for name in names} | {"rows": rows}
     options["quant"] = ("w8a8" if board.kind == "fpga" else "none") if quant is None else quant
     options |= {name: given[name] for name in ("kv", "numerics", "engine") if given[name] is not None}
@@ -193,6 +194,11 @@ def _check_replay(replay: ReplayConfig | None) -> None:
     if replay.gate == "never" or not any(value is not None for value in values):
         why = "gate never replays nothing" if replay.gate == "never" else "threshold None is never replay"
         raise CompileError(f"{idle} without effect: {why}", hint=f"leave {idle} out, or let some MLPs replay")
+
+
+def _rows_of(order: object) -> int | None:
+    """Return the rows of each video that an order needs; None: one at a position that all videos share."""
+    return order.rows if isinstance(order, Wavefront | Jacobi) and order.rows != 1 else None
 
 
 def _check_target(board: Target, offload: str | None, rows: int | None, engine: str | None) -> None:

@@ -12,7 +12,7 @@ from fastcar_compile.artifact.layout import REPORT_JSON
 from fastcar_compile.artifact.manifest import Sections
 from fastcar_compile.artifact.sections import State
 from fastcar_compile.artifact.writer import ArtifactWriter
-from fastcar_compile.config import ReplayConfig
+from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.errors import InputError, count_text, size_text
 from fastcar_compile.gates import gate_named
 from fastcar_compile.gates.weights import PARAMETERS, gate_parameter, weight_bytes
@@ -48,10 +48,20 @@ def rows_text(batch_size: int, rows: int | None) -> str:
     return f"{count_text(batch_size, 'video')} of {count_text(rows, 'row')} with a position each"
 
 
+RASTER = "raster"
+
+
+def order_text(options: CompileConfig) -> str:
+    """Return the order in which a decoder decodes."""
+    if options.wavefront is not None:
+        return f"wavefront over {options.wavefront}"
+    return RASTER if options.jacobi is None else str(options.jacobi)
+
+
 def decoder_fields(sections: Sections) -> dict[str, str]:
     """Return what an artifact was compiled for and from, by name."""
     options, config = sections.options, sections.decoder.config
-    order = {} if options.wavefront is None else {"order": f"wavefront over {options.wavefront}"}
+    order = {} if (text := order_text(options)) == RASTER else {"order": text}
     if (sparse := options.sparse_attention) is not None:
         seen = f"the last {sparse.window} and the first {sparse.sinks} tokens"
         order["sees"] = f"{seen}, {sparse.positions} positions"
@@ -99,8 +109,8 @@ def explain(sections: Sections, layer: int | None = None) -> str:
     rows = rows_text(config.batch_size, config.rows)
     sizes = f"hidden {config.hidden_size}, {rows}, {config.max_seq_len} positions"
     head = f"decoder of {count_text(config.num_layers, 'layer')}, {sizes}, {config.tokens_per_frame} tokens per frame\n"
-    if sections.options.wavefront is not None:
-        head += f"wavefront: {sections.options.wavefront}\n"
+    if (order := order_text(sections.options)) != RASTER:
+        head += f"order: {order}\n"
     head += f"pipeline: {sections.pipeline.passes}\n"
     texts: list[str] = []
     for part in layers if layer is None else [layers[layer]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from typer import Option
 
 import fastcar_compile as fc
-from fastcar_compile.artifact.explain import rows_text
+from fastcar_compile.artifact.explain import RASTER, order_text, rows_text
 from fastcar_compile.cli.common import ExitCode, JsonOption, MayRead, Writes, command, stages
 from fastcar_compile.cli.options import (
     OUTPUT,
@@ -19,6 +19,7 @@ from fastcar_compile.cli.options import (
     TokensPerFrameOption,
     names_of,
     parse_heads,
+    parse_jacobi,
     parse_thresholds,
     require_one,
 )
@@ -75,7 +76,7 @@ def _summary(report: fc.DryRun) -> dict[str, str]:
         "decoder": f"{count_text(decoder.num_layers, 'layer')}, hidden {decoder.hidden_size}, "
         f"{decoder.vocab_size or 'no'} vocabulary entries, {decoder.max_seq_len} positions, "
         f"{count_text(decoder.tokens_per_frame, 'token')} per frame, {rows_text(decoder.batch_size, decoder.rows)}",
-        **({} if options.wavefront is None else {"wavefront": str(options.wavefront)}),
+        **({} if (order := order_text(options)) == RASTER else {"order": order}),
         "options": f"target {report.target}, quant {options.quant}, kv {options.kv}, numerics {options.numerics}, "
         f"offload {options.offload}",
         "replay": f"{able} of {count_text(len(report.layers), 'layer')} may replay",
@@ -171,6 +172,7 @@ def compile_command(
     lag: Annotated[int, Option(min=1), Needs("grid")] = 2,
     lead: Annotated[int, Option(min=0), Needs("grid")] = 0,
     prefix: Annotated[int, Option(min=0), Needs("grid")] = 0,
+    jacobi: str | None = None,
     prefill_chunk: int | None = None,
     quant: Annotated[str | None, Option(autocompletion=names_of(f"{FORMATS}:QUANT_FORMATS.keys"))] = None,
     gate: Annotated[str | None, Option(autocompletion=names_of("fastcar_compile.gates:GATES.keys")), REPLAYS] = None,
@@ -209,11 +211,12 @@ def compile_command(
         target: Target name or .toml file; see `fastcar targets`.
         max_seq_len: Positions of the KV cache; default: the model's.
         batch_size: Videos decoded together.
-        rows: Rows of each video, with positions of their own; default: as --grid needs them, else one position for all.
+        rows: Rows of each video, with positions of their own; default: as --grid or --jacobi need, else one position.
         grid: Image rows and columns of a frame, such as 8x8: decode several image rows at once.
         lag: With --grid: columns that an image row is behind the one above it.
         lead: With --grid: tokens of a frame in front of its grid, such as an action.
         prefix: With --grid: tokens in front of the first frame, such as a text.
+        jacobi: Decode so many positions at once, or auto: the same tokens, sooner. It sets --rows.
         prefill_chunk: Tokens per call of the prefill; default: 64, or an equal part of a frame.
         quant: none, bf16, fp16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.
         gate: What decides: tas, input_delta, learned; always, never, random. Default: tas.
@@ -250,6 +253,7 @@ def compile_command(
     given["threshold"] = None if threshold is None else parse_thresholds(threshold)
     given["heads"] = None if heads is None else parse_heads(heads)
     given["positions"] = window_positions
+    given["jacobi"] = None if jacobi is None else parse_jacobi(jacobi)
     if grid is not None:
         sides = re.fullmatch(r"(\d{1,9})x(\d{1,9})", grid, re.ASCII)
         if sides is None:

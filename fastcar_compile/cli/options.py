@@ -2,6 +2,7 @@
 
 import math
 import multiprocessing
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from typer import Argument, Option
 
 from fastcar_compile.cli.words import Needs
+from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.errors import UserError, os_errors
 from fastcar_compile.support.machine import begin_worker
 from fastcar_compile.support.packages import needs
@@ -54,6 +56,13 @@ ScratchOption = Annotated[
     str | None, Option(help="Folder or URL that all workers see; default: temporary files."), Needs("executor")
 ]
 ThresholdOption = Annotated[str | None, Option(help="Overrides the compiled threshold(s).")]
+
+
+def parse_jacobi(text: str) -> Jacobi:
+    """Return Jacobi decoding of a window: a number of positions, or "auto"."""
+    if text != "auto" and not re.fullmatch(r"\d{1,9}", text, re.ASCII):
+        raise UserError(f"{text!r} is no window", where="--jacobi", hint="give a number of positions, or auto")
+    return Jacobi("auto" if text == "auto" else int(text))
 
 
 def parse_thresholds(text: str) -> float | list[float | None]:

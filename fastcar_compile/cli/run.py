@@ -25,6 +25,7 @@ def run_command(
     prompt: str | None = None,
     prompt_file: Path | None = None,
     num_tokens: Annotated[int, Option(min=1)] = 256,
+    jacobi: str | None = None,
     backend: Annotated[str, Option(autocompletion=options.BACKENDS)] = "cpu",
     threshold: options.ThresholdOption = None,
     thresholds: Path | None = None,
@@ -53,6 +54,7 @@ def run_command(
         prompt: Token ids, separated by commas or blanks.
         prompt_file: .npy, .npz or .safetensors, int64 [P] or [B, P].
         num_tokens: Tokens to generate.
+        jacobi: Decode so many positions at once, or auto; 1 is sequential. Default: as compiled.
         backend: cpu, onnxruntime, hls-csim, eager or board.
         thresholds: File of `fastcar calibrate`.
         seed: Of the sampling.
@@ -77,6 +79,7 @@ def run_command(
             raise UserError(f"the {option} {path} is not a .npy file", hint="end its name in .npy")
     from_file = prompt_file and options.read_tokens(prompt_file, "prompt file", dims=(1, 2))
     ids = options.parse_prompt(str(prompt)) if from_file is None else from_file
+    order = None if jacobi is None else options.parse_jacobi(jacobi)
     limits = None if threshold is None else options.parse_thresholds(threshold)
     sampling = fc.Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed, exact)
     with stages(as_json, "run", "checking the files") as show:
@@ -97,7 +100,7 @@ def run_command(
             show(f"{len(times)} of {num_tokens} tokens")
 
         start = time.perf_counter()
-        tokens = session.generate(ids, num_tokens, sample=sampling, on_token=count)
+        tokens = session.generate(ids, num_tokens, sample=sampling, on_token=count, jacobi=order)
         end = time.perf_counter()
     rows: list[list[int]] = np.asarray(tokens).tolist()
     report = summary(session, rows, start, times[0] if times else end, end)
@@ -125,6 +128,7 @@ def summary(session: fc.Session, tokens: list[list[int]], start: float, first: f
         "replay_ratio": session.stats.replay_ratio,
         "per_layer": list(session.stats.per_layer),
         "forwards": session.stats.forwards,
+        "tokens_per_step": session.stats.tokens_per_step,
         "prefill_seconds": first - start,
         "decode_seconds": decoding,
         "tokens_per_second": speed,
@@ -134,8 +138,9 @@ def summary(session: fc.Session, tokens: list[list[int]], start: float, first: f
 def _show(report: dict[str, Any], rows: list[list[int]]) -> None:
     speed = report["tokens_per_second"]
     rate = "" if speed is None else f", {speed:.1f} tokens/s"
+    several = f", {report['tokens_per_step']:.2f} tokens a decode step" if report["tokens_per_step"] > 1 else ""
     fields = {
-        "decoded": f"{report['rows']} x {report['num_tokens']} tokens on {report['backend']}{rate}",
+        "decoded": f"{report['rows']} x {report['num_tokens']} tokens on {report['backend']}{rate}{several}",
         "time": f"prompt {report['prefill_seconds']:.3f} s, decode {report['decode_seconds']:.3f} s",
         "replay": f"{report['replay_ratio']:.2%} of all MLPs",
         "per layer": ", ".join(f"{ratio:.2%}" for ratio in report["per_layer"]),

@@ -80,7 +80,7 @@ def check_effects(marks: Mapping[str, Sequence[Any]], values: Mapping[str, Any])
         raise UserError("; ".join(what), hint="; ".join(hint))
 
 
-_OWNER = r"(?:CompileConfig|ReplayConfig|SparseAttention|Sampling|Wavefront|Cache)"
+_OWNER = r"(?:CompileConfig|ReplayConfig|SparseAttention|Sampling|Wavefront|Jacobi|Cache)"
 _ALIASES = {"positions": "window_positions", "remote": "cache", "write": "cache_write", "libraries": "cache_libraries"}
 """Fields of a configuration -> the command's parameters, where their names differ."""
 

@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, QUANT_FORMATS, quant_format
+from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import CompileError, InputError, UserError, count_text, names_text
 from fastcar_compile.gates import GATES, GateWeights, gate_class, gate_named
@@ -133,20 +134,27 @@ Weights = Annotated[Any, BeforeValidator(_parse_weights), _NAMED]
 """A GateWeights or None; pydantic knows it as Any, because a GateWeights is not a model."""
 
 
-def _parse_wavefront(value: object) -> Wavefront | None:
-    """Return a wavefront from itself, or from its fields as JSON has them."""
-    if value is None or isinstance(value, Wavefront):
+def _parse_order(value: object, kind: type[Wavefront] | type[Jacobi], example: str) -> Wavefront | Jacobi | None:
+    """Return an order of decoding from itself, or from its fields as JSON has them."""
+    if value is None or isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
-        raise ValueError(f"a wavefront is fc.Wavefront(grid=(rows, columns), lag=2), not {shown(value)}")
+        raise ValueError(f"an order is {example}, not {shown(value)}")
     try:
-        return Wavefront(**cast("Mapping[str, Any]", value))
+        return kind(**cast("Mapping[str, Any]", value))
     except InputError as error:
         raise ValueError(error.what) from error
 
 
-Order = Annotated[Any, BeforeValidator(_parse_wavefront), PlainSerializer(lambda w: w and asdict(w), when_used="json")]
+def _order(kind: type[Wavefront] | type[Jacobi], example: str) -> tuple[BeforeValidator, PlainSerializer]:
+    parse = BeforeValidator(partial(_parse_order, kind=kind, example=example))
+    return parse, PlainSerializer(lambda order: order and asdict(order), when_used="json")
+
+
+Front = Annotated[Any, *_order(Wavefront, "fc.Wavefront(grid=(rows, columns), lag=2)")]
 """A Wavefront or None."""
+Guesses = Annotated[Any, *_order(Jacobi, "fc.Jacobi(window=8)")]
+"""A Jacobi or None."""
 Drafts = Annotated[Any, BeforeValidator(_parse_draft), _NAMED]
 """A Draft or None."""
 
@@ -333,6 +341,7 @@ class CompileConfig(Config):
         rows: rows of each video in a decode step, each with a position of its own; batch_size x rows is at most 32.
             None: one row of each, and all share one position.
         wavefront: the order in which `generate` decodes; None: raster order.
+        jacobi: how many positions of a video `generate` decodes at once, on guesses; None: one.
         replay: None compiles the dense decoder.
         prefill_chunk: tokens per call of the prefill graph; None: 64, or where a frame has more, an equal part of a
             frame of at most 256.
@@ -357,7 +366,8 @@ class CompileConfig(Config):
     batch_size: int = Field(default=1, ge=1, le=32, strict=True)
     quant: Annotated[str, _one_of(QUANT_FORMATS, "quantisation")] = "none"
     rows: int | None = Field(default=None, ge=1, le=32, strict=True)
-    wavefront: Order = None
+    wavefront: Front = None
+    jacobi: Guesses = None
     replay: ReplayConfig | None = None
     prefill_chunk: int | None = Field(default=None, ge=1, le=limits.SIZE, strict=True)
     offload: Literal["mlp", "linears", "all"] = "mlp"
@@ -390,6 +400,11 @@ class CompileConfig(Config):
         if isinstance(front := self.wavefront, Wavefront):
             found = front.problems(self.tokens_per_frame, self.rows, self.sparse_attention is not None)
             CompileError.raise_all([CompileError(p.what, where="wavefront", hint=p.hint) for p in found])
+        if isinstance(guesses := self.jacobi, Jacobi):
+            found = guesses.problems(self.tokens_per_frame, self.rows)
+            if self.wavefront is not None:
+                found.append(InputError("a wavefront and Jacobi decoding are given", hint="give one of them"))
+            CompileError.raise_all([CompileError(p.what, where="jacobi", hint=p.hint) for p in found])
         if self.numerics == "exact" and not (quant_format(self.quant).integer and self.kv == "int8"):
             what = f"numerics='exact' is defined for integers, not for quant={self.quant!r} and kv={self.kv!r}"
             hint = "use quant='w8a8' or quant='w4a8' with kv='int8', or numerics='native'"

@@ -1,4 +1,4 @@
-"""The forwards of a session: prompts are read, tokens are decoded, one by one or as a wavefront, and all are counted.
+"""The forwards of a session: prompts are read, tokens are decoded, by one or several a step, and all are counted.
 
 What a caller gives has been checked before it comes here.
 """
@@ -6,19 +6,32 @@ What a caller gives has been checked before it comes here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from time import perf_counter
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fastcar_compile.config.wavefront import Wavefront, WaveRow
 from fastcar_compile.ir.types import INACTIVE, PROMPT, DecoderConfig
-from fastcar_compile.runtime.backends.base import Array, Stepper, alone
+from fastcar_compile.runtime.backends.base import Array, Stepper, alone, spans_of
 from fastcar_compile.runtime.depth import DepthHead
-from fastcar_compile.runtime.progress import Progress
+from fastcar_compile.runtime.progress import Guessed, Progress
+from fastcar_compile.runtime.windows import Window
 
-Choose = Callable[[Array, int], Array]
-"""Token ids int64 [B] of logits float32 [B, V] and their position."""
+
+class Choose(Protocol):
+    """Chooses tokens; see runtime.sampling.TokenChoice."""
+
+    def __call__(self, logits: Array, position: int, part: int = 0) -> Array:
+        """Return token ids int64 [B] of logits float32 [B, V] and their position."""
+        ...
+
+    def several(self, logits: Array, position: int, read: Array) -> Array:
+        """Return token ids int64 [B, N] of logits float32 [B, N, V], or those of the first rows alone."""
+        ...
 
 
 class Forwards:
@@ -44,6 +57,8 @@ class Forwards:
         self.stepper, self.thresholds, self.depth, self.keep = stepper, thresholds, depth, keep
         self._config, self._record = config, record
         self.at = self.begun()
+        # The last frame's tokens by their place in it: what Jacobi decoding guesses first.
+        self._frame = np.zeros((config.batch_size, config.tokens_per_frame), np.int64)
 
     def begun(self) -> Progress:
         """Return where a session stands that has just begun."""
@@ -64,7 +79,7 @@ class Forwards:
         depth = None if self.depth is None else self.depth.again()
         stepper = self.stepper.fork(self.at.filled(self.stepper.states()))
         other = Forwards(stepper, self._config, self.thresholds.copy(), self._record, self.keep, depth)
-        other.at = copy.deepcopy(self.at)
+        other.at, other._frame = copy.deepcopy(self.at), self._frame.copy()
         return other
 
     def read(self, tokens: Array) -> Array:
@@ -72,6 +87,9 @@ class Forwards:
         if self.at.behind.any():
             return self.read_rows(list(tokens))
         begin, length = self.at.position, tokens.shape[1]
+        if tokens.ndim == 2:
+            last = tokens[:, -self._frame.shape[1] :]
+            self._frame[:, (begin + np.arange(length)[-last.shape[1] :]) % self._frame.shape[1]] = last
         chunk = self.stepper.prefill_chunk or length
         logits = np.empty(0, np.float32)
         for start in range(0, length, chunk):
@@ -125,6 +143,7 @@ class Forwards:
         row = alone(self._config, inputs, at.position - at.behind if at.behind.any() else at.position, step)
         result, every = self.stepper.decode(**row, thresholds=self.thresholds), slice(None, None, self._config.rows)
         at.decided(at.position, result.decisions[:, every], eligible)
+        at.stats.steps += 1
         at.move(1)
         return np.array(result.logits[every, 0])
 
@@ -170,6 +189,7 @@ class Forwards:
             steps = [(PROMPT, False) if r.extra else self._next(self.at.position + r.place) for r in rows]
             given = launch(self._config, rows, tokens, self.at.position, [step for step, _ in steps])
             result = self.stepper.decode(**given, thresholds=self.thresholds)
+            self.at.stats.steps += 1
             for k, (row, (_, eligible)) in enumerate(zip(rows, steps, strict=True)):
                 if not row.extra:
                     self.at.decided(self.at.position + row.place, result.decisions[:, k::per], eligible)
@@ -177,6 +197,68 @@ class Forwards:
                     tokens[:, row.predicts] = choose(np.array(result.logits[k::per, 0]), self.at.position + row.place)
         self.at.move(wavefront.size - last)
         return tokens
+
+    def guess(self, logits: Array, count: int, choose: Choose, window: Window) -> Iterator[Array]:
+        """Yield what `generate` does, by coupled Jacobi decoding (arXiv 2510.24211).
+
+        Row 0 of a decode step reads the last true token, and every other one what is guessed of the token before it. A
+        guess is what its position gave in the decode step before, at first the token of one frame earlier.
+        """
+        at, frame, base = self.at, self._frame.shape[1], self.at.position
+        tokens = np.empty((len(logits), count), np.int64)
+        tokens[:, 0] = choose(logits, base - 1)
+        known = guessed = 1
+        yield tokens[:, 0]
+        while known < count:
+            width = min(window(), count - known)
+            for i in range(guessed, known + width):
+                tokens[:, i] = tokens[:, i - frame] if i >= frame else self._frame[:, (base + i) % frame]
+            guessed = max(guessed, known + width)
+            read = tokens[:, known - 1 : known - 1 + width].copy()
+            start = perf_counter()
+            logits = self._try(read)
+            try:
+                found = choose.several(logits, at.position, read)
+            except BaseException:  # the forward of the true token has run, as it has in sequential decoding
+                self._accept(1)
+                raise
+            right = (found[:, :-1] == read[:, 1 : found.shape[1]]).all(0)
+            accepted = found.shape[1] if right.all() else int(right.argmin()) + 1
+            tokens[:, known : known + found.shape[1]] = found
+            self._accept(accepted)
+            window.add(width, accepted, perf_counter() - start)
+            self._frame[:, (at.position - accepted + np.arange(accepted)) % frame] = read[:, :accepted]
+            for i in range(known, known + accepted):
+                yield tokens[:, i].copy()
+            known += accepted
+
+    def _try(self, read: Array) -> Array:
+        """Run a decode step of tokens int64 [V, N] from the position on; return its logits [V, N, V]."""
+        at, config, per = self.at, self._config, self._config.rows or 1
+        count = read.shape[1]
+        steps, eligible = at.slots.steps(at.position, count)
+        if self.keep:
+            for k in range(count):
+                at.journal.note(self.stepper, at.position + k, int(steps[k]) % config.tokens_per_frame)
+        places: NDArray[np.int64] = at.position + np.arange(count, dtype=np.int64)
+        kept = Guessed(self.stepper, places[1:], steps[1:] % config.tokens_per_frame)
+        given = np.zeros((config.batch_size, per, 1), np.int64)
+        rows, numbers = np.full((config.batch_size, per), -1), np.full((config.batch_size, per), INACTIVE)
+        given[:, :count, 0], rows[:, :count], numbers[:, :count] = read, places - at.behind[:, None], steps
+        spread = {"inputs": given.reshape(-1, 1), "position": rows.reshape(-1), "step": numbers.reshape(-1)}
+        result = self.stepper.decode(**spread, **spans_of(config, spread["position"]), thresholds=self.thresholds)
+        at.stats.steps += 1
+        decisions = result.decisions.reshape(-1, config.batch_size, per)[:, :, :count].copy()
+        self._tried = kept, decisions, eligible
+        return result.logits.reshape(config.batch_size, per, -1)[:, :count]
+
+    def _accept(self, count: int) -> None:
+        """Count the first rows of the last decode step; the others leave no trace."""
+        kept, decisions, eligible = self._tried
+        self.stepper.write(kept.back(count - 1))
+        for k in range(count):
+            self.at.decided(self.at.position + k, decisions[:, :, k], bool(eligible[k]))
+        self.at.move(count)
 
 
 def launch(

@@ -42,6 +42,13 @@ class Slots:
         eligible = bool(self.last[slot] == t - frame)
         return t if eligible else slot, eligible
 
+    def steps(self, position: int, count: int) -> tuple[Array, Array]:
+        """Return `step` of successive decode forwards, int64 [count] and bool [count]; at most a frame of them."""
+        frame, first = len(self.last), position if self.first is None else self.first
+        t = position - first + np.arange(count)
+        eligible = self.last[t % frame] == t - frame
+        return np.where(eligible, t, t % frame), eligible
+
     def slot(self, position: int) -> int:
         """Return the slot of the decode forward at `position`."""
         return self._number(position) % len(self.last)
@@ -65,13 +72,14 @@ class Stats:
     """Replay statistics of the decode forwards since the last reset. Tokens that were not decoded are not counted.
 
     Attributes:
-        forwards: number of decode forwards.
+        forwards: number of decode forwards, one for each decoded token.
+        steps: number of decode steps that ran: a wavefront's, and those of Jacobi decoding, have several rows.
         eligible: number of those that might replay: the forward one frame earlier was a decode forward too.
         tokens_per_frame: F. Without `Session.extend`, a forward t is eligible when t >= F.
     """
 
     def __init__(self, layers: int, rows: int, tokens_per_frame: int, record: bool) -> None:
-        self.forwards = self.eligible = self._pending = 0
+        self.forwards = self.eligible = self.steps = self._pending = 0
         self.tokens_per_frame = tokens_per_frame
         self._added = np.zeros((layers, rows), np.int64)
         self._latest = np.zeros((_KEPT, layers, rows), np.bool_)
@@ -98,6 +106,7 @@ class Stats:
     def restore(self, forwards: int, eligible: int, arrays: Mapping[str, Array]) -> None:
         """Set new counts to what `saved` gave."""
         self.forwards, self.eligible, self._added = forwards, eligible, arrays["replays"]
+        self.steps = forwards  # how the forwards were spread over steps is not saved
         if self._trace is not None:
             self._trace = dict(zip(arrays["places"].tolist(), arrays["decisions"], strict=True))
 
@@ -118,6 +127,11 @@ class Stats:
     def _counts(self) -> np.ndarray:
         """Replays of each layer and row, int64 [L, B]."""
         return self._added + self._latest[: self._pending].sum(0)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Decoded tokens of each decode step."""
+        return self.forwards / self.steps if self.steps else 0.0
 
     @property
     def replay_ratio(self) -> float:
@@ -214,6 +228,41 @@ def _overwritten(state: State, place: int, slot: int | None) -> Index | None:
     if place < rows:
         return None
     return slice(None), slice(None), state.sinks + (place - state.sinks) % (rows - state.sinks)
+
+
+class Guessed:
+    """What rows of a decode step that may turn out wrong overwrite: slots of replay, and rows of rings.
+
+    Args:
+        places: positions of the rows, int64 [n]. slots: of their replay states. videos: those whose rows they are.
+    """
+
+    def __init__(self, stepper: Stepper, places: Array, slots: Array, videos: slice = slice(None)) -> None:
+        self._kept: list[tuple[str, int, int, Array, Array]] = []
+        self._videos = videos
+        for state in stepper.states() if len(places) else ():
+            if state.sinks is None and state.role not in REPLAY_ROLES:
+                continue
+            axis, at, first = 0, slots, 0
+            if state.sinks is not None:
+                rows = state.shape[2]
+                first = int((places < rows).sum())  # what these overwrite is empty
+                axis, at = 2, state.sinks + (places[first:] - state.sinks) % (rows - state.sinks)
+            if len(at):
+                value = stepper.read(state.name, self._index(axis, at)).copy()
+                self._kept.append((state.name, axis, first, at, value))
+
+    def _index(self, axis: int, at: Array) -> Index:
+        """Return the part of a state that has slots, or rows, at an axis."""
+        found: Any = (at, self._videos) if axis == 0 else (self._videos, slice(None), at)
+        return found
+
+    def back(self, wrong: int) -> Iterator[tuple[str, Index, Array]]:
+        """Yield what to write into the states, so that the rows from number `wrong` on leave no trace."""
+        for name, axis, first, at, value in self._kept:
+            start = max(0, wrong - first)
+            if start < len(at):
+                yield name, self._index(axis, at[start:]), value[(slice(None),) * axis + (slice(start, None),)]
 
 
 class Progress:

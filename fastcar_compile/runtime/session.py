@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from fastcar_compile.artifact.explain import Described, Description, gate_text
 from fastcar_compile.artifact.thresholds import LayerThresholds, Thresholds
+from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import ArtifactError, InputError, count_text
 from fastcar_compile.ir.types import DecoderConfig
@@ -19,6 +19,7 @@ from fastcar_compile.runtime.depth import DepthHead
 from fastcar_compile.runtime.forwards import Forwards
 from fastcar_compile.runtime.guard import Guard
 from fastcar_compile.runtime.inputs import Inputs, checked_context, first_of, like, to_numpy
+from fastcar_compile.runtime.orders import Asked, Order, check_order, tokens_of
 from fastcar_compile.runtime.progress import Stats
 from fastcar_compile.runtime.sampling import Sampler, Sampling, chooser
 from fastcar_compile.runtime.saved import SavedSession, read_session, write_session
@@ -55,8 +56,9 @@ class Session(Described):
         origin: Mapping[str, str] | None = None,
         depth: DepthHead | None = None,
         wavefront: Wavefront | None = None,
+        jacobi: Jacobi | None = None,
     ) -> None:
-        self._config, self._wavefront, self.origin = config, wavefront, origin or {}
+        self._config, self._order, self.origin = config, jacobi or wavefront, origin or {}
         self._inputs, self._guard, self._limits = Inputs(config), Guard(), LayerThresholds(thresholds, gate)
         self._has_context = False
         self._run = Forwards(stepper, config, self._limits.values.copy(), record, keep, depth)
@@ -318,6 +320,7 @@ class Session(Described):
         on_token: Callable[[Any], object] | None = None,
         wavefront: Wavefront | None = None,
         reset: bool = True,
+        jacobi: Jacobi | None = None,
     ) -> Any:
         """Reset, read the prompt, sample one token from it and decode the other tokens: num_tokens - 1 decode forwards.
 
@@ -328,7 +331,8 @@ class Session(Described):
                 prompts, as `prefill` takes it. With guidance, the unconditional prompts are its second half.
             num_tokens: tokens to generate.
             sample: `Sampling(temperature, top_k, top_p, repetition_penalty, guidance, seed)`, or a function of
-                logits of the prompt's kind, numpy or torch; None is greedy.
+                logits of the prompt's kind, numpy or torch, and their position if it has a parameter `position`; None
+                is greedy.
             progress: show a progress bar.
             on_token: called with the token ids of each position, int64 [B], as soon as they are chosen. The function
                 and a sampler may read the session and set thresholds; other calls of this session raise an InputError.
@@ -337,18 +341,25 @@ class Session(Described):
                 last token of the call before, which that call chose and did not read.
             wavefront: decode several image rows of a frame at once; default: as the decoder was compiled to. With as
                 much lag as columns it is raster order.
+            jacobi: decode several positions at once on guesses, with the tokens of sequential decoding; default: as the
+                decoder was compiled to; `Jacobi(1)` is sequential. `on_token` is called when a decode step has ended,
+                so a threshold that it sets holds from the next decode step on.
 
         Returns:
             int64 [B, num_tokens], or [B, num_tokens, D] with a depth head.
 
         Raises:
             InputError: the decoder is headless and has no depth head, prompt and tokens do not fit the cache, guidance
-                has no pairs, the decoder has no such frames or rows, or a logit is NaN, or all of a row are -inf.
+                has no pairs, the decoder has no such frames or rows, a logit is NaN, or all of a row are -inf, or a
+                function that knows no position samples with `jacobi`.
         """
         num_tokens, depth = whole("num_tokens", num_tokens, 1), self._run.depth
         check_function("on_token", on_token)
-        front = self._wavefront if wavefront is None else wavefront
-        check_kind("wavefront", front, (Wavefront, type(None)), "Wavefront(grid=(rows, columns), lag=2)")
+        check_kind("wavefront", wavefront, (Wavefront, type(None)), "Wavefront(grid=(rows, columns), lag=2)")
+        check_kind("jacobi", jacobi, (Jacobi, type(None)), "Jacobi(window=8)")
+        if wavefront is not None and jacobi is not None:
+            raise InputError("a wavefront and Jacobi decoding are given", hint="give one of them")
+        order: Order = wavefront or jacobi or self._order
         self._check_generation(reset)
         kind = first_of(prompt)
         ids, prompt = self._prompt(prompt)
@@ -358,22 +369,21 @@ class Session(Described):
             given += f" after {held}" if held else ""
             hint = "ask for fewer tokens, or compile with a larger max_seq_len"
             raise InputError(f"{given} do not fit max_seq_len {self._config.max_seq_len}", hint=hint)
-        if front is not None:
-            ragged = isinstance(prompt, list) or (not reset and self._run.at.behind.any())
-            if front.rows > 1 and (ragged or depth is not None):
-                what = "a wavefront needs prompts of one length and one code a token"
-                raise InputError(what, hint="decode in raster order: Wavefront with as much lag as columns")
-            config = self._config
-            for problem in front.problems(config.tokens_per_frame, config.rows, config.ring is not None):
-                raise problem
+        ragged = isinstance(prompt, list) or (not reset and bool(self._run.at.behind.any()))
+        check_order(order, self._config, ragged=ragged, codes=depth is not None)
         # No prompt holds codes.
         choose = chooser(sample, kind, ids if depth is None else np.zeros((len(ids), 0), np.int64))
-        front, tokens = None if front is None or front.rows == 1 else front, list[Array]()
+        if isinstance(order, Jacobi) and order.rows is not None and not choose.keyed:
+            what = "the sampler takes logits alone, and Jacobi decoding draws a position again and again"
+            raise InputError(what, where="sample", hint="give it a parameter `position` that its draws follow from")
+        tokens = list[Array]()
         with self._guard.begun() if reset else self._guard:
             if reset:
                 self._run.reset()
             logits = to_numpy(self._extend(prompt))
-            source = self._run.generate(logits, num_tokens, partial(self._chosen, choose), front)
+            # The codes of a depth head are not ids that the decoder reads.
+            known = None if self._config.takes_embeddings else self._inputs.known
+            source = tokens_of(self._run, self._config, order, logits, num_tokens, Asked(choose, self._ask, known))
             if progress:
                 from rich.progress import track
 
@@ -408,11 +418,6 @@ class Session(Described):
         if all(len(ids) == longest for ids in prompts):
             return np.stack(prompts), np.stack(prompts)
         return np.stack([np.concatenate([ids[:1].repeat(longest - len(ids), 0), ids]) for ids in prompts]), prompts
-
-    def _chosen(self, choose: Callable[[Array, int], Array], logits: Array, position: int) -> Array:
-        """Return chosen tokens int64 [B]. A caller's sampler may choose ids that the decoder does not have."""
-        tokens = self._ask(choose, logits, position)
-        return tokens if self._config.takes_embeddings else self._inputs.known(tokens)
 
     def _ask(self, function: Callable[..., Any], *values: Any) -> Any:
         """Call a function of the caller's. The guard refuses calls of this session while it runs."""

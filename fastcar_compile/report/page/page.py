@@ -12,7 +12,7 @@ from string import Template
 
 import numpy as np
 
-from fastcar_compile.artifact.explain import rows_text
+from fastcar_compile.artifact.explain import order_text, rows_text
 from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE, HLS
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.reader import StoredArtifact
@@ -139,7 +139,7 @@ def _facts(manifest: Manifest) -> list[Json]:
             "layers": config.num_layers,
             "hidden size": config.hidden_size,
             "a decode step": rows_text(config.batch_size, config.rows),
-            "order": "raster" if options.wavefront is None else f"wavefront over {options.wavefront}",
+            "order": order_text(options),
             "positions": config.max_seq_len,
             "tokens per frame": config.tokens_per_frame,
         },

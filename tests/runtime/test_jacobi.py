@@ -1,0 +1,220 @@
+"""Coupled Jacobi decoding is sequential decoding: tokens, decisions, states and counts, on every backend."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import check_module
+from decoders import llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastcar_compile as fc
+from fastcar_compile.config.jacobi import Jacobi
+from fastcar_compile.errors import CompileError, InputError
+from fastcar_compile.runtime.windows import Window
+
+FRAME, LENGTH, PROMPT = 10, 64, 13
+EXACT: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
+KINDS: dict[str, dict[str, Any]] = {
+    "native": {},
+    "exact": EXACT,
+    "exact ring": EXACT | {"sparse_attention": fc.SparseAttention(window=14, sinks=2)},
+    "exact board": {"target": "zcu102", "quant": "w8a8", "offload": "all"},
+    "exact chains": EXACT | {"replay": fc.ReplayConfig(threshold=-0.5, max_chain=2, refresh_every=4)},
+    "exact dense": EXACT | {"replay": None},
+}
+BACKENDS = [
+    ("cpu", "exact"), ("cpu", "exact ring"), ("cpu", "exact chains"), ("cpu", "exact dense"), ("eager", "exact"),
+    ("eager", "native"), ("onnxruntime", "native"), ("hls-csim", "exact board"),
+]  # fmt: skip
+
+
+def build(folder: Path, kind: str, rows: int | None, batch_size: int = 1) -> fc.Artifact:
+    sizes = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": batch_size, "rows": rows}
+    options = {"target": "cpu", "replay": fc.ReplayConfig(threshold=0.0)} | KINDS[kind]
+    return fc.compile(llama(head_dim=32), **options, **sizes, prefill_chunk=4, output=folder)
+
+
+class Built(dict[tuple[str, int | None, int], fc.Artifact]):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, key: tuple[str, int | None, int]) -> fc.Artifact:
+        self[key] = build(self.folder / "-".join(map(str, key)), *key)
+        return self[key]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(tmp_path_factory.mktemp("jacobi"))
+
+
+def prompt(seed: int = 4, rows: int = 1, length: int = PROMPT) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 17, (rows, length))
+
+
+def everything(session: fc.Session, folder: Path) -> bytes:
+    """What a session holds: its saved states and counts."""
+    session.save(folder / "session")
+    return (folder / "session").read_bytes()
+
+
+@pytest.mark.parametrize(("backend", "kind"), BACKENDS)
+def test_every_window_gives_what_sequential_decoding_gives(
+    built: Built, backend: str, kind: str, tmp_path: Path
+) -> None:
+    check_module("hls4ml")
+    session, sampling = built[kind, 4, 1].session(backend, record=True), fc.Sampling(0.8, 9, seed=5)
+    alone = built[kind, None, 1].session("cpu" if backend == "hls-csim" else backend, record=True)
+    expected = alone.generate(prompt(), 45, sampling)
+    found = session.generate(prompt(), 45, sampling, jacobi=Jacobi(1))
+    np.testing.assert_array_equal(found, expected)
+    held = everything(session, tmp_path)
+    assert KINDS[kind].get("replay", 1) is None or 0.05 < session.stats.replay_ratio < 0.9
+    for window in (2, 3, 4, "auto"):
+        np.testing.assert_array_equal(session.generate(prompt(), 45, sampling, jacobi=Jacobi(window)), expected)
+        assert session.stats.forwards == 44
+        assert window == "auto" or session.stats.steps < 44
+        np.testing.assert_array_equal(session.stats.decisions, alone.stats.decisions)
+        assert everything(session, tmp_path) == held
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**64 - 1), kind=st.sampled_from(["exact", "exact ring", "exact chains"]))
+def test_any_walk_through_a_video(built: Built, data: st.DataObject, seed: int, kind: str) -> None:
+    """Extensions, rewinds and forks in between change nothing."""
+    artifact, sampling = built[kind, 4, 1], fc.Sampling(1.0, 9, seed=seed)
+    sessions = [artifact.session(keep=6, record=True) for _ in range(2)]
+    ids = prompt(seed % 1000)
+    tokens = [s.generate(ids, 3, sampling, jacobi=Jacobi(w)) for s, w in zip(sessions, (1, 4), strict=True)]
+    for _ in range(4):
+        room = LENGTH - sessions[0].position
+        if room < 12:
+            break
+        back = data.draw(st.integers(0, 2))
+        window = data.draw(st.sampled_from([2, 3, 4, "auto"]))
+        count = data.draw(st.integers(1, min(9, room - 3)))
+        known = prompt(seed % 999, length=data.draw(st.integers(1, 3)))
+        for s in sessions:
+            s.rewind(min(back, 2))
+        tokens = [
+            s.generate(known, count, sampling, reset=False, jacobi=Jacobi(w))
+            for s, w in zip(sessions, (1, window), strict=True)
+        ]
+        np.testing.assert_array_equal(*tokens)
+        np.testing.assert_array_equal(*(s.stats.decisions for s in sessions))
+        if data.draw(st.booleans()):
+            sessions = [s.fork() for s in sessions]
+    np.testing.assert_array_equal(*(s.step(np.array([3])) for s in sessions))
+
+
+def test_videos_of_a_batch_and_pairs(built: Built) -> None:
+    """Each video stops at its own wrong guess; guidance and a penalty know what each row has read."""
+    session = built["exact dense", 4, 2].session()
+    for sampling in (
+        fc.Sampling(0.9, 9, seed=1), fc.Sampling(guidance=2.0, exact=True), fc.Sampling(0.7, repetition_penalty=1.7)
+    ):  # fmt: skip
+        expected = session.generate(prompt(rows=2), 40, sampling, jacobi=Jacobi(1))
+        for window in (2, 4):
+            found = session.generate(prompt(rows=2), 40, sampling, jacobi=Jacobi(window))
+            np.testing.assert_array_equal(found, expected)
+    ragged = [prompt()[0], prompt()[0, :7]]
+    expected = session.generate(ragged, 30, fc.Sampling(seed=2), jacobi=Jacobi(1))
+    np.testing.assert_array_equal(session.generate(ragged, 30, fc.Sampling(seed=2), jacobi=Jacobi(4)), expected)
+
+
+def test_sequences_of_a_batcher_have_the_tokens_that_they_have_alone(built: Built) -> None:
+    for kind in ("exact", "exact dense"):
+        artifact = built[kind, 4, 2]
+        alone, asked = built[kind, None, 1].session(), [(3, 20, 1), (13, 40, 2), (9, 31, 3), (1, 12, 4), (6, 1, 5)]
+        expected = [
+            alone.generate(prompt(length=length), count, fc.Sampling(0.9, 9, seed=seed))[0].tolist()
+            for length, count, seed in asked
+        ]
+        with fc.Batcher(artifact) as batcher:
+            streams = [
+                batcher.submit(prompt(length=length)[0], count, fc.Sampling(0.9, 9, seed=seed))
+                for length, count, seed in asked
+            ]
+            assert [list(stream.result(60)) for stream in streams] == expected
+
+
+def test_a_caller_s_sampler_needs_the_position(built: Built) -> None:
+    session = built["exact dense", 4, 1].session()
+    draws = fc.Sampling(0.9, seed=3).start(prompt())
+
+    def keyed(logits: Any, position: int) -> Any:
+        return draws(logits, position)
+
+    expected = session.generate(prompt(), 30, keyed, jacobi=Jacobi(1))
+    np.testing.assert_array_equal(session.generate(prompt(), 30, keyed, jacobi=Jacobi(4)), expected)
+    with pytest.raises(InputError, match=r"sampler takes logits alone(.|\n)*a parameter `position`"):
+        session.generate(prompt(), 30, lambda logits: logits.argmax(-1), jacobi=Jacobi(4))
+    assert session.generate(prompt(), 3, lambda logits: logits.argmax(-1), jacobi=Jacobi(1)).shape == (1, 3)
+
+
+def test_an_error_of_the_sampler_comes_where_it_comes_in_sequential_decoding(built: Built) -> None:
+    session = built["exact dense", 4, 1].session()
+
+    def sampler(logits: Any, position: int) -> Any:
+        if position == 20:
+            raise ZeroDivisionError
+        return logits.argmax(-1)
+
+    for window in (1, 4):
+        with pytest.raises(ZeroDivisionError):
+            session.generate(prompt(), 30, sampler, jacobi=Jacobi(window))
+        assert session.position == 21
+        assert session.stats.forwards == 8
+
+
+def test_the_artifact_keeps_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "replay": None}
+    artifact = fc.compile(llama(head_dim=32), jacobi=fc.Jacobi(3), **options, output=tmp_path / "a")
+    loaded = fc.load(artifact.path)
+    assert loaded.config.rows == 3
+    assert loaded.manifest.options.jacobi == fc.Jacobi(3)
+    assert "Jacobi, window 3" in repr(loaded.session())
+    assert "order: Jacobi, window 3" in loaded.explain()
+    session = loaded.session()
+    session.generate(prompt(), 30)
+    assert session.stats.steps < 29
+    assert session.stats.tokens_per_step == 29 / session.stats.steps
+    with pytest.raises(
+        InputError, match=r"window of 4 needs as many rows of each video, the decoder has 3(.|\n)*rows=4"
+    ):
+        session.generate(prompt(), 4, jacobi=Jacobi(4))
+    both: dict[str, Any] = {"jacobi": Jacobi(3), "wavefront": fc.Wavefront((2, 5))}
+    with pytest.raises(CompileError, match="a wavefront and Jacobi decoding are given"):
+        fc.compile(llama(head_dim=32), **both, **options, output=tmp_path / "b")
+    with pytest.raises(CompileError, match="window of 11 is longer than a frame of 10"):
+        fc.compile(llama(head_dim=32), jacobi=Jacobi(11), **options, output=tmp_path / "b")
+
+
+@pytest.mark.parametrize("window", [0, -1, "four", 2.5, True])
+def test_a_bad_window_is_named(window: Any) -> None:
+    with pytest.raises(InputError, match="the window is"):
+        Jacobi(window)
+
+
+def test_the_window_follows_what_steps_take_and_give() -> None:
+    def settle(window: Window, cost: float, right: float, steps: int = 300) -> int:
+        random, widths = np.random.default_rng(0), list[int]()
+        for _ in range(steps):
+            width = window()
+            accepted = 1
+            while accepted < width and random.random() < right:
+                accepted += 1
+            window.add(width, accepted, 1 + cost * (width - 1))
+            widths.append(width)
+        return int(np.median(widths[-100:]))
+
+    assert settle(Window(Jacobi("auto"), 16), cost=1.0, right=0.9) == 1  # rows cost what they give at most
+    assert settle(Window(Jacobi("auto"), 16), cost=0.01, right=0.98) == 16
+    turning = Window(Jacobi("auto"), 16)
+    assert settle(turning, cost=0.05, right=0.97) == 16
+    assert settle(turning, cost=0.3, right=0.1) <= 2
+    assert settle(turning, cost=0.05, right=0.97) >= 8
+    assert [Window(Jacobi(8), 5)() for _ in range(3)] == [5] * 3
