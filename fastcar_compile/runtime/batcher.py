@@ -17,6 +17,7 @@ from fastcar_compile.ir.types import ATTENTION_ROLES, INACTIVE, PROMPT, DecoderC
 from fastcar_compile.runtime.backends.base import Stepper, opened, spans_of
 from fastcar_compile.runtime.forwards import Choose
 from fastcar_compile.runtime.inputs import check_ids, to_numpy
+from fastcar_compile.runtime.progress import Guessed
 from fastcar_compile.runtime.sampling import Sampling, chooser
 from fastcar_compile.runtime.streams import Shared, TokenQueue, TokenStream
 from fastcar_compile.support.values import check_kind, whole
@@ -30,27 +31,44 @@ class _Sequence(TokenQueue):
     """A sequence where it stands; only the decoding thread changes it.
 
     Args:
-        prompt: int64 [P]. thresholds: float32 [L].
+        prompt: int64 [P]. thresholds: float32 [L]. frame: tokens of a frame.
 
     Attributes:
-        position: of the next token. token: the id that is read there. forwards: decoded so far.
+        position: of the next token. forwards: decoded so far. ids: of every position: the prompt, chosen tokens, and
+            guesses behind them. first: position of the first decode forward.
     """
 
-    position = token = forwards = 0
+    position = forwards = 0
 
-    def __init__(self, shared: Shared, count: int, prompt: Array, choose: Choose, thresholds: Array) -> None:
+    def __init__(
+        self, shared: Shared, count: int, prompt: Array, choose: Choose, thresholds: Array, frame: int
+    ) -> None:
         super().__init__(shared, count)
-        self.prompt, self.choose, self.thresholds = prompt, choose, thresholds
+        self.prompt, self.choose, self.thresholds, self.first = prompt, choose, thresholds, len(prompt)
+        self.ids, self._frame, self._guessed = np.append(prompt, np.zeros(count, np.int64)), frame, len(prompt)
 
     def row(self, ahead: int) -> tuple[int, int, int] | None:
         """Return token, position and forward number of row number `ahead` of its next decode step; None: it has none.
 
-        Tokens of a prompt are read side by side, those that follow one after the other.
+        Tokens of a prompt are read side by side, and those that follow by Jacobi decoding, of a frame at most. The
+        last one is not read.
         """
-        at, length = self.position + ahead, len(self.prompt)
-        if at < length:
-            return int(self.prompt[at]), at, PROMPT
-        return None if ahead else (self.token, at, at - length)
+        at = self.position + ahead
+        if at < self.first:
+            return int(self.ids[at]), at, PROMPT
+        if ahead and (self.position < self.first or ahead >= self._frame or at >= len(self.ids) - 1):
+            return None
+        if at > self._guessed:
+            self.ids[at], self._guessed = self.ids[max(0, at - self._frame)], at
+        return int(self.ids[at]), at, at - self.first
+
+    def accept(self, tokens: Array) -> int:
+        """Note what follows the rows of a decode step, int64 [N]; return how many of the rows were right."""
+        begin, count = self.position + 1, len(tokens)
+        right = tokens[:-1] == self.ids[begin : begin + count - 1]
+        self.ids[begin : begin + count] = tokens
+        self._guessed = max(self._guessed, begin + count - 1)
+        return count if right.all() else int(right.argmin()) + 1
 
 
 class _Decoding(Shared):
@@ -112,7 +130,7 @@ class _Decoding(Shared):
 
     def _chunked(self, own: _Sequence) -> bool:
         """Whether what is left of a prompt is read in chunks."""
-        return self._chunk > 0 and len(own.prompt) - own.position > self._few
+        return self._chunk > 0 and own.first - own.position > self._few
 
     def _read_chunk(self) -> None:
         """Read a chunk of one prompt, by turns where several are long. A prompt holds the others up for no longer."""
@@ -131,7 +149,7 @@ class _Decoding(Shared):
         count = len(self.places) * self._rows
         inputs, places, steps = np.zeros((count, 1), np.int64), np.full(count, -1), np.full(count, INACTIVE)
         limits = np.repeat(self._limits[:, None], count, 1)
-        going: list[tuple[int, _Sequence, int]] = []
+        going: list[tuple[int, _Sequence, int, Guessed | None]] = []
         for place, own in enumerate(self.places):
             if own is None or own.paused or self._chunked(own):
                 continue
@@ -139,39 +157,70 @@ class _Decoding(Shared):
             for at, row in enumerate(rows, place * self._rows):
                 inputs[at], places[at], steps[at] = row
             limits[:, place * self._rows : (place + 1) * self._rows] = own.thresholds[:, None]
-            going.append((place, own, len(rows)))
+            kept = None
+            if own.position >= own.first:
+                part = slice(place * self._rows + 1, place * self._rows + len(rows))
+                slots = steps[part] % self._config.tokens_per_frame
+                kept = Guessed(self._stepper, places[part], slots, slice(place, place + 1))
+            going.append((place, own, len(rows), kept))
         if not going:
             return
         given = {"inputs": inputs, "position": places, "step": steps} | spans_of(self._config, places)
         result = self._stepper.decode(**given, thresholds=limits)
-        for place, own, rows in going:
-            last = place * self._rows + rows - 1
-            self._accept(own, result.logits[last], rows, result.decisions[:, last])
+        for place, own, rows, kept in going:
+            part = slice(place * self._rows, place * self._rows + rows)
+            if kept is None:
+                self._accept(own, result.logits[part][-1], rows)
+            else:
+                self._accept_decoded(own, result.logits[part, 0], result.decisions[:, part], kept)
 
-    def _accept(self, own: _Sequence, logits: Array, count: int, decisions: Array | None = None) -> None:
-        """Give a sequence the results of a decode step, or of a chunk of its prompt. What fails ends it alone.
+    def _accept(self, own: _Sequence, logits: Array, count: int) -> None:
+        """Give a sequence the results of `count` tokens of its prompt. What fails ends it alone.
 
         Args:
-            logits: float32 [1, V] of the last of `count` tokens. decisions: bool [L] of that token; None: of a chunk.
+            logits: float32 [1, V] of the last of them.
         """
         try:
-            if np.isnan(logits).any():
-                self._clear(self.places.index(own))
-                raise InputError(f"the logits at position {own.position + count - 1} are NaN")
+            self._require_numbers(own, logits, own.position + count - 1)
             own.position += count
-            if (decoded := own.position - len(own.prompt)) < 0:
-                return
-            if decisions is not None and decoded:
-                own.forwards += 1
-                own.replayed += (float(decisions.mean()) - own.replayed) / own.forwards
-            chosen = own.choose(np.array(logits), own.position - 1)  # a copy: a sampler may keep it
-            check_ids(chosen, self._vocabulary)
-            own.token = int(chosen[0])
-            own.put(own.token)
-            if decoded + 1 == own.count:
-                own.end()
+            if own.position == own.first:
+                self._put(own, own.choose(np.array(logits), own.position - 1)[0])  # a copy: a sampler may keep it
         except BaseException as error:  # a sampler may raise SystemExit
             own.end(error)
+
+    def _accept_decoded(self, own: _Sequence, logits: Array, decisions: Array, kept: Guessed) -> None:
+        """Give a sequence the results of a decode step. What fails ends it alone.
+
+        Args:
+            logits: float32 [N, V] of its rows. decisions: bool [L, N]. kept: what rows behind the first overwrote.
+        """
+        try:
+            self._require_numbers(own, logits[:1], own.position)
+            read = own.ids[None, own.position : own.position + len(logits)]
+            tokens = own.choose.several(np.array(logits[None]), own.position, read)[0]
+            count = own.accept(tokens)
+            self._stepper.write(kept.back(count - 1))
+            for k in range(count):
+                own.forwards += 1
+                own.replayed += (float(decisions[:, k].mean()) - own.replayed) / own.forwards
+                own.position += 1
+                self._put(own, tokens[k])
+        except BaseException as error:
+            own.end(error)
+
+    def _require_numbers(self, own: _Sequence, logits: Array, position: int) -> None:
+        """Raise InputError where logits are NaN."""
+        if np.isnan(logits).any():
+            self._clear(self.places.index(own))
+            raise InputError(f"the logits at position {position} are NaN")
+
+    def _put(self, own: _Sequence, token: Any) -> None:
+        """Hand over a token that was chosen behind a sequence's position."""
+        check_ids(np.array([token]), self._vocabulary)
+        own.ids[own.position] = token
+        own.put(int(token))
+        if own.position == len(own.ids) - 1:
+            own.end()
 
     def _clear(self, place: int) -> None:
         """Set a place's keys and values to zero: where a mask is a factor, NaN would reach the next sequence."""
@@ -262,7 +311,8 @@ class Batcher:
         limits = self._in_use if thresholds is None else self._limits.of(thresholds)
         sampler = (sampling or Sampling(temperature=0)).start(ids[None].copy())
         choose = chooser(sampler.__call__, ids, ids[None])  # checked, whoever wrote the sampler
-        stream = TokenStream(own := _Sequence(decoding, count, ids, choose, limits))
+        frame = self._config.tokens_per_frame
+        stream = TokenStream(own := _Sequence(decoding, count, ids, choose, limits, frame))
         with self._submitting:  # never held by the decoding thread, nor by `close`
             wait = len(decoding.going) - self._config.batch_size
             if wait >= self._waiting:
