@@ -1,0 +1,250 @@
+"""Coupled Jacobi decoding against sequential decoding, by turns: frames/s, decode steps, and tokens that differ.
+
+    python benchmarks/jacobi.py --decoder game --rounds 6 --threads 1 --json out.json
+    python benchmarks/jacobi.py --decoder widened --quant w4a8 --windows 4 8 auto --rows 8
+    python benchmarks/jacobi.py --decoder crafter --replay --parts
+
+Each round plays the next start that the world ships, with the actions of its recording again. A frame is one call of
+`generate`: it reads the last image token and the action, and draws the image tokens as the game does. Every decoding
+plays all frames of a round, then the next decoding does, with the same noise of draws. The first round warms up. Ratios
+are medians of what a round gives. Exact decodings have to make the same tokens: if they do not, the command fails.
+
+Sequential decoding has one row. `native` is the fastest: its numerics are not exact, so its tokens may differ.
+Keys and values are int8. The game `widened` (speed/widened.py) has the same function, and its weights come from memory.
+
+--replay: MLPs replay, where thresholds cost at most 1.05x the NLL: of the game's gate `learned`, of Crafter's draft.
+--parts: where the time of a decode step goes (speed/parts.py).
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from speed.clock import Clock
+from speed.doom_report import parts_table
+from speed.parts import parts_of
+from speed.widened import widened
+
+import fastcar_compile as fc
+from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.runtime.backends.base import BackendOptions, Stepper
+from fastcar_compile.runtime.backends.cpu import open_stepper
+from fastcar_compile.runtime.session import Session
+from fastcar_play.world import World, load_world
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+WORLDS = {"game": "doom", "crafter": "crafter", "widened": "doom"}
+CASE = "learned within 1.05x"
+"""The thresholds of examples/doom/cases.json."""
+
+PAGE = [-9.993658, -7.054743, -7.737266, -6.380743]
+"""The thresholds of the page of Crafter (Makefile)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decoding. rows: of the decoder. window: of Jacobi decoding; None: sequential."""
+
+    numerics: str
+    rows: int | None = None
+    window: int | str | None = None
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return f"Jacobi {self.window}, {self.rows} rows" if self.window else f"sequential, {self.numerics}"
+
+    @property
+    def decoder(self) -> "Case":
+        """The case that has the same decoder, and decodes one position at a time: windows share decoders."""
+        return replace(self, window=None)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """What `generate` takes."""
+        window: Any = self.window
+        return {"jacobi": fc.Jacobi(window)} if window else {}
+
+
+FASTEST, EXACT = Case("native"), Case("exact")
+Artifacts = dict[Case, fc.Artifact]  # of each decoder
+
+
+def cases(windows: Sequence[str], rows: Sequence[int]) -> list[Case]:
+    """Return sequential decoding, and Jacobi decoding with each window that each number of rows has room for."""
+    given = [w if w == "auto" else int(w) for w in windows]
+    every = product(sorted(rows), given)
+    return [FASTEST, EXACT, *(Case("exact", r, w) for r, w in every if isinstance(w, str) or w <= r)]
+
+
+@dataclass(frozen=True)
+class Played:
+    """Frames of one case in one round. All times are milliseconds of a frame.
+
+    Attributes:
+        tokens: int64 [frames, image tokens]. steps: decode steps of a frame. accepted: tokens of a decode step.
+        read: of the last token and the action. decode: of the decode steps. rest: of draws, guesses and all else.
+    """
+
+    tokens: np.ndarray = field(repr=False)
+    frame: float
+    steps: float
+    accepted: float
+    read: float
+    decode: float
+
+    @property
+    def rest(self) -> float:
+        """What no forward takes."""
+        return self.frame - self.read - self.decode
+
+
+def play(session: Session, clock: Clock, world: World, number: int, frames: int, **how: Any) -> Played:
+    """Play `frames` frames behind a start, with draws of its number."""
+    start, drawn = world.starts[number % len(world.starts)], world.file.sampling
+    sampling = fc.Sampling(drawn.temperature, drawn.top_k or None, seed=number)
+    session.reset()
+    session.prefill(start.reshape(1, -1)[:, :-1])
+    last, made, seconds = start[-1, -1], list[np.ndarray](), 0.0
+    clock.read.clear()
+    clock.steps.clear()
+    for frame in range(frames):
+        prompt = np.array([[last, start[frame % len(start), 0]]], np.int64)
+        begin = time.perf_counter()
+        made.append(session.generate(prompt, world.file.image.tokens, sampling, reset=False, **how)[0])
+        seconds += time.perf_counter() - begin
+        last = made[-1][-1]
+    steps, each = len(clock.steps) / frames, 1e3 / frames
+    accepted = (world.file.image.tokens - 1) / steps
+    return Played(np.stack(made), each * seconds, steps, accepted, each * sum(clock.read), each * sum(clock.steps))
+
+
+def replay_of(name: str) -> fc.ReplayConfig:
+    """Return when the MLPs of a decoder replay."""
+    if name == "crafter":
+        return fc.ReplayConfig(draft=fc.Draft.load(EXAMPLES / "crafter" / "draft.safetensors"), threshold=PAGE)
+    found = json.loads((EXAMPLES / "doom" / "cases.json").read_text("utf-8"))
+    threshold = next(case["replay"]["threshold"] for case in found if case["calibration"] == CASE)
+    weights = EXAMPLES / "doom" / "gates" / "learned.safetensors"
+    return fc.ReplayConfig(gate="learned", gate_weights=weights, threshold=threshold)
+
+
+def compiled(every: Sequence[Case], world: World, folder: Path, options: argparse.Namespace) -> Artifacts:
+    """Return the artifacts of decoders."""
+    name: str = options.decoder
+    model = widened(folder / "model") if name == "widened" else world.folder / "decoder"
+    common: dict[str, Any] = {"quant": options.quant, "kv": "int8", "host_cpus": [options.isa]}
+    common["replay"] = replay_of(name) if options.replay else None
+    common["max_seq_len"] = (world.file.context_frames + options.frames) * world.file.tokens_per_frame
+
+    def artifact(case: Case) -> fc.Artifact:
+        output = folder / f"{case.numerics}-{case.rows}"
+        return fc.compile(model, "cpu", rows=case.rows, numerics=case.numerics, output=output, **common)
+
+    return {decoder: artifact(decoder) for decoder in dict.fromkeys(case.decoder for case in every)}
+
+
+def measure(
+    every: Sequence[Case], artifacts: Artifacts, world: World, options: argparse.Namespace
+) -> dict[Case, list[Played]]:
+    """Return what each case plays in each round, by turns."""
+    opened, clocks = dict[Case, Session](), list[Clock]()
+
+    def timed(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
+        stepper = open_stepper(artifact, options)
+        clocks.append(Clock(stepper))
+        return stepper
+
+    for decoder, artifact in artifacts.items():
+        opened[decoder] = artifact.session(timed, threads=options.threads)
+    clock = dict(zip(opened, clocks, strict=True))
+    found: dict[Case, list[Played]] = {case: [] for case in every}
+    for number, case in product(range(options.rounds + 1), every):
+        session = opened[case.decoder]
+        found[case].append(play(session, clock[case.decoder], world, number, options.frames, **case.how))
+    return found
+
+
+def rows_of(found: dict[Case, list[Played]]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each case: medians over the rounds, the first of which warms up."""
+    for case, each in found.items():
+        pairs = zip(each, found[EXACT], strict=True)
+        wrong = sum(int((own.tokens != other.tokens).sum()) for own, other in pairs)
+        row: dict[str, Any] = {"decoding": case.name, **asdict(case), "differing": wrong}
+        for name in ("frame", "steps", "accepted", "read", "decode", "rest"):
+            row[name] = statistics.median(getattr(played, name) for played in each[1:])
+        for name, peer in {"of_native": FASTEST, "of_exact": EXACT}.items():
+            pairs = zip(found[peer][1:], each[1:], strict=True)
+            row[name] = statistics.median(other.frame / own.frame for other, own in pairs)
+        yield row
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows in Markdown."""
+    heads = "decoding | frames/s | of native | of exact | decode steps a frame | tokens a step | differing tokens"
+    lines = [f"| {heads} | ms a frame: reading | decode steps | draws and the rest |", "|---" * 10 + "|"]
+    for r in rows:
+        speed = f"{1e3 / r['frame']:.2f} | {r['of_native']:.2f}x | {r['of_exact']:.2f}x"
+        times = " | ".join(f"{r[name]:.2f}" for name in ("read", "decode", "rest"))
+        counts = f"{r['steps']:.1f} | {r['accepted']:.2f} | {r['differing']}"
+        lines.append(f"| {r['decoding']} | {speed} | {counts} | {times} |")
+    return "\n".join(lines)
+
+
+def parts(every: Sequence[Case], artifacts: Artifacts, world: World, options: argparse.Namespace) -> str:
+    """Return a table of the milliseconds of a decode step by part, of each case."""
+
+    def run(case: Case, stepper: Stepper, counted: AbstractContextManager[object]) -> list[float]:
+        clock, manifest = Clock(stepper, counted), artifacts[case.decoder].manifest
+        session = Session(stepper, manifest.decoder.config, manifest.layers.thresholds)
+        play(session, clock, world, 0, min(options.frames, 4), **case.how)
+        return clock.steps
+
+    modes = dict[str, dict[str, float]]()
+    for case in every:
+        modes |= parts_of(artifacts[case.decoder], options.threads, {case.name: partial(run, case)})
+    return parts_table({str(options.threads): modes})
+
+
+def main() -> None:
+    """Print tables, and write the rows as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--decoder", choices=WORLDS, default="game")
+    parser.add_argument("--windows", nargs="+", default=["2", "4", "8", "16", "auto"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 16], help="of the decoders of Jacobi decoding")
+    parser.add_argument("--quant", default="w8a8")
+    parser.add_argument("--isa", default="native", help="avx2: an older one of this CPU")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--frames", type=int, default=16, help="of a round")
+    parser.add_argument("--replay", action="store_true")
+    parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    world = load_world(EXAMPLES / WORLDS[options.decoder] / "world")
+    with tempfile.TemporaryDirectory() as folder:
+        every = cases(options.windows, options.rows)
+        artifacts = compiled(every, world, Path(folder), options)
+        rows = list(rows_of(measure(every, artifacts, world, options)))
+        print(table(rows))
+        if options.parts:
+            print(parts(every, artifacts, world, options))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+    if wrong := [row["decoding"] for row in rows if row["numerics"] == "exact" and row["differing"]]:
+        sys.exit(f"other tokens than those of exact sequential decoding: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()
