@@ -22,13 +22,15 @@ def compiled(output: Path, **options: Any) -> fc.Artifact:
     """A grouped-query Llama for the tiny world and WebAssembly, which this machine's CPU runs too."""
     check_module("ziglang")
     defaults: dict[str, Any] = {
+        "tokens_per_frame": FRAME,
+        "max_seq_len": LENGTH,
         "quant": "w8a8",
         "kv": "int8",
         "numerics": "exact",
         "replay": fc.ReplayConfig(gate="input_delta", threshold=1.2),
     }
     return fc.compile(
-        llama(initializer_range=0.2, head_dim=32), "wasm32", tokens_per_frame=FRAME, max_seq_len=LENGTH,
+        llama(initializer_range=0.2, head_dim=32), "wasm32",
         prefill_chunk=CHUNK, output=output, **{**defaults, **options},
     )  # fmt: skip
 
@@ -53,7 +55,9 @@ def node() -> Node:
     program = check_tool("node")
 
     def run(folder: Path, **request: Any) -> Any:
-        text = json.dumps({"prompt": [], "tokens": [], "thresholds": [], "draws": [], "differences": []} | request)
+        text = json.dumps(
+            {"prompt": [], "tokens": [], "thresholds": [], "draws": [], "noises": [], "windows": []} | request
+        )
         script = Path(__file__).with_name("session.mjs")
         command = [program, script, folder / WEB_MODULE, folder]
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, check=False)

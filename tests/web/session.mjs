@@ -2,8 +2,8 @@
 import { readFileSync } from "node:fs";
 
 const [module, path] = process.argv.slice(2);
-const { load, folder, numerator, Sampler } = await import(module);
-const { prompt, tokens, thresholds, draws, differences } = JSON.parse(readFileSync(0, "utf8"));
+const { load, folder, noise, Sampler } = await import(module);
+const { prompt, tokens, thresholds, draws, noises, windows, count } = JSON.parse(readFileSync(0, "utf8"));
 const hex = (array) => Buffer.from(array.buffer, array.byteOffset, array.byteLength).toString("hex");
 try {
   const artifact = await load(folder(path));
@@ -21,10 +21,23 @@ try {
   }
   const drawn = draws.map(({ options, logits }) => {
     const sampler = new Sampler(options);
-    return logits.map((row) => sampler.choose(Float32Array.from(row)));
+    return logits.map((row, position) => sampler.choose(Float32Array.from(row), position));
+  });
+  // Known tokens, then draws; with fewer rows a step than the decoder has, and with one.
+  const decoded = windows.map((window) => {
+    const session = artifact.session();
+    session.prefill(prompt);
+    session.window = window;
+    const reads = [];
+    const each = (_, logits) => reads.push([hex(logits), Array.from(session.decisions), hex(session.scores)]);
+    const sampler = new Sampler({ seed: 7, temperature: 0.7 });
+    const found = session.decode(tokens.slice(0, 3), count, sampler.choose.bind(sampler), tokens.slice(3), each);
+    const again = session.decode([found.at(-1)], 9, sampler.choose.bind(sampler), [], each); // beyond the guesses
+    const { position, steps, forwards, eligible, replayRatio: ratio } = session;
+    return { tokens: [...found, ...again], reads, steps, counts: [position, forwards, eligible, ratio] };
   });
   const found = games.map(({ session, logits, decisions }) => ({ logits, decisions, ratio: session.replayRatio }));
-  console.log(JSON.stringify({ games: found, drawn, numerators: differences.map(numerator) }));
+  console.log(JSON.stringify({ games: found, drawn, decoded, noises: noises.map((one) => hex(Float64Array.from(noise(...one)))) }));
 } catch (error) {
   console.log(JSON.stringify({ error: `${error.constructor.name}: ${error.message}` }));
 }

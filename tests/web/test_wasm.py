@@ -15,7 +15,7 @@ from conftest import check_tool
 import fastcar_compile as fc
 from fastcar_compile.codegen.tvm import emit
 from fastcar_compile.errors import CompileError
-from fastcar_compile.ir.exact import numerators
+from fastcar_compile.runtime.draws import Noise
 from fastcar_compile.runtime.sampling import Sampling
 
 from .conftest import CHUNK, LENGTH, Node, compiled
@@ -58,20 +58,15 @@ def test_draws_are_those_of_python(artifact: fc.Artifact, node: Node) -> None:
         {"options": {"temperature": t, "topK": k, "seed": seed}, "logits": logits.tolist()} for t, k, seed in cases
     ]
     chosen = [Sampling(t, k or None, seed=seed, exact=True).start(np.zeros((1, 0), int)) for t, k, seed in cases]
-    differences = np.concatenate([-40 * GENERATOR.random(2000), np.arange(-8, 0.1, 2**-8)])
-    found = node(artifact.path, draws=draws, differences=differences.tolist())
-    assert found["drawn"] == [[int(c(row[None])[0]) for row in logits] for c in chosen]
-    assert found["numerators"] == numerators(differences).tolist()
+    found = node(artifact.path, draws=draws)
+    assert found["drawn"] == [[int(c(row[None], i)[0]) for i, row in enumerate(logits)] for c in chosen]
 
 
-def test_exact_draws_are_draws() -> None:
-    """They follow the probabilities, and mostly give the tokens of float64: 2^-16 of a logit is what they round."""
-    logits = np.log(np.array([[1, 2, 5, 8]])).astype(np.float32)
-    exact = Sampling(seed=1, exact=True).start(np.zeros((1, 0), int))
-    float64 = Sampling(seed=1).start(np.zeros((1, 0), int))
-    pairs = np.array([(int(exact(logits)[0]), int(float64(logits)[0])) for _ in range(2000)])
-    assert (pairs[:, 0] == pairs[:, 1]).mean() > 0.999
-    assert np.bincount(pairs[:, 0]) / 2000 == pytest.approx(np.array([1, 2, 5, 8]) / 16, abs=0.03)
+def test_noise_is_that_of_python(artifact: fc.Artifact, node: Node) -> None:
+    """Over seeds of one and of two words, positions, and numbers of tokens that four does not divide."""
+    cases = [(0, 0, 5), (1, 7, 1000), (2**32 - 1, 2**31, 3), (2**33 + 1, 16399, 205), (2**53 - 1, 2**32 - 1, 50003)]
+    expected = [Noise(seed, 1, count)(position).tobytes().hex() for seed, position, count in cases]
+    assert node(artifact.path, noises=cases)["noises"] == expected
 
 
 def test_draws_from_logits_that_are_not_finite() -> None:
@@ -82,8 +77,9 @@ def test_draws_from_logits_that_are_not_finite() -> None:
     script = f"""import {{ Sampler }} from "{files("fastcar_compile.runtime.web") / "fastcar.mjs"}";
         for (const options of [{{}}, {{ topK: 3 }}, {{ temperature: 0 }}]) {{
           const sampler = new Sampler({{ seed: 5, ...options }});
-          for (const row of {text}.flatMap((row) => [row, row, row])) {{
-            try {{ console.log(sampler.choose(Float32Array.from(row))); }} catch (e) {{ console.log(String(e)); }}
+          for (const [row, position] of {text}.flatMap((row) => [0, 1, 2].map((position) => [row, position]))) {{
+            const logits = Float32Array.from(row);
+            try {{ console.log(sampler.choose(logits, position)); }} catch (e) {{ console.log(String(e)); }}
           }}
         }}"""
     command = [check_tool("node"), "--input-type=module", "-e", script]
@@ -91,7 +87,7 @@ def test_draws_from_logits_that_are_not_finite() -> None:
     expected = list[str]()
     for options in ({}, {"top_k": 3}, {"temperature": 0.0}):
         choose = Sampling(**options, seed=5, exact=True).start(np.zeros((1, 0), int))
-        expected += [str(int(choose(np.array([row], np.float32))[0])) for row in rows[:2] for _ in range(3)]
+        expected += [str(int(choose(np.array([row], np.float32), i)[0])) for row in rows[:2] for i in range(3)]
         refused = ("logit 0 is NaN", "logit 3 is NaN", "all logits are -Infinity")
         expected += [f"RangeError: {text}" for text in refused for _ in range(3)]
     assert found == expected

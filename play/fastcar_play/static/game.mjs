@@ -30,7 +30,7 @@ export class Track {
   /** Another decoder at the same point with the same draws to come; this one reads its frames again (Track.twin). */
   twin() {
     const other = new Track(this.artifact, this.world);
-    [other.sampler, other.frames] = [this.sampler.again(), this.frames];
+    [other.sampler, other.frames] = [this.sampler, this.frames];
     other.fill();
     this.fill();
     return other;
@@ -48,13 +48,14 @@ export class Track {
     const refilled = this.session.position + length + (this.pending !== null) > this.session.config.max_seq_len;
     if (refilled) this.fill();
     this.settle();
-    const [tokens, decisions] = [[action], []];
-    for (let i = 1; i < length; ++i) {
-      const logits = this.session.step(tokens[i - 1]);
-      each(this.session, logits, i - 1);
-      decisions.push(Array.from(this.session.decisions, Number));
-      tokens.push(this.sampler.choose(logits.subarray(image.offset, image.offset + image.count)) + image.offset);
-    }
+    const [{ session }, decisions] = [this, []];
+    const note = (_, logits) => {
+      each(session, logits, decisions.length);
+      decisions.push(Array.from(session.decisions, Number));
+    };
+    const choose = (logits, position) =>
+      this.sampler.choose(logits.subarray(image.offset, image.offset + image.count), position) + image.offset;
+    const tokens = [action, ...session.decode([action], length - 1, choose, this.frames.at(-1).slice(1), note)];
     this.pending = tokens[length - 1];
     this.frames = [...this.frames, tokens].slice(-this.kept);
     return { codes: tokens.slice(1).map((token) => token - image.offset), decisions, refilled };
