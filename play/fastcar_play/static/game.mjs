@@ -38,7 +38,8 @@ export class Track {
 
   /** Feed the last token of the frame, so that the next action does not wait for it. */
   settle() {
-    if (this.pending !== null) this.session.step(this.pending);
+    if (this.pending === null || this.session.window > 1) return; // with rows it is read in the next frame's first step
+    this.session.step(this.pending);
     this.pending = null;
   }
 
@@ -47,18 +48,20 @@ export class Track {
     const { tokens_per_frame: length, image } = this.world;
     const refilled = this.session.position + length + (this.pending !== null) > this.session.config.max_seq_len;
     if (refilled) this.fill();
-    this.settle();
     const [{ session }, decisions] = [this, []];
+    const [known, first, steps] = [this.pending === null ? [action] : [this.pending, action], session.position, session.steps];
     const note = (_, logits) => {
+      if (session.position - first < known.length) return; // of the last frame
       each(session, logits, decisions.length);
       decisions.push(Array.from(session.decisions, Number));
     };
     const choose = (logits, position) =>
       this.sampler.choose(logits.subarray(image.offset, image.offset + image.count), position) + image.offset;
-    const tokens = [action, ...session.decode([action], length - 1, choose, this.frames.at(-1).slice(1), note)];
+    const tokens = [action, ...session.decode(known, length - 1, choose, this.frames.at(-1).slice(1), note)];
     this.pending = tokens[length - 1];
+    const accepted = (session.position - first) / (session.steps - steps);
     this.frames = [...this.frames, tokens].slice(-this.kept);
-    return { codes: tokens.slice(1).map((token) => token - image.offset), decisions, refilled };
+    return { codes: tokens.slice(1).map((token) => token - image.offset), decisions, refilled, accepted };
   }
 }
 
