@@ -36,6 +36,7 @@ class RecordedGame(BaseModel):
     """The content of a recorded game.
 
     Args:
+        format: 2: draws by position; 1 was of other draws.
         world: its name. weights: of the artifact, see `weights_digest`.
         start, seed, temperature, top_k: see Beginning. thresholds: one per layer; None: never.
         actions: tokens of the actions, "1003*12 1001": twelve frames of one, then one of another.
@@ -44,7 +45,7 @@ class RecordedGame(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    format: Annotated[int, Field(ge=1, le=1)] = 1
+    format: Annotated[int, Field(ge=2, le=2)] = 2
     world: str
     weights: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     start: Annotated[int, Field(ge=0, lt=limits.SIZE)]

@@ -4,11 +4,14 @@
 //   const session = artifact.session();
 //   let logits = session.prefill(tokens);                                  // Float32Array of the vocabulary
 //   logits = session.step(token);
+//   const next = session.decode([token], 80, new Sampler({ seed }).choose);  // 80 tokens; several a step with rows
 //
 // What the artifact's numerics say holds here: with "exact", logits and decisions are those of every other backend.
 
 const SCHEMA_VERSION = 5; // of manifests, as in artifact/manifest.py
 const INSTRUCTION_SET = "wasm-simd128";
+const INACTIVE = -2; // the forward number of a row that is not there, as in ir/types.py
+const REPLAY_ROLES = ["mlp_cache", "gate_cache", "chain_count"]; // states of a slot for each token of a frame
 const LINE = 64; // bytes that a tensor's address is a multiple of
 const BYTES = { bool: 1, int8: 1, uint8: 1, float16: 2, bfloat16: 2, int32: 4, float32: 4, int64: 8, float64: 8 };
 
@@ -100,7 +103,7 @@ function programsOf(manifest) {
   const problems = [
     [config.takes_embeddings || config.vocab_size === null, "has no tokens in or out"],
     [config.context !== null, "has cross-attention"],
-    [config.batch_size !== 1 || config.rows !== null, "has several rows"],
+    [config.batch_size !== 1, "has several videos"],
     [variant.programs.prefill === null, "has no program that reads prompts"],
   ];
   const found = problems.filter(([wrong]) => wrong).map(([, what]) => what);
@@ -154,14 +157,17 @@ export class Artifact {
   }
 }
 
-/** The next tokens of one video. */
+/** The next tokens of one video. window: rows that a decode step of `decode` has at most. steps: decode steps since the reset. */
 export class Session {
   constructor(artifact) {
     [this.artifact, this.machine, this.config] = [artifact, artifact.machine, artifact.config];
-    const { num_layers: layers, prefill_chunk: chunk } = this.config;
+    const { num_layers: layers, prefill_chunk: chunk, tokens_per_frame: frame } = this.config;
+    const rows = this.config.rows ?? 1;
+    this.window = Math.min(rows, frame);
     const size = ({ shape, dtype }) => shape.reduce((product, side) => product * side, 1) * BYTES[dtype];
     const sizes = artifact.manifest.decoder.state.map((state) => [state.name, size(state)]);
-    sizes.push(["position", 8], ["step", 8], ["thresholds", 4 * layers], ["token", 8], ["tokens", 8 * chunk]);
+    sizes.push(["spans", 16 * rows * rows], ["position", 8 * rows], ["step", 8 * rows], ["thresholds", 4 * layers * rows]);
+    sizes.push(["token", 8 * rows], ["tokens", 8 * chunk], ["start", 8]);
     const { decode, prefill } = artifact.programs;
     const table = (spec) => 4 * (spec.inputs.length + spec.params.length + spec.outputs.length);
     sizes.push(["decode", table(decode)], ["prefill", table(prefill)]);
@@ -174,16 +180,19 @@ export class Session {
       this.places.set(name, [next, bytes]);
       next += lines(bytes);
     }
-    this.decode = this.program(decode, "decode", "token");
-    this.read = this.program(prefill, "prefill", "tokens");
+    const replay = artifact.manifest.decoder.state.filter(({ role }) => REPLAY_ROLES.includes(role));
+    this.replayed = replay.map(({ name }) => [this.places.get(name)[0], this.places.get(name)[1] / frame]);
+    this.forward = this.program(decode, "decode", "token", "position");
+    this.read = this.program(prefill, "prefill", "tokens", "start");
     this.reset();
     this.setThreshold(artifact.compiled);
   }
 
   /** A program with its arguments in place, checked once; it gives the addresses of its results by name. */
-  program(spec, table, tokens) {
+  program(spec, table, tokens, position) {
     const { exports } = this.machine;
-    const known = new Map([...this.artifact.params, ...this.places, ["tokens", this.places.get(tokens)]]);
+    const own = [["tokens", this.places.get(tokens)], ["position", this.places.get(position)]];
+    const known = new Map([...this.artifact.params, ...this.places, ...own]);
     const names = [...spec.inputs, ...spec.params];
     const lacking = names.filter((name) => !known.has(name));
     if (lacking.length) throw new ArtifactError(`the library needs ${lacking.join(", ")}: compile the model again`);
@@ -201,14 +210,14 @@ export class Session {
     };
   }
 
-  set(name, value) {
-    this.machine.view(BigInt64Array, this.places.get(name)[0], 1)[0] = BigInt(value);
+  set(name, ...values) {
+    this.machine.view(BigInt64Array, this.places.get(name)[0], values.length).set(values.map(BigInt));
   }
 
   /** Forget everything but the thresholds: caches, position and counts. */
   reset() {
     this.machine.view(Uint8Array, this.memory, this.bytes - LINE).fill(0, 0, this.places.get("position")[0] - this.memory);
-    this.position = this.forwards = this.eligible = this.replays = 0;
+    this.position = this.steps = this.forwards = this.eligible = this.replays = 0;
     this.first = null;
     this.decisions = new Uint8Array(this.config.num_layers);
     this.scores = new Float32Array(this.config.num_layers);
@@ -216,18 +225,19 @@ export class Session {
 
   /** Give the states back to the artifact. The session is not used any more. */
   close() {
-    if (this.decode !== null) this.artifact.free.push(this.memory);
-    this.decode = this.read = null;
+    if (this.forward !== null) this.artifact.free.push(this.memory);
+    this.forward = this.read = null;
   }
 
   requireOpen() {
-    if (this.decode === null) throw new RangeError("the session is closed: open another one");
+    if (this.forward === null) throw new RangeError("the session is closed: open another one");
   }
 
   /** One number for all layers, one per layer, or null: never; a layer's null is never, too. Throws RangeError. */
   setThreshold(threshold) {
     this.requireOpen();
     const { num_layers: layers } = this.config;
+    const rows = this.config.rows ?? 1;
     const several = Array.isArray(threshold) || ArrayBuffer.isView(threshold);
     const each = several ? Array.from(threshold) : Array(layers).fill(threshold);
     if (each.length !== layers) throw new RangeError(`${each.length} thresholds for ${layers} layers`);
@@ -235,7 +245,7 @@ export class Session {
     if (wrong >= 0) throw new RangeError(`the threshold of layer ${wrong} is ${each[wrong]}: give a number, or null`);
     this.thresholds = each;
     // No score compares with NaN, whichever way a gate compares.
-    this.machine.view(Float32Array, this.places.get("thresholds")[0], layers).set(each.map((value) => value ?? NaN));
+    this.machine.view(Float32Array, this.places.get("thresholds")[0], layers * rows).set(each.flatMap((value) => Array(rows).fill(value ?? NaN)));
   }
 
   /** Throw RangeError unless the session takes these tokens now. Nothing has changed then. */
@@ -262,7 +272,7 @@ export class Session {
       const part = tokens.slice(start, start + chunk);
       const place = this.machine.view(BigInt64Array, this.places.get("tokens")[0], chunk);
       for (let i = 0; i < chunk; ++i) place[i] = BigInt(part[i] ?? 0);
-      this.set("position", start);
+      this.set("start", start);
       logits = this.read()("logits", Float32Array, chunk * vocabulary);
       logits = logits.slice((part.length - 1) * vocabulary, part.length * vocabulary);
     }
@@ -272,23 +282,76 @@ export class Session {
 
   /** Decode one forward; return its logits, a view that the next forward overwrites. */
   step(token) {
-    this.requireTokens([token]);
+    const run = this.run([token]);
+    run.accept(1);
+    return run.logits(0);
+  }
+
+  /**
+   * Decode known tokens, at least one, and return the `count` tokens behind them; the last one is not read yet.
+   *
+   * A step reads a window of tokens, true ones and then guesses, whose draws are the next guesses (coupled Jacobi
+   * decoding, arXiv 2510.24211): since draws are by position, the tokens are those of one `step` after the other.
+   *
+   * choose: (logits, position) -> token. guesses: of the tokens behind the known ones.
+   * each: called in the order of the tokens read with the session, whose decisions and scores are the token's, and the logits.
+   */
+  decode(known, count, choose, guesses = [], each = () => {}) {
+    const [tokens, end] = [[...known, ...guesses.slice(0, count)], known.length + count - 1];
+    while (tokens.length < end) tokens.push(tokens.at(-1));
+    for (let start = 0; start < end; ) {
+      const part = tokens.slice(start, Math.min(start + this.window, end));
+      const run = this.run(part);
+      let right = 1; // rows whose tokens are true
+      for (let k = 0; k < part.length; ++k) {
+        const next = start + k + 1;
+        const token = next < known.length ? known[next] : choose(run.logits(k), this.position + k);
+        if (right === k + 1 && right < part.length && token === tokens[next]) right += 1;
+        tokens[next] = token;
+      }
+      run.accept(right, (k) => each(this, run.logits(k)));
+      start += right;
+    }
+    return tokens.slice(known.length);
+  }
+
+  /** Run a decode step of the next tokens. `logits` of a row, a view; `accept`: count the first rows, and undo the others. */
+  run(tokens) {
+    this.requireTokens(tokens);
+    const { num_layers: layers, vocab_size: vocabulary, tokens_per_frame: frame } = this.config;
+    const rows = this.config.rows ?? 1;
     this.first ??= this.position;
     const number = this.position - this.first;
-    this.set("token", token);
-    this.set("position", this.position);
-    this.set("step", number);
-    const result = this.decode();
-    if (this.artifact.programs.decode.outputs.includes("decisions")) {
-      const { num_layers: layers } = this.config;
-      this.decisions.set(result("decisions", Uint8Array, layers));
-      this.scores.set(result("scores", Float32Array, layers));
-      this.replays += this.decisions.reduce((sum, flag) => sum + flag, 0);
-      this.eligible += number >= this.config.tokens_per_frame ? 1 : 0;
-    }
-    this.position += 1;
-    this.forwards += 1;
-    return result("logits", Float32Array, this.config.vocab_size);
+    const each = (there, otherwise) => Array.from({ length: rows }, (_, k) => (k < tokens.length ? there(k) : otherwise));
+    this.set("token", ...each((k) => tokens[k], 0));
+    this.set("position", ...each((k) => this.position + k, -1));
+    this.set("step", ...each((k) => number + k, INACTIVE));
+    const seen = this.machine.view(BigInt64Array, this.places.get("spans")[0], 2 * rows * rows);
+    for (let k = 0; k < rows; ++k) seen[2 * rows * k + 1] = BigInt(k < tokens.length ? this.position + k + 1 : 0);
+    const slots = (k) =>
+      this.replayed.map(([address, bytes]) => this.machine.view(Uint8Array, address + ((number + k) % frame) * bytes, bytes));
+    const kept = tokens.map((_, k) => (k ? slots(k).map((slot) => slot.slice()) : []));
+    const result = this.forward();
+    const logits = result("logits", Float32Array, rows * vocabulary);
+    const decides = this.artifact.programs.decode.outputs.includes("decisions");
+    const decisions = decides && result("decisions", Uint8Array, layers * rows);
+    const scores = decides && result("scores", Float32Array, layers * rows);
+    const accept = (count, tell = () => {}) => {
+      for (let k = count; k < tokens.length; ++k) slots(k).forEach((slot, i) => slot.set(kept[k][i]));
+      this.steps += 1;
+      for (let k = 0; k < count; ++k) {
+        for (let layer = 0; decides && layer < layers; ++layer) {
+          this.decisions[layer] = decisions[layer * rows + k];
+          this.scores[layer] = scores[layer * rows + k];
+          this.replays += this.decisions[layer];
+        }
+        this.eligible += decides && number + k >= frame ? 1 : 0;
+        this.forwards += 1;
+        this.position += 1;
+        tell(k);
+      }
+    };
+    return { logits: (k) => logits.subarray(k * vocabulary, (k + 1) * vocabulary), accept };
   }
 
   /** Share of the MLPs that replayed in all forwards since the reset. */
@@ -299,40 +362,50 @@ export class Session {
 
 // Draws: `Sampling(exact=True)` of the Python package, bit for bit (docs/reference/numerics.md, Draws).
 
-const EVEN = 1.5 * 2 ** 52; // adding it rounds a double to an integer, half to even
-const rounded = (value) => value + EVEN - EVEN;
-const KNOTS = Int32Array.from({ length: 257 }, (_, j) => Math.round(2 ** (j / 256) * 2 ** 24));
+const LOG2_E = 1.4426950408889634;
+const GUMBEL = Float64Array.from({ length: 65537 }, (_, j) => {
+  const share = j < 65536 ? 2 ** ((j >> 11) - 32) * (1 + (j & 2047) / 2048) : 1 - 2 ** -33;
+  return Math.round(-Math.log2(-Math.log1p(-share) / Math.LN2) * 2 ** 20) / 2 ** 20;
+});
+const FLOAT = new Float32Array(1);
+const BITS = new Int32Array(FLOAT.buffer);
 
-/** 2^difference as an integer of 2^-24, for a difference of at most 0. */
-export function numerator(difference) {
-  const units = rounded(Math.max(difference, -30) * 65536);
-  const [shift, fraction] = [-Math.floor(units / 65536), ((units % 65536) + 65536) % 65536];
-  const [knot, rest] = [fraction >> 8, fraction & 255];
-  const power = KNOTS[knot] + (((KNOTS[knot + 1] - KNOTS[knot]) * rest + 128) >> 8);
-  return (power + (2 ** shift >> 1)) >> shift;
+/** What is added to the scores of tokens 0 .. count - 1 at a position: Float64Array, from Philox4x32-10. */
+export function noise(seed, position, count) {
+  const found = new Float64Array(Math.ceil(count / 4) * 4);
+  const high = (factor, word) => ((factor * (word >>> 16) + Math.floor((factor * (word & 0xffff)) / 65536)) / 65536) >>> 0;
+  for (let first = 0; first < count; first += 4) {
+    let [a, b, c, d] = [first >>> 2, position, 0, 0];
+    let [low, top] = [seed | 0, (seed / 2 ** 32) | 0];
+    for (let round = 0; round < 10; ++round) {
+      const [left, right] = [high(0xd2511f53, a), high(0xcd9e8d57, c)];
+      [a, b, c, d] = [right ^ b ^ low, Math.imul(0xcd9e8d57, c), left ^ d ^ top, Math.imul(0xd2511f53, a)];
+      [low, top] = [(low + 0x9e3779b9) | 0, (top + 0xbb67ae85) | 0];
+    }
+    [a, b, c, d].forEach((word, i) => {
+      FLOAT[0] = (word | 1) >>> 0;
+      const [place, rest] = [(BITS[0] >> 12) - (127 << 11), BITS[0] & 4095];
+      found[first + i] = GUMBEL[place] + (rest && ((GUMBEL[place + 1] - GUMBEL[place]) * rest) / 4096);
+    });
+  }
+  return found.subarray(0, count);
 }
 
-const LOG2_E = 1.4426950408889634;
-
-/** Chooses the tokens of one video. temperature: 0 takes the likeliest. topK: 0 draws among all. seed: a whole number. */
+/** Chooses tokens of a video. temperature: 0 takes the likeliest. topK: 0 draws among all. seed: a whole number. */
 export class Sampler {
   constructor({ temperature = 1, topK = 0, seed = 0 } = {}) {
     const whole = (value) => Number.isSafeInteger(value) && value >= 0;
     if (!(typeof temperature === "number" && temperature >= 0 && temperature < Infinity && whole(topK) && whole(seed))) {
       throw new RangeError(`temperature ${temperature}, topK ${topK}, seed ${seed}: give numbers from 0 on, the last two whole`);
     }
-    Object.assign(this, { temperature, topK, seed, drawn: 0, random: generator(BigInt(seed)) });
+    Object.assign(this, { temperature, topK, seed });
   }
 
-  /** Another one with the same draws to come. */
-  again() {
-    const other = new Sampler(this);
-    while (other.drawn < this.drawn) other.drawn += other.random() < 1 ? 1 : 0;
-    return other;
-  }
-
-  /** The place of the chosen one of these logits, of those at +Infinity where there are some. Throws RangeError: one is NaN, or all are -Infinity. */
-  choose(logits) {
+  /**
+   * The place of the chosen one of the logits at a position, of those at +Infinity where there are some.
+   * Throws RangeError: one is NaN, or all are -Infinity.
+   */
+  choose(logits, position) {
     let top = 0;
     for (let i = 0; i < logits.length; ++i) {
       if (Number.isNaN(logits[i])) throw new RangeError(`logit ${i} is NaN`);
@@ -341,56 +414,18 @@ export class Sampler {
     if (logits[top] === -Infinity) throw new RangeError("all logits are -Infinity");
     if (logits[top] === Infinity) logits = logits.map((value) => (value === Infinity ? 0 : -Infinity));
     if (this.temperature === 0) return top;
-    const limited = this.topK > 0 && this.topK < logits.length;
-    const least = limited ? Float32Array.from(logits).sort()[logits.length - this.topK] : -Infinity;
-    const [places, sums] = [[], []];
-    let total = 0;
-    for (let i = 0; i < logits.length; ++i) {
-      if (!(logits[i] >= least)) continue;
-      total += numerator((logits[i] / this.temperature - logits[top] / this.temperature) * LOG2_E);
-      places.push(i);
-      sums.push(total);
-    }
-    const reached = this.random() * total;
-    this.drawn += 1;
-    return places[sums.findIndex((sum) => sum > reached)];
+    const [scores, added] = [new Float64Array(logits), noise(this.seed, position, logits.length)];
+    for (let i = 0; i < scores.length; ++i) scores[i] /= this.temperature;
+    const best = (least) => {
+      let [found, most] = [-1, -Infinity];
+      for (let i = 0; i < scores.length; ++i) {
+        const sum = scores[i] * LOG2_E + added[i];
+        if (sum > most && scores[i] >= least) [found, most] = [i, sum];
+      }
+      return found;
+    };
+    const chosen = best(-Infinity);
+    if (!this.topK || scores.reduce((larger, score) => larger + (score > scores[chosen]), 0) < this.topK) return chosen;
+    return best(scores.slice().sort()[scores.length - this.topK]);
   }
-}
-
-/** numpy's default_rng(seed).random: PCG64 (XSL-RR) with the state that SeedSequence makes of the seed. */
-function generator(seed) {
-  const [low, multiplier] = [(1n << 64n) - 1n, 0x2360ed051fc65da44385df649fccf645n];
-  const wrap = (value) => BigInt.asUintN(128, value);
-  const words = seedWords(seed);
-  const increment = wrap((((words[2] << 64n) | words[3]) << 1n) | 1n);
-  let state = wrap((increment + ((words[0] << 64n) | words[1])) * multiplier + increment);
-  return () => {
-    state = wrap(state * multiplier + increment);
-    const [mixed, turn] = [(state >> 64n) ^ (state & low), state >> 122n];
-    const value = BigInt.asUintN(64, (mixed >> turn) | (mixed << (64n - turn)));
-    return Number(value >> 11n) * 2 ** -53;
-  };
-}
-
-/** Four words of 64 bits: SeedSequence(seed).generate_state(4, uint64). */
-function seedWords(seed) {
-  const mixer = (constant, factor) => (value) => {
-    value = Math.imul(value ^ constant, (constant = Math.imul(constant, factor)));
-    return value ^ (value >>> 16);
-  };
-  const entropy = [];
-  for (let rest = seed; rest > 0n || !entropy.length; rest >>= 32n) entropy.push(Number(rest & 0xffffffffn) | 0);
-  const hash = mixer(0x43b0d7e5, 0x931e8875);
-  const mix = (x, y) => {
-    const value = Math.imul(0xca01f9dd, x) - Math.imul(0x4973f715, y);
-    return (value ^ (value >>> 16)) | 0;
-  };
-  const pool = [0, 1, 2, 3].map((i) => hash(entropy[i] ?? 0));
-  for (let from = 0; from < 4; ++from) {
-    for (let to = 0; to < 4; ++to) if (from !== to) pool[to] = mix(pool[to], hash(pool[from]));
-  }
-  for (const word of entropy.slice(4)) for (let to = 0; to < 4; ++to) pool[to] = mix(pool[to], hash(word));
-  const out = mixer(0x8b51f9dd, 0x58f38ded);
-  const halves = Array.from({ length: 8 }, (_, i) => BigInt(out(pool[i % 4]) >>> 0));
-  return [0, 2, 4, 6].map((i) => halves[i] | (halves[i + 1] << 32n));
 }

@@ -30,7 +30,7 @@ export class Track {
   /** Another decoder at the same point with the same draws to come; this one reads its frames again (Track.twin). */
   twin() {
     const other = new Track(this.artifact, this.world);
-    [other.sampler, other.frames] = [this.sampler.again(), this.frames];
+    [other.sampler, other.frames] = [this.sampler, this.frames];
     other.fill();
     this.fill();
     return other;
@@ -38,7 +38,8 @@ export class Track {
 
   /** Feed the last token of the frame, so that the next action does not wait for it. */
   settle() {
-    if (this.pending !== null) this.session.step(this.pending);
+    if (this.pending === null || this.session.window > 1) return; // with rows it is read in the next frame's first step
+    this.session.step(this.pending);
     this.pending = null;
   }
 
@@ -47,17 +48,20 @@ export class Track {
     const { tokens_per_frame: length, image } = this.world;
     const refilled = this.session.position + length + (this.pending !== null) > this.session.config.max_seq_len;
     if (refilled) this.fill();
-    this.settle();
-    const [tokens, decisions] = [[action], []];
-    for (let i = 1; i < length; ++i) {
-      const logits = this.session.step(tokens[i - 1]);
-      each(this.session, logits, i - 1);
-      decisions.push(Array.from(this.session.decisions, Number));
-      tokens.push(this.sampler.choose(logits.subarray(image.offset, image.offset + image.count)) + image.offset);
-    }
+    const [{ session }, decisions] = [this, []];
+    const [known, first, steps] = [this.pending === null ? [action] : [this.pending, action], session.position, session.steps];
+    const note = (_, logits) => {
+      if (session.position - first < known.length) return; // of the last frame
+      each(session, logits, decisions.length);
+      decisions.push(Array.from(session.decisions, Number));
+    };
+    const choose = (logits, position) =>
+      this.sampler.choose(logits.subarray(image.offset, image.offset + image.count), position) + image.offset;
+    const tokens = [action, ...session.decode(known, length - 1, choose, this.frames.at(-1).slice(1), note)];
     this.pending = tokens[length - 1];
+    const accepted = (session.position - first) / (session.steps - steps);
     this.frames = [...this.frames, tokens].slice(-this.kept);
-    return { codes: tokens.slice(1).map((token) => token - image.offset), decisions, refilled };
+    return { codes: tokens.slice(1).map((token) => token - image.offset), decisions, refilled, accepted };
   }
 }
 
@@ -117,7 +121,7 @@ export class Recording {
   async game(weights) {
     const actions = this.runs.map(({ token, count }) => (count > 1 ? `${token}*${count}` : `${token}`)).join(" ");
     const digest = hexadecimal(await this.digest);
-    return { format: 1, world: this.world.name, weights, ...this.beginning, actions, checks: this.checks, digest };
+    return { format: 2, world: this.world.name, weights, ...this.beginning, actions, checks: this.checks, digest };
   }
 }
 

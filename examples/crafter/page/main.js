@@ -199,7 +199,8 @@ function showFigures(frame) {
   const parts = [["steps", steps], ["draws", draws], ["pixels", frame.pixels_ms], ["PNG", frame.png_ms]].filter(([, ms]) => ms > 0);
   const times = parts.map(([name, value]) => `${name} ${value.toFixed(1)} ms`).join(", ");
   const tokens = generated.map((side) => `${side.side} ${side.token_ms.toFixed(2)}`).join(", ");
-  at("parts").textContent = `Frame ${frame.number}, ${frame.action}: ${times}; ${tokens} ms / token.`;
+  const accepted = last.accepted > 1 ? ` ${last.accepted.toFixed(1)} tokens a decode step.` : "";
+  at("parts").textContent = `Frame ${frame.number}, ${frame.action}: ${times}; ${tokens} ms / token.${accepted}`;
 }
 
 /** The median of what this was given in the last SMOOTHED_MS. */

@@ -118,8 +118,8 @@ class Game {
     const now = performance.now();
     this.times = [...(name ? this.times : []), now].slice(-AVERAGED - 1);
     const span = now - this.times[0];
-    const sides = views.map(({ side, codes, token_ms = null, decisions = [] }, i) => ({
-      side, codes, token_ms, sampling_ms: 0, kind: "rgba", bytes: pictures[i].length,
+    const sides = views.map(({ side, codes, token_ms = null, decisions = [], accepted = null }, i) => ({
+      side, codes, token_ms, accepted, sampling_ms: 0, kind: "rgba", bytes: pictures[i].length,
       replayed: decisions.map((flags) => Math.round(100 * mean(flags))),
       by_layer: (decisions[0] ?? []).map((_, layer) => mean(decisions.map((flags) => flags[layer]))),
     }));

@@ -121,7 +121,7 @@ export class Recording {
   async game(weights) {
     const actions = this.runs.map(({ token, count }) => (count > 1 ? `${token}*${count}` : `${token}`)).join(" ");
     const digest = hexadecimal(await this.digest);
-    return { format: 1, world: this.world.name, weights, ...this.beginning, actions, checks: this.checks, digest };
+    return { format: 2, world: this.world.name, weights, ...this.beginning, actions, checks: this.checks, digest };
   }
 }
 
