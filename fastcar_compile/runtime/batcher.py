@@ -34,7 +34,7 @@ class _Sequence(TokenQueue):
         prompt: int64 [P]. thresholds: float32 [L]. frame: tokens of a frame.
 
     Attributes:
-        position: of the next token. forwards: decoded so far. ids: of every position: the prompt, chosen tokens, and
+        position: of the next token. forwards: decoded so far. known: ids by position: the prompt, chosen tokens, and
             guesses behind them. first: position of the first decode forward.
     """
 
@@ -45,7 +45,7 @@ class _Sequence(TokenQueue):
     ) -> None:
         super().__init__(shared, count)
         self.prompt, self.choose, self.thresholds, self.first = prompt, choose, thresholds, len(prompt)
-        self.ids, self._frame, self._guessed = np.append(prompt, np.zeros(count, np.int64)), frame, len(prompt)
+        self.known, self._frame, self._guessed = np.append(prompt, np.zeros(count, np.int64)), frame, len(prompt)
 
     def row(self, ahead: int) -> tuple[int, int, int] | None:
         """Return token, position and forward number of row number `ahead` of its next decode step; None: it has none.
@@ -55,18 +55,18 @@ class _Sequence(TokenQueue):
         """
         at = self.position + ahead
         if at < self.first:
-            return int(self.ids[at]), at, PROMPT
-        if ahead and (self.position < self.first or ahead >= self._frame or at >= len(self.ids) - 1):
+            return int(self.known[at]), at, PROMPT
+        if ahead and (self.position < self.first or ahead >= self._frame or at >= len(self.known) - 1):
             return None
         if at > self._guessed:
-            self.ids[at], self._guessed = self.ids[max(0, at - self._frame)], at
-        return int(self.ids[at]), at, at - self.first
+            self.known[at], self._guessed = self.known[max(0, at - self._frame)], at
+        return int(self.known[at]), at, at - self.first
 
     def accept(self, tokens: Array) -> int:
         """Note what follows the rows of a decode step, int64 [N]; return how many of the rows were right."""
         begin, count = self.position + 1, len(tokens)
-        right = tokens[:-1] == self.ids[begin : begin + count - 1]
-        self.ids[begin : begin + count] = tokens
+        right = tokens[:-1] == self.known[begin : begin + count - 1]
+        self.known[begin : begin + count] = tokens
         self._guessed = max(self._guessed, begin + count - 1)
         return count if right.all() else int(right.argmin()) + 1
 
@@ -196,7 +196,7 @@ class _Decoding(Shared):
         """
         try:
             self._require_numbers(own, logits[:1], own.position)
-            read = own.ids[None, own.position : own.position + len(logits)]
+            read = own.known[None, own.position : own.position + len(logits)]
             tokens = own.choose.several(np.array(logits[None]), own.position, read)[0]
             count = own.accept(tokens)
             self._stepper.write(kept.back(count - 1))
@@ -217,9 +217,9 @@ class _Decoding(Shared):
     def _put(self, own: _Sequence, token: Any) -> None:
         """Hand over a token that was chosen behind a sequence's position."""
         check_ids(np.array([token]), self._vocabulary)
-        own.ids[own.position] = token
+        own.known[own.position] = token
         own.put(int(token))
-        if own.position == len(own.ids) - 1:
+        if own.position == len(own.known) - 1:
             own.end()
 
     def _clear(self, place: int) -> None:

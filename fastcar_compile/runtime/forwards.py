@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.wavefront import Wavefront, WaveRow
 from fastcar_compile.ir.types import INACTIVE, PROMPT, DecoderConfig
 from fastcar_compile.runtime.backends.base import Array, Stepper, alone, spans_of
@@ -57,6 +58,8 @@ class Forwards:
         self.stepper, self.thresholds, self.depth, self.keep = stepper, thresholds, depth, keep
         self._config, self._record = config, record
         self.at = self.begun()
+        # What one video showed of the machine and of its guesses is kept for the next.
+        self.windows: dict[Jacobi, Window] = {}
         # The last frame's tokens by their place in it: what Jacobi decoding guesses first.
         self._frame = np.zeros((config.batch_size, config.tokens_per_frame), np.int64)
 

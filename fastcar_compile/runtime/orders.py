@@ -74,4 +74,6 @@ def tokens_of(
     if not isinstance(order, Jacobi) or order.rows is None:
         front = order if isinstance(order, Wavefront) and order.rows > 1 else None
         return run.generate(logits, count, choose, front)
-    return run.guess(logits, count, choose, Window(order, min(config.rows or 1, config.tokens_per_frame)))
+    if order not in run.windows:
+        run.windows[order] = Window(order, min(config.rows or 1, config.tokens_per_frame))
+    return run.guess(logits, count, choose, run.windows[order])
