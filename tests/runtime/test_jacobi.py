@@ -73,7 +73,8 @@ def test_every_window_gives_what_sequential_decoding_gives(
     np.testing.assert_array_equal(found, expected)
     held = everything(session, tmp_path)
     assert KINDS[kind].get("replay", 1) is None or 0.05 < session.stats.replay_ratio < 0.9
-    for window in (2, 3, 4, "auto"):
+    windows: list[Any] = [2, 3, 4, "auto"]
+    for window in windows:
         np.testing.assert_array_equal(session.generate(prompt(), 45, sampling, jacobi=Jacobi(window)), expected)
         assert session.stats.forwards == 44
         assert window == "auto" or session.stats.steps < 44
@@ -94,7 +95,7 @@ def test_any_walk_through_a_video(built: Built, data: st.DataObject, seed: int, 
         if room < 12:
             break
         back = data.draw(st.integers(0, 2))
-        window = data.draw(st.sampled_from([2, 3, 4, "auto"]))
+        window: Any = data.draw(st.sampled_from([2, 3, 4, "auto"]))
         count = data.draw(st.integers(1, min(9, room - 3)))
         known = prompt(seed % 999, length=data.draw(st.integers(1, 3)))
         for s in sessions:
@@ -104,7 +105,8 @@ def test_any_walk_through_a_video(built: Built, data: st.DataObject, seed: int, 
             for s, w in zip(sessions, (1, window), strict=True)
         ]
         np.testing.assert_array_equal(*tokens)
-        np.testing.assert_array_equal(*(s.stats.decisions for s in sessions))
+        one, other = (s.stats.decisions for s in sessions)
+        np.testing.assert_array_equal(one, other)
         if data.draw(st.booleans()):
             sessions = [s.fork() for s in sessions]
     np.testing.assert_array_equal(*(s.step(np.array([3])) for s in sessions))
