@@ -18,6 +18,7 @@ from fastcar_compile.artifact.digest import FileEntry
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.cli import app
 from fastcar_compile.config import CompileConfig, ReplayConfig
+from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.runtime.sampling import Sampling
@@ -34,7 +35,9 @@ class FakeSession:
     def __init__(self, error: float = 0.0, flip: bool = False, at: int = 5) -> None:
         self.error, self.flip, self.at = error, flip, at
         self.thresholds: float | Sequence[float | None] | None = None
-        self.stats = SimpleNamespace(replay_ratio=0.0, per_layer=[0.0] * LAYERS, forwards=0, decisions=None)
+        self.stats = SimpleNamespace(
+            replay_ratio=0.0, per_layer=[0.0] * LAYERS, forwards=0, tokens_per_step=1.0, decisions=None
+        )
         self._trace: list[NDArray[np.bool_]] = []
 
     def set_threshold(self, threshold: float | Sequence[float | None]) -> None:
@@ -62,6 +65,7 @@ class FakeSession:
         num_tokens: int,
         sample: Sampling,
         on_token: Callable[[Any], object],
+        jacobi: Jacobi | None = None,
     ) -> NDArray[np.int64]:
         choose = sample.start(prompt)
         tokens: list[NDArray[np.int64]] = []
