@@ -20,7 +20,7 @@ from fastcar_compile.ir.types import INACTIVE, PROMPT, DecoderConfig
 from fastcar_compile.runtime.backends.base import Array, Stepper, alone, spans_of
 from fastcar_compile.runtime.depth import DepthHead
 from fastcar_compile.runtime.progress import Guessed, Progress
-from fastcar_compile.runtime.windows import Window
+from fastcar_compile.runtime.windows import WindowChoice
 
 
 class Choose(Protocol):
@@ -59,7 +59,7 @@ class Forwards:
         self._config, self._record = config, record
         self.at = self.begun()
         # What one video showed of the machine and of its guesses is kept for the next.
-        self.windows: dict[Jacobi, Window] = {}
+        self.windows: dict[Jacobi, WindowChoice] = {}
         # The last frame's tokens by their place in it: what Jacobi decoding guesses first.
         self._frame = np.zeros((config.batch_size, config.tokens_per_frame), np.int64)
 
@@ -201,7 +201,7 @@ class Forwards:
         self.at.move(wavefront.size - last)
         return tokens
 
-    def guess(self, logits: Array, count: int, choose: Choose, window: Window) -> Iterator[Array]:
+    def guess(self, logits: Array, count: int, choose: Choose, window: WindowChoice) -> Iterator[Array]:
         """Yield what `generate` does, by coupled Jacobi decoding (arXiv 2510.24211).
 
         Row 0 of a decode step reads the last true token, and every other one what is guessed of the token before it. A

@@ -10,7 +10,7 @@ from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.runtime.backends.base import Array
 from fastcar_compile.runtime.forwards import Choose, Forwards
 from fastcar_compile.runtime.sampling import Keyed
-from fastcar_compile.runtime.windows import Window
+from fastcar_compile.runtime.windows import WindowChoice
 
 Order = Wavefront | Jacobi | None
 """None: one token after the other, in raster order."""
@@ -75,5 +75,5 @@ def tokens_of(
         front = order if isinstance(order, Wavefront) and order.rows > 1 else None
         return run.generate(logits, count, choose, front)
     if order not in run.windows:
-        run.windows[order] = Window(order, min(config.rows or 1, config.tokens_per_frame))
+        run.windows[order] = WindowChoice(order, min(config.rows or 1, config.tokens_per_frame))
     return run.guess(logits, count, choose, run.windows[order])

@@ -11,7 +11,7 @@ _RATE = 0.1
 """Weight of a new sample: guesses of some ten decode steps count, about a frame."""
 
 
-class Window:
+class WindowChoice:
     """Chooses the positions of each decode step. No choice changes a token.
 
     Args:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fastcar_compile as fc
 from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.errors import CompileError, InputError
-from fastcar_compile.runtime.windows import Window
+from fastcar_compile.runtime.windows import WindowChoice
 
 FRAME, LENGTH, PROMPT = 10, 64, 13
 EXACT: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
@@ -202,7 +202,7 @@ def test_a_bad_window_is_named(window: Any) -> None:
 
 
 def test_the_window_follows_what_steps_take_and_give() -> None:
-    def settle(window: Window, cost: float, right: float, steps: int = 300) -> int:
+    def settle(window: WindowChoice, cost: float, right: float, steps: int = 300) -> int:
         random, widths = np.random.default_rng(0), list[int]()
         for _ in range(steps):
             width = window()
@@ -213,10 +213,10 @@ def test_the_window_follows_what_steps_take_and_give() -> None:
             widths.append(width)
         return int(np.median(widths[-100:]))
 
-    assert settle(Window(Jacobi("auto"), 16), cost=1.0, right=0.9) == 1  # rows cost what they give at most
-    assert settle(Window(Jacobi("auto"), 16), cost=0.01, right=0.98) == 16
-    turning = Window(Jacobi("auto"), 16)
+    assert settle(WindowChoice(Jacobi("auto"), 16), cost=1.0, right=0.9) == 1  # rows cost what they give at most
+    assert settle(WindowChoice(Jacobi("auto"), 16), cost=0.01, right=0.98) == 16
+    turning = WindowChoice(Jacobi("auto"), 16)
     assert settle(turning, cost=0.05, right=0.97) == 16
     assert settle(turning, cost=0.3, right=0.1) <= 2
     assert settle(turning, cost=0.05, right=0.97) >= 8
-    assert [Window(Jacobi(8), 5)() for _ in range(3)] == [5] * 3
+    assert [WindowChoice(Jacobi(8), 5)() for _ in range(3)] == [5] * 3
