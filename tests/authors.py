@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -109,8 +108,8 @@ def decoded(flow: Flow, rows: Sequence[Row], prompts: Sequence[Tensor], videos: 
         return torch.stack([torch.stack([h, *later]) for h, later in zip(first, steps, strict=True)])
 
 
-Pick = Callable[[Tensor], int]
-"""From the guided logits [V] of a code to the code."""
+Pick = Callable[[Tensor, int, int, int], int]
+"""From the guided logits [V] of a code, its pair of rows, its position, and its number there, to the code."""
 
 
 @dataclass
@@ -132,19 +131,20 @@ class Pairs:
         with torch.inference_mode():
             hidden = [self.flow.read(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
             while True:
-                found.append(self._codes(hidden, pick))
+                found.append(self._codes(hidden, pick, max(map(len, prompts)) - 1 + len(found)))
                 if len(found) == count:
                     return torch.stack(found, 1), rows
                 inputs = [self.body.projector(self.body.codebook[own].sum(0)) for own in found[-1]]
                 hidden = [self.flow.step(row, x) for row, x in zip(rows, inputs, strict=True)]
 
-    def _codes(self, hidden: Sequence[Tensor], pick: Pick) -> Tensor:
+    def _codes(self, hidden: Sequence[Tensor], pick: Pick, position: int) -> Tensor:
         """The codes [B, D] of one position; all that came before is computed again for each."""
         codes, half = [list[int]() for _ in hidden], len(hidden) // 2
-        for _ in range(self.body.codes):
+        for part in range(self.body.codes):
             logits = [self._head(h, own) for h, own in zip(hidden, codes, strict=True)]
             for b in range(half):
-                code = pick(logits[b + half] + self.guidance * (logits[b] - logits[b + half]))
+                guided = logits[b + half] + self.guidance * (logits[b] - logits[b + half])
+                code = pick(guided, b, position, part)
                 codes[b].append(code)
                 codes[b + half].append(code)
         return torch.tensor(codes)
@@ -165,18 +165,19 @@ class Pairs:
         return self.head.classifier(self.head.norm(x))[-1]
 
 
-def drawn(seed: int, top_k: int, top_p: float) -> Pick:
-    """Draw among the top_k codes, then among those whose probabilities reach top_p; one uniform number a code."""
-    random = np.random.default_rng(seed)
+def drawn(noise: Callable[..., Any], top_k: int, top_p: float) -> Pick:
+    """Draw among the top_k codes, then among those whose probabilities reach top_p, by Gumbel-max.
 
-    def pick(logits: Tensor) -> int:
+    noise: of a position and `part`, float64 [pairs, 1, V], in units of log2.
+    """
+
+    def pick(logits: Tensor, pair: int, position: int, part: int) -> int:
         chances = torch.zeros(len(logits), dtype=torch.float64)
         best = logits.double().topk(top_k)
         chances[best.indices] = best.values.softmax(0)
         ordered = chances.sort(descending=True)
         kept = ordered.indices[ordered.values.cumsum(0) - ordered.values < top_p]
-        mass = torch.zeros_like(chances)
-        mass[kept] = chances[kept]
-        return int((mass.cumsum(0) > random.random() * mass.sum()).nonzero()[0])
+        found = torch.from_numpy(noise(position, part=part)[pair, 0].copy()) + chances.log2()
+        return int(kept[found[kept].argmax()])
 
     return pick

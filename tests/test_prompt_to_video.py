@@ -14,6 +14,7 @@ from conftest import check_module, imported
 import fastcar_compile as fc
 from fastcar_compile.cli.options import parse_thresholds
 from fastcar_compile.errors import InputError
+from fastcar_compile.runtime.draws import Noise
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "vila_u"
 ROWS, COUNT, GUIDANCE = 2, 20, 3.0
@@ -60,7 +61,7 @@ def prompts(body: Any) -> list[torch.Tensor]:
 def test_tokens_and_decisions_are_those_of_the_published_flow(whole: Whole, backend: str, threshold: float) -> None:
     flow = Flow(whole.body, 4, threshold)
     pairs = Pairs(flow, whole.body, whole.head, GUIDANCE)
-    picks = {None: lambda logits: int(logits.argmax()), 5: drawn(5, 12, 0.9)}
+    picks = {None: lambda logits, *_: int(logits.argmax()), 5: drawn(Noise(5, ROWS // 2, 40), 12, 0.9)}
     for seed, pick in picks.items():
         wanted, rows = pairs.generate(prompts(whole.body), COUNT, pick)
         options: dict[str, Any] = {"temperature": 0} if seed is None else {"top_k": 12, "top_p": 0.9, "seed": seed}

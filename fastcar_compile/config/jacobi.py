@@ -34,7 +34,7 @@ class Jacobi:
             raise InputError(
                 f"the window is {shown(given)}", where="Jacobi", hint='give a number of positions, or "auto"'
             )
-        if given != "auto":
+        if not isinstance(given, str):
             object.__setattr__(self, "window", whole("the window", given, 1))
 
     def __str__(self) -> str:
