@@ -131,7 +131,7 @@ class Sampling:
             with np.errstate(over="ignore"):  # a score beyond float64 is infinite, which `bounded` takes
                 penalised = np.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
             scores = bounded(np.where(held, penalised, scores), position)
-        if self.temperature > 0:
+        if self.temperature not in (0, 1):
             with np.errstate(over="ignore"):
                 scores = bounded(scores / self.temperature, position)
         return scores
@@ -223,8 +223,8 @@ class TokenChoice:
         # One that is among the top_k is the choice among them, too. Finding them takes longer than counting.
         wrong = np.arange(len(scores))
         if sampling.top_p is None and sampling.top_k is not None:
-            above = (scores > np.take_along_axis(scores, chosen[:, None], 1)).sum(-1)
-            wrong = np.flatnonzero(above >= sampling.top_k)
+            above = scores > scores[wrong, chosen][:, None]
+            wrong = np.flatnonzero([np.count_nonzero(row) >= sampling.top_k for row in above])
         if wrong.size:
             chosen[wrong] = _largest(sampling.limited(scores[wrong]), noise[wrong])
         return chosen.reshape(-1, count)
