@@ -78,10 +78,10 @@ class Noise:
         """Return float64 [sequences, count, vocabulary] of the positions from `first` on; part: number of a code."""
         at, held = first - self._first, self._known.shape[1]
         if part != self._part or at < 0 or at + count > held:
-            # The first token of a video does not wait for the noise of others.
+            # The first token of a video waits for the noise of few others.
             going = part == self._part and 0 <= at <= held
-            ahead = min(2 * held, self._MOST // (self._shape[0] * self._shape[1])) if going else 0
-            self._known = self._made(first, count + ahead, part)
+            most = self._MOST if going else self._MOST // 4
+            self._known = self._made(first, count + most // (self._shape[0] * self._shape[1]), part)
             self._first, self._part, at = first, part, 0
         return self._known[:, at : at + count]
 

@@ -213,7 +213,7 @@ class Forwards:
         known = guessed = 1
         yield tokens[:, 0]
         while known < count:
-            width = min(window(), count - known)
+            width = window(count - known)
             for i in range(guessed, known + width):
                 tokens[:, i] = tokens[:, i - frame] if i >= frame else self._frame[:, (base + i) % frame]
             guessed = max(guessed, known + width)

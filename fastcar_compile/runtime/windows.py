@@ -22,23 +22,23 @@ class WindowChoice:
         self._fixed = None if isinstance(jacobi.window, str) else min(jacobi.window, most)
         widths = {most, *(1 << n for n in range(most.bit_length()))}
         self._widths = sorted(width for width in widths if width <= most)
-        # The widest step comes first: it tells of all rows how often they are right.
-        self._untimed = self._widths[::-1]
+        # The widest step comes first: it tells of all rows how often they are right. The first time warms up.
+        self._untimed = [width for width in self._widths[::-1] for _ in range(2)]
         self._seconds: dict[int, float] = {}
         self._right: NDArray[np.float64] = np.ones(most)
         self._steps = 0
 
-    def __call__(self) -> int:
-        """Return the positions of the next decode step."""
+    def __call__(self, room: int) -> int:
+        """Return the positions of the next decode step, at most `room`."""
         if self._fixed is not None:
-            return self._fixed
-        if self._untimed:
-            return self._untimed[0]
-        best = max(self._widths, key=lambda width: self._right[:width].sum() / self._seconds[width])
+            return min(self._fixed, room)
+        fit = [width for width in self._widths if width <= room]
+        if untimed := [width for width in self._untimed if width <= room]:
+            return untimed[0]
+        best = max(range(len(fit)), key=lambda i: self._right[: fit[i]].sum() / self._seconds[fit[i]])
         if self._steps % _EXPLORE:
-            return best
-        turn = self._steps // _EXPLORE
-        return self._widths[(self._widths.index(best) + (1 if turn % 2 else -1)) % len(self._widths)]
+            return fit[best]
+        return fit[(best + (1 if self._steps // _EXPLORE % 2 else -1)) % len(fit)]
 
     def add(self, width: int, accepted: int, seconds: float) -> None:
         """Count a decode step; accepted: its first rows that were right, at least one."""
@@ -51,5 +51,5 @@ class WindowChoice:
         if width in self._untimed:
             self._untimed.remove(width)
         before = self._seconds.get(width, seconds)
-        # A step that was interrupted says little, so it counts as twice the time at most.
-        self._seconds[width] = before + _RATE * (min(seconds, 2 * before) - before)
+        # What interrupts a step makes it longer, nothing makes it shorter: a shorter time counts at once.
+        self._seconds[width] = min(seconds, before + _RATE * (min(seconds, 2 * before) - before))

@@ -210,10 +210,10 @@ def test_a_bad_window_is_named(window: Any) -> None:
 
 
 def test_the_window_follows_what_steps_take_and_give() -> None:
-    def settle(window: WindowChoice, cost: float, right: float, steps: int = 300) -> int:
+    def settle(window: WindowChoice, cost: float, right: float, room: int = 16, steps: int = 300) -> int:
         random, widths = np.random.default_rng(0), list[int]()
         for _ in range(steps):
-            width = window()
+            width = window(room)
             accepted = 1
             while accepted < width and random.random() < right:
                 accepted += 1
@@ -223,8 +223,9 @@ def test_the_window_follows_what_steps_take_and_give() -> None:
 
     assert settle(WindowChoice(Jacobi("auto"), 16), cost=1.0, right=0.9) == 1  # rows cost what they give at most
     assert settle(WindowChoice(Jacobi("auto"), 16), cost=0.01, right=0.98) == 16
+    assert settle(WindowChoice(Jacobi("auto"), 16), cost=1.0, right=0.9, room=7) == 1  # calls that end before a window
     turning = WindowChoice(Jacobi("auto"), 16)
     assert settle(turning, cost=0.05, right=0.97) == 16
     assert settle(turning, cost=0.3, right=0.1) <= 2
     assert settle(turning, cost=0.05, right=0.97) >= 8
-    assert [WindowChoice(Jacobi(8), 5)() for _ in range(3)] == [5] * 3
+    assert [WindowChoice(Jacobi(8), 5)(9) for _ in range(3)] == [5] * 3

@@ -203,7 +203,7 @@ def test_an_artifact_says_its_order(artifacts: dict[str, fc.Artifact], tmp_path:
         found.append(session.generate(list(prompt()), 2 * FRAME - LEAD, wavefront=order).tolist())
         assert text in repr(session)
     assert found[0] == found[1] != found[2]
-    assert f"wavefront: {text}" in made.explain()
+    assert f"order: wavefront over {text}" in made.explain()
     fc.inspect(made, tmp_path / "page.html")
     assert text in (tmp_path / "page.html").read_text()
     report: Any = build(tmp_path / "a", NATIVE, rows=None, wavefront=fc.Wavefront(GRID, 2, LEAD), dry_run=True)
