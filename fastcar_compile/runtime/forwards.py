@@ -9,7 +9,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,19 +19,8 @@ from fastcar_compile.ir.types import INACTIVE, PROMPT, DecoderConfig
 from fastcar_compile.runtime.backends.base import Array, Stepper, alone, spans_of
 from fastcar_compile.runtime.depth import DepthHead
 from fastcar_compile.runtime.progress import Guessed, Progress
+from fastcar_compile.runtime.sampling import Choose
 from fastcar_compile.runtime.windows import WindowChoice
-
-
-class Choose(Protocol):
-    """Chooses tokens; see runtime.sampling.TokenChoice."""
-
-    def __call__(self, logits: Array, position: int, part: int = 0) -> Array:
-        """Return token ids int64 [B] of logits float32 [B, V] and their position."""
-        ...
-
-    def several(self, logits: Array, position: int, read: Array) -> Array:
-        """Return token ids int64 [B, N] of logits float32 [B, N, V], or those of the first rows alone."""
-        ...
 
 
 class Forwards:
@@ -143,6 +131,8 @@ class Forwards:
         """Run one decode forward of int64 [B, 1] or float32 [B, 1, H]; return its logits [B, V]."""
         at = self.at
         step, eligible = self._next(at.position)
+        if inputs.ndim == 2:
+            self._frame[:, at.position % self._frame.shape[1]] = inputs[:, 0]
         row = alone(self._config, inputs, at.position - at.behind if at.behind.any() else at.position, step)
         result, every = self.stepper.decode(**row, thresholds=self.thresholds), slice(None, None, self._config.rows)
         at.decided(at.position, result.decisions[:, every], eligible)

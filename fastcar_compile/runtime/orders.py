@@ -8,8 +8,8 @@ from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import InputError
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.runtime.backends.base import Array
-from fastcar_compile.runtime.forwards import Choose, Forwards
-from fastcar_compile.runtime.sampling import Keyed
+from fastcar_compile.runtime.forwards import Forwards
+from fastcar_compile.runtime.sampling import Choose
 from fastcar_compile.runtime.windows import WindowChoice
 
 Order = Wavefront | Jacobi | None
@@ -45,7 +45,7 @@ class Asked(Choose):
         ask: calls a function of the caller's. known: returns tokens int64 [B], or raises InputError; None: any are.
     """
 
-    def __init__(self, choose: Keyed, ask: Callable[..., Any], known: Callable[[Array], Array] | None) -> None:
+    def __init__(self, choose: Choose, ask: Callable[..., Any], known: Callable[[Array], Array] | None) -> None:
         self._choose, self._ask, self._known = choose, ask, known
 
     def __call__(self, logits: Array, position: int, part: int = 0) -> Array:
@@ -53,9 +53,9 @@ class Asked(Choose):
         tokens: Array = self._ask(self._choose, logits, position, part)
         return tokens if self._known is None else self._known(tokens)
 
-    def several(self, logits: Array, position: int, read: Array) -> Array:
+    def several(self, logits: Array, position: int, read: Array | None, part: int = 0) -> Array:
         """Return tokens int64 [B, N]; see Choose. Those behind an unknown one are left out."""
-        tokens: Array = self._ask(self._choose.several, logits, position, read)
+        tokens: Array = self._ask(self._choose.several, logits, position, read, part)
         for k in range(tokens.shape[1]):
             try:
                 if self._known is not None:

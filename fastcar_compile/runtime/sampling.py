@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,19 @@ _LOG2_E = math.log2(math.e)
 
 Scores = NDArray[np.float64]
 Tokens = NDArray[np.int64]
+
+
+@runtime_checkable
+class Choose(Protocol):
+    """Chooses tokens; see TokenChoice."""
+
+    def __call__(self, logits: Any, position: int, part: int = 0) -> Tokens:
+        """Return token ids int64 [B] of logits float32 [B, V] and their position."""
+        ...
+
+    def several(self, logits: Any, position: int, read: Tokens | None, part: int = 0) -> Tokens:
+        """Return token ids int64 [B, N] of logits float32 [B, N, V], or those of the first rows alone."""
+        ...
 
 
 @checked()
@@ -159,8 +172,6 @@ class Sampling:
 
 class TokenChoice:
     """Chooses the tokens of one video, in any order of the positions."""
-
-    keyed = True
 
     def __init__(self, sampling: Sampling, prompt: Tokens) -> None:
         self._sampling = sampling
@@ -304,16 +315,15 @@ class _Function:
         return np.stack(found, 1)
 
 
-Keyed = TokenChoice | _Function
-
-
-def chooser(sample: Sampler | Sampling | None, prompt: Any, ids: Tokens) -> Keyed:
-    """Return a function from logits and their position to token ids int64 [B].
+def chooser(sample: Sampler | Sampling | None, prompt: Any, ids: Tokens) -> Choose:
+    """Return what chooses tokens by logits and their position.
 
     A function of the caller's gets logits of the prompt's kind, and their position if it has a parameter of that name.
     """
     if sample is None or isinstance(sample, Sampling):
         return (sample or Sampling(temperature=0)).start(ids)
+    if isinstance(sample, Choose):
+        return sample
     check_function("sample", sample)
     return _Function(sample, prompt, len(ids))
 

@@ -321,6 +321,7 @@ class Session(Described):
         wavefront: Wavefront | None = None,
         reset: bool = True,
         jacobi: Jacobi | None = None,
+        decode: bool = False,
     ) -> Any:
         """Reset, read the prompt, sample one token from it and decode the other tokens: num_tokens - 1 decode forwards.
 
@@ -344,6 +345,8 @@ class Session(Described):
             jacobi: decode several positions at once on guesses, with the tokens of sequential decoding; default: as the
                 decoder was compiled to; `Jacobi(1)` is sequential. `on_token` is called when a decode step has ended,
                 so a threshold that it sets holds from the next decode step on.
+            decode: with `reset=False`, decode the prompt's tokens one by one, as `step` does, and not as `extend` reads
+                them: their MLPs may replay.
 
         Returns:
             int64 [B, num_tokens], or [B, num_tokens, D] with a depth head.
@@ -360,7 +363,8 @@ class Session(Described):
         if wavefront is not None and jacobi is not None:
             raise InputError("a wavefront and Jacobi decoding are given", hint="give one of them")
         order: Order = wavefront or jacobi or self._order
-        self._check_generation(reset)
+        check_kind("decode", decode, bool, "True or False")
+        self._check_generation(reset, decode)
         kind = first_of(prompt)
         ids, prompt = self._prompt(prompt)
         held = 0 if reset else self.position
@@ -369,18 +373,20 @@ class Session(Described):
             given += f" after {held}" if held else ""
             hint = "ask for fewer tokens, or compile with a larger max_seq_len"
             raise InputError(f"{given} do not fit max_seq_len {self._config.max_seq_len}", hint=hint)
+        if decode and isinstance(prompt, list):
+            raise InputError("prompts of different lengths are not decoded", where="decode", hint="leave it out")
         ragged = isinstance(prompt, list) or (not reset and bool(self._run.at.behind.any()))
         check_order(order, self._config, ragged=ragged, codes=depth is not None)
         # No prompt holds codes.
         choose = chooser(sample, kind, ids if depth is None else np.zeros((len(ids), 0), np.int64))
-        if isinstance(order, Jacobi) and order.rows is not None and not choose.keyed:
+        if isinstance(order, Jacobi) and order.rows is not None and not getattr(choose, "keyed", True):
             what = "the sampler takes logits alone, and Jacobi decoding draws a position again and again"
             raise InputError(what, where="sample", hint="give it a parameter `position` that its draws follow from")
         tokens = list[Array]()
         with self._guard.begun() if reset else self._guard:
             if reset:
                 self._run.reset()
-            logits = to_numpy(self._extend(prompt))
+            logits = self._decoded(ids) if decode else to_numpy(self._extend(prompt))
             # The codes of a depth head are not ids that the decoder reads.
             known = None if self._config.takes_embeddings else self._inputs.known
             source = tokens_of(self._run, self._config, order, logits, num_tokens, Asked(choose, self._ask, known))
@@ -394,8 +400,14 @@ class Session(Described):
                     self._ask(on_token, like(kind, token))
         return like(kind, np.stack(tokens, 1))
 
-    def _check_generation(self, reset: bool) -> None:
+    def _decoded(self, ids: Array) -> Array:
+        """Decode tokens int64 [B, P]; return the logits of the last ones."""
+        return [self._run.decode(token[:, None]) for token in ids.T][-1]
+
+    def _check_generation(self, reset: bool, decode: bool) -> None:
         """Raise InputError unless the decoder has tokens to sample, and a video that goes on has one code a token."""
+        if decode and reset:
+            raise InputError("the prompt of a new video is not decoded", where="decode", hint="give reset=False too")
         if self._config.takes_embeddings and self._run.depth is None:
             hint = "use prefill() and step() with embeddings, or open the session with a depth head"
             raise InputError("a headless decoder has no tokens to sample", hint=hint)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Protocol
 
@@ -12,18 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.artifact.sections import State
 from fastcar_compile.runtime.backends.base import (
     Array,
     BackendOptions,
+    Index,
     Numbers,
     OpenStepper,
     Stepper,
     StepResult,
     opened,
 )
-from fastcar_compile.runtime.sampling import Sampling, TokenChoice
+from fastcar_compile.runtime.sampling import Choose, Sampling, TokenChoice
 from fastcar_compile.runtime.session import Session
-from fastcar_play.world import Tokens, World
+from fastcar_play.world import Image, Tokens, World
 
 Thresholds = list[float | None] | float | None
 """What `Session.set_threshold` takes: one per layer, one for all, or never."""
@@ -38,16 +42,15 @@ class OpenSession(Protocol):
 
 
 class Watch(Stepper):
-    """A stepper that keeps the decisions and scores of the last forward, which a session only counts.
+    """A stepper that keeps decisions and scores of each position, which a session only counts.
 
     Attributes:
-        decisions: bool [L, B]. scores: float32 [L, B].
+        found: decisions bool [L] and scores float32 [L] of the last forward at each position.
     """
 
     def __init__(self, inner: Stepper) -> None:
         self._inner, self.prefill_chunk = inner, inner.prefill_chunk
-        self.decisions: Array = np.zeros((1, 1), np.bool_)
-        self.scores: Array = np.zeros((1, 1), np.float32)
+        self.found: dict[int, tuple[Array, Array]] = {}
 
     def reset(self) -> None:
         """Set every state to zero."""
@@ -62,11 +65,53 @@ class Watch(Stepper):
     ) -> StepResult:
         """Run one forward, and keep what it decided."""
         result = self._inner.decode(inputs, position, step, thresholds, spans)
-        self.decisions, self.scores = (
-            result.decisions.copy(),
-            result.scores.copy(),
-        )  # views of memory that is used again
+        decisions, scores = result.decisions.copy(), result.scores.copy()  # views of memory that is used again
+        for row, place in enumerate(np.atleast_1d(position).tolist()):
+            self.found[place] = decisions[:, row], scores[:, row]
         return result
+
+    def states(self) -> Sequence[State]:
+        """Return what every state is."""
+        return self._inner.states()
+
+    def read(self, name: str, index: Index) -> Array:
+        """Return a part of a state; see Stepper.read."""
+        return self._inner.read(name, index)
+
+    def write(self, changes: Iterable[tuple[str, Index, Array]]) -> None:
+        """Write parts of states; see Stepper.write."""
+        self._inner.write(changes)
+
+
+class ImageTokens(Choose):
+    """Chooses image tokens, and keeps the logits that the last choice of each position saw.
+
+    Attributes:
+        logits: float32 [V] by position. seconds: what choosing took.
+    """
+
+    def __init__(self, choose: TokenChoice, image: Image) -> None:
+        self._choose, self._image = choose, image
+        self.logits: dict[int, Array] = {}
+        self.seconds = 0.0
+
+    def __call__(self, logits: Array, position: int, part: int = 0) -> Tokens:
+        """Return a token int64 [1]; see Choose."""
+        return self._chosen(self._choose, logits[:, None], position)
+
+    def several(self, logits: Array, position: int, read: Tokens | None, part: int = 0) -> Tokens:
+        """Return tokens int64 [1, N]; see Choose."""
+        choose = partial(self._choose.several, read=None if read is None else read - self._image.offset)
+        return self._chosen(choose, logits, position)
+
+    def _chosen(self, choose: Callable[..., Tokens], logits: Array, position: int) -> Tokens:
+        """Return what a function chooses of logits [1, N, V]; of one position if it takes no more."""
+        start, (offset, count) = perf_counter(), (self._image.offset, self._image.count)
+        self.logits |= {position + k: row.copy() for k, row in enumerate(logits[0])}
+        own = logits[..., offset : offset + count]
+        tokens = choose(own[:, 0] if choose is self._choose else own, position) + offset
+        self.seconds += perf_counter() - start
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -182,31 +227,24 @@ class Track:
         refilled = self._session.position + needed > self._session.config.max_seq_len
         if refilled:
             self._fill()
-        before, start, drawing = self._session.position, perf_counter(), 0.0
+        before, start = self._session.position, perf_counter()
         self.settle()
-        image, decisions, scores, seen = self._file.image, list[Array](), list[Array](), list[Array]()
-        tokens, token = [action], np.array([action], np.int64)
-        for _ in range(image.tokens):
-            logits = self._session.step(token)
-            decisions.append(self._watch.decisions[:, 0])
-            scores.append(self._watch.scores[:, 0])
-            seen.append(logits[0])
-            drawn = perf_counter()
-            own = logits[:, image.offset : image.offset + image.count]
-            token = self._choose(own, self._session.position - 1) + image.offset
-            drawing += perf_counter() - drawn
-            tokens.append(int(token[0]))
-        self._pending = token
-        seconds = perf_counter() - start - drawing
-        frame = np.array(tokens, np.int64)
-        self._frames.append(frame)
+        begin, image = self._session.position, self._file.image
+        choose = ImageTokens(self._choose, image)
+        self._watch.found.clear()
+        given = np.array([[action]], np.int64)
+        codes = self._session.generate(given, image.tokens, choose, reset=False, decode=True)[0] - image.offset
+        seconds = perf_counter() - start - choose.seconds
+        self._pending = codes[-1:] + image.offset
+        self._frames.append(np.concatenate([given[0], codes + image.offset]))
+        decisions, scores = zip(*(self._watch.found[begin + i] for i in range(image.tokens)), strict=True)
         return Step(
-            codes=frame[1:] - image.offset,
+            codes=codes,
             decisions=np.array(decisions, np.bool_),
             scores=np.array(scores, np.float32),
-            logits=np.array(seen, np.float32),
+            logits=np.stack([choose.logits[begin + i] for i in range(image.tokens)]),
             seconds=seconds,
-            sampling=drawing,
+            sampling=choose.seconds,
             forwards=self._session.position - before,
             refilled=refilled,
         )

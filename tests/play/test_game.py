@@ -5,22 +5,29 @@ import json
 import queue
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
+from decoders import llama
 from PIL import Image, ImageSequence
 
+import fastcar_compile as fc
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates.base import Comparison
+from fastcar_compile.runtime.sampling import Sampling
 from fastcar_play import limits, visit
 from fastcar_play.game import Beginning, Game, Mode, Moment, Replay, Side, Stage, threshold_levels
 from fastcar_play.messages import Keys, Request, Restart, Run, SetThreshold, Visible, parse_request
 from fastcar_play.pace import IN_FLIGHT, Pace
 from fastcar_play.recording import GAP, Recording, most_frames
+from fastcar_play.track import Opener, Step, Track
 from fastcar_play.visit import Visit
+from fastcar_play.world import load_world
 
-from .worlds import COLOURS
+from .worlds import COLOURS, FRAME
 
 KEYS = (["forward", "left"], [], ["left"], ["fire"], ["forward"], [], ["left"], ["left"])
 
@@ -74,6 +81,28 @@ def test_thresholds_change_one_side_and_levels_go_from_never_to_often(stage: Sta
         shares.append(np.mean(replay[1:]))
     assert shares[0] == 0 < shares[1] < shares[2]
     game.close()
+
+
+def test_jacobi_decoding_plays_the_same_game(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """Codes, decisions, scores and logits of every frame; a full session too."""
+    world, found = load_world(built[1]), list[list[Step]]()
+    replay = fc.ReplayConfig(threshold=0.0)
+    options: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact", "replay": replay, "prefill_chunk": 4}
+    for rows in (1, 4):
+        artifact = fc.compile(
+            llama(head_dim=32), target="cpu", tokens_per_frame=FRAME, max_seq_len=60, jacobi=fc.Jacobi(rows),
+            output=tmp_path / str(rows), **options,
+        )  # fmt: skip
+        track = Track(world, Opener(artifact.session, threads=1))
+        track.begin(world.starts[0], Sampling(seed=3))
+        actions = [action.token for action in world.file.actions]
+        found.append([track.frame(actions[i % len(actions)]) for i in range(12)])
+        track.close()
+    assert any(step.refilled for step in found[0])
+    assert 0.05 < np.mean([step.decisions.mean() for step in found[0]]) < 0.95
+    for one, other in zip(*found, strict=True):
+        for name in ("codes", "decisions", "scores", "logits"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
 def test_levels_follow_the_comparison() -> None:

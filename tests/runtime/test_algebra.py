@@ -398,6 +398,12 @@ def test_generation_goes_on(artifacts: Compiled) -> None:
     parts.append(session.generate(parts[-1][:, -1:], 7, reset=False))
     assert np.array_equal(np.concatenate(parts, 1), whole)
     assert session.position == 6 + 19
+    first = session.generate(prompt, 8)
+    decoded = session.generate(first[:, -1:], 12, reset=False, decode=True)  # a forward of its own for the token
+    assert np.array_equal(np.concatenate([first, decoded], 1), whole)
+    assert session.stats.forwards == 7 + 1 + 11
+    with pytest.raises(InputError, match=r"new video is not decoded(.|\n)*reset=False"):
+        session.generate(prompt, 2, decode=True)
     with pytest.raises(InputError, match="1 prompt token and 24 new ones after 25 do not fit max_seq_len 48"):
         session.generate(parts[-1][:, -1:], 24, reset=False)
     with pytest.raises(InputError, match="after 25 tokens the extension adds 24 tokens, but max_seq_len is 48"):
