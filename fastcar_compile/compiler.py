@@ -136,7 +136,7 @@ def compile(
             where it can, unless kv or numerics say otherwise or the hardware model predicts a shorter dense step for
             "linears"; where it cannot, "mlp", with a warning that gives the reasons.
         engine: what computes the accelerator's linears and MLPs: "hls" (default): its one kernel, in C++; or "rtl": a
-            kernel of their own (docs/explanation/rtl.md), which has no drafts.
+            kernel of their own (docs/explanation/accelerator.md#the-rtl), which has no drafts.
         sparse_attention: attention sinks and a sliding window over a bounded KV cache; None: all positions are seen.
         kv: type of cached keys and values: "float32"; "float16": half the bytes, values rounded half to even and
             at most ±65504; "bfloat16": half the bytes too, for larger values, with an eighth of the precision; or

@@ -1,4 +1,4 @@
-// What the kernel of whole steps keeps, what it can execute, and what it answers (docs/reference/accelerator.md).
+// What the kernel of whole steps keeps, what it can execute, and what it answers (docs/reference/drs_table.md).
 #ifndef FASTCAR_STEP_CONTROL_HPP
 #define FASTCAR_STEP_CONTROL_HPP
 

@@ -348,7 +348,7 @@ class CompileConfig(Config):
         offload: what an accelerator computes: "mlp"; "linears": the MLPs, the projections and the head; or "all": the
             whole decode step, one launch per token. "all" implies kv "int8" and numerics "exact".
         engine: what computes an accelerator's linears and MLPs: "hls": its one kernel, in C++; "rtl": a kernel of their
-            own (docs/explanation/rtl.md).
+            own (docs/explanation/accelerator.md#the-rtl).
         sparse_attention: None: attention to all positions.
         kv: type of cached keys and values, a name of `fastcar_compile.config.formats.KV_TYPES`. `compile` says more.
         numerics: "native": attention, norms and rotary positions are float32, summed in each backend's own order.

@@ -163,7 +163,7 @@ CALLS, RESULTS = "calls", "results"
 
 
 def engine_interface(design: Design, step: StepDesign) -> KernelInterface:
-    """Return the interface of the engine as a kernel of its own, in RTL (docs/explanation/rtl.md)."""
+    """Return the interface of the engine as a kernel of its own, in RTL (docs/explanation/accelerator.md#the-rtl)."""
     words = step.program.sizes.weight_words
     weights = [replace(port, depth=words) for port in weight_ports(design)]
     streams = [KernelPort(CALLS, WORD, "axis"), KernelPort(RESULTS, WORD, "axis", writable=True)]
@@ -171,7 +171,7 @@ def engine_interface(design: Design, step: StepDesign) -> KernelInterface:
 
 
 def kernel_interface(design: Design, step: StepDesign, table: DrsTable) -> KernelInterface:
-    """Return the interface of the kernel (docs/reference/accelerator.md).
+    """Return the interface of the kernel (docs/reference/drs_table.md).
 
     `weights_p` takes section p of all weight streams, one after another; with an engine in RTL the streams stand there instead. `cache_p` takes that of all keys, then of all
     values. `step_program` takes the control table with its program. A kernel of short

@@ -78,7 +78,7 @@ class LayerNorm(Norm):
 
 @dataclass(frozen=True)
 class Linear(Instruction):
-    """A linear of the rows; its weights begin at word `weights` of every port (docs/reference/accelerator.md)."""
+    """A linear of the rows; its weights begin at word `weights` of every port (docs/reference/drs_table.md)."""
 
     opcode = Opcode.LINEAR
     source: Place
