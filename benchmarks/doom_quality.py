@@ -15,7 +15,7 @@ Stages, in this order; those with a gate or split may run in processes of their 
 
 DECODER: trained, or tuned. `examples/doom/data.py` and `train.py` record and tokenise the data. Two processes with
 --threads 1 are faster than one process with two threads, and all are with the GLIBC_TUNABLES of
-docs/explanation/gates.md.
+docs/reference/gates.md.
 """
 
 import argparse

@@ -22,7 +22,7 @@ This page measures what replay costs the shipped decoders in likelihood. `python
 it; do not edit it by hand. [Drafts](../explanation/drafts.md#what-it-gives) are measured on the same videos.
 
 The decoders (`examples/moving_shapes`, `examples/bouncing_digits`) are float32. Each was trained for its videos
-alone. The decoders in `tuned/` were [fine-tuned for replay](../explanation/gates.md#fine-tuning-for-replay) together
+alone. The decoders in `tuned/` were [fine-tuned for replay](../reference/gates.md#fine-tuning-for-replay) together
 with their gate `learned`. The videos are held out: no decoder, gate or threshold has seen them. Every token is
 predicted from the true past (teacher-forced). Figures are of frames 2 to 8.
 
@@ -30,9 +30,9 @@ predicted from the true past (teacher-forced). Figures are of frames 2 to 8.
 - *NLL*: nats per token. The dense NLL is small, so a small increase is large in proportion. Both are given.
 - *agreement*: share of tokens whose most likely symbol is the dense decoder's.
 - *PSNR*, *SSIM*: frames of the most likely symbols against the true frames.
-- *calibrated*: thresholds per layer from [`fc.calibrate`](../explanation/gates.md#calibration) on other videos.
+- *calibrated*: thresholds per layer from [`fc.calibrate`](../reference/gates.md#calibration) on other videos.
   *uniform*: the same gate and weights, one quantile of every layer's scores. *random*: a hash decides.
-- `tas` has trained head weights and `learned` is [trained](../explanation/gates.md#training) as a whole, on other
+- `tas` has trained head weights and `learned` is [trained](../reference/gates.md#training) as a whole, on other
   videos. Their thresholds leave a margin, because more forwards may compute on new videos: 6 % fewer compute than the
   target allows for `tas`, and 12 % fewer for `learned` (82.4 % replay for a target of 80 %).
 

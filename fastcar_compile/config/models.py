@@ -199,7 +199,7 @@ class ReplayConfig(Config):
 
     Args:
         gate: name of the gate; one of `fastcar_compile.gates.GATES`.
-        threshold: what the gate compares its score with (docs/explanation/gates.md; TAS: replay iff score >= threshold,
+        threshold: what the gate compares its score with (docs/reference/gates.md; TAS: replay iff score >= threshold,
             so that `inf` never passes, and ">-4", the next float32, means score > -4; a change: replay iff
             score <= threshold). One number for all layers, or one per layer; None means "never replay" (here, or in
             that layer). Default: the gate's own.

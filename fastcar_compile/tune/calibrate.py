@@ -136,7 +136,7 @@ def calibrate(
 ) -> Thresholds:
     """Choose one threshold per layer on videos like those that will be decoded. Deterministic.
 
-    docs/explanation/gates.md describes the method. Give exactly one of `target_replay` and `max_nll_increase`.
+    docs/reference/gates.md describes the method. Give exactly one of `target_replay` and `max_nll_increase`.
 
     Args:
         source: an artifact, with the gate that it was compiled with. Or a decoder as `compile` takes it, with `replay`,

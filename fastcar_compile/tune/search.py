@@ -1,6 +1,6 @@
 """Threshold search: loss curves on the dense decoder, then around the best choice so far.
 
-A loss is an increase of the log NLL. docs/explanation/gates.md describes the method.
+A loss is an increase of the log NLL. docs/reference/gates.md describes the method.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def train_gate(
 ) -> TrainedGate:
     """Train the gates of all layers together. The decoder's weights stay. Calibrate the thresholds afterwards.
 
-    Deterministic for a seed, a PyTorch version and a number of threads. docs/explanation/gates.md describes the method.
+    Deterministic for a seed, a PyTorch version and a number of threads. docs/reference/gates.md describes the method.
 
     Args:
         model: a decoder, as `compile` takes it, float32.
