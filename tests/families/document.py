@@ -1,5 +1,6 @@
 """docs/reference/models.md, written from the list of cases."""
 
+import re
 from pathlib import Path
 
 from .cases import CASES
@@ -9,18 +10,14 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 _HEAD = """\
 # Models
 
-The compiler reads the graph of a decoder, not the name of its class. These families are known to compile, because a
-test compiles a tiny random model of each (`tests/families/`; `PYTHONPATH=tests python -m families` writes this page).
-It decodes a sequence without replay, and with thresholds that replay about half of the MLPs, and compares every logit
-and every replay decision with the original model and [the gates' definition](gates.md). Logits differ by at most 2e-5
-(keys and values in float16, bfloat16, int8: 5e-4, 4e-3, 1e-2), and all decisions are equal. `make thorough` decodes
-every case on `eager`, `cpu`, `onnxruntime` and `hls-csim`, where w8a8 has the bits of `cpu`.
+The compiler reads the graph of a decoder, not the name of its class. These families compile: a test compares every
+logit and replay decision of a tiny random model of each with the original model and [the gates' definition](gates.md)
+(`PYTHONPATH=tests python -m families` writes this page). Logits differ by at most 2e-5 (keys and values in float16,
+bfloat16, int8: 5e-4, 4e-3, 1e-2), and all decisions are equal.
 
-**Sequence lengths.** RoPE tables are those of a sequence of `max_seq_len` tokens. *dynamic* RoPE takes the frequencies
-of that length, *longrope* its long factors beyond the original length. Transformers decides anew at every call, so a
-shorter sequence may differ: the compiler warns.
-
-**Cross-attention.** Keys and values of a context are computed once per context, in float32 with `w8a8` and `w4a8` too.
+*dynamic* and *longrope* RoPE take the frequencies of a sequence of `max_seq_len` tokens. Transformers decides anew at
+every call, so a shorter sequence may differ: the compiler warns. Keys and values of a context are computed in float32
+with `w8a8` and `w4a8` too.
 
 ## Prompts of different lengths
 
@@ -37,7 +34,7 @@ told from a prompt, and such a row decodes wrongly.
 
 ## Published repositories
 
-What a user writes around the decoder of a repository (`tests/test_adapt.py`, `tests/families/`):
+What to write around the decoder of a repository:
 
 - FoundationVision/LlamaGen: `model.setup_caches(B, S, torch.float32)`, then `fc.adapt(model, tokens="idx",
   position="input_pos", output=0, cond_idx=None)`.
@@ -65,7 +62,8 @@ def document() -> str:
     right: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}
     for case in CASES:
-        model = f"{case.family} (`{case.model}`)"
+        known = re.sub(r"[^a-z0-9]", "", case.family.lower()) in case.model.lower()
+        model = f"`{case.model}`" if known else f"{case.family} (`{case.model}`)"
         if case.refused is None:
             right.setdefault(model, []).append(case.what or "as published")
         else:
