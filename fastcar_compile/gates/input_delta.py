@@ -10,8 +10,8 @@ class InputDeltaGate(base.FabricGate):
     """Relative change ||x - x_cached|| / ||x|| of the MLP's input.
 
     The norm is the sum of absolute values. It needs no multiplication, and on the example decoder it is a better
-    signal than the Euclidean norm (docs/reference/gates.md). x_cached is the input of the last computed visit, not of
-    the last visit: a slow drift adds up until the slot computes again, however long the chain of replays is.
+    signal than the Euclidean norm. x_cached is the input of the last computed visit, not of the last visit: a slow
+    drift adds up until the slot computes again, however long the chain of replays is.
     """
 
     name = "input_delta"
