@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from calibration import GAME, NAMES, options_of
-from replay_doom.played import Played
-from replay_quality.decoders import BY_NAME, ROOT
+from quality import options_of
+from subjects import DATA, DRAWN, GAME, subject_of
 
 import fastcar_compile as fc
 
@@ -175,18 +174,17 @@ def makespans(calls: Calls) -> None:
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--decoder", choices=NAMES, default=GAME)
+    parser.add_argument("--decoder", choices=(*DRAWN, GAME[0]), default=GAME[0])
     parser.add_argument("--gate", default="learned")
     parser.add_argument("--count", type=int, default=32, help="calibration videos")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--data", type=Path, default=ROOT / "build" / "doom" / "data")
+    parser.add_argument("--data", type=Path, default=DATA, help="recorded play")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     options = parsed()
-    decoder = Played(options.data) if options.decoder == GAME else BY_NAME[options.decoder]
-    makespans(speed(decoder, options.gate, options))
+    makespans(speed(subject_of(options.decoder, options.data), options.gate, options))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The cost of exact numerics in likelihood: docs/measurements/exact.md.
 
-    python benchmarks/exact.py [--doom FOLDER --data FOLDER] [--docs]
+    python benchmarks/exact.py [--data FOLDER] [--docs]
 
 Every decoder is measured in w8a8 and w4a8 with int8 keys and values, with native numerics and with exact ones, on
 held-out videos that are predicted from the true past. The game decoder needs the tokens that
@@ -9,17 +9,16 @@ held-out videos that are predicted from the true past. The game decoder needs th
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from replay_quality.decoders import BY_NAME, HELD_OUT_SEED, ROOT
+from pages import MEASUREMENTS, ROOT, markdown, write_table
+from subjects import DATA, GAME, HELD_OUT_SEED, Played, Subject, game_module, subject_of
 from torch import Tensor
 
 import fastcar_compile as fc
@@ -36,30 +35,6 @@ VIDEOS = {"moving_shapes": 2, "bouncing_digits": 32, "doom": 4}
 
 DOOM_FRAMES = 24
 """Frames of a sequence of the game decoder, whose window has 16."""
-
-INTRODUCTION = """\
-# Exact numerics
-
-This page measures what [exact numerics](../reference/numerics.md#a-decode-step-bit-for-bit) cost in likelihood.
-`python benchmarks/exact.py --docs` writes it; do not edit it by hand.
-
-Both columns have the same weights and `kv="int8"`. With *native* numerics, attention, norms and rotary positions are
-float32. The videos are held out, and every token is predicted from the true past. NLL is in nats per token from the
-second frame on. *Agreement* is the share of tokens with the same most likely symbol.
-
-| decoder | weights | tokens | NLL, native | NLL, exact | change | agreement |
-|---|---|---|---|---|---|---|"""
-
-PAGE = ROOT / "docs" / "measurements" / "exact.md"
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A decoder and its held-out videos int64 [N, T]."""
-
-    name: str
-    model: Callable[[], Any]
-    videos: Callable[[], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -79,28 +54,19 @@ class Row:
         return self.exact / self.native - 1
 
 
-def shipped(name: str) -> Subject:
-    """Return a decoder of examples/."""
-    decoder = BY_NAME[name]
-    return Subject(name, decoder.model, lambda: decoder.videos(VIDEOS[name], HELD_OUT_SEED))
-
-
-def game(folder: Path, data: Path) -> Subject:
-    """Return the game decoder with sequences of held-out episodes, spread evenly."""
-    sys.path.insert(0, str(ROOT / "examples" / "doom"))
-    decoder = import_module("decoder")
-
-    def videos() -> np.ndarray:
-        split = decoder.load_tokens(data, "held_out")
-        starts = split.sequences(DOOM_FRAMES)
-        return split.take(starts[np.linspace(0, len(starts) - 1, VIDEOS["doom"]).astype(int)], DOOM_FRAMES)
-
-    return Subject("doom", lambda: import_module("common.worlds").load_decoder(folder), videos)
+def videos_of(subject: Subject) -> np.ndarray:
+    """Return held-out videos int64 [N, T]; of the game, sequences of held-out play that are spread evenly."""
+    count = VIDEOS[subject.name]
+    if not isinstance(subject, Played):
+        return subject.drawn(count, HELD_OUT_SEED)
+    split = game_module("decoder").load_tokens(subject.data, "held_out")
+    starts = split.sequences(DOOM_FRAMES)
+    return split.take(starts[np.linspace(0, len(starts) - 1, count).astype(int)], DOOM_FRAMES)
 
 
 def measured(subject: Subject, quant: str) -> Row:
     """Return the row of a decoder and a quantisation."""
-    model, videos = subject.model(), subject.videos()
+    model, videos = subject.model(), videos_of(subject)
     native, exact = (_losses(model, videos, quant, numerics) for numerics in ("native", "exact"))
     means = [float(losses.double().mean()) for losses, _ in (native, exact)]
     agreement = float((native[1] == exact[1]).double().mean())
@@ -118,37 +84,38 @@ def _losses(model: Any, videos: np.ndarray, quant: str, numerics: str) -> tuple[
     return found.losses[:, frame:], found.predicted[:, frame:]
 
 
-def page(rows: list[Row]) -> str:
-    """Return the text of the page."""
-    lines = [INTRODUCTION]
+def table(rows: list[Row]) -> str:
+    """Return the page's table."""
+    columns = ("decoder", "weights", "tokens", "NLL, native", "NLL, exact", "change", "agreement")
+    lines = []
     for row in rows:
-        numbers = f"{row.native:.5f} | {row.exact:.5f} | {row.change:+.2%} | {row.agreement:.2%}".replace("%", " %")
-        lines.append(f"| {row.decoder} | `{row.quant}` | {row.tokens:,} | {numbers} |")
-    return "\n".join(lines) + "\n"
+        shares = f"{row.change:+.2%}".replace("%", " %"), f"{row.agreement:.2%}".replace("%", " %")
+        lines.append(
+            (row.decoder, f"`{row.quant}`", f"{row.tokens:,}", f"{row.native:.5f}", f"{row.exact:.5f}", *shares)
+        )
+    return markdown(columns, lines)
 
 
 def parsed() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--doom", type=Path, default=ROOT / "examples" / "doom" / "world" / "decoder")
-    parser.add_argument("--data", type=Path, default=ROOT / "build" / "doom" / "data", help="recorded tokens")
+    parser.add_argument("--data", type=Path, default=DATA, help="recorded tokens")
     parser.add_argument("--decoder", choices=list(VIDEOS), help="default: all")
-    parser.add_argument("--docs", action="store_true", help="write docs/measurements/exact.md")
+    parser.add_argument("--docs", action="store_true", help="write the table of docs/measurements/exact.md")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "exact", help="folder of finished rows")
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
 
 
-def subjects(options: argparse.Namespace) -> list[Subject]:
+def names(options: argparse.Namespace) -> list[str]:
     """Return the decoders; without recorded tokens, all but the game decoder."""
-    found = [shipped("moving_shapes"), shipped("bouncing_digits")]
     if options.data.is_dir():
-        return [*found, game(options.doom, options.data)]
+        return list(VIDEOS)
     missing = f"{options.data} is missing: examples/doom/README.md says how it is recorded"
     if options.docs:
         raise SystemExit(missing)
     print(missing)
-    return found
+    return [name for name in VIDEOS if name != GAME[0]]
 
 
 def main() -> None:
@@ -157,20 +124,18 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     options.work.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    for subject in subjects(options):
-        for quant in QUANTS:
-            kept = options.work / f"{subject.name}-{quant}.json"
-            if not kept.exists():
-                if options.decoder not in (None, subject.name):
-                    continue
-                start = time.monotonic()
-                kept.write_text(json.dumps(asdict(measured(subject, quant)), indent=1) + "\n")
-                print(f"{subject.name} {quant}: {time.monotonic() - start:.0f} s", flush=True)
-            rows.append(Row(**json.loads(kept.read_text())))
-    text = page(rows)
-    print(text)
+    for name, quant in product(names(options), QUANTS):
+        kept = options.work / f"{name}-{quant}.json"
+        if not kept.exists():
+            if options.decoder not in (None, name):
+                continue
+            start = time.monotonic()
+            kept.write_text(json.dumps(asdict(measured(subject_of(name, options.data), quant)), indent=1) + "\n")
+            print(f"{name} {quant}: {time.monotonic() - start:.0f} s", flush=True)
+        rows.append(Row(**json.loads(kept.read_text())))
+    print(table(rows))
     if options.docs:
-        PAGE.write_text(text)
+        write_table(MEASUREMENTS / "exact.md", "rows", table(rows))
 
 
 if __name__ == "__main__":

@@ -50,11 +50,11 @@ def _at_most_five_per_cent(quality: str) -> tuple[float, float]:
     """Return the least agreement in per cent, and the largest loss of PSNR in dB, of the rows of at most 1.05x."""
     columns = r"([\d.]+)x \| ([\d.]+) % \| ([\d.]+) dB \| "
     found, dense = list[tuple[float, float]](), 0.0
-    for gate, loss, agreement, psnr in re.findall(rf"^\| (\S+) \|.*\| full \|.* \| {columns}", quality, re.MULTILINE):
+    for gate, loss, agreement, psnr in re.findall(rf"^\| \S+ \| (\S+) \|.* \| {columns}", quality, re.MULTILINE):
         dense = float(psnr) if gate == "dense" else dense
         if float(loss) <= 1.05:
             found.append((float(agreement), dense - float(psnr)))
-    assert len(found) > 20
+    assert len(found) > 10
     return min(agreement for agreement, _ in found), max(loss for _, loss in found)
 
 
@@ -68,8 +68,8 @@ def test_the_readme_is_short_and_its_figures_are_the_measured_ones() -> None:
     least, most = _at_most_five_per_cent(quality)
     for decoder, how, gate, replay, loss in rows:
         name = decoder if how == "as trained" else f"{decoder}/tuned"
-        goal = rf"^\| {name} \| `{gate}` \|.* {replay} \|.*\| {loss} \|"
-        assert re.search(goal, quality, re.MULTILINE), (name, gate, replay, loss)
+        measured = rf"^\| {name} \| `{gate}` \| \d+ % \| {replay} \| [\d.]+ \| {loss} \|"
+        assert re.search(measured, quality, re.MULTILINE), (name, gate, replay, loss)
     assert f"at {least:.1f} % of the places or more, and PSNR falls by at most {most:.1f} dB" in README
     speed = (ROOT / "docs" / "measurements" / "speed_table.md").read_text("utf-8")
     names = {"float32": "float32", "bfloat16": "bfloat16", "int8": "w8a8", "int4": "w4a8"}

@@ -1,1 +1,0 @@
-"""The replay quality of the game decoder in examples/doom: what benchmarks/doom_quality.py does."""

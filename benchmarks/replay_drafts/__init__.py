@@ -1,1 +1,0 @@
-"""The methods that benchmarks/drafts.py compares."""
