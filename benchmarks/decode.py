@@ -2,9 +2,9 @@
 llama.cpp, dense and with replay.
 
     python benchmarks/decode.py --json out.json --plot out.png
-    python benchmarks/decode.py --docs          # writes docs/measurements/speed_table.md and docs/images/speed.png
+    python benchmarks/decode.py --docs          # tables of docs/measurements/speed.md, and docs/images/speed.png
     python benchmarks/decode.py --quick         # a small decoder, about two minutes
-    python benchmarks/decode.py --workloads batch,prefill --kept rows.json --docs    # batch_table.md and its pictures
+    python benchmarks/decode.py --workloads batch,prefill --kept rows.json --docs    # tables of batch.md
     python benchmarks/decode.py --workloads batch --batches 8,32 --precisions w8a8 --kept rows.json
 
 All engines decode the same random Llama with the same threads at the same context. Each engine is a process, which is
@@ -25,7 +25,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from compile import Case, write_checkpoint
-from speed.batch_pages import batch_page, batch_text
+from pages import MEASUREMENTS, ROOT, write_table
+from speed.batch_pages import batch_tables
 from speed.batch_plan import BATCHES, LAYERS, PROMPTS, BatchPlan, Size
 from speed.batch_rows import Kept
 from speed.batch_run import measure as measure_batches
@@ -35,10 +36,8 @@ from speed.report import Row, conditions, rows_of, speedups, table
 from speed.runner import Result, Say, run_group
 from speed.sizes import BATCH, DECODE, PREFILL, WORKLOADS, Sizes
 
-ROOT = Path(__file__).parent.parent
 QUICK = Sizes(hidden=256, intermediate=512, layers=4, vocab=256, context=96, tokens_per_frame=32, rounds=2, samples=1)
 
-WRITTEN_BY = "<!-- Written by `python benchmarks/decode.py --docs`; do not edit. -->\n"
 QUICK_PRECISIONS = ("float32", "w4a8")
 
 SETTABLE = (
@@ -156,8 +155,8 @@ def one_video(options: argparse.Namespace, folder: Path, say: Say) -> None:
     if options.plot is not None:
         plot(rows, options.plot)
     if options.docs:
-        page = ROOT / "docs" / "measurements" / "speed_table.md"
-        page.write_text(f"{WRITTEN_BY}\n{conditions(sizes, rows)}\n{table(rows)}\n{ratios}", "utf-8")
+        for name, text in {"machine": conditions(sizes, rows), "rows": table(rows), "ratios": ratios}.items():
+            write_table(MEASUREMENTS / "speed.md", name, text)
         plot(rows, ROOT / "docs" / "images" / "speed.png")
 
 
@@ -172,9 +171,10 @@ def batches_and_prompts(options: argparse.Namespace, folder: Path, say: Say) -> 
     kept = Kept(options.kept)
     chosen = [*(Size(BATCH, n) for n in batches), *(Size(PREFILL, n) for n in prompts)]
     measure_batches(plan, options.precisions, chosen, kept, say, options.folder is not None)
-    print(batch_text(kept.rows))
-    if options.docs:
-        batch_page(kept.rows, ROOT / "docs")
+    for name, text in batch_tables(kept.rows).items():
+        print(text)
+        if options.docs:
+            write_table(MEASUREMENTS / "batch.md", name, text)
 
 
 def main() -> None:

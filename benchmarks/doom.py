@@ -1,6 +1,6 @@
 """Milliseconds per token and frames per second of the game decoder: our engine, dense and with replay, and peers.
 
-    python benchmarks/doom.py --docs            # the shipped decoder; writes docs/measurements/doom_speed.md
+    python benchmarks/doom.py --docs            # the shipped decoder; tables of docs/measurements/doom_speed.md
     chrt -r 1 python benchmarks/doom.py --docs  # the same on a busy machine: no other process interrupts the engines
     python benchmarks/doom.py --decoder FOLDER --contexts FILE --thresholds FILE --json rows.json
     python benchmarks/doom.py --quick           # two rounds, two of our precisions, onnxruntime
@@ -18,47 +18,22 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
-from decode import ROOT, working_folder
+from decode import working_folder
+from pages import MEASUREMENTS, ROOT, write_table
 from speed.doom_plan import OWN, PEERS, DoomPlan, sizes_of
 from speed.doom_report import CLOSEST, Parts, against_peers, parts_table, table
 from speed.engines import OURS
 from speed.report import Row, conditions, rows_of
 from speed.runner import Result, environment, run_group
+from speed.sizes import Sizes
 
 from fastcar_compile.artifact.thresholds import Thresholds
 
 WORLD = ROOT / "examples" / "doom" / "world"
 FRAMES = 16
 """Frames of the decoder's window."""
-
-WRITTEN_BY = "<!-- Written by `python benchmarks/doom.py --docs`; do not edit. -->\n"
-
-INTRODUCTION = """# Speed of the game decoder
-
-This page says how long a decode step of `examples/doom` takes, recorded on {date}. A frame is {tokens} tokens, and
-frames per second count all of them. Sampling and pixels are not counted. [Speed on a CPU](speed.md) has the method and
-the settings of the peers; OpenVINO in float32 has no compressed weights.
-
-- A sample is one frame, the last of a full window of {context} positions. Every engine attends to all of them.
-- Ratios are medians over the rounds: both blocks of a ratio follow each other within seconds.
-- With 100 % replayed, no MLP is computed. That is the bound of what replay can gain.
-{play}"""
-
-PLAY = """- "play" decodes two frames of real play with gate `{gate}` and its calibrated thresholds, and measures the
-  second. In the first frame no layer may replay yet. Each round has a new start; the share is the mean over the rounds.
-"""
-
-STEP = """
-## Parts of a decode step
-
-The table has milliseconds of a {precision} decode step with {kv} keys and values. TVM's hook times each kernel. The
-time of the least kernel is the hook's own, and is subtracted from each. Virtual machine and Python are the rest of a
-step without the hook.
-
-"""
 
 
 @dataclass(frozen=True)
@@ -93,19 +68,16 @@ def _reference(results: list[Result]) -> list[float]:
     return next(r.logits for r in results if r.logits)
 
 
-def text_of(plan: DoomPlan, measured: Measured) -> str:
-    """Return the page without its first line."""
-    sizes = plan.sizes
-    play = PLAY.format(gate=plan.gate) if plan.thresholds else ""
-    head = INTRODUCTION.format(tokens=sizes.tokens_per_frame, context=sizes.context, play=play, date=date.today())
-    sentences = "".join(f"- {line}\n" for line in against_peers(measured.rows))
-    step = STEP.format(precision=CLOSEST[0], kv=CLOSEST[1])
-    rows = table(measured.rows, sizes.tokens_per_frame)
+def tables_of(sizes: Sizes, measured: Measured) -> dict[str, str]:
+    """Return what the page shows, by its marker."""
     alone = os.sched_getscheduler(0) in (os.SCHED_RR, os.SCHED_FIFO)
     priority = "All engines have real-time priority, so other processes do not interrupt them.\n" if alone else ""
-    return (
-        f"{head}\n{conditions(sizes, measured.rows)}{priority}\n{rows}\n{sentences}{step}{parts_table(measured.parts)}"
-    )
+    return {
+        "machine": conditions(sizes, measured.rows) + priority,
+        "rows": table(measured.rows, sizes.tokens_per_frame),
+        "ratios": "".join(f"- {line}\n" for line in against_peers(measured.rows)),
+        "parts": parts_table(measured.parts),
+    }
 
 
 def parse() -> argparse.Namespace:
@@ -121,7 +93,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--quick", action="store_true", help="few engines and rounds")
     parser.add_argument("--json", type=Path, help="write rows and parts here")
-    parser.add_argument("--docs", action="store_true", help="write docs/measurements/doom_speed.md")
+    parser.add_argument("--docs", action="store_true", help="write the tables of docs/measurements/doom_speed.md")
     parser.add_argument("--folder", type=Path, help="keep all files here, and use existing ones")
     return parser.parse_args()
 
@@ -152,13 +124,14 @@ def main() -> None:
         contexts = options.contexts.resolve()
         plan = DoomPlan(sizes, options.decoder.resolve(), contexts, folder, gate, thresholds)
         measured = measure(plan, options.quick)
-    text = text_of(plan, measured)
-    print(text)
+    tables = tables_of(sizes, measured)
+    print("\n".join(tables.values()))
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"rows": measured.rows, "parts": measured.parts}, indent=1) + "\n", "utf-8")
     if options.docs:
-        (ROOT / "docs" / "measurements" / "doom_speed.md").write_text(f"{WRITTEN_BY}\n{text}", "utf-8")
+        for name, text in tables.items():
+            write_table(MEASUREMENTS / "doom_speed.md", name, text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The hardware model's figures: of designs that the compiler emits, and of DRS against static mapping.
 
-    python benchmarks/hardware.py --docs        # writes docs/measurements/hardware_table.md and docs/images/drs*.png
+    python benchmarks/hardware.py --docs        # tables of docs/measurements/hardware_table.md, docs/images/drs*.png
     python benchmarks/hardware.py --json out.json
 
 All figures are predictions: nothing here ran on a board. The recorded traces are replay decisions of the shipped
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pages import MEASUREMENTS, ROOT, markdown, write_table
 
 import fastcar_compile as fc
 from fastcar_compile.codegen.hls.design.exploration import explore
@@ -32,12 +33,11 @@ from fastcar_compile.codegen.hls.model.step import STREAMING
 from fastcar_compile.codegen.hls.model.system import Run
 from fastcar_compile.config.targets import load_target
 
-ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "moving_shapes"))
 
-from drs_pictures import draw_active_rows, draw_cores, typical_forward  # noqa: E402
-from evaluate import HELD_OUT_SEED, load_model  # noqa: E402
-from video import SIZE, TOKENS_PER_FRAME, make_videos, tokenize, with_bos  # noqa: E402
+from drs_pictures import draw_active_rows, draw_cores, typical_forward
+from evaluate import HELD_OUT_SEED, load_model
+from video import SIZE, TOKENS_PER_FRAME, make_videos, tokenize, with_bos
 
 ROWS, CORES = 16, 4
 """Rows of the recorded traces. A core per row leaves nothing to balance; four cores show what balancing gains."""
@@ -325,58 +325,16 @@ def pictures(inputs: dict[str, Decisions], folder: Path) -> None:
         draw_cores(decisions, CORES, typical_forward(decisions, CORES), title, folder / name)
 
 
-def tables(report: dict[str, Any]) -> str:
-    """Return the report as Markdown."""
-    start, spared = fastcar_line()
-    parts = ["<!-- Written by `python benchmarks/hardware.py --docs`; do not edit. -->"]
-    parts.append(
-        "All figures are predictions of designs that the compiler emits: "
-        "MLPs, linears or whole steps in the fabric, int8 KV.\n\n"
-        "VILA-U's figures are of its backbone, whose positions they count: the RQ head, which makes the codes of a "
-        "position, is a module of its own."
-    )
-    parts.append(
-        "## Published boards\n\nContext 512. Theirs compute whole steps in the fabric. "
-        "`linears`: ours with attention on the host;"
-    )
-    parts[-1] += " `their_`: its shares.\n`ceiling`: the theoretical bandwidth over our weight bytes of a token.\n"
-    parts.append(_markdown(report["published"]))
-    parts.append("## VILA-U 7B, w4a8, whole steps: dense, and 80 % replay\n")
-    parts.append(_markdown(report["whole_steps"]))
-    parts.append("## Kernels of whole steps on the fabric, w4a8, 2048 positions\n\nUsed, and of the whole device.\n")
-    parts.append(_markdown(report["resources"]))
-    parts.append(
-        "## Drafts, whole steps\n\nContext 512, and the window of the game decoder. `share`: of the MLPs' weights. "
-        "`on_chip`: if the drafts'\nweights stayed on chip, which no emitted kernel does, and the block RAM that they "
-        "would take beside `bram36`.\nThe game decoder replays 45 % and 85 % within 1.10x of its cost."
-    )
-    parts.append(_markdown(report["drafts"]))
-    parts.append("## VILA-U 7B, dense, linears in the fabric, context 512\n")
-    parts.append(_markdown(report["linears"]))
-    parts.append(
-        f"## VILA-U 7B on u280, w8a8, context 1024\n\nFastCar's line: {start:.0f} s - {spared:.0f} s x replay.\n"
-    )
-    parts.append(_markdown(report["vila_u_u280"]))
-    parts.append("## VILA-U 7B on zcu102, w4a8: dense, and 80 % replay\n")
-    parts.append(_markdown(report["vila_u_zcu102"]))
-    parts.append(f"## DRS over static mapping, {ROWS} rows on {CORES} cores, w4a8 on zcu102\n")
-    parts.append("Passes of the busiest core, mean over layers. With a core per row, which the compiler would choose,")
-    parts[-1] += " both mappings are equal."
-    parts.append(_markdown(report["drs"]))
-    return "\n\n".join(parts) + "\n"
-
-
-def _markdown(rows: list[dict[str, Any]]) -> str:
-    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-    for row in rows:
-        lines.append("| " + " | ".join(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()) + " |")
-    return "\n".join(lines)
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return rows of a report as Markdown."""
+    cells = [[f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    return markdown(list(rows[0]), cells)
 
 
 def main() -> None:
     """Predict, print, and write the requested files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", action="store_true", help="write the table and the pictures named above")
+    parser.add_argument("--docs", action="store_true", help="write the tables and the pictures named above")
     parser.add_argument("--json", type=Path, default=None, help="write the report here")
     parser.add_argument("--frames", type=int, default=4, help="frames of the recorded traces")
     options = parser.parse_args()
@@ -391,9 +349,11 @@ def main() -> None:
         "vila_u_zcu102": vila_u_on_zcu102(),
         "drs": drs_over_static(inputs),
     }
-    print(tables(report))
+    for name, rows in report.items():
+        print(f"{name}\n\n{table(rows)}")
+        if options.docs:
+            write_table(MEASUREMENTS / "hardware_table.md", name, table(rows))
     if options.docs:
-        (ROOT / "docs" / "measurements" / "hardware_table.md").write_text(tables(report))
         pictures(inputs, ROOT / "docs" / "images")
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")

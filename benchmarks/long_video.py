@@ -1,6 +1,6 @@
 """Long videos of the example decoder: quality and time per frame, with full and with sink-window attention.
 
-    python benchmarks/long_video.py --docs        # docs/measurements/long_video_table.md and its pictures
+    python benchmarks/long_video.py --docs        # tables and pictures of docs/measurements/long_video.md
     python benchmarks/long_video.py --frames 3 --videos 1 --attention "window 512, in cache" --no-decode   # a look
 
 Quality is teacher-forced on held-out videos of many more frames than in training (8): NLL per frame for every attention
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from pages import MEASUREMENTS, ROOT, markdown, write_table
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples" / "moving_shapes"), str(ROOT / "examples")]
 
 from demo import replay_config  # noqa: E402
@@ -200,32 +200,25 @@ def _plot_times(decoded: list[dict[str, Any]], axes: Any) -> None:
     axes.set(title="free decode, cpu backend", xlabel="frame", ylabel="ms per token", ylim=(0, None))
 
 
-def table(quality: list[dict[str, Any]], decoded: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    """Return Markdown: mean NLL in nats per token over parts of the videos, and times of free decodes."""
-    parts = [(2, 8), (9, 24), (25, options.frames)]
-    columns = ("attention", "KV", "chains of replays", "replay, t >= F", *(f"frames {a}-{b}" for a, b in parts))
-    lines = [
-        "<!-- Written by `python benchmarks/long_video.py --docs`; do not edit. -->",
-        "",
-        f"{options.videos} held-out videos of {options.frames} frames, teacher-forced; KV of one row.",
-        "",
-        f"| {' | '.join(columns)} |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def quality_table(quality: list[dict[str, Any]], frames: int) -> str:
+    """Return mean NLL in nats per token over parts of the videos."""
+    parts = [(2, 8), (9, 24), (25, frames)]
+    lines = []
     for row in quality:
         size = f"{row['kv_bytes_per_row'] / 2**20:.1f} MiB"
         means = [f"{np.mean(row['nll_by_frame'][a - 1 : b]):.4f}" for a, b in parts]
-        cells = (row["attention"], size, row["chain"], f"{100 * row['replay_ratio']:.0f} %", *means)
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "| free decode | replay, all forwards | ms per token, first frame | last frame |",
-        "|---|---|---|---|",
-    ]
+        lines.append((row["attention"], size, row["chain"], f"{100 * row['replay_ratio']:.0f} %", *means))
+    columns = ("attention", "KV", "chains of replays", "replay, t >= F", *(f"frames {a}-{b}" for a, b in parts))
+    return markdown(columns, lines)
+
+
+def time_table(decoded: list[dict[str, Any]]) -> str:
+    """Return times of free decodes."""
+    lines = []
     for row in decoded:
         first, last = row["ms_per_token_by_frame"][0], row["ms_per_token_by_frame"][-1]
-        lines.append(f"| {row['attention']} | {100 * row['replay_ratio']:.0f} % | {first:.2f} | {last:.2f} |")
-    return "\n".join(lines) + "\n"
+        lines.append((row["attention"], f"{100 * row['replay_ratio']:.0f} %", f"{first:.2f}", f"{last:.2f}"))
+    return markdown(("free decode", "replay, all forwards", "ms per token, first frame", "last frame"), lines)
 
 
 def main() -> None:
@@ -233,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=32)
     parser.add_argument("--videos", type=int, default=2, help="held-out videos for the quality")
-    parser.add_argument("--docs", action="store_true", help="write the table and the pictures named above")
+    parser.add_argument("--docs", action="store_true", help="write the tables and the pictures named above")
     parser.add_argument("--attention", action="append", choices=list(ATTENTIONS), help="default: all of them")
     parser.add_argument("--no-decode", action="store_true", help="quality only")
     parser.add_argument("--json", type=Path)
@@ -254,7 +247,8 @@ def main() -> None:
         rows = {"frames": options.frames, "videos": options.videos, "quality": quality, "decode": decoded}
         options.json.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
     if options.docs:
-        (ROOT / "docs" / "measurements" / "long_video_table.md").write_text(table(quality, decoded, options), "utf-8")
+        write_table(MEASUREMENTS / "long_video.md", "quality", quality_table(quality, options.frames))
+        write_table(MEASUREMENTS / "long_video.md", "times", time_table(decoded))
     if options.plot is not None:
         plot(quality, decoded, options.plot)
     if options.strip is not None:

@@ -53,11 +53,11 @@ def study_of(subject: Subject, options: argparse.Namespace, say: Say) -> Study:
     videos, groups = subject.measured()
     passes = [] if options.kv == "float32" else [QuantizeKvCache(options.kv)]
     program = run_pipeline(program_of(subject.model(), videos.shape, quant=options.quant), passes)
-    label, setting = f"{subject.name}-{len(videos)}-{options.quant}-{options.kv}".replace("/", "-"), subject.setting
+    setting, label = subject.setting, f"{subject.title}-{options.quant}-{options.kv}".replace("/", "-")
     return Study(
         program,
         videos,
-        decoder=subject.name,
+        decoder=subject.title,
         prompt=setting.prompt,
         counted=setting.counted,
         groups=groups,
@@ -158,7 +158,7 @@ def measure(subjects: Sequence[Subject], options: argparse.Namespace) -> None:
     """Print the tables of decoders, and write them into their page on request."""
     rows: list[Row] = []
     for subject in subjects:
-        study = study_of(subject, options, partial(print, f"{subject.name}:", flush=True))
+        study = study_of(subject, options, partial(print, f"{subject.title}:", flush=True))
         cases = cases_of(subject) + ([] if options.draft is None else drafted(subject, options.draft))
         shares = subject.shares()
         rows += [weighted(row, shares) for row in study.rows(cases)]

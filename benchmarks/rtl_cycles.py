@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from pages import MEASUREMENTS, ROOT, write_table
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.engine import MlpSpec
@@ -43,19 +44,16 @@ from fastcar_compile.config.targets import load_target
 from fastcar_compile.runtime.backends import hls_csim
 from fastcar_compile.runtime.backends.accelerator.step import accelerator_of
 
-ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from decoders import llama  # noqa: E402
-from drs.tables import FRAME, LATER, Controller  # noqa: E402
-from drs.unit import DrsUnit  # noqa: E402
-from hls.library import best  # noqa: E402
-from rtl.simulation import ENGINE, Builder, EngineBench, Work, loaded  # noqa: E402
+from decoders import llama
+from drs.tables import FRAME, LATER, Controller
+from drs.unit import DrsUnit
+from hls.library import best
+from rtl.simulation import ENGINE, Builder, EngineBench, Work, loaded
 
 PLACED = places_loop().cycles
 """Clocks of a call that the controller takes before it sends it: each row gets a core and a pass."""
-
-DOCUMENT = ROOT / "docs" / "measurements" / "rtl_cycles.md"
 
 
 @dataclass(frozen=True)
@@ -213,15 +211,6 @@ def _products(instruction: Instruction, made: Design) -> list[LinearSpec]:
     return [LinearSpec("", product.inputs, product.channels) for product in mlp]
 
 
-NOTE = """<!-- Written by `python benchmarks/rtl_cycles.py --docs`; do not edit. -->
-
-# Clocks of the RTL
-
-Clocks of a linear or an MLP from the first word of the call to the last one of its result, and of a decision by `tas`
-with its words on chip: RTL in Verilator, and the closed form of `fastcar estimate` by the same memory.
-
-"""
-
 HEAD = """| board | decoder | weight ports | rows on cores | call | RTL | model | ratio |
 |---|---|---|---|---|---|---|---|
 """
@@ -230,7 +219,7 @@ HEAD = """| board | decoder | weight ports | rows on cores | call | RTL | model 
 def main() -> None:
     """Print the table, and write it on request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", action="store_true", help=f"write {DOCUMENT.relative_to(ROOT)}")
+    parser.add_argument("--docs", action="store_true", help="write the table of docs/measurements/rtl_cycles.md")
     arguments, lines = parser.parse_args(), list[str]()
     with tempfile.TemporaryDirectory() as folder:
         builder = Builder(Path(folder))
@@ -240,7 +229,7 @@ def main() -> None:
             print(row.text, flush=True)
             lines.append(row.text + "\n")
     if arguments.docs:
-        DOCUMENT.write_text(NOTE + HEAD + "".join(lines))
+        write_table(MEASUREMENTS / "rtl_cycles.md", "rows", HEAD + "".join(lines))
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pages import MEASUREMENTS, ROOT, write_table
 from rtl_cycles import CASES
 
 from fastcar_compile.codegen.hls.project import emit_hls
 
-ROOT = Path(__file__).parent.parent
 DATA = ROOT / "fastcar_compile" / "codegen" / "hls" / "design" / "rtl_resources.toml"
-DOCUMENT = ROOT / "docs" / "measurements" / "rtl_resources.md"
 
 SYNTHESIS = "synth_xilinx -family xcup -flatten -nowidelut -noiopad -noclkbuf"
 
@@ -103,9 +102,6 @@ def synthesize(unit: Unit, folder: Path) -> dict[str, int]:
     return found
 
 
-NOTE = "Cells of every unit by yosys, without placement or timing. Shift registers and small memories are LUTs."
-
-
 def version() -> str:
     """Return the version of yosys."""
     return subprocess.run(["yosys", "-V"], capture_output=True, text=True, check=True).stdout.split(" (")[0]
@@ -132,8 +128,7 @@ def main() -> None:
     if not arguments.write:
         return
     DATA.write_text("".join(data))
-    command = f"Written by `make resources` ({version()}, `{SYNTHESIS}`); do not edit."
-    DOCUMENT.write_text(f"<!-- {command} -->\n\n# Resources of the RTL\n\n{NOTE}\n\n" + "".join(lines))
+    write_table(MEASUREMENTS / "rtl_resources.md", "rows", "".join(lines))
 
 
 if __name__ == "__main__":

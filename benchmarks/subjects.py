@@ -37,6 +37,10 @@ EACH, RICH = 6, 3
 JUDGES, CHOICES = 64, 200
 """Sequences of play that judge a calibration; random choices of which the most representative one is taken."""
 
+DRAWN = ("moving_shapes", "bouncing_digits", "moving_shapes/tuned", "bouncing_digits/tuned")
+GAME = ("doom", "doom/unseen")
+"""The game decoder, on its own maps and on one that it has not seen."""
+
 Videos = np.ndarray
 Groups = dict[str, np.ndarray]
 
@@ -50,6 +54,11 @@ class Subject:
     """
 
     name: str
+
+    @property
+    def title(self) -> str:
+        """Name in tables."""
+        return self.name
 
     @property
     def setting(self) -> Setting:
@@ -127,6 +136,11 @@ class Played(Subject):
     split: str = "held_out"
 
     @property
+    def title(self) -> str:
+        """Name in tables."""
+        return GAME[self.split != "held_out"]
+
+    @property
     def setting(self) -> Setting:
         """A prompt of PROMPT frames. An action token is given: it counts in no mean, and its forward replays."""
         world = game_module("world_format")
@@ -197,11 +211,7 @@ def subject_of(name: str, data: Path = DATA) -> Subject:
     """Return a shipped decoder; "doom/unseen" is the game decoder on a map that it has not seen."""
     if not name.startswith("doom"):
         return Subject(name)
-    return Played("doom", data, "held_out_scenario" if name.endswith("/unseen") else "held_out")
-
-
-DRAWN = ("moving_shapes", "bouncing_digits", "moving_shapes/tuned", "bouncing_digits/tuned")
-GAME = ("doom", "doom/unseen")
+    return Played("doom", data, "held_out_scenario" if name == GAME[1] else "held_out")
 
 
 def scenario_of(split: Any, starts: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from manifests import stored_thresholds
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from doom import Measured, text_of, thresholds_of  # noqa: E402
+from doom import Measured, tables_of, thresholds_of  # noqa: E402
 from speed.doom_plan import DoomPlan, sizes_of  # noqa: E402
 from speed.engines import OURS  # noqa: E402
 from speed.parts import ATTENTION, GATE, HEAD, INPUT, KV, LINEARS, MLP, OTHER, PARTS, part_of  # noqa: E402
@@ -48,7 +48,7 @@ def test_the_page_has_ratios_within_a_round(plan: DoomPlan) -> None:
     ]
     quarters = dict.fromkeys(PARTS, 0.25)
     parts = {"2": {"dense": quarters}, "1": {"dense": quarters, "all replayed": quarters}}
-    text = text_of(plan, Measured(rows_of(results, [1.0], 0.0), parts))
+    text = "".join(tables_of(plan.sizes, Measured(rows_of(results, [1.0], 0.0), parts)).values())
     assert "| fastcar_compile | w8a8 | float16 | dense | 2.000 | 1.000 - 4.000 | 7.7 |  |" in text
     assert "| fastcar_compile | w8a8 | float16 | 60% (play) | 2.000 | 0.500 - 2.000 | 7.7 | 2.00x |" in text
     assert "8 bit: w8a8 with float16 KV is 2.00x as fast as the fastest peer, openvino int8." in text

@@ -10,7 +10,7 @@ from speed.plan import PEER_KV
 from speed.sizes import DENSE, PLAY, Job, Sizes
 
 ALL = "1"
-RATIOS = ("0.5", "0.6", "0.8", ALL)
+RATIOS = ("0.8", ALL)
 """Shares of replayed layers. All of them is the most that replay can gain."""
 
 SESSION = 64

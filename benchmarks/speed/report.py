@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from speed.engines import OURS
-from speed.plan import KV, PEERS
+from speed.plan import PEERS
 from speed.runner import Result
 from speed.sizes import DENSE, PLAY, Sizes
 
@@ -82,16 +82,15 @@ def cosine(a: list[float], b: list[float]) -> float:
 
 def table(rows: list[Row]) -> str:
     """Return the rows in Markdown, and the missing engines with their reasons."""
-    head = "| engine | precision | replay | ms per token | min - max | MB per token | bandwidth | notes |"
-    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    head = "| engine | precision | replay | ms per token | min - max | MB per token | bandwidth | notes | times dense |"
+    lines = [head, "|---|---|---|---|---|---|---|---|---|"]
     for r in rows:
         if "missing" not in r:
             share = r["bandwidth_share"]
             times = f"{r['ms_per_token']:.3g} | {r['ms_min']:.3g} - {r['ms_max']:.3g}"
             streamed = f"{r['bytes_per_token'] / 1e6:.0f} | {'not measured' if share is None else f'{share:.0%}'}"
-            lines.append(
-                f"| {r['engine']} | {r['precision']} | {r['replay']:g} | {times} | {streamed} | {_remark(r)} |"
-            )
+            own = f"| {r['engine']} | {r['precision']} | {r['replay']:g} | {times} | {streamed} |"
+            lines.append(f"{own} {_remark(r)} | {_gain(r, rows)} |")
     reasons = [f"Missing: {r['engine']} {r['precision']}: {r['missing']}" for r in rows if "missing" in r]
     for reason in dict.fromkeys(reasons):
         lines += ["", reason]
@@ -140,35 +139,25 @@ def _remark(row: Row) -> str:
     return "; ".join(parts)
 
 
+def _gain(row: Row, rows: list[Row]) -> str:
+    """Return how many times as fast as its own dense step a row is: the median of the rounds."""
+    same = ("engine", "precision", "batch", "context", "kv")
+    plain = [d for d in rows if not d["replay"] and not d["window"] and "missing" not in d]
+    alike = [d for d in plain if all(d[k] == row[k] for k in same)]
+    if row["engine"] != OURS or not alike or row is alike[0]:
+        return ""
+    rounds = [dense / own for dense, own in zip(alike[0]["rounds_ms"], row["rounds_ms"], strict=True)]
+    return f"{statistics.median(rounds):.2f}x"
+
+
 def speedups(rows: list[Row]) -> list[str]:
-    """Return sentences about the rows: ratios to the dense step, by cache length, and to the fastest peers."""
-    ours = [r for r in rows if r["engine"] == OURS and "missing" not in r]
-    return [*_against_dense(ours), *_against_peers(ours, [r for r in rows if "missing" not in r])]
-
-
-def _against_dense(ours: list[Row]) -> list[str]:
-    same = ("precision", "batch", "context", "kv")
-    lines = []
-    for r in ours:
-        alike = [d for d in ours if not d["replay"] and not d["window"] and all(d[k] == r[k] for k in same)]
-        if not alike or r in alike[:1]:
-            continue
-        ratio = f"{alike[0]['ms_per_token'] / r['ms_per_token']:.2f}x its own dense step"
-        rounds = [dense / own for dense, own in zip(alike[0]["rounds_ms"], r["rounds_ms"], strict=True)]
-        options = [f"batch {r['batch']}"] * (r["batch"] > 1) + [f"window {r['window']}"] * (r["window"] > 0)
-        options += [f"{r['kv']} KV"] * (r["kv"] != KV[r["precision"]])
-        options += [f"replay {r['replay_achieved']:.3f}"] * (r["replay"] > 0)
-        options += [f"max_seq_len {r['max_seq_len']}"] * (r in alike)
-        within = f"{statistics.median(rounds):.2f}x within a round"
-        lines.append(f"{r['precision']}, context {r['context']}, {', '.join(options)}: {ratio} ({within})")
-    return lines
-
-
-def _against_peers(ours: list[Row], rows: list[Row]) -> list[str]:
+    """Return a sentence for each precision: the own dense step and the fastest peer."""
+    measured = [r for r in rows if "missing" not in r]
+    ours = [r for r in measured if r["engine"] == OURS]
     lines = []
     for precision, names in PEERS.items():
         dense = [r for r in ours if r["precision"] == precision and not r["replay"] and r["batch"] == 1]
-        peers = [r for r in rows if (r["engine"], r["precision"]) in names and r["engine"] != OURS]
+        peers = [r for r in measured if (r["engine"], r["precision"]) in names and r["engine"] != OURS]
         if dense and peers:
             best = min(peers, key=lambda r: r["ms_per_token"])
             ratio = best["ms_per_token"] / dense[0]["ms_per_token"]

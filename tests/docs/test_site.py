@@ -71,13 +71,14 @@ def test_the_readme_is_short_and_its_figures_are_the_measured_ones() -> None:
         measured = rf"^\| {name} \| `{gate}` \| \d+ % \| {replay} \| [\d.]+ \| {loss} \|"
         assert re.search(measured, quality, re.MULTILINE), (name, gate, replay, loss)
     assert f"at {least:.1f} % of the places or more, and PSNR falls by at most {most:.1f} dB" in README
-    speed = (ROOT / "docs" / "measurements" / "speed_table.md").read_text("utf-8")
+    speed = (ROOT / "docs" / "measurements" / "speed.md").read_text("utf-8")
     names = {"float32": "float32", "bfloat16": "bfloat16", "int8": "w8a8", "int4": "w4a8"}
     found = re.findall(r"^\| (\w+) \| ([\d.]+x) \| ([\d.]+x) \|$", README, re.MULTILINE)
     assert [name for name, _, _ in found] == list(names)
     for name, dense, replay in found:
         assert f"- {names[name]}, dense: {dense} the fastest peer" in speed
-        assert re.search(rf"^- {names[name]}, context 512, replay 0.800: .*\({replay} within a round\)", speed, re.M)
+        measured = rf"^\| fastcar_compile \| {names[name]} \| 0.8 \|.* \| context 512 of 1024; \w+ KV \| {replay} \|$"
+        assert re.search(measured, speed, re.MULTILINE)
 
 
 def test_the_citation_is_of_the_paper_that_the_readme_names(require_module: Callable[[str], None]) -> None:
