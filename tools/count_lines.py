@@ -1,4 +1,4 @@
-"""Count lines, comments and imports of the package by folder, of the plug-in, of tests, and of HLS and host sources.
+"""Count lines, comments and imports of package, plug-in, tests and benchmarks, and lines of HLS and host sources.
 
     python tools/count_lines.py
 
@@ -51,6 +51,7 @@ def rows() -> Iterator[tuple[str, Counter[str]]]:
     yield "tests", sum(map(count, {*(ROOT / "tests").rglob("*.py")} - plays), Counter[str]())
     yield "play", sum(map(count, (ROOT / "play").rglob("*.py")), Counter[str]())
     yield "tests/play", sum(map(count, plays), Counter[str]())
+    yield "benchmarks", sum(map(count, (ROOT / "benchmarks").rglob("*.py")), Counter[str]())
     sources = [p for p in (ROOT / "hls_templates").rglob("*") if p.suffix in (".h", ".hpp", ".cpp", ".sv", ".j2")]
     lines = [line for path in sources for line in path.read_text("utf-8").splitlines()]
     yield "hls_templates", Counter(files=len(sources), lines=len(lines), code=sum(bool(x.strip()) for x in lines))
