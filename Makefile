@@ -15,20 +15,23 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.example
 	$(BIN)/python examples/moving_shapes/demo.py --out build/demo
 
-# The shipped world in the browser. Its page is built already, so nothing is installed. Ctrl-C ends it.
+# The shipped world in the browser. What its page needs is built already, so nothing is installed. Ctrl-C ends it.
 PAGE ?= examples/crafter/page
 PORT ?= 8000
 play:
+	@$(PYTHON) play/fastcar_play/player.py $(PAGE) build/play
 	@echo "Open http://127.0.0.1:$(PORT)/ in a browser."
-	@$(PYTHON) -m http.server --bind 127.0.0.1 --directory $(PAGE) $(PORT) || [ $$? -eq 130 ]
+	@$(PYTHON) -m http.server --bind 127.0.0.1 --directory build/play $(PORT) || [ $$? -eq 130 ]
 
-# The shipped page again, where its decoder, the player or the compiler has changed. The thresholds were calibrated for 1.05 times the dense NLL.
+# The built files of the shipped page again, where its decoder or the compiler has changed. The thresholds were calibrated for 1.05 times the dense NLL.
 GATE ?= --draft examples/crafter/draft.safetensors --threshold " -9.993658,-7.054743,-7.737266,-6.380743"
 page: $(STAMP)
-	rm -rf $(PAGE)
+	rm -rf $(PAGE) build/page
 	$(BIN)/fastcar compile examples/crafter/world/decoder --target wasm32 --quant w8a8 --kv int8 --numerics exact --max-seq-len 16400 \
 	    $(GATE) --output build/crafter_wasm
-	$(BIN)/fastcar play build/crafter_wasm --world examples/crafter/world --static $(PAGE)
+	$(BIN)/fastcar play build/crafter_wasm --world examples/crafter/world --static build/page
+	mkdir -p $(PAGE)
+	cp -r build/page/artifact build/page/page.json build/page/pixels.wasm $(PAGE)
 
 # Before a commit, in about two minutes: the sources that differ from main, the passes, and a decode on every backend.
 BASE   = $(shell git merge-base HEAD origin/main 2>/dev/null || git rev-parse HEAD)

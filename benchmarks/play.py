@@ -25,10 +25,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import TYPE_CHECKING
 
 from PIL import Image
+
+from fastcar_play.player import copy_player
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -117,12 +120,15 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def files_of(folder: Path) -> Iterator[str]:
-    """Yield the address of a file server."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+def files_of(built: Path) -> Iterator[str]:
+    """Yield the address of a file server of a page, which is put together of its built files."""
+    with TemporaryDirectory() as folder:
+        shutil.copytree(built, folder, dirs_exist_ok=True)
+        copy_player(Path(folder))
+        with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+            Thread(target=server.serve_forever, daemon=True).start()
+            yield f"http://127.0.0.1:{server.server_port}/"
+            server.shutdown()
 
 
 @contextmanager

@@ -212,6 +212,15 @@ def check_module(name: str) -> None:
         missing(f"package missing: {name}")
 
 
+@pytest.fixture(scope="session")
+def crafter_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of examples/crafter, put together as `make play` does, by a Python without packages."""
+    root, folder = Path(__file__).parents[1], tmp_path_factory.mktemp("crafter") / "page"
+    command = [sys.executable, "-I", "-S", "play/fastcar_play/player.py", "examples/crafter/page", str(folder)]
+    subprocess.run(command, cwd=root, timeout=60, check=True)
+    return folder
+
+
 @pytest.fixture
 def require_tool() -> Callable[[str], str]:
     """`require_tool("g++")` returns its path or skips the test by name (fails where CI=true)."""

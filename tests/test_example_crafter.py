@@ -16,8 +16,8 @@ from conftest import check_module, check_tool, imported
 import fastcar_compile as fc
 from fastcar_compile.artifact.layout import MANIFEST
 from fastcar_compile.artifact.reader import parse_manifest
-from fastcar_play.page import NAMES, ONLY_HERE
 from fastcar_play.pixels import Pixels
+from fastcar_play.player import ALONE, ASSETS, NAMES
 from fastcar_play.world import load_world
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -60,28 +60,34 @@ def test_world_toml_is_what_the_example_writes(example: SimpleNamespace) -> None
     assert len(keys) == len(set(keys))
 
 
-def test_the_shipped_page_has_the_players_files() -> None:
-    """Else `make page` has to be run again."""
-    shared = {"base.css": files("fastcar_compile.report.page") / "static"}
-    for path in PAGE.iterdir():
-        source = {page: name for name, page in NAMES.items()}.get(path.name, path.name)
-        here = shared.get(source, files("fastcar_play") / "static") / source
-        if path.suffix in (".html", ".js", ".css", ".svg") or path.name in ONLY_HERE:
-            assert path.read_text("utf-8") == here.read_text("utf-8").replace("/static/", ""), path.name
+def test_the_page_is_put_together_of_its_parts(crafter_page: Path) -> None:
+    """The built files and the player's, as the command writes a page; only built ones are in the repository."""
+    built = {path.relative_to(PAGE): path.read_bytes() for path in PAGE.rglob("*") if path.is_file()}
+    assert {path.parts[0] for path in built} == {"artifact", "page.json", "pixels.wasm"}
+    for path, content in built.items():
+        assert (crafter_page / path).read_bytes() == content
+    own = {path.name for path in crafter_page.iterdir()} - {path.parts[0] for path in built}
+    assert own == {NAMES.get(name, name) for name in {*ASSETS, *ALONE} - {"connection.js"}}
+    assert "/static/" not in (crafter_page / "index.html").read_text("utf-8")
+    static = files("fastcar_play") / "static"
+    assert (crafter_page / "connection.js").read_text("utf-8") == (static / "local.js").read_text("utf-8")
     runtime = files("fastcar_compile.runtime.web") / "fastcar.mjs"
-    assert (PAGE / "fastcar.mjs").read_text("utf-8") == runtime.read_text("utf-8")
+    assert (crafter_page / "fastcar.mjs").read_text("utf-8") == runtime.read_text("utf-8")
+
+
+def test_the_page_tells_what_a_replay_spares() -> None:
     layers = parse_manifest((PAGE / "artifact" / MANIFEST).read_bytes(), MANIFEST).layers.layers
     hello = json.loads((PAGE / "page.json").read_text("utf-8"))["hello"]
     assert hello["spared"] == [1 - layer.draft_share for layer in layers]
     assert max(hello["spared"]) < 1
 
 
-def test_the_shipped_page_plays_the_recorded_game() -> None:
+def test_the_shipped_page_plays_the_recorded_game(crafter_page: Path) -> None:
     """Tokens, scores and logits of every frame, in Node."""
     world, game = load_world(FOLDER / "world"), json.loads((FOLDER / "game.json").read_text())
     request = json.dumps({"world": world.to_json(), "games": [game]})
     verify = Path(__file__).parent / "web" / "verify.mjs"
-    command = [check_tool("node"), str(verify), str(PAGE), str(PAGE / "artifact")]
+    command = [check_tool("node"), str(verify), str(crafter_page), str(crafter_page / "artifact")]
     done = subprocess.run(command, input=request, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [None]

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from importlib.resources import files
 from pathlib import Path
 
 import fastcar_compile as fc
@@ -10,12 +9,8 @@ from fastcar_compile.artifact.layout import MANIFEST, WEB_MODULE, weight_files
 from fastcar_compile.errors import InputError
 from fastcar_play.game import Stage
 from fastcar_play.lockstep import weights_digest
-from fastcar_play.server import ASSETS, SHARED, hello
-
-NAMES = {"play.html": "index.html", "local.js": "connection.js"}
-"""Files that the folder has under another name: the game runs in the page's worker, not on a server."""
-
-ONLY_HERE = ("local.js", "worker.js", "game.mjs", "together.mjs")
+from fastcar_play.player import copy_player
+from fastcar_play.server import hello
 
 
 def write_page(artifact: fc.Artifact, stage: Stage, folder: Path) -> dict[str, int]:
@@ -37,10 +32,7 @@ def write_page(artifact: fc.Artifact, stage: Stage, folder: Path) -> dict[str, i
     from fastcar_play.onnx_library import write_onnx_library
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name in {*ASSETS, *ONLY_HERE} - {"connection.js"}:
-        source = files("fastcar_compile.report.page" if name in SHARED else "fastcar_play") / "static" / name
-        text = source.read_text(encoding="utf-8").replace("/static/", "")
-        (folder / NAMES.get(name, name)).write_text(text, encoding="utf-8")
+    copy_player(folder)
     contents = {name: bytes(artifact.files.data(name)) for name in (*wasm, *weight_files(artifact.manifest.files))}
     for name, content in {MANIFEST: artifact.manifest.to_bytes(), **contents}.items():
         (folder / "artifact" / name).parent.mkdir(parents=True, exist_ok=True)

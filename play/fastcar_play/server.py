@@ -7,7 +7,6 @@ import ipaddress
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.resources import files
 from threading import BoundedSemaphore, Thread
 from time import monotonic
 from urllib.parse import urlsplit
@@ -24,23 +23,9 @@ from fastcar_compile.errors import InputError
 from fastcar_play import limits
 from fastcar_play.game import Stage
 from fastcar_play.messages import ButtonPart, Ended, Full, Hello, parse_request
+from fastcar_play.player import ASSETS, path_of
 from fastcar_play.recording import most_frames
 from fastcar_play.visit import Visit
-
-ASSETS = {
-    "play.html": "text/html",
-    "base.css": "text/css",
-    "play.css": "text/css",
-    "connection.js": "text/javascript",
-    "controls.js": "text/javascript",
-    "picture.js": "text/javascript",
-    "main.js": "text/javascript",
-    "icon.svg": "image/svg+xml",
-}
-"""Files of the page, and their types."""
-
-SHARED = ("base.css",)
-"""Those that other pages of fastcar have too."""
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
@@ -259,8 +244,7 @@ def application(stage: Stage, visitors: int, host: str) -> ASGIApp:
     Args:
         visitors: players at most. host: where it listens.
     """
-    folders = {name: files("fastcar_compile.report.page" if name in SHARED else "fastcar_play") for name in ASSETS}
-    content = {name: (folder / "static" / name).read_bytes() for name, folder in folders.items()}
+    content = {name: path_of(name).read_bytes() for name in ASSETS}
 
     async def page(request: Request) -> Response:
         return Response(content["play.html"], media_type="text/html")

@@ -92,11 +92,11 @@ def test_another_instruction_set_of_this_machine(
     same(artifact, world, games[FRAMES])
 
 
-def test_the_page_in_node(world: World, games: dict[int, RecordedGame]) -> None:
+def test_the_page_in_node(world: World, games: dict[int, RecordedGame], crafter_page: Path) -> None:
     """The shipped WebAssembly."""
     request = json.dumps({"world": world.to_json(), "games": [games[FRAMES].model_dump(mode="json")]})
     script = Path(__file__).parents[1] / "web" / "verify.mjs"
-    command = [check_tool("node"), str(script), str(PAGE), str(PAGE / "artifact")]
+    command = [check_tool("node"), str(script), str(crafter_page), str(crafter_page / "artifact")]
     done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "[null]"), done.stderr
 

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 
-ROOT = Path(__file__).parents[2]
-
-
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return load_world(write_world(tmp_path / "world"))
@@ -133,14 +130,13 @@ canvas => {
 """
 
 
-def test_what_the_shipped_page_says_of_the_game() -> None:
+def test_what_the_shipped_page_says_of_the_game(crafter_page: Path) -> None:
     """Given frames in the place of a decoder's: their speed is smoothed, and tiles that differ are marked."""
-    page_folder = ROOT / "examples" / "crafter" / "page"
-    hello = json.loads((page_folder / "page.json").read_text())["hello"]
+    hello = json.loads((crafter_page / "page.json").read_text())["hello"]
     hello |= {"size": [1, 9], "grid": [1, 3], "aspect": [3, 1], "spared": [1.0], "levels": [None, -2.0, -1.0]}
     status = {"type": "status", "running": True, "mode": "both", "threshold": "compiled", "start": 0, "seed": 0}
     status |= {"temperature": 1, "top_k": 0, "limited": True, "recorded": None, "note": ""}
-    with served(page_folder) as url, browsing(url) as (page,):
+    with served(crafter_page) as url, browsing(url) as (page,):
         page.add_init_script(STUB)
         page.goto(url)
         page.wait_for_function("window.tell !== undefined")
