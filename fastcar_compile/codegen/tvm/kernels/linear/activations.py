@@ -116,7 +116,7 @@ def table_factor(table: Any, u: Any) -> Any:
     return blend(table[_knot(u)], table[_knot(u) + 1], u)
 
 
-def _pairs(knot: Callable[..., Expr], table: Any, u: Any, half: int) -> Expr:
+def _pairs(knot: Callable[..., Expr], table: Any, u: Any, first: Expr) -> Expr:
     """Return eight entries with the next one beside each: int32x16. AVX-512 gathers them as eight int64."""
     lanes = TABLE_LANES // 2
     # A gather of int64 at a scale of 4 bytes: the element at i holds the entries i and i + 1.
@@ -125,7 +125,7 @@ def _pairs(knot: Callable[..., Expr], table: Any, u: Any, half: int) -> Expr:
         "llvm.x86.avx512.mask.gather.dpq.512",
         broadcast(T.int64(0), lanes),
         T.address_of(table[0]),
-        knot(u[ramp(half * lanes, lanes)], lanes),
+        knot(u[ramp(first, lanes)], lanes),
         broadcast(T.bool(True), lanes),
         T.int32(4),
     )
@@ -139,25 +139,30 @@ def _every_second(pairs: Any, first: int) -> Expr:
 
 
 @script.inlined
-def _load_knots(table, u, low, high, knot=_knot):
-    # v: unrolled, one scalar load per entry. The table has 2 KiB and stays in the first-level cache.
+def _load_knots(table, u, low, high, knot=_knot, first=0):
+    # v: unrolled, one load per two entries. The table has 2 KiB and stays in the first-level cache.
+    pairs = T.alloc_buffer((2 * TABLE_LANES,), "int32")
     for v in T.unroll(TABLE_LANES):
-        low[v] = table[knot(u[v])]
-        high[v] = table[knot(u[v]) + 1]
+        pairs[ramp(2 * v, 2)] = table[ramp(knot(u[first + v]), 2)]
+    low[ramp(0, TABLE_LANES)] = _every_second(pairs, 0)
+    high[ramp(0, TABLE_LANES)] = _every_second(pairs, 1)
 
 
 @script.inlined
-def _gather_knots(table, u, low, high, knot=_knot):
+def _gather_knots(table, u, low, high, knot=_knot, first=0):
     # Two gathers of eight int64 read 32 entries. With one entry per element they would be two of 16.
     pairs = T.alloc_buffer((2 * TABLE_LANES,), "int32")
-    pairs[ramp(0, TABLE_LANES)] = _pairs(knot, table, u, 0)
-    pairs[ramp(TABLE_LANES, TABLE_LANES)] = _pairs(knot, table, u, 1)
+    pairs[ramp(0, TABLE_LANES)] = _pairs(knot, table, u, first)
+    pairs[ramp(TABLE_LANES, TABLE_LANES)] = _pairs(knot, table, u, first + TABLE_LANES // 2)
     low[ramp(0, TABLE_LANES)] = _every_second(pairs, 0)
     high[ramp(0, TABLE_LANES)] = _every_second(pairs, 1)
 
 
 def read_knots(isa: InstructionSet) -> Callable[..., None]:
-    """Return the macro (table, u, low, high, knot): the table entries around u int32 [16], knot(u) and the next one."""
+    """Return the macro (table, u, low, high, knot, first): the table entries around 16 of u, knot(u) and the next one.
+
+    u int32 from element `first` on; low and high int32 [16].
+    """
     return _gather_knots if isa.float_lanes == TABLE_LANES else _load_knots
 
 
