@@ -102,14 +102,20 @@ def test_attention(
 
 @pytest.mark.parametrize(
     ("query", "rows", "isa"),
-    [((5, 4, 1, 64), (1, 1, 70), None), ((4, 4, 1, 40), (2, 2, 45), LEAST), ((3, 1, 1, 8), (1, 1, 12), None)],
+    [
+        ((5, 4, 1, 64), (1, 1, 70), BEST),
+        ((9, 2, 1, 32), (1, 1, 37), SECOND),
+        ((16, 2, 1, 64), (1, 2, 64), LEAST),
+        ((4, 4, 1, 40), (2, 2, 45), LEAST),
+        ((3, 1, 1, 8), (1, 1, 12), BEST),
+    ],
 )
 def test_attention_of_rows_of_a_video(
-    query: tuple[int, int, int, int], rows: tuple[int, int, int], isa: InstructionSet | None
+    query: tuple[int, int, int, int], rows: tuple[int, int, int], isa: InstructionSet
 ) -> None:
-    """Ranges of their own, a row that is not there, and NaNs that some rows see; two tiles, whole blocks and not."""
+    """Ranges of their own, a row that is not there, and NaNs that some rows see; tiles that are full and not."""
     batch, dim = query[0], query[3]
-    library = Library(exact_spans_attention(query, (*rows, dim), 0.3, 2), isa)
+    library = Library(exact_spans_attention(query, (*rows, dim), 0.3, 2, isa), isa)
     for seed, kind in enumerate([*KINDS, *KINDS]):
         random = np.random.default_rng(seed)
         q, other = values(kind, query, random), str(random.choice(KINDS))

@@ -1,6 +1,6 @@
 """What the parts of exact attention share: products of int16, the shape, and the temporaries of one query row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,22 @@ class Int16Dot:
         """Factors of a step."""
         return self.lanes * self.pair
 
+    def packed(self, numbers: Sequence[Expr]) -> Expr:
+        """Return `pair` vectors of int32 within int16 as one, which has the factors of a lane together."""
+        return numbers[0] if self.pair == 1 else numbers[0] & 0xFFFF | numbers[1] << 16
+
+    def widened(self, values: Expr, count: int) -> Expr:
+        """Return int8 as int32, which have `pair` neighbouring ones as factors."""
+        if self.pair == 1:
+            return cast("int32", values, count)
+        return T.reinterpret(f"int32x{count // self.pair}", cast("int16", values, count))
+
+    def add(self, acc: Expr, a: Expr, b: Expr) -> Expr:
+        """Return `step` of int32 that have the factors."""
+        if self.pair == 1:
+            return self.step(acc, a, b)
+        return self.step(acc, *(T.reinterpret(f"int16x{self.width}", factors) for factors in (a, b)))
+
 
 def _pairs(lanes: int, name: str) -> Int16Dot:
     return Int16Dot(lanes, 2, lambda acc, a, b: acc + vectors.intrinsic(f"int32x{lanes}", name, a, b))
@@ -54,6 +70,12 @@ DOTS: dict[str, Int16Dot] = {
     "wasm-simd128": _pairs(4, "llvm.wasm.dot"),
 }
 """By instruction set; others multiply lane by lane."""
+
+
+def dot_of(isa: InstructionSet, d: int, lanes: int) -> Int16Dot:
+    """Return steps that no block's end cuts; `lanes`: where factors are not in pairs."""
+    found = DOTS.get(isa.name)
+    return found if found and d % BLOCK == 0 else _singles(lanes)
 
 
 def tiles_of(rows: Any) -> Any:
@@ -78,9 +100,8 @@ class ExactShape:
 
     @property
     def dot(self) -> Int16Dot:
-        """Steps that no block's end cuts."""
-        found = DOTS.get(self.isa.name)
-        return found if found and self.d % BLOCK == 0 else _singles(vectors.vector_lanes(self.d))
+        """How a vector of a row is multiplied."""
+        return dot_of(self.isa, self.d, vectors.vector_lanes(self.d))
 
     @property
     def run(self) -> int:

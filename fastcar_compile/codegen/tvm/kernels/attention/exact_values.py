@@ -43,22 +43,22 @@ def _power(low: Expr, high: Expr, units: Expr) -> Expr:
 
 
 @script.inlined
-def numerators(read, table, sums, logits, most):
-    """Write the numerators of 16 logits, UNSEEN where a logit is NaN, to sums.power."""
+def round_logits(sums, number, logits, most):
+    """Write vector `number` of sums.units: 16 logits in fixed point. A NaN is taken for the limit."""
     # T.max gives its second operand where the first is a NaN.
-    sums.units[ramp(0, LANES)] = cast(
-        "int32",
-        T.nearbyint(
-            T.max(logits - most, T.Broadcast(T.float32(exact.EXP_LIMIT), LANES))
-            * T.Broadcast(T.float32(1 << exact.EXP_INPUT_BITS), LANES)
-        ),
+    sums.units[vectors.vector(number, LANES)] = vectors.nearest(
+        T.max(logits - most, T.Broadcast(T.float32(exact.EXP_LIMIT), LANES))
+        * T.Broadcast(T.float32(1 << exact.EXP_INPUT_BITS), LANES),
         LANES,
     )
-    read(table, sums.units, sums.low, sums.high, _knot)
-    sums.power[ramp(0, LANES)] = T.Select(
-        magnitude_bits(logits, LANES) <= T.Broadcast(T.int32(INFINITY), LANES),
-        _power(sums.low[ramp(0, LANES)], sums.high[ramp(0, LANES)], sums.units[ramp(0, LANES)]),
-        T.Broadcast(T.int32(UNSEEN), LANES),
+
+
+@script.inlined
+def numerators(read, table, sums, number):
+    """Write the numerators of a vector of sums.units to sums.power; that of the limit is 0."""
+    read(table, sums.units, sums.low, sums.high, _knot, number * LANES)
+    sums.power[ramp(0, LANES)] = _power(
+        sums.low[ramp(0, LANES)], sums.high[ramp(0, LANES)], sums.units[vectors.vector(number, LANES)]
     )
 
 
@@ -67,13 +67,15 @@ def weigh(read, o, sums, rows):
     """Write the numerators of whole tiles, UNSEEN where the logit is NaN, and their sum to sums.count[0]."""
     sums.count[0] = T.int64(0)
     for part in range(tiles_of(rows) * (BLOCK // LANES)):
-        numerators(read, o.table, sums, sums.logits[ramp(part * LANES, LANES)], T.Broadcast(sums.stat[0], LANES))
-        sums.weights[ramp(part * LANES, LANES)] = sums.power[ramp(0, LANES)]
-        # The maximum with 0 takes UNSEEN out of the sum. 16 numerators of at most 2^24 fit int32.
-        sums.count[0] = sums.count[0] + T.Cast(
-            "int64",
-            vectors.reduce_add(T.max(sums.power[ramp(0, LANES)], T.Broadcast(T.int32(0), LANES)), LANES),
+        round_logits(sums, 0, sums.logits[ramp(part * LANES, LANES)], T.Broadcast(sums.stat[0], LANES))
+        numerators(read, o.table, sums, 0)
+        sums.weights[ramp(part * LANES, LANES)] = T.Select(
+            magnitude_bits(sums.logits[ramp(part * LANES, LANES)], LANES) <= T.Broadcast(T.int32(INFINITY), LANES),
+            sums.power[ramp(0, LANES)],
+            T.Broadcast(T.int32(UNSEEN), LANES),
         )
+        # 16 numerators of at most 2^24 fit int32.
+        sums.count[0] = sums.count[0] + T.Cast("int64", vectors.reduce_add(sums.power[ramp(0, LANES)], LANES))
 
 
 def _largest(values: Expr) -> Expr:

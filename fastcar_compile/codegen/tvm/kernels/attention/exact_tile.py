@@ -1,0 +1,143 @@
+"""A tile of exact attention of several rows: 16 query rows, which are the lanes of all vectors."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+
+from fastcar_compile.codegen.tvm.kernels import script
+from fastcar_compile.codegen.tvm.kernels.attention.exact_shape import LANES, ExactShape, Int16Dot, dot_of
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, ramp, vector, vector_lanes
+from fastcar_compile.ir.ops.operator import BLOCK
+
+EVERY, ROWS = ramp(0, LANES), ramp(0, BLOCK)
+"""All lanes of a vector; all rows of a block."""
+
+SUMS = 8
+"""Registers of sums."""
+
+
+def every(value: Expr) -> Expr:
+    """Return a number in all lanes."""
+    return T.Broadcast(value, LANES)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """16 of the `total` query rows of a key/value head: row after row of the active ones, all `group` heads of each.
+
+    Those past the last one are copies of it. An int32 has `dot.pair` factors of a product.
+    """
+
+    shape: ExactShape
+    active: Any
+    video: Expr
+    rows: Expr
+    h: Expr
+    group: int
+    first: Expr
+    total: Expr
+
+    def number(self, lane: Expr) -> Expr:
+        """Return the place among the active rows."""
+        return T.min(self.first + lane, self.total - 1) // self.group
+
+    def query_row(self, lane: Expr) -> tuple[Expr, Expr, Expr]:
+        head = T.min(self.first + lane, self.total - 1) % self.group
+        return self.rows + self.active.rows[self.number(lane)], self.h * self.group + head, 0
+
+    def cached(self, j: Expr, c: Expr) -> tuple[Expr, Expr, Expr, Expr]:
+        """Return the index of columns of a cached row. What is past the last one, no row sees: it is the last one."""
+        return self.video, self.h, T.min(j, self.shape.s - 1), c
+
+    def width(self, e: Expr) -> Expr:
+        """Return the columns of a block."""
+        return BLOCK if self.shape.d % BLOCK == 0 else T.min(BLOCK, self.shape.d - e * BLOCK)
+
+    @property
+    def dot(self) -> Int16Dot:
+        """How products are added; a step is one register."""
+        return dot_of(self.shape.isa, self.shape.d, self.shape.isa.float_lanes)
+
+    @property
+    def run(self) -> int:
+        """Columns that are widened together."""
+        return BLOCK if self.shape.d % BLOCK == 0 else vector_lanes(self.shape.d)
+
+    @property
+    def registers(self) -> int:
+        """Registers that have a lane for each query row."""
+        return LANES // self.dot.lanes
+
+    @property
+    def columns(self) -> int:
+        """Columns of values whose sums are in registers; divides every block."""
+        return next(v for v in (8, 4, 2, 1) if v * self.registers <= SUMS and self.shape.d % v == 0)
+
+    @property
+    def keys(self) -> int:
+        """Keys whose sums are in registers. So are their logits: without AVX-512 there are few registers for both."""
+        return SUMS if self.registers == 1 else SUMS // 2 // self.registers
+
+
+@script.inlined
+def read_exponents(tile, cache, own, start, k):
+    """Write the exponents of row k of the block of cached rows from `start` on."""
+    for e in T.unroll(tile.shape.blocks):
+        own.others[e, k] = T.Cast("int32", cache[tile.cached(start + k, tile.shape.d + e)])
+
+
+@script.inlined
+def multiply(tile, own, count, factors, steps, cached):
+    """Write `count` sums of `steps` products, of a lane for each query row with numbers of own.cached, to own.sums.
+
+    factors: (buffer, row of the first). cached: (place of the first, from one step to the next, from one sum to it).
+    """
+    lanes = T.meta_var(tile.dot.lanes)
+    for u in T.unroll(count * tile.registers):
+        own.sums[vector(u, lanes)] = T.Broadcast(T.int32(0), lanes)
+    for i in range(steps):
+        for u in T.unroll(count):
+            for v in T.unroll(tile.registers):
+                own.sums[vector(u * tile.registers + v, lanes)] = tile.dot.add(
+                    own.sums[vector(u * tile.registers + v, lanes)],
+                    factors[0][factors[1] + i, vector(v, lanes)],
+                    T.Broadcast(own.cached[cached[0] + i * cached[1] + u * cached[2]], lanes),
+                )
+
+
+def tile_buffers(shape: ExactShape, pair: int) -> Any:
+    """Allocate the temporaries of a tile: a lane for each query row. An int32 has `pair` factors."""
+    held, n = -(-shape.s // BLOCK), shape.blocks
+    return script.temporaries(
+        # The query rows, and their wide blocks.
+        query=(shape.d, LANES, "float32"),
+        mantissas=(shape.d // pair, LANES, "int32"),
+        exponents=(n, LANES, "int32"),
+        # The largest magnitude of a row's logits as bits, its largest logit, and the sum of its numerators.
+        unknown=(LANES, "int32"),
+        most=(LANES, "float32"),
+        count=(LANES, "int64"),
+        # Of all cached rows: the logits, and which of a block each lane sees, as bits.
+        logits=(held * BLOCK, LANES, "float32"),
+        seen=(held, LANES, "int32"),
+        # A block of cached rows: factors, exponents, and what multiplies logits or numerators.
+        cached=(BLOCK * shape.d // pair, "int32"),
+        others=(n, BLOCK, "int32"),
+        factors=(BLOCK, "float32"),
+        # Its logits in fixed point, numerators, and these scaled, and as wide blocks.
+        units=(BLOCK * LANES, "int32"),
+        weights=(BLOCK, LANES, "float32"),
+        scaled=(BLOCK, LANES, "float32"),
+        integers=(BLOCK // pair, LANES, "int32"),
+        # In registers.
+        sums=(SUMS * LANES, "int32"),
+        totals=(SUMS * LANES, "float32"),
+        top=(LANES, "int32"),
+        power=(LANES, "int32"),
+        low=(LANES, "int32"),
+        high=(LANES, "int32"),
+        # The weighted values, and where a block of columns is NaN.
+        out=(shape.d, LANES, "float32"),
+        columns=(n, LANES, "int32"),
+    )
