@@ -178,9 +178,10 @@ def _scale_weights(dot, own, e):
 
 
 def _columns(tile: Tile, values: Any, row: Expr, c: Expr) -> Expr:
-    """Return columns of cached rows from `row` on, as many as an int32 has factors."""
+    """Return columns of cached rows from `row` on, as many as an int32 has factors: their columns are in turn."""
     loads = [values[tile.cached(row + i, ramp(c * tile.run, tile.run))] for i in range(tile.dot.pair)]
-    return tile.dot.packed([cast("int32", load, tile.run) for load in loads])
+    order = [column + tile.run * i for column in range(tile.run) for i in range(tile.dot.pair)]
+    return tile.dot.widened(loads[0] if tile.dot.pair == 1 else T.Shuffle(loads, order), tile.run * tile.dot.pair)
 
 
 @script.inlined

@@ -62,7 +62,7 @@ class Tile:
     @property
     def run(self) -> int:
         """Columns that are widened together."""
-        return BLOCK if self.shape.d % BLOCK == 0 else vector_lanes(self.shape.d)
+        return vector_lanes(self.shape.d)
 
     @property
     def registers(self) -> int:

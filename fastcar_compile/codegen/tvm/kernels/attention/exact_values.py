@@ -38,8 +38,8 @@ def _power(low: Expr, high: Expr, units: Expr) -> Expr:
     shift = T.bitwise_and(each(0) - T.shift_right(units, each(exact.EXP_INPUT_BITS)), each(31))
     # Linear between two knots, rounded half up. The product is below 2^31: neighbours differ by less than 2^17.
     power = low + T.shift_right((high - low) * T.bitwise_and(units, each(255)) + each(128), each(8))
-    # The shift rounds half up too: half of 2^shift is added first, and nothing for a shift of 0.
-    return T.shift_right(power + T.shift_right(T.shift_left(each(1), shift), each(1)), shift)
+    # The shift rounds half up too, and nothing for a shift of 0. One shift by lanes: some instruction sets have none.
+    return T.shift_right(T.shift_right(power + power, shift) + each(1), each(1))
 
 
 @script.inlined
