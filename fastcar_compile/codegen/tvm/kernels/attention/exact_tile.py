@@ -66,8 +66,8 @@ class Tile:
 
     @property
     def registers(self) -> int:
-        """Registers that have a lane for each query row."""
-        return LANES // self.dot.lanes
+        """Registers that have a lane for each query row there may be; lanes beyond have no products."""
+        return -(-min(LANES, int(self.active.rows.shape[0]) * self.group) // self.dot.lanes)
 
     @property
     def columns(self) -> int:
@@ -77,7 +77,7 @@ class Tile:
     @property
     def keys(self) -> int:
         """Keys whose sums are in registers. So are their logits: without AVX-512 there are few registers for both."""
-        return SUMS if self.registers == 1 else SUMS // 2 // self.registers
+        return SUMS if self.dot.lanes == LANES else SUMS // 2 // self.registers
 
 
 @script.inlined
@@ -94,13 +94,13 @@ def multiply(tile, own, count, factors, steps, cached):
     factors: (buffer, row of the first). cached: (place of the first, from one step to the next, from one sum to it).
     """
     lanes = T.meta_var(tile.dot.lanes)
-    for u in T.unroll(count * tile.registers):
-        own.sums[vector(u, lanes)] = T.Broadcast(T.int32(0), lanes)
+    for u in T.unroll(count):
+        own.sums[vector(u, LANES)] = every(T.int32(0))
     for i in range(steps):
         for u in T.unroll(count):
             for v in T.unroll(tile.registers):
-                own.sums[vector(u * tile.registers + v, lanes)] = tile.dot.add(
-                    own.sums[vector(u * tile.registers + v, lanes)],
+                own.sums[ramp(u * LANES + v * lanes, lanes)] = tile.dot.add(
+                    own.sums[ramp(u * LANES + v * lanes, lanes)],
                     factors[0][factors[1] + i, vector(v, lanes)],
                     T.Broadcast(own.cached[cached[0] + i * cached[1] + u * cached[2]], lanes),
                 )
