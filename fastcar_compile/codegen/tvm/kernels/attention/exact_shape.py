@@ -63,7 +63,7 @@ def _singles(lanes: int) -> Int16Dot:
 
 
 DOTS: dict[str, Int16Dot] = {
-    "avx512-vnni": _pairs(16, "llvm.x86.avx512.pmaddw.d.512"),
+    **dict.fromkeys(("avx512-amx", "avx512-bf16", "avx512-vnni"), _pairs(16, "llvm.x86.avx512.pmaddw.d.512")),
     "avx2-vnni": _pairs(8, "llvm.x86.avx2.pmadd.wd"),
     "avx2": _pairs(8, "llvm.x86.avx2.pmadd.wd"),
     "sse4": _pairs(4, "llvm.x86.sse2.pmadd.wd"),
