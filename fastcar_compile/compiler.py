@@ -6,16 +6,15 @@ import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from fastcar_compile.artifact.cache import Cache, Kind, cache_of
 from fastcar_compile.artifact.layout import MANIFEST
 from fastcar_compile.artifact.writer import ArtifactWriter, NotKept
 from fastcar_compile.codegen.tvm.isa import NATIVE, cross_compiler, instruction_sets
-from fastcar_compile.config import ReplayConfig, SparseAttention
-from fastcar_compile.config.jacobi import Jacobi
+from fastcar_compile.config import ReplayConfig
+from fastcar_compile.config.options import CompileOptions, asked
 from fastcar_compile.config.targets import Target, load_target, require_buildable
-from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import ArtifactError, CompileError
 from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support.machine import collector_paused, cpu_flags, linker_text
@@ -38,25 +37,11 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 
 
-class CompileOptions(TypedDict, total=False):
-    """The options of `compile`; its docstring describes them."""
+class CallOptions(CompileOptions, total=False):
+    """The options of `compile` beside the list: they decide how it is built, and where."""
 
-    tokens_per_frame: int | None
-    max_seq_len: int | None
-    batch_size: int
-    rows: int | None
-    wavefront: Wavefront | None
-    jacobi: Jacobi | None
-    quant: str | None
-    replay: ReplayConfig | None
-    prefill_chunk: int | None
-    offload: str | None
-    engine: str | None
-    sparse_attention: SparseAttention | None
-    kv: str | None
-    numerics: str | None
-    host_cpus: Sequence[str]
     output: str | Path
+    host_cpus: Sequence[str]
     strict: bool
     progress: Progress | None
     cache: Cache | str | Path | bool | None
@@ -68,7 +53,7 @@ def compile(
     target: str | Path | Target = "cpu",
     *,
     dry_run: Literal[False] = False,
-    **options: Unpack[CompileOptions],
+    **options: Unpack[CallOptions],
 ) -> Artifact: ...
 
 
@@ -78,7 +63,7 @@ def compile(
     target: str | Path | Target = "cpu",
     *,
     dry_run: Literal[True],
-    **options: Unpack[CompileOptions],
+    **options: Unpack[CallOptions],
 ) -> DryRun: ...
 
 
@@ -86,26 +71,13 @@ def compile(
     model: Model | str | Path,
     target: str | Path | Target = "cpu",
     *,
-    tokens_per_frame: int | None = None,
-    max_seq_len: int | None = None,
-    batch_size: int = 1,
-    rows: int | None = None,
-    wavefront: Wavefront | None = None,
-    jacobi: Jacobi | None = None,
-    quant: str | None = None,
-    replay: ReplayConfig | None = ReplayConfig(),  # noqa: B008  (frozen)
-    prefill_chunk: int | None = None,
-    offload: str | None = None,
-    engine: str | None = None,
-    sparse_attention: SparseAttention | None = None,
-    kv: str | None = None,
-    numerics: str | None = None,
-    host_cpus: Sequence[str] = (NATIVE,),
     output: str | Path = "build/fastcar",
+    host_cpus: Sequence[str] = (NATIVE,),
     dry_run: bool = False,
     strict: bool = False,
     progress: Progress | None = None,
     cache: Cache | str | Path | bool | None = True,
+    **options: Unpack[CompileOptions],
 ) -> Artifact | DryRun:
     """Compile an autoregressive video decoder ahead of time and return its artifact.
 
@@ -114,41 +86,10 @@ def compile(
             file of that, or the path of a Hugging Face folder (or a Checkpoint of it), whose weights are read one
             tensor at a time.
         target: name, path to a .toml file, or Target.
-        tokens_per_frame: stride F in tokens between a token and its counterpart one frame earlier; default: the model
-            config's `tokens_per_frame`, else 256 with a warning.
-        max_seq_len: positions of a sequence in tokens; default: the model config's. Without sparse attention, also
-            the rows of the KV cache.
-        batch_size: videos of one session, at most 32.
-        rows: rows of each video in a decode step, each with a position of its own, for `Jacobi` and `Batcher`; None:
-            a row of each video, all at one position. On a board, offload is "all" with them.
-        wavefront: the order in which `Session.generate` decodes: several image rows of a frame at once; None: raster
-            order. `rows` is what it needs, by default.
-        jacobi: how `Session.generate` decodes: several positions in a decode step, with the tokens of sequential
-            decoding; None: one after the other. `rows` is its window, by default, and 8 for "auto".
-        quant: "none" (float32), "bf16" (bfloat16 weights), "fp16" (float16 weights), "w8a8" or "w4a8"; default: w8a8
-            where the target has an accelerator, else none.
-        replay: when MLPs replay; None compiles a dense decoder. Without thresholds, the gate's default holds, with
-            a warning: `calibrate` chooses thresholds.
-        prefill_chunk: tokens per prefill call. Default: 64; where a frame has more tokens, an equal part of a frame of
-            at most 256, so that frames as a prompt need no padding.
-        offload: the accelerator's part: "mlp"; "linears" (the MLPs, the projections and the head); or
-            "all": the whole decode step, one launch per token, with kv="int8" and numerics="exact". Default: "all"
-            where it can, unless kv or numerics say otherwise or the hardware model predicts a shorter dense step for
-            "linears"; where it cannot, "mlp", with a warning that gives the reasons.
-        engine: what computes the accelerator's linears and MLPs: "hls" (default): its one kernel, in C++; or "rtl": a
-            kernel of their own (docs/explanation/accelerator.md#the-rtl), which has no drafts.
-        sparse_attention: attention sinks and a sliding window over a bounded KV cache; None: all positions are seen.
-        kv: type of cached keys and values: "float32"; "float16": half the bytes, values rounded half to even and
-            at most ±65504; "bfloat16": half the bytes too, for larger values, with an eighth of the precision; or
-            "int8": a quarter, 32 values of a head sharing an exponent. Default: "float32", and "int8" where the
-            accelerator computes whole steps or, by default, linears.
-        numerics: "native", or "exact": the whole decode step is defined bit for bit, so that backends, threads and
-            prefill give equal logits; for w8a8 and w4a8 with kv="int8" (docs/reference/numerics.md). Default: "native",
-            and "exact" with offload="all".
+        output: folder of the artifact; written atomically. The artifact's `path` and the logger name the folder.
         host_cpus: instruction sets to carry libraries for: "native" (the build machine's best), or names of
             `fastcar_compile.codegen.tvm.isa`, such as "avx512-vnni", "avx2", "neon". A session picks the best
             library that its CPU runs.
-        output: folder of the artifact; written atomically. The artifact's `path` and the logger name the folder.
         dry_run: stop before code generation and report what would be built; no file is written. A folder then needs no
             more than its config.json.
         strict: refuse every part that would run in another way than the options ask for, such as a linear that the
@@ -158,6 +99,7 @@ def compile(
             has changed: True: `builds` in $FASTCAR_CACHE, else in ~/.cache/fastcar_compile, unless $FASTCAR_NO_CACHE is
             set; a folder; the URL of an HTTP store, from which packed weights are taken, into the default folder; a
             `Cache`; None: nowhere. A whole build is found again for a model folder.
+        options: what is compiled: the fields of `CompileConfig`. None: target and model decide, and a dry run says why.
 
     Returns:
         The artifact, open; with `dry_run` a report instead.
@@ -170,7 +112,7 @@ def compile(
             build.
         UserError: the memory does not suffice.
     """
-    given = dict(locals())
+    given = asked(options)
     check_current_folder()
     say, board, store = reporter(progress), load_target(target), cache_of(cache)
     require_buildable(board)
@@ -180,7 +122,7 @@ def compile(
     _check_output(place)
     decoder = _checked_path(model) if isinstance(model, str | Path) else model
     if store is not None and isinstance(decoder, Path) and decoder.is_dir() and not dry_run:
-        key = _key(store, decoder, board, given)
+        key = _key(store, decoder, board, given, host_cpus, strict)
         found = None if key is None else _answer(store, key, place)
         if found is not None:
             return found
@@ -195,7 +137,8 @@ def compile(
     noted = NOTED.set([])
     try:
         with plain_modes():
-            return build(decoder, board, given, say, dry_run=dry_run, cache=store, key=key)
+            how: dict[str, Any] = {"host_cpus": host_cpus, "output": place, "strict": strict, "dry_run": dry_run}
+            return build(decoder, board, given, say, cache=store, key=key, **how)
     finally:
         NOTED.reset(noted)
 
@@ -229,28 +172,25 @@ def _checked_path(given: str | Path) -> Path:
     return model
 
 
-_NO_INPUTS = frozenset({"model", "target", "output", "progress", "cache", "dry_run", "replay", "sparse_attention"})
-"""Arguments of `compile` that do not decide what is built, or are stated otherwise."""
-
-
-def _key(store: Cache, folder: Path, board: Target, options: dict[str, Any]) -> str | None:
+def _key(
+    store: Cache, folder: Path, board: Target, options: dict[str, Any], host_cpus: Sequence[str], strict: bool
+) -> str | None:
     """Return the key of a build: all that decides its bytes, and its warnings. None: there is no such folder."""
     try:
         model = store.digests_of(folder)
     except OSError:
         return None  # the phases say what is wrong with it
     machine = f"{platform.machine()}-linux-gnu"
-    triples = {isa.triple for isa in instruction_sets(options["host_cpus"])} | {board.host_triple}
-    replay, sparse = options["replay"], options["sparse_attention"]
-    if not isinstance(replay, ReplayConfig | None) or not isinstance(sparse, SparseAttention | None):
-        return None  # nor are these options
+    triples = {isa.triple for isa in instruction_sets(host_cpus)} | {board.host_triple}
+    replay = options["replay"]
+    if not isinstance(replay, ReplayConfig | None):
+        return None  # nor is this option
     stated = replay is not None and "threshold" in replay.model_fields_set  # a default threshold is warned of
     inputs = {
         "model": model,
         "target": board.model_dump(mode="json"),
-        "options": {name: repr(value) for name, value in options.items() if name not in _NO_INPUTS},
-        "replay": [replay and replay.to_json(), stated],
-        "sparse attention": sparse and sparse.to_json(),
+        "options": {name: repr(value) for name, value in options.items()} | {"replay": replay and replay.to_json()},
+        "call": [list(host_cpus), repr(strict), stated],
         "machine": [platform.machine(), sorted(cpu_flags())],
         "linkers": [linker_text(cross_compiler(triple, machine)) for triple in sorted(triples)],
     }

@@ -1,6 +1,6 @@
 """The phases of a build, in order: capture, rewrite, lower to every backend, and write the artifact."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.report.dry_run import DryRun, dry_run_of
 from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support.machine import collector_paused, require_memory
-from fastcar_compile.support.values import LOGGER, NOTED, path_of, plain, warn
+from fastcar_compile.support.values import LOGGER, NOTED, plain, warn
 
 DEFAULT_TOKENS_PER_FRAME = 256
 CODE_GENERATION_BYTES = 128 << 20
@@ -49,6 +49,9 @@ def build(
     given: Mapping[str, Any],
     say: Progress,
     *,
+    host_cpus: Sequence[str],
+    output: Path,
+    strict: bool = False,
     dry_run: bool = False,
     cache: Cache | None = None,
     key: str | None = None,
@@ -56,15 +59,15 @@ def build(
     """Return the artifact of a decoder, or with `dry_run` what it would be.
 
     Args:
-        model: as `compile` takes it, or the path of a folder. given: the other options of `compile`, every one.
-        say: reports a phase. cache: of what other builds made. key: what the cache keeps this build under; None: it
-            does not keep it as a whole.
+        model: as `compile` takes it, or the path of a folder. given: every option of the list; None: it is decided.
+        say: reports a phase. host_cpus, output, strict: see `compile`. cache: of what other builds made.
+        key: what the cache keeps this build under; None: it does not keep it as a whole.
 
     Raises:
         UserError: see `compile`.
     """
     rows, offload, quant = (given[name] for name in ("rows", "offload", "quant"))
-    variants = host_variants(given["host_cpus"], board, isinstance(quant, str) and quant == "bf16")
+    variants = host_variants(host_cpus, board, isinstance(quant, str) and quant == "bf16")
     if isinstance(model, Path):
         say("checking the model folder")
         model = open_folder(model, weights=not dry_run)
@@ -84,7 +87,7 @@ def build(
     config = CompileConfig(target=board.name, **options, offload="mlp" if offload is None else offload)
     wish = None if offload is not None else whole_step(board, options)
     # The writer claims the folder first: a place that cannot be written is found before minutes of work.
-    made = nullcontext() if dry_run else ArtifactWriter(path_of("output", given["output"]), cache)
+    made = nullcontext() if dry_run else ArtifactWriter(output, cache)
     with collector_paused(), made as writer:
         if writer is not None:
             require_memory(CODE_GENERATION_BYTES, "code generation")
@@ -95,7 +98,7 @@ def build(
         plan = decide(program, config, board, original=original, wish=wish, before=passes)
         plan = replace(plan, fallbacks=(*assumed, *plan.fallbacks))
         warn_of_losses(plan.config.quant, plan.program.losses)
-        if given["strict"]:
+        if strict:
             plan.require_no_fallback()
         if writer is None or original is None:
             return dry_run_of(plan)

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.exceptions import TyperException
 
 from fastcar_compile.cli.common import ExitCode, report_error
@@ -49,7 +49,18 @@ ABSENT = {
 
 
 class FastcarCommand(TyperCommand):
-    """A command that tells its function which options are given; the function sees defaults and given values alike."""
+    """A command with its options under headings. It tells its function which are given: defaults are values too."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, the options, and those of every panel under its heading."""
+        panels: dict[str, list[Any]] = {"Arguments": [], "Options": []}
+        for own in self.get_params(ctx):
+            heading = "Options" if isinstance(own, TyperOption) else "Arguments"
+            if record := own.get_help_record(ctx):
+                panels.setdefault(getattr(own, "rich_help_panel", None) or heading, []).append(record)
+        for panel, records in ((panel, records) for panel, records in panels.items() if records):
+            with formatter.section(panel):
+                formatter.write_dl(records)
 
     def invoke(self, ctx: Any) -> Any:
         """Call the function."""

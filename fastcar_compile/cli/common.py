@@ -7,7 +7,6 @@ import functools
 import inspect
 import logging
 import os
-import re
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from typer.models import ParameterInfo
 from fastcar_compile.cli import BROKEN_PIPE, INTERRUPTED, RECEIVED, TERMINATED
 from fastcar_compile.cli.output import interactive, print_json, stderr, visible
 from fastcar_compile.cli.words import CALL, check_effects, in_words_of
+from fastcar_compile.config.listing import described
 from fastcar_compile.errors import FastcarError, UserError, os_errors
 from fastcar_compile.support.values import LOGGER, check_current_folder
 
@@ -124,19 +124,15 @@ def command(function: Callable[P, ExitCode | None]) -> Callable[P, None]:
     return wrapped
 
 
-_ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
-"""A name and its text in the `Args:` of a docstring."""
-
-
 def _documented(function: Callable[..., Any]) -> None:
     """Give every parameter that the docstring's `Args:` name its typer option, with the text as help.
 
     A parameter without a default is an argument, and a bool that is False is a flag. Others are told by an `Option` or
     an `Argument` in the annotation, which gets the help. The command's own help is the docstring before `Args:`.
     """
-    summary, _, entries = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
+    summary, entries = described(function)
     hints, parameters = get_type_hints(function, include_extras=True), inspect.signature(function).parameters
-    for name, text in _ENTRY.findall(entries):
+    for name, text in entries.items():
         kind, *marks = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
         given = [mark for mark in marks if isinstance(mark, ParameterInfo)]
         default = parameters[name].default
@@ -146,9 +142,11 @@ def _documented(function: Callable[..., Any]) -> None:
             option = typer.Argument()
         else:
             option = typer.Option(*([f"--{name}".replace("_", "-")] if default is False else ()))
-        option.help = " ".join(text.split())
+        option.help = text
         hints[name] = Annotated[kind, option, *(mark for mark in marks if mark not in given)]
     function.__annotations__, function.__doc__ = hints, summary
+    noted = [item.replace(annotation=hints[item.name]) for item in parameters.values()]
+    vars(function)["__signature__"] = inspect.Signature(noted)
 
 
 class _Lines(logging.Handler):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import Parameter, Signature, signature
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from typer import Option
+from pydantic import AfterValidator
+from typer import Context, Exit, Option, echo
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.explain import RASTER, order_text, rows_text
@@ -16,27 +18,23 @@ from fastcar_compile.cli.common import ExitCode, JsonOption, MayRead, Writes, co
 from fastcar_compile.cli.options import (
     OUTPUT,
     TARGETS,
-    TokensPerFrameOption,
-    names_of,
+    parse_grid,
     parse_heads,
     parse_jacobi,
     parse_thresholds,
     require_one,
 )
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text
-from fastcar_compile.cli.words import Needs, Without
+from fastcar_compile.config.listing import Listed, Needs, Without, listed
 from fastcar_compile.errors import UserError, count_text, size_text
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from fastcar_compile.codegen.plan import Bank, Fallback
     from fastcar_compile.ir.types import LayerSite
     from fastcar_compile.report.dry_run import Speed
 
 T = TypeVar("T")
-REPLAYS = Without("no_replay")
-FORMATS = "fastcar_compile.config.formats"
+STORE, CACHE = Needs("cache"), Option(rich_help_panel="Cache")
 
 
 def show_dry_run(report: fc.DryRun) -> None:
@@ -159,47 +157,98 @@ def span(layers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+PARTS: dict[str, type[Any]] = {
+    "replay": fc.ReplayConfig,
+    "sparse_attention": fc.SparseAttention,
+    "wavefront": fc.Wavefront,
+}
+"""Options of the list that are several ones of the command."""
+FORMS: dict[str, Callable[[str], Any]] = {
+    "threshold": parse_thresholds,
+    "heads": parse_heads,
+    "grid": parse_grid,
+    "jacobi": parse_jacobi,
+    "gate_weights": Path,
+    "draft": Path,
+}
+"""Option -> what its text means, where it is no plain value."""
+
+
+def option_words() -> Iterator[tuple[str, Listed, Listed]]:
+    """Yield the list as the command has it: a parameter, the field of CompileConfig, and the option that this holds."""
+    for field in listed(fc.CompileConfig):
+        for part in listed(PARTS[field.name]) if field.name in PARTS else (field,):
+            if field.name != "target":
+                yield part.listing.word or part.name, field, part
+
+
+def _parameter(word: str, field: Listed, part: Listed) -> Parameter:
+    """Return the parameter of an option, with all that typer has to know."""
+    kinds, shown = get_args(part.kind) or (part.kind,), part.listing
+    marks: list[Any] = [mark for mark in part.marks if isinstance(mark, Needs)]
+    told = not shown.decided and part.default and (marks or part is field)
+    named: Any = next((mark.func for mark in part.marks if isinstance(mark, AfterValidator)), None)
+    known = get_args(part.kind) if get_origin(part.kind) is Literal else named and named.keywords["known"]
+    option = Option(
+        *([f"--{word}".replace("_", "-")] if bool in kinds else ()),
+        help=f"{part.help}  [default: {part.default}]" if told else part.help,
+        hidden=shown.expert,
+        rich_help_panel=shown.panel or field.listing.panel,
+        autocompletion=None if known is None else lambda: list(known),
+    )
+    marks += [Without("no_replay")] if field.name == "replay" else []
+    kind: Any = Path if FORMS.get(word) is Path else int if int in kinds and word not in FORMS else str
+    noted: Any = Annotated[bool if bool in kinds else kind | None, option, *marks]
+    return Parameter(word, Parameter.KEYWORD_ONLY, default=False if bool in kinds else None, annotation=noted)
+
+
+def _with_the_list(function: Callable[..., ExitCode]) -> Callable[..., ExitCode]:
+    """Give a command the options of the list in the place of its `**given`."""
+    first, *own, _ = signature(function).parameters.values()
+    own, more = (
+        [item.replace(kind=Parameter.KEYWORD_ONLY) for item in own],
+        [_parameter(*word) for word in option_words()],
+    )
+    vars(function)["__signature__"] = Signature([first, *more, *own])
+    function.__annotations__ |= {item.name: item.annotation for item in more}
+    return function
+
+
+def _configured(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `compile` that a command line gives; what it leaves out is left to `compile`."""
+    found, parts = dict[str, Any](), {name: dict[str, Any]() for name in PARTS}
+    for word, field, part in option_words():
+        if (value := given[word]) is not None and value is not False:
+            parts.get(field.name, found)[part.name] = FORMS[word](value) if word in FORMS else value
+    return found | {name: PARTS[name](**values) for name, values in parts.items() if values}
+
+
+def show_experts(context: Context, wanted: bool) -> None:
+    """Print the help with the options that it leaves out."""
+    if wanted:
+        for parameter in context.command.params:
+            vars(parameter)["hidden"] = False
+        echo(context.get_help())
+        raise Exit
+
+
 @command
+@_with_the_list
 def compile_command(
     model: Path,
     output: Annotated[Path | None, OUTPUT, Writes("artifact", folder=True)] = None,
     target: Annotated[str, Option(autocompletion=TARGETS), MayRead()] = "cpu",
-    tokens_per_frame: TokensPerFrameOption = None,
-    max_seq_len: int | None = None,
-    batch_size: int = 1,
-    rows: int | None = None,
-    grid: str | None = None,
-    lag: Annotated[int, Option(min=1), Needs("grid")] = 2,
-    lead: Annotated[int, Option(min=0), Needs("grid")] = 0,
-    prefix: Annotated[int, Option(min=0), Needs("grid")] = 0,
-    jacobi: str | None = None,
-    prefill_chunk: int | None = None,
-    quant: Annotated[str | None, Option(autocompletion=names_of(f"{FORMATS}:QUANT_FORMATS.keys"))] = None,
-    gate: Annotated[str | None, Option(autocompletion=names_of("fastcar_compile.gates:GATES.keys")), REPLAYS] = None,
-    gate_weights: Annotated[Path | None, REPLAYS] = None,
-    draft: Annotated[Path | None, REPLAYS] = None,
-    rotary: Annotated[str | None, REPLAYS] = None,
-    threshold: Annotated[str | None, REPLAYS] = None,
-    heads: Annotated[str | None, REPLAYS] = None,
-    refresh_every: Annotated[int | None, REPLAYS] = None,
-    offload: str | None = None,
-    engine: str | None = None,
-    max_chain: Annotated[int | None, REPLAYS] = None,
-    couple_cfg: Annotated[bool, REPLAYS] = False,
-    no_replay: bool = False,
-    window: int | None = None,
-    sinks: Annotated[int | None, Needs("window")] = None,
-    window_positions: Annotated[str | None, Needs("window")] = None,
-    kv: Annotated[str | None, Option(autocompletion=names_of(f"{FORMATS}:KV_TYPES.keys"))] = None,
-    numerics: str | None = None,
-    host_cpus: str = "native",
     dry_run: bool = False,
     strict: bool = False,
-    cache: str | None = None,
-    no_cache: bool = False,
-    cache_libraries: Annotated[bool, Needs("cache")] = False,
-    cache_write: Annotated[bool, Needs("cache")] = False,
     as_json: JsonOption = False,
+    help_experts: Annotated[bool, Option("--help-experts", is_eager=True, callback=show_experts)] = False,
+    no_replay: Annotated[bool, Option("--no-replay", rich_help_panel="Replay")] = False,
+    host_cpus: Annotated[str, Option(rich_help_panel="Board", hidden=True)] = "native",
+    cache: Annotated[str | None, CACHE] = None,
+    no_cache: Annotated[bool, Option("--no-cache", rich_help_panel="Cache")] = False,
+    cache_libraries: Annotated[bool, Option("--cache-libraries", rich_help_panel="Cache", hidden=True), STORE] = False,
+    cache_write: Annotated[bool, Option("--cache-write", rich_help_panel="Cache", hidden=True), STORE] = False,
+    **given: Any,
 ) -> ExitCode:
     """Compile a trained decoder to an artifact.
 
@@ -209,61 +258,21 @@ def compile_command(
         model: Hugging Face folder (config.json, *.safetensors) or .pt2 file.
         output: Folder of the artifact.
         target: Target name or .toml file; see `fastcar targets`.
-        max_seq_len: Positions of the KV cache; default: the model's.
-        batch_size: Videos decoded together.
-        rows: Rows of each video, with positions of their own; default: as --grid or --jacobi need, else one position.
-        grid: Image rows and columns of a frame, such as 8x8: decode several image rows at once.
-        lag: With --grid: columns that an image row is behind the one above it.
-        lead: With --grid: tokens of a frame in front of its grid, such as an action.
-        prefix: With --grid: tokens in front of the first frame, such as a text.
-        jacobi: Decode so many positions at once, or auto: the same tokens, sooner. It sets --rows.
-        prefill_chunk: Tokens per call of the prefill; default: 64, or an equal part of a frame.
-        quant: none, bf16, fp16, w8a8 or w4a8; default: w8a8 where the target has an accelerator.
-        gate: What decides: tas, input_delta, learned; always, never, random. Default: tas.
-        gate_weights: Weights of gate learned, .safetensors.
-        draft: What a replay computes instead of the MLP, .safetensors of `fastcar fit-draft`; it brings gate learned.
-        rotary: both, or key: gate tas as in the authors' code, with the query from before its rotary embedding.
-        threshold: A number, inf, -inf, ">-4" (score > -4), or one per layer; default: the gate's.
-        heads: Query heads of gate tas: 0,2; or 0,2/all/3:1,1:-1 per layer.
-        refresh_every: Every n-th frame computes everything.
-        offload: What the accelerator computes: mlp; linears (also projections and head); all (the step).
-            Default: all where it can, or linears where that is faster; else mlp.
-        engine: The accelerator's linears and MLPs: hls (in its one kernel, default), or rtl (a kernel of their own).
-        max_chain: Replays in a row at one slot at most.
-        couple_cfg: Guidance pairs replay together.
-        no_replay: Compile the dense decoder.
-        window: Sparse attention: attend to this many last tokens.
-        sinks: ... and to this many first ones; default: 16.
-        window_positions: Rotary positions with a window: absolute (default), or cache.
-        kv: What keys and values are cached as: float32 (default), float16, bfloat16; int8 (default with --offload all).
-        numerics: native, or exact: equal bits on every backend; for w8a8 and w4a8 with --kv int8.
-        host_cpus: Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...
         dry_run: Report what would be built; write nothing. Needs no weights.
         strict: Refuse whatever runs in another way than asked for.
+        help_experts: Show this message with the options of experts, and exit.
+        no_replay: Compile the dense decoder.
+        host_cpus: Instruction sets to carry libraries for: native,avx512-vnni,avx2,neon ...
         cache: Folder, or URL of an HTTP store, of what other builds made; default: builds in $FASTCAR_CACHE.
         no_cache: Make everything anew, and keep nothing.
         cache_libraries: Take libraries and whole builds from the store too, which are code: whoever writes there
             can have code run here.
         cache_write: Put what is made into the store.
     """
-    given: dict[str, Any] = dict(locals())
     from fastcar_compile.config.targets import load_target, require_buildable
 
     require_buildable(load_target(target))  # cheap refusals come before the model is read
-    given["threshold"] = None if threshold is None else parse_thresholds(threshold)
-    given["heads"] = None if heads is None else parse_heads(heads)
-    given["positions"] = window_positions
-    given["jacobi"] = None if jacobi is None else parse_jacobi(jacobi)
-    if grid is not None:
-        sides = re.fullmatch(r"(\d{1,9})x(\d{1,9})", grid, re.ASCII)
-        if sides is None:
-            hint = "give image rows and columns, for example 8x8"
-            raise UserError(f"{grid!r} is not a grid", where="--grid", hint=hint)
-        given["wavefront"] = fc.Wavefront((int(sides[1]), int(sides[2])), lag, lead, prefix)
-    sparse = _of(fc.SparseAttention, given)
-    options = _of(fc.CompileConfig, given) | {"strict": strict}
-    options["sparse_attention"] = fc.SparseAttention(**sparse) if sparse else None
-    options["replay"] = None if no_replay else fc.ReplayConfig(**_of(fc.ReplayConfig, given))
+    options = _configured(given) | ({"replay": None} if no_replay else {})
     options["host_cpus"] = [name.strip() for name in host_cpus.split(",")]
     require_one({"--no-cache": no_cache, "--cache": cache})
     options["cache"] = False if no_cache else True if cache is None else cache
@@ -273,17 +282,12 @@ def compile_command(
         raise UserError("there is no folder for the artifact", hint="give --output FOLDER, or --dry-run")
     with stages(as_json, "dry run" if dry_run else "compile", "checking the model"):
         build: Any = fc.compile  # its overloads know literals alone
-        found = build(model, dry_run=dry_run, output=str(output), **options)
+        found = build(model, target=target, dry_run=dry_run, output=str(output), strict=strict, **options)
     if not dry_run:
         _show_artifact(found, as_json)
         return ExitCode.OK
     print_result(as_json, found.to_json(), lambda: show_dry_run(found))
     return ExitCode.OK if found.ok else ExitCode.USER_ERROR
-
-
-def _of(config: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that are fields of a configuration. Those that were left out are None, and left to it."""
-    return {name: given[name] for name in config.model_fields if given.get(name) is not None}
 
 
 def _show_artifact(artifact: fc.Artifact, as_json: bool) -> None:

@@ -12,7 +12,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli.common import JsonOption, MayRead, Writes, command, stages
 from fastcar_compile.cli.options import TARGETS, existing, require_one
 from fastcar_compile.cli.output import print_fields, print_json, print_text
-from fastcar_compile.cli.words import Needs
+from fastcar_compile.config.listing import Needs
 from fastcar_compile.errors import CompileError, UserError, count_text, names_text, size_text
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, MayRead, Writes, command, stages
 from fastcar_compile.cli.output import print_result, print_table
-from fastcar_compile.cli.words import Without
+from fastcar_compile.config.listing import Without
 from fastcar_compile.errors import UserError, os_errors
 from fastcar_compile.support.packages import require
 

@@ -18,7 +18,7 @@ from fastcar_compile.artifact.layout import SIGNATURE
 from fastcar_compile.cli.common import ExitCode, JsonOption, Writes, command, stages
 from fastcar_compile.cli.options import ArtifactArgument, existing, require_one
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text
-from fastcar_compile.cli.words import Needs
+from fastcar_compile.config.listing import Needs
 from fastcar_compile.errors import UserError, count_text, names_text, size_text
 
 if TYPE_CHECKING:

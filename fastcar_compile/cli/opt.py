@@ -11,7 +11,7 @@ from typer import Argument, Option
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
 from fastcar_compile.cli.options import OUTPUT
 from fastcar_compile.cli.output import print_json, print_result, print_table, print_text, visible
-from fastcar_compile.cli.words import Needs
+from fastcar_compile.config.listing import Needs
 from fastcar_compile.errors import UserError, os_errors
 
 if TYPE_CHECKING:

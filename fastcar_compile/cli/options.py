@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typer import Argument, Option
 
-from fastcar_compile.cli.words import Needs
 from fastcar_compile.config.jacobi import Jacobi
+from fastcar_compile.config.listing import Needs
 from fastcar_compile.errors import UserError, os_errors
 from fastcar_compile.support.machine import begin_worker
 from fastcar_compile.support.packages import needs
@@ -63,6 +63,15 @@ def parse_jacobi(text: str) -> Jacobi:
     if text != "auto" and not re.fullmatch(r"\d{1,9}", text, re.ASCII):
         raise UserError(f"{text!r} is no window", where="--jacobi", hint="give a number of positions, or auto")
     return Jacobi("auto" if text == "auto" else int(text))
+
+
+def parse_grid(text: str) -> tuple[int, int]:
+    """Return image rows and columns of "8x8"."""
+    sides = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text, re.ASCII)
+    if sides is None:
+        hint = "give image rows and columns, for example 8x8"
+        raise UserError(f"{text!r} is not a grid", where="--grid", hint=hint)
+    return int(sides[1]), int(sides[2])
 
 
 def parse_thresholds(text: str) -> float | list[float | None]:

@@ -12,7 +12,7 @@ from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
 from fastcar_compile.cli.output import print_fields, print_result, print_text
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption
-from fastcar_compile.cli.words import Needs
+from fastcar_compile.config.listing import Needs
 from fastcar_compile.errors import UserError, count_text, os_errors
 
 SHOWN = 32

@@ -17,7 +17,7 @@ from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
 from fastcar_compile.cli.evaluate import read_decoder
 from fastcar_compile.cli.output import print_fields, print_result, print_text
-from fastcar_compile.cli.words import Needs
+from fastcar_compile.config.listing import Needs
 from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:

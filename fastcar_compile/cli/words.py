@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastcar_compile.config.listing import Needs, Without
 from fastcar_compile.errors import UserError
 
 
@@ -26,34 +27,6 @@ class Call:
 
 CALL: ContextVar[Call] = ContextVar("CALL", default=Call())  # noqa: B039  (frozen)
 """The command that runs; of a command that is called as a function, it has no words."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Marks an option that has an effect only beside another one.
-
-    Args:
-        name: parameter of the other option. value: the value that it has to have; None: any that is true.
-    """
-
-    name: str
-    value: object = None
-
-    def met(self, values: Mapping[str, Any]) -> bool:
-        """Return whether the other option has its value."""
-        found = values.get(self.name)
-        return bool(found) if self.value is None else found == self.value
-
-
-@dataclass(frozen=True)
-class Without:
-    """Marks an option that has no effect beside another one.
-
-    Args:
-        name: parameter of the other option.
-    """
-
-    name: str
 
 
 def check_effects(marks: Mapping[str, Sequence[Any]], values: Mapping[str, Any]) -> None:

@@ -1,21 +1,18 @@
-"""The models CompileConfig, ReplayConfig and SparseAttention, and what a caller may write for their values."""
+"""The models ReplayConfig and SparseAttention, and what a caller may write for their values."""
 
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
-from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, QUANT_FORMATS, quant_format
-from fastcar_compile.config.jacobi import Jacobi
-from fastcar_compile.config.wavefront import Wavefront
-from fastcar_compile.errors import CompileError, InputError, UserError, count_text, names_text
+from fastcar_compile.config.listing import Listing, Needs, one_of
+from fastcar_compile.errors import CompileError, InputError, UserError, count_text
 from fastcar_compile.gates import GATES, GateWeights, gate_class, gate_named
 from fastcar_compile.gates.base import Rotary
 from fastcar_compile.gates.draft import Draft
@@ -134,40 +131,12 @@ Weights = Annotated[Any, BeforeValidator(_parse_weights), _NAMED]
 """A GateWeights or None; pydantic knows it as Any, because a GateWeights is not a model."""
 
 
-def _parse_order(value: object, kind: type[Wavefront] | type[Jacobi], example: str) -> Wavefront | Jacobi | None:
-    """Return an order of decoding from itself, or from its fields as JSON has them."""
-    if value is None or isinstance(value, kind):
-        return value
-    if not isinstance(value, Mapping):
-        raise ValueError(f"an order is {example}, not {shown(value)}")
-    try:
-        return kind(**cast("Mapping[str, Any]", value))
-    except InputError as error:
-        raise ValueError(error.what) from error
-
-
-def _order(kind: type[Wavefront] | type[Jacobi], example: str) -> tuple[BeforeValidator, PlainSerializer]:
-    parse = BeforeValidator(partial(_parse_order, kind=kind, example=example))
-    return parse, PlainSerializer(lambda order: order and asdict(order), when_used="json")
-
-
-Front = Annotated[Any, *_order(Wavefront, "fc.Wavefront(grid=(rows, columns), lag=2)")]
-"""A Wavefront or None."""
-Guesses = Annotated[Any, *_order(Jacobi, "fc.Jacobi(window=8)")]
-"""A Jacobi or None."""
 Drafts = Annotated[Any, BeforeValidator(_parse_draft), _NAMED]
 """A Draft or None."""
 
 
-def _one_of(known: Mapping[str, object], what: str, listed: str = "known") -> AfterValidator:
-    """Return a validator of names that a registry has."""
-
-    def check(name: str) -> str:
-        if name not in known:
-            raise ValueError(f"unknown {what} {name!r}; {listed}: {names_text(known, name)}")
-        return name
-
-    return AfterValidator(check)
+EXPERT = Listing(expert=True)
+WINDOW_POSITIONS = Listing(expert=True, word="window_positions")
 
 
 @checked(CompileError)
@@ -190,45 +159,41 @@ class Config(BaseModel):
         return cls(**data)
 
 
-_WHOLE_STEP = {"kv": "int8", "numerics": "exact"}
-"""Options that offload "all" implies."""
-
-
 class ReplayConfig(Config):
     """When an MLP output of the previous frame is replayed instead of computed.
 
     Args:
-        gate: name of the gate; one of `fastcar_compile.gates.GATES`.
-        threshold: what the gate compares its score with (docs/reference/gates.md; TAS: replay iff score >= threshold,
-            so that `inf` never passes, and ">-4", the next float32, means score > -4; a change: replay iff
-            score <= threshold). One number for all layers, or one per layer; None means "never replay" (here, or in
-            that layer). Default: the gate's own.
-        max_chain: at most this many replays in a row at one (layer, row, slot); None is unlimited.
+        gate: what decides: tas, input_delta, learned; always, never, random; default: tas. The names are those of
+            `fastcar_compile.gates.GATES`; docs/reference/gates.md has their rules.
+        threshold: a number, inf, -inf, ">-4" (score > -4), or one per layer; default: the gate's. The gate compares its
+            score with it (docs/explanation/gates.md): TAS replays iff score >= threshold, so that `inf` never passes; a
+            change, iff score <= threshold. None means "never replay" (here, or in one layer of a list).
+        draft: what a replay computes instead of the MLP, a file of `fit_draft` (`fastcar fit-draft`). Or a Draft. It
+            brings its own gate: "learned" with the file's weights. A gate of another name has to keep the MLP's input.
+        gate_weights: weights of gate learned, a .safetensors file (docs/reference/gates.md). Or a GateWeights. JSON
+            keeps their digest, never the file's name.
+        max_chain: replays in a row at one (layer, row, slot) at most. None is unlimited.
+        refresh_every: every n-th frame computes everything. Its number t // F is a multiple of this; None: no limit.
         couple_cfg: rows b and b + B/2 (a classifier-free-guidance pair) replay only together.
-        refresh_every: all rows compute in every frame whose number t // F is a multiple of this; None: no limit.
-        heads: for gate "tas", the query heads that the score averages: a list of heads (alike), or a mapping head ->
-            weight; or a list with one of these per layer (None: all heads there). Weights are used as given.
-        gate_weights: for gate "learned", the safetensors file of its weights (docs/reference/gates.md), or a
-            GateWeights. JSON keeps their digest, never the file's name.
-        rotary: for gate "tas": "both": query and key are rotated, as attention uses them and as the paper describes;
-            "key": the query is that from before its rotary embedding, as in the code that the authors published
+        heads: query heads of gate tas: 0,2; or 0,2/all/3:1,1:-1 per layer. In Python a list of heads (alike), or a
+            mapping head -> weight; or a list with one of these per layer (None: all heads there). Weights are used as
+            given.
+        rotary: for gate tas, both: query and key are rotated; or key: the query is that from before. With "both" they
+            are as attention uses them and as the paper describes; "key" is as in the code that the authors published
             (docs/reference/gates.md#the-authors-rule).
-        draft: what a row that replays gets instead of the cached output: the safetensors file of `fit_draft`, or a
-            Draft. Its own gate is the default then: "learned" with the file's weights. A gate of another name has to
-            keep the MLP's input.
 
     Raises:
         CompileError: a field or a file of weights is not valid. UserError: the file cannot be read.
     """
 
-    gate: Annotated[str, _one_of(GATES, "gate", "known gates")] = "tas"
+    gate: Annotated[str, one_of(GATES, "gate", "known gates")] = "tas"
     threshold: Annotated[Threshold | Sequence[Threshold | None] | None, BeforeValidator(parse_thresholds)] = None
-    max_chain: int | None = Field(default=None, ge=1, strict=True)
-    couple_cfg: bool = Field(default=False, strict=True)
-    refresh_every: int | None = Field(default=None, ge=2, strict=True)
-    heads: Annotated[tuple[Heads | None, ...] | None, BeforeValidator(parse_layers_of_heads)] = None
+    max_chain: Annotated[int | None, Field(ge=1, strict=True)] = None
+    couple_cfg: Annotated[bool, Field(strict=True)] = False
+    refresh_every: Annotated[int | None, Field(ge=2, strict=True)] = None
+    heads: Annotated[tuple[Heads | None, ...] | None, BeforeValidator(parse_layers_of_heads), EXPERT] = None
     gate_weights: Weights = None
-    rotary: Rotary = "both"
+    rotary: Annotated[Rotary, EXPERT] = "both"
     draft: Drafts = None
 
     def __init__(self, **data: Any) -> None:
@@ -309,125 +274,15 @@ class SparseAttention(Config):
     """Attention sinks and a sliding window over a ring cache of bounded size (docs/explanation/sparse_attention.md).
 
     Args:
-        window: the most recent tokens that a token attends to, itself included.
-        sinks: the first tokens of the sequence, which every token attends to.
-        positions: "absolute": rotary positions count in the sequence; "cache": they count inside the cache, so that a
-            decoder never meets a distance of more than sinks + window tokens.
+        window: sparse attention: each token attends to so many last ones, itself included.
+        sinks: sparse attention: each token attends to so many first ones of the sequence too.
+        positions: rotary positions with a window: absolute (in the sequence), or cache (inside of the cache). With
+            "cache" a decoder never meets a distance of more than sinks + window tokens.
 
     Raises:
         CompileError: a field is not valid.
     """
 
     window: int = Field(default=256, ge=1, le=limits.SIZE, strict=True)
-    sinks: int = Field(default=16, ge=0, le=limits.SIZE, strict=True)
-    positions: Literal["absolute", "cache"] = "absolute"
-
-
-SMALLEST_CHUNK, LARGEST_CHUNK = 64, 256
-"""Tokens of a prefill chunk by default. Measured: a chunk of 256 takes a fifth less time per token
-than a chunk of 64, and a chunk of 512 takes no less."""
-
-
-class CompileConfig(Config):
-    """Everything that shapes a compiled artifact besides the model itself.
-
-    Args:
-        target: name of the target (see `fastcar_compile.config.targets`).
-        tokens_per_frame: stride F between a token and the same place in the previous frame; tokens.
-        max_seq_len: positions of a sequence; tokens. Without sparse attention the KV cache has as many rows.
-        batch_size: rows decoded together; at most 32 (the width of the DRS Index Register).
-        quant: "none" (float32), "bf16" or "fp16" (bfloat16 or float16 weights, float32 sums), "w8a8" or "w4a8" (int4
-            weights in groups of 128). With "bf16" some CPUs round more than eight rows, as of a prompt, to bfloat16.
-        rows: rows of each video in a decode step, each with a position of its own; batch_size x rows is at most 32.
-            None: one row of each, and all share one position.
-        wavefront: the order in which `generate` decodes; None: raster order.
-        jacobi: how many positions of a video `generate` decodes at once, on guesses; None: one.
-        replay: None compiles the dense decoder.
-        prefill_chunk: tokens per call of the prefill graph; None: 64, or where a frame has more, an equal part of a
-            frame of at most 256.
-        offload: what an accelerator computes: "mlp"; "linears": the MLPs, the projections and the head; or "all": the
-            whole decode step, one launch per token. "all" implies kv "int8" and numerics "exact".
-        engine: what computes an accelerator's linears and MLPs: "hls": its one kernel, in C++; "rtl": a kernel of their
-            own (docs/explanation/accelerator.md#the-rtl).
-        sparse_attention: None: attention to all positions.
-        kv: type of cached keys and values, a name of `fastcar_compile.config.formats.KV_TYPES`. `compile` says more.
-        numerics: "native": attention, norms and rotary positions are float32, summed in each backend's own order.
-            "exact": they are defined bit for bit too, so that logits and decisions are equal on every backend that has
-            exact numerics, for every number of threads and in prefill; needs quant w8a8 or w4a8, and kv int8.
-
-    Raises:
-        CompileError: a field is not valid, tokens_per_frame >= max_seq_len, or exact numerics or offload "all" of other
-            types.
-    """
-
-    target: str
-    tokens_per_frame: int = Field(ge=1, le=limits.SIZE, strict=True)
-    max_seq_len: int = Field(ge=2, le=limits.SIZE, strict=True)
-    batch_size: int = Field(default=1, ge=1, le=32, strict=True)
-    quant: Annotated[str, _one_of(QUANT_FORMATS, "quantisation")] = "none"
-    rows: int | None = Field(default=None, ge=1, le=32, strict=True)
-    wavefront: Front = None
-    jacobi: Guesses = None
-    replay: ReplayConfig | None = None
-    prefill_chunk: int | None = Field(default=None, ge=1, le=limits.SIZE, strict=True)
-    offload: Literal["mlp", "linears", "all"] = "mlp"
-    engine: Literal["hls", "rtl"] = "hls"
-    sparse_attention: SparseAttention | None = None
-    kv: Annotated[str, _one_of(KV_TYPES, "KV type")] = "float32"
-    numerics: Literal["native", "exact"] = "native"
-
-    @property
-    def chunk(self) -> int:
-        """The tokens per call of the prefill graph."""
-        if self.prefill_chunk is not None:
-            return self.prefill_chunk
-        parts = -(-self.tokens_per_frame // LARGEST_CHUNK)
-        return max(SMALLEST_CHUNK, -(-self.tokens_per_frame // parts))
-
-    def __init__(self, **data: Any) -> None:
-        """Set what offload "all" implies where it is left open."""
-        offload = data.get("offload")
-        super().__init__(**(_WHOLE_STEP | data if isinstance(offload, str) and offload == "all" else data))
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.tokens_per_frame >= self.max_seq_len:
-            what = f"tokens_per_frame ({self.tokens_per_frame}) is not smaller than max_seq_len ({self.max_seq_len})"
-            hint = "lower tokens_per_frame to the tokens of one frame, or raise max_seq_len to at least two frames "
-            hint += f"({2 * self.tokens_per_frame})"
-            raise CompileError(f"{what}: no token would have a previous frame to replay", hint=hint)
-        CompileError.raise_all(self._not_a_whole_step())
-        if isinstance(front := self.wavefront, Wavefront):
-            found = front.problems(self.tokens_per_frame, self.rows, self.sparse_attention is not None)
-            CompileError.raise_all([CompileError(p.what, where="wavefront", hint=p.hint) for p in found])
-        if isinstance(guesses := self.jacobi, Jacobi):
-            found = guesses.problems(self.tokens_per_frame, self.rows)
-            if self.wavefront is not None:
-                found.append(InputError("a wavefront and Jacobi decoding are given", hint="give one of them"))
-            CompileError.raise_all([CompileError(p.what, where="jacobi", hint=p.hint) for p in found])
-        if self.numerics == "exact" and not (quant_format(self.quant).integer and self.kv == "int8"):
-            what = f"numerics='exact' is defined for integers, not for quant={self.quant!r} and kv={self.kv!r}"
-            hint = "use quant='w8a8' or quant='w4a8' with kv='int8', or numerics='native'"
-            raise CompileError(what, hint=hint)
-        if self.batch_size * (self.rows or 1) > 32:
-            what = f"batch_size {self.batch_size} and rows {self.rows} are {self.batch_size * (self.rows or 1)} rows"
-            raise CompileError(what, hint="a decode step has at most 32 (the width of the DRS Index Register)")
-        if self.replay is not None and self.replay.couple_cfg and self.batch_size % 2:
-            what = f"couple_cfg pairs row b with row b + batch_size / 2, but batch_size is {self.batch_size}"
-            hint = "use an even batch_size, or couple_cfg=False"
-            raise CompileError(what, hint=hint)
-        return self
-
-    def _not_a_whole_step(self) -> list[CompileError]:
-        """Return why offload "all" is not possible with the other options."""
-        if self.offload != "all":
-            return []
-        found = [
-            CompileError(f"offload='all' needs {name}={wanted!r}, not {given!r}", hint=f"leave {name} out")
-            for name, wanted in _WHOLE_STEP.items()
-            if (given := getattr(self, name)) != wanted
-        ]
-        if not quant_format(self.quant).integer:
-            what = f"offload='all' needs integer weights, not quant={self.quant!r}"
-            found.append(CompileError(what, hint=f"use {' or '.join(f'quant={name!r}' for name in ACCELERATED)}"))
-        return found
+    sinks: Annotated[int, Field(ge=0, le=limits.SIZE, strict=True), Needs("window")] = 16
+    positions: Annotated[Literal["absolute", "cache"], Needs("window"), WINDOW_POSITIONS] = "absolute"

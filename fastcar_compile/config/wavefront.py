@@ -7,8 +7,9 @@ every token that comes before it in raster order and is known by then.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
+from fastcar_compile.config.listing import Listing, Needs
 from fastcar_compile.errors import InputError
 from fastcar_compile.support.values import checked, shown, whole
 
@@ -43,9 +44,9 @@ class Wavefront:
     """The order in which the tokens of a frame are decoded.
 
     Args:
-        grid: image rows and columns of a frame's tokens.
+        grid: image rows and columns of a frame, such as 8x8, of which several rows are decoded at once.
         lag: columns that an image row is behind the one above it. As many as there are columns is raster order.
-        lead: tokens of a frame in front of its grid, such as an action or a marker; they are decoded one by one.
+        lead: tokens of a frame in front of its grid, such as an action. They are decoded one by one.
         prefix: tokens in front of the first frame, such as a text.
 
     Raises:
@@ -53,9 +54,9 @@ class Wavefront:
     """
 
     grid: tuple[int, int]
-    lag: int = 2
-    lead: int = 0
-    prefix: int = 0
+    lag: Annotated[int, Needs("grid")] = 2
+    lead: Annotated[int, Needs("grid"), Listing(expert=True)] = 0
+    prefix: Annotated[int, Needs("grid"), Listing(expert=True)] = 0
 
     def __post_init__(self) -> None:
         grid = cast("list[Any]", self.grid)

@@ -17,7 +17,7 @@ from fastcar_compile.cli.common import JsonOption, command, stages
 from fastcar_compile.cli.options import BACKENDS, ArtifactArgument
 from fastcar_compile.cli.output import interactive, print_fields, print_result, print_text
 from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption
-from fastcar_compile.cli.words import Without
+from fastcar_compile.config.listing import Without
 from fastcar_compile.errors import count_text
 from fastcar_compile.support.machine import usable_cores
 from fastcar_play import limits

@@ -5,9 +5,9 @@ import logging
 import math
 import re
 from collections.abc import Callable
-from inspect import cleandoc, signature
+from inspect import signature
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -16,9 +16,12 @@ from pydantic import BaseModel
 
 import fastcar_compile as fc
 from fastcar_compile.cli.commands import REGISTRY
-from fastcar_compile.compiler import CompileOptions
+from fastcar_compile.cli.compile import PARTS, option_words
 from fastcar_compile.compiler import compile as compile_model
+from fastcar_compile.config import ReplayConfig
 from fastcar_compile.config.formats import KV_TYPES, QUANT_FORMATS
+from fastcar_compile.config.listing import listed
+from fastcar_compile.config.options import CompileOptions, asked
 from fastcar_compile.errors import BackendError
 from fastcar_compile.explore import Matrix
 from fastcar_compile.gates import GATES
@@ -78,7 +81,7 @@ def test_huggingface_folder(fastcar: Fastcar, calls: list[dict[str, Any]], tmp_p
     assert (config.threshold, config.max_chain, config.couple_cfg) == (math.inf, 1, True)
     assert call == {
         "target": "kv260", "tokens_per_frame": 4, "max_seq_len": 32, "batch_size": 2, "quant": "w8a8",
-        "offload": "linears", "sparse_attention": None, "output": str(tmp_path / "out"),
+        "offload": "linears", "output": str(tmp_path / "out"),
         "host_cpus": ["native", "avx2"], "kv": "float16", "strict": False, "cache": True,
     }  # fmt: skip
 
@@ -241,35 +244,44 @@ CHOICES = {
 """Option of `fastcar compile` -> its values."""
 
 
-def test_the_options_of_compile_are_the_fields_of_its_config() -> None:
-    """Names, defaults, choices and documentation of the configuration, of the function and of the command."""
-    config, replay = fc.CompileConfig.model_fields, fc.ReplayConfig.model_fields
-    function, found = fc.compile, REGISTRY.load("compile")
-    there, here = signature(function).parameters, signature(found).parameters
-    assert there.keys() == CompileOptions.__annotations__.keys() | {"model", "target", "dry_run"}
-    others = {"model", "host_cpus", "output", "dry_run", "strict", "progress", "cache"}
-    assert there.keys() - config.keys() == others
-    sparse = {"window", "sinks", "window_positions"}
-    given = (there.keys() | replay.keys()) - {"replay", "sparse_attention", "wavefront", "progress"}
-    grid, cache = {"grid", "lag", "lead", "prefix"}, {"no_cache", "cache_libraries", "cache_write"}
-    assert here.keys() == given | sparse | grid | cache | {"no_replay", "as_json"}
+def test_an_option_of_the_list_is_everywhere(fastcar: Fastcar) -> None:
+    """An option is added in two files: in the list, and where it takes effect. The rest follows, and the types here."""
+    known = get_type_hints(fc.CompileConfig) | get_type_hints(ReplayConfig) | {"positions": str, "grid": str}
+    fields = {option.name: option for option in listed(fc.CompileConfig)}
+    assert fields.keys() == fc.CompileConfig.model_fields.keys(), "each has its text, and so the reference page"
+    assert [option.name for option in listed(ReplayConfig) if option.name not in ReplayConfig.model_fields] == []
 
-    for name in (config.keys() & there.keys()) - {"target", "replay"}:
-        assert there[name].default in (None, config[name].default), name  # None: `compile` chooses, or the config does
-    for name in (there.keys() & here.keys()) - {"output", "host_cpus", "cache"}:
-        assert here[name].default == there[name].default, name
-    for name in replay:
-        assert here[name].default in (None, replay[name].default), name
+    types = get_type_hints(CompileOptions)
+    assert asked({}).keys() == types.keys() == fields.keys() - {"target"}, "Python takes it, and the cache's key has it"
+    for name in types.keys() - {"wavefront", "jacobi", "replay", "sparse_attention"}:
+        kinds = {str if get_origin(kind) is Literal else kind for kind in get_args(known[name]) or (known[name],)}
+        kinds = {str if isinstance(kind, str) else kind for kind in kinds}
+        option = fields[name]
+        left = {type(None)} if option.listing.decided or option.default is None else set[type]()
+        assert set(get_args(types[name]) or (types[name],)) == kinds | left, name
 
-    for documented, names in ((function, there), (fc.CompileConfig, config), (fc.ReplayConfig, replay)):
-        assert [name for name in names if f"\n    {name}: " not in cleandoc(documented.__doc__ or "")] == []
-    for command, names in (("compile", CHOICES), ("estimate", ("kv", "offload"))):
-        hints = get_type_hints(REGISTRY.load(command).__wrapped__, include_extras=True)
-        for name in names:
-            words = re.findall(r"[\w-]+", hints[name].__metadata__[0].help)
-            assert [value for value in CHOICES[name] if value not in words] == [], f"{command} {name}"
-    for name in CHOICES.keys() & there.keys():
-        assert [value for value in CHOICES[name] if f'"{value}"' not in str(function.__doc__)] == [], name
+    text = fastcar("compile", "--help-experts").stdout
+    shown = dict(re.findall(r"^  (?:-\w, )?--([\w-]+) +(?:<\w+> +)?(.*(?:\n {6}.*)*)", text, re.MULTILINE))
+    given = {word.replace("_", "-"): part for word, _, part in option_words()}
+    parts = [option for kind in PARTS.values() for option in listed(kind)]
+    assert len(given) == len(parts) + len(fields) - 1 - len(PARTS)
+    for word, part in given.items():
+        assert " ".join(shown[word].split()).startswith(part.help), word
+    for name, values in CHOICES.items():
+        found = re.findall(r"[\w-]+", shown[name.replace("_", "-")])
+        assert [value for value in values if value not in found] == [], name
+
+
+def test_the_help_of_compile_fits_two_screens(fastcar: Fastcar, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    brief, whole = fastcar("compile", "--help").stdout, fastcar("compile", "--help-experts").stdout
+    assert max(map(len, brief.splitlines())) <= 100
+    assert len(brief.splitlines()) <= 80
+    assert re.findall(r"^(\w+):$", brief, re.MULTILINE) == [
+        *("Arguments", "Options", "Decoder", "Decoding", "Replay", "Numbers", "Board", "Cache")
+    ]
+    assert "--engine" in whole
+    assert "--engine" not in brief
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (
             "compile m -o o --no-replay --gate random --threshold 3 --max-chain 3 --draft /nope",
-            "--gate and --draft and --threshold and --max-chain have no effect with --no-replay",
+            "--gate and --threshold and --draft and --max-chain have no effect with --no-replay",
         ),
         ("compile m -o o --no-replay --couple-cfg", "--couple-cfg has no effect with --no-replay"),
         ("compile m -o o --lag 2", "--lag needs --grid"),

@@ -18,6 +18,7 @@ from torch import nn
 
 import fastcar_compile as fc
 from fastcar_compile.config import CompileConfig
+from fastcar_compile.config.options import CompileOptions
 from fastcar_compile.errors import UserError
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.report.dry_run import Memory
@@ -113,6 +114,7 @@ CONSTRUCTED: dict[str, dict[str, Any]] = {
     "Check": {"name": "g++", "severity": "ok", "message": "is there"},
     "CompileConfig": OPTIONS,
     "Draft": {"digest": "00" * 32},
+    "Jacobi": {},
     "DryRun": {**DRY_RUN, **NOTHING, "memory": Memory(weights=0, state={})},
     "Jacobi": {},
     "ReplayConfig": {},
@@ -181,7 +183,10 @@ CALLS: dict[str, dict[str, Call]] = {
     "load_target": {"target": lambda v: fc.load_target(v)},
     "compile": {
         "model": lambda v: FC.compile(v, "cpu", dry_run=True),
-        **by_name(fc.compile, "/nowhere", without=("model", "output", "dry_run"), target="cpu", dry_run=True),
+        **by_name(
+            fc.compile, "/nowhere", without=("model", "output", "dry_run", "options"), target="cpu", dry_run=True
+        ),
+        **{n: (lambda v, n=n: FC.compile("/nowhere", dry_run=True, **{n: v})) for n in CompileOptions.__annotations__},
     },
     "calibrate": {
         "source": lambda v: FC.calibrate(v, VIDEOS, target_replay=0.5),
