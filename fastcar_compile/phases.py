@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,11 @@ import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.artifact.cache import Cache
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.emit import emit_artifact
-from fastcar_compile.codegen.plan import Fallback, assumed_frame, decide
+from fastcar_compile.codegen.plan import decide
 from fastcar_compile.codegen.tvm.emit import host_variants
 from fastcar_compile.config import CompileConfig, ReplayConfig
-from fastcar_compile.config.jacobi import Jacobi
-from fastcar_compile.config.targets import Target, whole_step
-from fastcar_compile.config.wavefront import Wavefront
+from fastcar_compile.config.resolve import resolve
+from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint, open_folder
@@ -33,9 +31,8 @@ from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.report.dry_run import DryRun, dry_run_of
 from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support.machine import collector_paused, require_memory
-from fastcar_compile.support.values import LOGGER, NOTED, plain, warn
+from fastcar_compile.support.values import LOGGER, NOTED, warn
 
-DEFAULT_TOKENS_PER_FRAME = 256
 CODE_GENERATION_BYTES = 128 << 20
 """Lower bound of what a build takes beyond the imports: a build of two layers took 181 MB on 23 November 2026."""
 
@@ -66,37 +63,28 @@ def build(
     Raises:
         UserError: see `compile`.
     """
-    rows, offload, quant = (given[name] for name in ("rows", "offload", "quant"))
+    quant = given["quant"]
     variants = host_variants(host_cpus, board, isinstance(quant, str) and quant == "bf16")
     if isinstance(model, Path):
         say("checking the model folder")
         model = open_folder(model, weights=not dry_run)
     if isinstance(model, nn.Module):
         model = unwrapped(model)
-    if rows is None:
-        rows = _rows_of(given["wavefront"]) or _rows_of(given["jacobi"])
-    sizes, assumed = _sizes(model, plain(given["tokens_per_frame"]), plain(given["max_seq_len"]))
-    names = ("batch_size", "wavefront", "jacobi", "replay", "prefill_chunk", "sparse_attention")
-    options = sizes | {name: given[name] for name in names} | {"rows": rows}
-    options["quant"] = ("w8a8" if board.kind == "fpga" else "none") if quant is None else quant
-    options |= {name: given[name] for name in ("kv", "numerics", "engine") if given[name] is not None}
-    if rows is not None and board.kind == "fpga" and offload is None:
-        offload = "all"  # the host's part of other steps has one position for all rows
-    _check_target(board, offload, rows, given["engine"])
     _check_replay(given["replay"])
-    config = CompileConfig(target=board.name, **options, offload="mlp" if offload is None else offload)
-    wish = None if offload is not None else whole_step(board, options)
+    asked = resolve(given, board, _facts(model, given["max_seq_len"]))
+    if asked.assumes_frame:
+        frame = asked.config.tokens_per_frame
+        warn(f"the model's config gives no tokens_per_frame; {frame} is assumed. Give compile(tokens_per_frame=…)", 3)
     # The writer claims the folder first: a place that cannot be written is found before minutes of work.
     made = nullcontext() if dry_run else ArtifactWriter(output, cache)
     with collector_paused(), made as writer:
         if writer is not None:
             require_memory(CODE_GENERATION_BYTES, "code generation")
-        program, passes = _analysed(model, config, say)
+        program, passes = _analysed(model, asked.config, say)
         # The passes change the program in place; the artifact shows a copy as the graph before.
-        original = None if writer is None and wish is None else program.copied()
+        original = None if writer is None and asked.whole is None else program.copied()
         say("rewriting the graph and choosing the hardware design")
-        plan = decide(program, config, board, original=original, wish=wish, before=passes)
-        plan = replace(plan, fallbacks=(*assumed, *plan.fallbacks))
+        plan = decide(program, asked, board, original=original, before=passes)
         warn_of_losses(plan.config.quant, plan.program.losses)
         if strict:
             plan.require_no_fallback()
@@ -148,10 +136,8 @@ def _captured(model: Model, config: CompileConfig, say: Progress) -> tuple[Decod
     return program, passes
 
 
-def _sizes(
-    model: Model, tokens_per_frame: int | None, max_seq_len: int | None
-) -> tuple[dict[str, int], list[Fallback]]:
-    """Return the caller's sizes, or the sizes that the model states; and the assumed sizes.
+def _facts(model: object, max_seq_len: int | None) -> ModelFacts:
+    """Return what a model says of itself.
 
     Raises:
         CompileError: the model is not a decoder, or neither caller nor model gives max_seq_len.
@@ -161,20 +147,12 @@ def _sizes(
         hint = "give an nn.Module, a torch.export.ExportedProgram or the path of a Hugging Face folder"
         raise CompileError(what, hint=hint)
     facts = ModelFacts.of(model)
-    length = facts.max_seq_len if max_seq_len is None else max_seq_len
-    if length is None:
-        hint = "give max_seq_len, or set it on the model's config"
+    if max_seq_len is None and facts.max_seq_len is None:
         if isinstance(model, nn.Module) and not is_huggingface(model):
             check_signature(model)
+        hint = "give max_seq_len, or set it on the model's config"
         raise _explained(model, CompileError("the model does not say its max_seq_len", hint=hint))
-    frame = facts.tokens_per_frame if tokens_per_frame is None else tokens_per_frame
-    assumed: list[Fallback] = []
-    if frame is None:
-        frame = DEFAULT_TOKENS_PER_FRAME
-        assumed.append(assumed_frame(frame))
-        text = f"the model's config gives no tokens_per_frame; {frame} is assumed. Give compile(tokens_per_frame=…)"
-        warn(text, 4)
-    return {"tokens_per_frame": frame, "max_seq_len": length}, assumed
+    return facts
 
 
 def _warn_of_defaults(replay: ReplayConfig | None) -> None:
@@ -197,21 +175,6 @@ def _check_replay(replay: ReplayConfig | None) -> None:
     if replay.gate == "never" or not any(value is not None for value in values):
         why = "gate never replays nothing" if replay.gate == "never" else "threshold None is never replay"
         raise CompileError(f"{idle} without effect: {why}", hint=f"leave {idle} out, or let some MLPs replay")
-
-
-def _rows_of(order: object) -> int | None:
-    """Return the rows of each video that an order needs; None: one at a position that all videos share."""
-    return order.rows if isinstance(order, Wavefront | Jacobi) and order.rows != 1 else None
-
-
-def _check_target(board: Target, offload: str | None, rows: int | None, engine: str | None) -> None:
-    if rows is not None and board.kind == "fpga" and offload != "all":
-        what = f"rows with positions of their own need whole decode steps on the accelerator, not offload={offload!r}"
-        raise CompileError(what, hint='give offload="all", or leave rows out: then all rows are at one position')
-    wishes = {"offload": offload, "engine": engine} if board.kind != "fpga" else {}
-    for name, value in ((name, value) for name, value in wishes.items() if value is not None):
-        what = f"{name}={value!r} needs an accelerator, and target {board.name} has none"
-        raise CompileError(what, hint=f"choose a board, such as target='zcu102', or leave {name} out")
 
 
 def _repetition(model: object) -> list[Pass]:

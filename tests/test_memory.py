@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 import fastcar_compile as fc
 from fastcar_compile.codegen import plan
 from fastcar_compile.codegen.plan import decide
-from fastcar_compile.config import CompileConfig
-from fastcar_compile.config.targets import whole_step
+from fastcar_compile.config.options import asked
+from fastcar_compile.config.resolve import resolve
 from fastcar_compile.frontend.capture import capture
+from fastcar_compile.frontend.model_facts import ModelFacts
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import tensor_attributes
@@ -56,8 +58,9 @@ def test_a_copy_of_a_program_shares_every_tensor_and_no_graph() -> None:
 def test_a_build_that_falls_back_copies_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wish for whole steps is tried on the program, and what is built instead begins from a copy."""
     board = fc.load_target("zcu102")
-    wish = whole_step(board, {**SIZES, "quant": "w8a8"})
-    assert wish is not None
+    options: Any = {**SIZES, "quant": "w8a8"}
+    wanted = resolve(asked(options), board, ModelFacts.of(None))
+    assert wanted.whole is not None
     begun = list[DecoderProgram]()
     program = analysed(PlainDecoder())
     original, before = program.copied(), places(program)
@@ -69,9 +72,8 @@ def test_a_build_that_falls_back_copies_no_weight(monkeypatch: pytest.MonkeyPatc
         real(each, passes)
 
     monkeypatch.setattr(plan, "run_pipeline", noted)
-    config = CompileConfig(target="zcu102", quant="w8a8", **SIZES, offload="mlp")
     with pytest.warns(UserWarning, match="cannot run this decoder's whole steps"):
-        decide(program, config, board, original=original, wish=wish)
+        decide(program, wanted, board, original=original)
     assert len({id(each) for each in begun}) == 2
 
 

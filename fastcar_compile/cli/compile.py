@@ -41,6 +41,12 @@ def show_dry_run(report: fc.DryRun) -> None:
     """Print what would be built: layers, places, memory, engine, speed, and what is refused."""
     memory = report.memory
     print_fields(_summary(report))
+    chosen = (
+        (option.name, getattr(report.options, option.name), report.reasons.get(option.name, "as given"))
+        for option in listed(fc.CompileConfig)
+        if option.listing.decided or option.name in report.reasons
+    )
+    _show_table(("option", "value", "why"), chosen)
     _show_table(("layers", "MLP, source", "size", "replay"), map(_layer_row, _alike(report.layers, _kind)))
     places = ((p.what, p.unit, span(p.layers), p.calls or "", p.reason) for p in report.placements)
     _show_table(("part", "runs on", "layers", ">calls", "why"), places)
@@ -75,8 +81,7 @@ def _summary(report: fc.DryRun) -> dict[str, str]:
         f"{decoder.vocab_size or 'no'} vocabulary entries, {decoder.max_seq_len} positions, "
         f"{count_text(decoder.tokens_per_frame, 'token')} per frame, {rows_text(decoder.batch_size, decoder.rows)}",
         **({} if (order := order_text(options)) == RASTER else {"order": order}),
-        "options": f"target {report.target}, quant {options.quant}, kv {options.kv}, numerics {options.numerics}, "
-        f"offload {options.offload}",
+        "target": report.target,
         "replay": f"{able} of {count_text(len(report.layers), 'layer')} may replay",
         "pipeline": re.sub(r"\{.*?\}(?=,|$)", "", report.pipeline).replace(",", ", "),
     }

@@ -162,7 +162,7 @@ def of_artifact(path: Path, target: str | None) -> Question:
 def as_compiled(path: Path, work: Workload, board: fc.Target, kv: str | None) -> Workload:
     """Return the workload of an artifact without an accelerator as `compile` would offload it to this board."""
     from fastcar_compile.codegen.hls.model.workload import workload_of_sections
-    from fastcar_compile.config.targets import whole_step
+    from fastcar_compile.config.resolve import whole_step
 
     manifest = fc.load(path).manifest
     names = ("tokens_per_frame", "max_seq_len", "batch_size", "rows", "sparse_attention")
@@ -171,10 +171,12 @@ def as_compiled(path: Path, work: Workload, board: fc.Target, kv: str | None) ->
     if manifest.accelerator is not None or wish is None or work.gate.on_host:
         return work
     from fastcar_compile.cli.opt import read_program
-    from fastcar_compile.codegen.plan import whole_steps
+    from fastcar_compile.codegen.hls.accelerator import offloaded
+    from fastcar_compile.codegen.plan import rewritten
 
     try:
-        whole_steps(read_program(path), wish)
+        rewritten(program := read_program(path), wish)
+        offloaded(program, wish.offload)
     except CompileError:
         return work
     config = wish.model_copy(update={"replay": manifest.options.replay})

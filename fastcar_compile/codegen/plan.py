@@ -3,7 +3,7 @@
 import platform
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -20,6 +20,7 @@ from fastcar_compile.codegen.hls.model.workload import workload_of_sections
 from fastcar_compile.codegen.tvm.isa import cross_compiler
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import ACCELERATED
+from fastcar_compile.config.resolve import Resolved
 from fastcar_compile.config.targets import Target, has_accelerator
 from fastcar_compile.errors import CompileError, UserError, attempt
 from fastcar_compile.gates import decided_on_accelerator
@@ -100,6 +101,7 @@ class BuildPlan:
 
     Args:
         program: rewritten for `config`. config: the options, with what the accelerator computes. board: the target.
+        reasons: option that nobody gave -> why it has its value.
         pipeline: the passes that ran, as text.
         accelerator: its engine and its work; None: no kernel is emitted, or none can be (`problems`).
         placements: what runs where, and why. memory: bytes, per bank of the board.
@@ -108,6 +110,7 @@ class BuildPlan:
 
     program: DecoderProgram
     config: CompileConfig
+    reasons: Mapping[str, str]
     board: Target
     pipeline: str
     accelerator: Accelerator | None
@@ -131,56 +134,54 @@ class BuildPlan:
 
 def decide(
     program: DecoderProgram,
-    config: CompileConfig,
+    asked: Resolved,
     board: Target,
     *,
     original: DecoderProgram | None = None,
-    wish: CompileConfig | None = None,
     before: Sequence[Pass] = (),
 ) -> BuildPlan:
     """Rewrite a program and return the plan of its build.
 
     Args:
-        program: with known layers; it is rewritten. config: options. original: a copy of it, which a wish needs.
-        wish: the same options for an accelerator that runs whole steps, where nobody says what it computes
-            (`targets.whole_step`). It is taken if the program allows it, and if the hardware model predicts no shorter
-            dense step with the linears alone. A refusal is a fallback, and a warning too.
-        before: the passes that ran already.
+        program: with known layers; it is rewritten. original: a copy of it, needed where `asked` has whole steps to
+            try. They are taken if the program allows it, and if the hardware model predicts no shorter dense step with
+            the linears alone. A refusal is a fallback, and a warning too.
+        asked: the options. before: the passes that ran already.
 
     Raises:
-        CompileError: the program cannot be rewritten with `config`.
+        CompileError: the program cannot be rewritten with the options.
     """
     refused = list[Fallback]()
-    if wish is not None and original is not None:
+    if asked.whole is not None and original is not None:
         try:
-            work = whole_steps(program, wish)
+            passes = rewritten(program, asked.whole)
+            work = offloaded(program, asked.whole.offload)
         except CompileError as error:
             # Nobody asked for whole steps, but everybody would like them.
             instead, hint = "the accelerator computes its MLPs, the host the rest", "give offload='mlp' (--offload mlp)"
             reason = "; ".join(dict.fromkeys(single.what for single in error.problems or (error,)))
             refused.append(Fallback(kind="offload", what="decode step", instead=instead, reason=reason, hint=hint))
+            asked = asked.offloading("mlp", "whole steps cannot express the decoder: see the fallbacks")
         else:
-            plan = _plan(program, wish, board, before, work)
+            whole = asked.offloading("all", "the hardware model predicts no shorter dense step with the linears alone")
+            plan = _plan(program, whole, board, [*before, *passes], work)
             if _best_offload(plan) == "all":
                 return plan
-            config = config.model_copy(update={"offload": "linears", "kv": wish.kv})
+            asked = asked.offloading("linears", "the hardware model predicts a shorter dense step than of whole steps")
         program = original.copied()
-    run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
+    passes = rewritten(program, asked.config)
     for fallback in refused:  # not before it is certain that there is something to fall back to
         text = f"offload is 'mlp', because the accelerator cannot run this decoder's whole steps: {fallback.reason}"
         warn(text, 4)
-    plan = _plan(program, config, board, before)
+    plan = _plan(program, asked, board, [*before, *passes])
     return replace(plan, fallbacks=(*refused, *plan.fallbacks))
 
 
-def whole_steps(program: DecoderProgram, config: CompileConfig) -> Offloaded:
-    """Rewrite a program for an accelerator that runs whole steps; return the accelerator's work.
-
-    Raises:
-        CompileError: everything that such an accelerator cannot express.
-    """
-    run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
-    return offloaded(program, config.offload)
+def rewritten(program: DecoderProgram, config: CompileConfig) -> list[Pass]:
+    """Rewrite a program as the options say, and return the passes that ran."""
+    passes = rewrite_pipeline(config, len(program.sites))
+    run_pipeline(program, passes)
+    return passes
 
 
 def _best_offload(plan: BuildPlan) -> str:
@@ -195,22 +196,24 @@ def _best_offload(plan: BuildPlan) -> str:
 
 
 def _plan(
-    program: DecoderProgram, config: CompileConfig, board: Target, before: Sequence[Pass], work: Offloaded | None = None
+    program: DecoderProgram, asked: Resolved, board: Target, passes: Sequence[Pass], work: Offloaded | None = None
 ) -> BuildPlan:
     """Return the plan of a rewritten program. `work`: of the accelerator, where it is known already."""
-    problems, accelerator = list[CompileError](), None
+    config, problems, accelerator = asked.config, list[CompileError](), None
     if has_accelerator(config, board):
         attempt(problems, partial(engines.require_memory, program, config, board))
         work = work or attempt(problems, partial(offloaded, program, config.offload))
         if work is not None:
             accelerator = attempt(problems, partial(engines.choose_accelerator, program, config, board, work))
     kept = () if work is None or config.offload != "linears" else _linears(work)
-    fallbacks = (*_fallbacks(program, config, board), *kept, *_board_libraries(board))
+    assumed = [_assumed_frame(config.tokens_per_frame)] if asked.assumes_frame else []
+    fallbacks = (*assumed, *_fallbacks(program, config, board), *kept, *_board_libraries(board))
     return BuildPlan(
         program=program,
         config=config,
+        reasons=asked.reasons,
         board=board,
-        pipeline=pipeline_to_string([*before, *rewrite_pipeline(config, len(program.sites))]),
+        pipeline=pipeline_to_string(passes),
         accelerator=accelerator,
         placements=tuple(_placements(program, config, board, accelerator, fallbacks)),
         memory=_memory(program, config, board, accelerator),
@@ -236,7 +239,7 @@ def _fallbacks(program: DecoderProgram, config: CompileConfig, board: Target) ->
         yield Fallback(kind="prompt", what="prompt", instead=instead, reason=reason, hint=hint)
 
 
-def assumed_frame(frame: int) -> Fallback:
+def _assumed_frame(frame: int) -> Fallback:
     """Return that nobody said how many tokens a frame has."""
     instead, reason = f"{frame} is assumed", "the model's config gives none"
     hint = "give tokens_per_frame (--tokens-per-frame)"

@@ -51,7 +51,8 @@ class DryRun(Part):
     """The result of a dry run; no code is generated, and no file is written.
 
     Args:
-        options: the options of `compile`, with the defaults filled in. target: name of the board or CPU.
+        options: the options of `compile`, with the defaults filled in. reasons: option that nobody gave -> why it has
+            its value. target: name of the board or CPU.
         decoder: sizes. layers: every layer with module path, source line and gate. pipeline: the passes that ran.
         placements: where each part runs. fallbacks: parts that run in another way than the options ask for.
         problems: problems that `compile` would refuse; empty: it would build the artifact.
@@ -61,6 +62,7 @@ class DryRun(Part):
     """
 
     options: CompileConfig
+    reasons: dict[str, str]
     target: str
     decoder: DecoderConfig
     layers: tuple[LayerSite, ...]
@@ -110,6 +112,7 @@ def dry_run_of(plan: BuildPlan) -> DryRun:
         cases |= {"half of what may replay": most / 2, "all that may replay": most}
     report = DryRun(
         options=plan.config,
+        reasons=dict(plan.reasons),
         target=plan.board.name,
         decoder=decoder.config,
         layers=layers.layers,

@@ -109,7 +109,7 @@ TRAINED: dict[str, Any] = {
 MODEL = nn.Linear(2, 2)
 OPTIONS: dict[str, Any] = {"target": "cpu", "tokens_per_frame": 4, "max_seq_len": 32}
 NOTHING: dict[str, Any] = dict.fromkeys(("layers", "placements", "fallbacks", "problems", "state"), ())
-DRY_RUN = {"options": CompileConfig(**OPTIONS), "target": "cpu", "decoder": CONFIG, "pipeline": ""}
+DRY_RUN = {"options": CompileConfig(**OPTIONS), "reasons": {}, "target": "cpu", "decoder": CONFIG, "pipeline": ""}
 CONSTRUCTED: dict[str, dict[str, Any]] = {
     "Check": {"name": "g++", "severity": "ok", "message": "is there"},
     "CompileConfig": OPTIONS,

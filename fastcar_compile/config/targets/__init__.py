@@ -2,7 +2,6 @@
 
 import platform
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -10,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import quant_format
-from fastcar_compile.errors import CompileError, TargetError, UserError, count_text, describe_validation, names_text
+from fastcar_compile.errors import TargetError, UserError, count_text, describe_validation, names_text
 from fastcar_compile.support import limits
 from fastcar_compile.support.values import checked, file_bytes
 
@@ -288,18 +287,6 @@ def require_buildable(target: Target) -> None:
 def has_accelerator(config: CompileConfig, board: Target) -> bool:
     """Return whether kernels are emitted: the target has a fabric, and the arithmetic is int8."""
     return board.kind == "fpga" and quant_format(config.quant).accelerated
-
-
-def whole_step(board: Target, options: Mapping[str, Any]) -> CompileConfig | None:
-    """Return the options with offload "all"; None: the target has no such accelerator, or the options exclude it.
-
-    `compile` tries these options, and `estimate` predicts them, where the caller gives no `offload`.
-    """
-    try:
-        config = CompileConfig(target=board.name, **options, offload="all")
-    except CompileError:
-        return None
-    return config if has_accelerator(config, board) else None
 
 
 def _unknown(name: str) -> TargetError:
