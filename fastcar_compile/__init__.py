@@ -4,7 +4,6 @@ Importing this package loads nothing else. Each name loads what it needs when it
 decoding on cpu need neither torch nor the compiler.
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -34,23 +33,18 @@ if TYPE_CHECKING:
     from fastcar_compile.frontend.adapt import adapt as adapt
     from fastcar_compile.gates.draft import Draft as Draft
     from fastcar_compile.report.comparison import diff as diff
-    from fastcar_compile.report.dry_run import DryRun as DryRun
-    from fastcar_compile.report.environment import Check as Check
     from fastcar_compile.report.environment import doctor as doctor
     from fastcar_compile.report.page.page import inspect as inspect
     from fastcar_compile.runtime.batcher import Batcher as Batcher
-    from fastcar_compile.runtime.batcher import TokenStream as TokenStream
     from fastcar_compile.runtime.compiled import Artifact as Artifact
     from fastcar_compile.runtime.compiled import load as load
     from fastcar_compile.runtime.generation import TransformersDecoder as TransformersDecoder
     from fastcar_compile.runtime.sampling import Sampling as Sampling
     from fastcar_compile.runtime.session import Session as Session
-    from fastcar_compile.runtime.video import Video as Video
     from fastcar_compile.runtime.video import VideoPipeline as VideoPipeline
     from fastcar_compile.tune.calibrate import calibrate as calibrate
     from fastcar_compile.tune.training.draft import fit_draft as fit_draft
     from fastcar_compile.tune.training.train import TrainedGate as TrainedGate
-    from fastcar_compile.tune.training.train import TunedDecoder as TunedDecoder
     from fastcar_compile.tune.training.train import train_gate as train_gate
     from fastcar_compile.tune.training.train import tune_decoder as tune_decoder
 
@@ -64,14 +58,13 @@ _MODULES = {
     "frontend.adapt": ("adapt",),
     "gates.draft": ("Draft",),
     "report.comparison": ("diff",),
-    "runtime.batcher": ("Batcher", "TokenStream"),
+    "runtime.batcher": ("Batcher",),
     "runtime.compiled": ("Artifact", "load"),
     "compiler": ("compile",),
     "config": ("CompileConfig", "ReplayConfig", "SparseAttention"),
     "config.jacobi": ("Jacobi",),
     "config.wavefront": ("Wavefront",),
-    "report.environment": ("Check", "doctor"),
-    "report.dry_run": ("DryRun",),
+    "report.environment": ("doctor",),
     "errors": (
         *("ArtifactError", "BackendError", "CompileError", "FastcarError", "InputError", "InternalError"),
         *("SignatureError", "TargetError", "UserError"),
@@ -80,40 +73,13 @@ _MODULES = {
     "report.page.page": ("inspect",),
     "runtime.sampling": ("Sampling",),
     "runtime.session": ("Session",),
-    "runtime.video": ("Video", "VideoPipeline"),
+    "runtime.video": ("VideoPipeline",),
     "config.targets": ("Target", "available_targets", "load_target"),
     "tune.training.draft": ("fit_draft",),
-    "tune.training.train": ("TrainedGate", "TunedDecoder", "train_gate", "tune_decoder"),
+    "tune.training.train": ("TrainedGate", "train_gate", "tune_decoder"),
     "artifact.trust": ("sign", "verify_signature"),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
-_REMOVED = {"simulate": "`fastcar estimate ARTIFACT --time-line FILE`"}
-"""Names that this minor version still knows -> what does their work now."""
-_MOVED = {
-    **{name: f"fastcar_compile.runtime.{name}" for name in ("compiled", "generation")},
-    **{name: f"fastcar_compile.config.{name}" for name in ("formats", "targets")},
-    **{name: f"fastcar_compile.tune.{name}" for name in ("evaluate", "training")},
-    "calibration": "fastcar_compile.tune",
-    "comparison": "fastcar_compile.report.comparison",
-    "estimate": "fastcar_compile.codegen.hls.model",
-    "play": "fastcar_play",  # a package of its own
-    "trust": "fastcar_compile.artifact.trust",
-}
-"""Modules of version 0.1 -> where they are. The rest of the package never was public."""
-
-
-class _Moved:
-    """Says where a module is, after every other finder has looked for it in vain."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        """Raise ModuleNotFoundError with the new place of a module that moved."""
-        package, _, module = name.partition(".")
-        if package == __name__ and module in _MOVED:
-            raise ModuleNotFoundError(f"{name} is {_MOVED[module]} now", name=name)
-
-
-sys.meta_path.append(_Moved)
 
 # Checkers want a literal here. They find the names among the imports above.
 __all__ = sorted(_WHERE)  # noqa: PLE0605  # pyright: ignore[reportUnsupportedDunderAll]
@@ -123,10 +89,6 @@ def __getattr__(name: str) -> Any:
     """Import the module of a public name when the name is first used (PEP 562)."""
     if name == "__version__":
         return import_module(f"{__name__}.support.packages").installed_version()
-    if name in _REMOVED:
-        from fastcar_compile.errors import UserError
-
-        raise UserError(f"fastcar_compile.{name} was removed", hint=f"use {_REMOVED[name]}")
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fastcar_compile.support.machine import collector_paused

@@ -48,12 +48,6 @@ def test_replay_config_survives_json(threshold: Any) -> None:
     assert ReplayConfig.from_json(json.loads(json.dumps(config.to_json(), allow_nan=False))) == config
 
 
-def test_a_removed_gate_names_its_successor() -> None:
-    with pytest.raises(CompileError, match="gate 'bound' was removed: 'input_delta' decides alike") as caught:
-        ReplayConfig(gate="bound")
-    assert caught.value.hint == "use 'input_delta'"
-
-
 @pytest.mark.parametrize(
     ("fields", "texts"),
     [

@@ -16,25 +16,25 @@ from torch.nn import functional as F
 import fastcar_compile as fc
 from fastcar_compile.artifact.sections import LayersSection
 from fastcar_compile.errors import CompileError
-from fastcar_compile.report.dry_run import replay_ceiling
+from fastcar_compile.report.dry_run import DryRun, replay_ceiling
 
 MODEL = Path(__file__).parents[1] / "examples" / "moving_shapes" / "model"
 FRAME, LAYERS, HIDDEN, ROWS = 256, 4, 128, 2049
 
 
 @pytest.fixture(scope="module")
-def report() -> fc.DryRun:
+def report() -> DryRun:
     """Of the shipped decoder for zcu102."""
     return fc.compile(MODEL, "zcu102", offload="mlp", dry_run=True)
 
 
-def test_layers_are_found_with_their_source_lines(report: fc.DryRun) -> None:
+def test_layers_are_found_with_their_source_lines(report: DryRun) -> None:
     assert [layer.module_path for layer in report.layers] == [f"model.layers.{i}.mlp" for i in range(LAYERS)]
     assert all(layer.source.startswith("transformers/models/llama/modeling_llama.py:") for layer in report.layers)
     assert all(layer.replay is not None and layer.replay.gate == "tas" for layer in report.layers)
 
 
-def test_bytes_are_those_of_the_state(report: fc.DryRun) -> None:
+def test_bytes_are_those_of_the_state(report: DryRun) -> None:
     cache, slots = LAYERS * ROWS * HIDDEN * 4, LAYERS * FRAME
     assert report.memory.state == {
         "key_cache": cache, "value_cache": cache, "mlp_cache": slots * HIDDEN * 4, "chain_count": slots * 4,
@@ -44,19 +44,19 @@ def test_bytes_are_those_of_the_state(report: fc.DryRun) -> None:
     assert bank.fits
 
 
-def test_the_speed_is_predicted_dense_and_with_replay(report: fc.DryRun) -> None:
+def test_the_speed_is_predicted_dense_and_with_replay(report: DryRun) -> None:
     assert [s.case for s in report.speed] == ["dense", "half of what may replay", "all that may replay"]
     assert [s.replay_ratio for s in report.speed] == pytest.approx([0, 1791 / 2047 / 2, 1791 / 2047])
 
 
-def test_chain_and_refresh_lower_the_ceiling(report: fc.DryRun) -> None:
+def test_chain_and_refresh_lower_the_ceiling(report: DryRun) -> None:
     rule = fc.ReplayConfig(max_chain=3, refresh_every=4)
     config = report.options.model_copy(update={"replay": rule})
     assert replay_ceiling(config, LayersSection(layers=report.layers)) == pytest.approx(1791 / 2047 * 3 / 4 * 3 / 4)
 
 
 def test_a_config_alone_is_enough_and_nothing_is_written(
-    report: fc.DryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    report: DryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -68,9 +68,9 @@ def test_a_config_alone_is_enough_and_nothing_is_written(
         fc.compile(folder, "zcu102")
 
 
-def test_json_holds_everything(report: fc.DryRun) -> None:
+def test_json_holds_everything(report: DryRun) -> None:
     text = json.dumps(report.to_json(), allow_nan=False)
-    assert fc.DryRun.model_validate(json.loads(text)) == report
+    assert DryRun.model_validate(json.loads(text)) == report
 
 
 def test_every_problem_of_the_hardware_is_listed(tmp_path: Path) -> None:

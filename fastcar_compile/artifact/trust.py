@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -31,8 +31,6 @@ from fastcar_compile.support.values import file_bytes, path_of, refuse_pipe, sho
 REFUSE = "do not use the artifact: get the one that is trusted, or trust this one after you have checked it"
 MAKE_KEY = "make one with `openssl ecparam -name prime256v1 -genkey -noout -out signing.pem`"
 MAKE_PUBLIC = "write it with `openssl ec -in signing.pem -pubout -out signing.pub`"
-SUCCESSOR = "verify with the tool of OpenSSF model signing, `python -m model_signing verify {}`, then pin the digest"
-"""Hint for the kinds of signature and the policies of version 0.1; {} stands for the kind."""
 
 
 class SignatureReport(BaseModel):
@@ -257,19 +255,3 @@ def _written(root: Path, make: Callable[[Path], None]) -> Any:
             return json.loads(data)
         except OSError as error:
             raise ArtifactError(f"the signature cannot be written: {error}", where=str(root)) from error
-
-
-_GONE = {
-    **dict.fromkeys(("KeySigner", "SigningKey"), "give the key's path to fc.sign and fc.load"),
-    **dict.fromkeys(("CertificateSigner", "SigningCertificate"), SUCCESSOR.format("certificate")),
-    **dict.fromkeys(("KeylessSigner", "SigningIdentity"), SUCCESSOR.format("sigstore")),
-    "Policy": SUCCESSOR.format("key"),
-}
-"""Names of version 0.1 -> what does their work now."""
-
-
-def __getattr__(name: str) -> NoReturn:
-    """Raise an error that names the successor of a name of version 0.1."""
-    if name in _GONE:
-        raise AttributeError(f"{__name__}.{name} is gone: {_GONE[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -31,13 +31,13 @@ from fastcar_compile.errors import UserError, count_text, size_text
 if TYPE_CHECKING:
     from fastcar_compile.codegen.plan import Bank, Fallback
     from fastcar_compile.ir.types import LayerSite
-    from fastcar_compile.report.dry_run import Speed
+    from fastcar_compile.report.dry_run import DryRun, Speed
 
 T = TypeVar("T")
 STORE, CACHE = Needs("cache"), Option(rich_help_panel="Cache")
 
 
-def show_dry_run(report: fc.DryRun) -> None:
+def show_dry_run(report: DryRun) -> None:
     """Print what would be built: layers, places, memory, engine, speed, and what is refused."""
     memory = report.memory
     print_fields(_summary(report))
@@ -72,7 +72,7 @@ def _alike(items: Iterable[T], key: Callable[[T], object]) -> Iterator[list[T]]:
     return (list(group) for _, group in groupby(items, key))
 
 
-def _summary(report: fc.DryRun) -> dict[str, str]:
+def _summary(report: DryRun) -> dict[str, str]:
     decoder, options = report.decoder, report.options
     able = sum(layer.replay is not None for layer in report.layers)
     fields = {
@@ -88,7 +88,7 @@ def _summary(report: fc.DryRun) -> dict[str, str]:
     return fields | _engine(report)
 
 
-def _engine(report: fc.DryRun) -> dict[str, str]:
+def _engine(report: DryRun) -> dict[str, str]:
     design, found = report.design, report.exploration
     if design is None or found is None:
         return {"engine": "none"}

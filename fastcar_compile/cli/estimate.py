@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from typer import Argument, CallbackParam, Option
+from typer import Argument, Option
 
 import fastcar_compile as fc
 from fastcar_compile.cli.common import JsonOption, MayRead, Writes, command, stages
@@ -22,23 +22,6 @@ if TYPE_CHECKING:
     from fastcar_compile.codegen.hls.step_program.program import StepProgram
 
 SHAPE_CONTEXT, SHAPE_QUANT = 512, "w8a8"
-
-
-GONE = {
-    "--plot": "--time-line FILE has the same spans; ui.perfetto.dev draws them",
-    "--batch": "give --batch-size, the videos decoded together, and --rows, the rows of each video",
-    "--sink-window": "give --window and --sinks, as for `fastcar compile`",
-}
-"""Options that version 0.1 had -> their successors."""
-
-
-def _gone(parameter: CallbackParam, value: str | None) -> None:
-    """Name the successor of an option that is gone."""
-    if value is not None:
-        raise UserError(f"{parameter.opts[0]} is gone", hint=GONE[parameter.opts[0]])
-
-
-Gone = Annotated[str | None, Option(hidden=True, callback=_gone)]
 
 
 @command
@@ -60,9 +43,6 @@ def estimate_command(
     gate_units: Annotated[int | None, Option(min=1)] = None,
     draft_share: Annotated[float | None, Option(min=0, max=1)] = None,
     what_if: bool = False,
-    plot: Gone = None,
-    batch: Gone = None,
-    sink_window: Gone = None,
     time_line: Annotated[Path | None, Writes("time line")] = None,
     as_json: JsonOption = False,
 ) -> None:

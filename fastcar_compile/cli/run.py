@@ -11,7 +11,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
 from fastcar_compile.cli.output import print_fields, print_result, print_text
-from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption
+from fastcar_compile.cli.trust import DigestOption, KeyOption, RereadOption
 from fastcar_compile.config.listing import Needs
 from fastcar_compile.errors import UserError, count_text, os_errors
 
@@ -44,7 +44,6 @@ def run_command(
     trace: Annotated[Path | None, Writes("trace")] = None,
     digest: DigestOption = None,
     public_key: KeyOption = None,
-    policy: PolicyOption = None,
     reread: RereadOption = True,
     as_json: JsonOption = False,
 ) -> None:

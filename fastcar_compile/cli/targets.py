@@ -15,6 +15,7 @@ from fastcar_compile.errors import count_text, size_text
 
 if TYPE_CHECKING:
     from fastcar_compile.config.targets import Memory
+    from fastcar_compile.report.environment import Check
 
 
 @command
@@ -93,7 +94,7 @@ def doctor_command(as_json: JsonOption = False) -> ExitCode:
     return ExitCode.USER_ERROR if any(check.severity == "error" for check in checks) else ExitCode.OK
 
 
-def _show(checks: tuple[fc.Check, ...]) -> None:
+def _show(checks: tuple[Check, ...]) -> None:
     """Print the checks, the worst first."""
     rows = (
         (check.severity, check.name, check.message + (f"; hint: {check.hint}" if check.hint else ""))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,32 +30,12 @@ RereadOption = Annotated[
 ]
 
 
-def _gone(context: typer.Context, parameter: typer.CallbackParam, value: object) -> None:
-    """Name the successor of an option that version 0.1 had."""
-    if value:
-        from fastcar_compile.artifact.trust import SUCCESSOR
-
-        option = parameter.opts[0]
-        kind = "key" if option == "--policy" else "certificate" if option in ("--certificate", "--root") else "sigstore"
-        raise UserError(f"{option} is gone", where=context.command_path, hint=SUCCESSOR.format(kind))
-
-
-def _removed(option: str) -> Any:
-    """Return a hidden option whose use names its successor."""
-    return typer.Option(option, hidden=True, callback=_gone)
-
-
-PolicyOption = Annotated[str | None, _removed("--policy")]
-
-
 @command
 def sign_command(
     artifact: ArtifactArgument,
     key: Path | None = None,
     passphrase_file: Path | None = None,
     ask_passphrase: bool = False,
-    certificate: Annotated[str | None, _removed("--certificate")] = None,
-    keyless: Annotated[bool, _removed("--keyless")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Sign an artifact.
@@ -80,9 +60,6 @@ def verify_signature_command(
     artifact: ArtifactArgument,
     key: Path | None = None,
     digest: DigestOption = None,
-    root: Annotated[str | None, _removed("--root")] = None,
-    issuer: Annotated[str | None, _removed("--issuer")] = None,
-    policy: PolicyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check who signed an artifact, and every file of it.

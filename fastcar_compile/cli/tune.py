@@ -22,6 +22,7 @@ from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
     from fastcar_compile.artifact.thresholds import Expected
+    from fastcar_compile.tune.training.train import TunedDecoder
 
 T = TypeVar("T")
 
@@ -165,7 +166,7 @@ def tune_decoder_command(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError("the output exists already", where=str(output), hint="give a new folder")
 
-    def save(found: fc.TunedDecoder) -> None:
+    def save(found: TunedDecoder) -> None:
         # A kill while writing leaves no half of a decoder under the name that was asked for, and what it leaves beside
         # that name is removed by the next build there.
         with claimed(output.absolute()) as building:

@@ -16,7 +16,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
 from fastcar_compile.cli.options import ArtifactArgument, ThresholdOption, parse_thresholds
 from fastcar_compile.cli.output import print_result, print_table, print_text
-from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption
+from fastcar_compile.cli.trust import DigestOption, KeyOption
 from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ def verify_command(
     seed: int = 0,
     digest: DigestOption = None,
     public_key: KeyOption = None,
-    policy: PolicyOption = None,
     as_json: JsonOption = False,
 ) -> ExitCode:
     """Compare every backend with eager PyTorch.

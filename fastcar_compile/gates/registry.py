@@ -21,10 +21,6 @@ _FABRIC: dict[str, type[FabricGate]] = {g.name: g for g in (TasGate, InputDeltaG
 _BUILT_IN: dict[str, type[Gate]] = {**_FABRIC, **{g.name: g for g in (AlwaysGate, NeverGate, RandomGate)}}
 
 
-_REMOVED = {"bound": "input_delta"}
-"""Names of version 0.1 -> the gate that decides alike within what was measured."""
-
-
 class GateKind(IntEnum):
     """The score that a control table's controller computes, as the table numbers it; a kernel is built for one."""
 
@@ -65,14 +61,7 @@ class GateRegistry(Mapping[str, type[Gate]]):
         self.__dict__.pop("_registered", None)
 
     def __getitem__(self, name: str) -> type[Gate]:
-        """Return the class; see Mapping.
-
-        Raises:
-            CompileError: the name was removed; `in` raises it too.
-        """
-        if name in _REMOVED and name not in self._registered:
-            what = f"gate {name!r} was removed: {_REMOVED[name]!r} decides alike within what was measured"
-            raise CompileError(what, hint=f"use {_REMOVED[name]!r}")
+        """Return the class; see Mapping."""
         return _BUILT_IN[name] if name in _BUILT_IN else self._registered[name]
 
     def __iter__(self) -> Iterator[str]:

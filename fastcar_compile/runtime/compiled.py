@@ -12,9 +12,9 @@ from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE, SIGNATURE
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import State
 from fastcar_compile.artifact.thresholds import Thresholds
-from fastcar_compile.artifact.trust import SUCCESSOR, Requirements
+from fastcar_compile.artifact.trust import Requirements
 from fastcar_compile.artifact.writer import store_thresholds
-from fastcar_compile.errors import InputError, SignatureError
+from fastcar_compile.errors import SignatureError
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.runtime.backends.base import OpenStepper, opened
 from fastcar_compile.runtime.depth import DepthHead
@@ -34,7 +34,6 @@ def load(
     *,
     digest: str | None = None,
     require_signature: str | Path | None = None,
-    policy: None = None,
     reread: bool = True,
 ) -> Artifact:
     """Open an artifact. Every file's sha256 is checked before anything is loaded.
@@ -48,7 +47,6 @@ def load(
     Args:
         digest: the only digest to accept, as `compile` printed it: `sha256:` and 64 hex digits.
         require_signature: the public key (PEM file) of the signer.
-        policy: gone; the error names its successor.
         reread: False: a large file that was read before with `reread=False`, and whose device, inode, size and times
             are the same by now, is not read again. The digests are in $FASTCAR_CACHE. It is for big models on a file
             system that only you and root can write.
@@ -62,8 +60,6 @@ def load(
     """
     place = path_of("the artifact", path)
     check_kind("reread", reread, bool, "True or False")
-    if policy is not None:
-        raise InputError("policies are gone", where="policy", hint=SUCCESSOR.format("key"))
     trust = Requirements.of(digest=digest, require_signature=require_signature)
     if reread:
         return Artifact(place, trust=trust)

@@ -16,7 +16,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli.common import JsonOption, command, stages
 from fastcar_compile.cli.options import BACKENDS, ArtifactArgument
 from fastcar_compile.cli.output import interactive, print_fields, print_result, print_text
-from fastcar_compile.cli.trust import DigestOption, KeyOption, PolicyOption, RereadOption
+from fastcar_compile.cli.trust import DigestOption, KeyOption, RereadOption
 from fastcar_compile.config.listing import Without
 from fastcar_compile.errors import count_text
 from fastcar_compile.support.machine import usable_cores
@@ -59,7 +59,6 @@ def play_command(
     browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page."), *SERVED] = True,
     digest: DigestOption = None,
     public_key: KeyOption = None,
-    policy: PolicyOption = None,
     reread: RereadOption = True,
     as_json: JsonOption = False,
 ) -> None:

@@ -17,6 +17,7 @@ import fastcar_compile as fc
 from fastcar_compile.cli import app
 from fastcar_compile.errors import InputError
 from fastcar_compile.tune.training.relaxed import RelaxedDecoder
+from fastcar_compile.tune.training.train import TunedDecoder
 
 from .conftest import interrupted_and_resumed
 
@@ -28,20 +29,18 @@ def some(decoder: LlamaForCausalLM) -> np.ndarray:
     return videos(decoder, 192, 1)
 
 
-def tune(model: LlamaForCausalLM, tokens: np.ndarray, **options: Any) -> fc.TunedDecoder:
+def tune(model: LlamaForCausalLM, tokens: np.ndarray, **options: Any) -> TunedDecoder:
     given: dict[str, Any] = {"target_replay": 0.7, "batch": 16, "units": 4} | options
     return fc.tune_decoder(model, tokens, **given)
 
 
 @pytest.fixture(scope="module")
-def tuned(decoder: LlamaForCausalLM, some: np.ndarray) -> fc.TunedDecoder:
+def tuned(decoder: LlamaForCausalLM, some: np.ndarray) -> TunedDecoder:
     return tune(decoder, some[64:], steps=48, rate=3e-3)
 
 
 @pytest.mark.thorough  # a result of training; the mechanics are tested beside it
-def test_a_tuned_decoder_loses_less_by_replay(
-    decoder: LlamaForCausalLM, some: np.ndarray, tuned: fc.TunedDecoder
-) -> None:
+def test_a_tuned_decoder_loses_less_by_replay(decoder: LlamaForCausalLM, some: np.ndarray, tuned: TunedDecoder) -> None:
     """On videos of neither training. The frozen decoder has a gate that was trained as long."""
     gate = fc.train_gate(decoder, some[64:], target_replay=0.7, batch=16, units=4, steps=48)
     frozen = fc.calibrate(decoder, some[:64], replay=gate.replay_config(), target_replay=0.7)

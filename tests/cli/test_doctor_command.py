@@ -12,11 +12,12 @@ import pytest
 
 import fastcar_compile as fc
 from fastcar_compile.report import environment
+from fastcar_compile.report.environment import Check
 
 from .conftest import Fastcar
 
 
-def by_name() -> dict[str, fc.Check]:
+def by_name() -> dict[str, Check]:
     return {check.name: check for check in fc.doctor()}
 
 

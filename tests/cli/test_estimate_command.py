@@ -170,8 +170,6 @@ def test_run_writes_the_trace(fastcar: Fastcar, fake: object, tmp_path: Path) ->
         (("--shape", "llama2-7b", "--quant", "int3"), "there is no engine for --quant int3"),
         (("--shape", "llama2-7b", "--offload", "head"), "--offload head is not known"),
         (("--shape", "llama2-7b", "--kv", "flaot16"), "did you mean 'float16'?"),
-        (("--shape", "llama2-7b", "--sink-window", "4,8"), "--sink-window is gone hint: give --window and --sinks"),
-        (("--shape", "llama2-7b", "--batch", "4"), "--batch is gone hint: give --batch-size"),
         (("--shape", "llama2-7b", "--sinks", "4"), "--sinks needs --window"),
         (("--shape", "llama2-7b", "--replay", 2, "--quant", "w4a8"), "replay = 2.0 (0 to 1)"),
         (("--shape", "llama2-7b", "--target", "cpu", "--what-if"), "cpu has no fabric"),

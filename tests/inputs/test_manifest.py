@@ -110,7 +110,6 @@ EDITS: dict[str, tuple[Callable[[Json], None], str]] = {
     "a layer too few": (drop("layers", "layers", 2), "layers are not those from 0 to 2"),
     "two gates": (put(*LAYER, "replay", "gate", value="input_delta"), "several gates"),
     "another gate than asked for": (put("options", "replay", "gate", value="always"), "options.replay.gate is always"),
-    "a removed gate": (put("options", "replay", "gate", value="bound"), "removed: 'input_delta' decides alike"),
     "replay that was not asked for": (put("options", "replay", value=None), "options.replay is null"),
     "sparse attention": (put("options", "sparse_attention", value=SPARSE), "are not both there"),
     "half of sparse attention": (put("options", "sparse_attention", value={"window": 8}), "lacks positions, sinks"),

@@ -17,11 +17,9 @@ from runtime.test_prompts import NotedStepper
 from torch import nn
 
 import fastcar_compile as fc
-from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.options import CompileOptions
 from fastcar_compile.errors import UserError
 from fastcar_compile.ir.types import DecoderConfig
-from fastcar_compile.report.dry_run import Memory
 from fastcar_compile.runtime.backends.base import Stepper
 from fastcar_compile.runtime.session import Session
 
@@ -108,14 +106,9 @@ TRAINED: dict[str, Any] = {
 }  # fmt: skip
 MODEL = nn.Linear(2, 2)
 OPTIONS: dict[str, Any] = {"target": "cpu", "tokens_per_frame": 4, "max_seq_len": 32}
-NOTHING: dict[str, Any] = dict.fromkeys(("layers", "placements", "fallbacks", "problems", "state"), ())
-DRY_RUN = {"options": CompileConfig(**OPTIONS), "reasons": {}, "target": "cpu", "decoder": CONFIG, "pipeline": ""}
 CONSTRUCTED: dict[str, dict[str, Any]] = {
-    "Check": {"name": "g++", "severity": "ok", "message": "is there"},
     "CompileConfig": OPTIONS,
     "Draft": {"digest": "00" * 32},
-    "Jacobi": {},
-    "DryRun": {**DRY_RUN, **NOTHING, "memory": Memory(weights=0, state={})},
     "Jacobi": {},
     "ReplayConfig": {},
     "Sampling": {},
@@ -124,7 +117,6 @@ CONSTRUCTED: dict[str, dict[str, Any]] = {
     "Target": {name: getattr(fc.load_target("cpu"), name) for name in fc.Target.model_fields},
     "Thresholds": THRESHOLDS,
     "TrainedGate": TRAINED,
-    "TunedDecoder": {"model": MODEL, "gate": fc.TrainedGate(**TRAINED)},
 }
 """Public model or dataclass -> fields that it accepts."""
 VIDEOS = np.ones((2, 9), np.int64)
@@ -147,7 +139,6 @@ CALLS: dict[str, dict[str, Call]] = {
         "set_context": lambda v: session().set_context(v),
         "extend": lambda v: after_prompt().extend(v),
         "wavefront": lambda v: session().generate(PROMPT, 2, wavefront=v),
-        "jacobi": lambda v: session().generate(PROMPT, 2, jacobi=v),
         "prompt": lambda v: session().generate(v, 2),
         "num_tokens": lambda v: session().generate(PROMPT, v),
         "sample": lambda v: session().generate(PROMPT, 2, sample=v),
@@ -175,7 +166,6 @@ CALLS: dict[str, dict[str, Call]] = {
         "path": lambda v: fc.load(v),
         "digest": lambda v: fc.load("/nowhere/at/all", digest=v),
         "require_signature": lambda v: fc.load("/nowhere/at/all", require_signature=v),
-        "policy": lambda v: fc.load("/nowhere/at/all", policy=v),
         "reread": lambda v: fc.load("/nowhere/at/all", reread=v),
     },
     "inspect": {"artifact": lambda v: fc.inspect(v, "/nowhere/at/all")},
@@ -231,8 +221,7 @@ CALLS: dict[str, dict[str, Call]] = {
 
 FUNCTIONS = ("sample", "on_token", "progress", "backend")
 OTHERS: dict[str, str] = {
-    "available_targets": "takes nothing", "doctor": "takes nothing", "TokenStream": "a batcher makes it",
-    "Video": "a pipeline makes it",
+    "available_targets": "takes nothing", "doctor": "takes nothing",
 }  # fmt: skip
 """Public names that take no value of a user."""
 
@@ -295,12 +284,9 @@ def test_a_hostile_field_works_or_is_refused_by_name(name: str, field: str) -> N
         ("Thresholds", "replay", math.nan, fc.InputError, "replay: Input should be a finite number (given: nan)"),
         ("TrainedGate", "price", "abc", fc.InputError, "price: Input should be a valid number, unable to parse"),
         ("TrainedGate", "layers", None, fc.InputError, "layers: Input should be a valid tuple (given: None)"),
-        ("TunedDecoder", "gate", 10**30, fc.InputError, "(given: a number of many digits)"),
         ("Target", "kind", "gpu", fc.TargetError, "kind: Input should be 'fpga' or 'cpu' (given: 'gpu')"),
         ("Target", "memories", (), fc.TargetError, "memories: Tuple should have at least 1 item after validation"),
-        ("Check", "severity", "bad", fc.InputError, "severity: Input should be 'ok', 'info', 'warning' or 'error'"),
         ("SparseAttention", "window", 0, fc.CompileError, "window: Input should be greater than or equal to 1"),
-        ("DryRun", "layers", 3, fc.InputError, "layers: Input should be a valid tuple (given: 3)"),
         ("CompileConfig", "batch_size", 0, fc.CompileError, "batch_size: Input should be greater than or equal to 1"),
     ],
 )

@@ -25,7 +25,7 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.runtime import batcher as module
 from fastcar_compile.runtime import streams
 from fastcar_compile.runtime.backends.base import Stepper, StepResult, opened
-from fastcar_compile.runtime.streams import TokenQueue
+from fastcar_compile.runtime.streams import TokenQueue, TokenStream
 
 VOCABULARY, PLACES = 17, 3
 PROMPT = np.array([1, 2, 3])
@@ -111,7 +111,7 @@ def raising(error: BaseException) -> fc.Sampling:
     return sampler(choose)
 
 
-async def read(stream: fc.TokenStream) -> list[int]:
+async def read(stream: TokenStream) -> list[int]:
     return [token async for token in stream]
 
 
@@ -307,7 +307,7 @@ def test_what_has_ended_keeps_no_memory_and_no_thread(made: Any) -> None:
         gc.collect()
         assert stepper() is None
 
-    def failed(stream: fc.TokenStream, error: type[Exception]) -> tuple[fc.TokenStream, Exception]:
+    def failed(stream: TokenStream, error: type[Exception]) -> tuple[TokenStream, Exception]:
         with pytest.raises(error) as caught:
             stream.result(20)
         return stream, caught.value
@@ -459,7 +459,7 @@ def test_logits_that_are_not_finite(made: Any) -> None:
     assert asyncio.run(anext_of(batcher.submit(np.array([9]), 2, fc.Sampling(seed=1)))) == 10
 
 
-async def anext_of(stream: fc.TokenStream) -> int:
+async def anext_of(stream: TokenStream) -> int:
     return await anext(stream)
 
 

@@ -244,21 +244,7 @@ def test_values_that_are_no_signer(artifact: Path, value: object) -> None:
     for call in (
         lambda: fc.sign(artifact, value),  # pyright: ignore[reportArgumentType]
         lambda: fc.load(artifact, require_signature=value),  # pyright: ignore[reportArgumentType]
-        lambda: fc.load(artifact, policy=value),  # pyright: ignore[reportArgumentType]
         lambda: fc.load(artifact, digest=value),  # pyright: ignore[reportArgumentType]
     ):
         with pytest.raises(fc.InputError):
             call()
-
-
-def test_what_is_gone_names_its_successor(artifact: Path, keys: Keys) -> None:
-    for name, successor in (
-        ("Policy", "python -m model_signing verify key"),
-        ("CertificateSigner", "python -m model_signing verify certificate"),
-        ("KeylessSigner", "python -m model_signing verify sigstore"),
-        ("SigningKey", "give the key's path to fc.sign"),
-    ):
-        with pytest.raises(AttributeError, match=successor):
-            getattr(fastcar_compile.artifact.trust, name)
-    with pytest.raises(fc.InputError, match="policies are gone"):
-        fc.load(artifact, policy="policy.toml")  # pyright: ignore[reportArgumentType]
