@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 from fastcar_compile.artifact.cache import Cache, Kind, cache_of
 from fastcar_compile.artifact.layout import MANIFEST
@@ -121,6 +122,8 @@ def compile(
     key, place = None, path_of("output", output)
     _check_output(place)
     decoder = _checked_path(model) if isinstance(model, str | Path) else model
+    if not dry_run:
+        _warn_of_thresholds(place)
     if store is not None and isinstance(decoder, Path) and decoder.is_dir() and not dry_run:
         key = _key(store, decoder, board, given, host_cpus, strict)
         found = None if key is None else _answer(store, key, place)
@@ -149,6 +152,14 @@ def _check_output(output: Path) -> None:
         str(output.absolute()).encode()
     except UnicodeEncodeError as error:
         raise ArtifactError("the output's path is not UTF-8", where=ascii(str(output)), hint="rename it") from error
+
+
+def _warn_of_thresholds(output: Path) -> None:
+    """Warn of an artifact in the place of the new one that has calibrated thresholds: they are its only copy, maybe."""
+    with suppress(OSError, ValueError, RecursionError):
+        found: Any = json.loads((output / MANIFEST).read_bytes())
+        if isinstance(found, dict) and cast("dict[str, Any]", found).get("thresholds"):
+            warn(f"the artifact in {output} is replaced, and with it the thresholds that were calibrated for it", 3)
 
 
 def _checked_path(given: str | Path) -> Path:

@@ -249,7 +249,8 @@ def _paths(value: object, marks: tuple[Any, ...]) -> Iterator[Path]:
     elif isinstance(value, list):
         yield from (item for item in cast("list[object]", value) if isinstance(item, Path))
     elif isinstance(value, str) and any(isinstance(mark, MayRead) for mark in marks):
-        yield from (Path(part) for part in (value, value.rpartition(":")[0]) if part)
+        named = (Path(part) for part in (value, value.rpartition(":")[0]) if part)
+        yield from (path for path in named if path.is_file())  # else it is a name: `--target cpu -o cpu`
 
 
 def _overwrites(output: Path, other: Path, read: bool) -> bool:

@@ -106,7 +106,8 @@ def run_command(
     report |= {"backend": backend, "output": output, "trace": trace}
     _write(tokens, output)
     _write(session.stats.decisions if trace else None, trace)
-    print_result(as_json, report | {"tokens": rows}, lambda: _show(report, rows))
+    frame = loaded.config.tokens_per_frame
+    print_result(as_json, report | {"tokens": rows}, lambda: _show(report, rows, frame))
 
 
 def _write(array: Any, path: Path | None) -> None:
@@ -134,14 +135,15 @@ def summary(session: fc.Session, tokens: list[list[int]], start: float, first: f
     }
 
 
-def _show(report: dict[str, Any], rows: list[list[int]]) -> None:
+def _show(report: dict[str, Any], rows: list[list[int]], frame: int) -> None:
     speed = report["tokens_per_second"]
     rate = "" if speed is None else f", {speed:.1f} tokens/s"
     several = f", {report['tokens_per_step']:.2f} tokens a decode step" if report["tokens_per_step"] > 1 else ""
+    none = f": the first frame, of {count_text(frame, 'token')}, has none before it to replay"
     fields = {
         "decoded": f"{report['rows']} x {report['num_tokens']} tokens on {report['backend']}{rate}{several}",
         "time": f"prompt {report['prefill_seconds']:.3f} s, decode {report['decode_seconds']:.3f} s",
-        "replay": f"{report['replay_ratio']:.2%} of all MLPs",
+        "replay": f"{report['replay_ratio']:.2%} of all MLPs{none if report['num_tokens'] - 1 <= frame else ''}",
         "per layer": ", ".join(f"{ratio:.2%}" for ratio in report["per_layer"]),
     }
     written = {name: str(report[name]) for name in ("output", "trace") if report[name] is not None}

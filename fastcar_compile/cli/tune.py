@@ -223,16 +223,17 @@ def calibrate_command(
             found.save(output)
         if store:
             loaded.store_thresholds(found, drop_signature=drop_signature)
-    print_result(as_json, found.to_json(), lambda: _show(found, loaded.digest if store else ""))
+    print_result(as_json, found.to_json(), lambda: _show(found, loaded.digest if store else "", target_replay))
 
 
-def _show(found: fc.Thresholds, digest: str) -> None:
-    """Print what was found. `digest`: of the artifact that keeps it; empty: none does."""
+def _show(found: fc.Thresholds, digest: str, target: float | None) -> None:
+    """Print what was found. `digest`: of the artifact that keeps it; empty: none does. `target`: of the replay."""
     increase = found.nll / found.nll_dense - 1
+    least = "" if target is None else f"; {target:.1%} or more were asked for"
     if digest:
         print_text(f"digest  {digest}\n")
     fields = {
-        "replay": f"{found.replay:.1%} of the forwards t >= F",
+        "replay": f"{found.replay:.1%} of the forwards t >= F{least}",
         "MLP weights": None if found.spared is None else f"{found.spared:.1%} not read, net of the drafts'",
         "on other videos": "unknown from one video" if found.expected is None else _expected(found.expected),
         "measured on": "one video" if found.expected is None else _measured(found.expected),

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import re
+import warnings
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -17,6 +18,7 @@ from pydantic import BaseModel
 import fastcar_compile as fc
 from fastcar_compile.cli.commands import REGISTRY
 from fastcar_compile.cli.compile import PARTS, option_words
+from fastcar_compile.compiler import _warn_of_thresholds
 from fastcar_compile.compiler import compile as compile_model
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.config.formats import KV_TYPES, QUANT_FORMATS
@@ -126,6 +128,27 @@ def test_the_default_target_is_this_machine(fastcar: Fastcar, calls: list[dict[s
     assert fastcar("compile", save_llama(tmp_path / "model"), "-o", tmp_path / "out").exit_code == 0
     assert calls[0]["target"] == signature(compile_model).parameters["target"].default == "cpu"
     assert Matrix(models=("model",)).targets == ("cpu",)
+
+
+def test_an_output_may_be_called_like_a_target(
+    fastcar: Fastcar, calls: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert fastcar("compile", save_llama(tmp_path / "model"), "--target", "cpu", "-o", "cpu").exit_code == 0
+        (tmp_path / "cpu").mkdir(exist_ok=True)
+    assert calls[1]["output"] == "cpu"
+
+
+def test_thresholds_that_go_with_a_replaced_artifact_are_told(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    for stored, warned in (({"thresholds": {"values": [1]}}, 1), ({"thresholds": None}, 0), ([], 0)):
+        (tmp_path / "old" / "manifest.json").write_text(json.dumps(stored))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _warn_of_thresholds(tmp_path / "old")
+            _warn_of_thresholds(tmp_path / "new")
+        assert [str(tmp_path / "old") in str(each.message) for each in caught] == [True] * warned
 
 
 def test_what_needs_a_board_names_one(fastcar: Fastcar, fake: FakeArtifact, tmp_path: Path) -> None:

@@ -34,6 +34,9 @@ def test_text_form(fastcar: Fastcar) -> None:
     assert re.fullmatch(r"time +prompt [0-9.]+ s, decode [0-9.]+ s", seconds)
     tokens = "4 5 6 7 8 9 10 11 12"
     assert rest == ["replay     16.67% of all MLPs", "per layer  50.00%, 0.00%, 0.00%", "", tokens, tokens]
+    for number, why in ((5, ": the first frame, of 4 tokens, has none before it to replay"), (6, "")):
+        shown = fastcar("run", "x", "--prompt", "3", "--num-tokens", number).stdout
+        assert re.search(rf"^replay +[0-9.]+% of all MLPs{why}$", shown, re.MULTILINE)
 
 
 @pytest.mark.usefixtures("fake")
