@@ -71,10 +71,10 @@ def build(
     if isinstance(model, nn.Module):
         model = unwrapped(model)
     _check_replay(given["replay"])
-    asked = resolve(given, board, _facts(model, given["max_seq_len"]))
+    asked = resolve(given, board, vars(_facts(model, given["max_seq_len"])))
     if asked.assumes_frame:
         frame = asked.config.tokens_per_frame
-        warn(f"the model's config gives no tokens_per_frame; {frame} is assumed. Give compile(tokens_per_frame=…)", 3)
+        warn(f"the model's config gives no tokens_per_frame; {frame} is assumed. Give tokens_per_frame", 3)
     # The writer claims the folder first: a place that cannot be written is found before minutes of work.
     made = nullcontext() if dry_run else ArtifactWriter(output, cache)
     with collector_paused(), made as writer:

@@ -16,7 +16,6 @@ from fastcar_compile.codegen.plan import decide
 from fastcar_compile.config.options import asked
 from fastcar_compile.config.resolve import resolve
 from fastcar_compile.frontend.capture import capture
-from fastcar_compile.frontend.model_facts import ModelFacts
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import tensor_attributes
@@ -59,7 +58,7 @@ def test_a_build_that_falls_back_copies_no_weight(monkeypatch: pytest.MonkeyPatc
     """The wish for whole steps is tried on the program, and what is built instead begins from a copy."""
     board = fc.load_target("zcu102")
     options: Any = {**SIZES, "quant": "w8a8"}
-    wanted = resolve(asked(options), board, ModelFacts.of(None))
+    wanted = resolve(asked(options), board, dict.fromkeys(SIZES))
     assert wanted.whole is not None
     begun = list[DecoderProgram]()
     program = analysed(PlainDecoder())

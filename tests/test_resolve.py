@@ -1,6 +1,5 @@
 """What target and model decide of the options, and the reasons that a dry run gives."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +9,10 @@ from fastcar_compile.config.options import WHOLE_STEP, asked
 from fastcar_compile.config.resolve import Resolved, resolve
 from fastcar_compile.errors import CompileError
 
-SAYS: Any = SimpleNamespace(tokens_per_frame=16, max_seq_len=64)
+SAYS = {"tokens_per_frame": 16, "max_seq_len": 64}
 
 
-def resolved(target: str, says: Any = SAYS, **options: Any) -> Resolved:
+def resolved(target: str, says: dict[str, Any] = SAYS, **options: Any) -> Resolved:
     given: Any = options
     return resolve(asked(given), fc.load_target(target), says)
 
@@ -37,7 +36,7 @@ def test_a_cpu_has_the_model_s_sizes_and_float32() -> None:
 
 
 def test_a_frame_that_nobody_knows_is_assumed() -> None:
-    found = resolved("cpu", SimpleNamespace(tokens_per_frame=None, max_seq_len=1024))
+    found = resolved("cpu", {"tokens_per_frame": None, "max_seq_len": 1024})
     assert found.assumes_frame
     assert found.config.tokens_per_frame == 256
     assert not resolved("cpu", tokens_per_frame=4).assumes_frame
@@ -62,13 +61,14 @@ def test_whole_steps_are_tried_where_nothing_excludes_them() -> None:
     assert (whole.reasons["offload"], whole.reasons["numerics"]) == ("fast", "offload all has it")
     assert (linears.config.offload, linears.config.kv, linears.config.numerics) == ("linears", "int8", "native")
     assert (linears.reasons["kv"], linears.reasons["numerics"]) == ("offload linears has it", "nothing asks for exact")
-    for options in ({"kv": "float16"}, {"numerics": "native"}, {"quant": "bf16"}):
+    excluding: list[dict[str, Any]] = [{"kv": "float16"}, {"numerics": "native"}, {"quant": "bf16"}]
+    for options in excluding:
         assert resolved("zcu102", **options).whole is None
         assert resolved("zcu102", **options).reasons["offload"] == "the other options exclude whole steps"
     assert "offload" not in resolved("zcu102", offload="linears").reasons, "it is given"
 
 
 @pytest.mark.parametrize("option", [{"offload": "mlp"}, {"engine": "hls"}])
-def test_an_option_of_accelerators_is_refused_on_a_cpu(option: dict[str, str]) -> None:
+def test_an_option_of_accelerators_is_refused_on_a_cpu(option: dict[str, Any]) -> None:
     with pytest.raises(CompileError, match="needs an accelerator, and target cpu has none"):
         resolved("cpu", **option)

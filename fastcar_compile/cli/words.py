@@ -72,7 +72,6 @@ def in_words_of(call: Call, error: UserError) -> UserError:
     rules = (
         rf"(?:(?<=; )|^)(?:the )?(?P<name>{names})(?=:? is |: | are )",
         rf"{_OWNER}\.(?P<name>{names})(?:\.\w+)*",
-        rf"compile\((?P<name>{names})=…\)",
         rf"(?<![\w.'\"`/-])(?P<name>{names})=(?P<value>'[^']*'|\"[^\"]*\"|[^\s,;:)]+)",
         rf"(?<![\w.'\"`/-])(?P<name>(?=[a-z]+_)(?:{names}))(?![\w('\"`=\[]|\.\w)",
         rf"(?<=\bleave )(?P<name>{names})(?= out)",

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import StrictInt
+
 from fastcar_compile.errors import InputError
 from fastcar_compile.support.values import checked, shown, whole
 
@@ -26,16 +28,15 @@ class Jacobi:
         InputError: the window is no whole number from 1 on, nor "auto".
     """
 
-    window: int | Literal["auto"] = 8
+    window: StrictInt | Literal["auto"] = 8
 
     def __post_init__(self) -> None:
         given: Any = self.window
-        if isinstance(given, str) and given != "auto":
-            raise InputError(
-                f"the window is {shown(given)}", where="Jacobi", hint='give a number of positions, or "auto"'
-            )
         if not isinstance(given, str):
             object.__setattr__(self, "window", whole("the window", given, 1))
+        elif given != "auto":
+            hint = 'give a number of positions, or "auto"'
+            raise InputError(f"the window is {shown(given)}", where="Jacobi", hint=hint)
 
     def __str__(self) -> str:
         return f"Jacobi, window {self.window}"

@@ -1,11 +1,8 @@
 """The list of options: all that shapes an artifact besides the model, each once. Whatever else knows them reads it."""
 
-from collections.abc import Mapping
-from dataclasses import asdict
-from functools import partial
-from typing import Annotated, Any, Literal, Self, TypedDict, cast
+from typing import Annotated, Any, Literal, Self, TypedDict
 
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import Field, model_validator
 
 from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, QUANT_FORMATS, quant_format
 from fastcar_compile.config.jacobi import Jacobi
@@ -14,7 +11,6 @@ from fastcar_compile.config.models import Config, ReplayConfig, SparseAttention
 from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import CompileError, InputError
 from fastcar_compile.support import limits
-from fastcar_compile.support.values import shown
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 64, 256
 """Tokens of a prefill chunk by default. Measured: a chunk of 256 takes a fifth less time per token
@@ -22,23 +18,6 @@ than a chunk of 64, and a chunk of 512 takes no less."""
 
 DECODER, DECODING, NUMBERS = Listing("Decoder"), Listing("Decoding"), Listing("Numbers", decided=True)
 EXPERT = Listing("Decoding", expert=True)
-
-
-def _parse_order(value: object, kind: type[Wavefront] | type[Jacobi], example: str) -> Wavefront | Jacobi | None:
-    """Return an order of decoding from itself, or from its fields as JSON has them."""
-    if value is None or isinstance(value, kind):
-        return value
-    if not isinstance(value, Mapping):
-        raise ValueError(f"an order is {example}, not {shown(value)}")
-    try:
-        return kind(**cast("Mapping[str, Any]", value))
-    except InputError as error:
-        raise ValueError(error.what) from error
-
-
-def _order(kind: type[Wavefront] | type[Jacobi], example: str) -> tuple[BeforeValidator, PlainSerializer]:
-    parse = BeforeValidator(partial(_parse_order, kind=kind, example=example))
-    return parse, PlainSerializer(lambda order: order and asdict(order), when_used="json")
 
 
 WHOLE_STEP = {"kv": "int8", "numerics": "exact"}
@@ -101,8 +80,8 @@ class CompileConfig(Config):
     batch_size: Annotated[int, Field(ge=1, le=32, strict=True), DECODER] = 1
     quant: Annotated[str, one_of(QUANT_FORMATS, "quantisation"), NUMBERS] = "none"
     rows: Annotated[int | None, Field(ge=1, le=32, strict=True), DECODING] = None
-    wavefront: Annotated[Any, *_order(Wavefront, "fc.Wavefront(grid=(rows, columns), lag=2)"), DECODING] = None
-    jacobi: Annotated[Any, *_order(Jacobi, "fc.Jacobi(window=8)"), DECODING] = None
+    wavefront: Annotated[Wavefront | None, DECODING] = None
+    jacobi: Annotated[Jacobi | None, DECODING] = None
     replay: Annotated[ReplayConfig | None, Listing("Replay")] = None
     prefill_chunk: Annotated[int | None, Field(ge=1, le=limits.SIZE, strict=True), EXPERT] = None
     offload: Annotated[Literal["mlp", "linears", "all"], Listing("Board", decided=True)] = "mlp"
@@ -132,11 +111,11 @@ class CompileConfig(Config):
             hint += f"({2 * self.tokens_per_frame})"
             raise CompileError(f"{what}: no token would have a previous frame to replay", hint=hint)
         CompileError.raise_all(self._not_a_whole_step())
-        if isinstance(front := self.wavefront, Wavefront):
-            found = front.problems(self.tokens_per_frame, self.rows, self.sparse_attention is not None)
+        if self.wavefront is not None:
+            found = self.wavefront.problems(self.tokens_per_frame, self.rows, self.sparse_attention is not None)
             CompileError.raise_all([CompileError(p.what, where="wavefront", hint=p.hint) for p in found])
-        if isinstance(guesses := self.jacobi, Jacobi):
-            found = guesses.problems(self.tokens_per_frame, self.rows)
+        if self.jacobi is not None:
+            found = self.jacobi.problems(self.tokens_per_frame, self.rows)
             if self.wavefront is not None:
                 found.append(InputError("a wavefront and Jacobi decoding are given", hint="give one of them"))
             CompileError.raise_all([CompileError(p.what, where="jacobi", hint=p.hint) for p in found])

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.options import WHOLE_STEP, CompileConfig
@@ -12,15 +12,6 @@ from fastcar_compile.errors import CompileError
 
 DEFAULT_TOKENS_PER_FRAME = 256
 ASSUMED = "assumed: the model's config gives none"
-
-
-class Facts(Protocol):
-    """What a model says of itself; None: it does not say."""
-
-    @property
-    def tokens_per_frame(self) -> int | None: ...
-    @property
-    def max_seq_len(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -53,11 +44,12 @@ class Resolved:
         return replace(self, config=config, whole=None, reasons=_implied(config, {**self.reasons, "offload": why}))
 
 
-def resolve(options: Mapping[str, Any], board: Target, facts: Facts) -> Resolved:
+def resolve(options: Mapping[str, Any], board: Target, facts: Mapping[str, Any]) -> Resolved:
     """Return the options of a build with a value for each.
 
     Args:
         options: every option of the list (`options.asked`); None: it is decided here.
+        facts: `tokens_per_frame` and `max_seq_len` as the model says; None: it does not.
 
     Raises:
         CompileError: an option is not valid, or has no effect on this target.
@@ -70,8 +62,8 @@ def resolve(options: Mapping[str, Any], board: Target, facts: Facts) -> Resolved
 
     fpga = board.kind == "fpga"
     has = f"target {board.name} has {'an' if fpga else 'no'} accelerator"
-    choose("max_seq_len", facts.max_seq_len, "the model's config")
-    choose("tokens_per_frame", facts.tokens_per_frame, "the model's config")
+    choose("max_seq_len", facts["max_seq_len"], "the model's config")
+    choose("tokens_per_frame", facts["tokens_per_frame"], "the model's config")
     choose("tokens_per_frame", DEFAULT_TOKENS_PER_FRAME, ASSUMED)
     for name, kind in (("wavefront", Wavefront), ("jacobi", Jacobi)):
         if isinstance(order := found[name], kind) and order.rows != 1:

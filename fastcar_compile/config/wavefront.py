@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, cast
 
+from pydantic import StrictInt
+
 from fastcar_compile.config.listing import Listing, Needs
 from fastcar_compile.errors import InputError
 from fastcar_compile.support.values import checked, shown, whole
@@ -53,10 +55,10 @@ class Wavefront:
         InputError: a number is not whole, or is out of range.
     """
 
-    grid: tuple[int, int]
-    lag: Annotated[int, Needs("grid")] = 2
-    lead: Annotated[int, Needs("grid"), Listing(expert=True)] = 0
-    prefix: Annotated[int, Needs("grid"), Listing(expert=True)] = 0
+    grid: tuple[StrictInt, StrictInt]
+    lag: Annotated[StrictInt, Needs("grid")] = 2
+    lead: Annotated[StrictInt, Needs("grid"), Listing(expert=True)] = 0
+    prefix: Annotated[StrictInt, Needs("grid"), Listing(expert=True)] = 0
 
     def __post_init__(self) -> None:
         grid = cast("list[Any]", self.grid)
