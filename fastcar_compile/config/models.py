@@ -166,7 +166,7 @@ class ReplayConfig(Config):
         gate: what decides: tas, input_delta, learned; always, never, random; default: tas. The names are those of
             `fastcar_compile.gates.GATES`; docs/reference/gates.md has their rules.
         threshold: a number, inf, -inf, ">-4" (score > -4), or one per layer; default: the gate's. The gate compares its
-            score with it (docs/explanation/gates.md): TAS replays iff score >= threshold, so that `inf` never passes; a
+            score with it (docs/reference/gates.md): TAS replays iff score >= threshold, so that `inf` never passes; a
             change, iff score <= threshold. None means "never replay" (here, or in one layer of a list).
         draft: what a replay computes instead of the MLP, a file of `fit_draft` (`fastcar fit-draft`). Or a Draft. It
             brings its own gate: "learned" with the file's weights. A gate of another name has to keep the MLP's input.

@@ -67,7 +67,7 @@ class CompileConfig(Config):
             "all" where it can, unless kv or numerics say otherwise or the hardware model predicts a shorter dense step
             for "linears"; where it cannot, "mlp", with a warning that gives the reasons.
         engine: the accelerator's linears and MLPs: hls (in its one kernel), or rtl (a kernel of their own). The kernel
-            of their own (docs/explanation/rtl.md) has no drafts.
+            of their own (docs/explanation/accelerator.md#the-rtl) has no drafts.
 
     Raises:
         CompileError: a field is not valid, tokens_per_frame >= max_seq_len, or exact numerics or offload "all" of other

@@ -139,6 +139,7 @@ CALLS: dict[str, dict[str, Call]] = {
         "set_context": lambda v: session().set_context(v),
         "extend": lambda v: after_prompt().extend(v),
         "wavefront": lambda v: session().generate(PROMPT, 2, wavefront=v),
+        "jacobi": lambda v: session().generate(PROMPT, 2, jacobi=v),
         "prompt": lambda v: session().generate(v, 2),
         "num_tokens": lambda v: session().generate(PROMPT, v),
         "sample": lambda v: session().generate(PROMPT, 2, sample=v),
