@@ -61,7 +61,7 @@ bool mlp_held(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint64_t row = words_for(C::HIDDEN, FLOAT_LANES);
     const bool on_chip = f.word[MLP_SOURCE] == A_ROWS && f.word[MLP_TARGET] == Y_ROWS && row <= sizes.row_words;
-    const bool memory = in_memory(f.word[MLP_SOURCE], f.word[MLP_TARGET]) && inside(row_list_words_of(sizes), sizes.rows, row, sizes.input_words) &&
+    const bool memory = in_memory(f.word[MLP_SOURCE], f.word[MLP_TARGET]) && inside(sizes.row_list_words, sizes.rows, row, sizes.input_words) &&
                         inside(0, sizes.rows, row, sizes.output_words);
     const uint64_t second = static_cast<uint64_t>(f.word[MLP_WEIGHTS]) + product_words(first_product<C>());
     return (D::PLACES == 0 ? memory : on_chip) &&

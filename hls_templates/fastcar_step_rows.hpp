@@ -181,7 +181,7 @@ inline float gain_of(float change, const float table[2 * GAINS]) {
     FASTCAR_NO_INLINE
     float found = table[GAINS];
 find_gain:
-    for (int i = 1; i < GAINS; ++i) {
+    for (uint32_t i = 1; i < GAINS; ++i) {
         FASTCAR_PIPELINE(1)
         found = change >= table[i - 1] ? table[GAINS + i] : found;
     }

@@ -21,7 +21,7 @@ from fastcar_compile.codegen.hls.interface import KernelInterface, engine_interf
 from fastcar_compile.codegen.hls.render import probe_files, render, vitis_files
 from fastcar_compile.codegen.hls.step_golden import Golden
 from fastcar_compile.codegen.hls.step_program.builder import short_program
-from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus, cpp_format
+from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus, cpp_checks, cpp_format
 from fastcar_compile.codegen.hls.step_sample import sample_program
 from fastcar_compile.config.targets import Target
 from fastcar_compile.ir.exact import EXP_TABLE
@@ -119,7 +119,8 @@ def generated_headers() -> dict[str, str]:
     """Return the headers that say what Python defines: the numbers of the control table and its program, and tables."""
     factors = {name: (int(table.limit), factor_table(name).tolist()) for name, table in FACTORS.items()}
     tables = render("fastcar_tables.hpp", activations=ACTIVATIONS, factors=factors, powers=EXP_TABLE.tolist())
-    return {"fastcar_format.hpp": format_header(), "fastcar_tables.hpp": tables}
+    program = render("fastcar_step_program.hpp", **cpp_checks())
+    return {"fastcar_format.hpp": format_header(), "fastcar_tables.hpp": tables, "fastcar_step_program.hpp": program}
 
 
 # The test bench of the kernel.

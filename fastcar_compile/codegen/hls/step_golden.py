@@ -173,7 +173,7 @@ class Golden:
         bits = _drawn_floats(self._constants_draw, FLOATS_PER_WORD * self._program.sizes.constant_words).view(np.uint32)
         own = self.decide
         if own is not None and own.units:
-            words = bits.reshape(-1, FLOATS_PER_WORD)[own.network :][: own.network_words]
+            words = bits.reshape(-1, FLOATS_PER_WORD)[own.extent("network", self._program.sizes)]
             words[0] = own.units, 0, 0, 0
             units = words[1:].reshape(own.units, -1, FLOATS_PER_WORD)
             # Two bfloat16 of magnitude 2^-7 to 2^-3 to a lane; what is drawn of a unit's head are its bias and weight.
@@ -285,7 +285,7 @@ class Golden:
             self._constants().reshape(-1, FLOATS_PER_WORD),
         )
         operands = _drawn_floats(self._constants_draw + 1, words * FLOATS_PER_WORD).reshape(-1, FLOATS_PER_WORD)
-        network = constants[decide.network :][: decide.network_words] if decide.units else None
+        network = constants[decide.extent("network", sizes)] if decide.units else None
         query, key = np.split(operands, [decide.query_words])
         call = LayerCall(decide.layer, rows.step, query, key, rows.chain, network)
         scores = run_layer(self._bench_table(np.inf), call).scores

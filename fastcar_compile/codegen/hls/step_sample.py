@@ -56,7 +56,7 @@ class _Sample:
         first, last = self._all.instructions[0], self._all.instructions[-1].layer
         gated = self._all.entries(step.Decide)
         layer = self._all.instructions[gated[0]].layer if gated else 0
-        behind = (i for i in self._all.instructions[1:] if not isinstance(i, step.Recall | step.DraftRows))
+        behind = (i for i in self._all.instructions[1:] if not isinstance(i, step.OF_DRAFTS))
         return [first, *(one for one in behind if one.layer in (layer, last))]
 
     def _short(self) -> list[step.Instruction]:
@@ -87,15 +87,14 @@ class _Sample:
                 yield replace(mlp, weights=self._weights)
                 self._weights += self._design.section_words
             case step.Norm() as norm:
-                words = norm.count * (2 if isinstance(norm, step.LayerNorm) else 1)
-                yield replace(norm, weight=self._constant(words))
+                yield replace(norm, weight=self._constant(norm, "weight"))
             case step.Rotate() as rotate:
                 yield replace(rotate, table=self._table(rotate))
             case _:
                 yield instruction
 
     def _decide(self, decide: step.Decide | step.DecideRows) -> step.Instruction:
-        network = self._constant(decide.network_words) if decide.units else 0
+        network = self._constant(decide, "network") if decide.units else 0
         if isinstance(decide, step.DecideRows):
             return replace(decide, network=network)
         inputs = self._kept(decide.count) if decide.count else 0
@@ -106,13 +105,15 @@ class _Sample:
         self._replay += self._slots * self._all.sizes.videos * words
         return self._replay - self._slots * self._all.sizes.videos * words
 
-    def _constant(self, words: int) -> int:
-        self._constants += words
-        return self._constants - words
+    def _constant(self, instruction: step.Instruction, name: str) -> int:
+        """Return where the constants begin of which a field of the whole program's instruction is the first."""
+        own, first = instruction.extent(name, self._all.sizes), self._constants
+        self._constants += own.stop - own.start
+        return first
 
     def _table(self, rotate: step.Rotate) -> int:
         if rotate.table not in self._tables:
-            self._tables[rotate.table] = self._constant(rotate.table_rows * 2 * rotate.half_words)
+            self._tables[rotate.table] = self._constant(rotate, "table")
         return self._tables[rotate.table]
 
 

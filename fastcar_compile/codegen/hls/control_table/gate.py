@@ -59,5 +59,5 @@ def unpack_network(words: Array, width: int) -> tuple[Array, Array, Array, Array
 
 
 def network_words(units: int, width: int) -> int:
-    """Return the memory words of a network."""
-    return 1 + units * (1 + 2 * -(-width // BFLOATS_PER_WORD))
+    """Return the memory words of a network; none of no units."""
+    return units and 1 + units * (1 + 2 * -(-width // BFLOATS_PER_WORD))

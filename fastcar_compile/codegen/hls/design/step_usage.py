@@ -17,8 +17,8 @@ from fastcar_compile.codegen.hls.design.spec import DRAFT_INSTRUCTIONS, StepBuff
 from fastcar_compile.codegen.hls.design.usage import FLOAT_ADD, STREAM, bram_blocks, memory
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, CacheLayout
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES as CACHE_LANES
-from fastcar_compile.codegen.hls.step_program.instruction import LANES, ROWS_ON_CHIP, Opcode
-from fastcar_compile.codegen.hls.step_program.instructions import Append, Attend, Decide
+from fastcar_compile.codegen.hls.step_program.instruction import LANES, ROWS_ON_CHIP
+from fastcar_compile.codegen.hls.step_program.instructions import Append, Attend, Decide, Opcode
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.gates.draft import GAINS
 

@@ -105,7 +105,7 @@ def without_replay(program: StepProgram) -> StepProgram:
     for one in program.instructions:
         if isinstance(one, step.Replay):
             found.append(step.Add(one.layer, one.source, one.target, one.count))
-        elif not isinstance(one, step.Decide | step.Recall | step.DraftRows):
+        elif not isinstance(one, step.OF_REPLAY):
             found.append(one)
     return replace(program, instructions=tuple(found))
 

@@ -175,7 +175,7 @@ class _Builder:
         self.table = self.last_norm + self.vectors * self.words
         # Element n is the first word of layer n's network; the last element is their end.
         units = (0,) * self.layers if replay is None or not replay.units else replay.units
-        networks = (network_words(n, design.mlp.hidden) if n else 0 for n in units)
+        networks = (network_words(n, design.mlp.hidden) for n in units)
         self.networks = tuple(accumulate(networks, initial=self.table + heads.table_rows * heads.rotary // LANES))
         # A draft has a bias like a row, and its table. Their last elements are the ends of constants and of weights.
         drafts = design.drafts.values()

@@ -152,6 +152,14 @@ def counts(*values: int) -> bool:
     return all(1 <= value <= MAX_COUNT for value in values)
 
 
+BUFFERS = ("constant_words", "weight_words", "key_words", "value_words", "input_words", "output_words", "replay_words")
+SIZE_RULES = (
+    *(f"1 <= rows <= {MAX_ROWS}", f"1 <= ports <= {MAX_PORTS}", "1 <= videos <= rows", "rows % videos == 0"),
+    *("counts(row_words)", "counts(positions)", *(f"{name} <= {MAX_WORDS}" for name in BUFFERS)),
+)
+"""What has to hold of the sizes, in Python and in the kernel's loader."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What a program needs: words 5 and 25 to 35 of its table.
@@ -190,11 +198,16 @@ class Sizes:
 
     def is_valid(self) -> bool:
         """Return whether every size is in the format's range."""
-        small = 1 <= self.rows <= MAX_ROWS and 1 <= self.ports <= MAX_PORTS
-        small = small and 1 <= self.videos <= self.rows and self.rows % self.videos == 0
-        words = (self.constant_words, self.weight_words, self.key_words, self.value_words, self.input_words)
-        largest = max(*words, self.output_words, self.replay_words)
-        return small and counts(self.row_words, self.positions) and largest <= MAX_WORDS
+        return all(eval(rule, {"counts": counts}, vars(self)) for rule in SIZE_RULES)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What the checks of an instruction read: the sizes, and memory words of a head's keys and values of so many blocks."""
+        of_blocks = {
+            "key_words_of": lambda blocks: self.layout(blocks).key_words,
+            "value_words_of": lambda blocks: self.layout(blocks).value_words,
+        }
+        return {**vars(self), "row_list_words": self.row_list_words, **of_blocks}
 
     def layout(self, blocks: int) -> CacheLayout:
         """Return how a head of so many blocks is cached."""

@@ -1,16 +1,29 @@
-"""What an instruction of a decode step is: places, opcodes, and the words of its fields (docs/reference/drs_table.md)."""
+"""What an instruction of a decode step is: its fields, what has to hold of each, in Python and in C++ (docs/reference/drs_table.md)."""
 
 import struct
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Any, ClassVar
+from functools import cache
+from itertools import combinations
+from types import CodeType
+from typing import Annotated, Any, ClassVar, get_type_hints
 
+from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.control_table.table import PROGRAM_WORDS
-from fastcar_compile.codegen.hls.step_program.cache_layout import Sizes
+from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, Sizes, counts
+from fastcar_compile.gates.draft import GAINS
+from fastcar_compile.gates.registry import GateKind
 
 LANES = 4
 """float32 values in a memory word of 128 bits."""
+
+BLOCK_WORDS = BLOCK // LANES
+"""Memory words of a block of float32 values."""
+
+GAIN_WORDS = 2 * GAINS // LANES
+"""Memory words of a draft's table: its edges, padded with a zero, then its gains."""
+
+MAX_CHANNELS = 1 << 18
 
 
 class Place(IntEnum):
@@ -32,36 +45,50 @@ class Place(IntEnum):
 ROWS_ON_CHIP = 5
 """Places on chip."""
 
-
-class Opcode(IntEnum):
-    """The first byte of an instruction."""
-
-    LOAD = 1
-    NORM = 2
-    LINEAR = 3
-    MLP = 4
-    ROTATE = 5
-    APPEND_KEYS = 6
-    APPEND_VALUES = 7
-    ATTEND = 8
-    ADD = 9
-    DECIDE = 10
-    REPLAY = 11
-    END = 12
-    DECIDE_ROWS = 13
-    RECALL = 14
-    DRAFT = 15
-    REPLAY_DRAFT = 16
-    LAYER_NORM = 17
-    STORE = 18
+# What has to hold of a field is an expression of `{}`, the field, of the other fields and of the sizes of a program
+# (`Sizes`): Python evaluates it, and the kernel's loader has it in C++.
 
 
 @dataclass(frozen=True)
-class Instruction(ABC):
+class At:
+    """The field is the first of so many words of a buffer. size: that of the buffer; words: an expression."""
+
+    size: str
+    words: str = "1"
+
+    def format(self, name: str) -> str:
+        """Return what has to hold of a field of this name."""
+        return f"{name} + ({self.words}) <= {self.size}"
+
+
+ON_CHIP = f"{{}} < {ROWS_ON_CHIP}"
+OnChip = Annotated[Place, ON_CHIP]
+"""A place on chip, which no other field names."""
+
+Count = Annotated[int, "counts({})"]
+RowWords = Annotated[int, "counts({})", "{} <= row_words"]
+Bit = Annotated[int, "{} <= 1"]
+Gate = Annotated[GateKind, f"{min(GateKind).value} <= {{}} <= {max(GateKind).value}"]
+Weights = Annotated[int, At("weight_words")]
+
+
+DECLARED: list[type["Instruction"]] = []
+"""Classes with an opcode."""
+
+
+@dataclass(frozen=True)
+class Instruction:
     """An instruction; `layer` is for reports. Fields follow in order, a word each; a float is a float32."""
 
-    opcode: ClassVar[Opcode]
+    opcode: ClassVar[IntEnum]
+    rules: ClassVar[tuple[str, ...]] = ()
+    """What has to hold besides of fields together."""
     layer: int
+
+    def __init_subclass__(cls) -> None:
+        """List a class that has an opcode of its own."""
+        if "opcode" in vars(cls):
+            DECLARED.append(cls)
 
     @property
     def words(self) -> tuple[int, ...]:
@@ -74,9 +101,18 @@ class Instruction(ABC):
         named = {key: value.name if isinstance(value, IntEnum) else value for key, value in vars(self).items()}
         return {"opcode": self.opcode.name, **named}
 
-    @abstractmethod
     def fits(self, room: Sizes) -> bool:
         """Return whether the fields are in range, and nothing is read or written outside of its buffer."""
+        return all(self._value(rule, room) for rule in rules_of(type(self)))
+
+    def extent(self, name: str, room: Sizes) -> slice:
+        """Return the words of a buffer of which this field is the first."""
+        (words,) = (note.words for note in field_notes(type(self))[name] if isinstance(note, At))
+        first = getattr(self, name)
+        return slice(first, first + self._value(words, room))
+
+    def _value(self, text: str, room: Sizes) -> Any:
+        return eval(_compiled(text), {**FUNCTIONS, **room.named, **vars(self)})
 
 
 def _word(value: int | float) -> int:
@@ -85,11 +121,44 @@ def _word(value: int | float) -> int:
     return struct.unpack("<I", struct.pack("<f", value))[0] if isinstance(value, float) else int(value)
 
 
-def on_chip(*places: int) -> bool:
-    """Return whether these are places on chip, all of them different."""
-    return all(place < ROWS_ON_CHIP for place in places) and len(set(places)) == len(places)
+def _reads_query(gate: GateKind) -> bool:
+    return gate.reads_query
 
 
-def in_memory(source: int, target: int) -> bool:
+def _in_memory(source: Place, target: Place) -> bool:
     """Return whether rows come from the input and go to the output, as those of a short program."""
     return (source, target) == (Place.INPUT, Place.OUTPUT)
+
+
+def _network_words_of(units: int, count: int) -> int:
+    return network_words(units, LANES * count)
+
+
+FUNCTIONS = {
+    "counts": counts,
+    "in_memory": _in_memory,
+    "network_words_of": _network_words_of,
+    "reads_query": _reads_query,
+}
+"""What expressions call besides functions of the sizes; fastcar_step_program.hpp has all of them in C++."""
+
+
+@cache
+def _compiled(text: str) -> CodeType:
+    return compile(text, "<instruction>", "eval")
+
+
+@cache
+def field_notes(kind: type[Instruction]) -> dict[str, tuple[str | At, ...]]:
+    """Return what has to hold of each field behind `layer`, in order."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in fields(kind)[1:]}
+
+
+@cache
+def rules_of(kind: type[Instruction]) -> tuple[str, ...]:
+    """Return what has to hold of an instruction: of each field, of the places on chip, of fields together."""
+    notes = field_notes(kind)
+    places = combinations((name for name, own in notes.items() if ON_CHIP in own), 2)
+    own = (note.format(name) for name, given in notes.items() for note in given)
+    return (*own, *(f"{one} != {other}" for one, other in places), *kind.rules)

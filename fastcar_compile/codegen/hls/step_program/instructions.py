@@ -1,237 +1,235 @@
-"""Instructions of a decode step, a class each: its fields are its words (docs/reference/drs_table.md)."""
+"""The instructions of a decode step, a class each: its fields are its words, and what its text says is in the reference.
+
+One more is declared here, emitted by the builder, executed by the simulator and by a function of the kernel, and
+costs what `design/step_loops.py` says. Checks, words, sizes in C++ and the reference's table follow from the fields.
+"""
 
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import Annotated
 
-from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.control_table.table import MAX_UNITS
-from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, MAX_WORDS, Sizes, counts
-from fastcar_compile.codegen.hls.step_program.instruction import LANES, Instruction, Opcode, Place, in_memory, on_chip
-from fastcar_compile.gates.draft import GAINS
+from fastcar_compile.codegen.hls.step_program.cache_layout import MAX_WORDS
+from fastcar_compile.codegen.hls.step_program.instruction import (
+    BLOCK_WORDS,
+    DECLARED,
+    GAIN_WORDS,
+    LANES,
+    MAX_CHANNELS,
+    ROWS_ON_CHIP,
+    At,
+    Bit,
+    Count,
+    Gate,
+    Instruction,
+    OnChip,
+    Place,
+    RowWords,
+    Weights,
+)
 from fastcar_compile.gates.registry import GateKind
 
-BLOCK_WORDS = BLOCK // LANES
-"""Memory words of a block of float32 values."""
 
-MAX_CHANNELS = 1 << 18
+class Opcode(IntEnum):
+    """The first byte of an instruction."""
+
+    LOAD = 1
+    NORM = 2
+    LINEAR = 3
+    MLP = 4
+    ROTATE = 5
+    APPEND_KEYS = 6
+    APPEND_VALUES = 7
+    ATTEND = 8
+    ADD = 9
+    DECIDE = 10
+    REPLAY = 11
+    END = 12
+    DECIDE_ROWS = 13
+    RECALL = 14
+    DRAFT = 15
+    REPLAY_DRAFT = 16
+    LAYER_NORM = 17
+    STORE = 18
+
+
+KEYS = At("key_words", "videos * key_heads * key_words_of(blocks)")
+NETWORK = At("constant_words", "network_words_of(units, count)")
+RING = "ring >= 1 and sinks + ring <= positions"
+Slots = Annotated[int, At("replay_words", "slots * videos * count")]
+HEADS = f"counts(heads) and counts(key_heads) and counts(blocks) and heads % key_heads == 0 and heads * blocks * {BLOCK_WORDS} <= row_words and {RING}"
+MOVES = f"source < {ROWS_ON_CHIP} and target < {ROWS_ON_CHIP} and source != target"
+READ = f"(inputs + {LANES - 1}) // {LANES}"
+WRITTEN = f"(channels + {LANES - 1}) // {LANES}"
 
 
 @dataclass(frozen=True)
 class Load(Instruction):
-    """The rows of the input -> target."""
+    """The rows of the input behind the list of rows, `count` words each, to the target."""
 
     opcode = Opcode.LOAD
-    target: Place
-    count: int
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        small = on_chip(self.target) and counts(self.count)
-        given = room.row_list_words + room.rows * self.count
-        return small and self.count <= room.row_words and given <= room.input_words
+    rules = ("row_list_words + rows * count <= input_words",)
+    target: OnChip
+    count: RowWords
 
 
 @dataclass(frozen=True)
 class Store(Instruction):
-    """The rows of the source -> the output."""
+    """The rows of the source to the output, `count` words each."""
 
     opcode = Opcode.STORE
-    source: Place
-    count: int
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        small = on_chip(self.source) and counts(self.count) and self.count <= room.row_words
-        return small and room.rows * self.count <= room.output_words
+    rules = ("rows * count <= output_words",)
+    source: OnChip
+    count: RowWords
 
 
 @dataclass(frozen=True)
 class Norm(Instruction):
-    """RMSNorm of `pieces` times `count` words from `first` on; `inverse_size`: 1 / values of a piece."""
+    """RMSNorm of `pieces` times `count` words from `first` on; its weight in the constants. Between DECIDE and REPLAY, a row that does not compute may keep what it was.
+
+    inverse_size: 1 / values of a piece.
+    """
 
     opcode = Opcode.NORM
-    source: Place
-    target: Place
-    first: int
-    count: int
-    pieces: int
-    weight: int
+    source: OnChip
+    target: OnChip
+    first: Annotated[int, At("row_words", "count * pieces")]
+    count: Count
+    pieces: Count
+    weight: Annotated[int, At("constant_words", "count")]
     inverse_size: float
     epsilon: float
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        small = on_chip(self.source, self.target) and counts(self.count, self.pieces)
-        inside = self.first + self.count * self.pieces <= room.row_words
-        return small and inside and self.weight + self.count <= room.constant_words
 
 
 @dataclass(frozen=True)
 class LayerNorm(Norm):
-    """The same of layer norms: the mean is subtracted first; the bias, behind the weight, is added last."""
+    """NORM of layer norms: without the mean first, and with the bias, which is behind the weight, added last."""
 
     opcode = Opcode.LAYER_NORM
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        return super().fits(room) and self.weight + 2 * self.count <= room.constant_words
+    weight: Annotated[int, At("constant_words", "2 * count")]
 
 
 @dataclass(frozen=True)
 class Linear(Instruction):
-    """A linear of the rows; its weights begin at word `weights` of every port (docs/reference/drs_table.md)."""
+    """A linear; `weights` is its first word on every port.
+
+    The last tile may reach beyond the channels, but no channel may be left without a tile.
+    """
 
     opcode = Opcode.LINEAR
+    rules = (
+        f"in_memory(source, target) or source < {ROWS_ON_CHIP} and target == {Place.OUTPUT} or {MOVES}",
+        "tile * tiles * ports >= channels",
+        f"not in_memory(source, target) or row_list_words + rows * ({READ}) <= input_words",
+        f"in_memory(source, target) or {READ} <= row_words",
+        f"target != {Place.OUTPUT} or rows * ({WRITTEN}) <= output_words",
+        f"target == {Place.OUTPUT} or {WRITTEN} <= row_words",
+    )
     source: Place
     target: Place
-    inputs: int
-    channels: int
-    tile: int
-    tiles: int
-    bias: int
-    weights: int
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        small = counts(self.inputs, self.tile) and self.channels <= MAX_CHANNELS and 1 <= self.tiles <= self.channels
-        comes, leaves = in_memory(self.source, self.target), self.target == Place.OUTPUT
-        places = comes or (on_chip(self.source) if leaves else on_chip(self.source, self.target))
-        words, read = -(-self.channels // LANES), -(-self.inputs // LANES)
-        target = room.rows * words <= room.output_words if leaves else words <= room.row_words
-        given = room.row_list_words + room.rows * read
-        source = given <= room.input_words if comes else read <= room.row_words
-        # The last tile may reach beyond the channels, but no channel may be left without a tile.
-        covered = self.tile * self.tiles * room.ports >= self.channels
-        stored = self.bias <= 1 and self.weights < room.weight_words
-        return small and places and target and source and covered and stored
+    inputs: Count
+    channels: Annotated[int, f"1 <= {{}} <= {MAX_CHANNELS}"]
+    tile: Count
+    tiles: Annotated[int, "1 <= {} <= channels"]
+    bias: Bit
+    weights: Weights
 
 
 @dataclass(frozen=True)
 class Mlp(Instruction):
-    """The MLP of the rows, of the size that the engine is built for."""
+    """The MLP of the size that the engine is built for."""
 
     opcode = Opcode.MLP
+    rules = (f"in_memory(source, target) or {MOVES}",)
     source: Place
     target: Place
-    weights: int
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        places = in_memory(self.source, self.target) or on_chip(self.source, self.target)
-        return places and self.weights < room.weight_words
+    weights: Weights
 
 
 @dataclass(frozen=True)
 class Rotate(Instruction):
-    """RoPE of the heads from word `first` on. A row of the table: cos, then sin, `half_words` words each."""
+    """RoPE of the table's row of each row's position: `half_words` of cosines, then of sines; of the last row beyond it."""
 
     opcode = Opcode.ROTATE
-    source: Place
-    target: Place
-    first: int
-    heads: int
-    head_words: int
-    half_words: int
-    table: int
-    table_rows: int
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        small = on_chip(self.source, self.target) and counts(self.heads, self.head_words, self.half_words)
-        inside = 2 * self.half_words <= self.head_words and self.first + self.heads * self.head_words <= room.row_words
-        table = 1 <= self.table_rows <= MAX_WORDS
-        return small and inside and table and self.table + 2 * self.half_words * self.table_rows <= room.constant_words
+    rules = ("2 * half_words <= head_words",)
+    source: OnChip
+    target: OnChip
+    first: Annotated[int, At("row_words", "heads * head_words")]
+    heads: Count
+    head_words: Count
+    half_words: Count
+    table: Annotated[int, At("constant_words", "table_rows * 2 * half_words")]
+    table_rows: Annotated[int, f"1 <= {{}} <= {MAX_WORDS}"]
 
 
 @dataclass(frozen=True)
 class Append(Instruction):
-    """Heads of `blocks` blocks from word `first` on -> the cache from word `cache` of every port on.
+    """Keys or values to the cache. All layers share the layout of a program's positions, even where a layer's ring is shorter."""
 
-    Position p is in row p of the cache, but from `sinks` on in a ring of `ring` rows.
-    """
-
-    source: Place
-    first: int
-    heads: int
-    blocks: int
+    source: OnChip
+    first: Annotated[int, At("row_words", f"heads * blocks * {BLOCK_WORDS}")]
+    heads: Count
+    blocks: Count
     cache: int
     sinks: int
-    ring: int
-
-    def _fits(self, room: Sizes, head_words: int, section: int) -> bool:
-        small = on_chip(self.source) and counts(self.heads, self.blocks)
-        inside = self.first + self.heads * self.blocks * BLOCK_WORDS <= room.row_words
-        # All layers share the layout of `room.positions` rows, even where a layer's ring is shorter.
-        ring = ring_fits(self.sinks, self.ring, room)
-        return small and inside and ring and self.cache + room.videos * self.heads * head_words <= section
+    ring: Annotated[int, RING]
 
 
 @dataclass(frozen=True)
 class AppendKeys(Append):
-    """Store the rows' keys."""
+    """The keys of all heads from word `first` on, `blocks` blocks of 32 each, to the cache of the row's video."""
 
     opcode = Opcode.APPEND_KEYS
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        return self._fits(room, room.layout(self.blocks).key_words, room.key_words)
+    cache: Annotated[int, At("key_words", "videos * heads * key_words_of(blocks)")]
 
 
 @dataclass(frozen=True)
 class AppendValues(Append):
-    """Store the rows' values."""
+    """The same of values."""
 
     opcode = Opcode.APPEND_VALUES
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        return self._fits(room, room.layout(self.blocks).value_words, room.value_words)
+    cache: Annotated[int, At("value_words", "videos * heads * value_words_of(blocks)")]
 
 
 @dataclass(frozen=True)
 class Attend(Instruction):
-    """Attention of the query heads over the cache. `factor`: of the logits. `window`: positions behind the sinks."""
+    """Attention of the query heads; `factor` is that of the logits.
+
+    window: positions behind the sinks. One of 0 would hide a token from itself, and softmax needs one visible row.
+    """
 
     opcode = Opcode.ATTEND
-    source: Place
-    target: Place
+    rules = (HEADS,)
+    source: OnChip
+    target: OnChip
     heads: int
     key_heads: int
     blocks: int
-    keys: int
-    values: int
+    keys: Annotated[int, KEYS]
+    values: Annotated[int, At("value_words", "videos * key_heads * value_words_of(blocks)")]
     sinks: int
     ring: int
-    window: int
+    window: Annotated[int, "{} >= 1"]
     factor: float
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        # A window of 0 would hide a token from itself, and softmax needs one visible row.
-        if not on_chip(self.source, self.target) or self.window < 1 or not reads_keys(self, room):
-            return False
-        heads = room.videos * self.key_heads
-        return self.values + heads * room.layout(self.blocks).value_words <= room.value_words
 
 
 @dataclass(frozen=True)
 class Add(Instruction):
-    """target + source -> target."""
+    """Adds the source to the target."""
 
     opcode = Opcode.ADD
-    source: Place
-    target: Place
-    count: int
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        return on_chip(self.source, self.target) and counts(self.count) and self.count <= room.row_words
+    source: OnChip
+    target: OnChip
+    count: RowWords
 
 
 @dataclass(frozen=True)
 class Decide(Instruction):
-    """The layer's gate by the control table. Fields of what the gate does not read are 0.
+    """Score and gate of the layer by the table: which rows of the next MLP compute.
 
-    The replay buffer has a memory word per slot and video with its chain count, those of the layer from word `chain` on.
+    The replay buffer has a memory word per slot and video with its chain count, those of the layer from word `chain` on:
+    a row changes no word that other rows change. Fields of what the gate does not read are 0, so that a program cannot
+    hide data in them.
 
     Args:
         source: where q or x is.
@@ -242,207 +240,123 @@ class Decide(Instruction):
     """
 
     opcode = Opcode.DECIDE
-    gate: GateKind
-    stride: int
-    chain: int
-    source: Place
+    rules = (
+        f"not reads_query(gate) or {HEADS}",
+        "reads_query(gate) or heads | key_heads | blocks | keys | sinks | ring == 0",
+        "reads_query(gate) or counts(count) and count <= row_words",
+        "not reads_query(gate) or count | inputs == 0",
+        f"gate != {GateKind.LEARNED} or 1 <= units <= {MAX_UNITS}",
+        f"gate == {GateKind.LEARNED} or network | units == 0",
+    )
+    gate: Gate
+    stride: Count
+    chain: Annotated[int, At("replay_words", "stride * videos")]
+    source: OnChip
     heads: int = 0
     key_heads: int = 0
     blocks: int = 0
-    keys: int = 0
+    keys: Annotated[int, KEYS] = 0
     sinks: int = 0
     ring: int = 0
     count: int = 0
-    inputs: int = 0
-    network: int = 0
+    inputs: Annotated[int, At("replay_words", "stride * videos * count")] = 0
+    network: Annotated[int, NETWORK] = 0
     units: int = 0
-
-    @property
-    def network_words(self) -> int:
-        """Memory words of the network."""
-        return network_words(self.units, LANES * self.count)
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        placed = on_chip(self.source) and counts(self.stride)
-        # A count has a word of its own, so that a row changes no word that other rows change.
-        counted = placed and self.chain + self.stride * room.videos <= room.replay_words
-        return counted and self._query_fits(room) and self._input_fits(room) and self._network_fits(room)
-
-    def _query_fits(self, room: Sizes) -> bool:
-        if not self.gate.reads_query:
-            # Fields that the gate does not read are zero, so that a program cannot hide data in them.
-            return not any((self.heads, self.key_heads, self.blocks, self.keys, self.sinks, self.ring))
-        return reads_keys(self, room)
-
-    def _input_fits(self, room: Sizes) -> bool:
-        if not self.gate.reads_input:
-            return not self.count and not self.inputs
-        small = counts(self.count) and self.count <= room.row_words
-        # The replay buffer keeps x of `stride` slots, each with all videos.
-        return small and self.inputs + self.stride * room.videos * self.count <= room.replay_words
-
-    def _network_fits(self, room: Sizes) -> bool:
-        if self.gate is not GateKind.LEARNED:
-            return not self.network and not self.units
-        return 1 <= self.units <= MAX_UNITS and self.network + self.network_words <= room.constant_words
 
 
 @dataclass(frozen=True)
 class DecideRows(Instruction):
-    """Decide of a short program, on what the host wrote into the input.
-
-    Behind the list of rows are `query_words` of q or x of all rows, then `key_words` of the cached key or x.
-
-    Args:
-        network, units, count: of gate `learned`: as in Decide; `count` words are a row of x. Else 0.
-    """
+    """DECIDE of a short program: behind the list of rows come `query_words` of q or x of all rows, `key_words` of the cached key or x (operands). `count` words are a row of x, where there is a network."""
 
     opcode = Opcode.DECIDE_ROWS
+    rules = (
+        "row_list_words + query_words + key_words <= input_words",
+        "units > 0 or network | count == 0",
+        f"units == 0 or units <= {MAX_UNITS} and counts(count) and query_words == rows * count",
+    )
     query_words: int
     key_words: int
-    network: int = 0
+    network: Annotated[int, NETWORK] = 0
     units: int = 0
     count: int = 0
-
-    @property
-    def network_words(self) -> int:
-        """Memory words of the network."""
-        return network_words(self.units, LANES * self.count)
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        if room.row_list_words + self.query_words + self.key_words > room.input_words:
-            return False
-        if not self.units:
-            return not self.network and not self.count
-        small = self.units <= MAX_UNITS and counts(self.count) and self.query_words == room.rows * self.count
-        return small and self.network + self.network_words <= room.constant_words
 
 
 @dataclass(frozen=True)
 class Replay(Instruction):
-    """Adds the source where a row computes, and keeps it in the slot; elsewhere adds what the slot holds."""
+    """Where a row computed: keeps the source in its slot and adds it to the target; elsewhere adds what the slot holds."""
 
     opcode = Opcode.REPLAY
-    source: Place
-    target: Place
-    count: int
-    slots: int
-    cache: int
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        small = on_chip(self.source, self.target) and counts(self.count, self.slots) and self.count <= room.row_words
-        return small and self.cache + self.slots * room.videos * self.count <= room.replay_words
+    source: OnChip
+    target: OnChip
+    count: RowWords
+    slots: Count
+    cache: Slots
 
 
 @dataclass(frozen=True)
 class ReplayDraft(Replay):
-    """Replay, but a row that replays adds its draft, which the source holds, and what the gain leaves of the slot.
-
-    Args:
-        bias: word of the constants at which the draft's bias begins.
-    """
+    """REPLAY, but where a row replays it adds bias + g (slot - bias) + source, in this order."""
 
     opcode = Opcode.REPLAY_DRAFT
-    bias: int
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        return super().fits(room) and self.bias + self.count <= room.constant_words
-
-
-GAIN_WORDS = 2 * GAINS // LANES
-"""Memory words of a draft's table: its edges, padded with a zero, then its gains."""
+    bias: Annotated[int, At("constant_words", "count")]
 
 
 @dataclass(frozen=True)
 class Recall(Instruction):
-    """Of rows that replay: brings the x that the slot keeps to the target, and finds the gain of its draft.
+    """Where a row replays: brings the x of its slot to the target, and finds the gain of its draft.
 
     Args:
-        source: where x is. count: its words. slots, inputs: the slots that keep x, as Decide's stride and inputs.
-        table: word of the constants at which edges and gains of the layer's draft begin.
+        slots, inputs: the slots that keep x, as Decide's stride and inputs.
+        table: of the layer's draft, its edges and its gains.
     """
 
     opcode = Opcode.RECALL
-    source: Place
-    target: Place
-    count: int
-    slots: int
-    inputs: int
-    table: int
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        small = on_chip(self.source, self.target) and counts(self.count, self.slots) and self.count <= room.row_words
-        kept = self.inputs + self.slots * room.videos * self.count <= room.replay_words
-        return small and kept and self.table + GAIN_WORDS <= room.constant_words
+    source: OnChip
+    target: OnChip
+    count: RowWords
+    slots: Count
+    inputs: Slots
+    table: Annotated[int, At("constant_words", f"{GAIN_WORDS}")]
 
 
 @dataclass(frozen=True)
 class DraftRows(Instruction):
-    """The draft of rows that replay: what its linears make of x and of the recalled x, which the gain leaves of it.
+    """Where a row replays: its draft, one request of the array; `weights` is its first word on every port.
 
-    Both products are one request of the array, of two rows for each that replays: neurons and linear features of x and
-    of the recalled x; their difference; then the output of one row.
+    Of two rows for each that replays: neurons and linear features of x and of the recalled x; what the gain leaves of
+    their difference; then the output of one row.
 
     Args:
-        source, recalled: where x and the recalled x are.
-        neurons, rank: of the draft. tile, tiles, bias: of its first product. outer_tile, outer_tiles: of its second.
-        weights: its first word on every port.
+        tile, tiles, bias: of its first product. outer_tile, outer_tiles: of its second.
     """
 
     opcode = Opcode.DRAFT
-    source: Place
-    recalled: Place
-    target: Place
-    neurons: int
-    rank: int
-    tile: int
-    tiles: int
-    bias: int
-    outer_tile: int
-    outer_tiles: int
-    weights: int
-
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        places = on_chip(self.source, self.recalled, self.target)
-        tiles = counts(self.tile, self.tiles, self.outer_tile, self.outer_tiles)
-        sizes = counts(self.neurons, self.rank, self.neurons + self.rank) and self.bias <= 1
-        return places and tiles and sizes and self.weights < room.weight_words
+    rules = ("counts(neurons + rank)",)
+    source: OnChip
+    recalled: OnChip
+    target: OnChip
+    neurons: Count
+    rank: Count
+    tile: Count
+    tiles: Count
+    bias: Bit
+    outer_tile: Count
+    outer_tiles: Count
+    weights: Weights
 
 
 @dataclass(frozen=True)
 class End(Instruction):
-    """The launch is done. A program has several where it can begin behind one of them."""
+    """Ends the launch.
+
+    A program has several where it can begin behind one of them.
+    """
 
     opcode = Opcode.END
 
-    def fits(self, room: Sizes) -> bool:
-        """See Instruction.fits."""
-        return True
 
+OF_REPLAY = (Decide, Recall, DraftRows)
+"""What a layer that replays has, and one that does not has not; Replay is ADD there."""
 
-_ALL = (
-    *(Load, Norm, Linear, Mlp, Rotate, AppendKeys, AppendValues, Attend, Add, Decide, Replay, End, DecideRows),
-    *(Recall, DraftRows, ReplayDraft, LayerNorm, Store),
-)
-KINDS: dict[int, type[Instruction]] = {kind.opcode: kind for kind in _ALL}
-
-
-def ring_fits(sinks: int, ring: int, room: Sizes) -> bool:
-    """Return whether a cache holds the rows."""
-    return ring >= 1 and sinks + ring <= room.positions
-
-
-def reads_keys(own: Attend | Decide, room: Sizes) -> bool:
-    """Return whether the query heads of an instruction are in a row, and their key heads in the cache."""
-    if not counts(own.heads, own.key_heads, own.blocks) or own.heads % own.key_heads:
-        return False
-    ring = ring_fits(own.sinks, own.ring, room)
-    inside = own.heads * own.blocks * BLOCK_WORDS <= room.row_words
-    cached = room.videos * own.key_heads * room.layout(own.blocks).key_words
-    return ring and inside and own.keys + cached <= room.key_words
+OF_DRAFTS = (Recall, DraftRows)
+KINDS: dict[int, type[Instruction]] = {kind.opcode: kind for kind in sorted(DECLARED, key=lambda kind: kind.opcode)}

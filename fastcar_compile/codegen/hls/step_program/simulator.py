@@ -16,7 +16,6 @@ from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.errors import InternalError
 from fastcar_compile.gates.base import GateInputs, ScoreConstants
-from fastcar_compile.gates.draft import GAINS
 from fastcar_compile.gates.input_delta import InputDeltaGate
 from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.ir import exact
@@ -107,15 +106,13 @@ class StepSimulator:
 
     @_execute.register
     def _(self, norm: step.Norm) -> None:
-        size, at = LANES * norm.count, LANES * norm.first
-        weight = self.memory.constants[LANES * norm.weight :][:size]
-        place = slice(at, at + norm.pieces * size)
-        pieces = self._rows[norm.source, :, place].reshape(-1, norm.pieces, size)
+        constants, place = self._constants(norm, "weight"), self._values(norm, "first")
+        pieces = self._rows[norm.source, :, place].reshape(-1, norm.pieces, LANES * norm.count)
         if isinstance(norm, step.LayerNorm):
-            bias = self.memory.constants[LANES * (norm.weight + norm.count) :][:size]
+            weight, bias = np.split(constants, 2)
             normed = exact.layer_norm(pieces, weight, bias, norm.epsilon)
         else:
-            normed = exact.rms_norm(pieces, weight, norm.epsilon)
+            normed = exact.rms_norm(pieces, constants, norm.epsilon)
         self._rows[norm.target, :, place] = normed.reshape(len(pieces), -1)
 
     @_execute.register
@@ -134,11 +131,8 @@ class StepSimulator:
 
     @_execute.register
     def _(self, rotate: step.Rotate) -> None:
-        width = 2 * LANES * rotate.half_words
-        table = self.memory.constants[LANES * rotate.table :][: rotate.table_rows * width].reshape(-1, width)
-        at, size = LANES * rotate.first, LANES * rotate.head_words
-        place = slice(at, at + rotate.heads * size)
-        heads = self._rows[rotate.source, :, place].reshape(-1, rotate.heads, 1, size)
+        table, place = self._constants(rotate, "table").reshape(rotate.table_rows, -1), self._values(rotate, "first")
+        heads = self._rows[rotate.source, :, place].reshape(-1, rotate.heads, 1, LANES * rotate.head_words)
         for b, position in self._active(self._list.position):
             self._rows[rotate.target, b, place] = exact.rotary(heads[b], table, position).reshape(-1)
 
@@ -151,11 +145,10 @@ class StepSimulator:
         else:
             cache, words = self.memory.values, layout.value_words
             unpack, pack = layout.unpack_values, layout.pack_values
-        at, dim = LANES * append.first, BLOCK * append.blocks
         # Packing all rows of a head for one position is slow. It checks the layout, and a test has few positions.
         for b, position in self._active(self._list.position):
             row, first = _Ring(append.sinks, append.ring).row(position), self._list.video[b] * append.heads
-            heads = self._rows[append.source, b, at : at + append.heads * dim].reshape(-1, dim)
+            heads = self._rows[append.source, b, self._values(append, "first")].reshape(append.heads, -1)
             for number, head in enumerate(exact.stored_rows(heads), first):
                 place = slice(append.cache + number * words, append.cache + (number + 1) * words)
                 rows = unpack(cache[:, place], number)
@@ -177,6 +170,23 @@ class StepSimulator:
             first = self._list.video[b] * attend.key_heads
             found = [self._head(attend, layout, n, queries, visible) for n, queries in enumerate(heads, first)]
             self._rows[attend.target, b, :size] = np.concatenate(found).reshape(-1)
+
+    def _values(self, instruction: step.Instruction, name: str) -> slice:
+        """Return the float32 values of the memory words of which a field is the first."""
+        words = instruction.extent(name, self.program.sizes)
+        return slice(LANES * words.start, LANES * words.stop)
+
+    def _constants(self, instruction: step.Instruction, name: str) -> Array:
+        return self.memory.constants[self._values(instruction, name)]
+
+    def _kept(self, instruction: step.Instruction, name: str, count: int) -> Array:
+        """Return a view of the rows of `count` words that slots keep, float32 [slots * videos, size]."""
+        words = self.memory.replay[instruction.extent(name, self.program.sizes)]
+        return words.view(np.float32).reshape(-1, LANES * count)
+
+    def _slots(self, slots: int) -> Array:
+        """Return which of them each row has. What stands for that of a prompt's row or an inactive one is not used."""
+        return np.maximum(self._list.step, 0) % slots * self.program.sizes.videos + self._list.video
 
     def _active(self, numbers: Array) -> Iterator[tuple[int, int]]:
         """Yield the active rows, and their numbers."""
@@ -205,8 +215,7 @@ class StepSimulator:
         # A launch without a decode forward decides nothing: a prompt never replays.
         if not deciding.any():
             return
-        # Rows of a prompt and inactive ones have no slot. What stands in for it is not used: they are not decided.
-        slots = np.maximum(rows.step, 0) % decide.stride * self.program.sizes.videos + rows.video
+        slots = self._slots(decide.stride)
         x, kept = self._inputs(decide)
         query, key = self._heads(decide)
         words = pack_inputs(GateInputs(query, key, x, None if kept is None else kept[slots]))
@@ -243,19 +252,13 @@ class StepSimulator:
         if not decide.gate.reads_input:
             return None, None
         x = self._rows[decide.source, :, : LANES * decide.count]
-        return x, self._slots(decide.inputs, decide.stride, decide.count)
-
-    def _slots(self, first: int, slots: int, count: int) -> Array:
-        """Return a view of the rows of `count` words that are kept, float32 [slots * videos, size]."""
-        kept = slots * self.program.sizes.videos
-        return self.memory.replay[first : first + kept * count].view(np.float32).reshape(kept, -1)
+        return x, self._kept(decide, "inputs", decide.count)
 
     def _network(self, decide: step.Decide) -> Array | None:
         """Return the words of the layer's network; None: the gate has none."""
         if decide.gate is not GateKind.LEARNED:
             return None
-        at = LANES * decide.network
-        return self.memory.constants[at : at + LANES * decide.network_words].reshape(-1, LANES)
+        return self._constants(decide, "network").reshape(-1, LANES)
 
     @_execute.register
     def _(self, replay: step.Replay) -> None:
@@ -263,13 +266,16 @@ class StepSimulator:
 
     @_execute.register
     def _(self, replay: step.ReplayDraft) -> None:
-        self._replay(replay, self.memory.constants[LANES * replay.bias :][: LANES * replay.count])
+        self._replay(replay, self._constants(replay, "bias"))
 
     def _replay(self, replay: step.Replay, bias: Array | None) -> None:
         """Add what the MLP gave or the slot holds. `bias`: of a draft, which is in the source of rows that replay."""
         own, target = self._rows[replay.source, :, : LANES * replay.count], self._rows[replay.target]
-        kept, deciding = self._slots(replay.cache, replay.slots, replay.count), self._list.deciding
-        slots = np.maximum(self._list.step, 0) % replay.slots * self.program.sizes.videos + self._list.video
+        kept, deciding, slots = (
+            self._kept(replay, "cache", replay.count),
+            self._list.deciding,
+            self._slots(replay.slots),
+        )
         # Rows that compute refresh their slot first, so every row of a decode forward then adds what its slot holds.
         changed = deciding & self._computing
         kept[slots[changed]] = own[changed]
@@ -289,13 +295,10 @@ class StepSimulator:
     @_execute.register
     def _(self, recall: step.Recall) -> None:
         rows, size = self._replaying, LANES * recall.count
-        slots = np.maximum(self._list.step, 0) % recall.slots * self.program.sizes.videos + self._list.video
-        x, cached = (
-            self._rows[recall.source, rows, :size],
-            self._slots(recall.inputs, recall.slots, recall.count)[slots[rows]],
-        )
+        x, cached = self._rows[recall.source, rows, :size], self._kept(recall, "inputs", recall.count)
+        cached = cached[self._slots(recall.slots)[rows]]
         change = InputDeltaGate.exact_score(GateInputs(x=x, cached=cached), ScoreConstants())
-        edges, gains = self.memory.constants[LANES * recall.table :][: 2 * GAINS].reshape(2, GAINS)
+        edges, gains = np.split(self._constants(recall, "table"), 2)
         found = gains[(change[:, None] >= edges[:-1]).sum(1)]
         # No comparison with a NaN holds, so its row would get the first gain.
         self._gain[rows] = np.where(np.isnan(change), np.float32(0), found)
