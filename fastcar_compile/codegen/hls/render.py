@@ -1,7 +1,8 @@
 """Jinja templates of the HLS sources. A text of a model or of a target file cannot become code in them."""
 
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from itertools import cycle
 
@@ -19,13 +20,13 @@ _BEYOND = re.compile(r"[\"'\\`$?]|/[/*]|\*/")
 """What ends a text, begins a comment or a directive, or means something to make and to a shell."""
 
 
-class Literal(str):
-    """A C++ string literal with its quotes."""
+class Code(str):
+    """C++ of this package, or a string literal with its quotes."""
 
 
-def literal(text: str) -> Literal:
+def literal(text: str) -> Code:
     """Return a text as a C++ string literal of its UTF-8 bytes."""
-    return Literal('"' + "".join(map(_escaped, text.encode("utf-8"))) + '"')
+    return Code('"' + "".join(map(_escaped, text.encode("utf-8"))) + '"')
 
 
 def _escaped(byte: int) -> str:
@@ -34,21 +35,53 @@ def _escaped(byte: int) -> str:
     return f"\\{byte:03o}" if byte not in range(32, 127) or sign in '"\\?' else sign
 
 
+_ARGUMENT = re.compile(r"([^=]*[\s*&])?(\w+)((?:\[[^]]*\])*)(?: = (.*))?")
+
+
+def _arguments(text: str) -> Iterator[tuple[str, str]]:
+    """Yield declaration and value of each argument of `type name = value, name, ...; type name[size]; ...`.
+
+    The value of a name alone is it.
+    """
+    for of_type in filter(None, map(str.strip, " ".join(text.split()).split(";"))):
+        ctype = ""
+        for one in re.split(r", (?![^(]*\))", of_type):
+            found = _ARGUMENT.fullmatch(one)
+            if found is None:
+                raise InternalError(f"{one!r} declares no argument")
+            ctype = found[1] or ctype
+            yield f"{ctype}{found[2]}{found[3]}", found[4] or found[2]
+
+
+def _wrapped(arguments: Iterable[str]) -> Code:
+    whole = ", ".join(one.replace(" ", "\0") for one in arguments)
+    lines = textwrap.wrap(whole, 100, break_long_words=False, break_on_hyphens=False)
+    return Code(f"\n{16 * ' '}".join(lines).replace("\0", " "))
+
+
+FILTERS = {
+    "literal": literal,
+    "code": Code,
+    "declared": lambda text: _wrapped(declaration for declaration, _ in _arguments(text)),
+    "passed": lambda text: _wrapped(value for _, value in _arguments(text)),
+}
+
+
 def render(name: str, **values: object) -> str:
     """Return the text of `hls_templates/<name>.j2` with these values; a name that has none is an error.
 
     Raises:
-        InternalError: a text that may not stand in code, and is not written through the filter `literal`.
+        InternalError: a text that may not stand in code, and is not written through a filter.
     """
     environment = Environment(
         undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False, finalize=_harmless
     )
-    environment.filters["literal"] = literal
+    environment.filters |= FILTERS
     return environment.from_string((files(TEMPLATES) / f"{name}.j2").read_text()).render(**values)
 
 
 def _harmless(value: object) -> object:
-    if not isinstance(value, str) or isinstance(value, Literal):
+    if not isinstance(value, str) or isinstance(value, Code):
         return value
     if not _PLAIN.fullmatch(value) or _BEYOND.search(value):
         raise InternalError(f"the text {value!r:.80} cannot stand in generated code")

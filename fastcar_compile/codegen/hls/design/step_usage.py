@@ -6,6 +6,7 @@ library (PG060), memories by their block shapes (UG573), adders a LUT per bit (U
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from fastcar_compile.artifact.engine import FLOATS_PER_WORD, WORD_BITS, WORD_BYTES, Usage
@@ -18,7 +19,7 @@ from fastcar_compile.codegen.hls.design.usage import FLOAT_ADD, STREAM, bram_blo
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, CacheLayout
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES as CACHE_LANES
 from fastcar_compile.codegen.hls.step_program.instruction import LANES, ROWS_ON_CHIP
-from fastcar_compile.codegen.hls.step_program.instructions import Append, Attend, Decide, Opcode
+from fastcar_compile.codegen.hls.step_program.instructions import KINDS, Append, Attend, Decide, Opcode
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.gates.draft import GAINS
 
@@ -51,6 +52,15 @@ class StepDesign:
         names = {instruction.opcode.name for instruction in self.program.instructions}
         # The unit of REPLAY_DRAFT has it anyway, and the test bench leaves drafts out.
         return sorted(names | ({"REPLAY"} if "REPLAY_DRAFT" in names else set()))
+
+    @property
+    def cases(self) -> dict[str, list[str]]:
+        """Names of instructions by what the kernel executes for them."""
+        found = defaultdict[str, list[str]](list)
+        for kind in KINDS.values():
+            if kind.opcode.name in self.opcodes:
+                found[kind.kernel].append(kind.opcode.name)
+        return found
 
     @property
     def opcode_bits(self) -> int:

@@ -81,6 +81,8 @@ class Instruction:
     """An instruction; `layer` is for reports. Fields follow in order, a word each; a float is a float32."""
 
     opcode: ClassVar[IntEnum]
+    kernel: ClassVar[str]
+    """What the kernel executes, in C++; or a process of fastcar_step.cpp."""
     rules: ClassVar[tuple[str, ...]] = ()
     """What has to hold besides of fields together."""
     layer: int

@@ -59,6 +59,7 @@ RING = "ring >= 1 and sinks + ring <= positions"
 Slots = Annotated[int, At("replay_words", "slots * videos * count")]
 HEADS = f"counts(heads) and counts(key_heads) and counts(blocks) and heads % key_heads == 0 and heads * blocks * {BLOCK_WORDS} <= row_words and {RING}"
 MOVES = f"source < {ROWS_ON_CHIP} and target < {ROWS_ON_CHIP} and source != target"
+ADDS = "step::add_rows<StepConfig>(f, sizes, computing, list, constants, gain, replay, rows); computing = f.opcode == step::OP_ADD ? computing : list.active"
 READ = f"(inputs + {LANES - 1}) // {LANES}"
 WRITTEN = f"(channels + {LANES - 1}) // {LANES}"
 
@@ -68,6 +69,7 @@ class Load(Instruction):
     """The rows of the input behind the list of rows, `count` words each, to the target."""
 
     opcode = Opcode.LOAD
+    kernel = "step::load_input<StepConfig>(f, sizes.rows, given, inputs, rows)"
     rules = ("row_list_words + rows * count <= input_words",)
     target: OnChip
     count: RowWords
@@ -78,6 +80,7 @@ class Store(Instruction):
     """The rows of the source to the output, `count` words each."""
 
     opcode = Opcode.STORE
+    kernel = "step::store_output<StepConfig>(f, sizes.rows, list.active, rows, outputs)"
     rules = ("rows * count <= output_words",)
     source: OnChip
     count: RowWords
@@ -91,6 +94,7 @@ class Norm(Instruction):
     """
 
     opcode = Opcode.NORM
+    kernel = "step::norm_rows<StepConfig>(f, sizes.rows, computing, constants, rows)"
     source: OnChip
     target: OnChip
     first: Annotated[int, At("row_words", "count * pieces")]
@@ -117,6 +121,7 @@ class Linear(Instruction):
     """
 
     opcode = Opcode.LINEAR
+    kernel = "multiply"
     rules = (
         f"in_memory(source, target) or source < {ROWS_ON_CHIP} and target == {Place.OUTPUT} or {MOVES}",
         "tile * tiles * ports >= channels",
@@ -140,6 +145,7 @@ class Mlp(Instruction):
     """The MLP of the size that the engine is built for."""
 
     opcode = Opcode.MLP
+    kernel = "multiply"
     rules = (f"in_memory(source, target) or {MOVES}",)
     source: Place
     target: Place
@@ -151,6 +157,7 @@ class Rotate(Instruction):
     """RoPE of the table's row of each row's position: `half_words` of cosines, then of sines; of the last row beyond it."""
 
     opcode = Opcode.ROTATE
+    kernel = "step::rotate_rows<StepConfig>(f, sizes.rows, list, constants, rows)"
     rules = ("2 * half_words <= head_words",)
     source: OnChip
     target: OnChip
@@ -166,6 +173,7 @@ class Rotate(Instruction):
 class Append(Instruction):
     """Keys or values to the cache. All layers share the layout of a program's positions, even where a layer's ring is shorter."""
 
+    kernel = "append"
     source: OnChip
     first: Annotated[int, At("row_words", f"heads * blocks * {BLOCK_WORDS}")]
     heads: Count
@@ -199,6 +207,7 @@ class Attend(Instruction):
     """
 
     opcode = Opcode.ATTEND
+    kernel = "attention"
     rules = (HEADS,)
     source: OnChip
     target: OnChip
@@ -218,6 +227,7 @@ class Add(Instruction):
     """Adds the source to the target."""
 
     opcode = Opcode.ADD
+    kernel = ADDS
     source: OnChip
     target: OnChip
     count: RowWords
@@ -240,6 +250,7 @@ class Decide(Instruction):
     """
 
     opcode = Opcode.DECIDE
+    kernel = "decide"
     rules = (
         f"not reads_query(gate) or {HEADS}",
         "reads_query(gate) or heads | key_heads | blocks | keys | sinks | ring == 0",
@@ -269,6 +280,7 @@ class DecideRows(Instruction):
     """DECIDE of a short program: behind the list of rows come `query_words` of q or x of all rows, `key_words` of the cached key or x (operands). `count` words are a row of x, where there is a network."""
 
     opcode = Opcode.DECIDE_ROWS
+    kernel = "decide"
     rules = (
         "row_list_words + query_words + key_words <= input_words",
         "units > 0 or network | count == 0",
@@ -286,6 +298,7 @@ class Replay(Instruction):
     """Where a row computed: keeps the source in its slot and adds it to the target; elsewhere adds what the slot holds."""
 
     opcode = Opcode.REPLAY
+    kernel = ADDS
     source: OnChip
     target: OnChip
     count: RowWords
@@ -311,6 +324,7 @@ class Recall(Instruction):
     """
 
     opcode = Opcode.RECALL
+    kernel = "step::recall_rows<StepConfig>(f, sizes, list.deciding & ~computing, list, constants, replay, gain, rows)"
     source: OnChip
     target: OnChip
     count: RowWords
@@ -331,6 +345,7 @@ class DraftRows(Instruction):
     """
 
     opcode = Opcode.DRAFT
+    kernel = "multiply"
     rules = ("counts(neurons + rank)",)
     source: OnChip
     recalled: OnChip
@@ -353,6 +368,7 @@ class End(Instruction):
     """
 
     opcode = Opcode.END
+    kernel = "outcome.count = 0"
 
 
 OF_REPLAY = (Decide, Recall, DraftRows)
