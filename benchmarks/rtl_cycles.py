@@ -38,7 +38,8 @@ from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS
 from fastcar_compile.codegen.hls.model.engine import Engine
 from fastcar_compile.codegen.hls.project import table_of_sizes
-from fastcar_compile.codegen.hls.step_program.instructions import Instruction, Linear, Mlp
+from fastcar_compile.codegen.hls.step_program.instruction import Instruction
+from fastcar_compile.codegen.hls.step_program.instructions import Linear, Mlp
 from fastcar_compile.codegen.hls.step_program.program import read_program
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.runtime.backends import hls_csim

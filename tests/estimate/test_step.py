@@ -14,6 +14,7 @@ from fastcar_compile.codegen.hls.model.gate import GateModel
 from fastcar_compile.codegen.hls.model.question import program_of_shape
 from fastcar_compile.codegen.hls.model.step import without_replay
 from fastcar_compile.codegen.hls.step_program import instructions as step
+from fastcar_compile.codegen.hls.step_program.replaying import Decide, Replay
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import CompileError, InputError, UserError
 
@@ -81,11 +82,11 @@ def test_the_program_is_what_the_compiler_builds() -> None:
     work = Workload(TINY, "w4a8", 64, 2, "all", gate=GateModel.named("learned"))
     program = program_of_shape(work, explore(work.kernel_spec(), ZCU102).design)
     kinds = [type(i) for i in program.instructions]
-    assert kinds.count(step.Decide) == kinds.count(step.Replay) == TINY.layers
+    assert kinds.count(Decide) == kinds.count(Replay) == TINY.layers
     dense = without_replay(program)
     found = [type(i) for i in dense.instructions]
-    assert step.Decide not in found
-    assert step.Replay not in found
+    assert Decide not in found
+    assert Replay not in found
     assert found.count(step.Add) == 2 * TINY.layers
     headless = replace(work, shape=TINY.model_copy(update={"vocab": 0}))
     bare = program_of_shape(headless, explore(headless.kernel_spec(), ZCU102).design)

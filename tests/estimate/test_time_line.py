@@ -16,7 +16,8 @@ from fastcar_compile.codegen.hls.model import Estimate, Workload, estimate, load
 from fastcar_compile.codegen.hls.model.question import program_of_shape
 from fastcar_compile.codegen.hls.model.time_line import trace_events, write_time_line
 from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
-from fastcar_compile.codegen.hls.step_program import instructions as step
+from fastcar_compile.codegen.hls.step_program.instructions import End, Norm
+from fastcar_compile.codegen.hls.step_program.replaying import Decide
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.report.page.speed import speed_page
 
@@ -62,10 +63,10 @@ def test_the_calls_are_the_instructions_of_the_program_that_is_given() -> None:
     design = explore(WHOLE.kernel_spec(), ZCU102).design
     program = program_of_shape(WHOLE, design)
     whole = estimate(replace(WHOLE, replay=0.0), ZCU102, design=design, program=program)
-    decided = [i for i in program.instructions if not isinstance(i, step.Decide | step.End)]
+    decided = [i for i in program.instructions if not isinstance(i, Decide | End)]
     assert len(whole.step.calls) == len(decided)
     assert [call.layer for call in whole.step.calls] == [i.layer for i in decided]
-    norm = next(i for i in program.instructions if isinstance(i, step.Norm))
+    norm = next(i for i in program.instructions if isinstance(i, Norm))
     shorter = replace(program, instructions=tuple(i for i in program.instructions if i is not norm))
     less = estimate(replace(WHOLE, replay=0.0), ZCU102, design=design, program=shorter)
     assert len(less.step.calls) == len(whole.step.calls) - 1

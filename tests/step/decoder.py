@@ -24,8 +24,9 @@ from fastcar_compile.codegen.hls.step_program.builder import (
     step_program,
 )
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES
-from fastcar_compile.codegen.hls.step_program.instructions import DraftRows, Linear, Mlp
+from fastcar_compile.codegen.hls.step_program.instructions import Linear, Mlp
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.codegen.hls.step_program.replaying import DraftRows
 from fastcar_compile.codegen.hls.step_program.simulator import Memory, Product
 from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.scores import float32

@@ -19,8 +19,8 @@ from fastcar_compile.codegen.hls.accelerator import Accelerator, choose_accelera
 from fastcar_compile.codegen.hls.decode_step import DecodeStep, decode_step
 from fastcar_compile.codegen.hls.emit import linear_weights
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES
-from fastcar_compile.codegen.hls.step_program.instructions import Decide
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.codegen.hls.step_program.replaying import Decide
 from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.codegen.hls.step_program.simulator import Memory, Product, StepSimulator
 from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention

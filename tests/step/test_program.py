@@ -15,20 +15,23 @@ from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.control_table.table import HEADER_WORDS, Status
 from fastcar_compile.codegen.hls.design.spec import DraftSpec
 from fastcar_compile.codegen.hls.step_program.builder import CacheForm, ReplayForm
-from fastcar_compile.codegen.hls.step_program.instruction import field_notes
+from fastcar_compile.codegen.hls.step_program.instruction import Place, field_notes
 from fastcar_compile.codegen.hls.step_program.instructions import (
-    KINDS,
     Add,
+    AppendKeys,
+    AppendValues,
     Attend,
-    Decide,
     End,
+    LayerNorm,
+    Linear,
     Load,
+    Mlp,
     Norm,
-    Opcode,
-    Place,
     Rotate,
+    Store,
 )
-from fastcar_compile.codegen.hls.step_program.program import StepProgram, check, read_program
+from fastcar_compile.codegen.hls.step_program.program import KINDS, StepProgram, check, read_program
+from fastcar_compile.codegen.hls.step_program.replaying import Decide, DraftRows, Recall, Replay, ReplayDraft
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates.registry import GateKind
 from step.conftest import Cores
@@ -57,27 +60,27 @@ def test_the_binary_form_keeps_everything(cores: Cores, program: StepProgram) ->
     assert binary(read_program(data)) == data
     assert answer(cores, data) is Status.OK
     twin = json.loads(json.dumps(program.to_json()))
-    assert [i["opcode"] for i in twin["instructions"]] == [i.opcode.name for i in program.instructions]
+    assert [i["opcode"] for i in twin["instructions"]] == [i.name for i in program.instructions]
     assert (twin["rows"], twin["instructions"][0]["target"]) == (program.sizes.rows, "X")
 
 
 def test_a_layer() -> None:
     """Values are stored before anything is written over q, k and v."""
-    normed = [i.opcode for i in NORMED.instructions if i.layer == 1]
-    common = [Opcode.APPEND_KEYS, Opcode.ATTEND, Opcode.LINEAR, Opcode.ADD, Opcode.NORM, Opcode.MLP, Opcode.ADD]
-    start = [Opcode.NORM, Opcode.LINEAR, Opcode.APPEND_VALUES]
-    assert normed == [*start, Opcode.NORM, Opcode.NORM, Opcode.ROTATE, Opcode.ROTATE, *common]
-    assert [i.opcode for i in PLAIN.instructions if i.layer == 1] == [*start, *common]
-    replays = [i.opcode for i in GATED.instructions if i.layer == 1][6:]
-    assert replays == [Opcode.DECIDE, *common[1:-1], Opcode.REPLAY]
+    normed = [type(i) for i in NORMED.instructions if i.layer == 1]
+    common = [AppendKeys, Attend, Linear, Add, Norm, Mlp, Add]
+    start = [Norm, Linear, AppendValues]
+    assert normed == [*start, Norm, Norm, Rotate, Rotate, *common]
+    assert [type(i) for i in PLAIN.instructions if i.layer == 1] == [*start, *common]
+    replays = [type(i) for i in GATED.instructions if i.layer == 1][6:]
+    assert replays == [Decide, *common[1:-1], Replay]
     for program in (LEARNED, DELTA):
-        replays = [i.opcode for i in program.instructions if i.layer == 1][6:]
-        assert replays == [*common[1:-2], Opcode.DECIDE, Opcode.MLP, Opcode.REPLAY]
-    assert next(i.opcode for i in CENTERED.instructions if i.layer == 1) is Opcode.LAYER_NORM
-    assert [i.opcode for i in CENTERED.instructions[-3:]] == [Opcode.LAYER_NORM, Opcode.STORE, Opcode.END]
-    drafted = [i.opcode for i in DRAFTED.instructions if i.layer == 1][-3:]
-    assert drafted == [Opcode.RECALL, Opcode.DRAFT, Opcode.REPLAY_DRAFT]
-    assert all(i.opcode not in (Opcode.DECIDE, Opcode.REPLAY) for i in GATED.instructions if i.layer == 0)
+        replays = [type(i) for i in program.instructions if i.layer == 1][6:]
+        assert replays == [*common[1:-2], Decide, Mlp, Replay]
+    assert next(type(i) for i in CENTERED.instructions if i.layer == 1) is LayerNorm
+    assert [type(i) for i in CENTERED.instructions[-3:]] == [LayerNorm, Store, End]
+    drafted = [type(i) for i in DRAFTED.instructions if i.layer == 1][-3:]
+    assert drafted == [Recall, DraftRows, ReplayDraft]
+    assert all(type(i) not in (Decide, Replay) for i in GATED.instructions if i.layer == 0)
     first, *_, last = PROGRAM.instructions
     assert (first, last) == (Load(0, Place.X, 16), End(2))
 
@@ -106,7 +109,7 @@ def test_a_gate_finds_what_it_reads() -> None:
 def test_the_words_of_an_instruction() -> None:
     words = Norm(3, Place.X, Place.A, 4, 5, 6, 7, 0.25, 1.5).words
     assert words == (2 | 3 << 16, 0, 1, 4, 5, 6, 7, 0x3E800000, 0x3FC00000, *[0] * 7)
-    assert set(KINDS) == set(Opcode)
+    assert list(KINDS) == list(range(1, 19))
 
 
 def answer(cores: Cores, data: bytes) -> Status:
@@ -222,4 +225,14 @@ def test_the_reference_has_a_row_for_every_instruction() -> None:
     for number, kind in KINDS.items():
         does = str(inspect.getdoc(kind)).split("\n\n")[0].removesuffix(".")
         fields = "".join(f" {name}," for name in field_notes(kind)).rstrip(",")
-        assert f"| {number} {kind.opcode.name} |{fields} | {does} |\n" in plain
+        assert f"| {number} {kind.name} |{fields} | {does} |\n" in plain
+
+
+def test_few_files_name_an_instruction() -> None:
+    """Where it is declared with its cost, emitted, executed in Python, and executed in the kernel."""
+    root = Path(__file__).parents[2]
+    paths = [p for folder in ("fastcar_compile", "hls_templates") for p in (root / folder).rglob("*") if p.is_file()]
+    naming = {
+        p.name for p in paths if p.suffix != ".pyc" and re.search(r"(?<!DRAFT_)RECALL|Recall", p.read_text("utf-8"))
+    }
+    assert naming == {"replaying.py", "builder.py", "simulator.py", "fastcar_step_rows.hpp"}

@@ -13,8 +13,9 @@ from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface
 from fastcar_compile.codegen.hls.project import bench_inputs, emit_hls, step_bench
 from fastcar_compile.codegen.hls.step_golden import Golden
-from fastcar_compile.codegen.hls.step_program.instructions import Attend, Decide, Replay
+from fastcar_compile.codegen.hls.step_program.instructions import Attend
 from fastcar_compile.codegen.hls.step_program.program import read_program
+from fastcar_compile.codegen.hls.step_program.replaying import Decide, Replay
 from fastcar_compile.codegen.hls.step_sample import sample_program
 from fastcar_compile.config.targets import load_target
 from step.test_step import DECODERS

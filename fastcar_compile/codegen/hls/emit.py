@@ -21,8 +21,10 @@ from fastcar_compile.codegen.hls.accelerator import Accelerator
 from fastcar_compile.codegen.hls.control import controller_part
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_draft, pack_linear, pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
-from fastcar_compile.codegen.hls.step_program.instructions import AppendKeys, AppendValues, Decide, Instruction, Replay
+from fastcar_compile.codegen.hls.step_program.instruction import Instruction
+from fastcar_compile.codegen.hls.step_program.instructions import AppendKeys, AppendValues
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.codegen.hls.step_program.replaying import Decide, Replay
 from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.errors import InternalError
 from fastcar_compile.gates.draft import PARTS

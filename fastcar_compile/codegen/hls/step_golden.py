@@ -18,6 +18,7 @@ from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.spec import TABLED
 from fastcar_compile.codegen.hls.step_program import instructions as step
+from fastcar_compile.codegen.hls.step_program import replaying
 from fastcar_compile.codegen.hls.step_program.cache_layout import Sizes
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.rows import Rows
@@ -136,7 +137,9 @@ class Golden:
         by_word = {i.weights: self._numpy(i) for i in program.instructions if isinstance(i, (step.Linear, step.Mlp))}
         # Three draws belong to each product: weights, scales, biases. Then come the constants, and the inputs.
         self._constants_draw = 3 * len(self.products)
-        self.decide = next((i for i in program.instructions if isinstance(i, step.Decide | step.DecideRows)), None)
+        self.decide = next(
+            (i for i in program.instructions if isinstance(i, replaying.Decide | replaying.DecideRows)), None
+        )
         self.network_exponent = 0
         self.table = table
         if program.whole:
@@ -264,7 +267,7 @@ class Golden:
         """Run every short program, for patterns of the rows that compute."""
         rows = self._program.sizes.rows
         for entry, one in enumerate(self._program.instructions):
-            if isinstance(one, step.DecideRows):
+            if isinstance(one, replaying.DecideRows):
                 self._run_decision(entry, one)
             if isinstance(one, (step.Linear, step.Mlp)):
                 inputs = one.inputs if isinstance(one, step.Linear) else self._design.mlp.hidden
@@ -273,7 +276,7 @@ class Golden:
                 others = (0x55555555, 1 << rows - 1, 0)
                 self.launches += [replace(self.launches[-1], active=active) for active in others]
 
-    def _run_decision(self, entry: int, decide: step.DecideRows) -> None:
+    def _run_decision(self, entry: int, decide: replaying.DecideRows) -> None:
         """Decide about drawn operands, by the middle one of their scores."""
         sizes, words, forward = (
             self._program.sizes,

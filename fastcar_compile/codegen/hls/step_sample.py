@@ -6,6 +6,8 @@ from dataclasses import replace
 from fastcar_compile.artifact.engine import Product
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.step_program import instructions as step
+from fastcar_compile.codegen.hls.step_program import replaying
+from fastcar_compile.codegen.hls.step_program.instruction import Instruction, Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 
 TILES = 2
@@ -51,28 +53,28 @@ class _Sample:
             instructions,
         )
 
-    def _chosen(self) -> list[step.Instruction]:
+    def _chosen(self) -> list[Instruction]:
         """Return the load, the first layer with a gate (else the first), and what stands behind all layers."""
         first, last = self._all.instructions[0], self._all.instructions[-1].layer
-        gated = self._all.entries(step.Decide)
+        gated = self._all.entries(replaying.Decide)
         layer = self._all.instructions[gated[0]].layer if gated else 0
-        behind = (i for i in self._all.instructions[1:] if not isinstance(i, step.OF_DRAFTS))
+        behind = (i for i in self._all.instructions[1:] if not isinstance(i, replaying.OF_DRAFTS))
         return [first, *(one for one in behind if one.layer in (layer, last))]
 
-    def _short(self) -> list[step.Instruction]:
+    def _short(self) -> list[Instruction]:
         """Return the first decision and MLP, and a linear of every size."""
-        kinds = [kind for kind in (step.DecideRows, step.Mlp) if self._all.entries(kind)]
+        kinds = [kind for kind in (replaying.DecideRows, step.Mlp) if self._all.entries(kind)]
         found = {kind: self._all.instructions[self._all.entries(kind)[0]] for kind in kinds}
         found |= {(i.inputs, i.channels, i.bias): i for i in self._all.instructions if isinstance(i, step.Linear)}
         return [i for own in found.values() for i in (own, step.End(0))]
 
-    def _moved(self, instruction: step.Instruction) -> Iterator[step.Instruction]:
+    def _moved(self, instruction: Instruction) -> Iterator[Instruction]:
         """Yield what stands for an instruction."""
         match instruction:
-            case step.Decide() | step.DecideRows():
+            case replaying.Decide() | replaying.DecideRows():
                 yield self._decide(instruction)
-            case step.Replay(layer, source, target, count):
-                yield step.Replay(layer, source, target, count, self._slots, self._kept(count))
+            case replaying.Replay(layer, source, target, count):
+                yield replaying.Replay(layer, source, target, count, self._slots, self._kept(count))
             case step.Append():
                 yield replace(instruction, cache=0)
             case step.Attend():
@@ -80,7 +82,7 @@ class _Sample:
             case step.Store():
                 yield replace(instruction, count=min(instruction.count, STORED_WORDS))
             case step.Linear() as linear:
-                own = _cut(linear, self._design.ports) if linear.target is step.Place.OUTPUT else linear
+                own = _cut(linear, self._design.ports) if linear.target is Place.OUTPUT else linear
                 yield replace(own, weights=self._weights)
                 self._weights += product_of(own, self._design).section_words
             case step.Mlp() as mlp:
@@ -93,9 +95,9 @@ class _Sample:
             case _:
                 yield instruction
 
-    def _decide(self, decide: step.Decide | step.DecideRows) -> step.Instruction:
+    def _decide(self, decide: replaying.Decide | replaying.DecideRows) -> Instruction:
         network = self._constant(decide, "network") if decide.units else 0
-        if isinstance(decide, step.DecideRows):
+        if isinstance(decide, replaying.DecideRows):
             return replace(decide, network=network)
         inputs = self._kept(decide.count) if decide.count else 0
         return replace(decide, stride=self._slots, chain=self._kept(1), keys=0, inputs=inputs, network=network)
@@ -105,7 +107,7 @@ class _Sample:
         self._replay += self._slots * self._all.sizes.videos * words
         return self._replay - self._slots * self._all.sizes.videos * words
 
-    def _constant(self, instruction: step.Instruction, name: str) -> int:
+    def _constant(self, instruction: Instruction, name: str) -> int:
         """Return where the constants begin of which a field of the whole program's instruction is the first."""
         own, first = instruction.extent(name, self._all.sizes), self._constants
         self._constants += own.stop - own.start

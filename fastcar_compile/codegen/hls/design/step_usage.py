@@ -19,8 +19,9 @@ from fastcar_compile.codegen.hls.design.usage import FLOAT_ADD, STREAM, bram_blo
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, CacheLayout
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES as CACHE_LANES
 from fastcar_compile.codegen.hls.step_program.instruction import LANES, ROWS_ON_CHIP
-from fastcar_compile.codegen.hls.step_program.instructions import KINDS, Append, Attend, Decide, Opcode
-from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.codegen.hls.step_program.instructions import Append, Attend
+from fastcar_compile.codegen.hls.step_program.program import KINDS, StepProgram
+from fastcar_compile.codegen.hls.step_program.replaying import Decide
 from fastcar_compile.gates.draft import GAINS
 
 
@@ -49,7 +50,7 @@ class StepDesign:
     @property
     def opcodes(self) -> list[str]:
         """Names of the instructions that the kernel executes, those of its program; others are not built."""
-        names = {instruction.opcode.name for instruction in self.program.instructions}
+        names = {instruction.name for instruction in self.program.instructions}
         # The unit of REPLAY_DRAFT has it anyway, and the test bench leaves drafts out.
         return sorted(names | ({"REPLAY"} if "REPLAY_DRAFT" in names else set()))
 
@@ -58,14 +59,14 @@ class StepDesign:
         """Names of instructions by what the kernel executes for them."""
         found = defaultdict[str, list[str]](list)
         for kind in KINDS.values():
-            if kind.opcode.name in self.opcodes:
-                found[kind.kernel].append(kind.opcode.name)
+            if kind.name in self.opcodes:
+                found[kind.kernel].append(kind.name)
         return found
 
     @property
     def opcode_bits(self) -> int:
         """Bit n: the kernel executes the opcode n."""
-        return sum(1 << Opcode[name] for name in self.opcodes)
+        return sum(1 << opcode for opcode, kind in KINDS.items() if kind.name in self.opcodes)
 
     @property
     def reads_constants(self) -> bool:

@@ -11,7 +11,7 @@ from fastcar_compile.codegen.hls.control_table.reader import read_table
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import resources_of
 from fastcar_compile.codegen.hls.design.loops import Loop, load_loop, quantize_loops, tile_loops
-from fastcar_compile.codegen.hls.design.step_loops import AttendWork, VectorWork, attend_loops, vector_loops
+from fastcar_compile.codegen.hls.design.step_loops import AttendWork, VectorWork, attend_loops
 from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
 from fastcar_compile.codegen.hls.step_program.instructions import Attend
 from fastcar_compile.config.targets import ON_A_BOARD
@@ -70,7 +70,7 @@ def _loops(design: Design, artifact: StoredArtifact) -> Iterator[Loop]:
     rows, table = design.mlp.batch, read_table(artifact.files.data(accelerator.table))
     work = VectorWork(rows, rows, design.ports, design.axi_words, table)
     for instruction in program.instructions:
-        for part in vector_loops(instruction, work):
+        for part in instruction.loops(work):
             yield from part.loops
         if isinstance(instruction, Attend):
             queries = instruction.heads // instruction.key_heads

@@ -13,9 +13,9 @@ from fastcar_compile.codegen.hls.model.rows import Decisions, Draw, coupled, dra
 from fastcar_compile.codegen.hls.model.step import Board, host_of, without_replay
 from fastcar_compile.codegen.hls.model.workload import Workload
 from fastcar_compile.codegen.hls.step_program import builder
-from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.builder import AttentionForm, CacheForm, ReplayForm
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
+from fastcar_compile.codegen.hls.step_program.replaying import Decide
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import InputError
 from fastcar_compile.ir.exact import logit_factor
@@ -103,7 +103,7 @@ def ask(
 
 def _program(workload: Workload, design: Design, program: StepProgram | None, *, gated: bool) -> StepProgram:
     """Return the program to time; one that decides nothing cannot say what a replay takes."""
-    if program is None or (gated and not any(isinstance(i, step.Decide) for i in program.instructions)):
+    if program is None or (gated and not any(isinstance(i, Decide) for i in program.instructions)):
         program = program_of_shape(workload, design)
     return program if gated else without_replay(program)
 

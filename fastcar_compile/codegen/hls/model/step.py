@@ -12,13 +12,14 @@ from importlib.resources import files
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp
 from fastcar_compile.codegen.hls.design.loops import Load
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
-from fastcar_compile.codegen.hls.design.step_loops import AttendWork, VectorWork, vector_loops
+from fastcar_compile.codegen.hls.design.step_loops import AttendWork, VectorWork
 from fastcar_compile.codegen.hls.model.engine import AttendCall, Call, CallPart, Engine, LoopCall
 from fastcar_compile.codegen.hls.model.gate import GateModel
 from fastcar_compile.codegen.hls.model.workload import Workload
 from fastcar_compile.codegen.hls.step_program import instructions as step
+from fastcar_compile.codegen.hls.step_program import replaying
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK
-from fastcar_compile.codegen.hls.step_program.instructions import Instruction, Place
+from fastcar_compile.codegen.hls.step_program.instruction import Instruction, Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import TargetError
@@ -103,9 +104,9 @@ def without_replay(program: StepProgram) -> StepProgram:
     """Return the program of the same decoder compiled without replay."""
     found: list[Instruction] = []
     for one in program.instructions:
-        if isinstance(one, step.Replay):
+        if isinstance(one, replaying.Replay):
             found.append(step.Add(one.layer, one.source, one.target, one.count))
-        elif not isinstance(one, step.OF_REPLAY):
+        elif not isinstance(one, replaying.OF_REPLAY):
             found.append(one)
     return replace(program, instructions=tuple(found))
 
@@ -284,10 +285,10 @@ def run_program(
     for number, instruction in enumerate(times.program.instructions):
         # `is`, as an instance check of an abstract class takes longer than the rest of the loop.
         kind = type(instruction)
-        decided = decided or kind is step.Decide
+        decided = decided or kind is replaying.Decide
         load = loads[instruction.layer] if decided or kind is step.Mlp else board.every
-        decided = decided and not isinstance(instruction, step.Replay)
-        load = drafts[instruction.layer] if kind is step.DraftRows else load
+        decided = decided and not isinstance(instruction, replaying.Replay)
+        load = drafts[instruction.layer] if kind is replaying.DraftRows else load
         timed = times.of(number, load, positions)
         if timed is not None:
             run.instruction(instruction.layer, *timed)
@@ -335,7 +336,7 @@ class ProgramTimes:
             case step.Mlp():
                 linears = self.board.work.shape.mlp_linears
                 return engine.array_call(linears, load, on_chip=True, stays=True) if load.rows else None
-            case step.DraftRows():
+            case replaying.DraftRows():
                 own = engine.design.drafts[f"layer_{instruction.layer}.draft"]
                 return engine.draft_call(own, load) if load.rows else None
             case step.Attend():
@@ -360,5 +361,5 @@ class ProgramTimes:
     def _vector(self, instruction: Instruction, load: Load) -> LoopCall | None:
         engine, rows = self.board.engine, self.board.work.batch
         work = VectorWork(rows, load.rows, engine.design.ports, engine.design.axi_words, engine.control)
-        parts = vector_loops(instruction, work)
-        return LoopCall(instruction.opcode.name.lower().replace("_", " "), parts) if parts else None
+        parts = tuple(part for part in instruction.loops(work) if part.times > 0)
+        return LoopCall(instruction.name.lower().replace("_", " "), parts) if parts else None

@@ -10,8 +10,9 @@ from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.control_table.table import MAX_INSTRUCTIONS, DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.step_program import instructions as step
+from fastcar_compile.codegen.hls.step_program import replaying
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout, Sizes
-from fastcar_compile.codegen.hls.step_program.instructions import LANES, Place
+from fastcar_compile.codegen.hls.step_program.instruction import GAIN_WORDS, LANES, Instruction, Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates.base import Rotary
@@ -133,7 +134,7 @@ def step_program(design: Design, attention: AttentionForm, norm: NormForm, repla
         wrong.append(f"a hidden size of {design.mlp.hidden} (a multiple of {LANES})")
     if not wrong:
         program = _Builder(design, attention, norm, replay).program()
-        wrong += [f"{i.opcode.name} of layer {i.layer}" for i in program.instructions if not i.fits(program.sizes)]
+        wrong += [f"{i.name} of layer {i.layer}" for i in program.instructions if not i.fits(program.sizes)]
         if len(program.instructions) <= MAX_INSTRUCTIONS and program.sizes.is_valid() and not wrong:
             return program
     raise refusal(f"no step program can be built: {'; '.join(wrong) or 'its sizes'}")
@@ -179,7 +180,7 @@ class _Builder:
         self.networks = tuple(accumulate(networks, initial=self.table + heads.table_rows * heads.rotary // LANES))
         # A draft has a bias like a row, and its table. Their last elements are the ends of constants and of weights.
         drafts = design.drafts.values()
-        own = (self.words + step.GAIN_WORDS for _ in drafts)
+        own = (self.words + GAIN_WORDS for _ in drafts)
         self.draft_constants = tuple(accumulate(own, initial=self.networks[-1]))
         behind = self.layers * self.layer_weights + (0 if self.head is None else self.head.section_words)
         self.draft_weights = tuple(accumulate((p.section_words for p in drafts), initial=behind))
@@ -221,7 +222,7 @@ class _Builder:
         """Return the replay of a layer; None: it always computes."""
         return self.replay if self.replay is not None and self.replay.gated[layer] else None
 
-    def _layer(self, layer: int) -> Iterator[step.Instruction]:
+    def _layer(self, layer: int) -> Iterator[Instruction]:
         norms, weights = layer * self.norm_words, layer * self.layer_weights
         second = norms + self.vectors * self.words
         yield self._norm(layer, norms)
@@ -241,23 +242,23 @@ class _Builder:
             cache = self.outputs + layer * self.layer_outputs
             yield from self._replayed(layer, (self.words, self.slots, cache))
 
-    def _replayed(self, layer: int, kept: tuple[int, int, int]) -> Iterator[step.Instruction]:
+    def _replayed(self, layer: int, kept: tuple[int, int, int]) -> Iterator[Instruction]:
         """Yield what adds the MLP's output. `kept`: words of a row, slots, and where they begin."""
         name = f"layer_{layer}.draft"
         if name not in self.design.drafts:
             # A row that replays has no new output in Y: Replay adds what its slot holds.
-            yield step.Replay(layer, Place.Y, Place.X, *kept)
+            yield replaying.Replay(layer, Place.Y, Place.X, *kept)
             return
         number, draft = list(self.design.drafts).index(name), self.design.drafts[name]
         first, outer, bias = draft.first, draft.outer, self.draft_constants[number]
         inputs = self.inputs + layer * self.layer_inputs
         # Attention is done with its keys, so that K takes the x of the slot.
-        yield step.Recall(layer, Place.A, Place.K, *kept[:2], inputs, bias + self.words)
+        yield replaying.Recall(layer, Place.A, Place.K, *kept[:2], inputs, bias + self.words)
         sizes = (draft.neurons, draft.rank, first.tile, first.tiles, int(first.bias), outer.tile, outer.tiles)
-        yield step.DraftRows(layer, Place.A, Place.K, Place.Y, *sizes, self.draft_weights[number])
-        yield step.ReplayDraft(layer, Place.Y, Place.X, *kept, bias)
+        yield replaying.DraftRows(layer, Place.A, Place.K, Place.Y, *sizes, self.draft_weights[number])
+        yield replaying.ReplayDraft(layer, Place.Y, Place.X, *kept, bias)
 
-    def _attention(self, layer: int, norms: int) -> Iterator[step.Instruction]:
+    def _attention(self, layer: int, norms: int) -> Iterator[Instruction]:
         heads, head_words = self.heads, self.head_words
         query, key, blocks = heads.heads * head_words, heads.key_heads * head_words, heads.head_dim // BLOCK
         ring = heads.cache.sinks, heads.cache.ring
@@ -292,12 +293,12 @@ class _Builder:
         """Where q and k are before they rotate, until attention writes."""
         return Place.A if self.heads.head_norm else Place.Y
 
-    def _decision(self, layer: int, form: ReplayForm) -> step.Decide:
+    def _decision(self, layer: int, form: ReplayForm) -> replaying.Decide:
         # The norm has put x into A.
         source = self._places[0] if form.gate.reads_query else Place.A
         if form.gate.reads_query and form.rotary == "key":
             source = self._unrotated
-        decide = step.Decide(layer, form.gate, self.slots, layer * self.layer_chains, source)
+        decide = replaying.Decide(layer, form.gate, self.slots, layer * self.layer_chains, source)
         heads, cache = self.heads, self.heads.cache
         if form.gate.reads_query:
             decide = replace(decide, heads=heads.heads, key_heads=heads.key_heads, blocks=heads.head_dim // BLOCK)
@@ -321,7 +322,7 @@ class _Builder:
         kind = step.LayerNorm if self.norm.layer else step.Norm
         return kind(layer, *places, *pieces, weight, float32(1 / (LANES * pieces[1])), float32(self.norm.epsilon))
 
-    def _last(self) -> Iterator[step.Instruction]:
+    def _last(self) -> Iterator[Instruction]:
         yield self._norm(self.layers, self.last_norm)
         if self.head is None:
             yield step.Store(self.layers, Place.A, self.words)
@@ -348,7 +349,7 @@ def short_program(design: Design, table: DrsTable | None = None, units: Sequence
     weights = tuple(accumulate((p.section_words for p in linears), initial=mlp.layers * design.section_words))
     words = float_words(mlp.hidden)
     learned = [(at, own, words) for at, own in zip(networks, units, strict=False)] or [()] * len(gated)
-    decide = (step.DecideRows(n, *read, *own) for n, own in zip(gated, learned, strict=True))
+    decide = (replaying.DecideRows(n, *read, *own) for n, own in zip(gated, learned, strict=True))
     mlps = (step.Mlp(n, Place.INPUT, Place.OUTPUT, n * design.section_words) for n in range(mlp.layers))
     called = (_linear(0, Place.INPUT, Place.OUTPUT, p, at) for p, at in zip(linears, weights, strict=False))
     return StepProgram(

@@ -154,7 +154,7 @@ def counts(*values: int) -> bool:
 
 BUFFERS = ("constant_words", "weight_words", "key_words", "value_words", "input_words", "output_words", "replay_words")
 SIZE_RULES = (
-    *(f"1 <= rows <= {MAX_ROWS}", f"1 <= ports <= {MAX_PORTS}", "1 <= videos <= rows", "rows % videos == 0"),
+    *("rows >= 1", f"rows <= {MAX_ROWS}", "ports >= 1", f"ports <= {MAX_PORTS}", "videos >= 1", "rows % videos == 0"),
     *("counts(row_words)", "counts(positions)", *(f"{name} <= {MAX_WORDS}" for name in BUFFERS)),
 )
 """What has to hold of the sizes, in Python and in the kernel's loader."""

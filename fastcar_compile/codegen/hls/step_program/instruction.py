@@ -1,5 +1,6 @@
 """What an instruction of a decode step is: its fields, what has to hold of each, in Python and in C++ (docs/reference/drs_table.md)."""
 
+import re
 import struct
 from dataclasses import dataclass, fields
 from enum import IntEnum
@@ -10,6 +11,7 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 
 from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.control_table.table import PROGRAM_WORDS
+from fastcar_compile.codegen.hls.design.step_loops import Repeated, VectorWork
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, Sizes, counts
 from fastcar_compile.gates.draft import GAINS
 from fastcar_compile.gates.registry import GateKind
@@ -46,7 +48,8 @@ ROWS_ON_CHIP = 5
 """Places on chip."""
 
 # What has to hold of a field is an expression of `{}`, the field, of the other fields and of the sizes of a program
-# (`Sizes`): Python evaluates it, and the kernel's loader has it in C++.
+# (`Sizes`). Python evaluates it, and the kernel's loader has it with the words of C++: so there are no chains of comparisons,
+# and brackets around an `and` in an `or`.
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class At:
 
     def format(self, name: str) -> str:
         """Return what has to hold of a field of this name."""
-        return f"{name} + ({self.words}) <= {self.size}"
+        return f"{name} + {self.words} <= {self.size}"
 
 
 ON_CHIP = f"{{}} < {ROWS_ON_CHIP}"
@@ -68,29 +71,35 @@ OnChip = Annotated[Place, ON_CHIP]
 Count = Annotated[int, "counts({})"]
 RowWords = Annotated[int, "counts({})", "{} <= row_words"]
 Bit = Annotated[int, "{} <= 1"]
-Gate = Annotated[GateKind, f"{min(GateKind).value} <= {{}} <= {max(GateKind).value}"]
+Gate = Annotated[GateKind, f"{{}} >= {min(GateKind).value}", f"{{}} <= {max(GateKind).value}"]
 Weights = Annotated[int, At("weight_words")]
 
 
-DECLARED: list[type["Instruction"]] = []
-"""Classes with an opcode."""
+DECLARED: dict[int, type["Instruction"]] = {}
+"""Instructions by their opcodes: those of the modules that are imported."""
 
 
 @dataclass(frozen=True)
 class Instruction:
     """An instruction; `layer` is for reports. Fields follow in order, a word each; a float is a float32."""
 
-    opcode: ClassVar[IntEnum]
+    opcode: ClassVar[int]
+    name: ClassVar[str]
     kernel: ClassVar[str]
     """What the kernel executes, in C++; or a process of fastcar_step.cpp."""
     rules: ClassVar[tuple[str, ...]] = ()
     """What has to hold besides of fields together."""
     layer: int
 
-    def __init_subclass__(cls) -> None:
-        """List a class that has an opcode of its own."""
-        if "opcode" in vars(cls):
-            DECLARED.append(cls)
+    def __init_subclass__(cls, opcode: int = 0, name: str = "") -> None:
+        """Name a class by an opcode; one without is for others to share. name: as the class, if not given."""
+        if opcode:
+            cls.opcode, cls.name = opcode, name or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).upper()
+            DECLARED[opcode] = cls
+
+    def loops(self, work: VectorWork) -> tuple[Repeated, ...]:
+        """Return what an instruction without a product iterates in the kernel."""
+        return ()
 
     @property
     def words(self) -> tuple[int, ...]:
@@ -101,7 +110,7 @@ class Instruction:
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name; a place and a gate by their names."""
         named = {key: value.name if isinstance(value, IntEnum) else value for key, value in vars(self).items()}
-        return {"opcode": self.opcode.name, **named}
+        return {"opcode": self.name, **named}
 
     def fits(self, room: Sizes) -> bool:
         """Return whether the fields are in range, and nothing is read or written outside of its buffer."""

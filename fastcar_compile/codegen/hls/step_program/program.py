@@ -1,9 +1,8 @@
 """The program of a control table: its words, JSON, reader (docs/reference/drs_table.md)."""
 
-import ast
 import dataclasses
+import re
 import struct
-from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from enum import IntEnum
 from functools import cache
@@ -13,26 +12,26 @@ from fastcar_compile.codegen.hls.control_table import reader, table
 from fastcar_compile.codegen.hls.control_table.reader import Header, header_of, require
 from fastcar_compile.codegen.hls.control_table.simulator import CHAIN, RESULT_WORDS, SCORES
 from fastcar_compile.codegen.hls.control_table.table import PROGRAM_WORDS, DrsTable, Limits, Status
+from fastcar_compile.codegen.hls.step_program import replaying as replaying  # which declares instructions, too
 from fastcar_compile.codegen.hls.step_program.cache_layout import SIZE_RULES, Sizes
 from fastcar_compile.codegen.hls.step_program.instruction import (
+    DECLARED,
     FUNCTIONS,
     GAIN_WORDS,
     ROWS_ON_CHIP,
+    Instruction,
+    Place,
     field_notes,
     rules_of,
 )
-from fastcar_compile.codegen.hls.step_program.instructions import (
-    KINDS,
-    End,
-    Instruction,
-    Load,
-    Opcode,
-    Place,
-)
+from fastcar_compile.codegen.hls.step_program.instructions import End, Load
 from fastcar_compile.codegen.hls.step_program.rows import ACTIVE_BIT, NO_STEP
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates.draft import GAINS
 from fastcar_compile.gates.registry import GateKind
+
+KINDS = dict(sorted(DECLARED.items()))
+"""Instructions by their opcodes."""
 
 # Instructions from their words, and the number of every word for C++.
 
@@ -84,60 +83,41 @@ def cpp_format() -> dict[str, tuple[Constants, dict[str, Constants]]]:
         "GAINS": GAINS,
         "GAIN_WORDS": GAIN_WORDS,
     }
-    enums = {"StepOpcode": {f"OP_{opcode.name}": opcode.value for opcode in Opcode}}
+    enums = {"StepOpcode": {f"OP_{kind.name}": opcode for opcode, kind in KINDS.items()}}
     enums["Place"] = {f"{place.name}_ROWS": place.value for place in Place}
     for kind in KINDS.values():
         names = [*map(str.upper, field_notes(kind)), "WORDS"]
-        enums[f"{kind.__name__}Field"] = {f"{kind.opcode.name}_{name}": number for number, name in enumerate(names, 1)}
+        enums[f"{kind.__name__}Field"] = {f"{kind.name}_{name}": number for number, name in enumerate(names, 1)}
     enums |= {kind.__name__: {one.name: one.value for one in kind} for kind in (StepOp, StepStatus)}
     statuses = {status.name: status.value for status in Status}
     answer = {"R_STATUS": 0, "R_INDEX_REGISTER": 1, "R_SCORES": SCORES, "R_CHAIN": CHAIN, "ANSWER_WORDS": RESULT_WORDS}
     return {"drs": (limits, {"Field": fields, "Status": statuses, "ResultWord": answer}), "step": (own, enums)}
 
 
-# What the kernel's loader checks, in C++ of 64 bits, which hold every product of what was counted.
-_SIGNS = {
-    ast.Add: "+", ast.Mult: "*", ast.FloorDiv: "/", ast.Mod: "%", ast.BitOr: "|",
-    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.And: "&&", ast.Or: "||",
-}  # fmt: skip
+_WORDS = {"and": "&&", "or": "||", "not": "!"}
 
 
 def cpp_checks() -> dict[str, Any]:
-    """Return what fastcar_step_program.hpp is rendered from: names of the sizes, the checks of them and of each instruction."""
-    checks = {kind.opcode.name: [_cpp(rule, kind) for rule in rules_of(kind)] for kind in KINDS.values()}
+    """Return what fastcar_step_program.hpp is rendered from: names of the sizes, the checks of them and of each instruction.
+
+    C++ has 64 bits, which hold every product of what was counted.
+    """
+    checks = {kind.name: [_cpp(rule, kind) for rule in rules_of(kind)] for kind in KINDS.values()}
     sizes = [field.name for field in dataclasses.fields(Sizes)]
     return {"sizes": sizes, "size_checks": [_cpp(rule) for rule in SIZE_RULES], "checks": checks}
 
 
 def _cpp(rule: str, kind: type[Instruction] | None = None) -> str:
     """Return a rule of the sizes, or of an instruction `f`."""
-    prefix = "" if kind is None else f"{kind.opcode.name}_"
-    of = {name: f"wide(f.word[{prefix}{name.upper()}])" for name in ([] if kind is None else field_notes(kind))}
-    return _text(ast.parse(rule, mode="eval").body, of)
+    own = {} if kind is None else {name: f"wide(f.word[{kind.name}_{name.upper()}])" for name in field_notes(kind)}
 
+    def word(found: re.Match[str]) -> str:
+        name, call = found.groups()
+        if call:
+            return f"{name}({'' if name in FUNCTIONS else 'sizes, '}"
+        return _WORDS.get(name) or own.get(name) or f"sizes.{name}"
 
-def _text(node: ast.expr, of: Mapping[str, str]) -> str:
-    def joined(nodes: Sequence[ast.expr], sign: ast.AST) -> str:
-        return f"({f' {_SIGNS[type(sign)]} '.join(_text(own, of) for own in nodes)})"
-
-    match node:
-        case ast.Name(name):
-            return of.get(name, f"sizes.{name}")
-        case ast.Call(ast.Name(name), given):
-            return (
-                f"{name}({', '.join([*([] if name in FUNCTIONS else ['sizes']), *(_text(own, of) for own in given)])})"
-            )
-        case ast.BoolOp(sign, nodes):
-            return joined(nodes, sign)
-        case ast.BinOp(left, sign, right):
-            return joined([left, right], sign)
-        case ast.Compare(first, signs, rest):
-            pairs = [joined(pair, sign) for sign, *pair in zip(signs, [first, *rest], rest, strict=False)]
-            return pairs[0] if len(pairs) == 1 else f"({' && '.join(pairs)})"
-        case ast.UnaryOp(ast.Not(), inner):
-            return f"!{_text(inner, of)}"
-        case _:
-            return f"{ast.literal_eval(node)}u"
+    return re.sub(r"([a-z]\w*)(\()?", word, rule).replace("//", "/")
 
 
 class StepOp(IntEnum):

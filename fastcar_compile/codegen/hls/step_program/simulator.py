@@ -10,8 +10,9 @@ from fastcar_compile.codegen.hls.control_table.gate import pack_inputs
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
 from fastcar_compile.codegen.hls.control_table.table import Status as TableStatus
 from fastcar_compile.codegen.hls.step_program import instructions as step
+from fastcar_compile.codegen.hls.step_program import replaying
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, Array, CacheLayout
-from fastcar_compile.codegen.hls.step_program.instruction import LANES, ROWS_ON_CHIP, Place
+from fastcar_compile.codegen.hls.step_program.instruction import LANES, ROWS_ON_CHIP, Instruction, Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.errors import InternalError
@@ -93,7 +94,7 @@ class StepSimulator:
         return self._output
 
     @singledispatchmethod
-    def _execute(self, instruction: step.Instruction) -> None:
+    def _execute(self, instruction: Instruction) -> None:
         raise InternalError(f"the simulator does not know {instruction!r}")
 
     @_execute.register
@@ -171,15 +172,15 @@ class StepSimulator:
             found = [self._head(attend, layout, n, queries, visible) for n, queries in enumerate(heads, first)]
             self._rows[attend.target, b, :size] = np.concatenate(found).reshape(-1)
 
-    def _values(self, instruction: step.Instruction, name: str) -> slice:
+    def _values(self, instruction: Instruction, name: str) -> slice:
         """Return the float32 values of the memory words of which a field is the first."""
         words = instruction.extent(name, self.program.sizes)
         return slice(LANES * words.start, LANES * words.stop)
 
-    def _constants(self, instruction: step.Instruction, name: str) -> Array:
+    def _constants(self, instruction: Instruction, name: str) -> Array:
         return self.memory.constants[self._values(instruction, name)]
 
-    def _kept(self, instruction: step.Instruction, name: str, count: int) -> Array:
+    def _kept(self, instruction: Instruction, name: str, count: int) -> Array:
         """Return a view of the rows of `count` words that slots keep, float32 [slots * videos, size]."""
         words = self.memory.replay[instruction.extent(name, self.program.sizes)]
         return words.view(np.float32).reshape(-1, LANES * count)
@@ -210,7 +211,7 @@ class StepSimulator:
         self._rows[add.target, :, : LANES * add.count] += self._rows[add.source, :, : LANES * add.count]
 
     @_execute.register
-    def _(self, decide: step.Decide) -> None:
+    def _(self, decide: replaying.Decide) -> None:
         rows, deciding = self._list, self._list.deciding
         # A launch without a decode forward decides nothing: a prompt never replays.
         if not deciding.any():
@@ -232,7 +233,7 @@ class StepSimulator:
             changed = self._computing & deciding
             kept[slots[changed]] = x[changed]
 
-    def _heads(self, decide: step.Decide) -> tuple[Array | None, Array | None]:
+    def _heads(self, decide: replaying.Decide) -> tuple[Array | None, Array | None]:
         """Return q and the cached key of position - stride, float32 [rows, heads, dim]; None: neither is read."""
         if not decide.gate.reads_query:
             return None, None
@@ -247,28 +248,28 @@ class StepSimulator:
         query = self._rows[decide.source, :, : decide.heads * layout.head_dim]
         return query.reshape(rows, decide.heads, -1), key
 
-    def _inputs(self, decide: step.Decide) -> tuple[Array | None, Array | None]:
+    def _inputs(self, decide: replaying.Decide) -> tuple[Array | None, Array | None]:
         """Return x, float32 [rows, size], and a view of the slots that keep it; None: neither is read."""
         if not decide.gate.reads_input:
             return None, None
         x = self._rows[decide.source, :, : LANES * decide.count]
         return x, self._kept(decide, "inputs", decide.count)
 
-    def _network(self, decide: step.Decide) -> Array | None:
+    def _network(self, decide: replaying.Decide) -> Array | None:
         """Return the words of the layer's network; None: the gate has none."""
         if decide.gate is not GateKind.LEARNED:
             return None
         return self._constants(decide, "network").reshape(-1, LANES)
 
     @_execute.register
-    def _(self, replay: step.Replay) -> None:
+    def _(self, replay: replaying.Replay) -> None:
         self._replay(replay, None)
 
     @_execute.register
-    def _(self, replay: step.ReplayDraft) -> None:
+    def _(self, replay: replaying.ReplayDraft) -> None:
         self._replay(replay, self._constants(replay, "bias"))
 
-    def _replay(self, replay: step.Replay, bias: Array | None) -> None:
+    def _replay(self, replay: replaying.Replay, bias: Array | None) -> None:
         """Add what the MLP gave or the slot holds. `bias`: of a draft, which is in the source of rows that replay."""
         own, target = self._rows[replay.source, :, : LANES * replay.count], self._rows[replay.target]
         kept, deciding, slots = (
@@ -293,7 +294,7 @@ class StepSimulator:
         return self._list.deciding & ~self._computing
 
     @_execute.register
-    def _(self, recall: step.Recall) -> None:
+    def _(self, recall: replaying.Recall) -> None:
         rows, size = self._replaying, LANES * recall.count
         x, cached = self._rows[recall.source, rows, :size], self._kept(recall, "inputs", recall.count)
         cached = cached[self._slots(recall.slots)[rows]]
@@ -305,7 +306,7 @@ class StepSimulator:
         self._rows[recall.target, rows, :size] = cached
 
     @_execute.register
-    def _(self, draft: step.DraftRows) -> None:
+    def _(self, draft: replaying.DraftRows) -> None:
         (first, outer), rows = self.memory.drafts[draft.weights], self._replaying
         if rows.any():
             own, cached = (first(self._rows[place, rows]) for place in (draft.source, draft.recalled))
