@@ -1,7 +1,6 @@
 // Activations, bit for bit as fastcar_compile.ir.ops.linear defines them: act(x) = x * factor(x), where the factor is a
 // table of 513 knots, linear in between, in integers. ReLU and its square need no table.
-#ifndef FASTCAR_ACTIVATION_HPP
-#define FASTCAR_ACTIVATION_HPP
+#pragma once
 
 #include "fastcar_numerics.hpp"
 #include "fastcar_tables.hpp"
@@ -49,5 +48,3 @@ struct Activate<RELU2> {
 };
 
 }  // namespace fastcar
-
-#endif

@@ -1,6 +1,5 @@
 // ap_int.h, for g++ too.
-#ifndef FASTCAR_AP_INT_HPP
-#define FASTCAR_AP_INT_HPP
+#pragma once
 
 // The simulation header's default constructor masks a value it has not set yet; g++ reports that wherever it is inlined.
 #if defined(__GNUC__) && !defined(__clang__)
@@ -9,5 +8,3 @@
 #endif
 
 #include <ap_int.h>
-
-#endif

@@ -4,8 +4,7 @@
 // bits with an exponent. A mantissa is two int8 limbs, which are two rows of the array and share the word of the cache: so a
 // product of 15 by 8 bits takes one multiplier. The sums of 32 products are exact. Scaled sums are added in the order of the
 // definition.
-#ifndef FASTCAR_ATTENTION_CORE_HPP
-#define FASTCAR_ATTENTION_CORE_HPP
+#pragma once
 
 #include "fastcar_cache_core.hpp"
 #include "fastcar_mac.hpp"
@@ -196,5 +195,3 @@ finish_words:
 
 }  // namespace attention
 }  // namespace fastcar
-
-#endif

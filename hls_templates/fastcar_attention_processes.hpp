@@ -7,8 +7,7 @@
 // (values) > add_values. Keys of a unit come before the values of the unit before it, so that its softmax has the time of a
 // unit's values. The softmax of unit u is done when the keys of unit u + 1 have passed, and its numerators wait in their FIFO,
 // which has room for a head.
-#ifndef FASTCAR_ATTENTION_PROCESSES_HPP
-#define FASTCAR_ATTENTION_PROCESSES_HPP
+#pragma once
 
 #include <hls_stream.h>
 
@@ -387,5 +386,3 @@ units:
 
 }  // namespace attention
 }  // namespace fastcar
-
-#endif

@@ -6,8 +6,7 @@
 // exponents per block, then the rows. Values: a tile is the 32 positions of one block of weights; a word holds one element at
 // 16 positions, so that the array sums over positions. Element i of a block is on port i mod P. The exponents of a tile, two
 // words per block, are spread over the ports and stand before the elements.
-#ifndef FASTCAR_CACHE_CORE_HPP
-#define FASTCAR_CACHE_CORE_HPP
+#pragma once
 
 #include "fastcar_gate_core.hpp"
 #include "fastcar_numerics.hpp"
@@ -295,5 +294,3 @@ write_values:
 
 }  // namespace cache
 }  // namespace fastcar
-
-#endif

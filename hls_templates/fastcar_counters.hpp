@@ -1,7 +1,6 @@
 // Work that C simulation counts where it is done, with FASTCAR_COUNTERS: iterations of the MAC array and beats on the AXI
 // ports of weights. Without the macro, and in hardware, nothing is left of it.
-#ifndef FASTCAR_COUNTERS_HPP
-#define FASTCAR_COUNTERS_HPP
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -23,6 +22,4 @@ extern "C" void fastcar_csim_counters(uint64_t* counts) {
 }
 #else
 #define FASTCAR_COUNT(counter)
-#endif
-
 #endif

@@ -1,7 +1,6 @@
 // DRS controller: decides one layer per call with the control table on chip: scores and gate -> Index Register and chain
 // counts. Formats, order of checks and status codes: docs/reference/drs_table.md. Every loop is bounded, so it always ends.
-#ifndef FASTCAR_DRS_HPP
-#define FASTCAR_DRS_HPP
+#pragma once
 
 #include "fastcar_drs_scores.hpp"
 
@@ -86,5 +85,3 @@ Status decide_layer(const uint32_t header[HEADER_WORDS], const uint32_t words[C:
 
 }  // namespace drs
 }  // namespace fastcar
-
-#endif

@@ -1,6 +1,5 @@
 // Scores of a layer's rows by the gate that a controller is built for, and the frames in which every row computes.
-#ifndef FASTCAR_DRS_SCORES_HPP
-#define FASTCAR_DRS_SCORES_HPP
+#pragma once
 
 #include "fastcar_drs_table.hpp"
 #include "fastcar_gate_core.hpp"
@@ -120,5 +119,3 @@ inline bool recomputes(const uint32_t header[HEADER_WORDS], uint32_t step) {
 
 }  // namespace drs
 }  // namespace fastcar
-
-#endif

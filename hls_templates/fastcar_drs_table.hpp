@@ -1,7 +1,6 @@
 // The DRS control table on chip: loaded once, with its checks in the documented order (docs/reference/drs_table.md).
 // Every loop is bounded. Products of fields are checked by multiplying; nothing is divided.
-#ifndef FASTCAR_DRS_TABLE_HPP
-#define FASTCAR_DRS_TABLE_HPP
+#pragma once
 
 #include <stdint.h>
 
@@ -187,5 +186,3 @@ copy_header:
 
 }  // namespace drs
 }  // namespace fastcar
-
-#endif

@@ -3,8 +3,7 @@
 //
 // In the first product of a gated MLP channel 2n is gate n and 2n + 1 is up n. tile * PORTS is a multiple of four, so that
 // the channels of a tile are whole words of y, and gate n and up n share a tile.
-#ifndef FASTCAR_ENGINE_CORE_HPP
-#define FASTCAR_ENGINE_CORE_HPP
+#pragma once
 
 #include "fastcar_activation.hpp"
 #include "fastcar_mapping.hpp"
@@ -372,5 +371,3 @@ inline int tile_results(int t, int whole, int result_words) {
 }
 
 }  // namespace fastcar
-
-#endif

@@ -1,8 +1,7 @@
 // The DATAFLOW processes of the engine: every stream has one producer and one consumer. An array of streams is indexed by
 // constants only (unrolled loops): a stream is a wire, there is nothing to address. The top decodes a call once; what a
 // process needs of it comes as plain scalars, so that all of them agree on how many words each stream carries.
-#ifndef FASTCAR_ENGINE_PROCESSES_HPP
-#define FASTCAR_ENGINE_PROCESSES_HPP
+#pragma once
 
 #include <hls_stream.h>
 
@@ -289,5 +288,3 @@ products:
 }
 
 }  // namespace fastcar
-
-#endif

@@ -3,8 +3,7 @@
 // docs/reference/numerics.md, "Scores, bit for bit", defines them. Every sum is one of integers: one 64-bit addition per
 // clock closes each loop, so a word enters per clock (II = 1), and the order of the words does not matter. What is float
 // stands in loop-free functions after the loops.
-#ifndef FASTCAR_GATE_CORE_HPP
-#define FASTCAR_GATE_CORE_HPP
+#pragma once
 
 #include "fastcar_tas_core.hpp"
 #include "fastcar_word.hpp"
@@ -154,5 +153,3 @@ score_changes:
 
 }  // namespace gate
 }  // namespace fastcar
-
-#endif

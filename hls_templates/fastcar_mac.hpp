@@ -3,8 +3,7 @@
 // which `split` gives back. Sums of packed products are split once, as long as the low sum keeps to 18 bits.
 // No product is bound to a DSP by itself, and no sum of packed products is balanced: so the tool forms multiply-adds, and
 // cascades of eight of them.
-#ifndef FASTCAR_MAC_HPP
-#define FASTCAR_MAC_HPP
+#pragma once
 
 #include "fastcar_word.hpp"
 
@@ -111,5 +110,3 @@ void multiply_words(const int8_t weight[PORTS][LANES], const int8_t input[ROWS][
 }
 
 }  // namespace fastcar
-
-#endif

@@ -1,7 +1,6 @@
 // Index Register and Mapping Registers of Dynamic Resource Scheduling (docs/reference/drs_table.md). A core is one slot of
 // the array; the cores work in lock step, and a tile stays on chip for as many passes as the busiest core has rows.
-#ifndef FASTCAR_MAPPING_HPP
-#define FASTCAR_MAPPING_HPP
+#pragma once
 
 #include <stdint.h>
 
@@ -81,5 +80,3 @@ places:
 }
 
 }  // namespace fastcar
-
-#endif

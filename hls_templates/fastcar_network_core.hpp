@@ -1,6 +1,5 @@
 // Score of the gate `learned`: a network of one hidden layer on x and its change (docs/reference/numerics.md, "learned").
-#ifndef FASTCAR_NETWORK_CORE_HPP
-#define FASTCAR_NETWORK_CORE_HPP
+#pragma once
 
 #include "fastcar_gate_core.hpp"
 
@@ -190,5 +189,3 @@ score_networks:
 
 }  // namespace gate
 }  // namespace fastcar
-
-#endif

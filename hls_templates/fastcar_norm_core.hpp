@@ -1,8 +1,7 @@
 // RMSNorm and layer norm of a float32 row on chip (docs/reference/numerics.md): plain functions over words, no streams, four values per
 // clock. The row is rounded to integers of at most 2^18 in magnitude first, so one 64-bit addition per clock closes the loop,
 // and a square takes one multiplier of 27 by 18 bits and a few LUT.
-#ifndef FASTCAR_NORM_CORE_HPP
-#define FASTCAR_NORM_CORE_HPP
+#pragma once
 
 #include "fastcar_gate_core.hpp"
 #include "fastcar_numerics.hpp"
@@ -156,5 +155,3 @@ scale_words:
 
 }  // namespace norm
 }  // namespace fastcar
-
-#endif

@@ -1,8 +1,7 @@
 // Numerics, bit for bit as docs/reference/numerics.md defines them: IEEE float32, one rounding per operation, no FMA.
 // (The fabric's float operators flush denormals to zero; equality with the reference holds for normal numbers.)
 // Comparisons are written so that a NaN takes a defined branch and no conversion to integer is out of range.
-#ifndef FASTCAR_NUMERICS_HPP
-#define FASTCAR_NUMERICS_HPP
+#pragma once
 
 #include <stdint.h>
 
@@ -93,5 +92,3 @@ inline float dequantize(int32_t accumulator, float row_scale, float channel_scal
 }
 
 }  // namespace fastcar
-
-#endif

@@ -1,6 +1,5 @@
 // Loop and array pragmas of every FastCar kernel, in one place.
-#ifndef FASTCAR_PRAGMAS_HPP
-#define FASTCAR_PRAGMAS_HPP
+#pragma once
 
 // Every loop that stays a loop has a label, which reports name. One without a label is of constant bounds and below a pipelined
 // loop: Vitis HLS unrolls it by itself (UG1399, "Pipelining Loops").
@@ -55,6 +54,4 @@
 #define FASTCAR_SCRATCH
 #else
 #define FASTCAR_SCRATCH static
-#endif
-
 #endif

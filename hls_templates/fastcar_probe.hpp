@@ -1,6 +1,5 @@
 // The bandwidth probe: every chosen weight port reads one long run, in the bursts of the engine, and sums it up.
-#ifndef FASTCAR_PROBE_HPP
-#define FASTCAR_PROBE_HPP
+#pragma once
 
 #include <hls_stream.h>
 #include <stdint.h>
@@ -56,5 +55,3 @@ write_result:
 }
 
 }  // namespace fastcar
-
-#endif

@@ -1,7 +1,6 @@
 // Operations on float32 rows of a decode step that stay on chip: residual and rotary position embedding. Plain functions over
 // words, no streams; four values per clock. docs/reference/numerics.md defines the arithmetic: one rounding per operation.
-#ifndef FASTCAR_ROW_CORE_HPP
-#define FASTCAR_ROW_CORE_HPP
+#pragma once
 
 #include "fastcar_word.hpp"
 
@@ -122,5 +121,3 @@ rotate_words:
 
 }  // namespace row
 }  // namespace fastcar
-
-#endif

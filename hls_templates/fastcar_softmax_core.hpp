@@ -1,7 +1,6 @@
 // Softmax over logits on chip, in two passes: plain functions, no streams (docs/reference/numerics.md). Logits are exponents
 // of two. Numerators are integers, so their sum has no order and one addition per clock closes the loop.
-#ifndef FASTCAR_SOFTMAX_CORE_HPP
-#define FASTCAR_SOFTMAX_CORE_HPP
+#pragma once
 
 #include "fastcar_gate_core.hpp"
 #include "fastcar_numerics.hpp"
@@ -93,5 +92,3 @@ inline float inverse_of_sum(int64_t sum, const Largest& largest) {
 
 }  // namespace attention
 }  // namespace fastcar
-
-#endif

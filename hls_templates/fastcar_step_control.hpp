@@ -1,6 +1,5 @@
-// What the kernel of whole steps keeps, what it can execute, and what it answers (docs/reference/drs_table.md).
-#ifndef FASTCAR_STEP_CONTROL_HPP
-#define FASTCAR_STEP_CONTROL_HPP
+// What the kernel of whole steps keeps, what it can execute, and what it answers (docs/reference/accelerator.md).
+#pragma once
 
 #include "fastcar_drs.hpp"
 #include "fastcar_engine_core.hpp"
@@ -283,5 +282,3 @@ inline attention::Window window_of(uint32_t position, uint32_t sinks, uint32_t r
 
 }  // namespace step
 }  // namespace fastcar
-
-#endif

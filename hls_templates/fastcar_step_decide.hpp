@@ -1,6 +1,5 @@
 // DECIDE: the TAS unit and the controller of a step, between rows on chip and the replay buffer.
-#ifndef FASTCAR_STEP_DECIDE_HPP
-#define FASTCAR_STEP_DECIDE_HPP
+#pragma once
 
 #include "fastcar_step_control.hpp"
 
@@ -100,5 +99,3 @@ write_chain_counts:
 
 }  // namespace step
 }  // namespace fastcar
-
-#endif

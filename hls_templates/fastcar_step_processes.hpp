@@ -1,7 +1,6 @@
 // The DATAFLOW processes of a product that joins the array to rows on chip, beside those of the engine
 // (fastcar_engine_processes.hpp), and those that append to the cache and gather what a gate reads.
-#ifndef FASTCAR_STEP_PROCESSES_HPP
-#define FASTCAR_STEP_PROCESSES_HPP
+#pragma once
 
 #include <hls_stream.h>
 
@@ -214,5 +213,3 @@ expand_each_key:
 
 }  // namespace step
 }  // namespace fastcar
-
-#endif

@@ -1,7 +1,6 @@
 // Instructions on rows that stay on chip. Plain functions, no streams: they run one after another, because all of them
 // together take one percent of a step. `rows` has one memory per place; source and target are different places.
-#ifndef FASTCAR_STEP_ROWS_HPP
-#define FASTCAR_STEP_ROWS_HPP
+#pragma once
 
 #include "fastcar_gate_core.hpp"
 #include "fastcar_norm_core.hpp"
@@ -244,5 +243,3 @@ copy_head:
 
 }  // namespace step
 }  // namespace fastcar
-
-#endif

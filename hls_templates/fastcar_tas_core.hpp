@@ -3,8 +3,7 @@
 // A score is a sum of products of two float32 values, each rounded half to even to a multiple of 2^-24 and limited to 2^22
 // (docs/reference/numerics.md, "TAS, bit for bit"). So the loop adds integers: one 64-bit addition per clock, no float adder
 // whose latency would have to be hidden, and the same bits as every other backend.
-#ifndef FASTCAR_TAS_CORE_HPP
-#define FASTCAR_TAS_CORE_HPP
+#pragma once
 
 #include "fastcar_mapping.hpp"
 #include "fastcar_word.hpp"
@@ -225,5 +224,3 @@ inline uint32_t couple_pairs(uint32_t replay, uint32_t rows) {
 
 }  // namespace tas
 }  // namespace fastcar
-
-#endif

@@ -6,8 +6,7 @@
 //
 // The tile stays where it is while `passes` go over it; in a pass every core multiplies one row. Bit pass * CORES + core
 // of `occupied` is 1 where the pass has a row. Loops are flat, with counters instead of divisions: a pass costs no start.
-#ifndef FASTCAR_TILE_HPP
-#define FASTCAR_TILE_HPP
+#pragma once
 
 #include "fastcar_counters.hpp"
 #include "fastcar_mac.hpp"
@@ -211,5 +210,3 @@ groups:
 }
 
 }  // namespace fastcar
-
-#endif

@@ -1,6 +1,5 @@
 // The DATAFLOW processes of attention behind the softmax: from numerators to rows on chip (fastcar_attention_processes.hpp).
-#ifndef FASTCAR_VALUE_PROCESSES_HPP
-#define FASTCAR_VALUE_PROCESSES_HPP
+#pragma once
 
 #include "fastcar_attention_processes.hpp"
 
@@ -201,5 +200,3 @@ units_of_a_head:
 
 }  // namespace attention
 }  // namespace fastcar
-
-#endif

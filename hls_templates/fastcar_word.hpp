@@ -1,7 +1,6 @@
 // The 128-bit memory word: 32 int4 lanes, 16 int8 lanes, 8 float16 lanes or 4 float32 lanes, lane 0 in the lowest bits
 // (little-endian bytes). Of the int4 lanes, 0 to 15 are the low nibbles of the bytes and 16 to 31 the high ones.
-#ifndef FASTCAR_WORD_HPP
-#define FASTCAR_WORD_HPP
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -195,5 +194,3 @@ inline word_t word_of_bits(uint32_t lane0, uint32_t lane1, uint32_t lane2, uint3
 }
 
 }  // namespace fastcar
-
-#endif

@@ -1,8 +1,7 @@
 // The accelerator of one decoder: one kernel that keeps its program and control table. A launch runs the instructions from an
 // entry up to an END: a whole decode step, or one decision, MLP or linear. Weights, caches and buffers stay on the device. The same
 // steps as fastcar_compile/runtime/backends/accelerator/kernel.py.
-#ifndef FASTCAR_ACCELERATOR_HPP
-#define FASTCAR_ACCELERATOR_HPP
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -350,5 +349,3 @@ private:
 };
 
 }  // namespace fastcar_host
-
-#endif

@@ -1,6 +1,5 @@
 // Command line of the host programs: ARTIFACT --prompt IDS [--prompt IDS ...] --num-tokens N [more options].
-#ifndef FASTCAR_ARGUMENTS_HPP
-#define FASTCAR_ARGUMENTS_HPP
+#pragma once
 
 #include <algorithm>
 #include <cerrno>
@@ -117,5 +116,3 @@ void decode(D& decoder, const Arguments& arguments, int64_t batch) {
 }
 
 }  // namespace fastcar_host
-
-#endif

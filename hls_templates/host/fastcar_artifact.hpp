@@ -1,7 +1,6 @@
 // An artifact whose every file is checked before any is used: its hash is the manifest's, and the manifest's own digest is
 // pinned, or covered by a signature, where the user asks for that. What is hashed is what is used: docs/tutorial/signing.md.
-#ifndef FASTCAR_ARTIFACT_HPP
-#define FASTCAR_ARTIFACT_HPP
+#pragma once
 
 #include <cstdint>
 #include <cstdio>
@@ -275,5 +274,3 @@ private:
 };
 
 }  // namespace fastcar_host
-
-#endif

@@ -1,7 +1,6 @@
 // Decode session on the artifact's TVM library, as fastcar_compile/runtime/session.py and backends/cpu.py do it:
 // prefill in chunks without replay, then one forward per token; state is updated in place.
-#ifndef FASTCAR_DECODER_HPP
-#define FASTCAR_DECODER_HPP
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -152,5 +151,3 @@ private:
 };
 
 }  // namespace fastcar_host
-
-#endif

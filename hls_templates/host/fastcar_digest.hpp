@@ -1,6 +1,5 @@
 // SHA-256, base64 and signatures by OpenSSL's libcrypto.
-#ifndef FASTCAR_DIGEST_HPP
-#define FASTCAR_DIGEST_HPP
+#pragma once
 
 #if !__has_include(<openssl/opensslconf.h>)
 #error "openssl/opensslconf.h is missing: install OpenSSL's headers for the CPU that runs this program (Debian: libssl-dev), or give SSL_INCLUDE=FOLDER SSL_LIB=FOLDER"
@@ -110,5 +109,3 @@ private:
 };
 
 }  // namespace fastcar_host
-
-#endif

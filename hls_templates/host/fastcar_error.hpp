@@ -1,6 +1,5 @@
 // Errors of the host program: what is wrong, where, and how to fix it.
-#ifndef FASTCAR_ERROR_HPP
-#define FASTCAR_ERROR_HPP
+#pragma once
 
 #include <stdexcept>
 #include <string>
@@ -28,5 +27,3 @@ public:
 };
 
 }  // namespace fastcar_host
-
-#endif

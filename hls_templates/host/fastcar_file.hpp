@@ -1,6 +1,5 @@
 // Files of a folder, opened once and by handle: no symbolic link is followed, and nothing is opened again by its name.
-#ifndef FASTCAR_FILE_HPP
-#define FASTCAR_FILE_HPP
+#pragma once
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -170,5 +169,3 @@ private:
 };
 
 }  // namespace fastcar_host
-
-#endif

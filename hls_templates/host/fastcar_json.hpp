@@ -1,6 +1,5 @@
 // JSON by nlohmann/json: its errors become ours.
-#ifndef FASTCAR_JSON_HPP
-#define FASTCAR_JSON_HPP
+#pragma once
 
 #if !__has_include(<nlohmann/json.hpp>)
 #error "nlohmann/json.hpp is missing: install it (Debian: nlohmann-json3-dev), or give JSON_INCLUDE=FOLDER"
@@ -34,5 +33,3 @@ inline uint64_t whole_number(const nlohmann::json& value, const std::string& whe
 }
 
 }  // namespace fastcar_host
-
-#endif

@@ -1,6 +1,5 @@
 // The artifact's TVM library: its programs, and the tensors that they take.
-#ifndef FASTCAR_LIBRARY_HPP
-#define FASTCAR_LIBRARY_HPP
+#pragma once
 
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
@@ -174,5 +173,3 @@ inline void check_files(Artifact& artifact, const DecoderSpec& spec, std::vector
 }
 
 }  // namespace fastcar_host
-
-#endif

@@ -1,6 +1,5 @@
 // Contiguous memory (CMA): what XRT allocates buffers from on a board whose memory is also Linux's.
-#ifndef FASTCAR_MEMORY_HPP
-#define FASTCAR_MEMORY_HPP
+#pragma once
 
 #include <cstdint>
 #include <cstdio>
@@ -55,5 +54,3 @@ inline void require_contiguous(uint64_t bytes, const std::string& meminfo) {
 }
 
 }  // namespace fastcar_host
-
-#endif

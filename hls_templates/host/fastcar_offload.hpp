@@ -1,6 +1,5 @@
 // The packed functions that the offload program calls, on an accelerator.
-#ifndef FASTCAR_OFFLOAD_HPP
-#define FASTCAR_OFFLOAD_HPP
+#pragma once
 
 #include <tvm/ffi/any.h>
 #include <tvm/ffi/container/tensor.h>
@@ -105,5 +104,3 @@ inline void register_accelerator(Accelerator& accelerator) {
 }
 
 }  // namespace fastcar_host
-
-#endif

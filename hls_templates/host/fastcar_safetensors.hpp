@@ -1,7 +1,6 @@
 // Reader of safetensors files in memory (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header
 // length, a JSON header, the data. Everything in the header is checked against the file before a byte of data is read.
-#ifndef FASTCAR_SAFETENSORS_HPP
-#define FASTCAR_SAFETENSORS_HPP
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -132,5 +131,3 @@ private:
 };
 
 }  // namespace fastcar_host
-
-#endif

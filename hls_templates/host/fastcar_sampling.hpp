@@ -1,6 +1,5 @@
 // Greedy sampling: what a decoder on the CPU and one on an accelerator have in common.
-#ifndef FASTCAR_SAMPLING_HPP
-#define FASTCAR_SAMPLING_HPP
+#pragma once
 
 #include <algorithm>
 #include <cmath>
@@ -113,5 +112,3 @@ std::vector<std::vector<int64_t>> generate(D& decoder, const DecoderSpec& spec,
 }
 
 }  // namespace fastcar_host
-
-#endif

@@ -1,7 +1,6 @@
 // Decode session on an accelerator that runs whole steps, as fastcar_compile/runtime/backends/accelerator/step.py does it:
 // the host embeds and samples, and a position is a launch.
-#ifndef FASTCAR_STEP_DECODER_HPP
-#define FASTCAR_STEP_DECODER_HPP
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -115,5 +114,3 @@ private:
 };
 
 }  // namespace fastcar_host
-
-#endif

@@ -1,6 +1,5 @@
 // The options by which a user says which artifact is trusted.
-#ifndef FASTCAR_TRUST_HPP
-#define FASTCAR_TRUST_HPP
+#pragma once
 
 #include <string>
 
@@ -33,5 +32,3 @@ inline Trust trust_of(const Arguments& arguments) {
 }
 
 }  // namespace fastcar_host
-
-#endif

@@ -1,6 +1,5 @@
 // A device, and a kernel on it whose arguments are filled by name. Needs XRT (https://xilinx.github.io/XRT).
-#ifndef FASTCAR_XRT_HPP
-#define FASTCAR_XRT_HPP
+#pragma once
 
 #include <chrono>
 #include <cstdint>
@@ -286,5 +285,3 @@ private:
 };
 
 }  // namespace fastcar_host
-
-#endif

@@ -95,11 +95,11 @@ def find_recursion(texts: list[str]) -> list[str]:
 
 
 def find_pragmas(name: str, text: str) -> list[str]:
-    """Pragmas outside the one header of macros; interface pragmas of a top may stand."""
+    """Pragmas outside the one header of macros; interface pragmas of a top and `once` may stand."""
     if name == "fastcar_pragmas.hpp":
         return []
     raw = re.findall(r"^\s*#pragma .*$|_Pragma\(.*$", text, re.MULTILINE)
-    allowed = ("#pragma HLS INTERFACE mode=", "#pragma GCC diagnostic ignored")
+    allowed = ("#pragma once", "#pragma HLS INTERFACE mode=", "#pragma GCC diagnostic ignored")
     return [f"pragma: {line.strip()}" for line in raw if not line.strip().startswith(allowed)]
 
 
