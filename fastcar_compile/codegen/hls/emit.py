@@ -21,16 +21,13 @@ from fastcar_compile.codegen.hls.accelerator import Accelerator
 from fastcar_compile.codegen.hls.control import controller_part
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_draft, pack_linear, pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
-from fastcar_compile.codegen.hls.step_program.instruction import Instruction
-from fastcar_compile.codegen.hls.step_program.instructions import AppendKeys, AppendValues
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
-from fastcar_compile.codegen.hls.step_program.replaying import Decide, Replay
 from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.errors import InternalError
 from fastcar_compile.gates.draft import PARTS
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.tensor_files import TensorSpec, octets
-from fastcar_compile.ir.types import MlpSite, StateRole
+from fastcar_compile.ir.types import MlpSite
 from fastcar_compile.passes.offload import LinearCall
 
 Stream = Callable[[], NDArray[np.uint8]]
@@ -90,28 +87,10 @@ def state_places(program: StepProgram, state: list[StateSpec]) -> dict[str, int]
     Raises:
         InternalError: the program keeps a state nowhere.
     """
-    places: dict[tuple[StateRole, int], int] = {}
-    for instruction in program.instructions:
-        places |= {(role, instruction.layer): word for role, word in _kept(instruction).items()}
+    places = {(role, one.layer): word for one in program.instructions for role, word in one.states().items()}
     if lacking := [s.name for s in state if (s.role, s.layer) not in places]:
         raise InternalError(f"the step program has no place for {', '.join(lacking)}")
     return {s.name: places[s.role, s.layer] for s in state}
-
-
-def _kept(instruction: Instruction) -> dict[StateRole, int]:
-    """Return the first words of what an instruction keeps from step to step."""
-    match instruction:
-        case AppendKeys():
-            return {StateRole.KEY_CACHE: instruction.cache}
-        case AppendValues():
-            return {StateRole.VALUE_CACHE: instruction.cache}
-        case Decide():
-            inputs = {StateRole.GATE_CACHE: instruction.inputs} if instruction.gate.reads_input else {}
-            return {StateRole.CHAIN_COUNT: instruction.chain, **inputs}
-        case Replay():
-            return {StateRole.MLP_CACHE: instruction.cache}
-        case _:
-            return {}
 
 
 class HlsEmitter:

@@ -278,15 +278,9 @@ class Golden:
 
     def _run_decision(self, entry: int, decide: replaying.DecideRows) -> None:
         """Decide about drawn operands, by the middle one of their scores."""
-        sizes, words, forward = (
-            self._program.sizes,
-            decide.query_words + decide.key_words,
-            2 * slots_of(self._program) - 1,
-        )
-        rows, constants = (
-            _rows(sizes, 0, forward, (1 << sizes.rows) - 1),
-            self._constants().reshape(-1, FLOATS_PER_WORD),
-        )
+        sizes, forward = self._program.sizes, 2 * slots_of(self._program) - 1
+        words, rows = decide.query_words + decide.key_words, _rows(sizes, 0, forward, (1 << sizes.rows) - 1)
+        constants = self._constants().reshape(-1, FLOATS_PER_WORD)
         operands = _drawn_floats(self._constants_draw + 1, words * FLOATS_PER_WORD).reshape(-1, FLOATS_PER_WORD)
         network = constants[decide.extent("network", sizes)] if decide.units else None
         query, key = np.split(operands, [decide.query_words])

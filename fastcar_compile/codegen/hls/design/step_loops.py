@@ -196,8 +196,3 @@ class VectorWork:
     ports: int
     axi_words: int
     control: DrsTable
-
-
-def moved(count: int) -> Loop:
-    """Return the loop that moves the words of a row from or to memory."""
-    return Loop("rows", "move_words", count, WRITE, moves=True)

@@ -6,7 +6,6 @@ library (PG060), memories by their block shapes (UG573), adders a LUT per bit (U
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 from fastcar_compile.artifact.engine import FLOATS_PER_WORD, WORD_BITS, WORD_BYTES, Usage
@@ -57,11 +56,8 @@ class StepDesign:
     @property
     def cases(self) -> dict[str, list[str]]:
         """Names of instructions by what the kernel executes for them."""
-        found = defaultdict[str, list[str]](list)
-        for kind in KINDS.values():
-            if kind.name in self.opcodes:
-                found[kind.kernel].append(kind.name)
-        return found
+        kinds = [kind for kind in KINDS.values() if kind.name in self.opcodes]
+        return {own.kernel: [kind.name for kind in kinds if kind.kernel == own.kernel] for own in kinds}
 
     @property
     def opcode_bits(self) -> int:

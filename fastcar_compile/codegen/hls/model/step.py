@@ -361,5 +361,5 @@ class ProgramTimes:
     def _vector(self, instruction: Instruction, load: Load) -> LoopCall | None:
         engine, rows = self.board.engine, self.board.work.batch
         work = VectorWork(rows, load.rows, engine.design.ports, engine.design.axi_words, engine.control)
-        parts = tuple(part for part in instruction.loops(work) if part.times > 0)
+        parts = instruction.loops(work)
         return LoopCall(instruction.name.lower().replace("_", " "), parts) if parts else None

@@ -15,6 +15,7 @@ from fastcar_compile.codegen.hls.design.step_loops import Repeated, VectorWork
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, Sizes, counts
 from fastcar_compile.gates.draft import GAINS
 from fastcar_compile.gates.registry import GateKind
+from fastcar_compile.ir.types import StateRole
 
 LANES = 4
 """float32 values in a memory word of 128 bits."""
@@ -31,21 +32,16 @@ MAX_CHANNELS = 1 << 18
 class Place(IntEnum):
     """Where rows are: on chip, or in the output or input buffer."""
 
-    X = 0
-    """The residual stream."""
-    A = 1
-    """What the next product reads."""
-    Y = 2
-    """What a product gives."""
+    X = 0  # the residual stream
+    A = 1  # what the next product reads
+    Y = 2  # what a product gives
     Q = 3
     K = 4
     OUTPUT = 5
-    INPUT = 6
-    """Of short programs: the rows begin behind the list of rows; those of the output at word 0."""
+    INPUT = 6  # of short programs: the rows begin behind the list of rows; those of the output at word 0
 
 
-ROWS_ON_CHIP = 5
-"""Places on chip."""
+ROWS_ON_CHIP = 5  # the first of them
 
 # What has to hold of a field is an expression of `{}`, the field, of the other fields and of the sizes of a program
 # (`Sizes`). Python evaluates it, and the kernel's loader has it with the words of C++: so there are no chains of comparisons,
@@ -54,10 +50,11 @@ ROWS_ON_CHIP = 5
 
 @dataclass(frozen=True)
 class At:
-    """The field is the first of so many words of a buffer. size: that of the buffer; words: an expression."""
+    """The field is the first of so many words of a buffer. size: that of the buffer; words: an expression; state: what they keep."""
 
     size: str
     words: str = "1"
+    state: StateRole | None = None
 
     def format(self, name: str) -> str:
         """Return what has to hold of a field of this name."""
@@ -75,8 +72,8 @@ Gate = Annotated[GateKind, f"{{}} >= {min(GateKind).value}", f"{{}} <= {max(Gate
 Weights = Annotated[int, At("weight_words")]
 
 
+# By opcode, of the modules that are imported.
 DECLARED: dict[int, type["Instruction"]] = {}
-"""Instructions by their opcodes: those of the modules that are imported."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +94,16 @@ class Instruction:
             cls.opcode, cls.name = opcode, name or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).upper()
             DECLARED[opcode] = cls
 
+    def states(self) -> dict[StateRole, int]:
+        """Return the first words of what is kept from step to step."""
+        noted = ((name, note) for name, own in field_notes(type(self)).items() for note in own)
+        return {at.state: getattr(self, name) for name, at in noted if isinstance(at, At) and at.state}
+
     def loops(self, work: VectorWork) -> tuple[Repeated, ...]:
-        """Return what an instruction without a product iterates in the kernel."""
+        """Return what iterates in the kernel, of an instruction without a product."""
+        return tuple(part for part in self._parts(work) if part.times > 0)
+
+    def _parts(self, _work: VectorWork) -> tuple[Repeated, ...]:
         return ()
 
     @property
@@ -132,25 +137,22 @@ def _word(value: int | float) -> int:
     return struct.unpack("<I", struct.pack("<f", value))[0] if isinstance(value, float) else int(value)
 
 
-def _reads_query(gate: GateKind) -> bool:
+def reads_query(gate: GateKind) -> bool:
+    """Return whether a gate reads q."""
     return gate.reads_query
 
 
-def _in_memory(source: Place, target: Place) -> bool:
+def in_memory(source: Place, target: Place) -> bool:
     """Return whether rows come from the input and go to the output, as those of a short program."""
     return (source, target) == (Place.INPUT, Place.OUTPUT)
 
 
-def _network_words_of(units: int, count: int) -> int:
+def network_words_of(units: int, count: int) -> int:
+    """Return the memory words of a network for rows of `count` words."""
     return network_words(units, LANES * count)
 
 
-FUNCTIONS = {
-    "counts": counts,
-    "in_memory": _in_memory,
-    "network_words_of": _network_words_of,
-    "reads_query": _reads_query,
-}
+FUNCTIONS = {own.__name__: own for own in (counts, in_memory, network_words_of, reads_query)}
 """What expressions call besides functions of the sizes; fastcar_step_program.hpp has all of them in C++."""
 
 

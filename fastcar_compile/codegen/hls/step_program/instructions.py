@@ -11,6 +11,7 @@ from typing import Annotated
 from fastcar_compile.codegen.hls.design import step_loops as cost
 from fastcar_compile.codegen.hls.step_program import instruction as of
 from fastcar_compile.codegen.hls.step_program.cache_layout import MAX_WORDS
+from fastcar_compile.ir.types import StateRole
 
 KEYS = of.At("key_words", "videos * key_heads * key_words_of(blocks)")
 RING = "ring >= 1 and sinks + ring <= positions"
@@ -30,9 +31,9 @@ class Load(of.Instruction, opcode=1):
     target: of.OnChip
     count: of.RowWords
 
-    def loops(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
+    def _parts(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
         """See of.Instruction.loops."""
-        return (cost.Repeated((cost.moved(self.count),), work.rows),)
+        return (cost.Repeated((cost.Loop("rows", "move_words", self.count, cost.WRITE, moves=True),), work.rows),)
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class Store(of.Instruction, opcode=18):
     source: of.OnChip
     count: of.RowWords
 
-    def loops(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
+    def _parts(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
         """See of.Instruction.loops."""
-        return (cost.Repeated((cost.moved(self.count),), work.rows),)
+        return (cost.Repeated((cost.Loop("rows", "move_words", self.count, cost.WRITE, moves=True),), work.rows),)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Norm(of.Instruction, opcode=2):
     inverse_size: float
     epsilon: float
 
-    def loops(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
+    def _parts(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
         """Return the loops of the first row or piece, whose first pass reads the weight, and those of the others."""
         weight = cost.Loop("normalize", "read_weight", self.count, cost.LARGEST_DEPTH, moves=True)
         largest = cost.Loop("normalize", "find_largest", self.count, cost.LARGEST_DEPTH)
@@ -147,7 +148,7 @@ class Rotate(of.Instruction, opcode=5):
     table: Annotated[int, of.At("constant_words", "table_rows * 2 * half_words")]
     table_rows: Annotated[int, "{} >= 1", f"{{}} <= {MAX_WORDS}"]
 
-    def loops(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
+    def _parts(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
         """See of.Instruction.loops."""
         half = self.half_words
         table = tuple(
@@ -172,7 +173,7 @@ class Append(of.Instruction):
     sinks: int
     ring: Annotated[int, RING]
 
-    def loops(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
+    def _parts(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
         """Return the loops of each row's first head, whose quantisation others do not wait for, and of a port that stores."""
         floats, words = self.blocks * cost.BLOCK_FLOATS, self.blocks * cost.BLOCK_WORDS
         quantize = (
@@ -216,14 +217,14 @@ class Append(of.Instruction):
 class AppendKeys(Append, opcode=6):
     """The keys of all heads from word `first` on, `blocks` blocks of 32 each, to the cache of the row's video."""
 
-    cache: Annotated[int, of.At("key_words", "videos * heads * key_words_of(blocks)")]
+    cache: Annotated[int, of.At("key_words", "videos * heads * key_words_of(blocks)", StateRole.KEY_CACHE)]
 
 
 @dataclass(frozen=True)
 class AppendValues(Append, opcode=7):
     """The same of values."""
 
-    cache: Annotated[int, of.At("value_words", "videos * heads * value_words_of(blocks)")]
+    cache: Annotated[int, of.At("value_words", "videos * heads * value_words_of(blocks)", StateRole.VALUE_CACHE)]
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ class Add(of.Instruction, opcode=9):
     target: of.OnChip
     count: of.RowWords
 
-    def loops(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
+    def _parts(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
         """See of.Instruction.loops."""
         return (cost.Repeated((cost.Loop("add_row", "add_words", self.count, cost.ADD_DEPTH),), work.rows),)
 

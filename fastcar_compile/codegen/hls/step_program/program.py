@@ -1,9 +1,8 @@
 """The program of a control table: its words, JSON, reader (docs/reference/drs_table.md)."""
 
-import dataclasses
 import re
 import struct
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
 from functools import cache
 from typing import Any, get_type_hints
@@ -55,7 +54,7 @@ def decode(words: tuple[int, ...]) -> Instruction | None:
 def _types(kind: type[Instruction]) -> tuple[type, ...]:
     """Return the types of the fields behind `layer`."""
     hints = get_type_hints(kind)
-    return tuple(hints[field.name] for field in dataclasses.fields(kind)[1:])
+    return tuple(hints[name] for name in field_notes(kind))
 
 
 def _value(kind: type, word: int) -> Any:
@@ -103,7 +102,7 @@ def cpp_checks() -> dict[str, Any]:
     C++ has 64 bits, which hold every product of what was counted.
     """
     checks = {kind.name: [_cpp(rule, kind) for rule in rules_of(kind)] for kind in KINDS.values()}
-    sizes = [field.name for field in dataclasses.fields(Sizes)]
+    sizes = [field.name for field in fields(Sizes)]
     return {"sizes": sizes, "size_checks": [_cpp(rule) for rule in SIZE_RULES], "checks": checks}
 
 

@@ -12,9 +12,10 @@ from fastcar_compile.codegen.hls.step_program import instruction as of
 from fastcar_compile.codegen.hls.step_program.instructions import ADDS, HEADS, KEYS
 from fastcar_compile.gates.draft import GAINS
 from fastcar_compile.gates.registry import GateKind
+from fastcar_compile.ir.types import StateRole
 
 NETWORK = of.At("constant_words", "network_words_of(units, count)")
-Slots = Annotated[int, of.At("replay_words", "slots * videos * count")]
+SLOTS = "slots * videos * count"
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Decide(of.Instruction, opcode=10):
     )
     gate: of.Gate
     stride: of.Count
-    chain: Annotated[int, of.At("replay_words", "stride * videos")]
+    chain: Annotated[int, of.At("replay_words", "stride * videos", StateRole.CHAIN_COUNT)]
     source: of.OnChip
     heads: int = 0
     key_heads: int = 0
@@ -53,11 +54,11 @@ class Decide(of.Instruction, opcode=10):
     sinks: int = 0
     ring: int = 0
     count: int = 0
-    inputs: Annotated[int, of.At("replay_words", "stride * videos * count")] = 0
+    inputs: Annotated[int, of.At("replay_words", "stride * videos * count", StateRole.GATE_CACHE)] = 0
     network: Annotated[int, NETWORK] = 0
     units: int = 0
 
-    def loops(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
+    def _parts(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
         """See of.Instruction.loops."""
         chain = cost.Repeated((cost.Loop("call_controller", "chain_counts", 1, cost.READ, moves=True),), work.rows)
         loops = decision_loops(work.control)
@@ -121,9 +122,9 @@ class Replay(of.Instruction, opcode=11):
     target: of.OnChip
     count: of.RowWords
     slots: of.Count
-    cache: Slots
+    cache: Annotated[int, of.At("replay_words", SLOTS, StateRole.MLP_CACHE)]
 
-    def loops(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
+    def _parts(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
         """See of.Instruction.loops."""
         add = cost.Loop("add_row", "add_words", self.count, cost.ADD_DEPTH)
         kept = cost.Loop("add_rows", "keep_words", self.count, cost.READ, moves=True)
@@ -157,10 +158,10 @@ class Recall(of.Instruction, opcode=14):
     target: of.OnChip
     count: of.RowWords
     slots: of.Count
-    inputs: Slots
+    inputs: Annotated[int, of.At("replay_words", SLOTS)]
     table: Annotated[int, of.At("constant_words", f"{of.GAIN_WORDS}")]
 
-    def loops(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
+    def _parts(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
         """See of.Instruction.loops."""
         table = cost.Loop("recall_rows", "read_gains", of.GAIN_WORDS, cost.WRITE, moves=True)
         words = cost.Loop("recall_rows", "recall_words", self.count, CHANGE_DEPTH, DRAFT_INTERVAL, moves=True)
@@ -196,7 +197,5 @@ class DraftRows(of.Instruction, opcode=15, name="DRAFT"):
     weights: of.Weights
 
 
-OF_REPLAY = (Decide, Recall, DraftRows)
-"""What a layer that replays has, and one that does not has not; Replay is ADD there."""
-
 OF_DRAFTS = (Recall, DraftRows)
+OF_REPLAY = (Decide, *OF_DRAFTS)  # besides Replay, which is ADD where a layer does not replay

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import singledispatchmethod
 
 import numpy as np
 
@@ -90,23 +89,16 @@ class StepSimulator:
         """
         self._input, self._list, self._computing = x, rows, rows.active.copy()
         for instruction in self.program.instructions:
-            self._execute(instruction)
+            getattr(self, f"_{instruction.name.lower()}")(instruction)
         return self._output
 
-    @singledispatchmethod
-    def _execute(self, instruction: Instruction) -> None:
-        raise InternalError(f"the simulator does not know {instruction!r}")
-
-    @_execute.register
-    def _(self, load: step.Load) -> None:
+    def _load(self, load: step.Load) -> None:
         self._rows[load.target, :, : LANES * load.count] = self._input
 
-    @_execute.register
-    def _(self, store: step.Store) -> None:
+    def _store(self, store: step.Store) -> None:
         self._output = self._rows[store.source, :, : LANES * store.count].copy()
 
-    @_execute.register
-    def _(self, norm: step.Norm) -> None:
+    def _norm(self, norm: step.Norm) -> None:
         constants, place = self._constants(norm, "weight"), self._values(norm, "first")
         pieces = self._rows[norm.source, :, place].reshape(-1, norm.pieces, LANES * norm.count)
         if isinstance(norm, step.LayerNorm):
@@ -116,29 +108,27 @@ class StepSimulator:
             normed = exact.rms_norm(pieces, constants, norm.epsilon)
         self._rows[norm.target, :, place] = normed.reshape(len(pieces), -1)
 
-    @_execute.register
-    def _(self, linear: step.Linear) -> None:
+    def _linear(self, linear: step.Linear) -> None:
         y = self.memory.products[linear.weights](self._rows[linear.source, :, : linear.inputs])
         if linear.target == Place.OUTPUT:
             self._output = y
         else:
             self._rows[linear.target, :, : linear.channels] = y
 
-    @_execute.register
-    def _(self, mlp: step.Mlp) -> None:
+    def _mlp(self, mlp: step.Mlp) -> None:
         y = self.memory.products[mlp.weights](self._rows[mlp.source])
         # Rows that replay keep their old content here. Replay does not read it.
         self._rows[mlp.target, self._computing, : y.shape[1]] = y[self._computing]
 
-    @_execute.register
-    def _(self, rotate: step.Rotate) -> None:
+    _layer_norm = _norm
+
+    def _rotate(self, rotate: step.Rotate) -> None:
         table, place = self._constants(rotate, "table").reshape(rotate.table_rows, -1), self._values(rotate, "first")
         heads = self._rows[rotate.source, :, place].reshape(-1, rotate.heads, 1, LANES * rotate.head_words)
         for b, position in self._active(self._list.position):
             self._rows[rotate.target, b, place] = exact.rotary(heads[b], table, position).reshape(-1)
 
-    @_execute.register
-    def _(self, append: step.Append) -> None:
+    def _append(self, append: step.Append) -> None:
         layout = self.program.sizes.layout(append.blocks)
         if isinstance(append, step.AppendKeys):
             cache, words = self.memory.keys, layout.key_words
@@ -158,8 +148,9 @@ class StepSimulator:
                 change[row] = head - rows[row]
                 cache[:, place] += pack(change, number)
 
-    @_execute.register
-    def _(self, attend: step.Attend) -> None:
+    _append_keys = _append_values = _append
+
+    def _attend(self, attend: step.Attend) -> None:
         layout, ring = self.program.sizes.layout(attend.blocks), _Ring(attend.sinks, attend.ring)
         size, group = attend.heads * layout.head_dim, attend.heads // attend.key_heads
         for b, position in self._active(self._list.position):
@@ -206,12 +197,10 @@ class StepSimulator:
         seen, factor = values[: len(visible)], np.float32(attend.factor)
         return np.stack([exact.attention(query, keys, seen, visible, factor) for query in queries])
 
-    @_execute.register
-    def _(self, add: step.Add) -> None:
+    def _add(self, add: step.Add) -> None:
         self._rows[add.target, :, : LANES * add.count] += self._rows[add.source, :, : LANES * add.count]
 
-    @_execute.register
-    def _(self, decide: replaying.Decide) -> None:
+    def _decide(self, decide: replaying.Decide) -> None:
         rows, deciding = self._list, self._list.deciding
         # A launch without a decode forward decides nothing: a prompt never replays.
         if not deciding.any():
@@ -261,22 +250,14 @@ class StepSimulator:
             return None
         return self._constants(decide, "network").reshape(-1, LANES)
 
-    @_execute.register
-    def _(self, replay: replaying.Replay) -> None:
-        self._replay(replay, None)
-
-    @_execute.register
-    def _(self, replay: replaying.ReplayDraft) -> None:
+    def _replay_draft(self, replay: replaying.ReplayDraft) -> None:
         self._replay(replay, self._constants(replay, "bias"))
 
-    def _replay(self, replay: replaying.Replay, bias: Array | None) -> None:
+    def _replay(self, replay: replaying.Replay, bias: Array | None = None) -> None:
         """Add what the MLP gave or the slot holds. `bias`: of a draft, which is in the source of rows that replay."""
         own, target = self._rows[replay.source, :, : LANES * replay.count], self._rows[replay.target]
-        kept, deciding, slots = (
-            self._kept(replay, "cache", replay.count),
-            self._list.deciding,
-            self._slots(replay.slots),
-        )
+        kept, slots = self._kept(replay, "cache", replay.count), self._slots(replay.slots)
+        deciding = self._list.deciding
         # Rows that compute refresh their slot first, so every row of a decode forward then adds what its slot holds.
         changed = deciding & self._computing
         kept[slots[changed]] = own[changed]
@@ -293,8 +274,7 @@ class StepSimulator:
         """The rows that replay, bool [rows]."""
         return self._list.deciding & ~self._computing
 
-    @_execute.register
-    def _(self, recall: replaying.Recall) -> None:
+    def _recall(self, recall: replaying.Recall) -> None:
         rows, size = self._replaying, LANES * recall.count
         x, cached = self._rows[recall.source, rows, :size], self._kept(recall, "inputs", recall.count)
         cached = cached[self._slots(recall.slots)[rows]]
@@ -305,16 +285,14 @@ class StepSimulator:
         self._gain[rows] = np.where(np.isnan(change), np.float32(0), found)
         self._rows[recall.target, rows, :size] = cached
 
-    @_execute.register
-    def _(self, draft: replaying.DraftRows) -> None:
+    def _draft(self, draft: replaying.DraftRows) -> None:
         (first, outer), rows = self.memory.drafts[draft.weights], self._replaying
         if rows.any():
             own, cached = (first(self._rows[place, rows]) for place in (draft.source, draft.recalled))
             y = outer(own - self._gain[rows, None] * cached)
             self._rows[draft.target, rows, : y.shape[1]] = y
 
-    @_execute.register
-    def _(self, end: step.End) -> None:
+    def _end(self, end: step.End) -> None:
         """Nothing is left to do."""
 
 
