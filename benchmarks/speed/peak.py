@@ -13,7 +13,7 @@ import tvm
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import NATIVE, InstructionSet, instruction_sets
-from fastcar_compile.codegen.tvm.kernels.linear import bfloat16
+from fastcar_compile.codegen.tvm.kernels.linear import products
 from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import INT8_DOTS
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr
 from fastcar_compile.codegen.tvm.target import host_target
@@ -43,8 +43,8 @@ def _float_unit(isa: InstructionSet) -> _Unit:
 
 def _bfloat16_unit() -> _Unit:
     """vdpbf16ps, which AVX-512 BF16 has: two products per float32 lane."""
-    half = T.Broadcast(T.float32(0.5), 16)
-    return _Unit("float32", 16, 32, lambda acc: bfloat16.dot(acc, half, half))
+    one = T.int8(1)
+    return _Unit("float32", 16, 32, lambda acc: products.vdpbf16ps(acc, T.Broadcast(one, 64), T.Broadcast(one, 4)))
 
 
 def _int8_unit(isa: InstructionSet) -> _Unit:
@@ -105,7 +105,7 @@ class Peak:
             return
         self._add(_float_unit(isa), isa, threads)
         if isa.for_bfloat16:
-            self._add(_bfloat16_unit(), isa, threads, bfloat16.BRIDGE)
+            self._add(_bfloat16_unit(), isa, threads, products.BRIDGES["vdpbf16ps"])
 
     def _add(self, unit: _Unit, isa: InstructionSet, threads: int, imported: str = "") -> None:
         module = tvm.IRModule({"peak": _kernel(unit, threads, imported)})

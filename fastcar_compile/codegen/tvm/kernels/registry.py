@@ -19,8 +19,8 @@ from tvm.tirx import Bind, DeclBuffer, For, ForKind, IfThenElse, IntImm, PrimFun
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import cache, draft, tas
 from fastcar_compile.codegen.tvm.kernels.attention import chunk, decode, exact, exact_rows, rows
-from fastcar_compile.codegen.tvm.kernels.linear import activations, bfloat16, floats, gemm_w4a8, smmla, w4a8, w8a8
-from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH, WeightType, holds
+from fastcar_compile.codegen.tvm.kernels.linear import activations, amx, blocks, floats, products, w4a8, w8a8
+from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH, WeightType
 from fastcar_compile.errors import InternalError
 
 Kernel = Callable[..., PrimFunc]
@@ -31,30 +31,27 @@ every instruction set."""
 def _float_linear(dtype: WeightType, m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     # The CPU's own products of bfloat16 round x, so they are for prompts and batches only.
     if dtype == "bfloat16" and m > SMALL_BATCH:
-        if isa.bfloat16 == "bfmmla" and k % 8 == 0:
-            return smmla.bfmmla_bfloat16(m, n, k)
-        if bfloat16.multiplies(n, k, isa):
-            return bfloat16.gemm_bfloat16(m, n, k, isa)
+        if products.multiplies("bfloat16", n, k, isa):
+            return blocks.linear_blocks("bfloat16", m, n, k, isa)
+        if amx.multiplies(n, k, isa):
+            return amx.gemm_bfloat16(m, n, k)
     # Measured: a vector of eight rows or more is worth its padding from six rows on.
     few = 5 if isa.float_lanes >= SMALL_BATCH else SMALL_BATCH
     return (floats.float_gemv if m <= few else floats.float_gemm)(m, n, k, dtype, isa)
 
 
 def _int8_linear(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
-    if isa.int8 == "smmla" and m > 1 and k % smmla.STEP == 0:
-        return smmla.smmla_w8a8(m, n, k)
-    # Measured: up to 8 rows, dot products along the reduction are as fast.
-    return (w8a8.gemm_w8a8 if m > SMALL_BATCH and holds(n, k, isa) else w8a8.linear_w8a8)(m, n, k, isa)
+    # Measured: with AVX-512, dot products along the reduction are as fast for up to 8 rows.
+    if m > (1 if isa.int8 == "smmla" else SMALL_BATCH) and products.multiplies("int8", n, k, isa):
+        return blocks.linear_blocks("int8", m, n, k, isa)
+    return w8a8.linear_w8a8(m, n, k, isa)
 
 
 def _int4_linear(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
-    if isa.int8 == "smmla" and m > 1:
-        return smmla.smmla_w4a8(m, n, k)
-    # Measured: two rows of x are faster as sums along the reduction than as half of a vector's rows.
-    if m <= 2 or n < gemm_w4a8.TILE or not holds(n, k, isa):
-        return w4a8.linear_w4a8(m, n, k, isa)
-    # Up to eight rows of x share a vector with four weight rows; more rows of x fill vectors of 16.
-    return (gemm_w4a8.few_w4a8 if m <= SMALL_BATCH else gemm_w4a8.gemm_w4a8)(m, n, k)
+    # Measured: with AVX-512, two rows are faster as sums along the reduction than as half of a vector's rows.
+    if m > (1 if isa.int8 == "smmla" else 2) and products.multiplies("int4", n, k, isa):
+        return blocks.linear_blocks("int4", m, n, k, isa)
+    return w4a8.linear_w4a8(m, n, k, isa)
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,9 @@ HALF = LANES // 2
 
 def _zip(low: Any, high: Any, number: Expr, half: int) -> Expr:
     """Return the lanes of one half of two vectors in turn: of vector `number` of both buffers."""
-    return tiles.in_turn(low[vector(number, LANES)], high[vector(number, LANES)], 1, half)
+    lanes = range(half * HALF, half * HALF + HALF)
+    order = [which * LANES + lane for lane in lanes for which in (0, 1)]
+    return T.Shuffle([low[vector(number, LANES)], high[vector(number, LANES)]], order)
 
 
 @script.inlined

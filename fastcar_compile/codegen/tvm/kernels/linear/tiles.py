@@ -1,8 +1,4 @@
-"""What GEMMs with int8 rows share, where a vector holds one sum of 16 rows: rows of x in fours, and results as rows.
-
-The active rows of x are moved once, in blocks of 16: four inputs of each row beside each other. So four inputs of a
-weight row are one broadcast, which vpdpbusd multiplies with 16 rows, and no sum across lanes is needed.
-"""
+"""What linear kernels share: their arguments, the active rows of activations, and tiles of these with weight rows."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -10,9 +6,8 @@ from typing import Any, Literal, cast
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
-from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
-from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, intrinsic, load_from, prefetch, ramp, vector
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, intrinsic, ramp
 
 SMALL_BATCH = 8
 """The most rows of x for a kernel of few rows. Up to here the arithmetic per weight hides behind the memory."""
@@ -22,30 +17,6 @@ PARALLEL_WEIGHTS = 1 << 18
 thread reads 2^18 int8 weights from the last-level cache in about 10 us."""
 
 WeightType = Literal["float32", "bfloat16", "float16"]
-
-LANES = 16
-FOUR = 4
-WIDTH = LANES * FOUR
-"""Bytes of a vector."""
-
-WEIGHT_ROWS = 8
-"""Weight rows of a tile."""
-
-VECTORS = 3
-"""Most blocks of x of a tile: 24 sums, which leave registers for three vectors of x and one of a weight."""
-
-SUMS = WEIGHT_ROWS * LANES
-"""Sums of a block of a tile."""
-
-PANEL = 8
-"""Tiles of weight rows that meet a tile of x while both are in the second-level cache."""
-
-PANEL_ROWS = PANEL * WEIGHT_ROWS
-
-
-def holds(n: int, k: int, isa: InstructionSet) -> bool:
-    """Return whether a GEMM with vectors of rows takes n weight rows of k inputs."""
-    return isa.int8 == "vnni512" and n >= WEIGHT_ROWS and k % FOUR == 0
 
 
 def integer_linear(name: str, sizes: tuple[int, int, int], weights: Any, scales: Any, body: Any) -> PrimFunc:
@@ -69,152 +40,6 @@ def integer_linear(name: str, sizes: tuple[int, int, int], weights: Any, scales:
 
     cast("Any", linear).__name__ = name
     return linear
-
-
-def blocks_of(m: int, fours: int) -> Any:
-    """Allocate active rows in blocks of 16; those beyond the last are copies of it.
-
-    xt has `fours` times four inputs of each, `at` their numbers in x and y, and `scales` their scales.
-    """
-    blocks = -(-m // LANES)
-    return script.temporaries(
-        xt=(blocks, fours, WIDTH, "int8"), at=(blocks * LANES, "int32"), scales=(blocks * LANES, "float32")
-    )
-
-
-def spread(buffer: Any, row: Expr, start: Expr) -> Expr:
-    """Return four bytes of a row in all lanes."""
-    return T.reinterpret("int8x64", T.Broadcast(T.reinterpret("int32", buffer[row, ramp(start, FOUR)]), LANES))
-
-
-@script.inlined
-def move_rows(q, s, active, rows, block, k, flipped):
-    """Move a block of active rows of q int8 [m, k] to `rows`. `flipped`: plus 128."""
-    # i: 16 places of the block, of which those past the last active row repeat it.
-    for i in range(LANES):
-        rows.at[block * LANES + i] = active.rows[T.min(block * LANES + i, active.count[0] - 1)]
-        rows.scales[block * LANES + i] = s[rows.at[block * LANES + i]]
-    # piece: a cache line of every row, so that what is written stays in the first-level cache.
-    for piece in range(-(-k // LINE)):
-        for i in range(LANES):
-            row: T.let = rows.at[block * LANES + i]
-            # c: four inputs of row i go to bytes 4 i .. 4 i + 3 of a vector: to lane i of vpdpbusd.
-            for c in range(LINE // FOUR):
-                # The last line may end early. 4 divides k, so no four is cut.
-                if piece * LINE + c * FOUR < k:
-                    # An exclusive or with -128 inverts the sign bit, which adds 128.
-                    rows.xt[block, piece * (LINE // FOUR) + c, ramp(i * FOUR, FOUR)] = T.bitwise_xor(
-                        q[row, ramp(piece * LINE + c * FOUR, FOUR)], T.Broadcast(T.int8(-128 if flipped else 0), FOUR)
-                    )
-
-
-@script.inlined
-def widen_scales(ws, row, factors, at, groups):
-    """Write the float16 scales of a weight row as float32 to row `at` of `factors`."""
-    # 16 scales at a time, then four, then one: G is any number.
-    for v in range(groups // LANES):
-        factors[at, vector(v, LANES)] = T.Cast("float32x16", ws[row, vector(v, LANES)])
-    if groups % LANES >= FOUR:
-        for v in range(groups % LANES // FOUR):
-            factors[at, ramp(groups // LANES * LANES + v * FOUR, FOUR)] = T.Cast(
-                "float32x4", ws[row, ramp(groups // LANES * LANES + v * FOUR, FOUR)]
-            )
-    for g in range(groups % FOUR):
-        factors[at, groups // FOUR * FOUR + g] = T.Cast("float32", ws[row, groups // FOUR * FOUR + g])
-
-
-def in_turn(a: Expr, b: Expr, run: int, half: int) -> Expr:
-    """Return runs of `run` lanes of one half of two vectors of 16 in turn."""
-    first = half * LANES // 2
-    lanes = range(first, first + LANES // 2, run)
-    return T.Shuffle([a, b], [which * LANES + lane + i for lane in lanes for which in (0, 1) for i in range(run)])
-
-
-def _interleaved(buffer: Any, a: Expr, b: Expr, run: int, half: int) -> Expr:
-    return in_turn(buffer[vector(a, LANES)], buffer[vector(b, LANES)], run, half)
-
-
-@script.inlined
-def store_blocks(y, rows, sums, index, first, vectors, place):
-    """Write sums[*index] float32 [vectors, 8, 16] from vector `first` on, eight weight rows by blocks of x, to y.
-
-    Three rounds of interleaving give runs of two, four and eight weight rows of one row of x.
-    """
-    for v in range(vectors):
-        one, two = script.buffers(2, SUMS)
-        # two: one vector per weight row, with 16 rows of x in its lanes.
-        for p in T.unroll(WEIGHT_ROWS):
-            two[vector(p, LANES)] = load_from(sums, index, (first + v * WEIGHT_ROWS + p) * LANES)(0, LANES)
-        # First round: lanes of two weight rows in turn.
-        for p in T.unroll(4):
-            one[vector(p * 2, LANES)] = _interleaved(two, p * 2, p * 2 + 1, 1, 0)
-            one[vector(p * 2 + 1, LANES)] = _interleaved(two, p * 2, p * 2 + 1, 1, 1)
-        # Second round: runs of two lanes in turn, so four weight rows are together.
-        for p in T.unroll(2):
-            for h in T.unroll(2):
-                two[vector(p * 4 + h * 2, LANES)] = _interleaved(one, p * 4 + h, p * 4 + 2 + h, 2, 0)
-                two[vector(p * 4 + h * 2 + 1, LANES)] = _interleaved(one, p * 4 + h, p * 4 + 2 + h, 2, 1)
-        # Third round: runs of four lanes in turn, so all eight weight rows of a row of x are together.
-        for h in T.unroll(4):
-            one[vector(h * 2, LANES)] = _interleaved(two, h, 4 + h, 4, 0)
-            one[vector(h * 2 + 1, LANES)] = _interleaved(two, h, 4 + h, 4, 1)
-        # i: rows of x. Eight adjacent columns are one store.
-        for i in T.unroll(LANES):
-            y[rows.at[(place.block + v) * LANES + i], ramp(place.j, WEIGHT_ROWS)] = one[
-                ramp(i * WEIGHT_ROWS, WEIGHT_ROWS)
-            ]
-
-
-@dataclass(frozen=True)
-class Place:
-    """A tile: weight rows from j on, row `at` of the panel's temporaries, by blocks of x from `block` on."""
-
-    j: Any
-    at: Any
-    block: Any
-
-
-def first_row(panel: Expr, tile: Expr, n: int) -> Expr:
-    """Return the first weight row of a tile: its eight rows exist."""
-    # The last tile overlaps the one before where 8 does not divide n.
-    return T.min(panel * PANEL_ROWS + tile * WEIGHT_ROWS, n - WEIGHT_ROWS)
-
-
-@script.inlined
-def prefetch_panel(w, place, byte):
-    """Prefetch the cache lines from `byte` on of the next panel's weight rows; the first tile of x does so."""
-    if place.block == 0:
-        for r in T.unroll(WEIGHT_ROWS):
-            T.evaluate(prefetch(w[place.j + PANEL_ROWS + r, byte]))
-
-
-def most_blocks(m: int) -> int:
-    """Return the blocks of x of a tile, for m rows."""
-    return min(-(-m // LANES), VECTORS)
-
-
-@script.inlined
-def for_panel(panel, n, most, prepare, multiply, o, active):
-    """Call the macros for the tiles of a panel of weight rows and all blocks of x.
-
-    o: the operands, and the panel's temporaries. prepare: the macro (*o, j, at) for the eight weight rows from j on.
-    multiply: the macro (blocks, *o, place) for a tile of so many blocks of x: `most`, or one. The last weight rows of
-    an odd n are computed twice, with the same result.
-    """
-    for t in range(PANEL):
-        if panel * PANEL_ROWS + t * WEIGHT_ROWS < n:
-            prepare(*o, first_row(panel, t, n), t * WEIGHT_ROWS)
-    blocks = T.meta_var((active.count[0] + LANES - 1) // LANES)
-    # b: tiles of x. Each meets all weight rows of the panel before the next one.
-    for b in range(blocks // most):
-        for t in range(PANEL):
-            if panel * PANEL_ROWS + t * WEIGHT_ROWS < n:
-                multiply(most, *o, Place(first_row(panel, t, n), t * WEIGHT_ROWS, b * most))
-    if most > 1:
-        for b in range(blocks % most):
-            for t in range(PANEL):
-                if panel * PANEL_ROWS + t * WEIGHT_ROWS < n:
-                    multiply(1, *o, Place(first_row(panel, t, n), t * WEIGHT_ROWS, blocks // most * most + b))
 
 
 # The active rows of activations, and the tiles of their products with weight rows.

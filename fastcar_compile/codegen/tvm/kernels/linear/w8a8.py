@@ -14,7 +14,6 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, Int8
 from fastcar_compile.codegen.tvm.kernels import script, vectors
 from fastcar_compile.codegen.tvm.kernels.linear import tiles
-from fastcar_compile.codegen.tvm.kernels.linear.tiles import FOUR, LANES, PANEL_ROWS, SUMS, WEIGHT_ROWS, WIDTH
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, Load, intrinsic, load_from, ramp, vector, vpdpbusd
 
 
@@ -106,7 +105,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     are read from memory once. The bias is added by another kernel: LLVM would contract the last product and the
     addition into one rounding.
     """
-    correct, multiply = _few(m, n, k, isa, T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial)
+    correct, multiply = few(m, n, k, isa, T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial)
 
     @script.inlined
     def body(q, s, w, ws, y):
@@ -118,7 +117,7 @@ def linear_w8a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
     return tiles.integer_linear("linear_i8", (m, n, k), ((n, k), "int8"), ((n,), "float32"), body)
 
 
-def _few(rows: int, n: int, k: int, isa: InstructionSet, loop: Any) -> tuple[Callable[..., None], Callable[..., None]]:
+def few(rows: int, n: int, k: int, isa: InstructionSet, loop: Any) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return two macros for at most so many active rows: what `find_active` calls, and (o, active), their products."""
     dot = INT8_DOTS[isa.int8]
     shape = tile_shape(rows, n, dot)
@@ -199,112 +198,3 @@ def _multiply(dot, k, ahead, o, tile):
             script.each(_add_row, accs, dot, o, tile, c)
         for i in T.unroll(tile.columns):
             script.each(_finish_four, range(0, tile.rows, 4), dot, k, o, tile, accs, t, i)
-
-
-@script.kernel
-def gemm_w8a8(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
-    """Return what `linear_w8a8` returns, for more rows of x than a few, 4 | k and n >= 8.
-
-    x + 128 is the unsigned factor, so that a weight is a signed broadcast; -128 times the sum of a weight row is added.
-    Where only a few rows are active, they are multiplied as `linear_w8a8` does. Parallel over blocks of rows while they
-    are moved, then over panels of weight rows.
-    """
-    loop = T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial
-    few_loop = T.parallel if n * k >= tiles.PARALLEL_WEIGHTS else T.serial
-    (correct, few), blocks = _few(tiles.SMALL_BATCH, n, k, isa, few_loop), -(-m // LANES)
-    weight_sums, multiply = partial(_weight_sums, k), partial(_multiply_blocks, k)
-
-    @script.inlined
-    def body(q, s, w, ws, y):
-        # rows to active are shared by all threads. The buffers of a panel below belong to one iteration.
-        rows = tiles.blocks_of(m, k // FOUR)
-        o = script.temporaries(q=q, s=s, w=w, ws=ws, y=y, rows=rows, correction=(m, "int32"))
-        active = tiles.active_rows(m)
-        tiles.find_active(o, (m, n, k), active, tiles.nothing)
-        # Few active rows: vectors of 16 rows would be at least half empty.
-        if active.count[0] <= tiles.SMALL_BATCH:
-            for i in range(active.count[0]):
-                correct(o, active.rows[i], i)
-            few(o, active)
-        else:
-            for block in loop(blocks):
-                if block * LANES < active.count[0]:
-                    tiles.move_rows(q, s, active, rows, block, k, True)
-            # panel: 64 weight rows, which meet all blocks of x while they are in the second-level cache.
-            for panel in loop(-(-n // PANEL_ROWS)):
-                # extra: what is added to the panel's sums.
-                p = script.temporaries(extra=(PANEL_ROWS, "int32"), sums=(tiles.VECTORS * SUMS, "float32"))
-                tiles.for_panel(panel, n, tiles.most_blocks(m), weight_sums, multiply, (o, p), active)
-
-    return tiles.integer_linear("linear_i8_rows", (m, n, k), ((n, k), "int8"), ((n,), "float32"), body)
-
-
-@script.inlined
-def _weight_sums(k, o, p, j, at):
-    """Write -128 times the sums of eight weight rows from j on to p.extra[at ..]."""
-    sums = T.alloc_buffer((WEIGHT_ROWS * LANES,), "int32")
-    # Eight weight rows are eight independent sums, which hide the latency of vpdpbusd.
-    for r in T.unroll(WEIGHT_ROWS):
-        sums[vector(r, LANES)] = T.Broadcast(0, LANES)
-    # c: a cache line of each weight row. A vpdpbusd with ones adds four weights per lane.
-    for c in range(k // WIDTH):
-        for r in T.unroll(WEIGHT_ROWS):
-            sums[vector(r, LANES)] = vpdpbusd(
-                sums[vector(r, LANES)], T.Broadcast(T.int8(1), WIDTH), o.w[j + r, ramp(c * WIDTH, WIDTH)], WIDTH
-            )
-    for r in T.unroll(WEIGHT_ROWS):
-        p.extra[at + r] = vectors.reduce_add(sums[vector(r, LANES)], LANES)
-        for t in range(k % WIDTH):
-            p.extra[at + r] += T.Cast("int32", o.w[j + r, k // WIDTH * WIDTH + t])
-        # x + 128 adds 128 times the weight row's sum. This is the zero-point correction.
-        p.extra[at + r] = p.extra[at + r] * -128
-
-
-@script.inlined
-def _begin(p, place, acc, _v):
-    # The sums begin with the zero-point correction instead of 0.
-    for r in T.unroll(WEIGHT_ROWS):
-        acc[vector(r, LANES)] = T.Broadcast(p.extra[place.at + r], LANES)
-
-
-@script.inlined
-def _add(o, place, c, r, acc, v):
-    # x + 128 is the unsigned factor, and four inputs of a weight row are broadcast as the signed one.
-    weights = T.meta_var(tiles.spread(o.w, place.j + r, c * FOUR))
-    acc[vector(r, LANES)] = vpdpbusd(
-        acc[vector(r, LANES)], o.rows.xt[place.block + v, c, ramp(0, WIDTH)], weights, WIDTH
-    )
-
-
-@script.inlined
-def _add_all(o, place, sums, c):
-    # r: unrolled. A broadcast of weights serves up to three blocks of 16 rows.
-    for r in T.unroll(WEIGHT_ROWS):
-        script.each(_add, sums, o, place, c, r)
-
-
-@script.inlined
-def _finish(o, p, place, acc, v):
-    # The scales are multiplied first, as in `linear_w8a8`: the order decides the rounding.
-    for r in T.unroll(WEIGHT_ROWS):
-        p.sums[vector(v * WEIGHT_ROWS + r, LANES)] = T.Cast("float32x16", acc[vector(r, LANES)]) * (
-            o.rows.scales[vector(place.block + v, LANES)] * T.Broadcast(o.ws[place.j + r], LANES)
-        )
-
-
-@script.inlined
-def _multiply_blocks(k, blocks, o, p, place):
-    """Write the tile of eight weight rows by `blocks` blocks of x."""
-    # One buffer for each block of x. All sums are in registers.
-    sums = script.buffers(blocks, SUMS, "int32")
-    script.each(_begin, sums, p, place)
-    # line: cache lines of a weight row. c: four inputs. Weight rows are unrolled.
-    for line in range(k // WIDTH):
-        tiles.prefetch_panel(o.w, place, line * WIDTH)
-        for c in range(LANES):
-            _add_all(o, place, sums, line * LANES + c)
-    # The remainder of a cache line. 4 divides k, so fours remain.
-    for c in range(k % WIDTH // FOUR):
-        _add_all(o, place, sums, k // WIDTH * LANES + c)
-    script.each(_finish, sums, o, p, place)
-    tiles.store_blocks(o.y, o.rows, p.sums, (), 0, blocks, place)

@@ -1,8 +1,8 @@
-"""Products of many rows of x, rounded to bfloat16, with bfloat16 weights; sums are float32. For AVX-512 and AMX.
+"""Products of many rows of x, rounded to bfloat16, with bfloat16 weights on AMX; sums are float32.
 
 A 32-bit lane is two inputs of a row of x. The active rows are moved once, so that a vector holds two inputs of 16 rows.
-With vdpbf16ps two inputs of a weight row are broadcast to it. For AMX 16 such vectors are a tile, and so is a step of
-16 weight rows.
+16 such vectors are a tile, and so is a step of 16 weight rows. A tile is rows of 64 bytes, and 16 by 16 sums are one;
+tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 x.
 """
 
 from functools import partial
@@ -14,142 +14,11 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.linear import floats, tiles
-from fastcar_compile.codegen.tvm.kernels.linear.tiles import LANES, PANEL_ROWS, SUMS, WEIGHT_ROWS
-from fastcar_compile.codegen.tvm.kernels.vectors import Expr, prefetch, ramp, vector
+from fastcar_compile.codegen.tvm.kernels.vectors import Expr, prefetch, ramp
 
-PAIR = 2
-"""Inputs of a lane."""
-
-STEP = PAIR * LANES
+LANES = 16
+STEP = 2 * LANES
 """Inputs of a step: a cache line of a weight row."""
-
-_DOT, _ROUND = "fastcar_dot_bfloat16", "fastcar_round_bfloat16"
-BRIDGE = f"""
-declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
-define <16 x float> @{_DOT}(<16 x float> %sum, <16 x float> %x, <16 x float> %w) {{
-  %a = bitcast <16 x float> %x to <32 x bfloat>
-  %b = bitcast <16 x float> %w to <32 x bfloat>
-  %y = call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float> %sum, <32 x bfloat> %a, <32 x bfloat> %b)
-  ret <16 x float> %y
-}}
-define <16 x float> @{_ROUND}(<16 x float> %low, <16 x float> %high) {{
-  %a = fptrunc <16 x float> %low to <16 x bfloat>
-  %b = fptrunc <16 x float> %high to <16 x bfloat>
-  %c = shufflevector <16 x bfloat> %a, <16 x bfloat> %b, <32 x i32> <{", ".join(f"i32 {i}" for i in range(32))}>
-  %y = bitcast <32 x bfloat> %c to <16 x float>
-  ret <16 x float> %y
-}}
-"""
-"""TVM has no values of LLVM's type bfloat, which the intrinsic takes."""
-
-
-def dot(sums: Expr, x: Expr, w: Expr) -> Expr:
-    """Return sums float32 [16] plus two products each; x and w: bfloat16 [32] as float32 [16]."""
-    return T.call_pure_extern(f"float32x{LANES}", _DOT, sums, x, w)
-
-
-def multiplies(n: int, k: int, isa: InstructionSet) -> bool:
-    """Return whether `gemm_bfloat16` takes n weight rows of k inputs."""
-    return isa.bfloat16 in ("vdpbf16ps", "tdpbf16ps") and n >= TILE_ROWS and k % STEP == 0
-
-
-@script.kernel
-def gemm_bfloat16(m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
-    """Return y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w bfloat16, 32 | k and n >= 32.
-
-    The inputs are rounded half to even to bfloat16. Inactive rows are not multiplied, and the order of a row's sum does
-    not depend on the other rows. Parallel over rows while they are searched and moved, then over panels of weight rows.
-    """
-    loop = T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial
-    scan = T.parallel if m * k >= tiles.PARALLEL_WEIGHTS else T.serial
-    amx, steps = isa.bfloat16 == "tdpbf16ps", k // STEP
-    blocks, part = -(-m // TILE_ROWS) * HALVES, min(PART, steps) if amx else steps
-    panel_tiles = min(PANEL_TILES, -(-n // (4 * TILE_ROWS))) if amx else PANEL_ROWS // TILE_ROWS
-    sums = (blocks // HALVES, panel_tiles, TILE_ROWS * TILE_ROWS)
-    packed = (panel_tiles * HALVES, part, LANES * LANES)
-    multiply = partial(_tile_panel if amx else _vector_panel, n, steps)
-
-    @script.prim_func(private=True, s_tir=True)
-    def linear_bfloat16_rows(
-        x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), "bfloat16"), y: T.Buffer((m, n), "float32")
-    ):
-        with T.sblock("product"):
-            script.access([x, w], [y])
-            T.attr(0, "pragma_import_llvm", BRIDGE)
-            rows = script.temporaries(
-                xt=(-(-steps // part), blocks, part * LANES, LANES, "float32"), at=(blocks * LANES, "int32")
-            )
-            active = tiles.active_rows(m)
-            floats.find_rows(x, y, (m, n, k), active, scan)
-            for i in range((active.count[0] + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS):
-                rows.at[i] = active.rows[T.min(i, active.count[0] - 1)]
-            for block in scan((active.count[0] + TILE_ROWS - 1) // TILE_ROWS * HALVES):
-                for step in range(steps):
-                    floats.transpose(partial(_rounded, x, rows, block, step), partial(_put, part, rows, block, step))
-            for panel in loop(-(-n // (panel_tiles * TILE_ROWS))):
-                o = script.temporaries(w=w, y=y, rows=rows, sums=(*sums, "float32"), packed=(*packed, "float32"))
-                multiply(o, panel, active)
-
-    return linear_bfloat16_rows
-
-
-def _rounded(x: Any, rows: Any, block: Expr, step: Expr, i: Expr) -> Expr:
-    """Return 32 inputs of row i of a block as bfloat16, two in each lane."""
-    row = rows.at[block * LANES + i]
-    return T.call_pure_extern(
-        f"float32x{LANES}", _ROUND, x[row, ramp(step * STEP, LANES)], x[row, ramp(step * STEP + LANES, LANES)]
-    )
-
-
-def _put(part: int, rows: Any, block: Expr, step: Expr, i: Expr, value: Expr) -> None:
-    T.buffer_store(rows.xt, value, [step // part, block, step % part * LANES + i, ramp(0, LANES)])
-
-
-@script.inlined
-def _begin(acc, _v):
-    for r in T.unroll(WEIGHT_ROWS):
-        acc[vector(r, LANES)] = T.Broadcast(T.float32(0), LANES)
-
-
-@script.inlined
-def _add(o, place, c, r, acc, v):
-    weights = T.meta_var(T.reinterpret("float32", o.w[place.j + r, ramp(c * PAIR, PAIR)]))
-    acc[vector(r, LANES)] = dot(
-        acc[vector(r, LANES)], o.rows.xt[0, place.block + v, c, ramp(0, LANES)], T.Broadcast(weights, LANES)
-    )
-
-
-@script.inlined
-def _finish(o, acc, v):
-    for r in T.unroll(WEIGHT_ROWS):
-        o.sums[0, 0, vector(v * WEIGHT_ROWS + r, LANES)] = acc[vector(r, LANES)]
-
-
-@script.inlined
-def _multiply_vectors(steps, blocks, o, place):
-    """Write the tile of eight weight rows by `blocks` blocks of x."""
-    # One buffer for each block of x. All sums are in registers.
-    sums = script.buffers(blocks, SUMS)
-    script.each(_begin, sums)
-    for step in range(steps):
-        tiles.prefetch_panel(o.w, place, step * STEP)
-        # c: two inputs. A broadcast of weights serves up to three blocks of 16 rows.
-        for c in range(LANES):
-            for r in T.unroll(WEIGHT_ROWS):
-                script.each(_add, sums, o, place, step * LANES + c, r)
-    script.each(_finish, sums, o)
-    tiles.store_blocks(o.y, o.rows, o.sums, (0, 0), 0, blocks, place)
-
-
-@script.inlined
-def _vector_panel(n, steps, o, panel, active):
-    """Multiply the weight rows of a panel with all blocks of x."""
-    most = T.meta_var(tiles.most_blocks(int(o.rows.xt.shape[1]) * LANES))
-    tiles.for_panel(panel, n, most, tiles.nothing, partial(_multiply_vectors, steps), (o,), active)
-
-
-# AMX: a tile is rows of 64 bytes, and 16 by 16 sums are one. 0 to 3 are sums, 4 and 5 weights, 6 and 7 x.
-
 
 HALVES = 2
 """Tiles of weights, and of x, whose products are four tiles of sums."""
@@ -164,6 +33,74 @@ PANEL_TILES = 4
 """Tiles of weight rows that meet a part of x while it is in the second-level cache."""
 
 _WEIGHTS, _X = HALVES**2, HALVES**2 + HALVES
+
+_ROUND = "fastcar_round_bfloat16"
+_BRIDGE = f"""
+define <16 x float> @{_ROUND}(<16 x float> %low, <16 x float> %high) {{
+  %a = fptrunc <16 x float> %low to <16 x bfloat>
+  %b = fptrunc <16 x float> %high to <16 x bfloat>
+  %c = shufflevector <16 x bfloat> %a, <16 x bfloat> %b, <32 x i32> <{", ".join(f"i32 {i}" for i in range(32))}>
+  %y = bitcast <32 x bfloat> %c to <16 x float>
+  ret <16 x float> %y
+}}
+"""
+"""TVM has no values of LLVM's type bfloat."""
+
+
+def multiplies(n: int, k: int, isa: InstructionSet) -> bool:
+    """Return whether `gemm_bfloat16` takes n weight rows of k inputs."""
+    return isa.bfloat16 == "tdpbf16ps" and n >= TILE_ROWS and k % STEP == 0
+
+
+@script.kernel
+def gemm_bfloat16(m: int, n: int, k: int) -> PrimFunc:
+    """Return y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w bfloat16, 32 | k and n >= 32.
+
+    The inputs are rounded half to even to bfloat16. Inactive rows are not multiplied, and the order of a row's sum does
+    not depend on the other rows. Parallel over rows while they are searched and moved, then over panels of weight rows.
+    """
+    loop = T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial
+    scan = T.parallel if m * k >= tiles.PARALLEL_WEIGHTS else T.serial
+    steps = k // STEP
+    blocks, part = -(-m // TILE_ROWS) * HALVES, min(PART, steps)
+    panel_tiles = min(PANEL_TILES, -(-n // (4 * TILE_ROWS)))
+    sums = (blocks // HALVES, panel_tiles, TILE_ROWS * TILE_ROWS)
+    packed = (panel_tiles * HALVES, part, LANES * LANES)
+
+    @script.prim_func(private=True, s_tir=True)
+    def linear_bfloat16_rows(
+        x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), "bfloat16"), y: T.Buffer((m, n), "float32")
+    ):
+        with T.sblock("product"):
+            script.access([x, w], [y])
+            T.attr(0, "pragma_import_llvm", _BRIDGE)
+            rows = script.temporaries(
+                xt=(-(-steps // part), blocks, part * LANES, LANES, "float32"), at=(blocks * LANES, "int32")
+            )
+            active = tiles.active_rows(m)
+            floats.find_rows(x, y, (m, n, k), active, scan)
+            for i in range((active.count[0] + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS):
+                rows.at[i] = active.rows[T.min(i, active.count[0] - 1)]
+            for block in scan((active.count[0] + TILE_ROWS - 1) // TILE_ROWS * HALVES):
+                for step in range(steps):
+                    floats.transpose(partial(_rounded, x, rows, block, step), partial(_put, part, rows, block, step))
+            for panel in loop(-(-n // (panel_tiles * TILE_ROWS))):
+                o = script.temporaries(w=w, y=y, rows=rows, sums=(*sums, "float32"), packed=(*packed, "float32"))
+                _multiply_panel(n, steps, o, panel, active)
+
+    return linear_bfloat16_rows
+
+
+def _rounded(x: Any, rows: Any, block: Expr, step: Expr, i: Expr) -> Expr:
+    """Return 32 inputs of row i of a block as bfloat16, two in each lane."""
+    row = rows.at[block * LANES + i]
+    return T.call_pure_extern(
+        f"float32x{LANES}", _ROUND, x[row, ramp(step * STEP, LANES)], x[row, ramp(step * STEP + LANES, LANES)]
+    )
+
+
+def _put(part: int, rows: Any, block: Expr, step: Expr, i: Expr, value: Expr) -> None:
+    T.buffer_store(rows.xt, value, [step // part, block, step % part * LANES + i, ramp(0, LANES)])
 
 
 def _tile(name: str, *operands: Any) -> None:
@@ -250,7 +187,7 @@ def _store_tiles(o, j, pair, t):
 
 
 @script.inlined
-def _tile_panel(n, steps, o, panel, active):
+def _multiply_panel(n, steps, o, panel, active):
     """Multiply the weight rows of a panel with all blocks of x."""
     _configure()
     panel_tiles = T.meta_var(int(o.sums.shape[1]))
