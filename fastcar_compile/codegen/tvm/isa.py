@@ -14,7 +14,7 @@ from fastcar_compile.errors import CompileError, names_text
 from fastcar_compile.support.machine import CPUINFO, cpu_flags
 
 Int8 = Literal["portable", "vnni512", "vnni256", "madd", "smmla", "sdot", "smull", "dot"]
-"""How int8 products are summed: plain vectors; vpdpbusd on 512 or 256 bits; vpmaddwd; smmla, and sdot for a
+"""How int8 products are summed: plain vectors; vpdpbusd on 512 or 256 bits; vpmaddubsw; smmla, and sdot for a
 single row; sdot; smull and sadalp; WebAssembly's i32x4.dot_i16x8_s."""
 
 BFloat16 = Literal["", "vdpbf16ps", "tdpbf16ps", "bfmmla"]

@@ -44,11 +44,13 @@ def _vpdpbusd(width: int) -> Callable[[Expr, Load, Load], Expr]:
     return lambda acc, w, q: vpdpbusd(acc, vectors.flip_sign(w(0, width), width), q(0, width), width)
 
 
-def _vpmaddwd(acc: Expr, w: Load, q: Load) -> Expr:
-    """Widen first: vpmaddubsw would saturate, because 2 * 127 * 255 is beyond int16."""
-    # 16 bytes become 16 int16. vpmaddwd adds neighbouring products to 8 int32.
-    wide = (T.Cast("int16x16", v(0, 16)) for v in (w, q))
-    return acc + intrinsic("int32x8", "llvm.x86.avx2.pmadd.wd", *wide)
+def _vpmaddubsw(acc: Expr, w: Load, q: Load) -> Expr:
+    """Move the weights' signs to the activations, -127 to 127: two products are at most 2 * 128 * 127 < 2**15."""
+    signed = intrinsic("int8x32", "llvm.x86.avx2.psign.b", q(0, 32), w(0, 32))
+    size = intrinsic("int8x32", "llvm.abs.v32i8", w(0, 32), T.bool(False))
+    pairs = intrinsic("int16x16", "llvm.x86.avx2.pmadd.ub.sw", size, signed)
+    # vpmaddwd with ones adds neighbours to 8 int32.
+    return acc + intrinsic("int32x8", "llvm.x86.avx2.pmadd.wd", pairs, T.Broadcast(T.int16(1), 16))
 
 
 def _smull(acc: Expr, w: Load, q: Load) -> Expr:
@@ -78,7 +80,7 @@ def _portable(acc: Expr, w: Load, q: Load) -> Expr:
 INT8_DOTS: dict[Int8, Int8Dot] = {
     "vnni512": Int8Dot(64, 16, True, 24, 1, _vpdpbusd(64)),
     "vnni256": Int8Dot(32, 8, True, 8, 1, _vpdpbusd(32)),
-    "madd": Int8Dot(16, 8, False, 8, 8, _vpmaddwd),
+    "madd": Int8Dot(32, 8, False, 8, 8, _vpmaddubsw),
     "smmla": Int8Dot(16, 4, False, 12, 8, _sdot),
     "sdot": Int8Dot(16, 4, False, 12, 8, _sdot),
     "smull": Int8Dot(16, 4, False, 8, 8, _smull),
