@@ -164,11 +164,12 @@ def _widen_scales(f, ws, j, factors, t):
 
 @script.inlined
 def _begin(f, x, tile, g, acc, h):
+    lanes = T.meta_var(f.product.lanes)
     for p in T.unroll(f.sets):
         if f.product.unsigned:
-            acc[vector(p, f.product.lanes)] = x.begin[tile.first + h, g, ramp(0, f.product.lanes)]
+            acc[vector(p, lanes)] = x.begin[tile.first + h, g, ramp(0, lanes)]
         else:
-            acc[vector(p, f.product.lanes)] = T.Broadcast(T.Cast(f.product.sums, 0), f.product.lanes)
+            acc[vector(p, lanes)] = T.Broadcast(T.Cast(f.product.sums, 0), lanes)
 
 
 @script.inlined
@@ -263,14 +264,13 @@ def _store(f, o, x, tile, total, h, q, width):
 @script.inlined
 def _store_four(f, o, x, tile, total, h, q):
     # Four vectors of 16 rows of x become vectors of four rows, so that a store is four columns.
-    one, two = script.buffers(2, 4 * f.product.lanes)
+    lanes = T.meta_var(f.product.lanes)
+    one, two = script.buffers(2, 4 * lanes)
     for v in T.unroll(4):
-        one[vector(v, f.product.lanes)] = total[vector(4 * q + v, f.product.lanes)]
-    _transpose_fours(one, two, f.product.lanes)
-    for i in T.unroll(f.product.rows):
-        o.y[x.at[(tile.first + h) * f.product.rows + i], ramp(tile.j + 4 * q, 4)] = one[
-            ramp(i % 4 * f.product.lanes + i // 4 * 4, 4)
-        ]
+        one[vector(v, lanes)] = total[vector(4 * q + v, lanes)]
+    _transpose_fours(one, two, lanes)
+    for i in T.unroll(lanes):
+        o.y[x.at[(tile.first + h) * lanes + i], ramp(tile.j + 4 * q, 4)] = one[ramp(i % 4 * lanes + i // 4 * 4, 4)]
 
 
 @script.inlined

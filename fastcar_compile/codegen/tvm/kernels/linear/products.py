@@ -110,12 +110,11 @@ class Format:
     """A type of weights.
 
     Args:
-        dtype, bits: of what holds a weight.
+        bits: of a weight.
         offset: what is added to a weight to make it unsigned.
         unpack: int8 [width] of packed weights, width, whether to add `offset` -> vectors of `Product.add`.
     """
 
-    dtype: str
     bits: int
     offset: int
     unpack: Callable[[Expr, int, bool], Sequence[Expr]]
@@ -126,9 +125,9 @@ def _unpack_int4(value: Expr, width: int, unsigned: bool) -> Sequence[Expr]:
 
 
 FORMATS = {
-    "int8": Format("int8", 8, 128, lambda value, width, unsigned: [flip_sign(value, width) if unsigned else value]),
-    "int4": Format("uint8", 4, 8, _unpack_int4),
-    "bfloat16": Format("bfloat16", 16, 0, lambda value, *_: [value]),
+    "int8": Format(8, 128, lambda value, width, unsigned: [flip_sign(value, width) if unsigned else value]),
+    "int4": Format(4, 8, _unpack_int4),
+    "bfloat16": Format(16, 0, lambda value, *_: [value]),
 }
 
 
@@ -255,15 +254,15 @@ class Tiling:
         return T.Shuffle([values] * self.product.rows, [*range(self.product.lanes)])
 
 
+_MANY = [(SMALL_BATCH, FOURS, 6, 4, 0), (16, COLUMNS, 12, 2, 0), (32, COLUMNS, 8, 3, 8)]
+
 TILES: dict[tuple[str, str], Sequence[tuple[int, Product, int, int, int]]] = {
     ("smmla", "int8"): [(0, SMMLA, 4, 4, 0)],
     ("smmla", "int4"): [(0, SMMLA, 2, 4, 0)],
     ("bfmmla", "bfloat16"): [(0, BFMMLA, 4, 4, 0)],
     ("vdpbf16ps", "bfloat16"): [(0, PAIRS, 12, 2, 0), (32, PAIRS, 8, 3, 0)],
-    ("vnni512", "int8"): [(SMALL_BATCH, FOURS, 6, 4, 0), (16, COLUMNS, 12, 2, 0), (32, COLUMNS, 8, 3, 8)],
-    ("vnni512", "int4"): [
-        *[(0, FOURS, 12, 2, 0), (SMALL_BATCH, FOURS, 6, 4, 0), (16, COLUMNS, 12, 2, 0), (32, COLUMNS, 8, 3, 8)]
-    ],
+    ("vnni512", "int8"): _MANY,
+    ("vnni512", "int4"): [(0, FOURS, 12, 2, 0), *_MANY],
 }
 """(instruction, weights) -> for more than so many active rows: product, sets, vectors and panel of a `Tiling`.
 
