@@ -56,10 +56,9 @@ def _pack_rows(f, o, x, active, block):
             row: T.let = x.at[block * f.product.rows + i]
             for c in T.unroll(f.piece):
                 # Zeros up to a whole line or group add nothing, whatever the weights are.
-                if (piece * f.piece + c + 1) * f.inputs <= f.k:
-                    x.packed[block, piece * f.piece + f.place(c), ramp(i * size, size)] = f.take(
-                        o.q, row, (piece * f.piece + c) * f.inputs
-                    )
+                start = T.meta_var(f.begin(piece, f.piece * f.inputs) + c * f.inputs)
+                if start >= piece * (f.piece * f.inputs) and start + f.inputs <= f.k:
+                    x.packed[block, piece * f.piece + f.place(c), ramp(i * size, size)] = f.take(o.q, row, start)
                 else:
                     x.packed[block, piece * f.piece + f.place(c), ramp(i * size, size)] = T.Broadcast(T.int8(0), size)
             # Inputs that do not fill a step are in the last piece.
@@ -123,7 +122,7 @@ def _unpack(f, o, j, line, to, at, first):
         one, two = script.buffers(2, across * f.units, unit)
         for v in T.unroll(across):
             one[vector(v, f.units)] = T.reinterpret(
-                f"{unit}x{f.units}", o.w[f.row(j, across * p + v), ramp(line * f.line, f.line)]
+                f"{unit}x{f.units}", o.w[f.row(j, across * p + v), ramp(f.begin(line, f.line), f.line)]
             )
         if across == 4:
             _transpose_fours(one, two, f.units)

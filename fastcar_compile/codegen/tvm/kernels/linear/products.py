@@ -219,6 +219,10 @@ class Tiling:
         order = step % whole // self.units * self.steps + step // whole * self.units
         return order + at % across * (self.units // across) + at // across
 
+    def begin(self, number: Expr, size: int) -> Expr:
+        """Return where a line, or its inputs, begin. The last line ends with the row: what it has again meets zeros."""
+        return number * size if self.kind == "int4" else T.min(number * size, self.k - size)
+
     def first_row(self, panel: Expr, t: Expr) -> Expr:
         """Return the first weight row of a tile. The last tile overlaps the one before, so that its rows exist."""
         return T.min((panel * self.together + t) * self.rows, self.n - self.rows)
@@ -272,12 +276,12 @@ leave registers for weights and x; a block of int4 has float32 totals too, so th
 
 
 def multiplies(kind: str, n: int, k: int, isa: InstructionSet) -> bool:
-    """Return whether `linear_blocks` takes n weight rows of k inputs: k fills whole lines, but for int4."""
+    """Return whether `linear_blocks` takes n weight rows of k inputs."""
     if kind == "bfloat16":
         return (isa.bfloat16 == "bfmmla" and k % 8 == 0) or (isa.bfloat16 == "vdpbf16ps" and n >= 32 and k % 32 == 0)
     if isa.int8 == "smmla":
         return kind == "int4" or k % SMMLA.width == 0
-    return isa.int8 == "vnni512" and n >= 16 and k % (4 if kind == "int4" else LINE) == 0
+    return isa.int8 == "vnni512" and n >= 16 and k % 4 == 0 and (kind == "int4" or k >= LINE)
 
 
 def tilings_of(kind: Any, m: int, n: int, k: int, isa: InstructionSet) -> list[tuple[int, Tiling]]:
