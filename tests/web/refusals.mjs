@@ -41,7 +41,7 @@ const artifact = await load(async (name) => (all[name] = await read(name)));
 await load((name) => all[name]); // a source may give bytes at once
 const vocabulary = artifact.config.vocab_size;
 const session = artifact.session();
-const state = () => JSON.stringify([session.position, session.forwards, session.first, session.thresholds, session.replays]);
+const state = () => JSON.stringify([session.position, session.forwards, session.thresholds, session.replays]);
 session.prefill(new Int32Array([1, 2]));
 session.step(3);
 const before = state();
@@ -60,7 +60,7 @@ tokens["step behind the end"] = await said(() => fresh.step(1));
 fresh.close();
 fresh.close();
 for (const call of [() => fresh.step(1), () => fresh.prefill([1]), () => fresh.setThreshold(1)]) tokens[`closed ${call}`] = await said(call);
-const own = [artifact.session(), artifact.session()].map(({ memory }) => memory);
+const own = [artifact.session(), artifact.session()].map(({ places }) => places);
 for (const options of [{ temperature: NaN }, { temperature: "1" }, { temperature: -1 }, { topK: 1.5 }, { seed: -1 }, { seed: 0.5 }])
   tokens[`sampler ${JSON.stringify(options)}`] = await said(() => new Sampler(options));
 

@@ -33,8 +33,8 @@ try {
     const sampler = new Sampler({ seed: 7, temperature: 0.7 });
     const found = session.decode(tokens.slice(0, 3), count, sampler.choose.bind(sampler), tokens.slice(3), each);
     const again = session.decode([found.at(-1)], 9, sampler.choose.bind(sampler), [], each); // beyond the guesses
-    const { position, steps, forwards, eligible, replayRatio: ratio } = session;
-    return { tokens: [...found, ...again], reads, steps, counts: [position, forwards, eligible, ratio] };
+    const { position, steps, forwards, replayRatio: ratio } = session;
+    return { tokens: [...found, ...again], reads, steps, counts: [position, forwards, ratio] };
   });
   const found = games.map(({ session, logits, decisions }) => ({ logits, decisions, ratio: session.replayRatio }));
   console.log(JSON.stringify({ games: found, drawn, decoded, noises: noises.map((one) => hex(Float64Array.from(noise(...one)))) }));

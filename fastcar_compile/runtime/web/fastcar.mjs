@@ -22,7 +22,7 @@ export class ArtifactError extends Error {}
 export function under(url) {
   return async (name) => {
     const answer = await fetch(new URL(name, url));
-    if (!answer.ok) throw new ArtifactError(`${name} cannot be read: HTTP ${answer.status}`);
+    if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
     return new Uint8Array(await answer.arrayBuffer());
   };
 }
@@ -46,20 +46,16 @@ async function sha256(bytes) {
  */
 export async function load(source, { digest = null } = {}) {
   const given = typeof source === "function" ? source : under(source);
-  const read = async (name) => {
-    try {
-      return await given(name);
-    } catch (error) {
-      throw error instanceof ArtifactError ? error : new ArtifactError(`${name} cannot be read: ${error?.message ?? error}`);
-    }
-  };
+  const unread = (name, error) => new ArtifactError(`${name} cannot be read: ${error?.message ?? error}`);
+  const read = (name) => Promise.resolve(name).then(given).catch((error) => Promise.reject(unread(name, error)));
   const bytes = await read("manifest.json");
   if (digest !== null && `sha256:${await sha256(bytes)}` !== digest) {
     throw new ArtifactError("manifest.json has another digest: fetch the artifact again");
   }
-  const manifest = manifestOf(bytes);
+  const manifest = asDescribed(() => manifestOf(bytes));
   const programs = asDescribed(() => programsOf(manifest));
-  const weights = asDescribed(() => Object.keys(manifest.files)).filter((name) => /^weights\/model.*\.safetensors$/.test(name)).sort();
+  const names = asDescribed(() => Object.keys(manifest.files));
+  const weights = names.filter((name) => /^weights\/model.*\.safetensors$/.test(name)).sort();
   const checked = async (name) => {
     const [content, entry] = [await read(name), manifest.files[name]];
     if (entry === undefined || content.length !== entry.size || (await sha256(content)) !== entry.sha256) {
@@ -69,25 +65,20 @@ export async function load(source, { digest = null } = {}) {
   };
   const [library, ...files] = await Promise.all([programs.library, ...weights].map(checked));
   const { instance } = await WebAssembly.instantiate(library, {});
-  return asDescribed(() => new Artifact(manifest, programs, new Machine(instance.exports), files));
+  return asDescribed(() => new Artifact(manifest, programs, instance.exports, files));
 }
 
-/** What a manifest describes, made of its fields; one that lacks some is damaged. */
+/** What a manifest describes, made of its text or fields; one that lacks some is damaged. */
 function asDescribed(make) {
   try {
     return make();
   } catch (error) {
-    throw error instanceof TypeError ? new ArtifactError(`manifest.json is damaged: ${error.message}`) : error;
+    throw error instanceof ArtifactError ? error : new ArtifactError(`manifest.json is damaged: ${error.message}`);
   }
 }
 
 function manifestOf(bytes) {
-  let manifest;
-  try {
-    manifest = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(bytes));
-  } catch (error) {
-    throw new ArtifactError(`manifest.json is damaged: ${error.message}`);
-  }
+  const manifest = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(bytes));
   const version = manifest?.schema_version;
   if (version !== SCHEMA_VERSION) {
     const found = `the artifact has schema version ${JSON.stringify(version)}, this module reads version ${SCHEMA_VERSION}`;
@@ -111,10 +102,16 @@ function programsOf(manifest) {
   return variant.programs;
 }
 
-/** The library's memory. Addresses stay; views are made anew where the memory has grown. */
-class Machine {
-  constructor(exports) {
-    this.exports = exports;
+/** A loaded artifact. manifest: its manifest.json. config: of the decoder. */
+export class Artifact {
+  constructor(manifest, programs, exports, files) {
+    [this.manifest, this.programs, this.exports] = [manifest, programs, exports];
+    this.config = manifest.decoder.config;
+    this.free = []; // places of sessions that were closed
+    this.params = new Map(files.flatMap((bytes) => this.placed(bytes)));
+    const compiled = manifest.layers.layers.map((layer) => layer.replay?.threshold ?? null);
+    const infinite = { inf: Infinity, "-inf": -Infinity }; // JSON has texts for them
+    this.compiled = (manifest.thresholds?.thresholds ?? compiled).map((value) => infinite[value] ?? value);
   }
 
   take(bytes) {
@@ -123,30 +120,18 @@ class Machine {
     return address;
   }
 
+  /** The library's memory at an address. Addresses stay; views are made anew where the memory has grown. */
   view(kind, address, length) {
     return new kind(this.exports.memory.buffer, address, length);
-  }
-}
-
-/** A loaded artifact. manifest: its manifest.json. config: of the decoder. */
-export class Artifact {
-  constructor(manifest, programs, machine, files) {
-    [this.manifest, this.programs, this.machine] = [manifest, programs, machine];
-    this.config = manifest.decoder.config;
-    this.free = []; // states of sessions that were closed
-    this.params = new Map(files.flatMap((bytes) => this.placed(bytes)));
-    const compiled = manifest.layers.layers.map((layer) => layer.replay?.threshold ?? null);
-    const infinite = { inf: Infinity, "-inf": -Infinity }; // JSON has texts for them
-    this.compiled = (manifest.thresholds?.thresholds ?? compiled).map((value) => infinite[value] ?? value);
   }
 
   /** Put a weight file into the library's memory; return [name, [address, bytes]] of its tensors. */
   placed(bytes) {
     const length = Number(new DataView(bytes.buffer, bytes.byteOffset).getBigUint64(0, true));
     const header = JSON.parse(new TextDecoder().decode(bytes.subarray(8, 8 + length)));
-    const start = this.machine.take(bytes.length + LINE);
+    const start = this.take(bytes.length + LINE);
     const data = Math.ceil((start + 8 + length) / LINE) * LINE; // tensors begin at lines behind the header
-    this.machine.view(Uint8Array, data, bytes.length - 8 - length).set(bytes.subarray(8 + length));
+    this.view(Uint8Array, data, bytes.length - 8 - length).set(bytes.subarray(8 + length));
     const tensors = Object.entries(header).filter(([name]) => name !== "__metadata__");
     return tensors.map(([name, { data_offsets: [begin, end] }]) => [name, [data + begin, end - begin]]);
   }
@@ -157,30 +142,23 @@ export class Artifact {
   }
 }
 
-/** The next tokens of one video. window: rows that a decode step of `decode` has at most. steps: decode steps since the reset. */
+/** The next tokens of one video. window: the most rows of a step of `decode`. steps: decode steps since the reset. */
 export class Session {
   constructor(artifact) {
-    [this.artifact, this.machine, this.config] = [artifact, artifact.machine, artifact.config];
+    [this.artifact, this.config] = [artifact, artifact.config];
     const { num_layers: layers, prefill_chunk: chunk, tokens_per_frame: frame } = this.config;
-    const rows = this.config.rows ?? 1;
+    const rows = (this.rows = this.config.rows ?? 1);
     this.window = Math.min(rows, frame);
     const size = ({ shape, dtype }) => shape.reduce((product, side) => product * side, 1) * BYTES[dtype];
-    const sizes = artifact.manifest.decoder.state.map((state) => [state.name, size(state)]);
+    const { state } = artifact.manifest.decoder;
+    const sizes = state.map((one) => [one.name, size(one)]);
     sizes.push(["spans", 16 * rows * rows], ["position", 8 * rows], ["step", 8 * rows], ["thresholds", 4 * layers * rows]);
     sizes.push(["token", 8 * rows], ["tokens", 8 * chunk], ["start", 8]);
     const { decode, prefill } = artifact.programs;
     const table = (spec) => 4 * (spec.inputs.length + spec.params.length + spec.outputs.length);
     sizes.push(["decode", table(decode)], ["prefill", table(prefill)]);
-    const lines = (bytes) => Math.ceil(bytes / LINE) * LINE;
-    this.bytes = sizes.reduce((sum, [, bytes]) => sum + lines(bytes), 0);
-    this.memory = artifact.free.pop() ?? this.machine.take(this.bytes);
-    this.places = new Map();
-    let next = this.memory;
-    for (const [name, bytes] of sizes) {
-      this.places.set(name, [next, bytes]);
-      next += lines(bytes);
-    }
-    const replay = artifact.manifest.decoder.state.filter(({ role }) => REPLAY_ROLES.includes(role));
+    this.places = artifact.free.pop() ?? new Map(sizes.map(([name, bytes]) => [name, [artifact.take(bytes), bytes]]));
+    const replay = state.filter(({ role }) => REPLAY_ROLES.includes(role));
     this.replayed = replay.map(({ name }) => [this.places.get(name)[0], this.places.get(name)[1] / frame]);
     this.forward = this.program(decode, "decode", "token", "position");
     this.read = this.program(prefill, "prefill", "tokens", "start");
@@ -190,42 +168,44 @@ export class Session {
 
   /** A program with its arguments in place, checked once; it gives the addresses of its results by name. */
   program(spec, table, tokens, position) {
-    const { exports } = this.machine;
+    const { exports } = this.artifact;
     const own = [["tokens", this.places.get(tokens)], ["position", this.places.get(position)]];
     const known = new Map([...this.artifact.params, ...this.places, ...own]);
     const names = [...spec.inputs, ...spec.params];
     const lacking = names.filter((name) => !known.has(name));
     if (lacking.length) throw new ArtifactError(`the library needs ${lacking.join(", ")}: compile the model again`);
-    table = this.places.get(table)[0];
-    const numbers = (column) => names.map((name) => known.get(name)[column]);
-    this.machine.view(Uint32Array, table, names.length).set(numbers(1));
-    const wrong = exports[spec.check](table);
+    const [address] = this.places.get(table);
+    const fill = (column) => this.set(table, Uint32Array, names.map((name) => known.get(name)[column]));
+    fill(1);
+    const wrong = exports[spec.check](address);
     if (wrong >= 0) throw new ArtifactError(`${names[wrong]} has another size than the library's: compile the model again`);
-    this.machine.view(Uint32Array, table, names.length).set(numbers(0));
-    const results = table + 4 * names.length;
+    fill(0);
+    const results = address + 4 * names.length;
     return () => {
-      if (exports[spec.function](table, results) !== 0) throw new ArtifactError("there is no memory for the step");
-      const addresses = this.machine.view(Uint32Array, results, spec.outputs.length);
-      return (name, kind, length) => this.machine.view(kind, addresses[spec.outputs.indexOf(name)], length);
+      if (exports[spec.function](address, results) !== 0) throw new ArtifactError("there is no memory for the step");
+      const addresses = this.artifact.view(Uint32Array, results, spec.outputs.length);
+      return (name, kind, length) => this.artifact.view(kind, addresses[spec.outputs.indexOf(name)], length);
     };
   }
 
-  set(name, ...values) {
-    this.machine.view(BigInt64Array, this.places.get(name)[0], values.length).set(values.map(BigInt));
+  /** Write numbers to the beginning of a place, as elements of a kind of array. */
+  set(name, kind, values) {
+    const place = this.artifact.view(kind, this.places.get(name)[0], values.length);
+    place.set(kind === BigInt64Array ? values.map(BigInt) : values);
   }
 
   /** Forget everything but the thresholds: caches, position and counts. */
   reset() {
-    this.machine.view(Uint8Array, this.memory, this.bytes - LINE).fill(0, 0, this.places.get("position")[0] - this.memory);
-    this.position = this.steps = this.forwards = this.eligible = this.replays = 0;
-    this.first = null;
+    const { state } = this.artifact.manifest.decoder;
+    for (const { name } of state) this.artifact.view(Uint8Array, ...this.places.get(name)).fill(0);
+    this.position = this.steps = this.forwards = this.replays = 0;
     this.decisions = new Uint8Array(this.config.num_layers);
     this.scores = new Float32Array(this.config.num_layers);
   }
 
   /** Give the states back to the artifact. The session is not used any more. */
   close() {
-    if (this.forward !== null) this.artifact.free.push(this.memory);
+    if (this.forward !== null) this.artifact.free.push(this.places);
     this.forward = this.read = null;
   }
 
@@ -237,7 +217,6 @@ export class Session {
   setThreshold(threshold) {
     this.requireOpen();
     const { num_layers: layers } = this.config;
-    const rows = this.config.rows ?? 1;
     const several = Array.isArray(threshold) || ArrayBuffer.isView(threshold);
     const each = several ? Array.from(threshold) : Array(layers).fill(threshold);
     if (each.length !== layers) throw new RangeError(`${each.length} thresholds for ${layers} layers`);
@@ -245,7 +224,7 @@ export class Session {
     if (wrong >= 0) throw new RangeError(`the threshold of layer ${wrong} is ${each[wrong]}: give a number, or null`);
     this.thresholds = each;
     // No score compares with NaN, whichever way a gate compares.
-    this.machine.view(Float32Array, this.places.get("thresholds")[0], layers * rows).set(each.flatMap((value) => Array(rows).fill(value ?? NaN)));
+    this.set("thresholds", Float32Array, each.flatMap((value) => Array(this.rows).fill(value ?? NaN)));
   }
 
   /** Throw RangeError unless the session takes these tokens now. Nothing has changed then. */
@@ -261,23 +240,18 @@ export class Session {
   /** Read a prompt, an array of tokens, at the beginning; return the logits behind its last one. They are a copy. */
   prefill(tokens) {
     if (this.position) throw new RangeError("a prompt comes first: reset the session");
-    const longest = this.config.max_seq_len;
-    if (tokens?.length > longest) throw new RangeError(`${tokens.length} tokens, and the session has room for ${longest}`);
-    tokens = Array.from(tokens ?? []);
-    if (!tokens.length) throw new RangeError("a prompt has at least one token");
+    if (!tokens?.length) throw new RangeError("a prompt has at least one token");
     this.requireTokens(tokens);
     const { prefill_chunk: chunk, vocab_size: vocabulary } = this.config;
     let logits = null;
     for (let start = 0; start < tokens.length; start += chunk) {
-      const part = tokens.slice(start, start + chunk);
-      const place = this.machine.view(BigInt64Array, this.places.get("tokens")[0], chunk);
-      for (let i = 0; i < chunk; ++i) place[i] = BigInt(part[i] ?? 0);
-      this.set("start", start);
+      this.set("tokens", BigInt64Array, Array.from({ length: chunk }, (_, i) => tokens[start + i] ?? 0));
+      this.set("start", BigInt64Array, [start]);
       logits = this.read()("logits", Float32Array, chunk * vocabulary);
-      logits = logits.slice((part.length - 1) * vocabulary, part.length * vocabulary);
     }
     this.position = tokens.length;
-    return logits;
+    const last = (this.position - 1) % chunk;
+    return logits.slice(last * vocabulary, (last + 1) * vocabulary);
   }
 
   /** Decode one forward; return its logits, a view that the next forward overwrites. */
@@ -319,17 +293,15 @@ export class Session {
   run(tokens) {
     this.requireTokens(tokens);
     const { num_layers: layers, vocab_size: vocabulary, tokens_per_frame: frame } = this.config;
-    const rows = this.config.rows ?? 1;
-    this.first ??= this.position;
-    const number = this.position - this.first;
+    const { rows, position, forwards: number } = this;
     const each = (there, otherwise) => Array.from({ length: rows }, (_, k) => (k < tokens.length ? there(k) : otherwise));
-    this.set("token", ...each((k) => tokens[k], 0));
-    this.set("position", ...each((k) => this.position + k, -1));
-    this.set("step", ...each((k) => number + k, INACTIVE));
-    const seen = this.machine.view(BigInt64Array, this.places.get("spans")[0], 2 * rows * rows);
-    for (let k = 0; k < rows; ++k) seen[2 * rows * k + 1] = BigInt(k < tokens.length ? this.position + k + 1 : 0);
-    const slots = (k) =>
-      this.replayed.map(([address, bytes]) => this.machine.view(Uint8Array, address + ((number + k) % frame) * bytes, bytes));
+    this.set("token", BigInt64Array, each((k) => tokens[k], 0));
+    this.set("position", BigInt64Array, each((k) => position + k, -1));
+    this.set("step", BigInt64Array, each((k) => number + k, INACTIVE));
+    const ends = each((k) => position + k + 1, 0); // of the one span of a row; the other ones are empty
+    this.set("spans", BigInt64Array, ends.flatMap((end) => [0, end, ...Array(2 * rows - 2).fill(0)]));
+    const slot = (k, [start, bytes]) => this.artifact.view(Uint8Array, start + ((number + k) % frame) * bytes, bytes);
+    const slots = (k) => this.replayed.map((place) => slot(k, place));
     const kept = tokens.map((_, k) => (k ? slots(k).map((slot) => slot.slice()) : []));
     const result = this.forward();
     const logits = result("logits", Float32Array, rows * vocabulary);
@@ -340,12 +312,8 @@ export class Session {
       for (let k = count; k < tokens.length; ++k) slots(k).forEach((slot, i) => slot.set(kept[k][i]));
       this.steps += 1;
       for (let k = 0; k < count; ++k) {
-        for (let layer = 0; decides && layer < layers; ++layer) {
-          this.decisions[layer] = decisions[layer * rows + k];
-          this.scores[layer] = scores[layer * rows + k];
-          this.replays += this.decisions[layer];
-        }
-        this.eligible += decides && number + k >= frame ? 1 : 0;
+        if (decides) [this.decisions, this.scores] = [decisions, scores].map((all) => all.filter((_, i) => i % rows === k));
+        this.replays += this.decisions.reduce((sum, decision) => sum + decision);
         this.forwards += 1;
         this.position += 1;
         tell(k);
