@@ -28,7 +28,7 @@ GATE ?= --draft examples/crafter/draft.safetensors --threshold " -9.993658,-7.05
 page: $(STAMP)
 	rm -rf $(PAGE) build/page
 	$(BIN)/fastcar compile examples/crafter/world/decoder --target wasm32 --quant w8a8 --kv int8 --numerics exact --max-seq-len 16400 \
-	    $(GATE) --output build/crafter_wasm
+	    --jacobi 4 $(GATE) --output build/crafter_wasm
 	$(BIN)/fastcar play build/crafter_wasm --world examples/crafter/world --static build/page
 	mkdir -p $(PAGE)
 	cp -r build/page/artifact build/page/page.json build/page/pixels.wasm $(PAGE)

@@ -100,7 +100,10 @@ def test_the_page_is_built_from_the_world(tmp_path: Path) -> None:
     options = {name: shipped["options"][name] for name in ("target", "quant", "kv", "numerics", "max_seq_len")}
     draft = fc.Draft.load(FOLDER / "draft.safetensors")
     replay = fc.ReplayConfig(draft=draft, threshold=shipped["options"]["replay"]["threshold"])
-    made = fc.compile(FOLDER / "world" / "decoder", replay=replay, output=tmp_path / "artifact", **options)
+    jacobi = fc.Jacobi(shipped["options"]["jacobi"]["window"])
+    made = fc.compile(
+        FOLDER / "world" / "decoder", replay=replay, jacobi=jacobi, output=tmp_path / "artifact", **options
+    )
     used = [
         path.relative_to(PAGE / "artifact").as_posix()
         for path in (PAGE / "artifact").rglob("*.*")

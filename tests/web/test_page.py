@@ -115,7 +115,7 @@ window.Worker = class extends EventTarget {
 """
 FRAME = """
 ([number, times, codes]) => {
-  const known = { sampling_ms: 0, kind: "rgba", bytes: 36, replayed: [0, 0, 0], by_layer: [1] };
+  const known = { sampling_ms: 0, kind: "rgba", bytes: 36, replayed: [0, 0, 0], by_layer: [1], accepted: 3.58 };
   const names = ["dense", "replay"].slice(-times.length);
   const sides = names.map((side, i) => ({ ...known, side, codes: codes[i], token_ms: times[i] }));
   const header = { action: "up", png_ms: 0, pixels_ms: 0, fps: 1, refilled: false, recorded: null };
@@ -154,6 +154,7 @@ def test_what_the_shipped_page_says_of_the_game(crafter_page: Path) -> None:
         told()
         frames([1.6, 1.0], [160.0, 1.0], [0.4, 0.25], codes=[[5, 6, 7], [5, 9, 7]])
         assert page.inner_text(".tiles div:has(#token-ms)").split("\n") == ["replay is", "1.6x as fast"]
+        assert page.inner_text("#accepted") == "3.6 tokens a step"
         assert (
             page.inner_text("#seen")
             == "Same keys, same draws. Left: all is computed. Right: replay. ◤ 1 of 3 tiles differ."

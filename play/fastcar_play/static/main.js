@@ -194,13 +194,13 @@ function showFigures(frame) {
   figure("share", [last], (side) => percent(mean(side.by_layer)));
   figure("spared", [last], (side) => percent(mean(side.by_layer.map((share, layer) => share * hello.spared[layer]))));
   if (frame.fps !== null) at("fps").textContent = frame.fps.toFixed(1);
+  at("accepted").textContent = last.accepted > 1 ? `${last.accepted.toFixed(1)} tokens a step` : "";
   const steps = generated.reduce((sum, side) => sum + side.token_ms * hello.tokens_per_frame, 0);
   const draws = generated.reduce((sum, side) => sum + side.sampling_ms, 0);
   const parts = [["steps", steps], ["draws", draws], ["pixels", frame.pixels_ms], ["PNG", frame.png_ms]].filter(([, ms]) => ms > 0);
   const times = parts.map(([name, value]) => `${name} ${value.toFixed(1)} ms`).join(", ");
   const tokens = generated.map((side) => `${side.side} ${side.token_ms.toFixed(2)}`).join(", ");
-  const accepted = last.accepted > 1 ? ` ${last.accepted.toFixed(1)} tokens a decode step.` : "";
-  at("parts").textContent = `Frame ${frame.number}, ${frame.action}: ${times}; ${tokens} ms / token.${accepted}`;
+  at("parts").textContent = `Frame ${frame.number}, ${frame.action}: ${times}; ${tokens} ms / token.`;
 }
 
 /** The median of what this was given in the last SMOOTHED_MS. */
